@@ -1,0 +1,12 @@
+"""What the three examples share: launching, configs, Colossal-AI's engine put together correctly, data, hooks, reports.
+
+Import this package before `colossalai`: it silences the import-time warnings of optional packages that the examples
+do not use. Nothing is patched here; `colossal_vit.launch` does that, from `colossal_vit.patches`.
+"""
+
+import logging
+import warnings
+
+for _module in (r"colossalai\.", r"torch\.jit\._script"):
+    warnings.filterwarnings("ignore", module=_module)
+logging.getLogger("bitsandbytes").setLevel(logging.CRITICAL)

@@ -1,0 +1,204 @@
+"""Colossal-AI's Engine, put together so that one optimizer step means the same in every layout.
+
+`initialize` has the signature of `colossalai.initialize` and returns its `Engine`. What differs from upstream 0.5.0:
+
+- without `clip_grad_norm` nothing is clipped (upstream clips to 0, which sets every gradient to zero);
+- clipping happens once per optimizer step, on unscaled gradients, by the norm over all ranks that share the model;
+- `gradient_accumulation` counts steps, not backward passes, of which a pipeline makes several a step; gradients are
+  reduced over the data-parallel ranks once per optimizer step;
+- AMP works on torch 2 and on the CPU;
+- a loss or gradient that is not finite stops every rank before the weights are touched.
+"""
+
+import math
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from colossal_vit import precision
+from colossal_vit.errors import TrainingError, UserError
+from colossalai.accelerator import get_accelerator
+from colossalai.legacy.amp import AMP_TYPE
+from colossalai.legacy.context import ParallelMode
+from colossalai.legacy.core import global_context as gpc
+from colossalai.legacy.engine import Engine as ColossalEngine
+from colossalai.legacy.engine.gradient_handler import DataParallelGradientHandler
+from colossalai.legacy.engine.schedule import NonPipelineSchedule, PipelineSchedule, get_tensor_shape
+from colossalai.legacy.utils import is_using_ddp, is_using_pp, sync_model_param
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+
+class Engine(ColossalEngine):
+    """Colossal-AI's Engine with gradient accumulation of its own.
+
+    The caller makes the same calls for every micro-step: `zero_grad`, forward and `backward` (or `execute_schedule`),
+    `step`. Every `accumulation`-th `step` updates the weights.
+
+    Attributes:
+        accumulation: micro-steps in an optimizer step.
+        num_steps: optimizer steps made so far, skipped ones included.
+        grad_norm: norm of the full gradient of the last optimizer step, unscaled, before clipping.
+    """
+
+    def __init__(self, *args: Any, accumulation: int = 1, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.accumulation = accumulation
+        self.num_steps = 0
+        self.grad_norm = math.nan
+        self._micro_step = 0
+        self._reduce_in_backward(accumulation == 1)
+
+    @property
+    def finished_step(self) -> bool:
+        """Whether the last call of `step` completed an optimizer step."""
+        return self._micro_step == 0
+
+    def _reduce_in_backward(self, enabled: bool) -> None:
+        """Let DDP reduce the gradients of the coming micro-step, or keep them local (what `no_sync` does)."""
+        if isinstance(self.model, DistributedDataParallel):
+            self.model.require_backward_grad_sync = enabled
+
+    def zero_grad(self) -> None:
+        if self._micro_step == 0:
+            super().zero_grad()
+
+    def backward(self, loss: Tensor) -> None:
+        super().backward(loss / self.accumulation)
+
+    def step(self) -> None:
+        """Count a micro-step; on the last one reduce, clip and update.
+
+        Raises:
+            TrainingError: on every rank, before the update, if the gradient is not finite.
+        """
+        self._micro_step = (self._micro_step + 1) % self.accumulation
+        self._reduce_in_backward(self._micro_step == self.accumulation - 1)
+        if not self.finished_step:
+            return
+        self.num_steps += 1
+        self._all_reduce_gradients()
+        self.grad_norm = float(self.optimizer.clip_grad_by_norm(self._clip_grad_norm))
+        scale = self.optimizer.loss_scale
+        if not math.isfinite(self.grad_norm) and (scale is None or scale <= 1):
+            raise TrainingError(
+                f"step {self.num_steps}: the gradient is not finite (norm {self.grad_norm}); the weights are as after "
+                f"step {self.num_steps - 1}. Lower LEARNING_RATE, lengthen the warm-up or set clip_grad_norm."
+            )
+        self.optimizer.step()
+
+
+class MicroBatches:
+    """A data loader as the Engine wants it: whole optimizer steps only, and the time spent waiting for data known.
+
+    Attributes:
+        data_s: seconds spent waiting for batches since the start.
+    """
+
+    def __init__(self, loader: Iterable, accumulation: int):
+        self.loader = loader
+        self.num_micro_batches = len(loader) // accumulation * accumulation
+        if not self.num_micro_batches:
+            raise UserError(
+                f"gradient_accumulation = {accumulation}, but an epoch has only {len(loader)} batches on each rank: "
+                f"lower gradient_accumulation or BATCH_SIZE"
+            )
+        self.data_s = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+    def __len__(self) -> int:
+        return self.num_micro_batches
+
+    def __iter__(self) -> Iterator:
+        batches = iter(self.loader)
+        for _ in range(self.num_micro_batches):
+            started = time.perf_counter()
+            batch = next(batches)
+            self.data_s += time.perf_counter() - started
+            yield batch
+
+
+def _schedule(config: Any) -> NonPipelineSchedule | PipelineSchedule:
+    if not is_using_pp():
+        return NonPipelineSchedule()
+    return PipelineSchedule(
+        config.NUM_MICRO_BATCHES,
+        tensor_shape=get_tensor_shape(),
+        scatter_gather_tensors=gpc.is_initialized(ParallelMode.PARALLEL_1D),
+    )
+
+
+def initialize(
+    model: nn.Module,
+    optimizer: Optimizer,
+    criterion: nn.Module | None = None,
+    train_dataloader: Iterable | None = None,
+    test_dataloader: Iterable | None = None,
+    lr_scheduler: Any = None,
+    ophooks: list | None = None,
+    verbose: bool = False,
+) -> tuple[Engine, Iterable | None, Iterable | None, Any]:
+    """Wrap the components of a training for the layout and the features in `gpc.config`.
+
+    Args:
+        model: this rank's part of the model.
+        optimizer: over the parameters of `model`.
+        criterion: called as `criterion(output, label)`.
+        train_dataloader: yields `(images, labels)` micro-batches; its tail that fills no optimizer step is dropped.
+        test_dataloader: returned as it is.
+        lr_scheduler: returned as it is; step it once per optimizer step, with `hooks.LRSchedulerHook`.
+        ophooks: Colossal-AI's hooks into each operator.
+        verbose: passed to Colossal-AI's engine.
+
+    Returns:
+        `(engine, train_dataloader, test_dataloader, lr_scheduler)`.
+
+    Raises:
+        UserError: if the config asks for features that exclude each other.
+    """
+    config = gpc.config
+    device = get_accelerator().get_current_device()
+    torch.backends.cudnn.benchmark = config.get("cudnn_benchmark", False)
+    torch.backends.cudnn.deterministic = config.get("cudnn_deterministic", False)
+    fp16 = config.get("fp16")
+    if is_using_pp() and fp16 and fp16.mode != AMP_TYPE.NAIVE:
+        raise UserError(f"fp16.mode = {fp16.mode} does not work with a pipeline: use AMP_TYPE.NAIVE or None")
+
+    model = model.to(device)
+    if is_using_ddp():
+        sync_model_param(model, ParallelMode.DATA)
+    model, wrapped, criterion = precision.convert(model, optimizer, criterion, fp16, device)
+
+    # A pipeline runs several backward passes a step, which DDP does not expect: reduce once, after the last.
+    gradient_handlers = []
+    if is_using_ddp() and is_using_pp():
+        gradient_handlers = [DataParallelGradientHandler(model, wrapped)]
+    elif is_using_ddp():
+        model = DistributedDataParallel(
+            model,
+            process_group=gpc.get_group(ParallelMode.DATA),
+            device_ids=[device] if device.type == "cuda" else None,
+            **config.get("torch_ddp", {}),
+        )
+
+    accumulation = config.get("gradient_accumulation") or 1
+    engine = Engine(
+        model=model,
+        optimizer=wrapped,
+        criterion=criterion,
+        gradient_handlers=gradient_handlers,
+        clip_grad_norm=config.get("clip_grad_norm") or 0.0,
+        ophook_list=ophooks,
+        verbose=verbose,
+        schedule=_schedule(config),
+        accumulation=accumulation,
+    )
+    if is_using_pp():
+        engine.schedule.dtype = precision.compute_dtype(fp16, device)  # upstream knows only its own fp16 wrapper
+    if train_dataloader is not None:
+        train_dataloader = MicroBatches(train_dataloader, accumulation)
+    return engine, train_dataloader, test_dataloader, lr_scheduler

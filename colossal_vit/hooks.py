@@ -1,0 +1,177 @@
+"""Hooks for Colossal-AI's Trainer: the learning rate, and the record of the run."""
+
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from colossal_vit.data import IGNORED
+from colossal_vit.engine import MicroBatches
+from colossal_vit.ranks import RankLogger
+from colossal_vit.report import draw
+from colossalai.legacy.context import ParallelMode
+from colossalai.legacy.core import global_context as gpc
+from colossalai.legacy.trainer import Trainer
+from colossalai.legacy.trainer.hooks import BaseHook
+from colossalai.legacy.utils import is_dp_rank_0, is_no_pp_or_last_stage, is_tp_rank_0
+from torch import Tensor
+
+
+class LRSchedulerHook(BaseHook):
+    """Steps a learning-rate scheduler once per optimizer step, so that its unit is the optimizer step.
+
+    Upstream's hook steps per batch, which under accumulation is several times a step. Runs after `MetricsHook`, which
+    records the rate that the step was made with.
+    """
+
+    def __init__(self, lr_scheduler: Any, priority: int = 5):
+        super().__init__(priority)
+        self.lr_scheduler = lr_scheduler
+
+    def after_train_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
+        if trainer.engine.finished_step:
+            self.lr_scheduler.step()
+
+
+def _sum_over_data_ranks(values: list[Tensor | float], device: torch.device) -> list[float]:
+    """Sums over the data-parallel ranks, in float64."""
+    total = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device).reshape(()) for value in values])
+    if gpc.get_world_size(ParallelMode.DATA) > 1:
+        dist.all_reduce(total, group=gpc.get_group(ParallelMode.DATA))
+    return total.tolist()
+
+
+def _memory_gb(device: torch.device) -> float:
+    """Peak memory so far: allocated on the GPU, or resident on a machine without one."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9  # Linux counts in KiB
+
+
+class MetricsHook(BaseHook):
+    """Writes `metrics.jsonl` and TensorBoard events, and tells the progress bar what to show.
+
+    One object per optimizer step: `step, epoch, loss, lr, grad_norm, images_per_s, data_s, step_s, memory_gb`, with
+    loss scaling also `loss_scale, skipped`. One per evaluation: `step, epoch, eval_loss, eval_accuracy, eval_images`.
+    `loss` is the mean over the whole global batch. Only the rank that sees the loss, in the last pipeline stage of
+    the first replica, writes.
+
+    At the end of the training the same rank draws the curves.
+
+    Args:
+        directory: the run directory.
+        train_dataloader: what `engine.initialize` returned; it knows how long it was waited for.
+        log: where evaluations, and without a progress bar epochs too, are announced.
+    """
+
+    def __init__(self, directory: Path, train_dataloader: MicroBatches, log: RankLogger, priority: int = 1):
+        super().__init__(priority)
+        self.train_dataloader = train_dataloader
+        self.sees_loss = is_no_pp_or_last_stage()
+        self.writes = self.sees_loss and is_dp_rank_0() and is_tp_rank_0()
+        self.log = log
+        self.directory = directory
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self.file.write(json.dumps(record) + "\n")
+        for key in record.keys() - {"step", "epoch", "eval_images"}:
+            self.events.add_scalar(key, record[key], record["step"])
+
+    def before_train(self, trainer: Trainer) -> None:
+        if self.writes:
+            from torch.utils.tensorboard import SummaryWriter  # imports for seconds; one rank needs it
+
+            self.file = open(self.directory / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115 closed in after_train
+            self.events = SummaryWriter(str(self.directory))
+        self.losses: list[Tensor] = []
+        self.step_started, self.waited = time.perf_counter(), 0.0
+
+    def before_train_epoch(self, trainer: Trainer) -> None:
+        self.step_started = time.perf_counter()  # evaluation is not part of a step
+
+    def after_train_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
+        engine = trainer.engine
+        if self.sees_loss:
+            self.losses.append(loss.detach())
+        if not engine.finished_step:
+            return
+        if self.sees_loss:
+            (total,) = _sum_over_data_ranks([torch.stack(self.losses).mean()], loss.device)
+            self.losses.clear()
+        now = time.perf_counter()
+        step_s, self.step_started = now - self.step_started, now
+        if not self.writes:
+            return
+        data_parallel_size = gpc.get_world_size(ParallelMode.DATA)
+        images = engine.schedule.batch_size * engine.accumulation * data_parallel_size
+        waited = self.train_dataloader.data_s
+        record = {
+            "step": engine.num_steps,
+            "epoch": trainer.cur_epoch,
+            "loss": total / data_parallel_size,
+            "lr": engine.optimizer.param_groups[0]["lr"],
+            "grad_norm": engine.grad_norm,
+            "images_per_s": images / step_s,
+            "data_s": waited - self.waited,
+            "step_s": step_s,
+            "memory_gb": _memory_gb(loss.device),
+        }
+        self.waited = waited
+        if engine.optimizer.loss_scale is not None:
+            record |= {"loss_scale": engine.optimizer.loss_scale, "skipped": engine.optimizer.skipped}
+        self._write(record)
+        trainer.states["step_metrics"] = {
+            "loss": f"{record['loss']:.4f}",
+            "lr": f"{record['lr']:.2e}",
+            "images/s": f"{record['images_per_s']:.0f}",
+        }
+        self.last = record
+
+    def after_train_epoch(self, trainer: Trainer) -> None:
+        if self.writes and not sys.stderr.isatty():
+            self.log.info(
+                f"epoch {trainer.cur_epoch}: step {self.last['step']}, loss {self.last['loss']:.4f}, "
+                f"{self.last['images_per_s']:.0f} images/s",
+                ranks=None,
+            )
+
+    def before_test(self, trainer: Trainer) -> None:
+        self.eval_loss = self.eval_correct = self.eval_images = 0.0
+
+    def after_test_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
+        if self.sees_loss:
+            counted = label != IGNORED
+            self.eval_loss += F.cross_entropy(output.float(), label, reduction="sum", ignore_index=IGNORED)
+            self.eval_correct += ((output.argmax(-1) == label) & counted).sum()
+            self.eval_images += counted.sum()
+
+    def after_test(self, trainer: Trainer) -> None:
+        if not self.sees_loss:
+            return
+        sums = [self.eval_loss, self.eval_correct, self.eval_images]
+        loss, correct, images = _sum_over_data_ranks(sums, self.eval_images.device)
+        if self.writes:
+            record = {
+                "step": trainer.engine.num_steps,
+                "epoch": trainer.cur_epoch,
+                "eval_loss": loss / images,
+                "eval_accuracy": correct / images,
+                "eval_images": int(images),
+            }
+            self._write(record)
+            self.log.info(
+                f"epoch {record['epoch']}: test accuracy {record['eval_accuracy']:.2%} "
+                f"({int(correct)} of {record['eval_images']} images), loss {record['eval_loss']:.4f}",
+                ranks=None,
+            )
+
+    def after_train(self, trainer: Trainer) -> None:
+        if self.writes:
+            self.file.close()
+            self.events.close()
+            draw(self.directory)

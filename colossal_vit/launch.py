@@ -1,0 +1,417 @@
+"""From the command line to running process groups, and back to one clear line when something is wrong.
+
+Every train script is `launch.run(main)`, and `main` begins with `launch.start(...)`.
+"""
+
+import argparse
+import os
+import re
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import colossalai.legacy as colossalai
+import torch
+import torch.distributed as dist
+from colossal_vit import config as configs
+from colossal_vit import host, patches
+from colossal_vit.errors import TrainingError, UserError
+from colossal_vit.peers import Peers
+from colossal_vit.ranks import RankLogger, together
+from colossalai.context import Config
+from colossalai.legacy.context import ParallelMode
+from colossalai.legacy.context.random import add_seed, reset_seeds, set_mode
+from colossalai.legacy.core import global_context as gpc
+
+GROUP_TIMEOUT = 300.0  # seconds that a rank waits for another one before it gives up
+DEFAULT_PORT = 29500
+PEER_GRACE = 5.0  # seconds that a rank which lost a connection waits to be told who died
+
+_peers: Peers | None = None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command line
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        raise UserError(f"{message} (--help lists the flags)")
+
+
+def get_parser(description: str | None = None) -> argparse.ArgumentParser:
+    """Colossal-AI's own flags and those that every train script here adds."""
+    parser = _Parser(
+        description=description,
+        parents=[colossalai.get_default_parser()],
+        add_help=False,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(backend=None)
+    parser.add_argument("--local-rank", dest="local_rank", type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--launcher",
+        choices=("auto", *_LAUNCHERS),
+        default="auto",
+        help="who started the processes; none: by hand, with --rank --world_size --host --port, or a single one",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a value of the config with a Python literal; repeatable, nested keys with dots",
+    )
+    parser.add_argument("--output", type=Path, help="run directory (default runs/<example>/<config name>)")
+    parser.add_argument("--max-steps", type=int, metavar="N", help="stop after N optimizer steps")
+    return parser
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Who started this process, and where to meet the others
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Rendezvous:
+    """This process among the others: what the launcher told it."""
+
+    launcher: str
+    rank: int
+    local_rank: int
+    world_size: int
+    host: str
+    port: int
+
+
+def _environ(*names: str) -> list[int]:
+    try:
+        return [int(os.environ[name]) for name in names]
+    except (KeyError, ValueError):
+        raise UserError(f"--launcher: the environment lacks a number in one of {', '.join(names)}") from None
+
+
+def first_slurm_host(node_list: str) -> str:
+    """The first host name of a SLURM node list: `gpu[03-05,9],login` gives `gpu03`."""
+    match = re.match(r"([^,\[]+)(?:\[([^\]]+)\])?([^,]*)", node_list)
+    if not match:
+        raise UserError(f"SLURM_NODELIST = {node_list!r}: no host name in it; give --host")
+    prefix, numbers, suffix = match.groups()
+    return prefix + (re.split(r"[,-]", numbers)[0] if numbers else "") + suffix
+
+
+def _from_torch(args: argparse.Namespace) -> Rendezvous:
+    rank, local_rank, world_size, port = _environ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
+    return Rendezvous("torch", rank, local_rank, world_size, os.environ.get("MASTER_ADDR", "localhost"), port)
+
+
+def _from_slurm(args: argparse.Namespace) -> Rendezvous:
+    rank, local_rank, world_size, job = _environ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_JOB_ID")
+    name = os.environ.get("HOST") or first_slurm_host(os.environ.get("SLURM_NODELIST", "localhost"))
+    return Rendezvous("slurm", rank, local_rank, world_size, name, 20000 + job % 20000)
+
+
+def _from_openmpi(args: argparse.Namespace) -> Rendezvous:
+    rank, local_rank, world_size, local_size = _environ(
+        *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE"))
+    )
+    if local_size < world_size and not args.host:
+        raise UserError("--launcher openmpi on several nodes needs --host, the node of rank 0")
+    return Rendezvous("openmpi", rank, local_rank, world_size, "localhost", DEFAULT_PORT)
+
+
+def _from_flags(args: argparse.Namespace) -> Rendezvous:
+    given = {key: getattr(args, key) for key in ("rank", "world_size", "host", "port")}
+    missing = [f"--{key}" for key, value in given.items() if value is None]
+    if args.world_size in (None, 1) and args.rank in (None, 0):
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            return Rendezvous("none", 0, args.local_rank or 0, 1, "localhost", free.getsockname()[1])
+    if missing:
+        raise UserError(f"starting processes by hand needs {' '.join(missing)} too")
+    if not 0 <= args.rank < args.world_size:
+        raise UserError(f"--rank {args.rank} does not fit --world_size {args.world_size}: 0 to {args.world_size - 1}")
+    local_rank = args.local_rank if args.local_rank is not None else args.rank % max(torch.cuda.device_count(), 1)
+    return Rendezvous("none", args.rank, local_rank, args.world_size, args.host, args.port)
+
+
+_LAUNCHERS: dict[str, tuple[str | None, Callable[[argparse.Namespace], Rendezvous]]] = {
+    # name: (environment variable that gives it away, reader)
+    "torch": ("LOCAL_RANK", _from_torch),
+    "slurm": ("SLURM_STEP_ID", _from_slurm),
+    "openmpi": ("OMPI_COMM_WORLD_RANK", _from_openmpi),
+    "none": (None, _from_flags),
+}
+
+
+def find_rendezvous(args: argparse.Namespace) -> Rendezvous:
+    """Read the launcher's word for this process; `--host` and `--port` override it.
+
+    Raises:
+        UserError: if it is incomplete, or the host is unknown.
+    """
+    name = args.launcher
+    if name == "auto":
+        name = next(key for key, (sign, _) in _LAUNCHERS.items() if sign is None or sign in os.environ)
+    meeting = _LAUNCHERS[name][1](args)
+    meeting.host = args.host or meeting.host
+    meeting.port = args.port or meeting.port
+    if not 0 < meeting.port < 65536:
+        raise UserError(f"--port {meeting.port}: a port is a number from 1 to 65535")
+    try:
+        socket.getaddrinfo(meeting.host, meeting.port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"--host {meeting.host}: {getattr(error, 'strerror', None) or error}") from None
+    return meeting
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Start
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """A started run: what `main` needs to know.
+
+    Attributes:
+        config: the resolved config, also `gpc.config`.
+        layout: how the processes share the work.
+        output: the run directory; exists.
+        max_steps: optimizer steps to stop after, or None.
+        device: this rank's device.
+        log: see `RankLogger`.
+    """
+
+    config: Config
+    layout: configs.Layout
+    output: Path
+    max_steps: int | None
+    device: torch.device
+    log: RankLogger
+
+
+def _backend(args: argparse.Namespace, meeting: Rendezvous) -> str:
+    available = torch.cuda.is_available()
+    backend = args.backend or ("nccl" if available else "gloo")
+    if backend not in ("nccl", "gloo"):
+        raise UserError(f"--backend {backend}: must be nccl (with CUDA) or gloo")
+    if backend == "nccl" and not available:
+        raise UserError("--backend nccl needs CUDA, which this machine lacks: leave the flag out or use gloo")
+    if available and meeting.local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"rank {meeting.rank} would be process {meeting.local_rank + 1} on this machine, which has "
+            f"{torch.cuda.device_count()} GPU(s): start one process a GPU"
+        )
+    return backend
+
+
+def _launch(config: Config, meeting: Rendezvous, backend: str) -> None:
+    """Have Colossal-AI join the process groups, with the launch function that fits the launcher."""
+    common = {"config": config, "backend": backend, "seed": config.SEED, "verbose": False}
+    where = {"host": meeting.host, "port": meeting.port}
+    try:
+        with patches.group_timeout(GROUP_TIMEOUT):
+            if meeting.launcher == "torch":
+                os.environ.update(MASTER_ADDR=meeting.host, MASTER_PORT=str(meeting.port))
+                colossalai.launch_from_torch(**common)
+            elif meeting.launcher == "slurm":
+                colossalai.launch_from_slurm(**common, **where)
+            elif meeting.launcher == "openmpi":
+                colossalai.launch_from_openmpi(**common, **where)
+            else:
+                colossalai.launch(
+                    **common,
+                    **where,
+                    rank=meeting.rank,
+                    world_size=meeting.world_size,
+                    local_rank=meeting.local_rank,
+                )
+    except dist.DistNetworkError as error:
+        reason = "the port is already in use" if "EADDRINUSE" in str(error) else str(error).splitlines()[0]
+        raise UserError(
+            f"rank {meeting.rank} cannot meet the others at {meeting.host}:{meeting.port}: {reason}"
+        ) from None
+    except dist.DistStoreError as error:
+        raise UserError(
+            f"rank {meeting.rank} of {meeting.world_size} waited {GROUP_TIMEOUT:.0f} s for the others at "
+            f"{meeting.host}:{meeting.port}: {str(error).splitlines()[0]}"
+        ) from None
+
+
+def _seed(seed: int) -> None:
+    """Seed every rank, on CPU and CUDA alike.
+
+    Two streams of random numbers: DATA for activations that the tensor-parallel ranks hold in common, TENSOR for those
+    they split. Both differ between data-parallel ranks and pipeline stages.
+    """
+    stage = gpc.get_local_rank(ParallelMode.PIPELINE) if gpc.is_initialized(ParallelMode.PIPELINE) else 0
+    replica = gpc.get_local_rank(ParallelMode.DATA)
+    reset_seeds()
+    base = seed + 1_000_003 * (stage * gpc.get_world_size(ParallelMode.DATA) + replica)
+    add_seed(ParallelMode.DATA, base)
+    add_seed(ParallelMode.TENSOR, base + 1009 * (1 + gpc.get_local_rank(ParallelMode.TENSOR)))
+    set_mode(ParallelMode.DATA)
+
+
+def _set_aside(directory: Path) -> Path | None:
+    """Rename a directory that holds an earlier run to `<name>.1`, `<name>.2`, ...; returns the new name."""
+    if not (directory / "metrics.jsonl").exists():
+        return None
+    number = 1
+    while (older := directory.with_name(f"{directory.name}.{number}")).exists():
+        number += 1
+    directory.rename(older)
+    return older
+
+
+def _make_output(directory: Path, config: Config, log: RankLogger) -> None:
+    try:
+        older = _set_aside(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "config.json").write_text(configs.to_json(config) + "\n")
+    except OSError as error:
+        raise UserError(f"--output {directory}: cannot be written: {error.strerror or error}") from None
+    if older:
+        log.info(f"an earlier run was in {directory}; it is in {older} now")
+
+
+def start(
+    description: str | None = None,
+    required: Iterable[str] = (),
+    defaults: Mapping[str, Any] | None = None,
+    check: Callable[[Config, configs.Layout], None] | None = None,
+) -> Run:
+    """Parse the command line, load and check the config, join the process groups, seed, make the run directory.
+
+    Args:
+        description: for `--help`; the first lines of the script's docstring.
+        required: config keys that the script cannot do without.
+        defaults: config keys it has a default for.
+        check: raises `UserError` if config and layout do not fit the script's model.
+
+    Raises:
+        UserError: for everything that is wrong with what the user gave.
+    """
+    script = Path(sys.argv[0]).resolve()
+    args = get_parser(description).parse_args()
+    meeting = find_rendezvous(args)
+    if args.config is None:
+        raise UserError(
+            "--config FILE is missing: the Python file with the hyper-parameters, for example from configs/"
+        )
+    if args.max_steps is not None and args.max_steps < 1:
+        raise UserError(f"--max-steps {args.max_steps}: must be at least 1")
+    config = configs.load(args.config, args.set, required, {"SEED": 1024, **(defaults or {})})
+    layout = configs.Layout.of(config, meeting.world_size)
+    if check is not None:
+        check(config, layout)
+    backend = _backend(args, meeting)
+
+    if not torch.cuda.is_available():
+        host.enable()
+    patches.apply()
+    _launch(config, meeting, backend)
+    global _peers
+    _peers = Peers(meeting.rank, meeting.world_size, meeting.host)
+    _seed(config.SEED)
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+    log = RankLogger(meeting.rank)
+    log.info(
+        f"rank {meeting.rank} of {meeting.world_size} on {socket.gethostname()} ({device}, {backend}), started by "
+        f"{meeting.launcher}, meeting at {meeting.host}:{meeting.port}",
+        ranks=None,
+    )
+    accumulation = config.get("gradient_accumulation") or 1
+    log.info(
+        f"{layout}; global batch {config.BATCH_SIZE * accumulation * layout.data} = BATCH_SIZE {config.BATCH_SIZE} × "
+        f"gradient_accumulation {accumulation} × data parallel {layout.data}"
+    )
+    output = args.output or script.parents[1] / "runs" / script.parent.name / Path(args.config).stem
+    with together():
+        if meeting.rank == 0:
+            _make_output(output, config, log)
+    return Run(config, layout, output, args.max_steps, device, log)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Errors
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _may_speak(rank: int) -> bool:
+    """Whether this rank is the one that prints the error, when several have the same.
+
+    Once the ranks have met, the first to ask their common store is. Before, rank 0 is; another rank waits, and speaks
+    only if rank 0 seems to be well, which is then waiting for it.
+    """
+    if dist.is_initialized():
+        with suppress(Exception):  # the store is gone with rank 0, which has spoken
+            return dist.distributed_c10d._get_default_store().add("error-printed", 1) == 1
+        return rank == 0
+    if rank == 0:
+        return True
+    time.sleep(5)  # a launcher that ends all ranks with the first does it now
+    try:
+        meeting = find_rendezvous(get_parser().parse_args())
+        with socket.create_connection((meeting.host, meeting.port), timeout=2):
+            return True
+    except (UserError, OSError):
+        return False
+
+
+def _own_rank() -> int:
+    if dist.is_initialized():
+        return dist.get_rank()
+    for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"):
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    flags = argparse.ArgumentParser(add_help=False)
+    flags.add_argument("--rank", default="0")
+    rank = flags.parse_known_args()[0].rank
+    return int(rank) if rank.isdigit() else 0
+
+
+def _lost_connection(error: BaseException) -> bool:
+    """Whether an error may only be the echo of another rank's end."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error) or "Connection reset by peer" in str(error)
+
+
+def run(main: Callable[[], None]) -> None:
+    """Call `main` and end the process: exit code 0, 2 for a user's mistake, 1 for anything else.
+
+    A `UserError` or `TrainingError` becomes one line on stderr, printed by one rank. When one rank ends early, all do.
+    """
+    code = 0
+    try:
+        main()
+        if dist.is_initialized():
+            dist.barrier()
+            _peers.leave()
+            gpc.destroy()
+    except (UserError, TrainingError) as error:
+        code = error.exit_code
+        if _may_speak(_own_rank()):
+            print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        code = 130
+    except Exception as error:
+        code = 1
+        if _peers is not None and _lost_connection(error):
+            time.sleep(PEER_GRACE)  # if it is, `peers` ends this process now
+        traceback.print_exc()
+    if code:
+        if _peers is not None:
+            _peers.leave(code)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # destructors of a process group whose other members are gone may hang

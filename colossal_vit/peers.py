@@ -1,0 +1,108 @@
+"""When one rank ends, all end: a TCP connection from every rank to rank 0, kept open while training runs.
+
+The kernel closes the connections of a process that dies, whatever killed it, so that the others learn of it at once
+and under every launcher; waiting inside a collective operation they would learn of it from gloo soon, from NCCL after
+minutes. The messages are lines of text: `hello <rank> <host> <pid>` and `bye` or `end <code>` from a rank, `end <code>`
+or `bye` from rank 0.
+"""
+
+import os
+import selectors
+import socket
+import sys
+import threading
+from contextlib import suppress
+
+import torch.distributed as dist
+
+CONNECT_TIMEOUT = 30.0  # seconds
+
+
+def _end(code: int, message: str | None = None) -> None:
+    if message:
+        print(message, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(code)  # the main thread may be waiting for the dead rank in a collective operation
+
+
+class Peers:
+    """This rank's end of the connections.
+
+    Args:
+        rank: this process.
+        world_size: all of them.
+        host: where rank 0 is, as the other ranks know it.
+    """
+
+    def __init__(self, rank: int, world_size: int, host: str):
+        self.rank = rank
+        self.leaving = threading.Event()
+        self.connections: list[socket.socket] = []
+        if world_size == 1:
+            return
+        store = dist.distributed_c10d._get_default_store()
+        if rank == 0:
+            address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+            listener = socket.create_server(address[4][:2], family=address[0], backlog=world_size)
+            store.set("peers-port", str(listener.getsockname()[1]))
+            listener.settimeout(CONNECT_TIMEOUT)
+            names = {}
+            for _ in range(world_size - 1):
+                connection, _ = listener.accept()
+                hello = connection.makefile("r").readline().split()
+                names[connection] = f"rank {hello[1]} ({hello[2]}, process {hello[3]})"
+                self.connections.append(connection)
+            listener.close()
+            target, args = self._watch_all, (names,)
+        else:
+            port = int(store.get("peers-port"))
+            connection = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT)
+            connection.settimeout(None)
+            connection.sendall(f"hello {rank} {socket.gethostname()} {os.getpid()}\n".encode())
+            self.connections.append(connection)
+            target, args = self._watch_first, ()
+        threading.Thread(target=target, args=args, daemon=True, name="peers").start()
+
+    def _watch_all(self, names: dict[socket.socket, str]) -> None:
+        """Rank 0: wait for a rank that ends, and have the others end too."""
+        selector = selectors.DefaultSelector()
+        for connection in names:
+            selector.register(connection, selectors.EVENT_READ)
+        while selector.get_map():
+            for key, _ in selector.select():
+                connection = key.fileobj
+                try:
+                    word, *code = connection.recv(64).decode().split() or ["died"]
+                except OSError:
+                    word, code = "died", []
+                if self.leaving.is_set():
+                    return
+                selector.unregister(connection)
+                if word == "end":
+                    self._tell("end", code[0])
+                    _end(int(code[0]))
+                elif word == "died":
+                    self._tell("end", "1")
+                    _end(1, f"{names[connection]} died; the other ranks end too")
+
+    def _watch_first(self) -> None:
+        """Any other rank: wait for rank 0's word, or for its end."""
+        try:
+            word, *code = self.connections[0].recv(64).decode().split() or ["died"]
+        except OSError:
+            word, code = "died", []
+        if self.leaving.is_set() or word == "bye":
+            return
+        if word == "end":
+            _end(int(code[0]))
+        _end(1, "rank 0 died; the other ranks end too" if self.rank == 1 else None)
+
+    def _tell(self, *words: str) -> None:
+        for connection in self.connections:
+            with suppress(OSError):
+                connection.sendall((" ".join(words) + "\n").encode())
+
+    def leave(self, code: int = 0) -> None:
+        """Say goodbye: with code 0 the others go on, with another they end too, with that exit code."""
+        self.leaving.set()
+        self._tell(*(("end", str(code)) if code else ("bye",)))

@@ -1,0 +1,76 @@
+"""Ranks doing things together: one log, one error for all, one rank working while the others wait."""
+
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from colossal_vit.errors import UserError
+from colossalai.legacy.context import ParallelMode
+from colossalai.legacy.core import global_context as gpc
+
+
+class RankLogger:
+    """A logger for stdout that Colossal-AI's Trainer takes too: `info(message, ranks=[0])`."""
+
+    def __init__(self, rank: int = 0):
+        self.rank = rank
+        self._logger = logging.getLogger("colossal_vit")
+        if not self._logger.handlers:
+            handler = logging.StreamHandler(sys.stdout)
+            handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+            self._logger.addHandler(handler)
+            self._logger.setLevel(logging.INFO)
+            self._logger.propagate = False
+
+    def info(self, message: str, ranks: Iterable[int] | None = (0,)) -> None:
+        """Log on the given ranks; `ranks=None` on every rank."""
+        if ranks is None or self.rank in ranks:
+            self._logger.info(message)
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Make a `UserError` of any rank inside the block the error of every rank, at the end of the block."""
+    message = None
+    try:
+        yield
+    except UserError as error:
+        message = str(error)
+    messages = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, message, group=gpc.get_cpu_group(ParallelMode.GLOBAL))
+    for message in filter(None, messages):
+        raise UserError(message)
+
+
+def on_one_rank(work: Callable[[], Any]) -> None:
+    """Have rank 0 do `work` while the others wait, however long it takes; its `UserError` is raised on every rank.
+
+    The ranks keep talking every second meanwhile, so that the timeout of the process group bounds a hang and not the
+    work: a download may take an hour.
+    """
+    errors: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
+            work()
+        except BaseException as error:  # carried over to the thread that waits
+            errors.append(error)
+
+    thread = threading.Thread(target=guarded, daemon=True)
+    first = dist.get_rank() == 0
+    if first:
+        thread.start()
+    running = torch.ones(1)
+    while running:
+        if first:
+            thread.join(timeout=1.0)
+            running.fill_(thread.is_alive())
+        dist.broadcast(running, src=0, group=gpc.get_cpu_group(ParallelMode.GLOBAL))
+    with together():
+        if errors:
+            raise errors[0]

@@ -1,0 +1,227 @@
+"""CIFAR-10 for a ViT: uint8 images in memory, augmented a batch at a time on the device.
+
+The images (180 MB) are read once; a batch is an index operation, so that loading is never what training waits for.
+What augmentation does to an image depends on the seed, the epoch and the image, not on the rank that happens to hold
+it: every layout trains on the same pictures.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from colossal_vit.data import IGNORED, EvalSampler, GlobalBatchSampler
+from colossal_vit.errors import UserError
+from colossal_vit.launch import Run
+from colossal_vit.ranks import on_one_rank, together
+from colossal_vit.sample import write_cifar10
+from colossalai.context import Config
+from colossalai.legacy.context import ParallelMode
+from colossalai.legacy.core import global_context as gpc
+from torch import Tensor
+from torchvision.datasets import CIFAR10
+from torchvision.datasets.utils import download_and_extract_archive
+
+ARCHIVE = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
+ARCHIVE_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
+FOLDER = "cifar-10-batches-bin"
+TRAIN_FILES = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
+TEST_FILES = ("test_batch.bin",)
+IMAGE_SHAPE = (3, 32, 32)
+RECORD_BYTES = 1 + 3 * 32 * 32  # a label, then the red, green and blue planes
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)  # of CIFAR-10's training set, per channel
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On disk
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _download(root: Path) -> None:
+    """Fetch and unpack the official binary archive beside its place, and move it there in one rename."""
+    root.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=".cifar-10-", dir=root))
+    try:
+        download_and_extract_archive(ARCHIVE, str(scratch), md5=ARCHIVE_MD5)
+        (scratch / FOLDER).rename(root / FOLDER)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def prepare(data: str | None, sample: Path, log) -> Path:
+    """Make sure that the images are on disk.
+
+    Args:
+        data: where the user keeps them, or None for the digits sample.
+        sample: where the digits sample goes.
+        log: a `RankLogger`.
+
+    Returns:
+        The folder that has `cifar-10-batches-bin` or `cifar-10-batches-py`.
+
+    Raises:
+        UserError: if they are neither there nor can be downloaded.
+    """
+    if data is None:
+        if not (sample / FOLDER).is_dir():
+            write_cifar10(sample)
+        log.info(f"DATA is not set: this is the sample, 1,797 scanned digits in CIFAR-10's format, in {sample}")
+        return sample
+    root = Path(data)
+    if not any((root / folder).is_dir() for folder in (FOLDER, CIFAR10.base_folder)):
+        log.info(f"downloading CIFAR-10 to {root}")
+        try:
+            _download(root)
+        except (OSError, RuntimeError) as error:
+            raise UserError(
+                f"DATA = {data}: has no {FOLDER}/ and it cannot be downloaded ({str(error).splitlines()[0]}); unpack "
+                f"{ARCHIVE} there by hand, or unset DATA for the sample"
+            ) from None
+    return root
+
+
+def read(root: Path, train: bool) -> tuple[Tensor, Tensor]:
+    """Read one split.
+
+    Returns:
+        images: uint8, (N, 3, 32, 32).
+        labels: int64, (N,).
+
+    Raises:
+        UserError: if a file is missing, cut off or not CIFAR-10, naming it.
+    """
+    if not (root / FOLDER).is_dir():
+        try:
+            dataset = CIFAR10(str(root), train=train)  # checks the MD5 of each file before it reads it
+        except (OSError, RuntimeError) as error:
+            raise UserError(f"{root / CIFAR10.base_folder}: {error}") from None
+        return torch.from_numpy(dataset.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(dataset.targets)
+    parts = []
+    for name in TRAIN_FILES if train else TEST_FILES:
+        path = root / FOLDER / name
+        try:
+            content = np.fromfile(path, dtype=np.uint8)
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}") from None
+        if content.size == 0 or content.size % RECORD_BYTES:
+            raise UserError(
+                f"{path}: {content.size} bytes are not a whole number of {RECORD_BYTES}-byte images; cut off?"
+            )
+        parts.append(content.reshape(-1, RECORD_BYTES))
+    records = torch.from_numpy(np.concatenate(parts))
+    labels = records[:, 0].long()
+    if labels.max() > 9:
+        raise UserError(f"{root / FOLDER}: a label of {int(labels.max())}; CIFAR-10 has 0 to 9")
+    return records[:, 1:].reshape(-1, *IMAGE_SHAPE).contiguous(), labels
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In batches
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Batches:
+    """Batches of `(images, labels)` on the device, for this rank's place in the layout.
+
+    Images are float32 of shape (B, 3, img_size, img_size), labels int64 of shape (B,). Only the first pipeline stage
+    looks at images; the others get the indices in their place.
+
+    Args:
+        images: uint8, (N, 3, 32, 32).
+        labels: int64, (N,).
+        sampler: which indices make a batch.
+        img_size: side of the square images that the model takes, in pixels.
+        device: where the batches are made.
+        crop_padding: the training images are shifted by up to this many pixels each way; 0 for none.
+        flip: whether training images are mirrored, half of the time.
+    """
+
+    def __init__(
+        self,
+        images: Tensor,
+        labels: Tensor,
+        sampler: GlobalBatchSampler | EvalSampler,
+        img_size: int,
+        device: torch.device,
+        crop_padding: int = 0,
+        flip: bool = False,
+    ):
+        self.first_stage = not gpc.is_initialized(ParallelMode.PIPELINE) or gpc.is_first_rank(ParallelMode.PIPELINE)
+        self.images = images.to(device) if self.first_stage else None
+        self.labels = labels.to(device)
+        self.sampler, self.img_size, self.device = sampler, img_size, device
+        self.crop_padding, self.flip = crop_padding, flip
+        self.mean = torch.tensor(MEAN, device=device).view(3, 1, 1) * 255
+        self.std = torch.tensor(STD, device=device).view(3, 1, 1) * 255
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def _changes(self) -> tuple[Tensor, Tensor]:
+        """For each image of the data set: how far it is shifted in this epoch (N, 2), and whether it is mirrored."""
+        count = len(self.labels)
+        generator = self.sampler.generator(-1 - self.sampler.epoch)  # not the numbers that the order is made of
+        shifts = torch.randint(0, 2 * self.crop_padding + 1, (count, 2), generator=generator)
+        mirrored = torch.rand(count, generator=generator) < 0.5
+        return shifts.to(self.device), mirrored.to(self.device)
+
+    def _augment(self, images: Tensor, shifts: Tensor, mirrored: Tensor) -> Tensor:
+        if self.crop_padding:
+            batch, _, height, width = images.shape
+            padded = F.pad(images, [self.crop_padding] * 4)
+            rows = shifts[:, :1] + torch.arange(height, device=self.device)  # (B, H)
+            columns = shifts[:, 1:] + torch.arange(width, device=self.device)  # (B, W)
+            which = torch.arange(batch, device=self.device)[:, None, None]
+            images = padded.permute(0, 2, 3, 1)[which, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+        if self.flip:
+            images = torch.where(mirrored.view(-1, 1, 1, 1), images.flip(-1), images)
+        return images
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        train = isinstance(self.sampler, GlobalBatchSampler)
+        shifts, mirrored = self._changes() if train else (None, None)
+        for indices in self.sampler:
+            indices = indices.to(self.device)
+            labels = torch.where(indices < 0, IGNORED, self.labels[indices])
+            if not self.first_stage:
+                yield indices, labels
+                continue
+            images = self.images[indices]
+            if train:
+                images = self._augment(images, shifts[indices], mirrored[indices])
+            images = (images.float() - self.mean) / self.std
+            if self.img_size != images.shape[-1]:
+                images = F.interpolate(images, size=self.img_size, mode="bilinear", antialias=True)
+            yield images, labels
+
+
+def build_cifar10(run: Run) -> tuple[Batches, Batches]:
+    """Training and test batches for a run.
+
+    Raises:
+        UserError: on every rank, if the images cannot be had or read on any.
+    """
+    config: Config = run.config
+    data = config.get("DATA") or os.environ.get("DATA") or None
+    sample = Path(__file__).resolve().parents[1] / "data" / "sample"
+    on_one_rank(lambda: prepare(data, sample, run.log))
+    root = Path(data) if data else sample
+    with together():
+        (train_images, train_labels), (test_images, test_labels) = read(root, True), read(root, False)
+        classes = int(torch.cat([train_labels, test_labels]).max()) + 1
+        if classes > config.NUM_CLASSES:
+            raise UserError(f"NUM_CLASSES = {config.NUM_CLASSES}, but the images in {root} are of {classes} classes")
+        accumulation = config.get("gradient_accumulation") or 1
+        train_sampler = GlobalBatchSampler(len(train_labels), config.BATCH_SIZE, accumulation, config.SEED)
+        test_sampler = EvalSampler(len(test_labels), config.BATCH_SIZE)
+    run.log.info(f"{len(train_labels)} training and {len(test_labels)} test images from {root}")
+    return (
+        Batches(
+            train_images, train_labels, train_sampler, config.IMG_SIZE, run.device, config.CROP_PADDING, config.FLIP
+        ),
+        Batches(test_images, test_labels, test_sampler, config.IMG_SIZE, run.device),
+    )

@@ -1,0 +1,78 @@
+"""Train a Vision Transformer on CIFAR-10 in any parallel layout: data, pipeline, tensor, and their products.
+
+    torchrun --standalone --nproc_per_node 2 train_hybrid.py --config ./configs/config_pipeline_parallel.py
+
+The layout is in the config file: processes = data × parallel.pipeline × parallel.tensor.size.
+"""
+
+import sys
+
+import torch
+from colossal_vit import launch
+from colossal_vit.engine import initialize
+from colossal_vit.hooks import LRSchedulerHook, MetricsHook
+from colossal_vit.optim import CosineAnnealingWarmupLR
+from colossalai.legacy import nn as col_nn
+from colossalai.legacy.trainer import Trainer
+
+from cifar10 import build_cifar10
+from vit import build_vit, check_vit
+
+REQUIRED = ("BATCH_SIZE", "NUM_EPOCHS", "IMG_SIZE", "PATCH_SIZE", "HIDDEN_SIZE", "DEPTH", "NUM_HEADS", "NUM_CLASSES")
+DEFAULTS = {
+    "LEARNING_RATE": 3e-3,
+    "WEIGHT_DECAY": 0.3,
+    "WARMUP_EPOCHS": 0,
+    "LABEL_SMOOTHING": 0.1,
+    "MLP_RATIO": 4,
+    "DROP_RATE": 0.0,
+    "CHECKPOINT": False,
+    "CROP_PADDING": 4,
+    "FLIP": True,
+    "TEST_INTERVAL": 1,
+}
+
+
+def main() -> None:
+    # ---- Launch: flags, config file, process groups ----------------------------------------------------------------
+    run = launch.start(__doc__, REQUIRED, DEFAULTS, check_vit)
+    config = run.config
+
+    # ---- Data: the same global batches in every layout -------------------------------------------------------------
+    train_dataloader, test_dataloader = build_cifar10(run)
+
+    # ---- Model: this rank's blocks, and of each block its part -----------------------------------------------------
+    model = build_vit(config, run.layout)
+    run.log.info(f"{sum(p.numel() for p in model.parameters()):,} parameters on this rank", ranks=None)
+
+    # ---- Criterion, optimizer, learning rate -----------------------------------------------------------------------
+    criterion = col_nn.CrossEntropyLoss(label_smoothing=config.LABEL_SMOOTHING)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY)
+    steps_per_epoch = len(train_dataloader) // (config.get("gradient_accumulation") or 1)
+    lr_scheduler = CosineAnnealingWarmupLR(
+        optimizer,
+        total_steps=config.NUM_EPOCHS * steps_per_epoch,
+        warmup_steps=config.WARMUP_EPOCHS * steps_per_epoch,
+    )
+
+    # ---- Engine: precision, gradient reduction, pipeline schedule, as the config says ------------------------------
+    engine, train_dataloader, test_dataloader, lr_scheduler = initialize(
+        model, optimizer, criterion, train_dataloader, test_dataloader, lr_scheduler
+    )
+
+    # ---- Train -----------------------------------------------------------------------------------------------------
+    trainer = Trainer(engine, logger=run.log)
+    trainer.fit(
+        train_dataloader,
+        epochs=config.NUM_EPOCHS,
+        max_steps=run.max_steps and run.max_steps * engine.accumulation,
+        test_dataloader=test_dataloader,
+        test_interval=config.TEST_INTERVAL,
+        hooks=[MetricsHook(run.output, train_dataloader, run.log), LRSchedulerHook(lr_scheduler)],
+        display_progress=sys.stderr.isatty(),
+    )
+    run.log.info(f"metrics and curves are in {run.output}")
+
+
+if __name__ == "__main__":
+    launch.run(main)

@@ -1,0 +1,220 @@
+"""A Vision Transformer built from Colossal-AI layers, one class for every layout.
+
+The architecture, the parameter names and the initial weights are those of timm's `VisionTransformer` (A. Dosovitskiy
+et al., "An Image is Worth 16x16 Words", arXiv:2010.11929; pre-norm blocks, class token, learned positions). Which
+layers it is made of depends on the tensor-parallel mode and is decided in one place, `LAYERS`; which blocks this rank
+holds depends on its pipeline stage.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from colossal_vit.config import Layout
+from colossal_vit.errors import UserError
+from colossal_vit.sharding import annotate, load_full
+from colossalai.context import Config
+from colossalai.legacy import nn as col_nn
+from colossalai.legacy.context import ParallelMode
+from colossalai.legacy.core import global_context as gpc
+from colossalai.legacy.nn.layer.vanilla import WrappedDropout
+from colossalai.legacy.pipeline.utils import partition_uniform
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+NORM_EPS = 1e-6  # timm's; PyTorch's default is 1e-5
+
+
+class Layers(NamedTuple):
+    """The constructors of one tensor-parallel mode. A column layer's output is split over the ranks, a row layer's
+    input is."""
+
+    column: Callable[[int, int], nn.Module]
+    row: Callable[[int, int], nn.Module]
+    norm: Callable[[int], nn.Module]
+
+
+LAYERS: dict[str | None, Layers] = {
+    None: Layers(col_nn.Linear, col_nn.Linear, lambda size: nn.LayerNorm(size, eps=NORM_EPS)),
+    # In 1D a norm sees the whole hidden vector on every rank: PyTorch's is right, and upstream's needs a CUDA kernel
+    # compiled at run time. Its automatic Linear chooses column or row by shape alone, which is wrong for `proj`.
+    "1d": Layers(col_nn.Linear1D_Col, col_nn.Linear1D_Row, lambda size: nn.LayerNorm(size, eps=NORM_EPS)),
+}
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention; under tensor parallelism each rank has whole heads."""
+
+    def __init__(self, layers: Layers, hidden_size: int, num_heads: int, drop_rate: float):
+        super().__init__()
+        self.head_size = hidden_size // num_heads
+        self.qkv = layers.column(hidden_size, 3 * hidden_size)
+        self.proj = layers.row(hidden_size, hidden_size)
+        self.drop = nn.Dropout(drop_rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(x)  # (B, N, heads on this rank × [query, key, value] × head_size)
+        q, k, v = qkv.unflatten(-1, (-1, 3, self.head_size)).permute(3, 0, 2, 1, 4)  # 3 × (B, heads, N, head_size)
+        heads = F.scaled_dot_product_attention(q, k, v)
+        return self.drop(self.proj(heads.transpose(1, 2).flatten(2)))
+
+
+class MLP(nn.Module):
+    """The feed-forward part of a block. Its hidden activations are split over the tensor-parallel ranks, so that their
+    dropout masks must differ between ranks; those of the output must not."""
+
+    def __init__(self, layers: Layers, hidden_size: int, mlp_size: int, drop_rate: float):
+        super().__init__()
+        self.fc1 = layers.column(hidden_size, mlp_size)
+        self.drop1 = WrappedDropout(drop_rate, mode=ParallelMode.TENSOR)
+        self.fc2 = layers.row(mlp_size, hidden_size)
+        self.drop2 = nn.Dropout(drop_rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop2(self.fc2(self.drop1(F.gelu(self.fc1(x)))))
+
+
+class Block(nn.Module):
+    """A transformer block; with `checkpoint` its activations are computed again in the backward pass, not kept."""
+
+    def __init__(
+        self, layers: Layers, hidden_size: int, num_heads: int, mlp_size: int, drop_rate: float, checkpoint: bool
+    ):
+        super().__init__()
+        self.norm1 = layers.norm(hidden_size)
+        self.attn = Attention(layers, hidden_size, num_heads, drop_rate)
+        self.norm2 = layers.norm(hidden_size)
+        self.mlp = MLP(layers, hidden_size, mlp_size, drop_rate)
+        self.checkpoint = checkpoint
+
+    def _forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.checkpoint and self.training:
+            return checkpoint(self._forward, x, use_reentrant=False)
+        return self._forward(x)
+
+
+class ViT(nn.Module):
+    """This rank's part of a Vision Transformer.
+
+    Args:
+        config: IMG_SIZE, PATCH_SIZE, HIDDEN_SIZE, DEPTH, NUM_HEADS, MLP_RATIO, NUM_CLASSES, DROP_RATE, CHECKPOINT.
+        tensor_mode: a key of `LAYERS`.
+        blocks: numbers of the transformer blocks that this rank holds.
+
+    The part with block 0 takes images (B, 3, IMG_SIZE, IMG_SIZE), any other one activations (B, N, HIDDEN_SIZE); the
+    part with the last block returns logits (B, NUM_CLASSES), any other one activations.
+    """
+
+    def __init__(self, config: Config, tensor_mode: str | None, blocks: range):
+        super().__init__()
+        layers = LAYERS[tensor_mode]
+        hidden = config.HIDDEN_SIZE
+        first, last = blocks.start == 0, blocks.stop == config.DEPTH
+        self.patch_embed = col_nn.PatchEmbedding(config.IMG_SIZE, config.PATCH_SIZE, 3, hidden) if first else None
+        self.drop = nn.Dropout(config.DROP_RATE)
+        self.blocks = nn.ModuleDict(
+            {
+                str(number): Block(
+                    layers,
+                    hidden,
+                    config.NUM_HEADS,
+                    int(hidden * config.MLP_RATIO),
+                    config.DROP_RATE,
+                    config.CHECKPOINT,
+                )
+                for number in blocks
+            }
+        )
+        self.norm = layers.norm(hidden) if last else None
+        self.head = col_nn.Classifier(hidden, config.NUM_CLASSES) if last else None
+        annotate(self, rename=_timm_name, num_heads=config.NUM_HEADS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.patch_embed is not None:
+            x = self.drop(self.patch_embed(x))
+        for block in self.blocks.values():
+            x = block(x)
+        if self.head is not None:
+            x = self.head(self.norm(x)[:, 0])
+        return x
+
+
+def _timm_name(name: str) -> str:
+    """timm's name of a parameter: the same, but that timm keeps only the projection inside `patch_embed`."""
+    if name in ("patch_embed.cls_token", "patch_embed.pos_embed"):
+        return name.removeprefix("patch_embed.")
+    return name.replace("patch_embed.", "patch_embed.proj.")
+
+
+def full_vit(config: Config) -> VisionTransformer:
+    """timm's model with the shape of the config: the initial weights, and the reference for tests.
+
+    The weights follow the initialisation of the paper's JAX code, drawn on the CPU from `config.SEED`.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.SEED)
+        return VisionTransformer(
+            img_size=config.IMG_SIZE,
+            patch_size=config.PATCH_SIZE,
+            embed_dim=config.HIDDEN_SIZE,
+            depth=config.DEPTH,
+            num_heads=config.NUM_HEADS,
+            mlp_ratio=config.MLP_RATIO,
+            num_classes=config.NUM_CLASSES,
+            weight_init="jax",
+        )
+
+
+def build_vit(config: Config, layout: Layout) -> ViT:
+    """This rank's part of the model, filled with its pieces of the one full initialisation."""
+    stage = gpc.get_local_rank(ParallelMode.PIPELINE) if layout.pipeline > 1 else 0
+    ((start, stop),) = partition_uniform(config.DEPTH, layout.pipeline, 1)[stage]
+    model = ViT(config, layout.tensor_mode, range(start, stop))
+    load_full(model, full_vit(config).state_dict())
+    return model
+
+
+def check_vit(config: Config, layout: Layout) -> None:
+    """Refuse a model that does not fit itself or the layout, before any process waits for another.
+
+    Raises:
+        UserError: naming the values and what would fit.
+    """
+
+    def divides(size: int, whole: str, by: str) -> None:
+        if config[whole] % size:
+            down = config[whole] // size * size
+            nearest = " or ".join(str(n) for n in (down, down + size) if n)
+            raise UserError(f"{whole} = {config[whole]} is not a multiple of {by} = {size}: use {nearest}")
+
+    divides(config.PATCH_SIZE, "IMG_SIZE", "PATCH_SIZE")
+    divides(config.NUM_HEADS, "HIDDEN_SIZE", "NUM_HEADS")
+    divides(layout.tensor, "NUM_HEADS", "parallel.tensor.size")
+    if layout.pipeline > config.DEPTH:
+        raise UserError(
+            f"parallel.pipeline = {layout.pipeline} stages for DEPTH = {config.DEPTH} blocks: at most one each"
+        )
+    sequence = (config.IMG_SIZE // config.PATCH_SIZE) ** 2 + 1
+    if config.get("SEQ_LENGTH", sequence) != sequence:
+        raise UserError(
+            f"SEQ_LENGTH = {config.SEQ_LENGTH}, but IMG_SIZE {config.IMG_SIZE} and PATCH_SIZE {config.PATCH_SIZE} make "
+            f"{sequence} tokens: ({config.IMG_SIZE} // {config.PATCH_SIZE})² patches and the class token"
+        )
+    if layout.pipeline > 1:
+        if "NUM_MICRO_BATCHES" not in config:
+            raise UserError(
+                f"NUM_MICRO_BATCHES is missing: a pipeline needs it, at best a multiple of {layout.pipeline}"
+            )
+        divides(config.NUM_MICRO_BATCHES, "BATCH_SIZE", "NUM_MICRO_BATCHES")
+        shape = (config.BATCH_SIZE // config.NUM_MICRO_BATCHES, sequence, config.HIDDEN_SIZE)
+        if tuple(config.get("TENSOR_SHAPE", shape)) != shape:
+            raise UserError(
+                f"TENSOR_SHAPE = {tuple(config.TENSOR_SHAPE)}, but a micro-batch is (BATCH_SIZE // NUM_MICRO_BATCHES, "
+                f"sequence length, HIDDEN_SIZE) = {shape}"
+            )
