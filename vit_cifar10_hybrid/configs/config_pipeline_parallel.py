@@ -1,11 +1,22 @@
+"""ViT-B/16 on CIFAR-10, pipeline parallel: two stages of six blocks, 1F1B.
+
+    torchrun --standalone --nproc_per_node 2 train_hybrid.py --config ./configs/config_pipeline_parallel.py
+
+Processes: a multiple of 2; 4 train two replicas. Hyper-parameters as published in Colossal-AI's tutorial, which states
+no accuracy. Not measured on GPUs here yet. On a CPU this model is too large; `scripts/quickstart.sh` shows a small one
+that trains in minutes.
+"""
+
 from colossalai.amp import AMP_TYPE
 
-BATCH_SIZE = 256
+# ---- Training ----
+BATCH_SIZE = 256  # of each data-parallel rank; global batch = 256 × data parallel size
 LEARNING_RATE = 3e-3
 WEIGHT_DECAY = 0.3
 NUM_EPOCHS = 300
 WARMUP_EPOCHS = 32
 
+# ---- Model: ViT-B/16 ----
 IMG_SIZE = 224
 PATCH_SIZE = 16
 HIDDEN_SIZE = 768
@@ -13,16 +24,17 @@ DEPTH = 12
 NUM_HEADS = 12
 MLP_RATIO = 4
 NUM_CLASSES = 10
-CHECKPOINT = True
+CHECKPOINT = True  # compute activations again in the backward pass instead of keeping them
 SEQ_LENGTH = (IMG_SIZE // PATCH_SIZE) ** 2 + 1  # one token a patch, and the class token
 
+# ---- Layout: processes = data × pipeline × tensor ----
 parallel = dict(
     pipeline=2,
     tensor=dict(mode=None, size=1),
 )
-
-fp16 = dict(mode=AMP_TYPE.NAIVE)
-clip_grad_norm = 1.0
-
 NUM_MICRO_BATCHES = parallel["pipeline"]
-TENSOR_SHAPE = (BATCH_SIZE // NUM_MICRO_BATCHES, SEQ_LENGTH, HIDDEN_SIZE)
+TENSOR_SHAPE = (BATCH_SIZE // NUM_MICRO_BATCHES, SEQ_LENGTH, HIDDEN_SIZE)  # what one stage hands to the next
+
+# ---- Features ----
+fp16 = dict(mode=AMP_TYPE.NAIVE)  # the only mixed precision that works with a pipeline
+clip_grad_norm = 1.0

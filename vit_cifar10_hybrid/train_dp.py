@@ -1,0 +1,113 @@
+"""Train a timm Vision Transformer on CIFAR-10, data parallel.
+
+    torchrun --standalone --nproc_per_node 4 train_dp.py --config ./configs/config_data_parallel.py
+
+The first step of the tutorial: every process holds the whole model. `train_hybrid.py` splits it.
+"""
+
+import sys
+
+import timm
+import torch
+from colossal_vit import launch
+from colossal_vit.config import Layout
+from colossal_vit.engine import initialize
+from colossal_vit.errors import UserError
+from colossal_vit.hooks import LRSchedulerHook, MetricsHook
+from colossalai.context import Config
+from colossalai.legacy.trainer import Trainer
+from colossalai.nn.lr_scheduler import LinearWarmupLR
+from colossalai.nn.optimizer import Lamb
+
+from cifar10 import build_cifar10
+
+REQUIRED = ("BATCH_SIZE", "NUM_EPOCHS", "NUM_CLASSES")
+DEFAULTS = {
+    "MODEL": "vit_base_patch16_224",
+    "LEARNING_RATE": 1.8e-2,
+    "WEIGHT_DECAY": 0.1,
+    "WARMUP_EPOCHS": 50,
+    "LABEL_SMOOTHING": 0.0,
+    "DROP_RATE": 0.0,
+    "IMG_SIZE": 224,
+    "CROP_PADDING": 4,
+    "FLIP": True,
+    "TEST_INTERVAL": 1,
+}
+# Config keys that change the shape of the model MODEL names, and what timm calls them.
+SHAPE = {"PATCH_SIZE": "patch_size", "HIDDEN_SIZE": "embed_dim", "DEPTH": "depth", "NUM_HEADS": "num_heads"}
+
+
+def build_model(config: Config) -> torch.nn.Module:
+    """The timm model, its weights drawn on the CPU from `config.SEED`.
+
+    DROP_RATE is what timm's `drop_rate` was when the tutorial was written: dropout after the position embedding, the
+    attention projection and the layers of the MLP.
+    """
+    torch.manual_seed(config.SEED)
+    return timm.create_model(
+        config.MODEL,
+        num_classes=config.NUM_CLASSES,
+        img_size=config.IMG_SIZE,
+        pos_drop_rate=config.DROP_RATE,
+        proj_drop_rate=config.DROP_RATE,
+        **{name: config[key] for key, name in SHAPE.items() if key in config},
+    )
+
+
+def check(config: Config, layout: Layout) -> None:
+    """Refuse what a purely data-parallel script cannot do."""
+    if layout.pipeline * layout.tensor > 1:
+        raise UserError(f"train_dp.py is data parallel only, but the config asks for {layout}: use train_hybrid.py")
+    if config.MODEL not in timm.list_models("vit_*"):
+        raise UserError(f"MODEL = {config.MODEL!r} is not a Vision Transformer of timm: see timm.list_models('vit_*')")
+    with torch.device("meta"):
+        try:
+            build_model(config)
+        except (AssertionError, TypeError, ValueError) as error:
+            raise UserError(f"MODEL = {config.MODEL!r} cannot be built with these sizes: {error}") from None
+
+
+def main() -> None:
+    # ---- Launch: flags, config file, process groups ----------------------------------------------------------------
+    run = launch.start(__doc__, REQUIRED, DEFAULTS, check)
+    config = run.config
+
+    # ---- Data: the same global batches for any number of processes -------------------------------------------------
+    train_dataloader, test_dataloader = build_cifar10(run)
+
+    # ---- Model -----------------------------------------------------------------------------------------------------
+    model = build_model(config)
+    run.log.info(f"{config.MODEL}: {sum(p.numel() for p in model.parameters()):,} parameters")
+
+    # ---- Criterion, optimizer, learning rate -----------------------------------------------------------------------
+    criterion = torch.nn.CrossEntropyLoss(label_smoothing=config.LABEL_SMOOTHING)
+    optimizer = Lamb(model.parameters(), lr=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY)
+    steps_per_epoch = len(train_dataloader) // (config.get("gradient_accumulation") or 1)
+    lr_scheduler = LinearWarmupLR(
+        optimizer,
+        total_steps=config.NUM_EPOCHS * steps_per_epoch,
+        warmup_steps=config.WARMUP_EPOCHS * steps_per_epoch,
+    )
+
+    # ---- Engine: precision, gradient reduction, accumulation, as the config says -----------------------------------
+    engine, train_dataloader, test_dataloader, lr_scheduler = initialize(
+        model, optimizer, criterion, train_dataloader, test_dataloader, lr_scheduler
+    )
+
+    # ---- Train -----------------------------------------------------------------------------------------------------
+    trainer = Trainer(engine, logger=run.log)
+    trainer.fit(
+        train_dataloader,
+        epochs=config.NUM_EPOCHS,
+        max_steps=run.max_steps and run.max_steps * engine.accumulation,
+        test_dataloader=test_dataloader,
+        test_interval=config.TEST_INTERVAL,
+        hooks=[MetricsHook(run.output, train_dataloader, run.log), LRSchedulerHook(lr_scheduler)],
+        display_progress=sys.stderr.isatty(),
+    )
+    run.log.info(f"metrics and curves are in {run.output}")
+
+
+if __name__ == "__main__":
+    launch.run(main)
