@@ -1,0 +1,38 @@
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch: ranks are forks, and thread pools do not survive a fork
+os.environ.pop("DATA", None)
+
+import colossal_vit  # noqa: F401 silences what comes next
+import colossalai.legacy  # noqa: F401 so that forked ranks need not import it
+import pytest
+import timm  # noqa: F401
+import torch
+import train_dp  # noqa: F401
+import train_hybrid  # noqa: F401
+import vit
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def random_weights(monkeypatch):
+    """Start from weights that are all random: the usual start has a head of zeros, which hides what is behind it."""
+    original = vit.full_vit
+
+    def full_vit(config):
+        model = original(config)
+        generator = torch.Generator().manual_seed(config.SEED)
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.data = noise * 0.2 + (1.0 if "norm" in name and name.endswith("weight") else 0.0)
+        return model
+
+    monkeypatch.setattr(vit, "full_vit", full_vit)
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))

@@ -1,0 +1,65 @@
+"""One config, any layout, one loss curve: the first 20 steps of every layout equal those of one process."""
+
+import pytest
+import recipes
+
+TENSOR_1D = {"parallel.tensor.mode": "1d", "parallel.tensor.size": 2}
+LAYOUTS = {
+    "DP 2": (2, {"BATCH_SIZE": 16}),
+    "PP 2": (2, {"parallel.pipeline": 2}),
+    "PP 2, 4 micro-batches": (2, {"parallel.pipeline": 2, "NUM_MICRO_BATCHES": 4}),
+    "1D 2": (2, TENSOR_1D),
+    "PP 2 × 1D 2": (4, {"parallel.pipeline": 2, **TENSOR_1D}),
+    "DP 2 × PP 2": (4, {"parallel.pipeline": 2, "BATCH_SIZE": 16}),
+}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """The curves of one process, by keyword arguments."""
+    known = {}
+
+    def curves(**values):
+        key = repr(sorted(values.items()))
+        if key not in known:
+            known[key] = recipes.train(tmp_path_factory.mktemp("reference"), **values)
+        return known[key]
+
+    return curves
+
+
+def assert_same_curve(steps, expected):
+    assert [r["step"] for r in steps] == [r["step"] for r in expected] == list(range(1, 21))
+    for here, there in zip(steps, expected, strict=True):
+        tolerance = 1e-5 if here["step"] == 1 else 1e-4
+        for key in ("loss", "grad_norm"):
+            assert here[key] == pytest.approx(there[key], rel=tolerance), (here["step"], key)
+        assert here["lr"] == there["lr"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_same_curve_as_one_process(layout, reference, tmp_path, random_weights):
+    world_size, values = LAYOUTS[layout]
+    expected, evaluated = reference()
+    assert min(r["grad_norm"] for r in expected) > 1.0, "clipping to 1 must change every step"
+    assert expected[-1]["loss"] < expected[0]["loss"] - 0.3, "the model must learn, or equality says little"
+    steps, evaluations = recipes.train(tmp_path, world_size, **values)
+    assert_same_curve(steps, expected)
+    assert evaluations[-1]["eval_images"] == 360
+    assert evaluations[-1]["eval_loss"] == pytest.approx(evaluated[-1]["eval_loss"], rel=1e-4)
+    assert evaluations[-1]["eval_accuracy"] == pytest.approx(evaluated[-1]["eval_accuracy"], abs=1.5 / 360)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_same_curve_with_accumulation(layout, reference, tmp_path, random_weights):
+    """Two micro-batches of half the size make the same steps, and so the same curve as without accumulation."""
+    world_size, values = LAYOUTS[layout]
+    batch = values.get("BATCH_SIZE", 32) // 2
+    values = {**values, "BATCH_SIZE": batch, "gradient_accumulation": 2}
+    steps, _ = recipes.train(tmp_path, world_size, **values)
+    assert_same_curve(steps, reference()[0])
+
+
+def test_checkpointing_changes_nothing(reference, tmp_path, random_weights):
+    steps, _ = recipes.train(tmp_path, 2, CHECKPOINT=True, **LAYOUTS["1D 2"][1])
+    assert_same_curve(steps, reference()[0])

@@ -1,0 +1,182 @@
+"""Run train scripts as a user does, many times over, without paying 7 seconds of imports for every process.
+
+The test process imports everything once; each rank is a fork of it with its own command line, environment and output.
+"""
+
+import faulthandler
+import multiprocessing
+import os
+import runpy
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from colossal_vit import host, launch, patches
+from colossalai.context import Config
+
+ROOT = Path(__file__).resolve().parents[1]
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass
+class Result:
+    """What the ranks of a world left behind: by rank, and how long the last one took in seconds."""
+
+    codes: list[int]
+    stdout: list[str]
+    stderr: list[str]
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"exit codes {self.codes} after {self.seconds:.1f} s\n" + "\n".join(self.stdout + self.stderr)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("localhost", 0))
+        return sock.getsockname()[1]
+
+
+def by_torchrun(world_size: int) -> list[dict[str, str]]:
+    """The environment that torchrun gives each rank."""
+    port = str(free_port())
+    return [
+        dict(RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE=str(world_size), MASTER_ADDR="localhost", MASTER_PORT=port)
+        for r in range(world_size)
+    ]
+
+
+def _become(script: Path, argv: Sequence[str], env: Mapping[str, str | None], cwd: Path, out: Path, err: Path) -> None:
+    """In a fresh fork: be `python script argv...`; never returns."""
+    code = 1
+    try:
+        os.setsid()
+        for path, number in ((os.devnull, 0), (out, 1), (err, 2)):
+            os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644), number)
+        sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w", buffering=1), open(2, "w", buffering=1)  # noqa: SIM115
+        for key in LAUNCHER_VARIABLES:
+            os.environ.pop(key, None)
+        for key, value in env.items():
+            os.environ.pop(key, None) if value is None else os.environ.update({key: value})
+        os.chdir(cwd)
+        sys.argv = [str(script), *argv]
+        runpy.run_path(str(script), run_name="__main__")
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def start(
+    script: Path | str,
+    argv: Sequence[str] | Sequence[Sequence[str]],
+    environments: Sequence[Mapping[str, str | None]],
+    cwd: Path | None = None,
+) -> "World":
+    """Fork one process per environment. `argv` is shared, or one list per rank."""
+    script = ROOT / script
+    shared = not argv or isinstance(argv[0], str)
+    directory = Path(tempfile.mkdtemp(prefix="world-"))
+    world = World([], directory, time.monotonic())
+    for rank, env in enumerate(environments):
+        pid = os.fork()
+        if pid == 0:
+            own = argv if shared else argv[rank]
+            _become(script, own, env, cwd or script.parent, directory / f"{rank}.out", directory / f"{rank}.err")
+        world.pids.append(pid)
+    return world
+
+
+@dataclass
+class World:
+    """Running ranks."""
+
+    pids: list[int]
+    directory: Path
+    started: float
+
+    def output(self, rank: int, stream: str = "out") -> str:
+        path = self.directory / f"{rank}.{stream}"
+        return path.read_text() if path.exists() else ""
+
+    def wait(self, timeout: float = 120) -> Result:
+        """Wait for all ranks to end; those that have not by then are killed and count as code -9."""
+        codes: dict[int, int] = {}
+        deadline = time.monotonic() + timeout
+        while len(codes) < len(self.pids):
+            for pid in set(self.pids) - codes.keys():
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    codes[pid] = os.waitstatus_to_exitcode(status)
+            if time.monotonic() > deadline:
+                for pid in set(self.pids) - codes.keys():
+                    os.kill(pid, signal.SIGKILL)
+                deadline = float("inf")
+            time.sleep(0.02)
+        seconds = time.monotonic() - self.started
+        ranks = range(len(self.pids))
+        return Result(
+            [codes[pid] for pid in self.pids],
+            [self.output(rank) for rank in ranks],
+            [self.output(rank, "err") for rank in ranks],
+            seconds,
+        )
+
+
+def run(script: Path | str, argv: Sequence[str], world_size: int = 1, timeout: float = 120, **start_args) -> Result:
+    """Run a script on `world_size` ranks as torchrun would, or as a single plain process."""
+    environments = by_torchrun(world_size) if world_size > 1 else [{}]
+    return start(script, argv, environments, **start_args).wait(timeout)
+
+
+def call(function, world_size: int = 1, timeout: float = 120, **config) -> list:
+    """Call `function()` on every rank of a launched world; returns what each rank returned, or raises what one did.
+
+    Args:
+        function: called in a fork of this process, with Colossal-AI launched.
+        config: the run's config; `parallel` and all else as in a config file.
+    """
+    pipes, pids = [], []
+    port = free_port()
+    for rank in range(world_size):
+        receive, send = multiprocessing.Pipe(duplex=False)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                faulthandler.dump_traceback_later(timeout, exit=True)
+                host.enable()
+                patches.apply()
+                layout = {"pipeline": 1, "tensor": {"mode": None, "size": 1}}
+                settings = Config({"SEED": 0, "parallel": layout, **config})
+                launch._launch(settings, launch.Rendezvous("none", rank, rank, world_size, "localhost", port), "gloo")
+                launch._seed(settings.SEED)
+                send.send((True, function()))
+            except BaseException as error:
+                send.send((False, f"rank {rank}: {''.join(traceback.format_exception(error))}"))
+            finally:
+                os._exit(0)
+        send.close()
+        pipes.append(receive)
+        pids.append(pid)
+    answers = []
+    for rank, receive in enumerate(pipes):
+        try:
+            answers.append(receive.recv())
+        except EOFError:
+            answers.append((False, f"rank {rank} ended without an answer"))
+    for pid in pids:
+        os.waitpid(pid, 0)
+    failures = [text for good, text in answers if not good]
+    assert not failures, "\n".join(failures)
+    return [value for _, value in answers]
