@@ -151,7 +151,7 @@ def _check(values: Mapping[str, Any], rules: Mapping[str, Any], prefix: str, sou
                 raise UserError(f"{source}: {name} = {value!r}, but it must be {rule.expected}")
         elif value is not None:  # a block; None switches the feature off
             if not isinstance(value, Mapping):
-                raise UserError(f"{source}: {name} = {value!r}, but it must be a dict({', '.join(rules)})")
+                raise UserError(f"{source}: {name} = {value!r}, but it must be a dict({', '.join(rule)})")
             _check(value, rule, f"{name}.", source)
 
 

@@ -49,6 +49,17 @@ class Shard:
             piece = piece.chunk(gpc.get_world_size(mode), dim)[gpc.get_local_rank(mode)]
         return piece
 
+    def join(self, piece: Tensor) -> Tensor:
+        """The inverse of `cut`: the full tensor, from the pieces that all ranks call this with, as timm stores it."""
+        full = piece
+        for dim, mode in reversed(self.splits):
+            pieces = [torch.empty_like(full) for _ in range(gpc.get_world_size(mode))]
+            dist.all_gather(pieces, full.contiguous(), group=gpc.get_group(mode))
+            full = torch.cat(pieces, dim)
+        if self.num_heads:
+            full = full.unflatten(0, (self.num_heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+        return full
+
     @property
     def num_pieces(self) -> int:
         """Into how many different pieces the full parameter is cut."""
@@ -83,6 +94,12 @@ def load_full(model: nn.Module, full: Mapping[str, Tensor]) -> None:
     """
     for parameter in model.parameters():
         parameter.copy_(parameter.shard.cut(full[parameter.shard.name]))
+
+
+@torch.no_grad()
+def full_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """The full parameters of which this rank holds pieces, by timm's names; to be called on all ranks of a stage."""
+    return {p.shard.name: p.shard.join(p) for p in model.parameters()}
 
 
 def num_replicas(parameter: Tensor) -> int:

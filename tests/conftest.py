@@ -8,6 +8,7 @@ import colossalai.legacy  # noqa: F401 so that forked ranks need not import it
 import pytest
 import timm  # noqa: F401
 import torch
+
 import train_dp  # noqa: F401
 import train_hybrid  # noqa: F401
 import vit

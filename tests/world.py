@@ -140,11 +140,21 @@ def run(script: Path | str, argv: Sequence[str], world_size: int = 1, timeout: f
     return start(script, argv, environments, **start_args).wait(timeout)
 
 
-def call(function, world_size: int = 1, timeout: float = 120, **config) -> list:
-    """Call `function()` on every rank of a launched world; returns what each rank returned, or raises what one did.
+def _launch(rank: int, world_size: int, port: int, config: Mapping) -> None:
+    host.enable()
+    patches.apply()
+    layout = {"pipeline": 1, "tensor": {"mode": None, "size": 1}}
+    settings = Config({"SEED": 0, "parallel": layout, **config})
+    launch._launch(settings, launch.Rendezvous("none", rank, rank, world_size, "localhost", port), "gloo")
+    launch._seed(settings.SEED)
+
+
+def call(function, world_size: int = 1, launched: bool = True, timeout: float = 120, **config) -> list:
+    """Call `function()` on every rank of a world; returns what each rank returned, or fails with what one raised.
 
     Args:
-        function: called in a fork of this process, with Colossal-AI launched.
+        function: called in a fork of this process.
+        launched: whether Colossal-AI is patched and launched before.
         config: the run's config; `parallel` and all else as in a config file.
     """
     pipes, pids = [], []
@@ -155,12 +165,8 @@ def call(function, world_size: int = 1, timeout: float = 120, **config) -> list:
         if pid == 0:
             try:
                 faulthandler.dump_traceback_later(timeout, exit=True)
-                host.enable()
-                patches.apply()
-                layout = {"pipeline": 1, "tensor": {"mode": None, "size": 1}}
-                settings = Config({"SEED": 0, "parallel": layout, **config})
-                launch._launch(settings, launch.Rendezvous("none", rank, rank, world_size, "localhost", port), "gloo")
-                launch._seed(settings.SEED)
+                if launched:
+                    _launch(rank, world_size, port, config)
                 send.send((True, function()))
             except BaseException as error:
                 send.send((False, f"rank {rank}: {''.join(traceback.format_exception(error))}"))

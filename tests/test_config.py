@@ -1,0 +1,206 @@
+"""Config files: overrides reach what is derived from them, mistakes are named, published files load unchanged."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from colossal_vit import config as configs
+from colossal_vit.errors import UserError
+from colossalai.legacy.amp import AMP_TYPE
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIGS = ROOT / "vit_cifar10_hybrid" / "configs"
+
+# As the tutorial prints it, down to the import that 0.5.0 no longer has.
+TUTORIAL = """
+from colossalai.amp import AMP_TYPE
+
+BATCH_SIZE = 256
+LEARNING_RATE = 3e-3
+WEIGHT_DECAY = 0.3
+NUM_EPOCHS = 300
+WARMUP_EPOCHS = 32
+IMG_SIZE = 224
+PATCH_SIZE = 16
+HIDDEN_SIZE = 768
+DEPTH = 12
+NUM_HEADS = 12
+MLP_RATIO = 4
+NUM_CLASSES = 10
+CHECKPOINT = True
+SEQ_LENGTH = (IMG_SIZE // PATCH_SIZE) ** 2 + 1
+TENSOR_PARALLEL_SIZE = 2
+TENSOR_PARALLEL_MODE = '1d'
+parallel = dict(
+    pipeline=2,
+    tensor=dict(mode=TENSOR_PARALLEL_MODE, size=TENSOR_PARALLEL_SIZE)
+)
+fp16 = dict(mode=AMP_TYPE.NAIVE)
+clip_grad_norm = 1.0
+NUM_MICRO_BATCHES = parallel['pipeline']
+TENSOR_SHAPE = (BATCH_SIZE // NUM_MICRO_BATCHES, SEQ_LENGTH, HIDDEN_SIZE)
+"""
+TUTORIAL_DATA_PARALLEL = """
+from colossalai.amp import AMP_TYPE
+BATCH_SIZE = 256
+DROP_RATE = 0.1
+NUM_EPOCHS = 300
+NUM_CLASSES = 10
+fp16 = dict(mode=AMP_TYPE.TORCH, )
+NUM_CHUNKS = 1
+gradient_accumulation = 16
+clip_grad_norm = 1.0
+dali = dict(gpu_aug=True, mixup_alpha=0.2)
+"""
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load(text, *overrides, **kwargs):
+        path = tmp_path / "config.py"
+        path.write_text(text)
+        return configs.load(path, overrides, **kwargs)
+
+    return load
+
+
+def test_published_files_load_unchanged(load):
+    config = load(TUTORIAL)
+    assert config.parallel.pipeline == 2
+    assert config.parallel.tensor == {"mode": "1d", "size": 2}
+    assert config.fp16.mode is AMP_TYPE.NAIVE
+    assert config.TENSOR_SHAPE == (128, 197, 768)
+    config = load(TUTORIAL_DATA_PARALLEL)
+    assert config.fp16.mode is AMP_TYPE.TORCH
+    assert config.parallel == {"pipeline": 1, "tensor": {"mode": None, "size": 1}}
+
+
+def test_shipped_configs_have_the_published_values(load):
+    """The hybrid file is the tutorial's; the pipeline file is that without tensor parallelism."""
+    published = load(TUTORIAL)
+    hybrid = configs.load(CONFIGS / "config_hybrid_parallel.py")
+    assert hybrid == published
+    pipeline = configs.load(CONFIGS / "config_pipeline_parallel.py")
+    same = published.keys() - {"parallel", "TENSOR_PARALLEL_SIZE", "TENSOR_PARALLEL_MODE"}
+    assert {key: pipeline[key] for key in same} == {key: published[key] for key in same}
+    assert pipeline.parallel == {"pipeline": 2, "tensor": {"mode": None, "size": 1}}
+    data_parallel = configs.load(CONFIGS / "config_data_parallel.py")
+    same = load(TUTORIAL_DATA_PARALLEL).keys() - {"NUM_CHUNKS", "dali"}
+    assert {key: data_parallel[key] for key in same} == {key: load(TUTORIAL_DATA_PARALLEL)[key] for key in same}
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("BATCH_SIZE=64", "TENSOR_SHAPE", (32, 197, 768)),
+        ("IMG_SIZE=32", "SEQ_LENGTH", 5),
+        ("parallel.pipeline=4", "NUM_MICRO_BATCHES", 4),
+        ("parallel.pipeline=4", "TENSOR_SHAPE", (64, 197, 768)),
+        ("TENSOR_PARALLEL_SIZE=4", "parallel", {"pipeline": 2, "tensor": {"mode": "1d", "size": 4}}),
+        ("parallel.tensor.size=4", "parallel", {"pipeline": 2, "tensor": {"mode": "1d", "size": 4}}),
+        ("parallel=dict", None, "not a Python literal"),
+        ("parallel={'pipeline': 3}", "NUM_MICRO_BATCHES", 3),
+        ("gradient_accumulation=2", "gradient_accumulation", 2),
+        ("fp16.dtype='bf16'", "fp16", {"mode": AMP_TYPE.NAIVE, "dtype": "bf16"}),
+        ("fp16.mode=AMP_TYPE.TORCH", "fp16", {"mode": AMP_TYPE.TORCH}),
+        ("fp16=None", "fp16", None),
+        ("TENSOR_SHAPE=(1, 2, 3)", "TENSOR_SHAPE", (1, 2, 3)),
+        ("DATA='/a b=c'", "DATA", "/a b=c"),
+    ],
+)
+def test_derived_values_follow_an_override(load, override, key, value):
+    if key is None:
+        with pytest.raises(UserError, match=value):
+            load(TUTORIAL, override)
+    else:
+        assert load(TUTORIAL, override)[key] == value
+
+
+def test_overrides_apply_wherever_a_name_is_bound(load):
+    text = "BATCH_SIZE = 1\nif True:\n    BATCH_SIZE = 2\nBATCH_SIZE *= 3\nNUM_EPOCHS, SEED = 1, BATCH_SIZE\n"
+    config = load(text, "BATCH_SIZE=10", "NUM_EPOCHS=5")
+    assert (config.BATCH_SIZE, config.NUM_EPOCHS, config.SEED) == (10, 5, 10)
+    config = load(
+        "parallel = dict(pipeline=1)\nparallel['pipeline'] = 2\nSEED = parallel['pipeline']", "parallel.pipeline=8"
+    )
+    assert (config.parallel.pipeline, config.SEED) == (8, 8)
+    config = load("BATCH_SIZE = 1", "BATCH_SIZE=2", "BATCH_SIZE=3")
+    assert config.BATCH_SIZE == 3
+
+
+def test_helpers_are_not_settings(load):
+    text = "import math\nfrom math import sqrt\n_side = 4\ndef f(): return 2\nBATCH_SIZE = int(sqrt(16)) * _side"
+    assert set(load(text)) == {"BATCH_SIZE", "parallel", "fp16"}
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "words"),
+    [
+        ("BATCH_SIZ = 1", (), ("BATCH_SIZ", "did you mean BATCH_SIZE")),
+        ("batch_size = 1", (), ("batch_size", "BATCH_SIZE")),
+        ("parallel = dict(pipelin=2)", (), ("parallel.pipelin", "did you mean pipeline")),
+        ("parallel = dict(tensor=dict(mode='4d', size=2))", (), ("parallel.tensor.mode = '4d'", "'1d'")),
+        ("parallel = 2", (), ("parallel = 2", "dict(pipeline, tensor)")),
+        ("BATCH_SIZE = '64'", (), ("BATCH_SIZE = '64'", "whole number")),
+        ("BATCH_SIZE = True", (), ("BATCH_SIZE = True", "whole number")),
+        ("BATCH_SIZE = 0", (), ("BATCH_SIZE = 0", "at least 1")),
+        ("DROP_RATE = 1.0", (), ("DROP_RATE = 1.0", "not including, 1")),
+        ("LEARNING_RATE = float('nan')", (), ("LEARNING_RATE = nan", "above 0")),
+        ("CHECKPOINT = 1", (), ("CHECKPOINT = 1", "True or False")),
+        ("fp16 = dict(mode='torch')", (), ("fp16.mode = 'torch'", "AMP_TYPE.TORCH")),
+        ("from colossalai.amp import AMP_TYPE\nfp16 = dict(mode=AMP_TYPE.APEX)", (), ("AMP_TYPE.APEX",)),
+        (
+            "from colossalai.amp import AMP_TYPE\nfp16 = dict(mode=AMP_TYPE.TORCH, hysteresis=2)",
+            (),
+            ("fp16.hysteresis", "AMP_TYPE.TORCH"),
+        ),
+        ("x = 1", (), ("unknown key x", "starts with _")),
+        ("BATCH_SIZE = ", (), ("config.py:1", "not valid Python")),
+        ("\nBATCH_SIZE = NUM // 2", (), ("config.py:2", "NameError", "NUM")),
+        ("import no_such_module", (), ("config.py:1", "ModuleNotFoundError")),
+        ("", ("BATCH_SIZE",), ("--set BATCH_SIZE", "KEY=VALUE")),
+        ("", ("=3",), ("--set =3", "KEY=VALUE")),
+        ("", ("parallel..size=3",), ("KEY=VALUE",)),
+        ("", ("DATA=/data",), ("'/data' is not a Python literal", "quotes")),
+        ("", ("fp16.mode=AMP_TYPE.BEST",), ("AMP_TYPE.BEST", "AMP_TYPE.TORCH")),
+        ("", ("BATCH=3",), ("unknown key BATCH", "BATCH_SIZE")),
+    ],
+)
+def test_mistakes_are_named(load, text, overrides, words):
+    with pytest.raises(UserError) as error:
+        load(text, *overrides)
+    message = str(error.value)
+    assert "\n" not in message
+    assert all(word in message for word in words), message
+
+
+def test_missing_keys_and_defaults(load):
+    with pytest.raises(UserError, match="NUM_EPOCHS is missing; it must be a whole number of at least 1"):
+        load("BATCH_SIZE = 1", required=["BATCH_SIZE", "NUM_EPOCHS"])
+    config = load("BATCH_SIZE = 1", defaults={"BATCH_SIZE": 2, "SEED": 3})
+    assert (config.BATCH_SIZE, config.SEED) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world_size", "expected"),
+    [
+        ({"pipeline": 2}, 4, "data 2 × pipeline 2 × tensor 1"),
+        ({"pipeline": 2, "tensor": {"mode": "1d", "size": 2}}, 4, "data 1 × pipeline 2 × tensor 2 (1d)"),
+        ({}, 3, "data 3 × pipeline 1 × tensor 1"),
+        ({"pipeline": 2}, 3, "start 2 or 4 processes"),
+        ({"pipeline": 2, "tensor": {"mode": "1d", "size": 2}}, 2, "start 4 processes"),
+        ({"tensor": {"mode": None, "size": 2}}, 2, "needs parallel.tensor.mode = '1d'"),
+    ],
+)
+def test_layouts(load, parallel, world_size, expected):
+    config = load(f"parallel = {parallel!r}")
+    if "start" in expected or "needs" in expected:
+        with pytest.raises(UserError, match=re.escape(expected)):
+            configs.Layout.of(config, world_size)
+    else:
+        assert str(configs.Layout.of(config, world_size)) == expected
+
+
+def test_json(load):
+    assert json.loads(configs.to_json(load(TUTORIAL)))["fp16"] == {"mode": "AMP_TYPE.NAIVE"}

@@ -1,0 +1,242 @@
+"""Which samples a rank gets, what augmentation does to them, and what becomes of damaged files."""
+
+import functools
+import hashlib
+import http.server
+import tarfile
+import threading
+import time
+
+import pytest
+import torch
+import world
+from colossal_vit.data import IGNORED, EvalSampler, GlobalBatchSampler
+from colossal_vit.errors import UserError
+from colossal_vit.ranks import RankLogger, on_one_rank
+from colossal_vit.sample import write_cifar10
+from colossalai.legacy.context import ParallelMode
+from colossalai.legacy.core import global_context as gpc
+
+import cifar10
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory):
+    root = tmp_path_factory.mktemp("sample")
+    write_cifar10(root)
+    return root
+
+
+def global_batches(num_ranks, batch_size, accumulation, epochs=2):
+    """The set of indices of every optimizer step, in order."""
+    samplers = [GlobalBatchSampler(100, batch_size, accumulation, 7, rank, num_ranks) for rank in range(num_ranks)]
+    steps = []
+    for _ in range(epochs):
+        parts = [list(sampler) for sampler in samplers]
+        for start in range(0, len(samplers[0]), accumulation):
+            steps.append(sorted(torch.cat([i for part in parts for i in part[start : start + accumulation]]).tolist()))
+    return steps
+
+
+@pytest.mark.parametrize(("num_ranks", "batch_size", "accumulation"), [(2, 8, 1), (4, 4, 1), (1, 4, 4), (2, 2, 4)])
+def test_a_global_batch_is_the_same_set_for_every_layout(num_ranks, batch_size, accumulation):
+    expected = global_batches(1, 16, 1)
+    assert global_batches(num_ranks, batch_size, accumulation) == expected
+    assert len(expected) == 2 * (100 // 16)
+    for epoch in (expected[:6], expected[6:]):
+        seen = [index for step in epoch for index in step]
+        assert len(seen) == len(set(seen)) == 96
+    assert expected[:6] != expected[6:], "another order each epoch"
+
+
+def test_a_batch_larger_than_the_data_is_refused():
+    with pytest.raises(UserError, match=r"global batch of 128 .*training set of 100"):
+        GlobalBatchSampler(100, 32, 2, 0, 0, 2)
+
+
+@pytest.mark.parametrize("num_samples", [1, 7, 8, 100])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_evaluation_counts_each_sample_once(num_samples, num_ranks):
+    batches = [list(EvalSampler(num_samples, 4, rank, num_ranks)) for rank in range(num_ranks)]
+    assert len({len(part) for part in batches}) == 1, "ranks must make the same number of calls"
+    assert all(batch.shape == (4,) for part in batches for batch in part)
+    seen = torch.cat([batch for part in batches for batch in part])
+    assert sorted(seen[seen >= 0].tolist()) == list(range(num_samples))
+
+
+def batches_of_epoch(sample, split="train", img_size=32, **kwargs):
+    images, labels = cifar10.read(sample, train=split == "train")
+    sampler = GlobalBatchSampler(len(labels), 32, seed=1) if split == "train" else EvalSampler(len(labels), 32)
+    return cifar10.Batches(images, labels, sampler, img_size, torch.device("cpu"), **kwargs), images, labels, sampler
+
+
+def test_sample_is_split_once_and_for_all(sample):
+    train_images, train_labels = cifar10.read(sample, train=True)
+    test_images, test_labels = cifar10.read(sample, train=False)
+    assert train_images.shape == (1437, 3, 32, 32)
+    assert test_images.shape == (360, 3, 32, 32)
+    assert train_images.dtype == torch.uint8
+    assert set(train_labels.tolist()) == set(test_labels.tolist()) == set(range(10))
+    trained_on = {image.numpy().tobytes() for image in train_images}
+    assert not any(image.numpy().tobytes() in trained_on for image in test_images)
+
+
+def test_batches_without_augmentation_are_the_normalised_images(sample):
+    def function():
+        batches, images, labels, sampler = batches_of_epoch(sample)
+        indices = list(sampler)
+        sampler.epoch = 0
+        mean, std = (torch.tensor(v).view(3, 1, 1) * 255 for v in (cifar10.MEAN, cifar10.STD))
+        for (batch, batch_labels), index in zip(batches, indices, strict=True):
+            torch.testing.assert_close(batch, (images[index].float() - mean) / std)
+            assert torch.equal(batch_labels, labels[index])
+
+    world.call(function)
+
+
+def test_augmentation_shifts_and_mirrors(sample):
+    """Every augmented image is a shifted, perhaps mirrored original, and all variants occur."""
+
+    def function():
+        batches, images, _, sampler = batches_of_epoch(sample, crop_padding=2, flip=True)
+        order = next(iter(sampler))
+        sampler.epoch = 0
+        shifts, mirrored = batches._changes()
+        batch = (next(iter(batches))[0] * batches.std + batches.mean).round().to(torch.uint8)
+        padded = torch.nn.functional.pad(images, [2] * 4)
+        for image, index in zip(batch, order.tolist(), strict=True):
+            row, column = shifts[index].tolist()
+            expected = padded[index, :, row : row + 32, column : column + 32]
+            assert torch.equal(image, expected.flip(-1) if mirrored[index] else expected)
+        assert set(map(tuple, shifts.tolist())) == {(row, column) for row in range(5) for column in range(5)}
+        assert 0.4 < mirrored.float().mean() < 0.6
+
+    world.call(function)
+
+
+def test_augmentation_does_not_depend_on_the_layout(sample):
+    """What is done to an image in an epoch is the same on one rank and on two."""
+
+    def function():
+        batches, _, _, sampler = batches_of_epoch(sample, crop_padding=4, flip=True)
+        order = torch.cat(list(sampler))
+        sampler.epoch = 0
+        images = torch.cat([images for images, _ in batches])
+        return {index: image.sum().item() for index, image in zip(order.tolist(), images, strict=True)}
+
+    (alone,) = world.call(function)
+    first, second = world.call(function, 2)
+    assert first.keys().isdisjoint(second)
+    for index, value in {**first, **second}.items():
+        assert alone.get(index, value) == value
+
+
+def test_each_epoch_is_augmented_anew(sample):
+    def function():
+        batches, *_ = batches_of_epoch(sample, crop_padding=4)
+        return not torch.equal(batches._changes()[0], (list(batches), batches._changes())[1][0])
+
+    assert world.call(function) == [True]
+
+
+def test_images_are_resized_for_the_model(sample):
+    assert world.call(lambda: next(iter(batches_of_epoch(sample, img_size=48)[0]))[0].shape) == [(32, 3, 48, 48)]
+
+
+def test_places_left_over_are_ignored(sample):
+    def function():
+        batches, _, labels, _ = batches_of_epoch(sample, "test")
+        seen = torch.cat([batch_labels for _, batch_labels in batches])
+        return torch.equal(seen[seen != IGNORED], labels), int((seen == IGNORED).sum())
+
+    assert world.call(function) == [(True, 24)]
+
+
+def test_only_the_first_stage_makes_images(sample):
+    def function():
+        batch = next(iter(batches_of_epoch(sample)[0]))[0]
+        return gpc.get_local_rank(ParallelMode.PIPELINE), batch.shape
+
+    answers = world.call(function, 2, parallel={"pipeline": 2, "tensor": {"mode": None, "size": 1}})
+    assert answers == [(0, (32, 3, 32, 32)), (1, (32,))]
+
+
+# ---- Files ----
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda f: (f / "data_batch_3.bin").unlink(), ("data_batch_3.bin", "No such file")),
+        (lambda f: (f / "data_batch_3.bin").write_bytes(b"\0" * 5000), ("data_batch_3.bin", "5000 bytes", "3073")),
+        (lambda f: (f / "test_batch.bin").write_bytes(b""), ("test_batch.bin", "0 bytes")),
+        (lambda f: (f / "data_batch_1.bin").write_bytes(b"\x0b" + b"\0" * 3072), ("label of 11",)),
+    ],
+)
+def test_damaged_files_are_named(tmp_path, damage, words):
+    write_cifar10(tmp_path)
+    damage(tmp_path / cifar10.FOLDER)
+    with pytest.raises(UserError) as error:
+        cifar10.read(tmp_path, train=True), cifar10.read(tmp_path, train=False)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_sample_is_left_alone_when_it_is_there(tmp_path):
+    folder = write_cifar10(tmp_path)
+    (folder / "mark").touch()
+    assert write_cifar10(tmp_path) == folder
+    assert (folder / "mark").exists()
+    assert [path.name for path in tmp_path.iterdir()] == [cifar10.FOLDER]
+
+
+@pytest.fixture
+def archive(tmp_path, monkeypatch):
+    """The sample as an archive that a web server on this machine offers in the place of CIFAR-10's."""
+    web = tmp_path / "web"
+    folder = write_cifar10(tmp_path / "made")
+    web.mkdir()
+    with tarfile.open(web / "cifar-10-binary.tar.gz", "w:gz") as tar:
+        tar.add(folder, cifar10.FOLDER)
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(web))
+    with http.server.ThreadingHTTPServer(("localhost", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(cifar10, "ARCHIVE", f"http://localhost:{server.server_port}/cifar-10-binary.tar.gz")
+        yield web / "cifar-10-binary.tar.gz"
+        server.shutdown()
+
+
+def test_download(tmp_path, monkeypatch, archive):
+    monkeypatch.setattr(cifar10, "ARCHIVE_MD5", hashlib.md5(archive.read_bytes()).hexdigest())
+    data = tmp_path / "data"
+    assert cifar10.prepare(str(data), tmp_path, RankLogger()) == data
+    assert [path.name for path in data.iterdir()] == [cifar10.FOLDER], "nothing else stays behind"
+    assert len(cifar10.read(data, train=True)[1]) == 1437
+
+
+def test_download_with_a_wrong_checksum_leaves_nothing(tmp_path, archive):
+    data = tmp_path / "data"
+    with pytest.raises(UserError, match="cannot be downloaded"):
+        cifar10.prepare(str(data), tmp_path, RankLogger())
+    assert not list(data.iterdir())
+
+
+def test_one_rank_works_while_the_others_wait(tmp_path):
+    """Longer than the ranks' own rhythm of a second; the error of the one is the error of all."""
+
+    def function():
+        def work():
+            time.sleep(1.5)
+            (tmp_path / str(torch.distributed.get_rank())).touch()
+
+        on_one_rank(work)
+        assert [path.name for path in tmp_path.iterdir()] == ["0"]
+
+        def fail():
+            raise UserError("no space")
+
+        try:
+            on_one_rank(fail)
+        except UserError as error:
+            return str(error)
+
+    assert world.call(function, 2) == ["no space"] * 2

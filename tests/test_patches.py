@@ -1,0 +1,339 @@
+"""Each defect of Colossal-AI 0.5.0 that is mended here, shown twice: upstream's behaviour, and ours in its place.
+
+When an upstream half fails, upstream has changed, and the mend may go.
+"""
+
+import math
+
+import colossalai.legacy as colossalai
+import pytest
+import torch
+import world
+from colossal_vit import host, patches
+from colossal_vit.data import GlobalBatchSampler
+from colossal_vit.engine import initialize
+from colossal_vit.hooks import LRSchedulerHook
+from colossal_vit.optim import CosineAnnealingWarmupLR
+from colossalai.legacy import nn as col_nn
+from colossalai.legacy.context import ParallelMode
+from colossalai.legacy.core import global_context as gpc
+from colossalai.legacy.trainer import Trainer
+from colossalai.legacy.utils import get_dataloader
+from colossalai.nn import lr_scheduler as col_schedulers
+
+LAYOUT_1D = {"pipeline": 1, "tensor": {"mode": "1d", "size": 2}}
+
+
+# ---- brackets around the host ----
+
+
+def launch_at(address, patched):
+    def function():
+        host.enable()
+        if patched:
+            patches.apply()
+        colossalai.launch({}, 0, 1, address, world.free_port(), backend="gloo", verbose=False)
+        return torch.distributed.get_world_size()
+
+    return world.call(function, launched=False)
+
+
+@pytest.mark.parametrize("address", ["localhost", "127.0.0.1"])
+def test_upstream_puts_brackets_around_names_and_ipv4(address):
+    with pytest.raises(AssertionError, match="ValueError"):
+        launch_at(address, patched=False)
+
+
+@pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "::1"])
+def test_every_form_of_address_launches(address):
+    assert launch_at(address, patched=True) == [1]
+
+
+# ---- without clip_grad_norm every gradient is set to zero ----
+
+
+def weight_change(initialize_with):
+    def function():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1)
+        before = model.weight.detach().clone()
+        engine, *_ = initialize_with(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.MSELoss())
+        engine.zero_grad()
+        engine.backward(engine.criterion(engine(torch.ones(2, 4)), torch.zeros(2, 1)))
+        engine.step()
+        return (model.weight - before).abs().max().item()
+
+    return world.call(function)[0]
+
+
+def test_upstream_trains_nothing_without_clipping():
+    assert weight_change(lambda *args: colossalai.initialize(*args, verbose=False)) < 1e-12
+
+
+def test_no_clipping_when_unset():
+    assert weight_change(initialize) > 1e-3
+
+
+# ---- mixed precision ----
+
+
+def test_upstream_torch_amp_dies_on_torch_2():
+    def function():
+        from colossalai.legacy.amp.torch_amp import TorchAMPOptimizer
+
+        TorchAMPOptimizer(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0))
+
+    with pytest.raises(AssertionError, match="major"):
+        world.call(function)
+
+
+def test_upstream_engine_clips_scaled_gradients():
+    """The engine calls `clip_grad_by_norm`, which upstream's AMP optimizers do not override: it never unscales."""
+    from colossalai.interface import OptimizerWrapper
+    from colossalai.legacy.amp.naive_amp import NaiveAMPOptimizer
+    from colossalai.legacy.amp.torch_amp import TorchAMPOptimizer
+
+    for upstream in (TorchAMPOptimizer, NaiveAMPOptimizer):
+        assert upstream.clip_grad_by_norm is OptimizerWrapper.clip_grad_by_norm
+
+
+def clipped_update(initialize_with):
+    """Two tensor-parallel ranks, gradients of (3, 4) on each: the global norm is sqrt(50), clipped to 1."""
+
+    def function():
+        rank = gpc.get_local_rank(ParallelMode.TENSOR)
+        weight = torch.nn.Parameter(torch.zeros(2))
+        from colossal_vit.sharding import Shard
+
+        weight.shard = Shard("weight", ((0, ParallelMode.PARALLEL_1D),))
+        model = torch.nn.Module()
+        model.register_parameter("weight", weight)
+        engine, *_ = initialize_with(model, torch.optim.SGD([weight], lr=1.0), None)
+        weight.grad = torch.tensor([3.0, 4.0])
+        engine.step()
+        return rank, weight.detach().norm().item()
+
+    return world.call(function, 2, parallel=LAYOUT_1D, clip_grad_norm=1.0)
+
+
+def test_upstream_clips_by_each_ranks_own_norm():
+    for _, norm in clipped_update(lambda *args: colossalai.initialize(*args, verbose=False)):
+        assert norm == pytest.approx(1.0, rel=1e-4)  # together sqrt(2), above the bound of 1
+
+
+def test_clips_by_the_norm_over_all_ranks():
+    norms = [norm for _, norm in clipped_update(initialize)]
+    assert norms == pytest.approx([math.sqrt(0.5)] * 2, rel=1e-4)
+    assert math.hypot(*norms) == pytest.approx(1.0, rel=1e-4)
+
+
+def backward_passes_per_update(initialize_with):
+    """Pipeline of 2, two micro-batches, accumulation 2: how many calls of `step` until the weights move."""
+
+    def function():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4)
+        data = torch.utils.data.TensorDataset(torch.randn(16, 4), torch.randint(0, 4, (16,)))
+        loader = torch.utils.data.DataLoader(data, batch_size=4)
+        engine, loader, *_ = initialize_with(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.CrossEntropyLoss(), loader
+        )
+        batches, moved = iter(loader), []
+        for _ in range(4):
+            before = model.weight.detach().clone()
+            engine.zero_grad()
+            engine.execute_schedule(batches, return_output_label=False)
+            engine.step()
+            moved.append(not torch.equal(model.weight, before))
+        return moved
+
+    parallel = {"pipeline": 2, "tensor": {"mode": None, "size": 1}}
+    config = dict(NUM_MICRO_BATCHES=2, TENSOR_SHAPE=(2, 4), gradient_accumulation=2, clip_grad_norm=1e9)
+    return world.call(function, 2, parallel=parallel, **config)
+
+
+def test_upstream_accumulation_counts_backward_passes():
+    assert backward_passes_per_update(lambda *args: colossalai.initialize(*args, verbose=False))[0] != [False, True] * 2
+
+
+def test_accumulation_counts_steps():
+    assert backward_passes_per_update(initialize) == [[False, True] * 2] * 2
+
+
+# ---- machines without CUDA ----
+
+
+def test_upstream_needs_cuda():
+    def function():
+        from colossalai.accelerator.cpu_accelerator import CpuAccelerator
+
+        refused = []
+        for call in ("synchronize", "current_device", "empty_cache", "device_count"):
+            try:
+                getattr(CpuAccelerator(), call)()
+            except RuntimeError:
+                refused.append(call)
+        patches.apply()
+        colossalai.launch({}, 0, 1, "localhost", world.free_port(), backend="gloo", verbose=False)
+        from colossalai.legacy.context.random import get_seeds
+
+        return refused, dict(get_seeds())
+
+    refused, seeds = world.call(function, launched=False)[0]
+    assert refused == ["synchronize", "current_device", "empty_cache", "device_count"]
+    assert seeds == {}
+
+
+def test_host_answers_for_cuda():
+    def function():
+        from colossalai.accelerator import get_accelerator
+        from colossalai.legacy.context import seed
+        from colossalai.legacy.context.random import get_seeds
+
+        accelerator = get_accelerator()
+        accelerator.synchronize()
+        accelerator.empty_cache()
+        assert accelerator.current_device() == torch.device("cpu")
+        with seed(ParallelMode.TENSOR):
+            inside = torch.rand(1).item()
+        return {mode.name for mode in get_seeds()}, inside, torch.rand(1).item()
+
+    answers = world.call(function, 2, parallel=LAYOUT_1D)
+    assert all(modes == {"DATA", "TENSOR"} for modes, _, _ in answers)
+    assert answers[0][1] != answers[1][1], "split activations need other masks on each tensor-parallel rank"
+    assert answers[0][2] == answers[1][2], "common activations need the same masks on each tensor-parallel rank"
+
+
+# ---- layers of 1D ----
+
+
+def test_upstream_1d_layers_do_not_fit_a_vit():
+    def function():
+        choice = type(col_nn.Linear(8, 8).module.module).__name__
+        try:
+            col_nn.LayerNorm(8)(torch.ones(1, 8))
+        except Exception as error:
+            return choice, type(error).__name__
+        return choice, "works"
+
+    for choice, norm in world.call(function, 2, parallel=LAYOUT_1D):
+        assert choice == "Linear1D_Col", "upstream would make the attention's projection a row layer now"
+        assert norm != "works"
+
+
+# (What stands in their place is compared with timm in test_vit.py.)
+
+
+# ---- gradients of 3D layers ----
+
+
+def test_3d_hook_takes_a_missing_gradient():
+    from colossalai.legacy.nn.layer.parallel_3d import _utils
+
+    def function():
+        upstream, pending = _utils._async_grad_hook, torch.ones(2)
+        results = []
+        for hook in (upstream, patches._async_grad_hook):
+            _utils.push_async_grad(torch.distributed.barrier(async_op=True), pending, 7)
+            try:
+                results.append(hook(None, 7).tolist())
+            except AttributeError:
+                results.append("dies")
+        return results, patches._async_grad_hook(pending, 8).tolist()
+
+    patched = _utils._async_grad_hook is patches._async_grad_hook
+    assert not patched, "tests apply patches in forks only"
+
+    def with_upstream():
+        original = _utils._async_grad_hook
+        world._launch(0, 1, world.free_port(), {})
+        _utils._async_grad_hook = original
+        return function()
+
+    results, alone = world.call(with_upstream, launched=False)[0]
+    assert results == ["dies", [1.0, 1.0]]
+    assert alone == [1.0, 1.0]
+
+
+# ---- which samples a rank sees ----
+
+
+def test_upstream_shuffles_without_a_seed_of_its_own():
+    def function():
+        data = torch.utils.data.TensorDataset(torch.arange(64))
+        torch.manual_seed(torch.distributed.get_rank())  # two pipeline stages whose other code drew differently
+        return [batch[0].tolist() for batch in get_dataloader(data, shuffle=True, batch_size=16)]
+
+    first, second = world.call(function, 2, parallel={"pipeline": 2, "tensor": {"mode": None, "size": 1}})
+    assert first != second
+
+
+def test_stages_of_a_pipeline_see_the_same_samples():
+    def function():
+        torch.manual_seed(torch.distributed.get_rank())
+        return [indices.tolist() for indices in GlobalBatchSampler(64, 16, seed=5)]
+
+    first, second = world.call(function, 2, parallel={"pipeline": 2, "tensor": {"mode": None, "size": 1}})
+    assert first == second
+
+
+# ---- the learning rate ----
+
+
+def test_upstream_warm_up_overshoots():
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    scheduler = col_schedulers.CosineAnnealingWarmupLR(optimizer, total_steps=20, warmup_steps=5)
+    rates = []
+    for _ in range(20):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert max(rates) > 1.0
+
+
+def test_schedule_value_by_value():
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
+    scheduler = CosineAnnealingWarmupLR(optimizer, total_steps=8, warmup_steps=4)
+    rates = []
+    for _ in range(9):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    expected = [0.5, 1.0, 1.5, 2.0, 2.0, 1 + math.sqrt(0.5), 1.0, 1 - math.sqrt(0.5), 0.0]
+    assert rates == pytest.approx(expected, abs=1e-12)
+
+
+def learning_rates(hook):
+    """The rate of each of 6 optimizer steps of 2 micro-batches, with a schedule made for 6 steps."""
+
+    def function():
+        model = torch.nn.Linear(4, 2)
+        data = torch.utils.data.TensorDataset(torch.randn(24, 4), torch.randint(0, 2, (24,)))
+        loader = torch.utils.data.DataLoader(data, batch_size=4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 6)
+        engine, loader, _, scheduler = initialize(
+            model, optimizer, torch.nn.CrossEntropyLoss(), loader, None, scheduler
+        )
+        rates = []
+
+        class Record(LRSchedulerHook):
+            def after_train_iter(self, trainer, *args):
+                if trainer.engine.finished_step:
+                    rates.append(optimizer.param_groups[0]["lr"])
+
+        Trainer(engine).fit(loader, epochs=2, hooks=[Record(None, priority=0), hook(scheduler)])
+        return rates
+
+    return world.call(function, gradient_accumulation=2)[0]
+
+
+def test_upstream_hook_steps_per_batch():
+    def per_batch(scheduler):
+        return colossalai.trainer.hooks.LRSchedulerHook(scheduler, by_epoch=False)
+
+    assert min(learning_rates(per_batch)) < 0
+
+
+def test_scheduler_steps_once_per_optimizer_step():
+    assert learning_rates(LRSchedulerHook) == pytest.approx([1 - step / 6 for step in range(6)])

@@ -1,0 +1,96 @@
+"""The ViT built from Colossal-AI layers is timm's ViT: same weights, same outputs, same gradients, same names."""
+
+import pytest
+import recipes
+import torch
+import torch.nn.functional as F
+import world
+from colossal_vit import config as configs
+from colossal_vit.errors import UserError
+from colossal_vit.sharding import full_parameters
+
+import vit
+
+LAYOUTS = {
+    "one process": (1, {"pipeline": 1, "tensor": {"mode": None, "size": 1}}),
+    "PP 2": (2, {"pipeline": 2, "tensor": {"mode": None, "size": 1}}),
+    "1D 2": (2, {"pipeline": 1, "tensor": {"mode": "1d", "size": 2}}),
+    "1D 4": (4, {"pipeline": 1, "tensor": {"mode": "1d", "size": 4}}),
+    "PP 2 × 1D 2": (4, {"pipeline": 2, "tensor": {"mode": "1d", "size": 2}}),
+}
+MODEL = {**recipes.SMALL, "MLP_RATIO": 4, "NUM_CLASSES": 10, "DROP_RATE": 0.0, "NUM_MICRO_BATCHES": 2}
+
+
+def build():
+    from colossalai.legacy.core import global_context as gpc
+
+    layout = configs.Layout.of(gpc.config, torch.distributed.get_world_size())
+    return vit.build_vit(gpc.config, layout), vit.full_vit(gpc.config), gpc.config
+
+
+@pytest.mark.parametrize("layout", ["one process", "1D 2", "1D 4"])
+def test_equals_timm(layout, random_weights):
+    world_size, parallel = LAYOUTS[layout]
+
+    def compare():
+        model, reference, config = build()
+        images = torch.randn(4, 3, config.IMG_SIZE, config.IMG_SIZE, generator=torch.Generator().manual_seed(1))
+        labels = torch.tensor([3, 1, 4, 1])
+        outputs = model(images), reference(images)
+        torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
+        for output in outputs:
+            F.cross_entropy(output, labels).backward()
+        expected = dict(reference.named_parameters())
+        for parameter in model.parameters():
+            gradient = parameter.shard.join(parameter.grad)
+            torch.testing.assert_close(gradient, expected.pop(parameter.shard.name).grad, rtol=1e-5, atol=1e-5)
+        assert not expected, f"parameters that our model lacks: {list(expected)}"
+
+    world.call(compare, world_size, parallel=parallel, **MODEL)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_timm_names_in_and_out(layout, random_weights):
+    """What timm's state dict puts in comes out again, whole and under the same names."""
+    world_size, parallel = LAYOUTS[layout]
+
+    def names_and_errors():
+        model, reference, _ = build()
+        full, expected = full_parameters(model), reference.state_dict()
+        return {name: (full[name] - expected[name]).abs().max().item() for name in full}, list(expected)
+
+    answers = world.call(names_and_errors, world_size, parallel=parallel, **MODEL)
+    differences = {name: error for errors, _ in answers for name, error in errors.items()}
+    assert sorted(differences) == sorted(answers[0][1])
+    assert set(differences.values()) == {0.0}
+
+
+def test_full_initialisation_depends_on_the_seed_only():
+    config = configs.Config({**MODEL, "SEED": 3})
+    torch.manual_seed(0)
+    first = vit.full_vit(config).state_dict()
+    torch.manual_seed(1)
+    second = vit.full_vit(config).state_dict()
+    other = vit.full_vit(configs.Config({**MODEL, "SEED": 4})).state_dict()
+    name = "blocks.0.attn.qkv.weight"
+    assert torch.equal(first[name], second[name])
+    assert not torch.equal(first[name], other[name])
+
+
+@pytest.mark.parametrize(
+    ("values", "world_size", "words"),
+    [
+        ({"IMG_SIZE": 30}, 1, ("IMG_SIZE = 30", "PATCH_SIZE = 8", "24 or 32")),
+        ({"HIDDEN_SIZE": 30}, 1, ("HIDDEN_SIZE = 30", "NUM_HEADS = 4", "28 or 32")),
+        ({"NUM_HEADS": 2, "parallel": LAYOUTS["1D 4"][1]}, 4, ("NUM_HEADS = 2", "parallel.tensor.size = 4", "use 4")),
+        ({"DEPTH": 1, "parallel": LAYOUTS["PP 2"][1]}, 2, ("parallel.pipeline = 2", "DEPTH = 1")),
+        ({"SEQ_LENGTH": 16}, 1, ("SEQ_LENGTH = 16", "17")),
+        ({"NUM_MICRO_BATCHES": 5, "parallel": LAYOUTS["PP 2"][1]}, 2, ("BATCH_SIZE = 32", "NUM_MICRO_BATCHES = 5")),
+        ({"TENSOR_SHAPE": (1, 2, 3), "parallel": LAYOUTS["PP 2"][1]}, 2, ("(1, 2, 3)", "(16, 17, 32)")),
+    ],
+)
+def test_refuses_a_model_that_does_not_fit(values, world_size, words):
+    config = configs.Config({"parallel": LAYOUTS["one process"][1], **MODEL, **values})
+    with pytest.raises(UserError) as error:
+        vit.check_vit(config, configs.Layout.of(config, world_size))
+    assert all(word in str(error.value) for word in words), str(error.value)
