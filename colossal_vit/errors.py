@@ -5,9 +5,17 @@ class UserError(Exception):
     """Something only the user can put right; the message names the key, the value and what would be right.
 
     Ends every rank with that one line on stderr and exit code 2.
+
+    Args:
+        message: the line.
+        own: whether it concerns this process alone, so that no other rank can be trusted to say it.
     """
 
     exit_code = 2
+
+    def __init__(self, message: str, own: bool = False):
+        super().__init__(message)
+        self.own = own
 
 
 class TrainingError(Exception):

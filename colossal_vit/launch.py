@@ -8,11 +8,13 @@ import os
 import re
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +98,7 @@ def _environ(*names: str) -> list[int]:
     try:
         return [int(os.environ[name]) for name in names]
     except (KeyError, ValueError):
-        raise UserError(f"--launcher: the environment lacks a number in one of {', '.join(names)}") from None
+        raise UserError(f"--launcher: the environment lacks a number in one of {', '.join(names)}", own=True) from None
 
 
 def first_slurm_host(node_list: str) -> str:
@@ -136,9 +138,12 @@ def _from_flags(args: argparse.Namespace) -> Rendezvous:
             free.bind(("localhost", 0))
             return Rendezvous("none", 0, args.local_rank or 0, 1, "localhost", free.getsockname()[1])
     if missing:
-        raise UserError(f"starting processes by hand needs {' '.join(missing)} too")
+        raise UserError(f"starting processes by hand needs {' '.join(missing)} too", own=True)
     if not 0 <= args.rank < args.world_size:
-        raise UserError(f"--rank {args.rank} does not fit --world_size {args.world_size}: 0 to {args.world_size - 1}")
+        raise UserError(
+            f"--rank {args.rank} does not fit --world_size {args.world_size}: it must be 0 to {args.world_size - 1}",
+            own=True,
+        )
     local_rank = args.local_rank if args.local_rank is not None else args.rank % max(torch.cuda.device_count(), 1)
     return Rendezvous("none", args.rank, local_rank, args.world_size, args.host, args.port)
 
@@ -214,12 +219,41 @@ def _backend(args: argparse.Namespace, meeting: Rendezvous) -> str:
     return backend
 
 
+def _await_first_rank(meeting: Rendezvous) -> None:
+    """Wait for rank 0 to listen, and make sure that it is rank 0 who does.
+
+    Joining a process group at a port that another program holds would wait out the whole timeout.
+    """
+    deadline = time.monotonic() + GROUP_TIMEOUT
+    where = f"rank {meeting.rank} cannot meet rank 0 at {meeting.host}:{meeting.port}"
+    while True:
+        try:
+            socket.create_connection((meeting.host, meeting.port), timeout=5).close()
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise UserError(f"{where} within {GROUP_TIMEOUT:.0f} s: {error.strerror or error}") from None
+            time.sleep(0.2)
+
+    def join() -> None:
+        with suppress(dist.DistError, RuntimeError):
+            dist.TCPStore(meeting.host, meeting.port, timeout=timedelta(seconds=5), wait_for_workers=False)
+            joined.set()
+
+    joined = threading.Event()
+    threading.Thread(target=join, daemon=True).start()  # a program that never answers would block it for good
+    if not joined.wait(timeout=8):
+        raise UserError(f"{where}: the port is in use by something else; choose another --port")
+
+
 def _launch(config: Config, meeting: Rendezvous, backend: str) -> None:
     """Have Colossal-AI join the process groups, with the launch function that fits the launcher."""
     common = {"config": config, "backend": backend, "seed": config.SEED, "verbose": False}
     where = {"host": meeting.host, "port": meeting.port}
     try:
         with patches.group_timeout(GROUP_TIMEOUT):
+            if meeting.rank > 0 and meeting.launcher != "torch":  # torchrun itself keeps the store of its workers
+                _await_first_rank(meeting)
             if meeting.launcher == "torch":
                 os.environ.update(MASTER_ADDR=meeting.host, MASTER_PORT=str(meeting.port))
                 colossalai.launch_from_torch(**common)
@@ -348,37 +382,38 @@ def start(
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _may_speak(rank: int) -> bool:
-    """Whether this rank is the one that prints the error, when several have the same.
+def _own_place() -> tuple[int, str | None, str | None]:
+    """Rank, host and port of this process, as far as they can be told when the command line is wrong."""
+    flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("rank", "host", "port"):
+        flags.add_argument(f"--{name}")
+    given = flags.parse_known_args()[0]
+    ranks = (os.environ.get(name) for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"))
+    rank = next((r for r in (given.rank, *ranks) if r and r.isdigit()), "0")
+    return int(rank), given.host or os.environ.get("MASTER_ADDR"), given.port or os.environ.get("MASTER_PORT")
 
-    Once the ranks have met, the first to ask their common store is. Before, rank 0 is; another rank waits, and speaks
-    only if rank 0 seems to be well, which is then waiting for it.
+
+def _may_speak(error: UserError | TrainingError) -> bool:
+    """Whether this rank is the one that prints an error that others may have too.
+
+    Once the ranks have met, the first to ask their common store is. Before, rank 0 is; another rank waits, and then
+    speaks unless nobody listens where rank 0 would, so that it seems to have ended of the same error.
     """
     if dist.is_initialized():
         with suppress(Exception):  # the store is gone with rank 0, which has spoken
             return dist.distributed_c10d._get_default_store().add("error-printed", 1) == 1
-        return rank == 0
-    if rank == 0:
+        return False
+    rank, host_name, port = _own_place()
+    if rank == 0 or getattr(error, "own", False):
         return True
     time.sleep(5)  # a launcher that ends all ranks with the first does it now
+    if not host_name or not port or not port.isdigit():
+        return True
     try:
-        meeting = find_rendezvous(get_parser().parse_args())
-        with socket.create_connection((meeting.host, meeting.port), timeout=2):
-            return True
-    except (UserError, OSError):
+        socket.create_connection((host_name, int(port)), timeout=2).close()
+        return True
+    except (OSError, OverflowError):
         return False
-
-
-def _own_rank() -> int:
-    if dist.is_initialized():
-        return dist.get_rank()
-    for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"):
-        if os.environ.get(name, "").isdigit():
-            return int(os.environ[name])
-    flags = argparse.ArgumentParser(add_help=False)
-    flags.add_argument("--rank", default="0")
-    rank = flags.parse_known_args()[0].rank
-    return int(rank) if rank.isdigit() else 0
 
 
 def _lost_connection(error: BaseException) -> bool:
@@ -400,7 +435,9 @@ def run(main: Callable[[], None]) -> None:
             gpc.destroy()
     except (UserError, TrainingError) as error:
         code = error.exit_code
-        if _may_speak(_own_rank()):
+        if _peers is not None:
+            _peers.leaving.set()  # another rank's goodbye must not cut the line off
+        if _may_speak(error):
             print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         code = 130

@@ -16,6 +16,7 @@ from contextlib import suppress
 import torch.distributed as dist
 
 CONNECT_TIMEOUT = 30.0  # seconds
+END_TIMEOUT = 2.0  # seconds that rank 0 leaves each of the others to end
 
 
 def _end(code: int, message: str | None = None) -> None:
@@ -49,8 +50,10 @@ class Peers:
             names = {}
             for _ in range(world_size - 1):
                 connection, _ = listener.accept()
+                connection.settimeout(CONNECT_TIMEOUT)
                 hello = connection.makefile("r").readline().split()
                 names[connection] = f"rank {hello[1]} ({hello[2]}, process {hello[3]})"
+                connection.settimeout(None)
                 self.connections.append(connection)
             listener.close()
             target, args = self._watch_all, (names,)
@@ -103,6 +106,15 @@ class Peers:
                 connection.sendall((" ".join(words) + "\n").encode())
 
     def leave(self, code: int = 0) -> None:
-        """Say goodbye: with code 0 the others go on, with another they end too, with that exit code."""
+        """Say goodbye: with code 0 the others go on, with another they end too, with that exit code.
+
+        When it ends the others, rank 0 waits for them, since it keeps the store that they may still ask.
+        """
         self.leaving.set()
         self._tell(*(("end", str(code)) if code else ("bye",)))
+        if code and self.rank == 0:
+            for connection in self.connections:
+                with suppress(OSError):
+                    connection.settimeout(END_TIMEOUT)
+                    while connection.recv(64):
+                        pass

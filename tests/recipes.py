@@ -31,10 +31,17 @@ def flags(values: dict) -> list[str]:
     return [part for key, value in values.items() for part in ("--set", f"{key}={value!r}")]
 
 
-def train(output: Path, world_size: int = 1, steps: int = 20, script: str = HYBRID, config=PIPELINE_CONFIG, **values):
-    """Train and return the records of steps and of evaluations."""
-    settings = {"parallel.pipeline": 1, **SMALL, **values} if script == HYBRID else values
-    argv = ["--config", config, "--output", str(output), "--max-steps", str(steps), *flags(settings)]
-    result = world.run(script, argv, world_size)
+def train(output: Path, world_size: int = 1, steps: int = 20, amp: str | None = None, **values):
+    """Train with the pipeline config, on one stage unless `values` say otherwise, in fp32 unless `amp` names a mode.
+
+    Returns:
+        The records of steps, and those of evaluations.
+    """
+    settings = {"parallel.pipeline": 1, **SMALL, **values}
+    if amp:
+        settings.pop("fp16")
+    argv = ["--config", PIPELINE_CONFIG, "--output", str(output), "--max-steps", str(steps)]
+    argv += ["--set", f"fp16.mode=AMP_TYPE.{amp}"] if amp else []
+    result = world.run(HYBRID, [*argv, *flags(settings)], world_size)
     assert result.codes == [0] * world_size, str(result)
     return read_metrics(output)

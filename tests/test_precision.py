@@ -38,24 +38,15 @@ def trained(tmp_path_factory):
         FLIP=False,
     )
 
-    def run(name, *more):
-        output = tmp_path_factory.mktemp(name)
-        settings = recipes.flags({"parallel.pipeline": 1, **recipes.SMALL, **values})
-        argv = ["--config", recipes.PIPELINE_CONFIG, "--output", str(output), "--max-steps", "100", *settings, *more]
-        result = world.run(recipes.HYBRID, argv)
-        assert result.codes == [0], str(result)
-        return recipes.read_metrics(output)[0]
+    def run(mode):
+        return recipes.train(tmp_path_factory.mktemp(str(mode)), steps=100, amp=mode, **values)[0]
 
-    return {
-        "fp32": run("fp32"),
-        "NAIVE": run("naive", "--set", "fp16.mode=AMP_TYPE.NAIVE"),
-        "TORCH": run("torch", "--set", "fp16.mode=AMP_TYPE.TORCH"),
-    }
+    return {mode: run(mode) for mode in (None, "NAIVE", "TORCH")}
 
 
 @pytest.mark.parametrize("mode", ["NAIVE", "TORCH"])
 def test_loss_stays_within_two_percent_of_fp32(trained, mode):
-    expected, steps = trained["fp32"], trained[mode]
+    expected, steps = trained[None], trained[mode]
     assert len(steps) == len(expected) == 100
     assert expected[-1]["loss"] < 0.8 * expected[0]["loss"], "fp32 must have learnt something"
     assert steps[-1]["loss"] == pytest.approx(expected[-1]["loss"], rel=0.02)

@@ -7,6 +7,7 @@ import faulthandler
 import multiprocessing
 import os
 import runpy
+import shutil
 import signal
 import socket
 import sys
@@ -126,12 +127,9 @@ class World:
             time.sleep(0.02)
         seconds = time.monotonic() - self.started
         ranks = range(len(self.pids))
-        return Result(
-            [codes[pid] for pid in self.pids],
-            [self.output(rank) for rank in ranks],
-            [self.output(rank, "err") for rank in ranks],
-            seconds,
-        )
+        outputs = [[self.output(rank, stream) for rank in ranks] for stream in ("out", "err")]
+        shutil.rmtree(self.directory)
+        return Result([codes[pid] for pid in self.pids], *outputs, seconds)
 
 
 def run(script: Path | str, argv: Sequence[str], world_size: int = 1, timeout: float = 120, **start_args) -> Result:

@@ -1,0 +1,85 @@
+"""What a run leaves behind: metrics.jsonl, TensorBoard events, curves, the resolved config."""
+
+import json
+
+import pytest
+import recipes
+from colossal_vit.report import draw, read_metrics
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+STEP_KEYS = ["step", "epoch", "loss", "lr", "grad_norm", "images_per_s", "data_s", "step_s", "memory_gb"]
+EVAL_KEYS = ["step", "epoch", "eval_loss", "eval_accuracy", "eval_images"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Two epochs of 22 steps on 2 data-parallel ranks with accumulation 2, one of them warm-up."""
+    output = tmp_path_factory.mktemp("run") / "two-epochs"
+    values = {"BATCH_SIZE": 16, "gradient_accumulation": 2, "NUM_EPOCHS": 2, "WARMUP_EPOCHS": 1}
+    recipes.train(output, 2, steps=1000, **values)
+    return output
+
+
+def test_one_record_a_step_and_one_an_evaluation(run):
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps, evaluations = read_metrics(run)
+    assert records == steps[:22] + evaluations[:1] + steps[22:] + evaluations[1:]
+    assert [list(record) for record in steps] == [STEP_KEYS] * 44
+    assert [list(record) for record in evaluations] == [EVAL_KEYS] * 2
+    assert [(record["step"], record["epoch"]) for record in steps] == [(k + 1, k // 22) for k in range(44)]
+    assert [(record["step"], record["epoch"]) for record in evaluations] == [(22, 0), (44, 1)]
+    assert all(record["eval_images"] == 360 for record in evaluations)
+
+
+def test_rates_times_and_memory_make_sense(run):
+    steps, _ = read_metrics(run)
+    for record in steps:
+        assert record["images_per_s"] == pytest.approx(64 / record["step_s"])
+        assert 0 <= record["data_s"] < record["step_s"] < 10
+        assert 0.05 < record["memory_gb"] < 24
+    assert steps[22]["step_s"] < 5 * sorted(r["step_s"] for r in steps)[22], "evaluation is not part of a step"
+
+
+def test_learning_rate_of_each_step(run):
+    """The base rate is reached at the end of the warm-up epoch; each record has the rate its step was made with."""
+    rates = [record["lr"] for record in read_metrics(run)[0]]
+    assert rates[:22] == pytest.approx([3e-3 * (k + 1) / 22 for k in range(22)])
+    assert rates[22] == pytest.approx(3e-3)
+    assert all(later < earlier for earlier, later in zip(rates[22:], rates[23:], strict=False))
+    assert 0 < rates[-1] < 1e-4
+
+
+def test_tensorboard_has_the_same_numbers(run):
+    events = EventAccumulator(str(run))
+    events.Reload()
+    steps, evaluations = read_metrics(run)
+    for key, records in (("loss", steps), ("grad_norm", steps), ("eval_accuracy", evaluations)):
+        scalars = events.Scalars(key)
+        assert [scalar.step for scalar in scalars] == [record["step"] for record in records]
+        assert [scalar.value for scalar in scalars] == pytest.approx([record[key] for record in records], rel=1e-6)
+
+
+def test_curves_and_config(run):
+    for name in ("loss.png", "accuracy.png"):
+        assert (run / name).read_bytes().startswith(b"\x89PNG")
+        (run / name).unlink()
+    draw(run)
+    assert (run / "loss.png").stat().st_size > 5000
+    config = json.loads((run / "config.json").read_text())
+    assert config["gradient_accumulation"] == 2
+    assert config["LABEL_SMOOTHING"] == 0.1, "defaults of the script are part of it"
+    assert config["fp16"] is None
+
+
+def test_loss_scaled_runs_record_scale_and_skips(tmp_path):
+    """An initial scale that overflows fp16: the first steps are skipped, and the record says so."""
+    values = {"fp16.dtype": "fp16", "fp16.initial_scale": 2.0**24, "fp16.hysteresis": 1}
+    steps, _ = recipes.train(tmp_path, steps=12, amp="NAIVE", **values)
+    skipped = [record["skipped"] for record in steps]
+    assert skipped[0]
+    assert not skipped[-1]
+    scale = 2.0**24
+    for record in steps:
+        scale = scale / 2 if record["skipped"] else scale
+        assert record["loss_scale"] == scale
+        assert 2 < record["loss"] < 3, "the recorded loss is not scaled"

@@ -1,0 +1,395 @@
+"""Starting and ending: every launcher's command, every mistake one line and exit code 2, one dead rank ends all."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import recipes
+import torch
+import world
+from colossal_vit import launch
+from colossal_vit.errors import UserError
+from colossal_vit.report import read_metrics
+from colossal_vit.sample import write_cifar10
+from colossalai.legacy import get_default_parser
+
+import cifar10
+
+FOLDER = world.ROOT / "vit_cifar10_hybrid"
+SMALL_PIPELINE = recipes.flags({**recipes.SMALL, "parallel.pipeline": 2})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mistakes
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Mistakes:
+    """Malformed invocations of two ranks: what is given beside a good command line, and what the line must say."""
+
+    def __init__(self, tmp_path):
+        def write(name, text):
+            (tmp_path / name).write_text(text)
+            return str(tmp_path / name)
+
+        def data(name, damage):
+            folder = write_cifar10(tmp_path / name)
+            damage(folder)
+            return str(tmp_path / name)
+
+        good = recipes.PIPELINE_CONFIG
+        good_text = (FOLDER / good).read_text()
+        self.output = tmp_path / "output"
+        a_file = write("file", "")
+
+        def config(path):
+            return {"config": path}
+
+        def sets(*pairs):
+            return {"more": [part for pair in pairs for part in ("--set", pair)]}
+
+        def flags(*more):
+            return {"more": list(more)}
+
+        self.cases = {
+            # the config file
+            "no config": ({"config": None}, ["--config FILE is missing"]),
+            "config not there": (config("no/such/config.py"), ["no/such/config.py", "No such file"]),
+            "config is a folder": (config(str(tmp_path)), [str(tmp_path), "Is a directory"]),
+            "config is binary": (config(write("binary.py", "\0")), ["binary.py", "not valid Python"]),
+            "syntax error": (config(write("syntax.py", good_text + "\nx = = 3\n")), ["syntax.py:", "not valid Python"]),
+            "error inside": (config(write("inside.py", "BATCH_SIZE = BATCH // 2\n")), ["inside.py:1", "NameError"]),
+            "unknown key": (config(write("key.py", good_text + "\nWARMUP = 3\n")), ["WARMUP", "WARMUP_EPOCHS"]),
+            "missing key": (config(write("less.py", "BATCH_SIZE = 8\n")), ["less.py", "NUM_CLASSES is missing"]),
+            # overrides
+            "unknown override": (sets("BATCHSIZE=3"), ["BATCHSIZE", "BATCH_SIZE"]),
+            "not a literal": (sets("DATA=/data"), ["--set DATA=/data", "quotes"]),
+            "no equals sign": (sets("BATCH_SIZE"), ["--set BATCH_SIZE", "KEY=VALUE"]),
+            "wrong type": (sets("NUM_EPOCHS='ten'"), ["NUM_EPOCHS = 'ten'", "whole number"]),
+            "wrong nested type": (sets("parallel.pipeline=2.0"), ["parallel.pipeline = 2.0", "whole number"]),
+            "unknown AMP mode": (sets("fp16.mode=AMP_TYPE.FAST"), ["AMP_TYPE.FAST", "AMP_TYPE.NAIVE"]),
+            "AMP mode that is not there yet": (sets("fp16.mode=AMP_TYPE.APEX"), ["fp16.mode", "APEX"]),
+            "AMP mode against a pipeline": (sets("fp16.mode=AMP_TYPE.TORCH"), ["TORCH", "pipeline", "NAIVE"]),
+            "option of another AMP mode": (sets("fp16.mode=AMP_TYPE.NAIVE", "fp16.init_scale=2"), ["fp16.init_scale"]),
+            # layout and model
+            "world size": (sets("parallel.pipeline=3"), ["world size 2", "3", "start 3"]),
+            "tensor size without a mode": (sets("parallel.tensor.size=2"), ["parallel.tensor.size = 2", "1d"]),
+            "batch and micro-batches": (sets("NUM_MICRO_BATCHES=3"), ["BATCH_SIZE = 32", "NUM_MICRO_BATCHES = 3"]),
+            "stages and blocks": (sets("DEPTH=1"), ["parallel.pipeline = 2", "DEPTH = 1"]),
+            "hidden size and heads": (sets("NUM_HEADS=5"), ["HIDDEN_SIZE = 32", "NUM_HEADS = 5", "30 or 35"]),
+            "image and patches": (sets("PATCH_SIZE=5"), ["IMG_SIZE = 32", "PATCH_SIZE = 5", "30 or 35"]),
+            "tensor shape": (sets("TENSOR_SHAPE=(1, 1, 1)"), ["TENSOR_SHAPE = (1, 1, 1)", "(16, 17, 32)"]),
+            "too few classes": (sets("NUM_CLASSES=5"), ["NUM_CLASSES = 5", "10 classes"]),
+            "batch larger than the data": (sets("BATCH_SIZE=2048"), ["2048", "1437"]),
+            "accumulation larger than the data": (sets("gradient_accumulation=64"), ["2048", "1437"]),
+            "not for this script": (
+                {"script": recipes.DATA_PARALLEL, "config": str(FOLDER / good)},
+                ["train_dp.py", "train_hybrid.py"],
+            ),
+            "unknown model": (
+                {
+                    "script": recipes.DATA_PARALLEL,
+                    "config": "configs/config_data_parallel.py",
+                    "common": ["--set", "MODEL='resnet50'"],
+                },
+                ["MODEL = 'resnet50'", "timm"],
+            ),
+            # flags
+            "unknown flag": (flags("--resume", "auto"), ["--resume"]),
+            "unknown launcher": (flags("--launcher", "kubernetes"), ["--launcher", "kubernetes", "slurm"]),
+            "launcher that was not there": ({**flags("--launcher", "slurm"), "ranks": 1}, ["SLURM_PROCID"]),
+            "unknown backend": (flags("--backend", "mpi"), ["--backend mpi", "gloo"]),
+            "backend without its device": (flags("--backend", "nccl"), ["--backend nccl", "CUDA"]),
+            "no steps": (flags("--max-steps", "0"), ["--max-steps 0", "at least 1"]),
+            "not a number": ({**flags("--port", "http"), "ranks": 1}, ["--port", "http"]),
+            "no such port": (flags("--port", "70000"), ["--port 70000", "65535"]),
+            "no such host": (flags("--host", "no-such-host.invalid"), ["--host no-such-host.invalid"]),
+            "port in use": ({"port": "used"}, ["port is", "in use"]),
+            "rank out of range": ({**flags("--rank", "7"), "ranks": 1}, ["--rank 7", "--world_size 2", "0 to 1"]),
+            # files
+            "output below a file": ({"output": f"{a_file}/run"}, ["--output", "Not a directory"]),
+            "output read-only": ({"output": "/proc/run"}, ["--output /proc/run", "cannot be written"]),
+            "data not there": (sets(f"DATA={str(tmp_path / 'nothing')!r}"), ["DATA", "cannot be downloaded"]),
+            "data file missing": (
+                sets(f"DATA={data('missing', lambda f: (f / 'test_batch.bin').unlink())!r}"),
+                ["test_batch.bin", "No such file"],
+            ),
+            "data file cut off": (
+                sets(f"DATA={data('cut', lambda f: os.truncate(f / 'data_batch_2.bin', 10_000))!r}"),
+                ["data_batch_2.bin", "10000 bytes", "cut off"],
+            ),
+            "data of something else": (
+                sets(f"DATA={data('else', lambda f: (f / 'data_batch_2.bin').write_bytes(bytes([99]) * 3073))!r}"),
+                ["label of 99"],
+            ),
+        }
+
+    def start(self, name):
+        given, _ = self.cases[name]
+        port = given.get("port") or world.free_port()
+        if port == "used":
+            self.occupant = socket.create_server(("localhost", 0))
+            port = self.occupant.getsockname()[1]
+        script = given.get("script", recipes.HYBRID)
+        argv = []
+        for rank in range(given.get("ranks", 2)):
+            own = ["--launcher", "none", "--rank", rank, "--world_size", 2, "--host", "localhost", "--port", port]
+            if (path := given.get("config", recipes.PIPELINE_CONFIG)) is not None:
+                own += ["--config", path]
+            own += ["--output", given.get("output", self.output), *given.get("common", SMALL_PIPELINE)]
+            argv.append([str(part) for part in own + given.get("more", [])])
+        return world.start(script, argv, [{}] * len(argv))
+
+
+@pytest.fixture(scope="module")
+def mistakes(tmp_path_factory):
+    """The results of all mistakes, made at the same time: most of each is waiting."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(cifar10, "ARCHIVE", f"http://localhost:{world.free_port()}/cifar-10-binary.tar.gz")
+    made = Mistakes(tmp_path_factory.mktemp("mistakes"))
+    results = {}
+    names = list(made.cases)
+    for start in range(0, len(names), 8):
+        running = {name: made.start(name) for name in names[start : start + 8]}
+        threads = [
+            threading.Thread(target=lambda n=name, w=w: results.update({n: w.wait(60)})) for name, w in running.items()
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    patch.undo()
+    return made, results
+
+
+def test_thirty_mistakes_are_one_line_each(mistakes):
+    made, results = mistakes
+    assert len(made.cases) >= 30
+    wrong = []
+    for name, (_, words) in made.cases.items():
+        result = results[name]
+        lines = "".join(result.stderr).splitlines()
+        good = (
+            set(result.codes) == {2}
+            and result.seconds < 15
+            # Ranks that meet a stranger at their port cannot know of each other: there each says so.
+            and len(lines) == (2 if name == "port in use" else 1)
+            and all(re.match(r"train_(hybrid|dp)\.py: error: ", line) for line in lines)
+            and all(word in line for word in words for line in lines)
+        )
+        if not good:
+            wrong.append(f"{name}: {result}")
+    assert not wrong, "\n\n".join(wrong)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Launchers
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_takes_every_flag_of_colossalai():
+    ours = {flag for action in launch.get_parser()._actions for flag in action.option_strings}
+    theirs = {flag for action in get_default_parser()._actions for flag in action.option_strings}
+    assert theirs <= ours
+    assert launch.get_parser().parse_args(["--local-rank", "3"]).local_rank == 3
+
+
+def rendezvous(monkeypatch, argv=(), **environment):
+    for name in (*world.LAUNCHER_VARIABLES, "HOST"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, str(value))
+    return launch.find_rendezvous(launch.get_parser().parse_args(argv))
+
+
+SLURM = dict(SLURM_STEP_ID=0, SLURM_PROCID=5, SLURM_LOCALID=1, SLURM_NTASKS=8, SLURM_JOB_ID=123456)
+OPENMPI = {f"OMPI_COMM_WORLD_{name}": n for name, n in dict(RANK=1, LOCAL_RANK=1, SIZE=2, LOCAL_SIZE=2).items()}
+TORCH = dict(RANK=3, LOCAL_RANK=1, WORLD_SIZE=4, MASTER_ADDR="localhost", MASTER_PORT=1234)
+
+
+@pytest.mark.parametrize(
+    ("argv", "environment", "expected"),
+    [
+        ([], TORCH, ("torch", 3, 1, 4, "localhost", 1234)),
+        (["--port", "99"], {**SLURM, "HOST": "127.0.0.1"}, ("slurm", 5, 1, 8, "127.0.0.1", 99)),
+        ([], {**SLURM, "SLURM_NODELIST": "localhost"}, ("slurm", 5, 1, 8, "localhost", 20000 + 123456 % 20000)),
+        ([], {**SLURM, **TORCH}, ("torch", 3, 1, 4, "localhost", 1234)),
+        ([], OPENMPI, ("openmpi", 1, 1, 2, "localhost", 29500)),
+        (["--host", "127.0.0.1"], OPENMPI, ("openmpi", 1, 1, 2, "127.0.0.1", 29500)),
+        (
+            ["--rank", "1", "--world_size", "2", "--host", "::1", "--port", "7", "--local-rank", "1"],
+            {},
+            ("none", 1, 1, 2, "::1", 7),
+        ),
+        (["--launcher", "none"], TORCH, ("none", 0, 0, 1, "localhost", None)),
+    ],
+)
+def test_rendezvous(monkeypatch, argv, environment, expected):
+    found = rendezvous(monkeypatch, argv, **environment)
+    *same, port = (found.launcher, found.rank, found.local_rank, found.world_size, found.host, found.port)
+    assert tuple(same) == expected[:-1]
+    assert port == (expected[-1] or port)
+
+
+@pytest.mark.parametrize(
+    ("node_list", "host"),
+    [("gpu7", "gpu7"), ("gpu[03-05,9],login", "gpu03"), ("a,b", "a"), ("n[1,3]", "n1"), ("r1-n[2-4]x", "r1-n2x")],
+)
+def test_first_slurm_host(node_list, host):
+    assert launch.first_slurm_host(node_list) == host
+
+
+def test_openmpi_on_several_nodes_needs_a_host(monkeypatch):
+    with pytest.raises(UserError, match="--host"):
+        rendezvous(monkeypatch, **{**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": 1})
+
+
+def environment():
+    """A user's environment: nothing of the test's own."""
+    clean = {k: v for k, v in os.environ.items() if k not in (*world.LAUNCHER_VARIABLES, "DATA", "PYTHONPATH")}
+    return {**clean, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "torchrun --standalone --nproc_per_node 2 train_dp.py --config ./configs/config_data_parallel.py",
+        "python -m torch.distributed.run --standalone --nproc_per_node=2 train_hybrid.py "
+        "--config ./configs/config_pipeline_parallel.py",
+        "python -m torch.distributed.launch --nproc_per_node 2 --master_addr localhost --master_port {port} "
+        "train_hybrid.py --config ./configs/config_pipeline_parallel.py",
+    ],
+)
+def test_commands_of_the_tutorial(command, tmp_path):
+    """From inside the folder, as printed, but for a model that fits a test."""
+    values = dict(recipes.SMALL, BATCH_SIZE=16)
+    if "train_dp" in command:
+        values = dict(BATCH_SIZE=16, gradient_accumulation=2, MODEL="vit_tiny_patch16_224", IMG_SIZE=32, PATCH_SIZE=8)
+        values |= dict(HIDDEN_SIZE=32, NUM_HEADS=4, DEPTH=2)
+    argv = [os.path.join(os.path.dirname(sys.executable), command.split()[0])]
+    argv += command.format(port=world.free_port()).split()[1:]
+    argv += ["--output", str(tmp_path / "run"), "--max-steps", "3", *recipes.flags(values)]
+    done = subprocess.run(argv, cwd=FOLDER, env=environment(), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps, evaluations = read_metrics(tmp_path / "run")
+    assert [record["step"] for record in steps] == [1, 2, 3]
+    assert evaluations[-1]["eval_images"] == 360
+    assert "meeting at" in done.stdout
+    assert {path.name for path in (tmp_path / "run").iterdir()} >= {"config.json", "loss.png", "accuracy.png"}
+
+
+def test_processes_started_by_hand(tmp_path):
+    port = world.free_port()
+    common = ["--config", recipes.PIPELINE_CONFIG, "--output", str(tmp_path / "run"), "--max-steps", "2"]
+    common += ["--world_size", "2", "--host", "localhost", "--port", str(port), *SMALL_PIPELINE]
+    result = world.start(recipes.HYBRID, [[*common, "--rank", str(rank)] for rank in range(2)], [{}, {}]).wait()
+    assert result.codes == [0, 0], str(result)
+    assert len(read_metrics(tmp_path / "run")[0]) == 2
+
+
+def test_an_earlier_run_is_set_aside(tmp_path):
+    for _ in range(3):
+        recipes.train(tmp_path / "run", steps=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.1", "run.2"]
+    assert all(len(read_metrics(path)[0]) == 1 for path in tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# When one rank dies
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def training_world(world_size, tmp_path):
+    """Ranks started by hand that train for long, running."""
+    port = world.free_port()
+    values = {**recipes.SMALL, "parallel.pipeline": 2, "NUM_EPOCHS": 1000, "BATCH_SIZE": 16}
+    common = ["--config", recipes.PIPELINE_CONFIG, "--output", str(tmp_path), "--world_size", str(world_size)]
+    common += ["--host", "localhost", "--port", str(port), *recipes.flags(values)]
+    argv = [[*common, "--rank", str(rank)] for rank in range(world_size)]
+    ranks = world.start(recipes.HYBRID, argv, [{}] * world_size)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "metrics.jsonl").exists() or (tmp_path / "metrics.jsonl").read_text().count("\n") < 3:
+        assert time.monotonic() < deadline, [ranks.output(rank, "err") for rank in range(world_size)]
+        time.sleep(0.1)
+    return ranks
+
+
+@pytest.mark.parametrize(("world_size", "victim"), [(2, 0), (2, 1), (4, 0), (4, 2)])
+def test_killed_rank_ends_the_others(world_size, victim, tmp_path):
+    ranks = training_world(world_size, tmp_path)
+    killed = time.monotonic()
+    os.kill(ranks.pids[victim], signal.SIGKILL)
+    result = ranks.wait(60)
+    assert time.monotonic() - killed < 30
+    assert result.codes[victim] == -signal.SIGKILL
+    assert all(code == 1 for rank, code in enumerate(result.codes) if rank != victim), str(result)
+    lines = [
+        line for text in result.stderr for line in text.splitlines() if f"rank {victim} " in line and "died" in line
+    ]
+    assert len(lines) == 1, str(result)
+    assert "Traceback" not in "".join(result.stderr), str(result)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_killed_rank_ends_the_job_under_torchrun(world_size, tmp_path):
+    values = {**recipes.SMALL, "parallel.pipeline": 2, "NUM_EPOCHS": 1000, "BATCH_SIZE": 16}
+    argv = [os.path.join(os.path.dirname(sys.executable), "torchrun"), "--standalone", f"--nproc_per_node={world_size}"]
+    argv += ["train_hybrid.py", "--config", recipes.PIPELINE_CONFIG, "--output", str(tmp_path), *recipes.flags(values)]
+    log = tmp_path / "log"
+    with open(log, "w") as out, subprocess.Popen(argv, cwd=FOLDER, env=environment(), stdout=out, stderr=out) as job:
+        metrics = tmp_path / "metrics.jsonl"
+        deadline = time.monotonic() + 120
+        while not metrics.exists() or metrics.read_text().count("\n") < 3:
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.2)
+        workers = {int(r): int(p) for p, r in processes_of(job.pid)}
+        killed = time.monotonic()
+        os.kill(workers[1], signal.SIGKILL)
+        code = job.wait(timeout=60)
+        assert time.monotonic() - killed < 30
+    assert code != 0
+    said = r"rank 1 \(.*\) died|rank +: 1 \(local_rank: 1\)\s+exitcode +: -9"  # by rank 0, or by torchrun's summary
+    assert re.search(said, log.read_text()), log.read_text()
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in workers.values())
+
+
+def processes_of(parent):
+    """(process, RANK) of the children of a process."""
+    for pid in open(f"/proc/{parent}/task/{parent}/children").read().split():  # noqa: SIM115
+        variables = dict(v.split("=", 1) for v in open(f"/proc/{pid}/environ").read().split("\0") if "=" in v)  # noqa: SIM115
+        yield pid, variables["RANK"]
+
+
+def test_a_bug_on_one_rank_ends_the_others(tmp_path, monkeypatch):
+    """An exception that only rank 1 meets: its traceback, and nobody waits for it."""
+    original = cifar10.read
+
+    def read(root, train):
+        if torch.distributed.get_rank() == 1:
+            raise RuntimeError("a bug")
+        return original(root, train)
+
+    monkeypatch.setattr(cifar10, "read", read)
+    argv = ["--config", recipes.PIPELINE_CONFIG, "--output", str(tmp_path), *SMALL_PIPELINE]
+    result = world.run(recipes.HYBRID, argv, 2, timeout=60)
+    assert result.codes == [1, 1], str(result)
+    assert result.seconds < 15
+    assert "RuntimeError: a bug" in result.stderr[1]
+    assert "Traceback" not in result.stderr[0]
+
+
+def test_gradient_that_is_not_finite_stops_all_before_the_update(tmp_path):
+    values = {**recipes.SMALL, "parallel.pipeline": 2, "LEARNING_RATE": 1e30, "clip_grad_norm": 0}
+    argv = ["--config", recipes.PIPELINE_CONFIG, "--output", str(tmp_path), *recipes.flags(values)]
+    result = world.run(recipes.HYBRID, argv, 2)
+    lines = "".join(result.stderr).splitlines()
+    assert result.codes == [1, 1], str(result)
+    assert len(lines) == 1, str(result)
+    steps = read_metrics(tmp_path)[0]
+    assert f"step {len(steps) + 1}: the gradient is not finite" in lines[0]

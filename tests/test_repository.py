@@ -1,0 +1,106 @@
+"""What the repository says of itself holds: README against configs, requirements against the lock, the two commands."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from colossal_vit import config as configs
+from colossal_vit.report import read_metrics
+
+ROOT = Path(__file__).resolve().parents[1]
+TRACKED = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+FILES = [ROOT / name for name in TRACKED.stdout.split("\n") if name and (ROOT / name).exists()]
+
+
+def test_requirements_are_what_the_lock_says():
+    checked = subprocess.run(["bash", "scripts/lock.sh", "--check"], cwd=ROOT, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_lock_has_a_safe_torch():
+    version = re.search(r"^torch==(\d+)\.(\d+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+    assert tuple(map(int, version.groups())) >= (2, 10)
+
+
+@pytest.mark.parametrize("readme", [path for path in FILES if path.name == "README.md"], ids=str)
+def test_commands_and_files_of_a_readme_exist(readme):
+    """Every config, script and module that a README names is there, relative to it or to the root."""
+    text = readme.read_text()
+    folder = readme.parent if readme.parent != ROOT else ROOT / "vit_cifar10_hybrid"  # the root README changes into it
+    named = re.findall(r"[\w./]+\.(?:py|sh|txt|lock)\b", text)
+    assert named
+    for name in named:
+        assert (ROOT / name).exists() or (folder / name).exists(), f"{readme}: {name}"
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.name.startswith("config_")], ids=lambda p: p.name)
+def test_docstring_of_a_config_runs_it(path):
+    """The command names the file itself, and as many processes as its layout needs."""
+    docstring = path.read_text().split('"""')[1]
+    assert f"--config ./configs/{path.name}" in docstring
+    processes = int(re.search(r"--nproc_per_node (\d+)", docstring).group(1))
+    layout = configs.Layout.of(configs.load(path), processes)
+    assert layout.data == 1 or layout.pipeline == layout.tensor == 1
+    for word in ("Processes:", "accuracy", "measured"):
+        assert word in docstring
+
+
+def test_examples_do_not_import_each_other():
+    folders = ("vit_imagenet_dali", "vit_cifar10_hybrid", "vit_caltech101_amp")
+    modules = {folder: {path.stem for path in FILES if path.parent == ROOT / folder} - {"train"} for folder in folders}
+    for path in FILES:
+        if path.suffix == ".py" and path.relative_to(ROOT).parts[0] in folders:
+            own = path.relative_to(ROOT).parts[0]
+            others = {m for folder, names in modules.items() if folder != own for m in names} - modules[own]
+            imported = set(re.findall(r"^(?:from|import) (\w+)", path.read_text(), re.MULTILINE))
+            assert not imported & others, path
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory):
+    """The tracked and new files in an empty folder whose name has spaces: what a user would clone."""
+    root = tmp_path_factory.mktemp("a fresh") / "clone of it"
+    for path in FILES:
+        target = root / path.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, target)
+    return root
+
+
+def bash(clone, *command):
+    environment = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "PYTHONPATH", "OMP_NUM_THREADS")}
+    done = subprocess.run(["bash", *command], cwd=clone.parent, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.timeout(900)
+def test_quickstart(clone):
+    """As a user types it, twice: at least 97 % on images never trained on, in under 5 minutes; nothing is overwritten."""
+    said = bash(clone, str(clone / "scripts" / "quickstart.sh"))
+    first = clone / "runs" / "quickstart-1"
+    steps, evaluations = read_metrics(first)
+    assert evaluations[-1]["eval_accuracy"] >= 0.97
+    assert f"Test accuracy: {evaluations[-1]['eval_accuracy']:.2%} of 360 images" in said
+    assert f"Run directory: {first} " in said
+    assert "2 on" in said and "pipeline 2" in said
+    assert (first / "loss.png").exists() and (first / "accuracy.png").exists()
+    assert sum(record["step_s"] for record in steps) < 300
+    bash(clone, str(clone / "scripts" / "quickstart.sh"), "--max-steps", "2")
+    assert read_metrics(first) == (steps, evaluations)
+    assert len(read_metrics(clone / "runs" / "quickstart-2")[0]) == 2
+
+
+@pytest.mark.timeout(300)
+def test_test_script_passes_arguments_on(clone):
+    said = bash(clone, str(clone / "scripts" / "test.sh"), "-q", "tests/test_config.py", "-k", "test_json")
+    assert "1 passed" in said
+
+
+def test_config_json_is_json(tmp_path):
+    path = ROOT / "vit_cifar10_hybrid" / "configs" / "config_hybrid_parallel.py"
+    assert json.loads(configs.to_json(configs.load(path)))["TENSOR_SHAPE"] == [128, 197, 768]
