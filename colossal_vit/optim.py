@@ -12,8 +12,8 @@ class CosineAnnealingWarmupLR(LambdaLR):
     With W warm-up steps of T, step k (from 0) is made with the base rate times (k + 1) / W while k < W, and times
     (1 + cos(π (k - W) / (T - W))) / 2 from there on (I. Loshchilov and F. Hutter, arXiv:1608.03983).
 
-    Args as `colossalai.nn.lr_scheduler.CosineAnnealingWarmupLR`, which on torch 2 exceeds the base rate after the
-    warm-up: it chains recursive schedulers, and their first step is taken for an ordinary one.
+    Args as `colossalai.nn.lr_scheduler.CosineAnnealingWarmupLR`, which on torch 2.14 exceeds the base rate after the
+    warm-up: it chains recursive schedulers, and the first step of the second is taken for an ordinary one.
 
     Raises:
         ValueError: unless 0 <= warmup_steps <= total_steps.

@@ -1,11 +1,20 @@
-"""Curves of a run, drawn from its `metrics.jsonl`.
+"""Curves of a run, drawn from its `metrics.jsonl`, and results with their provenance.
 
-python -m colossal_vit.report RUN_DIRECTORY ...
+python -m colossal_vit.report draw RUN_DIRECTORY ...
+python -m colossal_vit.report record RUN_DIRECTORY results/NAME --command "..." --log FILE
 """
 
+import argparse
 import json
-import sys
+import os
+import platform
+import re
+import shutil
+import subprocess
+from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 
 def read_metrics(directory: Path) -> tuple[list[dict], list[dict]]:
@@ -38,6 +47,62 @@ def draw(directory: Path) -> None:
         figure.savefig(directory / filename)
 
 
+def provenance(command: str) -> dict[str, Any]:
+    """What a result needs so that it can be trusted and repeated: command, commit, date, hardware, versions.
+
+    Raises:
+        RuntimeError: if the working tree differs from its commit, so that the commit would not say what ran.
+    """
+    import torch
+
+    root = Path(__file__).resolve().parents[1]
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+
+    if git("status", "--porcelain", "--untracked-files=no"):
+        raise RuntimeError("commit first: a result must name the commit that made it")
+    cpu = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+    packages = ("torch", "torchvision", "colossalai", "timm", "nvidia-dali-cuda130")
+    installed = {distribution.name for distribution in metadata.distributions()}
+    return {
+        "command": command,
+        "commit": git("rev-parse", "HEAD"),
+        "date": datetime.now(UTC).date().isoformat(),
+        "hardware": {
+            "cpu": cpu.group(1) if cpu else platform.machine(),
+            "cores": os.cpu_count(),
+            "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        },
+        "versions": {
+            "python": platform.python_version(),
+            **{name: metadata.version(name) for name in packages if name in installed},
+        },
+    }
+
+
+def record(directory: Path, result: Path, command: str, log: Path) -> None:
+    """Keep a run as a result: its metrics, curves and config, the raw log, and `provenance.json`."""
+    result.mkdir(parents=True, exist_ok=True)
+    for name in ("metrics.jsonl", "loss.png", "accuracy.png", "config.json"):
+        shutil.copy(directory / name, result / name)
+    shutil.copy(log, result / "log.txt")
+    (result / "provenance.json").write_text(json.dumps(provenance(command), indent=2) + "\n")
+
+
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        draw(Path(name))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="verb", required=True)
+    drawing = commands.add_parser("draw", help="write loss.png and accuracy.png into run directories")
+    drawing.add_argument("runs", nargs="+", type=Path)
+    recording = commands.add_parser("record", help="keep a run under results/, with its provenance")
+    recording.add_argument("run", type=Path)
+    recording.add_argument("result", type=Path)
+    recording.add_argument("--command", required=True, help="what was typed")
+    recording.add_argument("--log", required=True, type=Path, help="what it printed")
+    args = parser.parse_args()
+    if args.verb == "draw":
+        for run in args.runs:
+            draw(run)
+    else:
+        record(args.run, args.result, args.command, args.log)

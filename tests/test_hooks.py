@@ -1,6 +1,7 @@
 """What a run leaves behind: metrics.jsonl, TensorBoard events, curves, the resolved config."""
 
 import json
+from itertools import pairwise
 
 import pytest
 import recipes
@@ -45,7 +46,7 @@ def test_learning_rate_of_each_step(run):
     rates = [record["lr"] for record in read_metrics(run)[0]]
     assert rates[:22] == pytest.approx([3e-3 * (k + 1) / 22 for k in range(22)])
     assert rates[22] == pytest.approx(3e-3)
-    assert all(later < earlier for earlier, later in zip(rates[22:], rates[23:], strict=False))
+    assert all(later < earlier for earlier, later in pairwise(rates[22:]))
     assert 0 < rates[-1] < 1e-4
 
 

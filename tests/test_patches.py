@@ -20,6 +20,7 @@ from colossalai.legacy.core import global_context as gpc
 from colossalai.legacy.trainer import Trainer
 from colossalai.legacy.utils import get_dataloader
 from colossalai.nn import lr_scheduler as col_schedulers
+from packaging.version import Version
 
 LAYOUT_1D = {"pipeline": 1, "tensor": {"mode": "1d", "size": 2}}
 
@@ -280,6 +281,7 @@ def test_stages_of_a_pipeline_see_the_same_samples():
 # ---- the learning rate ----
 
 
+@pytest.mark.skipif(Version(torch.__version__) < Version("2.10"), reason="a recent torch is what breaks it")
 def test_upstream_warm_up_overshoots():
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     scheduler = col_schedulers.CosineAnnealingWarmupLR(optimizer, total_steps=20, warmup_steps=5)

@@ -31,7 +31,7 @@ def test_commands_and_files_of_a_readme_exist(readme):
     """Every config, script and module that a README names is there, relative to it or to the root."""
     text = readme.read_text()
     folder = readme.parent if readme.parent != ROOT else ROOT / "vit_cifar10_hybrid"  # the root README changes into it
-    named = re.findall(r"[\w./]+\.(?:py|sh|txt|lock)\b", text)
+    named = re.findall(r"[\w./-]+\.(?:py|sh|txt|lock)\b", text)
     assert named
     for name in named:
         assert (ROOT / name).exists() or (folder / name).exists(), f"{readme}: {name}"
@@ -80,15 +80,15 @@ def bash(clone, *command):
 
 @pytest.mark.timeout(900)
 def test_quickstart(clone):
-    """As a user types it, twice: at least 97 % on images never trained on, in under 5 minutes; nothing is overwritten."""
+    """As a user types it, twice: at least 97 % on images never trained on, under 5 minutes, nothing overwritten."""
     said = bash(clone, str(clone / "scripts" / "quickstart.sh"))
     first = clone / "runs" / "quickstart-1"
     steps, evaluations = read_metrics(first)
     assert evaluations[-1]["eval_accuracy"] >= 0.97
     assert f"Test accuracy: {evaluations[-1]['eval_accuracy']:.2%} of 360 images" in said
     assert f"Run directory: {first} " in said
-    assert "2 on" in said and "pipeline 2" in said
-    assert (first / "loss.png").exists() and (first / "accuracy.png").exists()
+    assert "pipeline 2" in said
+    assert all((first / name).exists() for name in ("loss.png", "accuracy.png", "config.json"))
     assert sum(record["step_s"] for record in steps) < 300
     bash(clone, str(clone / "scripts" / "quickstart.sh"), "--max-steps", "2")
     assert read_metrics(first) == (steps, evaluations)
