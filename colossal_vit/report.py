@@ -82,11 +82,15 @@ def provenance(command: str) -> dict[str, Any]:
 
 
 def record(directory: Path, result: Path, command: str, log: Path) -> None:
-    """Keep a run as a result: its metrics, curves and config, the raw log, and `provenance.json`."""
+    """Keep a run as a result: its metrics, curves and config, the raw log, and `provenance.json`.
+
+    In the log the repository's own path becomes `.`; it is nobody's business where it was.
+    """
     result.mkdir(parents=True, exist_ok=True)
     for name in ("metrics.jsonl", "loss.png", "accuracy.png", "config.json"):
         shutil.copy(directory / name, result / name)
-    shutil.copy(log, result / "log.txt")
+    root = str(Path(__file__).resolve().parents[1])
+    (result / "log.txt").write_text(log.read_text().replace(root, "."))
     (result / "provenance.json").write_text(json.dumps(provenance(command), indent=2) + "\n")
 
 
