@@ -86,12 +86,13 @@ def record(directory: Path, result: Path, command: str, log: Path) -> None:
 
     In the log the repository's own path becomes `.`; it is nobody's business where it was.
     """
+    origin = provenance(command)
     result.mkdir(parents=True, exist_ok=True)
     for name in ("metrics.jsonl", "loss.png", "accuracy.png", "config.json"):
         shutil.copy(directory / name, result / name)
     root = str(Path(__file__).resolve().parents[1])
     (result / "log.txt").write_text(log.read_text().replace(root, "."))
-    (result / "provenance.json").write_text(json.dumps(provenance(command), indent=2) + "\n")
+    (result / "provenance.json").write_text(json.dumps(origin, indent=2) + "\n")
 
 
 if __name__ == "__main__":
