@@ -68,7 +68,6 @@ KEYS: dict[str, Any] = {
     "LEARNING_RATE": POSITIVE,
     "WEIGHT_DECAY": NON_NEGATIVE,
     "LABEL_SMOOTHING": FRACTION,
-    "TEST_INTERVAL": POSITIVE_INT,
     # data
     "DATA": TEXT,
     "CROP_PADDING": NON_NEGATIVE_INT,
@@ -274,7 +273,9 @@ def load(
         defaults: values of keys that both may leave out.
 
     Returns:
-        Colossal-AI's `Config`: a dict whose items are attributes too, `parallel` filled in completely.
+        Colossal-AI's `Config`: a dict whose items are attributes too. The lowercase blocks are always there: `parallel`
+        filled in completely, `fp16` None without mixed precision, `gradient_accumulation` 1 and `clip_grad_norm` 0
+        where the file is silent.
 
     Raises:
         UserError: if the file is missing or fails, a key is unknown or missing, or a value has the wrong type.
@@ -320,7 +321,7 @@ def load(
     for key in required:
         if key not in values:
             raise UserError(f"{path}: {key} is missing; it must be {KEYS[key].expected}")
-    values = {**(defaults or {}), **values}
+    values = {"gradient_accumulation": 1, "clip_grad_norm": 0.0, **(defaults or {}), **values}
     parallel = values.get("parallel") or {}
     tensor = {"mode": None, "size": 1, **(parallel.get("tensor") or {})}
     values["parallel"] = {"pipeline": parallel.get("pipeline", 1), "tensor": tensor}

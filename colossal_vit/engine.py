@@ -164,19 +164,19 @@ def initialize(
     device = get_accelerator().get_current_device()
     torch.backends.cudnn.benchmark = config.get("cudnn_benchmark", False)
     torch.backends.cudnn.deterministic = config.get("cudnn_deterministic", False)
-    fp16 = config.get("fp16")
+    fp16 = config.fp16
     if is_using_pp() and fp16 and fp16.mode != AMP_TYPE.NAIVE:
         raise UserError(f"fp16.mode = {fp16.mode} does not work with a pipeline: use AMP_TYPE.NAIVE or None")
 
     model = model.to(device)
     if is_using_ddp():
         sync_model_param(model, ParallelMode.DATA)
-    model, wrapped, criterion = precision.convert(model, optimizer, criterion, fp16, device)
+    model, optimizer, criterion = precision.convert(model, optimizer, criterion, fp16, device)
 
     # A pipeline runs several backward passes a step, which DDP does not expect: reduce once, after the last.
     gradient_handlers = []
     if is_using_ddp() and is_using_pp():
-        gradient_handlers = [DataParallelGradientHandler(model, wrapped)]
+        gradient_handlers = [DataParallelGradientHandler(model, optimizer)]
     elif is_using_ddp():
         model = DistributedDataParallel(
             model,
@@ -185,20 +185,19 @@ def initialize(
             **config.get("torch_ddp", {}),
         )
 
-    accumulation = config.get("gradient_accumulation") or 1
     engine = Engine(
         model=model,
-        optimizer=wrapped,
+        optimizer=optimizer,
         criterion=criterion,
         gradient_handlers=gradient_handlers,
-        clip_grad_norm=config.get("clip_grad_norm") or 0.0,
+        clip_grad_norm=config.clip_grad_norm,
         ophook_list=ophooks,
         verbose=verbose,
         schedule=_schedule(config),
-        accumulation=accumulation,
+        accumulation=config.gradient_accumulation,
     )
     if is_using_pp():
         engine.schedule.dtype = precision.compute_dtype(fp16, device)  # upstream knows only its own fp16 wrapper
     if train_dataloader is not None:
-        train_dataloader = MicroBatches(train_dataloader, accumulation)
+        train_dataloader = MicroBatches(train_dataloader, config.gradient_accumulation)
     return engine, train_dataloader, test_dataloader, lr_scheduler

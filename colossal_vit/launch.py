@@ -5,16 +5,13 @@ Every train script is `launch.run(main)`, and `main` begins with `launch.start(.
 
 import argparse
 import os
-import re
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +19,17 @@ import colossalai.legacy as colossalai
 import torch
 import torch.distributed as dist
 from colossal_vit import config as configs
-from colossal_vit import host, patches
+from colossal_vit import host, patches, precision
 from colossal_vit.errors import TrainingError, UserError
 from colossal_vit.peers import Peers
 from colossal_vit.ranks import RankLogger, together
+from colossal_vit.rendezvous import LAUNCHERS, Rendezvous, await_first_rank, find_rendezvous, own_place
 from colossalai.context import Config
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.context.random import add_seed, reset_seeds, set_mode
 from colossalai.legacy.core import global_context as gpc
 
 GROUP_TIMEOUT = 300.0  # seconds that a rank waits for another one before it gives up
-DEFAULT_PORT = 29500
 PEER_GRACE = 5.0  # seconds that a rank which lost a connection waits to be told who died
 
 _peers: Peers | None = None
@@ -61,7 +58,7 @@ def get_parser(description: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--local-rank", dest="local_rank", type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     parser.add_argument(
         "--launcher",
-        choices=("auto", *_LAUNCHERS),
+        choices=("auto", *LAUNCHERS),
         default="auto",
         help="who started the processes; none: by hand, with --rank --world_size --host --port, or a single one",
     )
@@ -75,107 +72,6 @@ def get_parser(description: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, help="run directory (default runs/<example>/<config name>)")
     parser.add_argument("--max-steps", type=int, metavar="N", help="stop after N optimizer steps")
     return parser
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Who started this process, and where to meet the others
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Rendezvous:
-    """This process among the others: what the launcher told it."""
-
-    launcher: str
-    rank: int
-    local_rank: int
-    world_size: int
-    host: str
-    port: int
-
-
-def _environ(*names: str) -> list[int]:
-    try:
-        return [int(os.environ[name]) for name in names]
-    except (KeyError, ValueError):
-        raise UserError(f"--launcher: the environment lacks a number in one of {', '.join(names)}", own=True) from None
-
-
-def first_slurm_host(node_list: str) -> str:
-    """The first host name of a SLURM node list: `gpu[03-05,9],login` gives `gpu03`."""
-    match = re.match(r"([^,\[]+)(?:\[([^\]]+)\])?([^,]*)", node_list)
-    if not match:
-        raise UserError(f"SLURM_NODELIST = {node_list!r}: no host name in it; give --host")
-    prefix, numbers, suffix = match.groups()
-    return prefix + (re.split(r"[,-]", numbers)[0] if numbers else "") + suffix
-
-
-def _from_torch(args: argparse.Namespace) -> Rendezvous:
-    rank, local_rank, world_size, port = _environ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
-    return Rendezvous("torch", rank, local_rank, world_size, os.environ.get("MASTER_ADDR", "localhost"), port)
-
-
-def _from_slurm(args: argparse.Namespace) -> Rendezvous:
-    rank, local_rank, world_size, job = _environ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_JOB_ID")
-    name = os.environ.get("HOST") or first_slurm_host(os.environ.get("SLURM_NODELIST", "localhost"))
-    return Rendezvous("slurm", rank, local_rank, world_size, name, 20000 + job % 20000)
-
-
-def _from_openmpi(args: argparse.Namespace) -> Rendezvous:
-    rank, local_rank, world_size, local_size = _environ(
-        *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE"))
-    )
-    if local_size < world_size and not args.host:
-        raise UserError("--launcher openmpi on several nodes needs --host, the node of rank 0")
-    return Rendezvous("openmpi", rank, local_rank, world_size, "localhost", DEFAULT_PORT)
-
-
-def _from_flags(args: argparse.Namespace) -> Rendezvous:
-    given = {key: getattr(args, key) for key in ("rank", "world_size", "host", "port")}
-    missing = [f"--{key}" for key, value in given.items() if value is None]
-    if args.world_size in (None, 1) and args.rank in (None, 0):
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            return Rendezvous("none", 0, args.local_rank or 0, 1, "localhost", free.getsockname()[1])
-    if missing:
-        raise UserError(f"starting processes by hand needs {' '.join(missing)} too", own=True)
-    if not 0 <= args.rank < args.world_size:
-        raise UserError(
-            f"--rank {args.rank} does not fit --world_size {args.world_size}: it must be 0 to {args.world_size - 1}",
-            own=True,
-        )
-    local_rank = args.local_rank if args.local_rank is not None else args.rank % max(torch.cuda.device_count(), 1)
-    return Rendezvous("none", args.rank, local_rank, args.world_size, args.host, args.port)
-
-
-_LAUNCHERS: dict[str, tuple[str | None, Callable[[argparse.Namespace], Rendezvous]]] = {
-    # name: (environment variable that gives it away, reader)
-    "torch": ("LOCAL_RANK", _from_torch),
-    "slurm": ("SLURM_STEP_ID", _from_slurm),
-    "openmpi": ("OMPI_COMM_WORLD_RANK", _from_openmpi),
-    "none": (None, _from_flags),
-}
-
-
-def find_rendezvous(args: argparse.Namespace) -> Rendezvous:
-    """Read the launcher's word for this process; `--host` and `--port` override it.
-
-    Raises:
-        UserError: if it is incomplete, or the host is unknown.
-    """
-    name = args.launcher
-    if name == "auto":
-        name = next(key for key, (sign, _) in _LAUNCHERS.items() if sign is None or sign in os.environ)
-    meeting = _LAUNCHERS[name][1](args)
-    meeting.host = args.host or meeting.host
-    meeting.port = args.port or meeting.port
-    if not 0 < meeting.port < 65536:
-        raise UserError(f"--port {meeting.port}: a port is a number from 1 to 65535")
-    try:
-        socket.getaddrinfo(meeting.host, meeting.port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        raise UserError(f"--host {meeting.host}: {getattr(error, 'strerror', None) or error}") from None
-    return meeting
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -219,33 +115,6 @@ def _backend(args: argparse.Namespace, meeting: Rendezvous) -> str:
     return backend
 
 
-def _await_first_rank(meeting: Rendezvous) -> None:
-    """Wait for rank 0 to listen, and make sure that it is rank 0 who does.
-
-    Joining a process group at a port that another program holds would wait out the whole timeout.
-    """
-    deadline = time.monotonic() + GROUP_TIMEOUT
-    where = f"rank {meeting.rank} cannot meet rank 0 at {meeting.host}:{meeting.port}"
-    while True:
-        try:
-            socket.create_connection((meeting.host, meeting.port), timeout=5).close()
-            break
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise UserError(f"{where} within {GROUP_TIMEOUT:.0f} s: {error.strerror or error}") from None
-            time.sleep(0.2)
-
-    def join() -> None:
-        with suppress(dist.DistError, RuntimeError):
-            dist.TCPStore(meeting.host, meeting.port, timeout=timedelta(seconds=5), wait_for_workers=False)
-            joined.set()
-
-    joined = threading.Event()
-    threading.Thread(target=join, daemon=True).start()  # a program that never answers would block it for good
-    if not joined.wait(timeout=8):
-        raise UserError(f"{where}: the port is in use by something else; choose another --port")
-
-
 def _launch(config: Config, meeting: Rendezvous, backend: str) -> None:
     """Have Colossal-AI join the process groups, with the launch function that fits the launcher."""
     common = {"config": config, "backend": backend, "seed": config.SEED, "verbose": False}
@@ -253,7 +122,7 @@ def _launch(config: Config, meeting: Rendezvous, backend: str) -> None:
     try:
         with patches.group_timeout(GROUP_TIMEOUT):
             if meeting.rank > 0 and meeting.launcher != "torch":  # torchrun itself keeps the store of its workers
-                _await_first_rank(meeting)
+                await_first_rank(meeting, GROUP_TIMEOUT)
             if meeting.launcher == "torch":
                 os.environ.update(MASTER_ADDR=meeting.host, MASTER_PORT=str(meeting.port))
                 colossalai.launch_from_torch(**common)
@@ -365,11 +234,14 @@ def start(
         f"{meeting.launcher}, meeting at {meeting.host}:{meeting.port}",
         ranks=None,
     )
-    accumulation = config.get("gradient_accumulation") or 1
+    global_batch = config.BATCH_SIZE * config.gradient_accumulation * layout.data
     log.info(
-        f"{layout}; global batch {config.BATCH_SIZE * accumulation * layout.data} = BATCH_SIZE {config.BATCH_SIZE} × "
-        f"gradient_accumulation {accumulation} × data parallel {layout.data}"
+        f"{layout}; global batch {global_batch} = BATCH_SIZE {config.BATCH_SIZE} × gradient_accumulation "
+        f"{config.gradient_accumulation} × data parallel {layout.data}"
     )
+    if config.fp16:
+        dtype = precision.compute_dtype(config.fp16, device)
+        log.info(f"mixed precision: {config.fp16.mode} in {str(dtype).removeprefix('torch.')} on this device")
     output = args.output or script.parents[1] / "runs" / script.parent.name / Path(args.config).stem
     with together():
         if meeting.rank == 0:
@@ -382,17 +254,6 @@ def start(
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _own_place() -> tuple[int, str | None, str | None]:
-    """Rank, host and port of this process, as far as they can be told when the command line is wrong."""
-    flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("rank", "host", "port"):
-        flags.add_argument(f"--{name}")
-    given = flags.parse_known_args()[0]
-    ranks = (os.environ.get(name) for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"))
-    rank = next((r for r in (given.rank, *ranks) if r and r.isdigit()), "0")
-    return int(rank), given.host or os.environ.get("MASTER_ADDR"), given.port or os.environ.get("MASTER_PORT")
-
-
 def _may_speak(error: UserError | TrainingError) -> bool:
     """Whether this rank is the one that prints an error that others may have too.
 
@@ -403,7 +264,7 @@ def _may_speak(error: UserError | TrainingError) -> bool:
         with suppress(Exception):  # the store is gone with rank 0, which has spoken
             return dist.distributed_c10d._get_default_store().add("error-printed", 1) == 1
         return False
-    rank, host_name, port = _own_place()
+    rank, host_name, port = own_place()
     if rank == 0 or getattr(error, "own", False):
         return True
     time.sleep(5)  # a launcher that ends all ranks with the first does it now

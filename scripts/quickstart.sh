@@ -4,7 +4,7 @@
 #   bash scripts/quickstart.sh [extra flags of train_hybrid.py]
 #
 # Two pipeline stages, the shipped pipeline config, a small model: about 2.5 minutes on 2 CPU cores after installation.
-# Uses GPUs if this machine has at least two.
+# Uses GPUs if this machine has any, a single one without the pipeline.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
@@ -16,16 +16,16 @@ number=1
 while [ -e "$output-$number" ]; do number=$((number + 1)); done
 output="$output-$number"
 
-gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
-if [ "$gpus" -lt 2 ]; then export CUDA_VISIBLE_DEVICES=; fi # one GPU cannot hold two NCCL ranks
+processes=2
+if [ "$(python -c 'import torch; print(torch.cuda.device_count())')" = 1 ]; then processes=1; fi # a GPU holds one stage
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 cd vit_cifar10_hybrid
-torchrun --standalone --nproc_per_node 2 train_hybrid.py --config ./configs/config_pipeline_parallel.py \
+torchrun --standalone --nproc_per_node "$processes" train_hybrid.py --config ./configs/config_pipeline_parallel.py \
     --output "$output" \
     --set IMG_SIZE=32 --set PATCH_SIZE=4 --set HIDDEN_SIZE=96 --set DEPTH=4 --set NUM_HEADS=4 --set CHECKPOINT=False \
     --set BATCH_SIZE=64 --set NUM_EPOCHS=30 --set WARMUP_EPOCHS=3 --set LEARNING_RATE=2e-3 --set WEIGHT_DECAY=0.05 \
-    --set FLIP=False "$@"
+    --set FLIP=False --set parallel.pipeline="$processes" "$@"
 
 python - "$output" << 'PYTHON'
 import sys

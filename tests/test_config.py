@@ -131,7 +131,8 @@ def test_overrides_apply_wherever_a_name_is_bound(load):
 
 def test_helpers_are_not_settings(load):
     text = "import math\nfrom math import sqrt\n_side = 4\ndef f(): return 2\nBATCH_SIZE = int(sqrt(16)) * _side"
-    assert set(load(text)) == {"BATCH_SIZE", "parallel", "fp16"}
+    always = {"parallel", "fp16", "gradient_accumulation", "clip_grad_norm"}
+    assert set(load(text)) == {"BATCH_SIZE", *always}
 
 
 @pytest.mark.parametrize(

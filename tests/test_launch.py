@@ -13,7 +13,7 @@ import pytest
 import recipes
 import torch
 import world
-from colossal_vit import launch
+from colossal_vit import launch, rendezvous
 from colossal_vit.errors import UserError
 from colossal_vit.report import read_metrics
 from colossal_vit.sample import write_cifar10
@@ -200,12 +200,12 @@ def test_takes_every_flag_of_colossalai():
     assert launch.get_parser().parse_args(["--local-rank", "3"]).local_rank == 3
 
 
-def rendezvous(monkeypatch, argv=(), **environment):
+def found(monkeypatch, argv=(), **environment):
     for name in (*world.LAUNCHER_VARIABLES, "HOST"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, str(value))
-    return launch.find_rendezvous(launch.get_parser().parse_args(argv))
+    return rendezvous.find_rendezvous(launch.get_parser().parse_args(argv))
 
 
 SLURM = dict(SLURM_STEP_ID=0, SLURM_PROCID=5, SLURM_LOCALID=1, SLURM_NTASKS=8, SLURM_JOB_ID=123456)
@@ -231,8 +231,8 @@ TORCH = dict(RANK=3, LOCAL_RANK=1, WORLD_SIZE=4, MASTER_ADDR="localhost", MASTER
     ],
 )
 def test_rendezvous(monkeypatch, argv, environment, expected):
-    found = rendezvous(monkeypatch, argv, **environment)
-    *same, port = (found.launcher, found.rank, found.local_rank, found.world_size, found.host, found.port)
+    at = found(monkeypatch, argv, **environment)
+    *same, port = (at.launcher, at.rank, at.local_rank, at.world_size, at.host, at.port)
     assert tuple(same) == expected[:-1]
     assert port == (expected[-1] or port)
 
@@ -242,12 +242,12 @@ def test_rendezvous(monkeypatch, argv, environment, expected):
     [("gpu7", "gpu7"), ("gpu[03-05,9],login", "gpu03"), ("a,b", "a"), ("n[1,3]", "n1"), ("r1-n[2-4]x", "r1-n2x")],
 )
 def test_first_slurm_host(node_list, host):
-    assert launch.first_slurm_host(node_list) == host
+    assert rendezvous.first_slurm_host(node_list) == host
 
 
 def test_openmpi_on_several_nodes_needs_a_host(monkeypatch):
     with pytest.raises(UserError, match="--host"):
-        rendezvous(monkeypatch, **{**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": 1})
+        found(monkeypatch, **{**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": 1})
 
 
 def environment():

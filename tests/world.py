@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from colossal_vit import host, launch, patches
+from colossal_vit.rendezvous import Rendezvous
 from colossalai.context import Config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -142,8 +143,9 @@ def _launch(rank: int, world_size: int, port: int, config: Mapping) -> None:
     host.enable()
     patches.apply()
     layout = {"pipeline": 1, "tensor": {"mode": None, "size": 1}}
-    settings = Config({"SEED": 0, "parallel": layout, **config})
-    launch._launch(settings, launch.Rendezvous("none", rank, rank, world_size, "localhost", port), "gloo")
+    always = {"SEED": 0, "parallel": layout, "fp16": None, "gradient_accumulation": 1, "clip_grad_norm": 0.0}
+    settings = Config({**always, **config})
+    launch._launch(settings, Rendezvous("none", rank, rank, world_size, "localhost", port), "gloo")
     launch._seed(settings.SEED)
 
 

@@ -215,13 +215,10 @@ def build_cifar10(run: Run) -> tuple[Batches, Batches]:
         classes = int(torch.cat([train_labels, test_labels]).max()) + 1
         if classes > config.NUM_CLASSES:
             raise UserError(f"NUM_CLASSES = {config.NUM_CLASSES}, but the images in {root} are of {classes} classes")
-        accumulation = config.get("gradient_accumulation") or 1
-        train_sampler = GlobalBatchSampler(len(train_labels), config.BATCH_SIZE, accumulation, config.SEED)
-        test_sampler = EvalSampler(len(test_labels), config.BATCH_SIZE)
-    run.log.info(f"{len(train_labels)} training and {len(test_labels)} test images from {root}")
-    return (
-        Batches(
-            train_images, train_labels, train_sampler, config.IMG_SIZE, run.device, config.CROP_PADDING, config.FLIP
-        ),
-        Batches(test_images, test_labels, test_sampler, config.IMG_SIZE, run.device),
-    )
+        samples, batch_size, accumulation = len(train_labels), config.BATCH_SIZE, config.gradient_accumulation
+        train_sampler = GlobalBatchSampler(samples, batch_size, accumulation, config.SEED)
+        test_sampler = EvalSampler(len(test_labels), batch_size)
+    run.log.info(f"{samples} training and {len(test_labels)} test images from {root}")
+    size, device = config.IMG_SIZE, run.device
+    train = Batches(train_images, train_labels, train_sampler, size, device, config.CROP_PADDING, config.FLIP)
+    return train, Batches(test_images, test_labels, test_sampler, size, device)

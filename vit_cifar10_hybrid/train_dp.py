@@ -32,7 +32,6 @@ DEFAULTS = {
     "IMG_SIZE": 224,
     "CROP_PADDING": 4,
     "FLIP": True,
-    "TEST_INTERVAL": 1,
 }
 # Config keys that change the shape of the model MODEL names, and what timm calls them.
 SHAPE = {"PATCH_SIZE": "patch_size", "HIDDEN_SIZE": "embed_dim", "DEPTH": "depth", "NUM_HEADS": "num_heads"}
@@ -83,7 +82,7 @@ def main() -> None:
     # ---- Criterion, optimizer, learning rate -----------------------------------------------------------------------
     criterion = torch.nn.CrossEntropyLoss(label_smoothing=config.LABEL_SMOOTHING)
     optimizer = Lamb(model.parameters(), lr=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY)
-    steps_per_epoch = len(train_dataloader) // (config.get("gradient_accumulation") or 1)
+    steps_per_epoch = len(train_dataloader) // config.gradient_accumulation
     lr_scheduler = LinearWarmupLR(
         optimizer,
         total_steps=config.NUM_EPOCHS * steps_per_epoch,
@@ -102,7 +101,6 @@ def main() -> None:
         epochs=config.NUM_EPOCHS,
         max_steps=run.max_steps and run.max_steps * engine.accumulation,
         test_dataloader=test_dataloader,
-        test_interval=config.TEST_INTERVAL,
         hooks=[MetricsHook(run.output, train_dataloader, run.log), LRSchedulerHook(lr_scheduler)],
         display_progress=sys.stderr.isatty(),
     )

@@ -29,7 +29,6 @@ DEFAULTS = {
     "CHECKPOINT": False,
     "CROP_PADDING": 4,
     "FLIP": True,
-    "TEST_INTERVAL": 1,
 }
 
 
@@ -48,7 +47,7 @@ def main() -> None:
     # ---- Criterion, optimizer, learning rate -----------------------------------------------------------------------
     criterion = col_nn.CrossEntropyLoss(label_smoothing=config.LABEL_SMOOTHING)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY)
-    steps_per_epoch = len(train_dataloader) // (config.get("gradient_accumulation") or 1)
+    steps_per_epoch = len(train_dataloader) // config.gradient_accumulation
     lr_scheduler = CosineAnnealingWarmupLR(
         optimizer,
         total_steps=config.NUM_EPOCHS * steps_per_epoch,
@@ -67,7 +66,6 @@ def main() -> None:
         epochs=config.NUM_EPOCHS,
         max_steps=run.max_steps and run.max_steps * engine.accumulation,
         test_dataloader=test_dataloader,
-        test_interval=config.TEST_INTERVAL,
         hooks=[MetricsHook(run.output, train_dataloader, run.log), LRSchedulerHook(lr_scheduler)],
         display_progress=sys.stderr.isatty(),
     )
