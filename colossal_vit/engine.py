@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from colossal_vit import precision
+from colossal_vit.config import Layout
 from colossal_vit.errors import TrainingError, UserError
 from colossalai.accelerator import get_accelerator
 from colossalai.legacy.amp import AMP_TYPE
@@ -125,9 +126,15 @@ class MicroBatches:
 def _schedule(config: Any) -> NonPipelineSchedule | PipelineSchedule:
     if not is_using_pp():
         return NonPipelineSchedule()
+    # TENSOR_SHAPE is that of the whole activation between two stages; 2D, 2.5D and 3D split batch and hidden size.
+    shape = get_tensor_shape()
+    layout = Layout.of(config, gpc.get_world_size(ParallelMode.GLOBAL))
+    if shape is not None and layout.tensor_mode in ("2d", "2.5d", "3d"):
+        batch, sequence, hidden = shape
+        shape = (batch // layout.batch_parts, sequence, hidden // layout.side)
     return PipelineSchedule(
         config.NUM_MICRO_BATCHES,
-        tensor_shape=get_tensor_shape(),
+        tensor_shape=shape,
         scatter_gather_tensors=gpc.is_initialized(ParallelMode.PARALLEL_1D),
     )
 

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from colossal_vit.config import Layout
 from colossal_vit.data import IGNORED
 from colossal_vit.engine import MicroBatches
 from colossal_vit.ranks import RankLogger
 from colossal_vit.report import draw
+from colossal_vit.sharding import split_batch
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from colossalai.legacy.trainer import Trainer
@@ -38,11 +40,12 @@ class LRSchedulerHook(BaseHook):
             self.lr_scheduler.step()
 
 
-def _sum_over_data_ranks(values: list[Tensor | float], device: torch.device) -> list[float]:
-    """Sums over the data-parallel ranks, in float64."""
+def _sum_over(modes: list[ParallelMode], values: list[Tensor | float], device: torch.device) -> list[float]:
+    """Sums over the ranks of some groups, in float64."""
     total = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device).reshape(()) for value in values])
-    if gpc.get_world_size(ParallelMode.DATA) > 1:
-        dist.all_reduce(total, group=gpc.get_group(ParallelMode.DATA))
+    for mode in modes:
+        if gpc.get_world_size(mode) > 1:
+            dist.all_reduce(total, group=gpc.get_group(mode))
     return total.tolist()
 
 
@@ -76,6 +79,7 @@ class MetricsHook(BaseHook):
         self.writes = self.sees_loss and is_dp_rank_0() and is_tp_rank_0()
         self.log = log
         self.directory = directory
+        self.batch_parts = Layout.of(gpc.config, gpc.get_world_size(ParallelMode.GLOBAL)).batch_parts
 
     def _write(self, record: dict[str, Any]) -> None:
         self.file.write(json.dumps(record) + "\n")
@@ -101,7 +105,7 @@ class MetricsHook(BaseHook):
         if not engine.finished_step:
             return
         if self.sees_loss:
-            (total,) = _sum_over_data_ranks([torch.stack(self.losses).mean()], loss.device)
+            (total,) = _sum_over([ParallelMode.DATA], [torch.stack(self.losses).mean()], loss.device)
             self.losses.clear()
         now = time.perf_counter()
         step_s, self.step_started = now - self.step_started, now
@@ -145,6 +149,9 @@ class MetricsHook(BaseHook):
 
     def after_test_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
         if self.sees_loss:
+            # 2D, 2.5D and 3D split each micro-batch over the tensor-parallel ranks: each has the logits of its part.
+            micro_batches = getattr(trainer.engine.schedule, "num_microbatches", 1)
+            label = split_batch(label.view(micro_batches, -1), dim=1).flatten()
             counted = label != IGNORED
             self.eval_loss += F.cross_entropy(output.float(), label, reduction="sum", ignore_index=IGNORED)
             self.eval_correct += ((output.argmax(-1) == label) & counted).sum()
@@ -154,7 +161,9 @@ class MetricsHook(BaseHook):
         if not self.sees_loss:
             return
         sums = [self.eval_loss, self.eval_correct, self.eval_images]
-        loss, correct, images = _sum_over_data_ranks(sums, self.eval_images.device)
+        loss, correct, images = _sum_over([ParallelMode.DATA, ParallelMode.TENSOR], sums, self.eval_images.device)
+        copies = gpc.tensor_parallel_size // self.batch_parts  # tensor-parallel ranks that saw the same part of a batch
+        loss, correct, images = loss / copies, correct / copies, images / copies
         if self.writes:
             record = {
                 "step": trainer.engine.num_steps,

@@ -4,6 +4,7 @@ A model built from Colossal-AI layers is annotated once, by `annotate`; from the
 The names of full parameters are timm's.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -11,18 +12,21 @@ import torch
 import torch.distributed as dist
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
+from colossalai.legacy.global_variables import tensor_parallel_env
 from colossalai.legacy.nn.layer.parallel_1d import Classifier1D, Linear1D_Col, Linear1D_Row
+from colossalai.legacy.nn.layer.parallel_2d import Classifier2D, LayerNorm2D, Linear2D, PatchEmbedding2D, split_batch_2d
+from colossalai.legacy.nn.layer.parallel_2p5d import (
+    Classifier2p5D,
+    LayerNorm2p5D,
+    Linear2p5D,
+    PatchEmbedding2p5D,
+    split_batch_2p5d,
+)
+from colossalai.legacy.nn.layer.parallel_3d import Classifier3D, LayerNorm3D, Linear3D, PatchEmbedding3D, split_batch_3d
 from torch import Tensor, nn
 
 # A split: the dimension of the full parameter that is cut, and the group of ranks whose members take a piece each.
 Split = tuple[int, ParallelMode]
-
-# How Colossal-AI's layers cut their parameters; whatever is not listed is held whole by every rank.
-LAYER_SPLITS: dict[type[nn.Module], dict[str, tuple[Split, ...]]] = {
-    Linear1D_Col: {"weight": ((0, ParallelMode.PARALLEL_1D),), "bias": ((0, ParallelMode.PARALLEL_1D),)},
-    Linear1D_Row: {"weight": ((1, ParallelMode.PARALLEL_1D),)},
-    Classifier1D: {"weight": ((1, ParallelMode.PARALLEL_1D),)},
-}
 
 
 @dataclass(frozen=True)
@@ -32,12 +36,16 @@ class Shard:
     Attributes:
         name: timm's name of the full parameter.
         splits: how it is cut, in order.
+        transposed: whether the layer stores the transpose of the full matrix; `splits` count the layer's dimensions.
+        owner: a group, and the number of the one rank in it whose piece is used; the others' gets no gradient.
         num_heads: set for the fused query/key/value projection. timm stores all queries, then all keys, then all
             values; here each head's query, key and value lie together, so that a cut by rows keeps heads whole.
     """
 
     name: str
     splits: tuple[Split, ...] = ()
+    transposed: bool = False
+    owner: tuple[ParallelMode, int] | None = None
     num_heads: int | None = None
 
     def cut(self, full: Tensor) -> Tensor:
@@ -45,28 +53,87 @@ class Shard:
         piece = full
         if self.num_heads:
             piece = piece.unflatten(0, (3, self.num_heads, -1)).transpose(0, 1).flatten(0, 2)
+        if self.transposed:
+            piece = piece.t()
         for dim, mode in self.splits:
             piece = piece.chunk(gpc.get_world_size(mode), dim)[gpc.get_local_rank(mode)]
         return piece
 
     def join(self, piece: Tensor) -> Tensor:
         """The inverse of `cut`: the full tensor, from the pieces that all ranks call this with, as timm stores it."""
-        full = piece
+        full = piece.contiguous()
+        if self.owner is not None:
+            mode, number = self.owner
+            full = full.clone()
+            dist.broadcast(full, gpc.get_ranks_in_group(mode)[number], group=gpc.get_group(mode))
         for dim, mode in reversed(self.splits):
             pieces = [torch.empty_like(full) for _ in range(gpc.get_world_size(mode))]
             dist.all_gather(pieces, full.contiguous(), group=gpc.get_group(mode))
             full = torch.cat(pieces, dim)
+        if self.transposed:
+            full = full.t()
         if self.num_heads:
             full = full.unflatten(0, (self.num_heads, 3, -1)).transpose(0, 1).flatten(0, 2)
         return full
 
     @property
-    def num_pieces(self) -> int:
-        """Into how many different pieces the full parameter is cut."""
-        pieces = 1
-        for _, mode in self.splits:
-            pieces *= gpc.get_world_size(mode)
-        return pieces
+    def num_holders(self) -> int:
+        """How many ranks it takes to have every element of the full parameter, and its gradient, once."""
+        modes = [mode for _, mode in self.splits] + ([self.owner[0]] if self.owner else [])
+        return math.prod(gpc.get_world_size(mode) for mode in modes)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether this rank's piece is used."""
+        return self.owner is None or gpc.get_local_rank(self.owner[0]) == self.owner[1]
+
+
+def _splits_of(layer: nn.Module) -> dict[str, dict]:
+    """How a layer of Colossal-AI holds its parameters: arguments for `Shard`, by the parameter's name in the layer.
+
+    What is not named is held whole by every rank. Sources: the `_load_from_global_state_dict` of each layer, except
+    for `LayerNorm2p5D`, whose own does not fit its shape, and `LayerNorm3D`, whose own transposes a vector.
+    """
+    match layer:
+        case Linear1D_Col():
+            split = dict(splits=((0, ParallelMode.PARALLEL_1D),))
+            return {"weight": split, "bias": split}
+        case Linear1D_Row() | Classifier1D():
+            return {"weight": dict(splits=((1, ParallelMode.PARALLEL_1D),))}
+        case Linear2D() | LayerNorm2D() | PatchEmbedding2D() | Classifier2D():
+            row, column = ParallelMode.PARALLEL_2D_ROW, ParallelMode.PARALLEL_2D_COL
+        case Linear2p5D() | LayerNorm2p5D() | PatchEmbedding2p5D() | Classifier2p5D():
+            row, column = ParallelMode.PARALLEL_2P5D_ROW, ParallelMode.PARALLEL_2P5D_COL
+        case Linear3D():  # which groups are its input's and its output's alternates from layer to layer
+            modes = (layer.output_parallel_mode, layer.input_parallel_mode, layer.weight_parallel_mode)
+            weight = dict(transposed=True, splits=tuple(zip((0, 1, 0), modes, strict=True)))
+            return {"weight": weight, "bias": dict(splits=((0, layer.input_parallel_mode),))}
+        case LayerNorm3D() | PatchEmbedding3D() | Classifier3D():
+            first = dict(splits=((0, layer.output_parallel_mode),))
+            last = dict(splits=((-1, layer.output_parallel_mode),))
+            if isinstance(layer, Classifier3D):  # broadcast in each forward pass, from the diagonal
+                diagonal = (layer.input_parallel_mode, gpc.get_local_rank(layer.output_parallel_mode))
+                return {"weight": dict(owner=diagonal, **last)}
+            return {"weight": first, "bias": first, "cls_token": last, "pos_embed": last}
+        case _:
+            return {}
+    first, last = dict(splits=((0, row), (0, column))), dict(splits=((-1, row), (-1, column)))
+    first_row = dict(splits=((0, row),), owner=(column, 0))  # broadcast down the columns in each forward pass
+    match layer:
+        case Linear2D() | Linear2p5D():
+            weight = dict(transposed=True, splits=((1, row), (0, column)))
+            return {"weight": weight, "bias": first_row if isinstance(layer, Linear2p5D) else first}
+        case LayerNorm2p5D():
+            return {"weight": first_row, "bias": first_row}
+        case Classifier2D() | Classifier2p5D():
+            return {"weight": last}
+    return {"weight": first, "bias": first, "cls_token": last, "pos_embed": last}
+
+
+def split_batch(batch: Tensor, dim: int = 0) -> Tensor:
+    """This rank's part of a batch that the tensor-parallel ranks split among them; in 1D all have the whole."""
+    split = {"2d": split_batch_2d, "2.5d": split_batch_2p5d, "3d": split_batch_3d}.get(tensor_parallel_env.mode)
+    return split(batch, dim) if split else batch
 
 
 def annotate(model: nn.Module, rename: Callable[[str], str] = str, num_heads: int | None = None) -> None:
@@ -78,11 +145,11 @@ def annotate(model: nn.Module, rename: Callable[[str], str] = str, num_heads: in
         num_heads: attention heads of the full model; parameters named `*.qkv.*` are stored head by head.
     """
     for path, module in model.named_modules():
-        splits = LAYER_SPLITS.get(type(module), {})
+        splits = _splits_of(module)
         prefix = path.replace(".module", "") + "."
         for key, parameter in module.named_parameters(recurse=False):
             heads = num_heads if ".qkv." in prefix else None
-            parameter.shard = Shard(rename(prefix + key), splits.get(key, ()), heads)
+            parameter.shard = Shard(rename(prefix + key), num_heads=heads, **splits.get(key, {}))
 
 
 @torch.no_grad()
@@ -103,9 +170,9 @@ def full_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def num_replicas(parameter: Tensor) -> int:
-    """How many ranks of the tensor-parallel group hold the same piece as this one."""
+    """How many ranks of the tensor-parallel group hold, and use, the same piece."""
     shard = getattr(parameter, "shard", None)
-    return gpc.tensor_parallel_size // (shard.num_pieces if shard else 1)
+    return gpc.tensor_parallel_size // (shard.num_holders if shard else 1)
 
 
 @torch.no_grad()
@@ -123,6 +190,8 @@ def global_norm(tensors: Iterable[Tensor], parameters: Iterable[Tensor]) -> Tens
     squared: dict[int, list[Tensor]] = {}
     for tensor, parameter in zip(tensors, parameters, strict=True):
         device = tensor.device
+        if hasattr(parameter, "shard") and not parameter.shard.in_use:
+            continue
         squared.setdefault(num_replicas(parameter), []).append(tensor)
     total = torch.zeros((), dtype=torch.float32, device=device)
     for replicas, group in squared.items():

@@ -3,14 +3,29 @@
 import pytest
 import recipes
 
-TENSOR_1D = {"parallel.tensor.mode": "1d", "parallel.tensor.size": 2}
+
+def tensor(mode, size, **more):
+    return {f"parallel.tensor.{key}": value for key, value in dict(mode=mode, size=size, **more).items()}
+
+
+PIPELINE = {"parallel.pipeline": 2}
 LAYOUTS = {
     "DP 2": (2, {"BATCH_SIZE": 16}),
-    "PP 2": (2, {"parallel.pipeline": 2}),
-    "PP 2, 4 micro-batches": (2, {"parallel.pipeline": 2, "NUM_MICRO_BATCHES": 4}),
-    "1D 2": (2, TENSOR_1D),
-    "PP 2 × 1D 2": (4, {"parallel.pipeline": 2, **TENSOR_1D}),
-    "DP 2 × PP 2": (4, {"parallel.pipeline": 2, "BATCH_SIZE": 16}),
+    "DP 4": (4, {"BATCH_SIZE": 8}),
+    "PP 2": (2, PIPELINE),
+    "PP 2, 4 micro-batches": (2, {**PIPELINE, "NUM_MICRO_BATCHES": 4}),
+    "PP 4": (4, {"parallel.pipeline": 4}),
+    "1D 2": (2, tensor("1d", 2)),
+    "1D 4": (4, tensor("1d", 4)),
+    "2D 4": (4, tensor("2d", 4)),
+    "2.5D 4": (4, tensor("2.5d", 4, depth=1)),
+    "2.5D 8": (8, tensor("2.5d", 8, depth=2)),
+    "3D 8": (8, tensor("3d", 8)),
+    "PP 2 × 1D 2": (4, {**PIPELINE, **tensor("1d", 2)}),
+    "PP 2 × 2D 4": (8, {**PIPELINE, **tensor("2d", 4)}),
+    "DP 2 × PP 2": (4, {**PIPELINE, "BATCH_SIZE": 16}),
+    "DP 2 × PP 2 × 1D 2": (8, {**PIPELINE, **tensor("1d", 2), "BATCH_SIZE": 16}),
+    "DP 2 × 2D 4": (8, {**tensor("2d", 4), "BATCH_SIZE": 16}),
 }
 
 

@@ -7,16 +7,27 @@ import torch.nn.functional as F
 import world
 from colossal_vit import config as configs
 from colossal_vit.errors import UserError
-from colossal_vit.sharding import full_parameters
+from colossal_vit.sharding import full_parameters, global_norm, split_batch
+from colossalai.legacy import nn as col_nn
 
 import vit
 
+
+def layout(world_size, pipeline=1, mode=None, size=1, **more):
+    return world_size, {"pipeline": pipeline, "tensor": {"mode": mode, "size": size, **more}}
+
+
 LAYOUTS = {
-    "one process": (1, {"pipeline": 1, "tensor": {"mode": None, "size": 1}}),
-    "PP 2": (2, {"pipeline": 2, "tensor": {"mode": None, "size": 1}}),
-    "1D 2": (2, {"pipeline": 1, "tensor": {"mode": "1d", "size": 2}}),
-    "1D 4": (4, {"pipeline": 1, "tensor": {"mode": "1d", "size": 4}}),
-    "PP 2 × 1D 2": (4, {"pipeline": 2, "tensor": {"mode": "1d", "size": 2}}),
+    "one process": layout(1),
+    "PP 2": layout(2, 2),
+    "1D 2": layout(2, 1, "1d", 2),
+    "1D 4": layout(4, 1, "1d", 4),
+    "2D 4": layout(4, 1, "2d", 4),
+    "2.5D 4": layout(4, 1, "2.5d", 4, depth=1),
+    "2.5D 8": layout(8, 1, "2.5d", 8, depth=2),
+    "3D 8": layout(8, 1, "3d", 8),
+    "PP 2 × 1D 2": layout(4, 2, "1d", 2),
+    "PP 2 × 2D 4": layout(8, 2, "2d", 4),
 }
 MODEL = {**recipes.SMALL, "MLP_RATIO": 4, "NUM_CLASSES": 10, "DROP_RATE": 0.0, "NUM_MICRO_BATCHES": 2}
 
@@ -28,23 +39,31 @@ def build():
     return vit.build_vit(gpc.config, layout), vit.full_vit(gpc.config), gpc.config
 
 
-@pytest.mark.parametrize("layout", ["one process", "1D 2", "1D 4"])
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if "PP" not in name])
 def test_equals_timm(layout, random_weights):
+    """Logits, loss, the gradient of every parameter, and its norm; on each rank, with what it holds joined."""
     world_size, parallel = LAYOUTS[layout]
 
     def compare():
         model, reference, config = build()
-        images = torch.randn(4, 3, config.IMG_SIZE, config.IMG_SIZE, generator=torch.Generator().manual_seed(1))
-        labels = torch.tensor([3, 1, 4, 1])
-        outputs = model(images), reference(images)
-        torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
-        for output in outputs:
-            F.cross_entropy(output, labels).backward()
-        expected = dict(reference.named_parameters())
+        images = torch.randn(8, 3, config.IMG_SIZE, config.IMG_SIZE, generator=torch.Generator().manual_seed(1))
+        labels = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
+        output, expected = model(images), reference(images)
+        torch.testing.assert_close(output, split_batch(expected), rtol=1e-5, atol=1e-5)
+        loss, expected_loss = col_nn.CrossEntropyLoss()(output, labels), F.cross_entropy(expected, labels)
+        torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-5)
+        loss.backward()
+        expected_loss.backward()
+        references = dict(reference.named_parameters())
+        with_grad = [p for p in model.parameters() if p.grad is not None]
+        norm = global_norm([p.grad for p in with_grad], with_grad)
+        expected_norm = torch.stack([p.grad.norm() for p in references.values()]).norm()
+        torch.testing.assert_close(norm, expected_norm, rtol=1e-5, atol=0)
         for parameter in model.parameters():
-            gradient = parameter.shard.join(parameter.grad)
-            torch.testing.assert_close(gradient, expected.pop(parameter.shard.name).grad, rtol=1e-5, atol=1e-5)
-        assert not expected, f"parameters that our model lacks: {list(expected)}"
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            full, same = parameter.shard.join(gradient), references.pop(parameter.shard.name).grad
+            torch.testing.assert_close(full, same, rtol=1e-5, atol=1e-5, msg=lambda m: f"{parameter.shard.name}: {m}")
+        assert not references, f"parameters that our model lacks: {list(references)}"
 
     world.call(compare, world_size, parallel=parallel, **MODEL)
 
@@ -83,6 +102,10 @@ def test_full_initialisation_depends_on_the_seed_only():
         ({"IMG_SIZE": 30}, 1, ("IMG_SIZE = 30", "PATCH_SIZE = 8", "24 or 32")),
         ({"HIDDEN_SIZE": 30}, 1, ("HIDDEN_SIZE = 30", "NUM_HEADS = 4", "28 or 32")),
         ({"NUM_HEADS": 2, "parallel": LAYOUTS["1D 4"][1]}, 4, ("NUM_HEADS = 2", "parallel.tensor.size = 4", "use 4")),
+        ({"NUM_HEADS": 1, "parallel": LAYOUTS["2D 4"][1]}, 4, ("NUM_HEADS = 1", "2d", "use 2")),
+        ({"HIDDEN_SIZE": 30, "NUM_HEADS": 2, "parallel": LAYOUTS["3D 8"][1]}, 8, ("HIDDEN_SIZE = 30", "28 or 32")),
+        ({"BATCH_SIZE": 30, "parallel": LAYOUTS["3D 8"][1]}, 8, ("BATCH_SIZE = 30", "3d", "28 or 32")),
+        ({"NUM_MICRO_BATCHES": 32, "parallel": LAYOUTS["PP 2 × 2D 4"][1]}, 8, ("micro-batch", "2 parts", "2d")),
         ({"DEPTH": 1, "parallel": LAYOUTS["PP 2"][1]}, 2, ("parallel.pipeline = 2", "DEPTH = 1")),
         ({"SEQ_LENGTH": 16}, 1, ("SEQ_LENGTH = 16", "17")),
         ({"NUM_MICRO_BATCHES": 5, "parallel": LAYOUTS["PP 2"][1]}, 2, ("BATCH_SIZE = 32", "NUM_MICRO_BATCHES = 5")),

@@ -41,6 +41,10 @@ LAYERS: dict[str | None, Layers] = {
     # In 1D a norm sees the whole hidden vector on every rank: PyTorch's is right, and upstream's needs a CUDA kernel
     # compiled at run time. Its automatic Linear chooses column or row by shape alone, which is wrong for `proj`.
     "1d": Layers(col_nn.Linear1D_Col, col_nn.Linear1D_Row, lambda size: nn.LayerNorm(size, eps=NORM_EPS)),
+    # Here every layer splits its input and its output, and the automatic layers are the right ones.
+    **dict.fromkeys(
+        ("2d", "2.5d", "3d"), Layers(col_nn.Linear, col_nn.Linear, lambda size: col_nn.LayerNorm(size, eps=NORM_EPS))
+    ),
 }
 
 
@@ -195,7 +199,10 @@ def check_vit(config: Config, layout: Layout) -> None:
 
     divides(config.PATCH_SIZE, "IMG_SIZE", "PATCH_SIZE")
     divides(config.NUM_HEADS, "HIDDEN_SIZE", "NUM_HEADS")
-    divides(layout.tensor, "NUM_HEADS", "parallel.tensor.size")
+    divides(layout.side, "NUM_HEADS", f"the side of parallel.tensor.size = {layout.tensor} in {layout.tensor_mode}")
+    if layout.tensor_mode in ("2d", "2.5d", "3d"):
+        divides(layout.side**2, "HIDDEN_SIZE", f"the square of the side {layout.side} of {layout.tensor_mode}")
+        divides(layout.batch_parts, "BATCH_SIZE", f"the parts of a batch in {layout.tensor_mode}")
     if layout.pipeline > config.DEPTH:
         raise UserError(
             f"parallel.pipeline = {layout.pipeline} stages for DEPTH = {config.DEPTH} blocks: at most one each"
@@ -212,6 +219,11 @@ def check_vit(config: Config, layout: Layout) -> None:
                 f"NUM_MICRO_BATCHES is missing: a pipeline needs it, at best a multiple of {layout.pipeline}"
             )
         divides(config.NUM_MICRO_BATCHES, "BATCH_SIZE", "NUM_MICRO_BATCHES")
+        if (config.BATCH_SIZE // config.NUM_MICRO_BATCHES) % layout.batch_parts:
+            raise UserError(
+                f"a micro-batch of BATCH_SIZE {config.BATCH_SIZE} // NUM_MICRO_BATCHES {config.NUM_MICRO_BATCHES} is "
+                f"not a multiple of the {layout.batch_parts} parts that {layout.tensor_mode} splits it into"
+            )
         shape = (config.BATCH_SIZE // config.NUM_MICRO_BATCHES, sequence, config.HIDDEN_SIZE)
         if tuple(config.get("TENSOR_SHAPE", shape)) != shape:
             raise UserError(
