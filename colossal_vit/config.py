@@ -95,6 +95,7 @@ KEYS: dict[str, Any] = {
         "pipeline": POSITIVE_INT,
         "tensor": {"mode": TENSOR_MODE, "size": POSITIVE_INT, "depth": POSITIVE_INT},
     },
+    "model": {"num_chunks": POSITIVE_INT},
     # features
     "fp16": {
         # beside these two, what the mode's loss scaler takes: see _SCALER_KEYS
@@ -395,6 +396,11 @@ class Layout:
     def __str__(self) -> str:
         tensor = f" ({self.tensor_mode})" if self.tensor_mode else ""
         return f"data {self.data} × pipeline {self.pipeline} × tensor {self.tensor}{tensor}"
+
+
+def num_model_chunks(config: Config) -> int:
+    """Into how many chunks `model = dict(num_chunks=...)` cuts each pipeline stage; 1 is the plain 1F1B schedule."""
+    return (config.get("model") or {}).get("num_chunks", 1)
 
 
 def _side(mode: str | None, size: int, depth: int | None) -> int:

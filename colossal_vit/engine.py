@@ -10,6 +10,7 @@
 - a loss or gradient that is not finite stops every rank before the weights are touched.
 """
 
+import logging
 import math
 import time
 from collections.abc import Iterable, Iterator
@@ -17,15 +18,21 @@ from typing import Any
 
 import torch
 from colossal_vit import precision
-from colossal_vit.config import Layout
+from colossal_vit.config import Layout, num_model_chunks
 from colossal_vit.errors import TrainingError, UserError
+from colossal_vit.patches import set_pipeline_dtype
 from colossalai.accelerator import get_accelerator
 from colossalai.legacy.amp import AMP_TYPE
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from colossalai.legacy.engine import Engine as ColossalEngine
 from colossalai.legacy.engine.gradient_handler import DataParallelGradientHandler
-from colossalai.legacy.engine.schedule import NonPipelineSchedule, PipelineSchedule, get_tensor_shape
+from colossalai.legacy.engine.schedule import (
+    InterleavedPipelineSchedule,
+    NonPipelineSchedule,
+    PipelineSchedule,
+    get_tensor_shape,
+)
 from colossalai.legacy.utils import is_using_ddp, is_using_pp, sync_model_param
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -123,7 +130,20 @@ class MicroBatches:
             yield batch
 
 
-def _schedule(config: Any) -> NonPipelineSchedule | PipelineSchedule:
+class InterleavedSchedule(InterleavedPipelineSchedule):
+    """Colossal-AI's interleaved 1F1B schedule without its check of the model, which imports a module that is gone."""
+
+    def pre_processing(self, engine: Engine) -> None:
+        pass
+
+
+def _stage_input(stage_output: Tensor | None, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Input and label of a model chunk. Upstream's default gives images to every chunk of the first rank."""
+    images, labels = batch
+    return (images if gpc.is_pipeline_first_stage() else stage_output), labels
+
+
+def _schedule(config: Any, dtype: torch.dtype) -> NonPipelineSchedule | PipelineSchedule:
     if not is_using_pp():
         return NonPipelineSchedule()
     # TENSOR_SHAPE is that of the whole activation between two stages; 2D, 2.5D and 3D split batch and hidden size.
@@ -132,11 +152,16 @@ def _schedule(config: Any) -> NonPipelineSchedule | PipelineSchedule:
     if shape is not None and layout.tensor_mode in ("2d", "2.5d", "3d"):
         batch, sequence, hidden = shape
         shape = (batch // layout.batch_parts, sequence, hidden // layout.side)
-    return PipelineSchedule(
-        config.NUM_MICRO_BATCHES,
+    options = dict(
+        data_process_func=_stage_input,
         tensor_shape=shape,
         scatter_gather_tensors=gpc.is_initialized(ParallelMode.PARALLEL_1D),
     )
+    set_pipeline_dtype(dtype)
+    num_chunks = num_model_chunks(config)
+    if num_chunks > 1:
+        return InterleavedSchedule(config.NUM_MICRO_BATCHES, num_chunks, **options)
+    return PipelineSchedule(config.NUM_MICRO_BATCHES, **options)
 
 
 def initialize(
@@ -172,6 +197,7 @@ def initialize(
     torch.backends.cudnn.benchmark = config.get("cudnn_benchmark", False)
     torch.backends.cudnn.deterministic = config.get("cudnn_deterministic", False)
     fp16 = config.fp16
+    dtype = precision.compute_dtype(fp16, device)
     if is_using_pp() and fp16 and fp16.mode != AMP_TYPE.NAIVE:
         raise UserError(f"fp16.mode = {fp16.mode} does not work with a pipeline: use AMP_TYPE.NAIVE or None")
 
@@ -200,11 +226,12 @@ def initialize(
         clip_grad_norm=config.clip_grad_norm,
         ophook_list=ophooks,
         verbose=verbose,
-        schedule=_schedule(config),
+        schedule=_schedule(config, dtype),
         accumulation=config.gradient_accumulation,
     )
-    if is_using_pp():
-        engine.schedule.dtype = precision.compute_dtype(fp16, device)  # upstream knows only its own fp16 wrapper
+    engine.schedule.dtype = dtype  # upstream knows only its own fp16 wrapper
+    # Upstream's logger walks the stack and reads source files for each micro-batch's debug message: some 10 ms.
+    engine.schedule._logger = logging.getLogger(__name__)
     if train_dataloader is not None:
         train_dataloader = MicroBatches(train_dataloader, config.gradient_accumulation)
     return engine, train_dataloader, test_dataloader, lr_scheduler

@@ -9,6 +9,7 @@ import importlib
 import types
 
 import torch
+from colossal_vit.patches import overlay
 from colossalai.accelerator import set_accelerator
 from colossalai.accelerator.cpu_accelerator import CpuAccelerator
 
@@ -46,26 +47,21 @@ class HostAccelerator(CpuAccelerator):
         return torch.get_rng_state()
 
 
-class _TorchOnHost(types.ModuleType):
-    """`torch` with a `torch.cuda` whose few calls that Colossal-AI makes mean the CPU."""
-
-    cuda = types.SimpleNamespace(
-        current_device=lambda: torch.device("cpu"),
-        default_stream=lambda *args: types.SimpleNamespace(synchronize=lambda: None),
-        get_rng_state=lambda *args: torch.get_rng_state(),
-        is_available=lambda: False,
-        manual_seed=torch.manual_seed,
-        set_rng_state=lambda state, *args: torch.set_rng_state(state),
-    )
-
-    def __getattr__(self, name: str):
-        return getattr(torch, name)
+# `torch.cuda` as far as Colossal-AI calls it, meaning the CPU.
+_CUDA_ON_HOST = types.SimpleNamespace(
+    current_device=lambda: torch.device("cpu"),
+    default_stream=lambda *args: types.SimpleNamespace(synchronize=lambda: None),
+    get_rng_state=lambda *args: torch.get_rng_state(),
+    is_available=lambda: False,
+    manual_seed=torch.manual_seed,
+    set_rng_state=lambda state, *args: torch.set_rng_state(state),
+)
 
 
 def enable() -> None:
     """Make Colossal-AI run on the CPU in this process. Call before launching; calling twice is harmless."""
     set_accelerator(HostAccelerator())
-    torch_on_host = _TorchOnHost("torch")
+    torch_on_host = overlay(torch, cuda=_CUDA_ON_HOST)
     for name in _MODULES_CALLING_CUDA:
         module = importlib.import_module(name)
         with contextlib.suppress(AttributeError):

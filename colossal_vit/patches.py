@@ -7,11 +7,16 @@ clipping, accumulation, schedule), `precision.py` (mixed precision), `host.py` (
 """
 
 import functools
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from colossalai.legacy import communication
+from colossalai.legacy.communication import p2p
 from colossalai.legacy.context.parallel_context import ParallelContext
 from colossalai.legacy.context.parallel_mode import ParallelMode
 from colossalai.legacy.nn.layer.parallel_3d import _utils as parallel_3d_utils
@@ -43,10 +48,39 @@ def _async_grad_hook(grad, param_id):
     return pending if grad is None else grad.add_(pending)
 
 
+def overlay(module: types.ModuleType, **changes: Any) -> types.ModuleType:
+    """A module that answers like `module`, but for the `changes`: patches one importer of it and no other."""
+    changed = types.ModuleType(module.__name__)
+    changed.__getattr__ = lambda name: getattr(module, name)
+    changed.__dict__.update(changes)
+    return changed
+
+
+def _batch_isend_irecv(operations: list[dist.P2POp]) -> list[dist.Work]:
+    """Exchange tensors with the neighbouring stages, such that messages meet who they are meant for.
+
+    Mends: in a pipeline of two stages the previous and the next stage are the same rank. It sends to its previous stage
+    first and to its next one second, and messages between two ranks arrive in order, but upstream receives from the
+    previous stage first: activations and gradients are swapped.
+    """
+    sends = [operation for operation in operations if operation.op is dist.isend]
+    receives = [operation for operation in operations if operation.op is not dist.isend]
+    return dist.batch_isend_irecv(sends + receives[::-1])
+
+
 def apply() -> None:
     """Apply all patches to this process. Call before launching; calling twice is harmless."""
+    p2p.dist = overlay(dist, batch_isend_irecv=_batch_isend_irecv)
     ParallelContext.init_global_dist = _init_global_dist
     parallel_3d_utils._async_grad_hook = _async_grad_hook
+
+
+def set_pipeline_dtype(dtype: torch.dtype) -> None:
+    """Tell the pipeline's communication the data type of activations.
+
+    Mends: the interleaved schedule asks for its last gradients without saying their type, and gets float32.
+    """
+    communication.recv_backward = functools.partial(p2p.recv_backward, dtype=dtype)
 
 
 @contextmanager

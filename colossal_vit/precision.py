@@ -223,9 +223,8 @@ def convert(
         if dtype == torch.float16:
             return model, TorchAMPOptimizer(optimizer, device, **scaling), criterion
         return model, FP32Optimizer(optimizer), criterion
-    precision = "fp16" if dtype == torch.float16 else "bf16"
-    return (
-        LowPrecision(model, dtype, output_to_fp32=is_no_pp_or_last_stage()),
-        NaiveAMPOptimizer(optimizer, precision, **scaling),
-        criterion,
-    )
+    chunks = list(model) if isinstance(model, nn.ModuleList) else [model]  # several in an interleaved pipeline
+    last = len(chunks) - 1 if is_no_pp_or_last_stage() else None
+    chunks = [LowPrecision(chunk, dtype, output_to_fp32=number == last) for number, chunk in enumerate(chunks)]
+    model = nn.ModuleList(chunks) if isinstance(model, nn.ModuleList) else chunks[0]
+    return model, NaiveAMPOptimizer(optimizer, "fp16" if dtype == torch.float16 else "bf16", **scaling), criterion

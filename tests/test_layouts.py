@@ -14,6 +14,8 @@ LAYOUTS = {
     "DP 4": (4, {"BATCH_SIZE": 8}),
     "PP 2": (2, PIPELINE),
     "PP 2, 4 micro-batches": (2, {**PIPELINE, "NUM_MICRO_BATCHES": 4}),
+    "PP 2 interleaved × 2": (2, {**PIPELINE, "model.num_chunks": 2}),
+    "PP 2 interleaved × 2, 4 micro-batches": (2, {**PIPELINE, "model.num_chunks": 2, "NUM_MICRO_BATCHES": 4}),
     "PP 4": (4, {"parallel.pipeline": 4}),
     "1D 2": (2, tensor("1d", 2)),
     "1D 4": (4, tensor("1d", 4)),

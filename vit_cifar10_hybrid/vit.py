@@ -6,12 +6,13 @@ layers it is made of depends on the tensor-parallel mode and is decided in one p
 holds depends on its pipeline stage.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from colossal_vit.config import Layout
+from colossal_vit.config import Layout, num_model_chunks
 from colossal_vit.errors import UserError
 from colossal_vit.sharding import annotate, load_full
 from colossalai.context import Config
@@ -19,7 +20,6 @@ from colossalai.legacy import nn as col_nn
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from colossalai.legacy.nn.layer.vanilla import WrappedDropout
-from colossalai.legacy.pipeline.utils import partition_uniform
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -175,13 +175,44 @@ def full_vit(config: Config) -> VisionTransformer:
         )
 
 
-def build_vit(config: Config, layout: Layout) -> ViT:
-    """This rank's part of the model, filled with its pieces of the one full initialisation."""
+def partition_blocks(config: Config, num_parts: int) -> list[range]:
+    """Cut the blocks into consecutive parts of nearly equal cost, the embedding counted to the first, the head to the
+    last.
+
+    Costs are multiplications per image, in units of a block's: 12 D² N + 2 D N² for width D and N tokens (with an MLP
+    ratio of 4). Every part has at least one block; the others go one by one to the part that costs least so far, which
+    is optimal for equal blocks.
+    """
+    width, patches = config.HIDDEN_SIZE, (config.IMG_SIZE // config.PATCH_SIZE) ** 2
+    tokens = patches + 1
+    block = (4 + 2 * config.MLP_RATIO) * width**2 * tokens + 2 * width * tokens**2
+    costs, sizes = [1.0] * num_parts, [1] * num_parts
+    costs[0] += patches * width * 3 * config.PATCH_SIZE**2 / block
+    costs[-1] += width * config.NUM_CLASSES / block
+    for _ in range(config.DEPTH - num_parts):
+        cheapest = costs.index(min(costs))
+        costs[cheapest] += 1.0
+        sizes[cheapest] += 1
+    ends = list(itertools.accumulate(sizes))
+    return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+
+def build_vit(config: Config, layout: Layout) -> nn.Module:
+    """This rank's part of the model, filled with its pieces of the one full initialisation.
+
+    Returns:
+        A `ViT`, or for an interleaved pipeline the `ModuleList` of this rank's chunks: with p stages, rank r has the
+        parts r, r + p, r + 2p, ... of the model.
+    """
+    num_chunks = num_model_chunks(config)
     stage = gpc.get_local_rank(ParallelMode.PIPELINE) if layout.pipeline > 1 else 0
-    ((start, stop),) = partition_uniform(config.DEPTH, layout.pipeline, 1)[stage]
-    model = ViT(config, layout.tensor_mode, range(start, stop))
-    load_full(model, full_vit(config).state_dict())
-    return model
+    parts = partition_blocks(config, layout.pipeline * num_chunks)[stage :: layout.pipeline]
+    full = full_vit(config).state_dict()
+    chunks = []
+    for blocks in parts:
+        chunks.append(ViT(config, layout.tensor_mode, blocks))
+        load_full(chunks[-1], full)
+    return nn.ModuleList(chunks) if num_chunks > 1 else chunks[0]
 
 
 def check_vit(config: Config, layout: Layout) -> None:
@@ -203,9 +234,16 @@ def check_vit(config: Config, layout: Layout) -> None:
     if layout.tensor_mode in ("2d", "2.5d", "3d"):
         divides(layout.side**2, "HIDDEN_SIZE", f"the square of the side {layout.side} of {layout.tensor_mode}")
         divides(layout.batch_parts, "BATCH_SIZE", f"the parts of a batch in {layout.tensor_mode}")
-    if layout.pipeline > config.DEPTH:
+    num_chunks = num_model_chunks(config)
+    if layout.pipeline * num_chunks > config.DEPTH:
         raise UserError(
-            f"parallel.pipeline = {layout.pipeline} stages for DEPTH = {config.DEPTH} blocks: at most one each"
+            f"parallel.pipeline = {layout.pipeline} stages of {num_chunks} chunk(s) for DEPTH = {config.DEPTH} blocks: "
+            f"each needs a block of its own"
+        )
+    if num_chunks > 1 and (layout.pipeline == 1 or config.get("NUM_MICRO_BATCHES", 0) % layout.pipeline):
+        raise UserError(
+            f"model.num_chunks = {num_chunks} needs a pipeline, and NUM_MICRO_BATCHES a multiple of its "
+            f"{layout.pipeline} stages"
         )
     sequence = (config.IMG_SIZE // config.PATCH_SIZE) ** 2 + 1
     if config.get("SEQ_LENGTH", sequence) != sequence:
