@@ -83,6 +83,7 @@ KEYS: dict[str, Any] = {
     "MLP_RATIO": POSITIVE,
     "NUM_CLASSES": POSITIVE_INT,
     "DROP_RATE": FRACTION,
+    "DROP_PATH_RATE": FRACTION,
     "CHECKPOINT": BOOL,
     "SEQ_LENGTH": POSITIVE_INT,
     # layout

@@ -7,6 +7,7 @@ import argparse
 import os
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -23,13 +24,14 @@ from colossal_vit import host, patches, precision
 from colossal_vit.errors import TrainingError, UserError
 from colossal_vit.peers import Peers
 from colossal_vit.ranks import RankLogger, together
-from colossal_vit.rendezvous import LAUNCHERS, Rendezvous, await_first_rank, find_rendezvous, own_place
+from colossal_vit.rendezvous import LAUNCHERS, Rendezvous, find_rendezvous, own_place, stranger_at
 from colossalai.context import Config
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.context.random import add_seed, reset_seeds, set_mode
 from colossalai.legacy.core import global_context as gpc
 
 GROUP_TIMEOUT = 300.0  # seconds that a rank waits for another one before it gives up
+STRANGER_GRACE = 8.0  # seconds after which a rank that cannot join looks who it is talking to
 PEER_GRACE = 5.0  # seconds that a rank which lost a connection waits to be told who died
 
 _peers: Peers | None = None
@@ -115,14 +117,24 @@ def _backend(args: argparse.Namespace, meeting: Rendezvous) -> str:
     return backend
 
 
+def _end_at_strangers(meeting: Rendezvous, joined: threading.Event) -> None:
+    """End this process if joining takes suspiciously long, and something that is not rank 0 is why."""
+    if not joined.wait(timeout=STRANGER_GRACE):
+        error = stranger_at(meeting)
+        if error is not None and not joined.is_set():
+            _print(error)
+            os._exit(error.exit_code)
+
+
 def _launch(config: Config, meeting: Rendezvous, backend: str) -> None:
     """Have Colossal-AI join the process groups, with the launch function that fits the launcher."""
     common = {"config": config, "backend": backend, "seed": config.SEED, "verbose": False}
     where = {"host": meeting.host, "port": meeting.port}
+    joined = threading.Event()
+    if meeting.rank > 0 and meeting.launcher != "torch":  # torchrun itself keeps the store of its workers
+        threading.Thread(target=_end_at_strangers, args=(meeting, joined), daemon=True).start()
     try:
         with patches.group_timeout(GROUP_TIMEOUT):
-            if meeting.rank > 0 and meeting.launcher != "torch":  # torchrun itself keeps the store of its workers
-                await_first_rank(meeting, GROUP_TIMEOUT)
             if meeting.launcher == "torch":
                 os.environ.update(MASTER_ADDR=meeting.host, MASTER_PORT=str(meeting.port))
                 colossalai.launch_from_torch(**common)
@@ -138,6 +150,7 @@ def _launch(config: Config, meeting: Rendezvous, backend: str) -> None:
                     world_size=meeting.world_size,
                     local_rank=meeting.local_rank,
                 )
+        joined.set()
     except dist.DistNetworkError as error:
         reason = "the port is already in use" if "EADDRINUSE" in str(error) else str(error).splitlines()[0]
         raise UserError(
@@ -154,14 +167,17 @@ def _seed(seed: int) -> None:
     """Seed every rank, on CPU and CUDA alike.
 
     Two streams of random numbers: DATA for activations that the tensor-parallel ranks hold in common, TENSOR for those
-    they split. Both differ between data-parallel ranks and pipeline stages.
+    they split. Both differ between data-parallel ranks and pipeline stages. In 2.5D the ranks of one depth split the
+    activations, and those of another depth hold the same once more.
     """
+    tensor = gpc.config.parallel.tensor
+    part = gpc.get_local_rank(ParallelMode.TENSOR) % (tensor.size // tensor.get("depth", 1))
     stage = gpc.get_local_rank(ParallelMode.PIPELINE) if gpc.is_initialized(ParallelMode.PIPELINE) else 0
     replica = gpc.get_local_rank(ParallelMode.DATA)
     reset_seeds()
     base = seed + 1_000_003 * (stage * gpc.get_world_size(ParallelMode.DATA) + replica)
     add_seed(ParallelMode.DATA, base)
-    add_seed(ParallelMode.TENSOR, base + 1009 * (1 + gpc.get_local_rank(ParallelMode.TENSOR)))
+    add_seed(ParallelMode.TENSOR, base + 1009 * (1 + part))
     set_mode(ParallelMode.DATA)
 
 
@@ -277,6 +293,10 @@ def _may_speak(error: UserError | TrainingError) -> bool:
         return False
 
 
+def _print(error: UserError | TrainingError) -> None:
+    print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
+
+
 def _lost_connection(error: BaseException) -> bool:
     """Whether an error may only be the echo of another rank's end."""
     return isinstance(error, dist.DistError) or "gloo" in str(error) or "Connection reset by peer" in str(error)
@@ -299,7 +319,7 @@ def run(main: Callable[[], None]) -> None:
         if _peers is not None:
             _peers.leaving.set()  # another rank's goodbye must not cut the line off
         if _may_speak(error):
-            print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
+            _print(error)
     except KeyboardInterrupt:
         code = 130
     except Exception as error:

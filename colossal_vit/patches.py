@@ -7,6 +7,7 @@ clipping, accumulation, schedule), `precision.py` (mixed precision), `host.py` (
 """
 
 import functools
+import inspect
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,10 @@ from colossalai.legacy import communication
 from colossalai.legacy.communication import p2p
 from colossalai.legacy.context.parallel_context import ParallelContext
 from colossalai.legacy.context.parallel_mode import ParallelMode
+from colossalai.legacy.nn.layer.parallel_1d import _operation as parallel_1d_operation
+from colossalai.legacy.nn.layer.parallel_2d import _operation as parallel_2d_operation
+from colossalai.legacy.nn.layer.parallel_2p5d import _operation as parallel_2p5d_operation
+from colossalai.legacy.nn.layer.parallel_3d import _operation as parallel_3d_operation
 from colossalai.legacy.nn.layer.parallel_3d import _utils as parallel_3d_utils
 
 
@@ -68,8 +73,36 @@ def _batch_isend_irecv(operations: list[dist.P2POp]) -> list[dist.Work]:
     return dist.batch_isend_irecv(sends + receives[::-1])
 
 
+def _follow_autocast(function: type[torch.autograd.Function]) -> None:
+    """Make a layer's operation compute in the data type of the autocast region it runs in, on any device.
+
+    Mends: upstream's operations cast to float16 whenever CUDA's autocast is on, also when that is bfloat16, and on the
+    CPU not at all, which mixes types and fails. Those upstream computes in float32 (norms, losses) stay so.
+    """
+    forward, backward = inspect.unwrap(function.forward), inspect.unwrap(function.backward)
+    if getattr(function, "follows_autocast", False):
+        return
+    in_fp32 = inspect.getclosurevars(function.forward).nonlocals.get("cast_inputs") is torch.float32
+
+    def forward_in_autocast_dtype(ctx, *args):
+        device = next(arg.device.type for arg in args if isinstance(arg, torch.Tensor))
+        if not torch.is_autocast_enabled(device):
+            return forward(ctx, *args)
+        dtype = torch.float32 if in_fp32 else torch.get_autocast_dtype(device)
+        cast = (arg.to(dtype) if isinstance(arg, torch.Tensor) and arg.is_floating_point() else arg for arg in args)
+        with torch.autocast(device, enabled=False):
+            return forward(ctx, *cast)
+
+    function.forward, function.backward = staticmethod(forward_in_autocast_dtype), staticmethod(backward)
+    function.follows_autocast = True
+
+
 def apply() -> None:
     """Apply all patches to this process. Call before launching; calling twice is harmless."""
+    for module in (parallel_1d_operation, parallel_2d_operation, parallel_2p5d_operation, parallel_3d_operation):
+        for value in vars(module).values():
+            if inspect.isclass(value) and issubclass(value, torch.autograd.Function):
+                _follow_autocast(value)
     p2p.dist = overlay(dist, batch_isend_irecv=_batch_isend_irecv)
     ParallelContext.init_global_dist = _init_global_dist
     parallel_3d_utils._async_grad_hook = _async_grad_hook

@@ -5,7 +5,6 @@ import os
 import re
 import socket
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -125,31 +124,27 @@ def own_place() -> tuple[int, str | None, str | None]:
     return int(rank), given.host or os.environ.get("MASTER_ADDR"), given.port or os.environ.get("MASTER_PORT")
 
 
-def await_first_rank(meeting: Rendezvous, timeout: float) -> None:
-    """Wait for rank 0 to listen, and make sure that it is rank 0 who does.
+def stranger_at(meeting: Rendezvous) -> UserError | None:
+    """The error to end with if a program other than rank 0 holds the port; None if nothing does, or rank 0.
 
-    Joining a process group at a port that another program holds would wait out the whole timeout.
-
-    Raises:
-        UserError: if nothing listens there within `timeout` seconds, or something else does.
+    Joining a process group there would wait out the whole timeout.
     """
-    deadline = time.monotonic() + timeout
-    where = f"rank {meeting.rank} cannot meet rank 0 at {meeting.host}:{meeting.port}"
-    while True:
-        try:
-            socket.create_connection((meeting.host, meeting.port), timeout=5).close()
-            break
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise UserError(f"{where} within {timeout:.0f} s: {error.strerror or error}") from None
-            time.sleep(0.2)
+    try:
+        socket.create_connection((meeting.host, meeting.port), timeout=2).close()
+    except OSError:
+        return None
 
     def join() -> None:
         with suppress(dist.DistError, RuntimeError):
-            dist.TCPStore(meeting.host, meeting.port, timeout=timedelta(seconds=5), wait_for_workers=False)
+            dist.TCPStore(meeting.host, meeting.port, timeout=timedelta(seconds=4), wait_for_workers=False)
             joined.set()
 
     joined = threading.Event()
     threading.Thread(target=join, daemon=True).start()  # a program that never answers would block it for good
-    if not joined.wait(timeout=8):
-        raise UserError(f"{where}: the port is in use by something else; choose another --port")
+    if joined.wait(timeout=4):
+        return None
+    return UserError(
+        f"rank {meeting.rank} cannot meet rank 0 at {meeting.host}:{meeting.port}: the port is in use by something "
+        f"else; choose another --port",
+        own=True,
+    )

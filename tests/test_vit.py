@@ -29,7 +29,14 @@ LAYOUTS = {
     "PP 2 × 1D 2": layout(4, 2, "1d", 2),
     "PP 2 × 2D 4": layout(8, 2, "2d", 4),
 }
-MODEL = {**recipes.SMALL, "MLP_RATIO": 4, "NUM_CLASSES": 10, "DROP_RATE": 0.0, "NUM_MICRO_BATCHES": 2}
+MODEL = {
+    **recipes.SMALL,
+    "MLP_RATIO": 4,
+    "NUM_CLASSES": 10,
+    "DROP_RATE": 0.0,
+    "DROP_PATH_RATE": 0.0,
+    "NUM_MICRO_BATCHES": 2,
+}
 
 
 def build():
@@ -62,7 +69,9 @@ def test_equals_timm(layout, random_weights):
         for parameter in model.parameters():
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             full, same = parameter.shard.join(gradient), references.pop(parameter.shard.name).grad
-            torch.testing.assert_close(full, same, rtol=1e-5, atol=1e-5, msg=lambda m: f"{parameter.shard.name}: {m}")
+            torch.testing.assert_close(
+                full, same, rtol=1e-5, atol=1e-5, msg=lambda m, name=parameter.shard.name: f"{name}: {m}"
+            )
         assert not references, f"parameters that our model lacks: {list(references)}"
 
     world.call(compare, world_size, parallel=parallel, **MODEL)
@@ -117,3 +126,82 @@ def test_refuses_a_model_that_does_not_fit(values, world_size, words):
     with pytest.raises(UserError) as error:
         vit.check_vit(config, configs.Layout.of(config, world_size))
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+# ---- Random masks ----
+
+DROPPED = {**MODEL, "DROP_RATE": 0.2, "DROP_PATH_RATE": 0.3}
+
+
+def logits_in_training():
+    """Logits of three forward passes with dropout and drop path, and a mask of the activations that are split."""
+    model, _, _ = build()
+    images = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    outputs = [model(images).detach() for _ in range(3)]
+    mask = vit._dropout_of_parts(0.5)(torch.ones(64))
+    assert not torch.equal(outputs[0], outputs[1]), "each pass has masks of its own"
+    return outputs, mask
+
+
+@pytest.mark.parametrize(("layout", "same"), [("1D 2", [{0, 1}]), ("2.5D 8", [{0, 4}, {1, 5}, {2, 6}, {3, 7}])])
+def test_ranks_with_the_same_activations_drop_the_same(layout, same, random_weights):
+    """In 1D all ranks have the whole logits; in 2.5D those of the second depth are copies of the first."""
+    world_size, parallel = LAYOUTS[layout]
+    answers = world.call(logits_in_training, world_size, parallel=parallel, **DROPPED)
+    for first, second in same:
+        for here, there in zip(answers[first][0], answers[second][0], strict=True):
+            torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("layout", "different"), [("1D 4", 4), ("2D 4", 4), ("2.5D 8", 4), ("3D 8", 8)])
+def test_ranks_with_different_activations_drop_others(layout, different, random_weights):
+    world_size, parallel = LAYOUTS[layout]
+    answers = world.call(logits_in_training, world_size, parallel=parallel, **DROPPED)
+    assert len({mask.numpy().tobytes() for _, mask in answers}) == different
+
+
+@pytest.mark.parametrize("layout", ["one process", "1D 2", "2D 4", "2.5D 4", "3D 8"])
+def test_drop_path_leaves_out_whole_images(layout):
+    """One choice for the whole batch, of which each rank takes its images': zero, or scaled up."""
+    world_size, parallel = LAYOUTS[layout]
+
+    def function():
+        from colossalai.legacy.core import global_context as gpc
+
+        parts = configs.Layout.of(gpc.config, world_size).batch_parts
+        dropped = vit.DropPath(0.25, parts).train()(torch.ones(64 // parts, 3, 2))
+        state = torch.get_rng_state()
+        chosen = torch.rand(64)  # the stream that all tensor-parallel ranks share has moved by one batch on each
+        torch.set_rng_state(state)
+        return dropped, chosen, vit.DropPath(0.25, parts).eval()(torch.ones(1, 1, 1)).item()
+
+    answers = world.call(function, world_size, parallel=parallel)
+    for dropped, chosen, in_evaluation in answers:
+        per_image = dropped.flatten(1)
+        assert all(row.unique().numel() == 1 for row in per_image), "an image as a whole"
+        assert all(value == 0.0 or value == pytest.approx(1 / 0.75) for value in per_image[:, 0].tolist())
+        assert torch.equal(chosen, answers[0][1])
+        assert in_evaluation == 1.0
+    kept = torch.cat([dropped[:, 0, 0] > 0 for dropped, _, _ in answers]).float().mean().item()
+    assert 0.5 < kept < 0.95
+
+
+@pytest.mark.parametrize("layout", ["one process", "1D 2", "2D 4", "3D 8"])
+def test_recomputation_drops_the_same(layout, random_weights):
+    """With dropout and drop path, gradients are the same whether activations are kept or computed again."""
+    world_size, parallel = LAYOUTS[layout]
+
+    def gradients():
+        model, _, _ = build()
+        images = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+        labels = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
+        for _ in range(2):  # the second pass shows that the streams go on as if nothing had been recomputed
+            model.zero_grad()
+            col_nn.CrossEntropyLoss()(model(images), labels).backward()
+        return [p.grad for p in model.parameters()]
+
+    kept = world.call(gradients, world_size, parallel=parallel, **DROPPED)
+    recomputed = world.call(gradients, world_size, parallel=parallel, **{**DROPPED, "CHECKPOINT": True})
+    for here, there in zip(kept, recomputed, strict=True):
+        for expected, gradient in zip(here, there, strict=True):
+            torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-6)

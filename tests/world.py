@@ -6,6 +6,7 @@ The test process imports everything once; each rank is a fork of it with its own
 import faulthandler
 import multiprocessing
 import os
+import pickle
 import runpy
 import shutil
 import signal
@@ -167,9 +168,10 @@ def call(function, world_size: int = 1, launched: bool = True, timeout: float = 
                 faulthandler.dump_traceback_later(timeout, exit=True)
                 if launched:
                     _launch(rank, world_size, port, config)
-                send.send((True, function()))
+                send.send_bytes(pickle.dumps((True, function())))
             except BaseException as error:
-                send.send((False, f"rank {rank}: {''.join(traceback.format_exception(error))}"))
+                text = "".join(traceback.format_exception(error))
+                send.send_bytes(pickle.dumps((False, f"rank {rank}: {text}")))
             finally:
                 os._exit(0)
         send.close()
@@ -178,7 +180,7 @@ def call(function, world_size: int = 1, launched: bool = True, timeout: float = 
     answers = []
     for rank, receive in enumerate(pipes):
         try:
-            answers.append(receive.recv())
+            answers.append(pickle.loads(receive.recv_bytes()))  # by value: the rank is gone by now
         except EOFError:
             answers.append((False, f"rank {rank} ended without an answer"))
     for pid in pids:

@@ -26,6 +26,7 @@ DEFAULTS = {
     "LABEL_SMOOTHING": 0.1,
     "MLP_RATIO": 4,
     "DROP_RATE": 0.0,
+    "DROP_PATH_RATE": 0.0,
     "CHECKPOINT": False,
     "CROP_PADDING": 4,
     "FLIP": True,

@@ -7,17 +7,20 @@ holds depends on its pipeline stage.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from colossal_vit.config import Layout, num_model_chunks
 from colossal_vit.errors import UserError
-from colossal_vit.sharding import annotate, load_full
+from colossal_vit.sharding import annotate, load_full, split_batch
 from colossalai.context import Config
 from colossalai.legacy import nn as col_nn
 from colossalai.legacy.context import ParallelMode
+from colossalai.legacy.context.random import set_seed_states
+from colossalai.legacy.context.random._helper import get_states
 from colossalai.legacy.core import global_context as gpc
 from colossalai.legacy.nn.layer.vanilla import WrappedDropout
 from timm.models.vision_transformer import VisionTransformer
@@ -28,35 +31,75 @@ NORM_EPS = 1e-6  # timm's; PyTorch's default is 1e-5
 
 
 class Layers(NamedTuple):
-    """The constructors of one tensor-parallel mode. A column layer's output is split over the ranks, a row layer's
-    input is."""
+    """What a tensor-parallel mode builds its blocks of.
+
+    A column layer's output is split over the ranks, a row layer's input is. `dropout` is that of activations between
+    the blocks: in 1D every rank has them whole, and the ranks must drop the same elements; in 2D, 2.5D and 3D each has
+    its own part, and masks of its own.
+    """
 
     column: Callable[[int, int], nn.Module]
     row: Callable[[int, int], nn.Module]
     norm: Callable[[int], nn.Module]
+    dropout: Callable[[float], nn.Module]
 
 
+def _dropout_of_parts(rate: float) -> nn.Module:
+    return WrappedDropout(rate, mode=ParallelMode.TENSOR)
+
+
+def _norm(size: int) -> nn.Module:
+    return nn.LayerNorm(size, eps=NORM_EPS)
+
+
+def _norm_of_parts(size: int) -> nn.Module:
+    return col_nn.LayerNorm(size, eps=NORM_EPS)
+
+
+_SPLIT = Layers(col_nn.Linear, col_nn.Linear, _norm_of_parts, _dropout_of_parts)
 LAYERS: dict[str | None, Layers] = {
-    None: Layers(col_nn.Linear, col_nn.Linear, lambda size: nn.LayerNorm(size, eps=NORM_EPS)),
-    # In 1D a norm sees the whole hidden vector on every rank: PyTorch's is right, and upstream's needs a CUDA kernel
-    # compiled at run time. Its automatic Linear chooses column or row by shape alone, which is wrong for `proj`.
-    "1d": Layers(col_nn.Linear1D_Col, col_nn.Linear1D_Row, lambda size: nn.LayerNorm(size, eps=NORM_EPS)),
-    # Here every layer splits its input and its output, and the automatic layers are the right ones.
-    **dict.fromkeys(
-        ("2d", "2.5d", "3d"), Layers(col_nn.Linear, col_nn.Linear, lambda size: col_nn.LayerNorm(size, eps=NORM_EPS))
-    ),
+    None: Layers(col_nn.Linear, col_nn.Linear, _norm, nn.Dropout),
+    # A norm sees the whole hidden vector on every rank: PyTorch's is right, and upstream's needs a CUDA kernel compiled
+    # at run time. Upstream's automatic Linear chooses column or row by shape alone, which is wrong for `proj`.
+    "1d": Layers(col_nn.Linear1D_Col, col_nn.Linear1D_Row, _norm, nn.Dropout),
+    # Every layer splits its input and its output, and the automatic layers are the right ones.
+    "2d": _SPLIT,
+    "2.5d": _SPLIT,
+    "3d": _SPLIT,
 }
+
+
+class DropPath(nn.Module):
+    """Leaves out the branch of a block for some images, and scales it up for the others (G. Huang et al., "Deep
+    Networks with Stochastic Depth", arXiv:1603.09382).
+
+    The choice is made for the whole batch, the same on all tensor-parallel ranks, of which each then takes its images'.
+
+    Args:
+        rate: the probability that an image's branch is left out.
+        batch_parts: into how many parts the tensor-parallel ranks split a batch.
+    """
+
+    def __init__(self, rate: float, batch_parts: int):
+        super().__init__()
+        self.rate, self.batch_parts = rate, batch_parts
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.rate == 0.0:
+            return x
+        kept = torch.rand(x.shape[0] * self.batch_parts, device=x.device) >= self.rate
+        return x * (split_batch(kept) / (1 - self.rate)).to(x.dtype).view(-1, 1, 1)
 
 
 class Attention(nn.Module):
     """Multi-head self-attention; under tensor parallelism each rank has whole heads."""
 
-    def __init__(self, layers: Layers, hidden_size: int, num_heads: int, drop_rate: float):
+    def __init__(self, layers: Layers, config: Config):
         super().__init__()
-        self.head_size = hidden_size // num_heads
-        self.qkv = layers.column(hidden_size, 3 * hidden_size)
-        self.proj = layers.row(hidden_size, hidden_size)
-        self.drop = nn.Dropout(drop_rate)
+        self.head_size = config.HIDDEN_SIZE // config.NUM_HEADS
+        self.qkv = layers.column(config.HIDDEN_SIZE, 3 * config.HIDDEN_SIZE)
+        self.proj = layers.row(config.HIDDEN_SIZE, config.HIDDEN_SIZE)
+        self.drop = layers.dropout(config.DROP_RATE)
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.qkv(x)  # (B, N, heads on this rank × [query, key, value] × head_size)
@@ -66,40 +109,68 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The feed-forward part of a block. Its hidden activations are split over the tensor-parallel ranks, so that their
-    dropout masks must differ between ranks; those of the output must not."""
+    """The feed-forward part of a block. Its hidden activations are split over the ranks in every mode."""
 
-    def __init__(self, layers: Layers, hidden_size: int, mlp_size: int, drop_rate: float):
+    def __init__(self, layers: Layers, config: Config):
         super().__init__()
-        self.fc1 = layers.column(hidden_size, mlp_size)
-        self.drop1 = WrappedDropout(drop_rate, mode=ParallelMode.TENSOR)
-        self.fc2 = layers.row(mlp_size, hidden_size)
-        self.drop2 = nn.Dropout(drop_rate)
+        mlp_size = int(config.HIDDEN_SIZE * config.MLP_RATIO)
+        self.fc1 = layers.column(config.HIDDEN_SIZE, mlp_size)
+        self.drop1 = _dropout_of_parts(config.DROP_RATE)
+        self.fc2 = layers.row(mlp_size, config.HIDDEN_SIZE)
+        self.drop2 = layers.dropout(config.DROP_RATE)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.drop2(self.fc2(self.drop1(F.gelu(self.fc1(x)))))
 
 
-class Block(nn.Module):
-    """A transformer block; with `checkpoint` its activations are computed again in the backward pass, not kept."""
+def _random_states() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """Contexts for a checkpointed forward pass and its recomputation, which draws the same random numbers.
 
-    def __init__(
-        self, layers: Layers, hidden_size: int, num_heads: int, mlp_size: int, drop_rate: float, checkpoint: bool
-    ):
+    PyTorch brings back the state of the device's generator; Colossal-AI keeps one more for each stream that is not
+    current, and its own checkpointing, which brings those back, is of the reentrant kind.
+    """
+    states = get_states(copy=True)
+
+    @contextmanager
+    def recompute() -> Iterator[None]:
+        later = get_states(copy=True)
+        for mode, state in states.items():
+            set_seed_states(mode, state)
+        try:
+            yield
+        finally:
+            for mode, state in later.items():
+                set_seed_states(mode, state)
+
+    return nullcontext(), recompute()
+
+
+class Block(nn.Module):
+    """A transformer block; with CHECKPOINT its activations are computed again in the backward pass, not kept.
+
+    Args:
+        layers: of the tensor-parallel mode.
+        config: the run's.
+        number: of this block in the model; drop path grows linearly with it, up to DROP_PATH_RATE at the last.
+        batch_parts: into how many parts the tensor-parallel ranks split a batch.
+    """
+
+    def __init__(self, layers: Layers, config: Config, number: int, batch_parts: int):
         super().__init__()
-        self.norm1 = layers.norm(hidden_size)
-        self.attn = Attention(layers, hidden_size, num_heads, drop_rate)
-        self.norm2 = layers.norm(hidden_size)
-        self.mlp = MLP(layers, hidden_size, mlp_size, drop_rate)
-        self.checkpoint = checkpoint
+        self.norm1 = layers.norm(config.HIDDEN_SIZE)
+        self.attn = Attention(layers, config)
+        self.norm2 = layers.norm(config.HIDDEN_SIZE)
+        self.mlp = MLP(layers, config)
+        self.drop_path = DropPath(config.DROP_PATH_RATE * number / max(config.DEPTH - 1, 1), batch_parts)
+        self.checkpoint = config.CHECKPOINT
 
     def _forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        x = x + self.drop_path(self.attn(self.norm1(x)))
+        return x + self.drop_path(self.mlp(self.norm2(x)))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.checkpoint and self.training:
-            return checkpoint(self._forward, x, use_reentrant=False)
+            return checkpoint(self._forward, x, use_reentrant=False, context_fn=_random_states)
         return self._forward(x)
 
 
@@ -107,34 +178,23 @@ class ViT(nn.Module):
     """This rank's part of a Vision Transformer.
 
     Args:
-        config: IMG_SIZE, PATCH_SIZE, HIDDEN_SIZE, DEPTH, NUM_HEADS, MLP_RATIO, NUM_CLASSES, DROP_RATE, CHECKPOINT.
-        tensor_mode: a key of `LAYERS`.
-        blocks: numbers of the transformer blocks that this rank holds.
+        config: IMG_SIZE, PATCH_SIZE, HIDDEN_SIZE, DEPTH, NUM_HEADS, MLP_RATIO, NUM_CLASSES, DROP_RATE, DROP_PATH_RATE,
+            CHECKPOINT.
+        layout: how the processes share the work.
+        blocks: numbers of the transformer blocks that this part has.
 
     The part with block 0 takes images (B, 3, IMG_SIZE, IMG_SIZE), any other one activations (B, N, HIDDEN_SIZE); the
     part with the last block returns logits (B, NUM_CLASSES), any other one activations.
     """
 
-    def __init__(self, config: Config, tensor_mode: str | None, blocks: range):
+    def __init__(self, config: Config, layout: Layout, blocks: range):
         super().__init__()
-        layers = LAYERS[tensor_mode]
+        layers = LAYERS[layout.tensor_mode]
         hidden = config.HIDDEN_SIZE
         first, last = blocks.start == 0, blocks.stop == config.DEPTH
         self.patch_embed = col_nn.PatchEmbedding(config.IMG_SIZE, config.PATCH_SIZE, 3, hidden) if first else None
-        self.drop = nn.Dropout(config.DROP_RATE)
-        self.blocks = nn.ModuleDict(
-            {
-                str(number): Block(
-                    layers,
-                    hidden,
-                    config.NUM_HEADS,
-                    int(hidden * config.MLP_RATIO),
-                    config.DROP_RATE,
-                    config.CHECKPOINT,
-                )
-                for number in blocks
-            }
-        )
+        self.drop = layers.dropout(config.DROP_RATE)
+        self.blocks = nn.ModuleDict({str(n): Block(layers, config, n, layout.batch_parts) for n in blocks})
         self.norm = layers.norm(hidden) if last else None
         self.head = col_nn.Classifier(hidden, config.NUM_CLASSES) if last else None
         annotate(self, rename=_timm_name, num_heads=config.NUM_HEADS)
@@ -210,7 +270,7 @@ def build_vit(config: Config, layout: Layout) -> nn.Module:
     full = full_vit(config).state_dict()
     chunks = []
     for blocks in parts:
-        chunks.append(ViT(config, layout.tensor_mode, blocks))
+        chunks.append(ViT(config, layout, blocks))
         load_full(chunks[-1], full)
     return nn.ModuleList(chunks) if num_chunks > 1 else chunks[0]
 
