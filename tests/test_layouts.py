@@ -1,5 +1,8 @@
 """One config, any layout, one loss curve: the first 20 steps of every layout equal those of one process."""
 
+import itertools
+import re
+
 import pytest
 import recipes
 
@@ -25,6 +28,7 @@ LAYOUTS = {
     "3D 8": (8, tensor("3d", 8)),
     "PP 2 × 1D 2": (4, {**PIPELINE, **tensor("1d", 2)}),
     "PP 2 × 2D 4": (8, {**PIPELINE, **tensor("2d", 4)}),
+    "PP 2 × 2.5D 4": (8, {**PIPELINE, **tensor("2.5d", 4, depth=1)}),
     "DP 2 × PP 2": (4, {**PIPELINE, "BATCH_SIZE": 16}),
     "DP 2 × PP 2 × 1D 2": (8, {**PIPELINE, **tensor("1d", 2), "BATCH_SIZE": 16}),
     "DP 2 × 2D 4": (8, {**tensor("2d", 4), "BATCH_SIZE": 16}),
@@ -67,7 +71,9 @@ def test_same_curve_as_one_process(layout, reference, tmp_path, random_weights):
     assert evaluations[-1]["eval_accuracy"] == pytest.approx(evaluated[-1]["eval_accuracy"], abs=1.5 / 360)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", ["DP 2", "PP 2", "1D 2", "2D 4", "PP 2 interleaved × 2, 4 micro-batches", "PP 2 × 1D 2", "DP 2 × PP 2"]
+)
 def test_same_curve_with_accumulation(layout, reference, tmp_path, random_weights):
     """Two micro-batches of half the size make the same steps, and so the same curve as without accumulation."""
     world_size, values = LAYOUTS[layout]
@@ -77,6 +83,43 @@ def test_same_curve_with_accumulation(layout, reference, tmp_path, random_weight
     assert_same_curve(steps, reference()[0])
 
 
-def test_checkpointing_changes_nothing(reference, tmp_path, random_weights):
-    steps, _ = recipes.train(tmp_path, 2, CHECKPOINT=True, **LAYOUTS["1D 2"][1])
+@pytest.mark.parametrize("layout", ["1D 2", "2D 4", "2.5D 4", "3D 8", "PP 2 interleaved × 2"])
+def test_checkpointing_changes_nothing(layout, reference, tmp_path, random_weights):
+    world_size, values = LAYOUTS[layout]
+    steps, _ = recipes.train(tmp_path, world_size, CHECKPOINT=True, **values)
     assert_same_curve(steps, reference()[0])
+
+
+@pytest.mark.parametrize(
+    ("layout", "amp"),
+    [
+        *itertools.product(["1D 2", "2D 4", "2.5D 8", "3D 8"], ["NAIVE", "TORCH"]),
+        ("PP 2 interleaved × 2", "NAIVE"),  # TORCH does not work with a pipeline, and is refused
+        ("PP 2 × 1D 2", "NAIVE"),
+    ],
+)
+def test_mixed_precision_in_every_mode(layout, amp, reference, tmp_path, random_weights):
+    """bf16 keeps 8 bits: the first steps follow fp32 to a few per cent, but not exactly."""
+    world_size, values = LAYOUTS[layout]
+    steps, _ = recipes.train(tmp_path, world_size, steps=3, amp=amp, **values)
+    for here, there in zip(steps, reference()[0], strict=False):
+        assert here["loss"] == pytest.approx(there["loss"], rel=0.02)
+        assert here["grad_norm"] == pytest.approx(there["grad_norm"], rel=0.1)
+        assert here["loss"] != there["loss"]
+
+
+CONFIGS = sorted((recipes.world.ROOT / "vit_cifar10_hybrid" / "configs").glob("config_*.py"))
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in CONFIGS if "data_parallel" not in path.name], ids=lambda path: path.stem
+)
+def test_every_shipped_config_trains(path, tmp_path):
+    """As it is, but for the size of the model, on as many processes as its docstring says."""
+    processes = int(re.search(r"--nproc_per_node (\d+)", path.read_text()).group(1))
+    small = {key: value for key, value in recipes.SMALL.items() if key != "fp16"}
+    argv = ["--config", str(path), "--output", str(tmp_path), "--max-steps", "1", *recipes.flags(small)]
+    result = recipes.world.run(recipes.HYBRID, argv, processes)
+    assert result.codes == [0] * processes, str(result)
+    assert recipes.read_metrics(tmp_path)[1][-1]["eval_images"] == 360
+    assert "AMP_TYPE.NAIVE in bfloat16" in result.stdout[0]

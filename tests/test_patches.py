@@ -262,6 +262,86 @@ def test_3d_hook_takes_a_missing_gradient():
     assert alone == [1.0, 1.0]
 
 
+# ---- pipelines of two stages ----
+
+
+def exchanged():
+    """Both stages send 1 + rank forwards and 10 + rank backwards in one exchange: what each gets from its two sides."""
+    from colossalai.legacy import communication as comm
+
+    rank = gpc.get_local_rank(ParallelMode.PIPELINE)
+    shape = torch.Size([1])
+    forward, backward = torch.tensor([1.0 + rank]), torch.tensor([10.0 + rank])
+    received = comm.send_forward_backward_recv_forward_backward(forward, backward, shape, shape)
+    return [tensor.item() for tensor in received]
+
+
+PIPELINE_2 = {"pipeline": 2, "tensor": {"mode": None, "size": 1}}
+
+
+def test_upstream_swaps_activations_and_gradients_between_two_stages():
+    from colossalai.legacy.communication import p2p
+
+    def function():
+        p2p.dist = torch.distributed
+        return exchanged()
+
+    assert world.call(function, 2, parallel=PIPELINE_2) == [[11.0, 2.0], [10.0, 1.0]]
+
+
+def test_two_stages_get_what_was_meant_for_them():
+    """Activations from the previous stage, gradients from the next one, which here is the same rank."""
+    assert world.call(exchanged, 2, parallel=PIPELINE_2) == [[2.0, 11.0], [1.0, 10.0]]
+
+
+def test_upstream_interleaved_schedule_looks_for_a_module_that_is_gone():
+    from colossalai.legacy.engine.schedule import InterleavedPipelineSchedule
+
+    def function():
+        InterleavedPipelineSchedule(2, 2).pre_processing(None)
+
+    with pytest.raises(AssertionError, match="ModuleNotFoundError"):
+        world.call(function, 2, parallel=PIPELINE_2)
+
+
+def test_upstream_gives_images_to_every_chunk_of_the_first_rank():
+    from colossal_vit.engine import _stage_input
+    from colossalai.legacy.engine.schedule import InterleavedPipelineSchedule
+
+    def function():
+        schedule = InterleavedPipelineSchedule(2, 2)
+        gpc.set_virtual_pipeline_parallel_rank(1)
+        batch = ("images", "label")
+        upstream = schedule._get_data_label_for_current_step("activations", batch, None, None)[0]
+        return upstream, _stage_input("activations", batch)[0]
+
+    assert world.call(function, 2, parallel=PIPELINE_2)[0] == ("images", "activations")
+
+
+# ---- autocast in 2D, 2.5D and 3D ----
+
+
+def product_under_autocast():
+    """The type that a 2D layer gives for a bf16 input under bf16 autocast on the CPU, or why it gives none."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        try:
+            return str(col_nn.Linear(4, 4)(torch.ones(2, 1, 2, dtype=torch.bfloat16)).dtype)
+        except RuntimeError as error:
+            return str(error)
+
+
+LAYOUT_2D = {"pipeline": 1, "tensor": {"mode": "2d", "size": 4}}
+
+
+def test_upstream_operations_do_not_follow_autocast(monkeypatch):
+    monkeypatch.setattr(patches, "_follow_autocast", lambda function: None)
+    assert all("same dtype" in said for said in world.call(product_under_autocast, 4, parallel=LAYOUT_2D))
+
+
+def test_operations_follow_autocast():
+    assert set(world.call(product_under_autocast, 4, parallel=LAYOUT_2D)) == {"torch.bfloat16"}
+
+
 # ---- which samples a rank sees ----
 
 

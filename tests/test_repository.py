@@ -11,6 +11,8 @@ import pytest
 from colossal_vit import config as configs
 from colossal_vit.report import read_metrics
 
+import vit
+
 ROOT = Path(__file__).resolve().parents[1]
 TRACKED = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
 FILES = [ROOT / name for name in TRACKED.stdout.split("\n") if name and (ROOT / name).exists()]
@@ -41,8 +43,11 @@ def test_docstring_of_a_config_runs_it(path):
     docstring = path.read_text().split('"""')[1]
     assert f"--config ./configs/{path.name}" in docstring
     processes = int(re.search(r"--nproc_per_node (\d+)", docstring).group(1))
-    layout = configs.Layout.of(configs.load(path), processes)
+    config = configs.load(path)
+    layout = configs.Layout.of(config, processes)
     assert layout.data == 1 or layout.pipeline == layout.tensor == 1
+    if "train_hybrid" in docstring:
+        vit.check_vit(configs.Config({"CHECKPOINT": False, **config}), layout)
     for word in ("Processes:", "accuracy", "measured"):
         assert word in docstring
 

@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc_per_node 4 train_hybrid.py --config ./configs/config_hybrid_parallel.py
 
-Processes: a multiple of 4; 8 train two replicas. Hyper-parameters as published in Colossal-AI's tutorial, which states
-no accuracy. Not measured on GPUs here yet. On a CPU this model is too large; take a small one with `--set`, as
+Processes: a multiple of 4; 8 train two replicas. Hyper-parameters as published in Colossal-AI's tutorial, which
+states no accuracy. Not measured on GPUs here yet. On a CPU this model is too large; take a small one with `--set`, as
 `scripts/quickstart.sh` does.
 """
 

@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc_per_node 2 train_hybrid.py --config ./configs/config_pipeline_parallel.py
 
-Processes: a multiple of 2; 4 train two replicas. Hyper-parameters as published in Colossal-AI's tutorial, which states
-no accuracy. Not measured on GPUs here yet. On a CPU this model is too large; `scripts/quickstart.sh` shows a small one
-that trains in minutes.
+Processes: a multiple of 2; 4 train two replicas. Hyper-parameters as published in Colossal-AI's tutorial, which
+states no accuracy. Not measured on GPUs here yet. On a CPU this model is too large; `scripts/quickstart.sh` shows a
+small one that trains in minutes.
 """
 
 from colossalai.amp import AMP_TYPE

@@ -1,0 +1,44 @@
+"""ViT-B/16 on CIFAR-10, hybrid parallel: two pipeline stages, each split over four ranks in 2.5D.
+
+    torchrun --standalone --nproc_per_node 8 train_hybrid.py --config ./configs/config_hybrid_2p5d.py
+
+Processes: a multiple of 8 = pipeline 2 × tensor 4 (depth 1). A micro-batch of BATCH_SIZE // NUM_MICRO_BATCHES is a
+multiple of the square's side 2; otherwise as in `config_tensor_2p5d.py`.
+
+Hyper-parameters as published in Colossal-AI's tutorial, which states no accuracy. Not measured on GPUs here yet. On a
+CPU this model is too large; take a small one with `--set`, as `scripts/quickstart.sh` does.
+"""
+
+from colossalai.amp import AMP_TYPE
+
+# ---- Training ----
+BATCH_SIZE = 256  # of each data-parallel rank; global batch = 256 × data parallel size
+LEARNING_RATE = 3e-3
+WEIGHT_DECAY = 0.3
+NUM_EPOCHS = 300
+WARMUP_EPOCHS = 32
+
+# ---- Model: ViT-B/16 ----
+IMG_SIZE = 224
+PATCH_SIZE = 16
+HIDDEN_SIZE = 768
+DEPTH = 12
+NUM_HEADS = 12
+MLP_RATIO = 4
+NUM_CLASSES = 10
+CHECKPOINT = True  # compute activations again in the backward pass instead of keeping them
+SEQ_LENGTH = (IMG_SIZE // PATCH_SIZE) ** 2 + 1  # one token a patch, and the class token
+
+# ---- Layout: processes = data × pipeline × tensor ----
+TENSOR_PARALLEL_SIZE = 4
+TENSOR_PARALLEL_MODE = "2.5d"
+parallel = dict(
+    pipeline=2,
+    tensor=dict(mode=TENSOR_PARALLEL_MODE, size=TENSOR_PARALLEL_SIZE, depth=1),
+)
+NUM_MICRO_BATCHES = parallel["pipeline"]
+TENSOR_SHAPE = (BATCH_SIZE // NUM_MICRO_BATCHES, SEQ_LENGTH, HIDDEN_SIZE)  # what one stage hands to the next
+
+# ---- Features ----
+fp16 = dict(mode=AMP_TYPE.NAIVE)  # the only mixed precision that works with a pipeline
+clip_grad_norm = 1.0

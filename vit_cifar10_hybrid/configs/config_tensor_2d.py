@@ -1,0 +1,43 @@
+"""ViT-B/16 on CIFAR-10, 2D tensor parallel over a square of ranks (Q. Xu et al., arXiv:2104.05343).
+
+    torchrun --standalone --nproc_per_node 4 train_hybrid.py --config ./configs/config_tensor_2d.py
+
+Processes: a multiple of 4. parallel.tensor.size is a square q²: rows split the batch by q, columns the heads and the
+hidden size. BATCH_SIZE and NUM_HEADS are multiples of q, HIDDEN_SIZE of q². The 197 tokens stay whole, and may be
+odd.
+
+Hyper-parameters as published in Colossal-AI's tutorial, which states no accuracy. Not measured on GPUs here yet. On a
+CPU this model is too large; take a small one with `--set`, as `scripts/quickstart.sh` does.
+"""
+
+from colossalai.amp import AMP_TYPE
+
+# ---- Training ----
+BATCH_SIZE = 256  # of each data-parallel rank; global batch = 256 × data parallel size
+LEARNING_RATE = 3e-3
+WEIGHT_DECAY = 0.3
+NUM_EPOCHS = 300
+WARMUP_EPOCHS = 32
+
+# ---- Model: ViT-B/16 ----
+IMG_SIZE = 224
+PATCH_SIZE = 16
+HIDDEN_SIZE = 768
+DEPTH = 12
+NUM_HEADS = 12
+MLP_RATIO = 4
+NUM_CLASSES = 10
+CHECKPOINT = True  # compute activations again in the backward pass instead of keeping them
+SEQ_LENGTH = (IMG_SIZE // PATCH_SIZE) ** 2 + 1  # one token a patch, and the class token
+
+# ---- Layout: processes = data × pipeline × tensor ----
+TENSOR_PARALLEL_SIZE = 4
+TENSOR_PARALLEL_MODE = "2d"
+parallel = dict(
+    pipeline=1,
+    tensor=dict(mode=TENSOR_PARALLEL_MODE, size=TENSOR_PARALLEL_SIZE),
+)
+
+# ---- Features ----
+fp16 = dict(mode=AMP_TYPE.NAIVE)
+clip_grad_norm = 1.0
