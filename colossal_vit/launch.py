@@ -31,7 +31,7 @@ from colossalai.legacy.context.random import add_seed, reset_seeds, set_mode
 from colossalai.legacy.core import global_context as gpc
 
 GROUP_TIMEOUT = 300.0  # seconds that a rank waits for another one before it gives up
-STRANGER_GRACE = 8.0  # seconds after which a rank that cannot join looks who it is talking to
+STRANGER_GRACE = 6.0  # seconds after which a rank that cannot join looks who it is talking to
 PEER_GRACE = 5.0  # seconds that a rank which lost a connection waits to be told who died
 
 _peers: Peers | None = None

@@ -11,6 +11,7 @@ import selectors
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch.distributed as dist
@@ -42,29 +43,44 @@ class Peers:
         if world_size == 1:
             return
         store = dist.distributed_c10d._get_default_store()
-        if rank == 0:
-            address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        watch = self._accept(store, world_size, host) if rank == 0 else self._connect(store, host)
+        if watch is not None:
+            threading.Thread(target=watch, daemon=True, name="peers").start()
+
+    def _accept(self, store: dist.Store, world_size: int, host: str) -> Callable[[], None] | None:
+        """Rank 0: take the connections of the others; None where `host` is no address of this machine's."""
+        address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        try:
             listener = socket.create_server(address[4][:2], family=address[0], backlog=world_size)
-            store.set("peers-port", str(listener.getsockname()[1]))
-            listener.settimeout(CONNECT_TIMEOUT)
-            names = {}
+        except OSError:
+            store.set("peers-port", "0")
+            return None
+        store.set("peers-port", str(listener.getsockname()[1]))
+        listener.settimeout(CONNECT_TIMEOUT)
+        names = {}
+        with listener, suppress(TimeoutError):  # a rank that cannot connect is missed by the others' timeout only
             for _ in range(world_size - 1):
                 connection, _ = listener.accept()
                 connection.settimeout(CONNECT_TIMEOUT)
                 hello = connection.makefile("r").readline().split()
-                names[connection] = f"rank {hello[1]} ({hello[2]}, process {hello[3]})"
                 connection.settimeout(None)
-                self.connections.append(connection)
-            listener.close()
-            target, args = self._watch_all, (names,)
-        else:
-            port = int(store.get("peers-port"))
+                names[connection] = f"rank {hello[1]} ({hello[2]}, process {hello[3]})"
+        self.connections = list(names)
+        return lambda: self._watch_all(names)
+
+    def _connect(self, store: dist.Store, host: str) -> Callable[[], None] | None:
+        """Any other rank: connect to rank 0; None where that is not possible."""
+        port = int(store.get("peers-port"))
+        if port == 0:
+            return None
+        try:
             connection = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT)
-            connection.settimeout(None)
-            connection.sendall(f"hello {rank} {socket.gethostname()} {os.getpid()}\n".encode())
-            self.connections.append(connection)
-            target, args = self._watch_first, ()
-        threading.Thread(target=target, args=args, daemon=True, name="peers").start()
+        except OSError:
+            return None
+        connection.settimeout(None)
+        connection.sendall(f"hello {self.rank} {socket.gethostname()} {os.getpid()}\n".encode())
+        self.connections = [connection]
+        return self._watch_first
 
     def _watch_all(self, names: dict[socket.socket, str]) -> None:
         """Rank 0: wait for a rank that ends, and have the others end too."""

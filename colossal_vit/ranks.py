@@ -1,10 +1,9 @@
 """Ranks doing things together: one log, one error for all, one rank working while the others wait."""
 
-import logging
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from typing import Any
 
 import torch
@@ -15,22 +14,15 @@ from colossalai.legacy.core import global_context as gpc
 
 
 class RankLogger:
-    """A logger for stdout that Colossal-AI's Trainer takes too: `info(message, ranks=[0])`."""
+    """A log on stdout that Colossal-AI's Trainer takes too: `info(message, ranks=[0])`."""
 
     def __init__(self, rank: int = 0):
         self.rank = rank
-        self._logger = logging.getLogger("colossal_vit")
-        if not self._logger.handlers:
-            handler = logging.StreamHandler(sys.stdout)
-            handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-            self._logger.addHandler(handler)
-            self._logger.setLevel(logging.INFO)
-            self._logger.propagate = False
 
     def info(self, message: str, ranks: Iterable[int] | None = (0,)) -> None:
         """Log on the given ranks; `ranks=None` on every rank."""
         if ranks is None or self.rank in ranks:
-            self._logger.info(message)
+            print(f"{datetime.now():%H:%M:%S} {message}", flush=True)
 
 
 @contextmanager

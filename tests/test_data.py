@@ -9,7 +9,6 @@ import time
 
 import pytest
 import torch
-import world
 from colossal_vit.data import IGNORED, EvalSampler, GlobalBatchSampler
 from colossal_vit.errors import UserError
 from colossal_vit.ranks import RankLogger, on_one_rank
@@ -18,6 +17,7 @@ from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 
 import cifar10
+import world
 
 
 @pytest.fixture(scope="module")

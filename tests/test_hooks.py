@@ -4,9 +4,10 @@ import json
 from itertools import pairwise
 
 import pytest
-import recipes
 from colossal_vit.report import draw, read_metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import recipes
 
 STEP_KEYS = ["step", "epoch", "loss", "lr", "grad_norm", "images_per_s", "data_s", "step_s", "memory_gb"]
 EVAL_KEYS = ["step", "epoch", "eval_loss", "eval_accuracy", "eval_images"]

@@ -4,35 +4,10 @@ import itertools
 import re
 
 import pytest
+
+import check_layouts
 import recipes
-
-
-def tensor(mode, size, **more):
-    return {f"parallel.tensor.{key}": value for key, value in dict(mode=mode, size=size, **more).items()}
-
-
-PIPELINE = {"parallel.pipeline": 2}
-LAYOUTS = {
-    "DP 2": (2, {"BATCH_SIZE": 16}),
-    "DP 4": (4, {"BATCH_SIZE": 8}),
-    "PP 2": (2, PIPELINE),
-    "PP 2, 4 micro-batches": (2, {**PIPELINE, "NUM_MICRO_BATCHES": 4}),
-    "PP 2 interleaved × 2": (2, {**PIPELINE, "model.num_chunks": 2}),
-    "PP 2 interleaved × 2, 4 micro-batches": (2, {**PIPELINE, "model.num_chunks": 2, "NUM_MICRO_BATCHES": 4}),
-    "PP 4": (4, {"parallel.pipeline": 4}),
-    "1D 2": (2, tensor("1d", 2)),
-    "1D 4": (4, tensor("1d", 4)),
-    "2D 4": (4, tensor("2d", 4)),
-    "2.5D 4": (4, tensor("2.5d", 4, depth=1)),
-    "2.5D 8": (8, tensor("2.5d", 8, depth=2)),
-    "3D 8": (8, tensor("3d", 8)),
-    "PP 2 × 1D 2": (4, {**PIPELINE, **tensor("1d", 2)}),
-    "PP 2 × 2D 4": (8, {**PIPELINE, **tensor("2d", 4)}),
-    "PP 2 × 2.5D 4": (8, {**PIPELINE, **tensor("2.5d", 4, depth=1)}),
-    "DP 2 × PP 2": (4, {**PIPELINE, "BATCH_SIZE": 16}),
-    "DP 2 × PP 2 × 1D 2": (8, {**PIPELINE, **tensor("1d", 2), "BATCH_SIZE": 16}),
-    "DP 2 × 2D 4": (8, {**tensor("2d", 4), "BATCH_SIZE": 16}),
-}
+from check_layouts import LAYOUTS
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +58,16 @@ def test_same_curve_with_accumulation(layout, reference, tmp_path, random_weight
     assert_same_curve(steps, reference()[0])
 
 
+@pytest.mark.parametrize("layout", ["DP 2", "PP 2 interleaved × 2", "1D 2", "2D 4", "2.5D 4", "3D 8", "PP 2 × 1D 2"])
+def test_same_curve_with_momentum(layout, reference, tmp_path, random_weights):
+    world_size, values = LAYOUTS[layout]
+    sgd = {"OPTIMIZER": "sgd", "LEARNING_RATE": 0.1, "WEIGHT_DECAY": 1e-4}
+    expected, _ = reference(**sgd)
+    assert expected[-1]["loss"] < expected[0]["loss"] - 0.3
+    steps, _ = recipes.train(tmp_path, world_size, **sgd, **values)
+    assert_same_curve(steps, expected)
+
+
 @pytest.mark.parametrize("layout", ["1D 2", "2D 4", "2.5D 4", "3D 8", "PP 2 interleaved × 2"])
 def test_checkpointing_changes_nothing(layout, reference, tmp_path, random_weights):
     world_size, values = LAYOUTS[layout]
@@ -118,8 +103,24 @@ def test_every_shipped_config_trains(path, tmp_path):
     """As it is, but for the size of the model, on as many processes as its docstring says."""
     processes = int(re.search(r"--nproc_per_node (\d+)", path.read_text()).group(1))
     small = {key: value for key, value in recipes.SMALL.items() if key != "fp16"}
-    argv = ["--config", str(path), "--output", str(tmp_path), "--max-steps", "1", *recipes.flags(small)]
+    argv = ["--config", str(path), "--output", str(tmp_path), "--max-steps", "1", *recipes.set_flags(small)]
     result = recipes.world.run(recipes.HYBRID, argv, processes)
     assert result.codes == [0] * processes, str(result)
     assert recipes.read_metrics(tmp_path)[1][-1]["eval_images"] == 360
     assert "AMP_TYPE.NAIVE in bfloat16" in result.stdout[0]
+
+
+def test_the_command_checks_layouts(monkeypatch, capsys):
+    """As a user runs it, for one layout; and on two curves that drift apart, to see it fail."""
+    monkeypatch.setattr("sys.argv", ["check_layouts.py", "--only", "DP 2", "3D 8", "--world", "2"])
+    assert check_layouts.main() == 0
+    said = capsys.readouterr().out
+    assert re.search(r"DP 2 +\d\.\de[-+]\d+ +\d\.\de[-+]\d+ +\d+$", said, re.MULTILINE), said
+    assert "not checked, since they need more than 2 processes: 3D 8" in said
+
+    def drifting(processes, *_):
+        return [dict(loss=loss, grad_norm=1.0, images_per_s=1.0) for loss in (1.0, 1.0 + 2e-4 * processes)]
+
+    monkeypatch.setattr(check_layouts, "train", drifting)
+    assert check_layouts.main() == 1
+    assert "OUT" in capsys.readouterr().out

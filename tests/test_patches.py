@@ -8,7 +8,6 @@ import math
 import colossalai.legacy as colossalai
 import pytest
 import torch
-import world
 from colossal_vit import host, patches
 from colossal_vit.data import GlobalBatchSampler
 from colossal_vit.engine import initialize
@@ -21,6 +20,8 @@ from colossalai.legacy.trainer import Trainer
 from colossalai.legacy.utils import get_dataloader
 from colossalai.nn import lr_scheduler as col_schedulers
 from packaging.version import Version
+
+import world
 
 LAYOUT_1D = {"pipeline": 1, "tensor": {"mode": "1d", "size": 2}}
 

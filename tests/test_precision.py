@@ -1,14 +1,15 @@
 """Mixed precision: the loss stays close to fp32's, gradients are unscaled before they are clipped, overflows skip."""
 
 import pytest
-import recipes
 import torch
-import world
 from colossal_vit.engine import initialize
 from colossal_vit.precision import NaiveAMPOptimizer, TorchAMPOptimizer
 from colossalai.legacy.amp import AMP_TYPE
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
+
+import recipes
+import world
 
 MODES = {
     "NAIVE bf16": dict(mode=AMP_TYPE.NAIVE, dtype="bf16"),

@@ -1,16 +1,16 @@
 """The ViT built from Colossal-AI layers is timm's ViT: same weights, same outputs, same gradients, same names."""
 
 import pytest
-import recipes
 import torch
 import torch.nn.functional as F
-import world
 from colossal_vit import config as configs
 from colossal_vit.errors import UserError
 from colossal_vit.sharding import full_parameters, global_norm, split_batch
 from colossalai.legacy import nn as col_nn
 
+import recipes
 import vit
+import world
 
 
 def layout(world_size, pipeline=1, mode=None, size=1, **more):

@@ -20,6 +20,8 @@ from vit import build_vit, check_vit
 
 REQUIRED = ("BATCH_SIZE", "NUM_EPOCHS", "IMG_SIZE", "PATCH_SIZE", "HIDDEN_SIZE", "DEPTH", "NUM_HEADS", "NUM_CLASSES")
 DEFAULTS = {
+    "OPTIMIZER": "adamw",
+    "MOMENTUM": 0.9,  # of SGD
     "LEARNING_RATE": 3e-3,
     "WEIGHT_DECAY": 0.3,
     "WARMUP_EPOCHS": 0,
@@ -47,7 +49,11 @@ def main() -> None:
 
     # ---- Criterion, optimizer, learning rate -----------------------------------------------------------------------
     criterion = col_nn.CrossEntropyLoss(label_smoothing=config.LABEL_SMOOTHING)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY)
+    common = dict(lr=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY)
+    if config.OPTIMIZER == "sgd":
+        optimizer = torch.optim.SGD(model.parameters(), momentum=config.MOMENTUM, **common)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), **common)
     steps_per_epoch = len(train_dataloader) // config.gradient_accumulation
     lr_scheduler = CosineAnnealingWarmupLR(
         optimizer,
