@@ -378,6 +378,11 @@ class Layout:
         """Into how many parts the tensor-parallel ranks split a batch."""
         return {"2d": self.side, "2.5d": self.side, "3d": self.side**2}.get(self.tensor_mode, 1)
 
+    @property
+    def hidden_parts(self) -> int:
+        """Into how many parts they split the hidden size of activations between layers; in 1D each has it whole."""
+        return self.side if self.tensor_mode in ("2d", "2.5d", "3d") else 1
+
     @classmethod
     def of(cls, config: Config, world_size: int) -> "Layout":
         """The layout that `config.parallel` gives on `world_size` processes.

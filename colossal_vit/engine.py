@@ -149,9 +149,9 @@ def _schedule(config: Any, dtype: torch.dtype) -> NonPipelineSchedule | Pipeline
     # TENSOR_SHAPE is that of the whole activation between two stages; 2D, 2.5D and 3D split batch and hidden size.
     shape = get_tensor_shape()
     layout = Layout.of(config, gpc.get_world_size(ParallelMode.GLOBAL))
-    if shape is not None and layout.tensor_mode in ("2d", "2.5d", "3d"):
-        batch, sequence, hidden = shape
-        shape = (batch // layout.batch_parts, sequence, hidden // layout.side)
+    if shape is not None:
+        batch, *sequence, hidden = shape
+        shape = (batch // layout.batch_parts, *sequence, hidden // layout.hidden_parts)
     options = dict(
         data_process_func=_stage_input,
         tensor_shape=shape,

@@ -68,7 +68,7 @@ class Shard:
             dist.broadcast(full, gpc.get_ranks_in_group(mode)[number], group=gpc.get_group(mode))
         for dim, mode in reversed(self.splits):
             pieces = [torch.empty_like(full) for _ in range(gpc.get_world_size(mode))]
-            dist.all_gather(pieces, full.contiguous(), group=gpc.get_group(mode))
+            dist.all_gather(pieces, full, group=gpc.get_group(mode))
             full = torch.cat(pieces, dim)
         if self.transposed:
             full = full.t()

@@ -292,7 +292,7 @@ def check_vit(config: Config, layout: Layout) -> None:
     divides(config.PATCH_SIZE, "IMG_SIZE", "PATCH_SIZE")
     divides(config.NUM_HEADS, "HIDDEN_SIZE", "NUM_HEADS")
     divides(layout.side, "NUM_HEADS", f"the side of parallel.tensor.size = {layout.tensor} in {layout.tensor_mode}")
-    if layout.tensor_mode in ("2d", "2.5d", "3d"):
+    if layout.hidden_parts > 1:
         divides(layout.side**2, "HIDDEN_SIZE", f"the square of the side {layout.side} of {layout.tensor_mode}")
         divides(layout.batch_parts, "BATCH_SIZE", f"the parts of a batch in {layout.tensor_mode}")
     if layout.tensor_mode == "3d" and config.CHECKPOINT and Version(torch.__version__) < Version("2.10"):
