@@ -215,6 +215,7 @@ def initialize(
             model,
             process_group=gpc.get_group(ParallelMode.DATA),
             device_ids=[device] if device.type == "cuda" else None,
+            init_sync=False,  # done above
             **config.get("torch_ddp", {}),
         )
 

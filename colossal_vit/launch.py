@@ -4,6 +4,7 @@ Every train script is `launch.run(main)`, and `main` begins with `launch.start(.
 """
 
 import argparse
+import functools
 import os
 import socket
 import sys
@@ -20,11 +21,12 @@ import colossalai.legacy as colossalai
 import torch
 import torch.distributed as dist
 from colossal_vit import config as configs
-from colossal_vit import host, patches, precision
+from colossal_vit import dry_run, host, patches, precision
 from colossal_vit.errors import TrainingError, UserError
 from colossal_vit.peers import Peers
 from colossal_vit.ranks import RankLogger, together
 from colossal_vit.rendezvous import LAUNCHERS, Rendezvous, find_rendezvous, own_place, stranger_at
+from colossalai.accelerator import get_accelerator
 from colossalai.context import Config
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.context.random import add_seed, reset_seeds, set_mode
@@ -73,6 +75,11 @@ def get_parser(description: str | None = None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--output", type=Path, help="run directory (default runs/<example>/<config name>)")
     parser.add_argument("--max-steps", type=int, metavar="N", help="stop after N optimizer steps")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="train nothing: print what each rank of the layout (on --world_size processes) would hold and send",
+    )
     return parser
 
 
@@ -92,6 +99,8 @@ class Run:
         max_steps: optimizer steps to stop after, or None.
         device: this rank's device.
         log: see `RankLogger`.
+        dry_run: whether there are no data, no tensors and no other ranks, and `main` is to return what
+            `dry_run.measure` says of its engine.
     """
 
     config: Config
@@ -100,6 +109,7 @@ class Run:
     max_steps: int | None
     device: torch.device
     log: RankLogger
+    dry_run: bool = False
 
 
 def _backend(args: argparse.Namespace, meeting: Rendezvous) -> str:
@@ -222,7 +232,7 @@ def start(
     """
     script = Path(sys.argv[0]).resolve()
     args = get_parser(description).parse_args()
-    meeting = find_rendezvous(args)
+    meeting = None if args.dry_run else find_rendezvous(args)
     if args.config is None:
         raise UserError(
             "--config FILE is missing: the Python file with the hyper-parameters, for example from configs/"
@@ -230,6 +240,7 @@ def start(
     if args.max_steps is not None and args.max_steps < 1:
         raise UserError(f"--max-steps {args.max_steps}: must be at least 1")
     config = configs.load(args.config, args.set, required, {"SEED": 1024, **(defaults or {})})
+    meeting = meeting or dry_run.place(args, config)
     layout = configs.Layout.of(config, meeting.world_size)
     if check is not None:
         check(config, layout)
@@ -238,6 +249,13 @@ def start(
     if not torch.cuda.is_available():
         host.enable()
     patches.apply()
+    if args.dry_run:
+        with dry_run.no_peers():
+            _launch(config, meeting, backend)
+        _seed(config.SEED)
+        device = get_accelerator().get_current_device()
+        dry_run.no_tensors(device)
+        return Run(config, layout, Path(), 1, device, RankLogger(0), dry_run=True)
     _launch(config, meeting, backend)
     global _peers
     _peers = Peers(meeting.rank, meeting.world_size, meeting.host)
@@ -307,6 +325,8 @@ def run(main: Callable[[], None]) -> None:
 
     A `UserError` or `TrainingError` becomes one line on stderr, printed by one rank. When one rank ends early, all do.
     """
+    if "--dry-run" in sys.argv[1:]:
+        main = functools.partial(dry_run.report, main)
     code = 0
     try:
         main()

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from colossal_vit.data import IGNORED, EvalSampler, GlobalBatchSampler
+from colossal_vit.dry_run import Placeholders
 from colossal_vit.errors import UserError
 from colossal_vit.launch import Run
 from colossal_vit.ranks import on_one_rank, together
@@ -206,6 +207,9 @@ def build_cifar10(run: Run) -> tuple[Batches, Batches]:
         UserError: on every rank, if the images cannot be had or read on any.
     """
     config: Config = run.config
+    if run.dry_run:
+        shape = (config.BATCH_SIZE, 3, config.IMG_SIZE, config.IMG_SIZE)
+        return Placeholders(50_000 // (config.BATCH_SIZE * run.layout.data), shape, run.device), None
     data = config.get("DATA") or os.environ.get("DATA") or None
     sample = Path(__file__).resolve().parents[1] / "data" / "sample"
     on_one_rank(lambda: prepare(data, sample, run.log))

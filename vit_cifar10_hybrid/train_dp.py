@@ -9,7 +9,7 @@ import sys
 
 import timm
 import torch
-from colossal_vit import launch
+from colossal_vit import dry_run, launch
 from colossal_vit.config import Layout
 from colossal_vit.engine import initialize
 from colossal_vit.errors import UserError
@@ -67,7 +67,7 @@ def check(config: Config, layout: Layout) -> None:
             raise UserError(f"MODEL = {config.MODEL!r} cannot be built with these sizes: {error}") from None
 
 
-def main() -> None:
+def main() -> dry_run.StepPlan | None:
     # ---- Launch: flags, config file, process groups ----------------------------------------------------------------
     run = launch.start(__doc__, REQUIRED, DEFAULTS, check)
     config = run.config
@@ -93,6 +93,8 @@ def main() -> None:
     engine, train_dataloader, test_dataloader, lr_scheduler = initialize(
         model, optimizer, criterion, train_dataloader, test_dataloader, lr_scheduler
     )
+    if run.dry_run:
+        return dry_run.measure(engine, train_dataloader)
 
     # ---- Train -----------------------------------------------------------------------------------------------------
     trainer = Trainer(engine, logger=run.log)

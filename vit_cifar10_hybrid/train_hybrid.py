@@ -8,7 +8,7 @@ The layout is in the config file: processes = data × parallel.pipeline × paral
 import sys
 
 import torch
-from colossal_vit import launch
+from colossal_vit import dry_run, launch
 from colossal_vit.engine import initialize
 from colossal_vit.hooks import LRSchedulerHook, MetricsHook
 from colossal_vit.optim import CosineAnnealingWarmupLR
@@ -35,7 +35,7 @@ DEFAULTS = {
 }
 
 
-def main() -> None:
+def main() -> dry_run.StepPlan | None:
     # ---- Launch: flags, config file, process groups ----------------------------------------------------------------
     run = launch.start(__doc__, REQUIRED, DEFAULTS, check_vit)
     config = run.config
@@ -65,6 +65,8 @@ def main() -> None:
     engine, train_dataloader, test_dataloader, lr_scheduler = initialize(
         model, optimizer, criterion, train_dataloader, test_dataloader, lr_scheduler
     )
+    if run.dry_run:
+        return dry_run.measure(engine, train_dataloader)
 
     # ---- Train -----------------------------------------------------------------------------------------------------
     trainer = Trainer(engine, logger=run.log)

@@ -1,0 +1,163 @@
+"""A dry run says, on one process, what really happens on many."""
+
+import sys
+
+import pytest
+import torch
+from colossal_vit import config as configs
+from colossal_vit import dry_run
+from colossal_vit.engine import initialize
+from colossalai.legacy import nn as col_nn
+from colossalai.legacy.core import global_context as gpc
+
+import recipes
+import train_hybrid
+import vit
+import world
+from check_layouts import LAYOUTS, set_flags
+
+CASES = {
+    **{
+        name: LAYOUTS[name]
+        for name in ("DP 2", "PP 2, 4 micro-batches", "PP 2 interleaved × 2", "1D 2", "2D 4", "2.5D 8", "3D 8")
+    },
+    "DP 2 × PP 2 × 1D 2": LAYOUTS["DP 2 × PP 2 × 1D 2"],
+    "DP 2, NAIVE": (2, {**LAYOUTS["DP 2"][1], "fp16.mode": "NAIVE"}),
+    "2D 4, TORCH, dropout": (4, {**LAYOUTS["2D 4"][1], "fp16.mode": "TORCH", "DROP_RATE": 0.1, "DROP_PATH_RATE": 0.1}),
+    "PP 2 × 1D 2, NAIVE": (4, {**LAYOUTS["PP 2 × 1D 2"][1], "fp16.mode": "NAIVE"}),
+    "DP 2 × PP 2, accumulated, recomputed": (
+        4,
+        {**LAYOUTS["DP 2 × PP 2"][1], "gradient_accumulation": 2, "CHECKPOINT": True},
+    ),
+}
+
+
+def flags(values: dict) -> list[str]:
+    """Command line of a case, on the pipeline config."""
+    values = {"parallel.pipeline": 1, **recipes.SMALL, "HIDDEN_SIZE": 64, **values}
+    amp = values.pop("fp16.mode", None)
+    if amp:
+        values.pop("fp16")
+    amp_flags = ["--set", f"fp16.mode=AMP_TYPE.{amp}"] if amp else []
+    return [
+        "--config",
+        str(world.ROOT / "vit_cifar10_hybrid" / recipes.PIPELINE_CONFIG),
+        *set_flags(values),
+        *amp_flags,
+    ]
+
+
+def planned(argv: list[str], world_size: int) -> dict[int, dry_run.StepPlan]:
+    """By rank: what a dry run says of the first rank of each stage, and where they differ, of the others too."""
+
+    def plan():
+        sys.argv = ["train_hybrid.py", *argv, "--dry-run", "--world_size", str(world_size)]
+        plans = dry_run.plan(train_hybrid.main)
+        ranks = plans[0].stage_ranks
+        if plans[0].layout.batch_parts > 1 and len(plans) == 1:
+            ranks = range(plans[0].layout.tensor)
+            plans += [dry_run.plan_rank(train_hybrid.main, rank) for rank in ranks[1:]]
+        return dict(zip(ranks, plans, strict=True))
+
+    return world.call(plan, launched=False)[0]
+
+
+def really(argv: list[str], world_size: int) -> list[dry_run.StepPlan]:
+    """What every rank measures of a step with real tensors and peers."""
+    overrides = [argv[i + 1] for i, flag in enumerate(argv) if flag == "--set"]
+    config = configs.load(argv[1], overrides, train_hybrid.REQUIRED, {"SEED": 1024, **train_hybrid.DEFAULTS})
+
+    def measure():
+        layout = configs.Layout.of(gpc.config, world_size)
+        model = vit.build_vit(gpc.config, layout)
+        optimizer = torch.optim.AdamW(model.parameters())
+        engine, *_ = initialize(model, optimizer, col_nn.CrossEntropyLoss(label_smoothing=0.1))
+        size = gpc.config.IMG_SIZE
+        batches = dry_run.Placeholders(4, (gpc.config.BATCH_SIZE, 3, size, size), torch.device("cpu"))
+        return dry_run.measure(engine, batches)
+
+    return world.call(measure, world_size, **config)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_says_what_happens(case):
+    world_size, values = CASES[case]
+    argv = flags(values)
+    plans, measured = planned(argv, world_size), really(argv, world_size)
+    for rank, said in plans.items():
+        real = measured[rank]
+        assert (said.layers, said.parameters) == (real.layers, real.parameters), rank
+        assert said.calls == real.calls, rank
+        assert said.sent == real.sent, rank
+        for part in ("weights", "gradients", "optimizer"):
+            assert said.memory[part] == real.memory[part], (rank, part)
+        # gloo may let go of a message a little later than a collective returns
+        assert said.memory["peak"] == pytest.approx(real.memory["peak"], rel=0.05), rank
+    whole = {name for said in plans.values() for name in said.layers}
+    assert {"cls_token", "pos_embed", "blocks.0.attn.qkv.weight", "blocks.3.mlp.fc2.bias", "head.weight"} <= whole
+
+
+def test_the_report(tmp_path, monkeypatch):
+    """As a user sees it, for a world that no test machine has."""
+    argv = [
+        *flags(LAYOUTS["DP 2 × PP 2 × 1D 2"][1]),
+        "--dry-run",
+        "--world_size",
+        "1024",
+        "--output",
+        str(tmp_path / "run"),
+    ]
+    result = world.run(recipes.HYBRID, argv)
+    assert result.codes == [0], str(result)
+    said = result.stdout[0]
+    assert "1024 process(es): data 256 × pipeline 2 × tensor 2 (1d)" in said
+    assert "stage 1, rank(s) 2-3, 6-7, " in said
+    assert "blocks 2-3, norm, head" in said
+    assert "(2 - 1) / (1 × 2) = 50.0%" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_fewest_processes_are_the_default():
+    result = world.run(recipes.HYBRID, [*flags(LAYOUTS["3D 8"][1]), "--dry-run"])
+    assert "8 process(es): data 1 × pipeline 1 × tensor 8 (3d)" in result.stdout[0], str(result)
+
+
+def test_under_a_launcher_one_process_reports():
+    result = world.run(recipes.HYBRID, [*flags(LAYOUTS["DP 2"][1]), "--dry-run"], world_size=2)
+    assert result.codes == [0, 0], str(result)
+    assert "2 process(es): data 2" in result.stdout[0]
+    assert result.stdout[1] == ""
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (["--world_size", "3"], "start 2 or 4 processes"),
+        (["--world_size", "-1"], "--world_size -1: must be at least 1"),
+        (["--set", "HIDDEN_SIZE=33"], "HIDDEN_SIZE = 33"),
+    ],
+)
+def test_a_mistake_is_one_line(more, expected):
+    result = world.run(recipes.HYBRID, [*flags(LAYOUTS["1D 2"][1]), "--dry-run", *more])
+    assert result.codes == [2], str(result)
+    assert expected in result.stderr[0]
+    assert result.stderr[0].count("\n") == 1
+
+
+def test_of_the_data_parallel_script():
+    config = "configs/config_data_parallel.py"
+    result = world.run(recipes.DATA_PARALLEL, ["--config", config, "--dry-run", "--world_size", "4"])
+    assert result.codes == [0], str(result)
+    assert "cls_token, pos_embed, patch_embed, blocks 0-11, norm, head; 85,806,346 parameters" in result.stdout[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("amp", [None, "TORCH", "NAIVE"])
+def test_memory_on_a_gpu(amp, tmp_path):
+    """Within 10 % of what CUDA says was allocated, for a model of 21 M parameters."""
+    values = {"HIDDEN_SIZE": 384, "NUM_HEADS": 6, "DEPTH": 12, "PATCH_SIZE": 4, "BATCH_SIZE": 256}
+    argv = flags(values | ({"fp16.mode": amp} if amp else {}))
+    result = world.run(recipes.HYBRID, [*argv, "--max-steps", "3", "--output", str(tmp_path)])
+    assert result.codes == [0], str(result)
+    allocated = recipes.read_metrics(tmp_path)[0][-1]["memory_gb"] * 1e9
+    assert planned(argv, 1)[0].memory["peak"] == pytest.approx(allocated, rel=0.1)
