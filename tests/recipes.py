@@ -1,9 +1,13 @@
 """Small models and the runs that compare them."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from colossal_vit import config as configs
 from colossal_vit.report import read_metrics
+from colossalai.context import Config
 
+import train_hybrid
 import world
 from check_layouts import MODEL, set_flags
 
@@ -15,17 +19,28 @@ PIPELINE_CONFIG = "configs/config_pipeline_parallel.py"
 SMALL = {**MODEL, "clip_grad_norm": 1.0}
 
 
+def flags(amp: str | None = None, **values) -> list[str]:
+    """The command line of a small run: the pipeline config on one stage, in fp32, unless arguments say otherwise."""
+    settings = {"parallel.pipeline": 1, **SMALL, **values}
+    if amp:
+        settings.pop("fp16")
+    amp_flags = ["--set", f"fp16.mode=AMP_TYPE.{amp}"] if amp else []
+    return ["--config", str(world.ROOT / "vit_cifar10_hybrid" / PIPELINE_CONFIG), *set_flags(settings), *amp_flags]
+
+
+def config(argv: Sequence[str]) -> Config:
+    """The config that the train script makes of `flags`."""
+    _, path, *rest = argv
+    return configs.load(path, rest[1::2], train_hybrid.REQUIRED, {"SEED": 1024, **train_hybrid.DEFAULTS})
+
+
 def train(output: Path, world_size: int = 1, steps: int = 20, amp: str | None = None, **values):
-    """Train with the pipeline config, on one stage unless `values` say otherwise, in fp32 unless `amp` names a mode.
+    """Train; the arguments are those of `flags`.
 
     Returns:
         The records of steps, and those of evaluations.
     """
-    settings = {"parallel.pipeline": 1, **SMALL, **values}
-    if amp:
-        settings.pop("fp16")
-    argv = ["--config", PIPELINE_CONFIG, "--output", str(output), "--max-steps", str(steps)]
-    argv += ["--set", f"fp16.mode=AMP_TYPE.{amp}"] if amp else []
-    result = world.run(HYBRID, [*argv, *set_flags(settings)], world_size)
+    argv = [*flags(amp, **values), "--output", str(output), "--max-steps", str(steps)]
+    result = world.run(HYBRID, argv, world_size)
     assert result.codes == [0] * world_size, str(result)
     return read_metrics(output)

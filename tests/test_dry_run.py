@@ -14,7 +14,7 @@ import recipes
 import train_hybrid
 import vit
 import world
-from check_layouts import LAYOUTS, set_flags
+from check_layouts import LAYOUTS
 
 CASES = {
     **{
@@ -22,29 +22,14 @@ CASES = {
         for name in ("DP 2", "PP 2, 4 micro-batches", "PP 2 interleaved × 2", "1D 2", "2D 4", "2.5D 8", "3D 8")
     },
     "DP 2 × PP 2 × 1D 2": LAYOUTS["DP 2 × PP 2 × 1D 2"],
-    "DP 2, NAIVE": (2, {**LAYOUTS["DP 2"][1], "fp16.mode": "NAIVE"}),
-    "2D 4, TORCH, dropout": (4, {**LAYOUTS["2D 4"][1], "fp16.mode": "TORCH", "DROP_RATE": 0.1, "DROP_PATH_RATE": 0.1}),
-    "PP 2 × 1D 2, NAIVE": (4, {**LAYOUTS["PP 2 × 1D 2"][1], "fp16.mode": "NAIVE"}),
+    "DP 2, NAIVE": (2, {**LAYOUTS["DP 2"][1], "amp": "NAIVE"}),
+    "2D 4, TORCH, dropout": (4, {**LAYOUTS["2D 4"][1], "amp": "TORCH", "DROP_RATE": 0.1, "DROP_PATH_RATE": 0.1}),
+    "PP 2 × 1D 2, NAIVE": (4, {**LAYOUTS["PP 2 × 1D 2"][1], "amp": "NAIVE"}),
     "DP 2 × PP 2, accumulated, recomputed": (
         4,
         {**LAYOUTS["DP 2 × PP 2"][1], "gradient_accumulation": 2, "CHECKPOINT": True},
     ),
 }
-
-
-def flags(values: dict) -> list[str]:
-    """Command line of a case, on the pipeline config."""
-    values = {"parallel.pipeline": 1, **recipes.SMALL, "HIDDEN_SIZE": 64, **values}
-    amp = values.pop("fp16.mode", None)
-    if amp:
-        values.pop("fp16")
-    amp_flags = ["--set", f"fp16.mode=AMP_TYPE.{amp}"] if amp else []
-    return [
-        "--config",
-        str(world.ROOT / "vit_cifar10_hybrid" / recipes.PIPELINE_CONFIG),
-        *set_flags(values),
-        *amp_flags,
-    ]
 
 
 def planned(argv: list[str], world_size: int) -> dict[int, dry_run.StepPlan]:
@@ -64,8 +49,6 @@ def planned(argv: list[str], world_size: int) -> dict[int, dry_run.StepPlan]:
 
 def really(argv: list[str], world_size: int) -> list[dry_run.StepPlan]:
     """What every rank measures of a step with real tensors and peers."""
-    overrides = [argv[i + 1] for i, flag in enumerate(argv) if flag == "--set"]
-    config = configs.load(argv[1], overrides, train_hybrid.REQUIRED, {"SEED": 1024, **train_hybrid.DEFAULTS})
 
     def measure():
         layout = configs.Layout.of(gpc.config, world_size)
@@ -76,13 +59,13 @@ def really(argv: list[str], world_size: int) -> list[dry_run.StepPlan]:
         batches = dry_run.Placeholders(4, (gpc.config.BATCH_SIZE, 3, size, size), torch.device("cpu"))
         return dry_run.measure(engine, batches)
 
-    return world.call(measure, world_size, **config)
+    return world.call(measure, world_size, **recipes.config(argv))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_says_what_happens(case):
     world_size, values = CASES[case]
-    argv = flags(values)
+    argv = recipes.flags(**{"HIDDEN_SIZE": 64, **values})
     plans, measured = planned(argv, world_size), really(argv, world_size)
     for rank, said in plans.items():
         real = measured[rank]
@@ -100,7 +83,7 @@ def test_says_what_happens(case):
 def test_the_report(tmp_path, monkeypatch):
     """As a user sees it, for a world that no test machine has."""
     argv = [
-        *flags(LAYOUTS["DP 2 × PP 2 × 1D 2"][1]),
+        *recipes.flags(**LAYOUTS["DP 2 × PP 2 × 1D 2"][1]),
         "--dry-run",
         "--world_size",
         "1024",
@@ -118,12 +101,12 @@ def test_the_report(tmp_path, monkeypatch):
 
 
 def test_the_fewest_processes_are_the_default():
-    result = world.run(recipes.HYBRID, [*flags(LAYOUTS["3D 8"][1]), "--dry-run"])
+    result = world.run(recipes.HYBRID, [*recipes.flags(**LAYOUTS["3D 8"][1]), "--dry-run"])
     assert "8 process(es): data 1 × pipeline 1 × tensor 8 (3d)" in result.stdout[0], str(result)
 
 
 def test_under_a_launcher_one_process_reports():
-    result = world.run(recipes.HYBRID, [*flags(LAYOUTS["DP 2"][1]), "--dry-run"], world_size=2)
+    result = world.run(recipes.HYBRID, [*recipes.flags(**LAYOUTS["DP 2"][1]), "--dry-run"], world_size=2)
     assert result.codes == [0, 0], str(result)
     assert "2 process(es): data 2" in result.stdout[0]
     assert result.stdout[1] == ""
@@ -138,7 +121,7 @@ def test_under_a_launcher_one_process_reports():
     ],
 )
 def test_a_mistake_is_one_line(more, expected):
-    result = world.run(recipes.HYBRID, [*flags(LAYOUTS["1D 2"][1]), "--dry-run", *more])
+    result = world.run(recipes.HYBRID, [*recipes.flags(**LAYOUTS["1D 2"][1]), "--dry-run", *more])
     assert result.codes == [2], str(result)
     assert expected in result.stderr[0]
     assert result.stderr[0].count("\n") == 1
@@ -156,7 +139,7 @@ def test_of_the_data_parallel_script():
 def test_memory_on_a_gpu(amp, tmp_path):
     """Within 10 % of what CUDA says was allocated, for a model of 21 M parameters."""
     values = {"HIDDEN_SIZE": 384, "NUM_HEADS": 6, "DEPTH": 12, "PATCH_SIZE": 4, "BATCH_SIZE": 256}
-    argv = flags(values | ({"fp16.mode": amp} if amp else {}))
+    argv = recipes.flags(amp, **values)
     result = world.run(recipes.HYBRID, [*argv, "--max-steps", "3", "--output", str(tmp_path)])
     assert result.codes == [0], str(result)
     allocated = recipes.read_metrics(tmp_path)[0][-1]["memory_gb"] * 1e9
