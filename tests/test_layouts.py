@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import shlex
 
 import pytest
 import torch
@@ -130,6 +131,30 @@ def test_mixed_precision_in_every_mode(layout, amp, reference, tmp_path, random_
         assert here["loss"] == pytest.approx(there["loss"], rel=0.02)
         assert here["grad_norm"] == pytest.approx(there["grad_norm"], rel=0.1)
         assert here["loss"] != there["loss"]
+
+
+README = (world.ROOT / "vit_cifar10_hybrid" / "README.md").read_text()
+WALK = [shlex.split(line, comments=True)[1:] for line in re.findall(r"^walk \d.*$", README, re.MULTILINE)]
+
+
+def test_the_walk_covers_every_config():
+    assert {f"{config}.py" for _, config, *_ in WALK} == {path.name for path in CONFIGS} - {"config_data_parallel.py"}
+
+
+@pytest.mark.parametrize("number", [0, 1, 4], ids=lambda number: " ".join(WALK[number]))
+def test_the_walk_prints_what_the_readme_says(number, tmp_path):
+    """A few of its steps; all of them train the same model, as the tests above show."""
+    processes, config, *more = WALK[number]
+    small = re.search(r'SMALL="([^"]+)"', README)[1].split()
+    argv = ["--config", f"configs/{config}.py", "--output", str(tmp_path), *small, *more]
+    result = world.run(recipes.HYBRID, argv, int(processes))
+    assert result.codes == [0] * int(processes), str(result)
+    expected = re.search(r"^epoch 0: .*?(?=^```)", README, re.MULTILINE | re.DOTALL)[0].splitlines()
+    printed = [line for line in "".join(result.stdout).splitlines() if re.search(r"epoch \d: ", line)]
+    number_of = re.compile(r"\d+\.\d+")
+    for line, there in zip(expected, sorted(printed), strict=True):
+        here = [float(n) for n in number_of.findall(line)]
+        assert [float(n) for n in number_of.findall(there)][: len(here)] == pytest.approx(here, rel=1e-3), (line, there)
 
 
 CONFIGS = sorted((recipes.world.ROOT / "vit_cifar10_hybrid" / "configs").glob("config_*.py"))
