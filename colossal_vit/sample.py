@@ -6,6 +6,8 @@ E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Mach
 
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +40,26 @@ def digits(side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     return train_images, train_labels, test_images, test_labels
 
 
+@contextmanager
+def _appearing(folder: Path) -> Iterator[Path]:
+    """A scratch folder that becomes `folder` in one rename, unless another process makes it first: theirs is the same.
+
+    Yields:
+        The scratch folder, empty.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        yield scratch
+        scratch.chmod(0o755)
+        scratch.rename(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
 def write_cifar10(root: Path) -> Path:
     """Write the digits in CIFAR-10's binary format to `root/cifar-10-batches-bin`, which appears in one rename.
 
@@ -50,9 +72,7 @@ def write_cifar10(root: Path) -> Path:
     if folder.is_dir():
         return folder
     train_images, train_labels, test_images, test_labels = digits(32)
-    root.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=".cifar-10-", dir=root))
-    try:
+    with _appearing(folder) as scratch:
 
         def write(name: str, images: np.ndarray, labels: np.ndarray) -> None:
             planes = np.repeat(images.reshape(len(images), 1, -1), 3, axis=1).reshape(len(images), -1)
@@ -63,11 +83,30 @@ def write_cifar10(root: Path) -> Path:
             write(f"data_batch_{number}.bin", images, labels)
         write("test_batch.bin", test_images, test_labels)
         (scratch / "batches.meta.txt").write_text("".join(f"{digit}\n" for digit in range(10)))
-        scratch.chmod(0o755)
-        scratch.rename(folder)
-    except OSError:
-        if not folder.is_dir():  # another process was faster: theirs is the same
-            raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    return folder
+
+
+def write_imagenet(root: Path) -> Path:
+    """Write the digits as ImageNet's folders to `root/imagenet`, which appears in one rename.
+
+    `train/<wnid>/<wnid>_<number>.JPEG` and `val/<wnid>/ILSVRC2012_val_<number>.JPEG`, RGB of 64 x 64 pixels, with the
+    wnids n00000000 to n00000009 for the digits 0 to 9; the split is that of `digits`.
+
+    Returns:
+        The folder; one that exists is left as it is.
+    """
+    from PIL import Image
+
+    folder = root / "imagenet"
+    if folder.is_dir():
+        return folder
+    train_images, train_labels, test_images, test_labels = digits(64)
+    with _appearing(folder) as scratch:
+        for split, images, labels in (("train", train_images, train_labels), ("val", test_images, test_labels)):
+            for number, (image, label) in enumerate(zip(images, labels, strict=True), start=1):
+                wnid = f"n{label:08d}"
+                stem = f"{wnid}_{number}" if split == "train" else f"ILSVRC2012_val_{number:08d}"
+                path = scratch / split / wnid / f"{stem}.JPEG"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(image).convert("RGB").save(path, "JPEG", quality=95)
     return folder

@@ -1,13 +1,22 @@
 """Make the small data sets that the examples run on when DATA is not set.
 
-python scripts/sample_data.py [FOLDER]      # default: data/sample in this repository
+python scripts/sample_data.py [FOLDER] [--imagenet]      # default: data/sample in this repository
+
+Alone it writes FOLDER/cifar-10-batches-bin. With --imagenet it writes FOLDER/imagenet instead: the raw train/ and val/
+folders that vit_imagenet_dali/build_tfrecords.py packs.
 """
 
-import sys
+import argparse
 from pathlib import Path
 
-from colossal_vit.sample import write_cifar10
+from colossal_vit.sample import write_cifar10, write_imagenet
 
 if __name__ == "__main__":
-    root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parents[1] / "data" / "sample"
-    print(f"CIFAR-10 format: {write_cifar10(root)}")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).resolve().parents[1] / "data" / "sample")
+    parser.add_argument("--imagenet", action="store_true", help="the folders of ImageNet instead of CIFAR-10's files")
+    args = parser.parse_args()
+    if args.imagenet:
+        print(f"ImageNet folders: {write_imagenet(args.folder)}")
+    else:
+        print(f"CIFAR-10 format: {write_cifar10(args.folder)}")

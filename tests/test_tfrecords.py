@@ -1,0 +1,953 @@
+"""What build_tfrecords.py writes is read by others, survives any kill, and its own check finds every fault."""
+
+import contextlib
+import fcntl
+import io
+import os
+import pty
+import random
+import resource
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from colossal_vit.sample import digits, write_imagenet
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from PIL import Image
+
+import build_tfrecords as tfrecords
+
+FOLDER = Path(__file__).resolve().parents[1] / "vit_imagenet_dali"
+
+WNIDS = [f"n{digit:08d}" for digit in range(10)]
+SHARDS = ("--train-shards", "4", "--validation-shards", "2", "--workers", "1")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def synced():
+    """Pretend to wait for the disk, and note for which files: it is slow, and only a power cut shows the difference."""
+    inodes = set()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: inodes.add(os.fstat(descriptor).st_ino))
+        yield inodes
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """The sample: 1,437 and 360 images."""
+    return write_imagenet(tmp_path_factory.mktemp("sample"))
+
+
+@pytest.fixture(scope="module")
+def small_source(source, tmp_path_factory):
+    """The first 8 training and 2 validation images of each class."""
+    small = tmp_path_factory.mktemp("small")
+    for split, count in (("train", 8), ("val", 2)):
+        for wnid in WNIDS:
+            (small / split / wnid).mkdir(parents=True)
+            for path in sorted((source / split / wnid).iterdir())[:count]:
+                shutil.copy2(path, small / split / wnid)
+    return small
+
+
+@pytest.fixture(scope="module")
+def small_built(small_source, tmp_path_factory):
+    output = tmp_path_factory.mktemp("built") / "output"
+    assert run(small_source, output) == 0
+    return output
+
+
+@pytest.fixture
+def raw(small_source, tmp_path):
+    """A copy of the small source, to be changed."""
+    return shutil.copytree(small_source, tmp_path / "raw")
+
+
+@pytest.fixture
+def built(small_built, tmp_path):
+    """A copy of the small build, to be damaged."""
+    return shutil.copytree(small_built, tmp_path / "built")
+
+
+def run(*arguments, shards=SHARDS):
+    return tfrecords.main([str(argument) for argument in (*arguments, *shards)])
+
+
+def start(*arguments, code=None, shards=SHARDS, **kwargs):
+    """The command in a process of its own; `code` is Python that runs before."""
+    script = [str(FOLDER / "build_tfrecords.py")]
+    if code:
+        script = ["-c", f"import sys; sys.path.append({str(FOLDER)!r}); import build_tfrecords\n{code}"]
+        script[1] += "\nsys.exit(build_tfrecords.main(sys.argv[1:]))"
+    kwargs = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **kwargs}
+    return subprocess.Popen([sys.executable, *script, *map(str, (*arguments, *shards))], **kwargs)
+
+
+def tree(folder):
+    """Every file's content by its path."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def shard_of(output, number=1, split="train"):
+    return sorted((output / split).iterdir())[number]
+
+
+def index_of(shard):
+    return shard.parents[1] / "idx_files" / shard.parent.name / f"{shard.name}.idx"
+
+
+def offsets(shard):
+    return [tuple(map(int, line.split())) for line in index_of(shard).read_text().splitlines()]
+
+
+def read(shard):
+    """Data of each record by the index, without a look at lengths and CRCs."""
+    content = shard.read_bytes()
+    return [content[offset + 12 : offset + size - 4] for offset, size in offsets(shard)]
+
+
+def examples(output, split):
+    """(image, label) of each record."""
+    parsed = [tfrecords.parse_example(data) for shard in sorted((output / split).iterdir()) for data in read(shard)]
+    return [(*example["image/encoded"], *example["image/class/label"]) for example in parsed]
+
+
+def files(source, split):
+    """(content, label) of each image file."""
+    paths = sorted((source / split).glob("*/[!.]*"))
+    return [(path.read_bytes(), 1 + WNIDS.index(path.parent.name)) for path in paths]
+
+
+def error_line(capfd):
+    """The one line on stderr."""
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("build_tfrecords.py: error: ")
+    return line
+
+
+def jpeg(mode="RGB", size=(40, 30), **kwargs):
+    pixels = np.random.default_rng(0).integers(0, 256, (size[1] // 10, size[0] // 10, len(mode)), np.uint8).squeeze()
+    encoded = io.BytesIO()
+    Image.fromarray(pixels, mode).resize(size, Image.BICUBIC).save(encoded, **{"format": "JPEG", **kwargs})
+    return encoded.getvalue()
+
+
+def decode(data):
+    return np.asarray(Image.open(io.BytesIO(data)).convert("RGB")).astype(int)
+
+
+# ---- The sample ----
+
+
+def test_sample_is_the_digits_in_imagenets_folders(source):
+    train_images, train_labels, test_images, test_labels = digits(64)
+    for split, images, labels in (("train", train_images, train_labels), ("val", test_images, test_labels)):
+        assert sorted(path.name for path in (source / split).iterdir()) == WNIDS
+        paths = list((source / split).glob("*/*.JPEG"))
+        assert len(paths) == len(images)
+        for path in random.Random(0).sample(paths, 20):
+            number = int(path.stem.split("_")[-1]) - 1
+            image = Image.open(path)
+            assert (image.mode, image.size, path.parent.name) == ("RGB", (64, 64), WNIDS[labels[number]])
+            assert abs(np.asarray(image)[..., 0].astype(int) - images[number]).mean() < 2
+
+
+def test_sample_is_left_alone_when_it_is_there(source):
+    before = tree(source)
+    assert write_imagenet(source.parent) == source
+    assert tree(source) == before
+    assert [path.name for path in source.parent.iterdir()] == ["imagenet"]
+
+
+# ---- What is written ----
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_dali_reads_what_was_built(source, tmp_path, split, capfd):
+    """Bytes and labels are those of the source, and the decoded pixels what Pillow decodes."""
+    from nvidia.dali import fn, pipeline_def
+    from nvidia.dali import tfrecord as tfrec
+
+    assert run(source, tmp_path, shards=()) == 0
+    assert run("--verify", tmp_path, shards=()) == 0
+    shards = sorted((tmp_path / split).iterdir())
+    assert len(shards) == {"train": 1437 // 256, "validation": 360 // 256}[split], "fewer shards for a small set"
+    features = {
+        "image/encoded": tfrec.FixedLenFeature((), tfrec.string, ""),
+        "image/class/label": tfrec.FixedLenFeature([1], tfrec.int64, -1),
+    }
+
+    @pipeline_def(batch_size=1, num_threads=1, device_id=None)
+    def pipeline():
+        paths, indices = [str(shard) for shard in shards], [str(index_of(shard)) for shard in shards]
+        record = fn.readers.tfrecord(path=paths, index_path=indices, features=features)
+        return record["image/encoded"], record["image/class/label"], fn.decoders.image(record["image/encoded"])
+
+    pipe = pipeline()
+    pipe.build()
+    expected = files(source, {"train": "train", "validation": "val"}[split])
+    found = []
+    for number in range(len(expected)):
+        data, label, pixels = (output.at(0) for output in pipe.run())
+        found.append((data.tobytes(), int(label[0])))
+        if number % 20 == 0:
+            assert abs(decode(found[-1][0]) - pixels).max() <= 2
+    assert sorted(found) == sorted(expected)
+
+
+@pytest.fixture(scope="module")
+def Example():
+    """tf.train.Example by Google's protobuf, from the definition of its messages."""
+    file = descriptor_pb2.FileDescriptorProto(name="example.proto", package="t", syntax="proto3")
+
+    def message(name, *fields, parent=file.message_type):
+        made = parent.add(name=name)
+        for number, (key, kind, repeated) in enumerate(fields, start=1):
+            scalar = {"bytes": 12, "float": 2, "int64": 3, "string": 9}.get(kind)
+            of_message = {} if scalar else {"type_name": f".t.{kind}"}
+            made.field.add(name=key, number=number, type=scalar or 11, label=3 if repeated else 1, **of_message)
+        return made
+
+    message("BytesList", ("value", "bytes", True))
+    message("FloatList", ("value", "float", True))
+    message("Int64List", ("value", "int64", True))
+    kinds = [("bytes_list", "BytesList", False), ("float_list", "FloatList", False), ("int64_list", "Int64List", False)]
+    feature = message("Feature", *kinds)
+    feature.oneof_decl.add(name="kind")
+    for field in feature.field:
+        field.oneof_index = 0
+    features = message("Features", ("feature", "Features.FeatureEntry", True))
+    entry = message("FeatureEntry", ("key", "string", False), ("value", "Feature", False), parent=features.nested_type)
+    entry.options.map_entry = True
+    message("Example", ("features", "Features", False))
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("t.Example"))
+
+
+def test_records_are_what_tensorboard_and_protobuf_read(built, small_source, Example):
+    """TensorBoard's reader checks both CRCs, with tables of its own."""
+    from tensorboard.compat.tensorflow_stub import errors
+    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
+
+    found = []
+    for shard in sorted((built / "validation").iterdir()):
+        reader = PyRecordReader_New(str(shard))
+        with contextlib.suppress(errors.OutOfRangeError):
+            while True:
+                reader.GetNext()
+                feature = Example.FromString(reader.record()).features.feature
+                assert sorted(feature) == ["image/class/label", "image/encoded"]
+                found.append(
+                    (*feature["image/encoded"].bytes_list.value, *feature["image/class/label"].int64_list.value)
+                )
+    assert found == files(small_source, "val"), "in order"
+
+
+@pytest.mark.parametrize("size", [0, 1, 80, 127, 128, 16300, 16384, 2_100_000])
+@pytest.mark.parametrize("label", [1, 127, 128, 1000])
+def test_lengths_of_every_size(Example, size, label):
+    record = tfrecords.encode_record(bytes(size), label)
+    assert struct.unpack("<Q", record[:8]) == (len(record) - 16,)
+    feature = Example.FromString(record[12:-4]).features.feature
+    assert feature["image/encoded"].bytes_list.value == [bytes(size)]
+    assert feature["image/class/label"].int64_list.value == [label]
+
+
+def test_examples_of_others_are_parsed(Example):
+    """TensorFlow's keys for ImageNet, in an order that changes, and what protobuf allows of writers."""
+    expected = {
+        "image/encoded": [b"\xff\xd8" + bytes(range(256)) * 3],
+        "image/filename": [b"n01440764_10026.JPEG"],
+        "image/class/label": [1000],
+        "image/object/bbox/label": [1, -1, 2**62, -(2**63)],
+        "image/object/bbox/xmin": [],
+        "empty": [],
+    }
+    for seed in range(8):
+        features = b""
+        for key in random.Random(seed).sample(sorted(expected), len(expected)):
+            one = Example().features
+            feature = one.feature[key]
+            if expected[key]:
+                kind = feature.bytes_list if isinstance(expected[key][0], bytes) else feature.int64_list
+                kind.value.extend(expected[key])
+            elif "xmin" in key:
+                feature.float_list.value.extend([0.5, 0.25])
+            features += one.SerializeToString()  # one after the other is what protobuf means by all in one
+        data = tfrecords._field(1, features)
+        assert set(Example.FromString(data).features.feature) == set(expected)
+        assert tfrecords.parse_example(data) == expected
+
+    def field(number, content):
+        return bytes([number << 3 | 2, len(content)]) + content
+
+    one_by_one = field(3, b"\x08\x07\x08\x96\x01")
+    unknown = b"\x3d1234\x41" + b"12345678" + field(15, b"?")
+    value_first = field(1, field(1, field(2, one_by_one) + field(1, b"key") + unknown))
+    assert tfrecords.parse_example(value_first) == {"key": [7, 150]}
+
+
+def test_what_is_no_example_is_refused():
+    data = tfrecords.encode_record(jpeg(), 300)[12:-4]
+    for size in range(1, len(data)):
+        with pytest.raises(ValueError, match="is not a tf"):
+            tfrecords.parse_example(data[:size])
+    for seed in range(2000):
+        noise = bytearray(data[:90])
+        noise[random.Random(seed).randrange(60)] ^= 1 << seed % 8
+        with contextlib.suppress(ValueError):
+            tfrecords.parse_example(bytes(noise))
+
+
+def test_nothing_has_its_name_before_it_is_on_disk(small_source, tmp_path, synced, monkeypatch, capfd):
+    rename, renamed = os.replace, []
+
+    def replace(temporary, path):
+        assert temporary.stat().st_ino in synced
+        assert not renamed or renamed[-1].parent.stat().st_ino in synced
+        synced.clear()
+        rename(temporary, path)
+        renamed.append(path)
+
+    monkeypatch.setattr(os, "replace", replace)
+    assert run(small_source, tmp_path) == 0
+    assert renamed[-1].parent.stat().st_ino in synced
+    assert {str(path.relative_to(tmp_path)) for path in renamed} == set(tree(tmp_path)) - {".lock"}
+
+
+def test_training_images_are_shuffled_by_the_seed(source, tmp_path, capfd):
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        assert run(source, tmp_path / name, "--seed", seed) == 0
+    for shard in (tmp_path / "a" / "train").iterdir():
+        labels = [tfrecords.parse_example(data)["image/class/label"][0] for data in read(shard)]
+        assert set(labels) == set(range(1, 11))
+        assert len(labels) in (1437 // 4, 1437 // 4 + 1)
+    a, b, c = (tree(tmp_path / name) for name in "abc")
+    assert a == b
+    assert (tmp_path / "a" / "classes.txt").read_text().split() == WNIDS
+    assert sorted(examples(tmp_path / "a", "train")) == sorted(examples(tmp_path / "c", "train"))
+    differing = {name for name in a if a[name] != c[name]}
+    assert differing == {name for name in a if "train" in name} | {"build.json"}
+
+
+def test_png_and_cmyk_become_rgb_jpeg(raw, tmp_path, capfd):
+    png, cmyk, grey = jpeg(format="PNG"), jpeg("CMYK"), jpeg("L")
+    folder = raw / "train" / WNIDS[0]
+    for name, data in (("a_png.JPEG", png), ("a_cmyk.JPEG", cmyk), ("a_grey.JPEG", grey)):
+        (folder / name).write_bytes(data)
+    assert run(raw, tmp_path / "out") == 0
+    assert run("--verify", tmp_path / "out", "--check", "decode") == 0
+    originals = {data for data, _ in files(raw, "train")}
+    packed = [data for data, _ in examples(tmp_path / "out", "train")]
+    changed = [data for data in packed if data not in originals]
+    assert len(packed) == 83
+    assert grey in packed, "a grey JPEG is a JPEG that decoders know"
+    assert originals - set(packed) == {png, cmyk}
+    assert not (tmp_path / "out" / "skipped.txt").exists()
+    for data in changed:
+        image = Image.open(io.BytesIO(data))
+        assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (40, 30))
+    for original in (png, cmyk):
+        assert min(abs(decode(data) - decode(original)).mean() for data in changed) < 3
+
+
+def test_resize_and_quality():
+    large, small = jpeg(size=(300, 200)), jpeg(size=(90, 200))
+    sizes = [Image.open(io.BytesIO(tfrecords.prepare_image(data, resize=100))).size for data in (large, small)]
+    assert sizes == [(150, 100), (90, 200)]
+    assert tfrecords.prepare_image(small, resize=100) == small, "never enlarged, nor encoded anew"
+    assert (
+        len(tfrecords.prepare_image(large, quality=10))
+        < len(tfrecords.prepare_image(large, quality=90))
+        < len(large) * 4
+    )
+    assert tfrecords.prepare_image(large, check="decode") == large
+
+
+def test_a_turned_image_is_upright_once_its_exif_is_gone():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    turned = jpeg(size=(300, 200), exif=exif)
+    assert tfrecords.prepare_image(turned) == turned
+    upright = Image.open(io.BytesIO(tfrecords.prepare_image(turned, resize=100)))
+    assert upright.size == (100, 150)
+    assert not upright.getexif()
+
+
+# ---- Bad images ----
+
+
+def broken_huffman_table(data):
+    at = data.index(b"\xff\xc4") + 5
+    return data[:at] + b"\xff" * 16 + data[at + 16 :]
+
+
+BAD = {
+    "cut.JPEG": (jpeg()[:-200], "without an end marker"),
+    "cut_early.JPEG": (jpeg()[:100], "cut off"),
+    "empty.JPEG": (b"", "0 bytes"),
+    "page.JPEG": (b"<html>404</html>", "neither JPEG nor PNG"),
+    "cut.png": (jpeg(format="PNG")[:-300], "cannot be decoded"),
+    "thumbnail.JPEG": (jpeg()[:2] + b"\xff\xe1\x00\x08\xff\xd9\xff\xd9??" + jpeg()[2:-2], "without an end marker"),
+}
+
+
+def test_bad_images_are_listed(raw, tmp_path, capfd):
+    folder = raw / "train" / WNIDS[3]
+    for name, (data, _) in BAD.items():
+        (folder / name).write_bytes(data)
+    (folder / ".DS_Store").write_bytes(b"hidden files are none")
+    (raw / "val" / WNIDS[0] / "page.JPEG").write_bytes(b"<html>")
+    assert run(raw, tmp_path / "out", "--max-bad", 10) == 0
+    assert "7 bad images" in capfd.readouterr().out
+    lines = (tmp_path / "out" / "skipped.txt").read_text().splitlines()
+    assert lines == sorted(lines)
+    skipped = dict(line.split("\t") for line in lines)
+    assert set(skipped) == {f"train/{WNIDS[3]}/{name}" for name in BAD} | {f"val/{WNIDS[0]}/page.JPEG"}
+    assert all(reason in skipped[f"train/{WNIDS[3]}/{name}"] for name, (_, reason) in BAD.items())
+    bad = {data for data, _ in BAD.values()}
+    assert sorted(examples(tmp_path / "out", "train")) == sorted(
+        file for file in files(raw, "train") if file[0] not in bad
+    )
+    assert run("--verify", tmp_path / "out") == 0
+
+
+def test_trailing_bytes_and_fill_bytes_are_no_fault():
+    data = jpeg()
+    for odd in (data + bytes(100), data[:2] + b"\xff\xff" + data[2:], data[:2] + b"\xff\xe1\x00\x04??" + data[2:]):
+        assert tfrecords.prepare_image(odd, check="decode") == odd
+
+
+def test_decoding_finds_more(raw, tmp_path, capfd):
+    bad = raw / "train" / WNIDS[3] / "broken.JPEG"
+    bad.write_bytes(broken_huffman_table(jpeg()))
+    assert run(raw, tmp_path / "kept") == 0
+    assert run("--verify", tmp_path / "kept") == 0
+    assert run("--verify", tmp_path / "kept", "--check", "decode") == 1
+    assert "cannot be decoded" in capfd.readouterr().out
+    assert run(raw, tmp_path / "decoded", "--check", "decode", "--max-bad", 2) == 0
+    assert (tmp_path / "decoded" / "skipped.txt").read_text().startswith(f"train/{WNIDS[3]}/broken.JPEG\tcannot be")
+
+
+def test_too_many_bad_images_are_an_error_until_allowed(raw, tmp_path, capfd):
+    """What was done until then is kept, and the result is as if they had been allowed from the start."""
+    for wnid in WNIDS[:2]:
+        (raw / "train" / wnid / "page.JPEG").write_bytes(b"<html>")
+    assert run(raw, tmp_path / "out", "--max-bad", 1) == 2
+    line = error_line(capfd)
+    assert "skipped.txt" in line
+    assert "--max-bad 1 % of 102" in line
+    assert len((tmp_path / "out" / "skipped.txt").read_text().splitlines()) == 2
+    assert run(raw, tmp_path / "out", "--max-bad", 2) == 0
+    assert run(raw, tmp_path / "at_once", "--max-bad", 2) == 0
+    assert tree(tmp_path / "out") == tree(tmp_path / "at_once")
+
+
+# ---- Layouts of val/ ----
+
+
+@pytest.mark.parametrize("form", ["wnids in order", "caffe", "kaggle"])
+def test_flat_validation(raw, small_built, tmp_path, capfd, form):
+    flat = tmp_path / "flat"
+    shutil.copytree(raw / "train", flat / "train")
+    (flat / "validation").mkdir()
+    paths = sorted((raw / "val").glob("*/*"), key=lambda path: path.name)
+    for path in paths:
+        shutil.copy2(path, flat / "validation")
+    lines = {
+        "wnids in order": [path.parent.name for path in paths],
+        "caffe": [f"{path.name} {path.parent.name}" for path in reversed(paths)],
+        "kaggle": ["ImageId,PredictionString", *(f"{path.stem},{path.parent.name} 85 1 499 272" for path in paths)],
+    }[form]
+    (tmp_path / "map").write_text("\n".join(lines) + "\n")
+    assert run(flat, tmp_path / "out", "--synset-map", tmp_path / "map") == 0
+    assert sorted(examples(tmp_path / "out", "validation")) == sorted(examples(small_built, "validation"))
+    assert examples(tmp_path / "out", "train") == examples(small_built, "train")
+    (tmp_path / "map").write_text("\n".join([*lines[:-1], lines[-1].replace("n0", "x0")]) + "\n")
+    assert run(flat, tmp_path / "out", "--synset-map", tmp_path / "map") == 2
+    assert "is not a class folder" in error_line(capfd)
+
+
+# ---- Interruptions ----
+
+KILL_BEFORE_RENAME = """
+import os, signal
+os.fsync = lambda descriptor: None
+rename, left = os.replace, [{}]
+def replace(*paths):
+    if not left[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    left[0] -= 1
+    rename(*paths)
+os.replace = replace
+"""
+
+
+@pytest.fixture(scope="module")
+def with_bad(small_source, tmp_path_factory):
+    """A source with a bad image, and the build of it that nothing disturbs."""
+    folder = tmp_path_factory.mktemp("with_bad")
+    raw = shutil.copytree(small_source, folder / "raw")
+    (raw / "train" / WNIDS[0] / "page.JPEG").write_bytes(b"<html>")
+    assert run(raw, folder / "out", "--max-bad", 1) == 0
+    return raw, tree(folder / "out")
+
+
+@pytest.mark.parametrize("renames", [0, 1, 2, 3, 8, 14])
+def test_killed_and_resumed_is_as_undisturbed(with_bad, tmp_path, renames, capfd):
+    """With 6 shards there are 15 renames: build.json, classes.txt, skipped.txt, and 2 a shard."""
+    raw, expected = with_bad
+    arguments = (raw, tmp_path, "--max-bad", 1)
+    process = start(*arguments, code=KILL_BEFORE_RENAME.format(renames), shards=(*SHARDS, "--workers", "2"))
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    left = tree(tmp_path)
+    for name, content in left.items():
+        assert name.endswith(".tmp") or name not in expected or content == expected[name], f"{name} is not whole"
+    assert len(set(left) & set(expected)) == 1 + renames, ".lock and what was renamed"
+    assert run(*arguments) == 0
+    assert tree(tmp_path) == expected
+
+
+SLOW = """
+import time
+prepare = build_tfrecords.prepare_image
+build_tfrecords.prepare_image = lambda *arguments: time.sleep(0.03) or prepare(*arguments)
+"""
+
+
+@pytest.fixture
+def slow_build(small_source, tmp_path):
+    """A build that takes seconds, caught at its first shard; its workers' process ids; how to do it again."""
+    shards = ("--train-shards", "20", "--validation-shards", "2", "--workers", "2")
+    process = start(small_source, tmp_path / "out", code=SLOW, shards=shards, start_new_session=True)
+    while not list((tmp_path / "out" / "train").glob("train-*")):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
+    workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert len(workers) == 2
+    yield process, workers, lambda output=tmp_path / "out": run(small_source, output, shards=shards)
+    process.kill()
+    process.communicate()
+
+
+def gone(pids):
+    """Whether the processes end within 5 s."""
+    for _ in range(100):
+        if not any(Path(f"/proc/{pid}").exists() for pid in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_kill_9_ends_the_workers_and_any_moment_will_do(slow_build, tmp_path, capfd):
+    process, workers, build = slow_build
+    process.kill()
+    process.wait()
+    assert gone(workers)
+    done = len(list((tmp_path / "out").glob("*/[!.]*-of-*")))
+    assert 0 < done < 22
+    assert build() == 0
+    assert f"{22 - done} of 22 shards to be made" in capfd.readouterr().out
+    assert build(tmp_path / "undisturbed") == 0
+    assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
+
+
+def test_ctrl_c(slow_build, tmp_path):
+    process, workers, _ = slow_build
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert errors == "build_tfrecords.py: error: interrupted; the same command goes on from here\n"
+    assert gone(workers)
+    assert len(list((tmp_path / "out").glob("*/*-of-*"))) < 22, "what was not begun is left"
+
+
+def test_a_dying_worker_ends_the_build(slow_build):
+    process, workers, _ = slow_build
+    os.kill(int(workers[0]), signal.SIGKILL)
+    _, errors = process.communicate(timeout=10)
+    assert process.returncode == 1
+    assert errors.startswith("build_tfrecords.py: error: a worker was killed")
+    assert errors.count("\n") == 1
+    assert gone(workers)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (("--seed", 1), "seed 0 instead of 1"),
+        (("--quality", 80), "quality None instead of 80"),
+        (("--train-shards", 5), "shards"),
+        (lambda raw: (raw / "val" / WNIDS[0] / "new.JPEG").write_bytes(jpeg()), "images"),
+        (lambda raw: next((raw / "train" / WNIDS[0]).iterdir()).write_bytes(jpeg()), "source"),
+    ],
+)
+def test_another_build_is_not_mixed_in(built, raw, change, word, capfd):
+    shutil.rmtree(built / "validation")
+    if callable(change):
+        change(raw)
+    before = tree(built)
+    assert run(raw, built, shards=(*SHARDS, *map(str, () if callable(change) else change))) == 2
+    line = error_line(capfd)
+    assert f"{built}: was begun with {word}" in line
+    assert tree(built) == before
+
+
+def test_two_builds_take_turns(small_source, small_built, tmp_path):
+    with open(tmp_path / ".lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        process = start(small_source, tmp_path)
+        assert process.stdout.readline() == f"waiting for another build that writes to {tmp_path}\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=0.5)
+        assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    assert process.wait(timeout=20) == 0
+    assert tree(tmp_path) == tree(small_built)
+    process.communicate()
+
+
+# ---- Verify ----
+
+
+def flip(path, at):
+    content = bytearray(path.read_bytes())
+    content[at] ^= 0x10
+    path.write_bytes(content)
+
+
+def repack(shard, image=None, label=None, data=None):
+    """Write a shard anew, with right CRCs and index, but something else in its third record."""
+    examples = pairs(shard)
+    records = [tfrecords.encode_record(*pair) for pair in examples]
+    old_image, old_label = examples[2]
+    records[2] = tfrecords.encode_record(old_image if image is None else image, old_label if label is None else label)
+    if data is not None:
+        length = struct.pack("<Q", len(data))
+        crcs = [struct.pack("<I", tfrecords._masked_crc(part)) for part in (length, data)]
+        records[2] = length + crcs[0] + data + crcs[1]
+    shard.write_bytes(b"".join(records))
+    tfrecords.index_shard(shard, index_of(shard))
+
+
+def pairs(shard):
+    """(image, label) of each record of a shard."""
+    parsed = map(tfrecords.parse_example, read(shard))
+    return [(example["image/encoded"][0], example["image/class/label"][0]) for example in parsed]
+
+
+def record(shard, number=2):
+    return offsets(shard)[number]
+
+
+def truncate(shard, cut):
+    os.truncate(shard, shard.stat().st_size - cut)
+
+
+RECORD_FAULTS = {
+    "bit of a length's CRC": (lambda s: flip(s, record(s)[0] + 9), "CRC of the record's length"),
+    "bit of a length": (lambda s: flip(s, record(s)[0] + 1), "CRC of the record's length"),
+    "bit of a data CRC": (lambda s: flip(s, sum(record(s)) - 2), "CRC of the record's data"),
+    "bit of a JPEG": (lambda s: flip(s, sum(record(s)) - 500), "CRC of the record's data"),
+    "bit of a key": (lambda s: flip(s, record(s)[0] + 30), "CRC of the record's data"),
+    "label 0": (lambda s: repack(s, label=0), "image/class/label is 0, not from 1 to 10"),
+    "label 11": (lambda s: repack(s, label=11), "image/class/label is 11, not from 1 to 10"),
+    "no bytes": (lambda s: repack(s, image=b""), "0 bytes"),
+    "JPEG that was cut off": (lambda s: repack(s, image=jpeg()[:-9]), "without an end marker"),
+    "no Example": (lambda s: repack(s, data=b"\xff" * 50), "not a tf.train.Example"),
+    "no keys": (lambda s: repack(s, data=b""), "image/class/label is None"),
+}
+
+
+def verify(output, capfd, *arguments):
+    """The lines of faults, each with its file, from a check that found some."""
+    capfd.readouterr()
+    assert run("--verify", output, *arguments) == 1
+    *lines, summary = capfd.readouterr().out.splitlines()
+    assert summary.startswith(f"{output}: {len(lines)} faults in ")
+    return lines
+
+
+@pytest.mark.parametrize("name", RECORD_FAULTS)
+def test_verify_finds_the_record(built, capfd, name):
+    damage, words = RECORD_FAULTS[name]
+    shard = shard_of(built)
+    damage(shard)
+    line, *more = verify(built, capfd)
+    assert line.startswith(f"{shard} at byte {record(shard)[0]}: ")
+    assert words in line
+    assert len(more) == (name == "no keys"), "the image is missing as well" if more else more
+
+
+def test_verify_goes_on_after_a_fault(built, capfd):
+    """The index tells where the next record is. Without it, that the rest is not known is said."""
+    shard = shard_of(built)
+    for number in (1, 4, 6):
+        flip(shard, record(shard, number)[0] + 8)
+    flip(shard_of(built, 0, "validation"), record(shard_of(built, 0, "validation"))[0] + 100)
+    lines = verify(built, capfd)
+    assert [line.split(":")[0] for line in lines] == [
+        *(f"{shard} at byte {record(shard, number)[0]}" for number in (1, 4, 6)),
+        f"{shard_of(built, 0, 'validation')} at byte {record(shard_of(built, 0, 'validation'))[0]}",
+    ]
+    start = record(shard, 1)[0]
+    index_of(shard).unlink()
+    missing, first, *_ = verify(built, capfd)
+    assert missing.startswith(f"{index_of(shard)}: No such file")
+    assert first.startswith(f"{shard} at byte {start}: ")
+    assert first.endswith("the rest is not checked")
+
+
+@pytest.mark.parametrize("cut", [1, 500, "header", "record"])
+def test_verify_finds_a_truncated_shard(built, capfd, cut):
+    shard = shard_of(built, 3)
+    offset, size = offsets(shard)[-1]
+    truncate(shard, {"header": size - 5, "record": size}.get(cut, cut))
+    line, *more = verify(built, capfd)
+    if cut == "record":
+        assert line.startswith(f"{shard} at byte {offset}: line {len(offsets(shard))} of its index")
+    else:
+        assert line.startswith(f"{shard} at byte {offset}: cut off after {5 if cut == 'header' else size - cut} ")
+    assert [line.split(": ")[1] for line in more] == ["has 79 records, but 80 images were to be packed"]
+
+
+def stale(shard):
+    shutil.copy(index_of(shard_of(shard.parents[1], 0)), index_of(shard))
+
+
+def lose_a_line(shard):
+    index_of(shard).write_text("".join(index_of(shard).read_text().splitlines(keepends=True)[:-1]))
+
+
+@pytest.mark.parametrize(
+    ("damage", "offset", "words"),
+    [
+        (stale, lambda entries: 0, "line 1 of its index"),
+        (lose_a_line, lambda entries: entries[-1][0], "says None"),
+        (lambda s: index_of(s).write_text(""), lambda entries: 0, "says None"),
+        (lambda s: index_of(s).write_text("0 x\n"), None, "not lines of two integers"),
+        (lambda s: index_of(s).unlink(), None, "No such file"),
+    ],
+)
+def test_verify_finds_a_wrong_index(built, capfd, damage, offset, words):
+    shard = shard_of(built)
+    entries = offsets(shard)
+    damage(shard)
+    (line,) = verify(built, capfd)
+    assert line.startswith(f"{shard} at byte {offset(entries)}: " if offset else f"{index_of(shard)}: ")
+    assert index_of(shard).name in line
+    assert words in line
+
+
+def copy_shard(shard, name):
+    copy = shard.parent / name
+    copy.parent.mkdir(exist_ok=True)
+    shutil.copy(shard, copy)
+    shutil.copy(index_of(shard), shard.parents[1] / "idx_files" / "train" / f"{copy.name}.idx.new")
+    (shard.parents[1] / "idx_files" / "train" / f"{copy.name}.idx.new").rename(
+        shard.parents[1] / "idx_files" / "train" / f"{copy.name}.idx"
+    )
+
+
+COPY = "has the same records as {first}"
+COUNT = "has {} records, but 80 images were to be packed"
+NAME_FAULTS = {
+    "no validation": (
+        lambda s: [shutil.rmtree(s.parents[1] / name / "validation") for name in (".", "idx_files")],
+        ["{out}/validation: has no shards", "{out}/validation: has 0 records, but 20 images"],
+    ),
+    "a shard is missing": (
+        lambda s: [s.unlink(), index_of(s).unlink()],
+        ["{out}/train: 1 of 4 shards are missing, the first is number 1", "{out}/train: " + COUNT.format(60)],
+    ),
+    "two shards of one number": (
+        lambda s: copy_shard(s, "train-1-of-4"),
+        ["train-1-of-4: has the number of {first}", "train-1-of-4: " + COPY, COUNT.format(100)],
+    ),
+    "two shards of one name": (
+        lambda s: copy_shard(s, "train/train-00001-of-00004"),
+        [
+            "{first}: has the number of {out}/train/train/train-00001-of-00004",
+            "has the same records",
+            COUNT.format(100),
+        ],
+    ),
+    "another total": (
+        lambda s: [index_of(s).rename(f"{str(index_of(s))[:-9]}00005.idx"), s.rename(f"{str(s)[:-5]}00005")],
+        ["{out}/train/train-00001-of-00005: is one of 5 shards, but {out}/train/train-00000-of-00004 is one of 4"],
+    ),
+    "a copy in another's place": (
+        lambda s: copy_shard(s, "train-00002-of-00004"),
+        ["train-00002-of-00004: has the same records as {first}"],
+    ),
+    "an empty shard": (lambda s: os.truncate(s, 0), ["{first} at byte 0: cut off after 0 bytes", COUNT.format(60)]),
+    "a strange file": (
+        lambda s: (s.parent / "README").write_bytes(b""),
+        ["{out}/train/README: is not named like train-00000-of-01024", "README.idx: No such file", "README at byte 0"],
+    ),
+    "an index too many": (
+        lambda s: index_of(s).with_name("train-00009-of-00004.idx").touch(),
+        ["train-00009-of-00004.idx: is the index of no shard"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAME_FAULTS)
+def test_verify_finds_missing_and_doubled_shards(built, capfd, name):
+    damage, expected = NAME_FAULTS[name]
+    shard = shard_of(built)
+    damage(shard)
+    lines = verify(built, capfd)
+    assert len(lines) == len(expected), lines
+    for line, words in zip(lines, expected, strict=True):
+        assert words.format(out=built, first=shard) in line
+
+
+def test_labels_of_others_go_to_1000(built, capfd):
+    repack(shard_of(built), label=1000)
+    (built / "classes.txt").unlink()
+    assert run("--verify", built) == 0
+    repack(shard_of(built), label=1001)
+    (line,) = verify(built, capfd)
+    assert "image/class/label is 1001, not from 1 to 1000" in line
+
+
+def test_index_only_is_what_the_build_wrote(built, small_built, capfd):
+    """Of TFRecords made elsewhere there is nothing else."""
+    shutil.rmtree(built / "idx_files")
+    for name in ("build.json", "classes.txt"):
+        (built / name).unlink()
+    assert run("--index-only", built) == 0
+    assert tree(built / "idx_files") == tree(small_built / "idx_files")
+    assert run("--verify", built) == 0
+    shard = shard_of(built)
+    truncate(shard, 10)
+    assert run("--index-only", built) == 2
+    assert f"{shard} at byte {offsets(shard)[-1][0]}: cut off" in error_line(capfd)
+
+
+# ---- The user's mistakes ----
+
+MISTAKES = {
+    "no source": (lambda raw: shutil.rmtree(raw), "{raw}: has no train/"),
+    "no train": (lambda raw: shutil.rmtree(raw / "train"), "{raw}: has val/; train/ and one of"),
+    "no val": (lambda raw: shutil.rmtree(raw / "val"), "{raw}: has train/; train/ and one of"),
+    "two validations": (lambda raw: (raw / "validation").mkdir(), "has train/ and val/ and validation/"),
+    "no classes": (lambda raw: [shutil.rmtree(raw / "train"), (raw / "train").mkdir()], "{raw}/train: has no class"),
+    "an empty class": (lambda raw: (raw / "train" / "n00000010").mkdir(), "{raw}/val: has no class folder n00000010"),
+    "no images": (
+        lambda raw: [path.unlink() for path in (raw / "val" / WNIDS[4]).iterdir()],
+        "{raw}/val/n00000004: has no images",
+    ),
+    "an unknown class": (
+        lambda raw: (raw / "val" / "new").mkdir(),
+        "{raw}/train: has no class folder new, which {raw}/val has",
+    ),
+    "a flat val": (
+        lambda raw: [shutil.rmtree(raw / "val"), (raw / "val").mkdir(), (raw / "val" / "a.JPEG").touch()],
+        "{raw}/val: has no class folders; name the file with its wnids with --synset-map",
+    ),
+    "folders too deep": (
+        lambda raw: (raw / "train" / WNIDS[1] / "images").mkdir(),
+        "{raw}/train/n00000001/images: is a folder, but images must lie directly in {raw}/train/n00000001",
+    ),
+    "a dangling link": (
+        lambda raw: (raw / "train" / WNIDS[1] / "link.JPEG").symlink_to("nowhere"),
+        "{raw}/train/n00000001/link.JPEG: No such file",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_in_the_source(raw, tmp_path, capfd, name):
+    damage, words = MISTAKES[name]
+    damage(raw)
+    assert run(raw, tmp_path / "out") == 2
+    assert words.format(raw=raw) in error_line(capfd)
+    assert not (tmp_path / "out").exists(), "nothing is made for nothing"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("{raw}",), "give SOURCE OUTPUT, or"),
+        ((), "give SOURCE OUTPUT, or"),
+        (("{raw}", "{out}", "--verify", "{out}"), "give SOURCE OUTPUT, or"),
+        (("{raw}", "{out}", "--resize", "x"), "argument --resize: invalid int value: 'x'"),
+        (("{raw}", "{out}", "--quality", "101"), "--quality 101: must be from 1 to 100"),
+        (("{raw}", "{out}", "--workers", "0"), "--workers 0: must be from 1"),
+        (("{raw}", "{out}", "--shards", "4"), "unrecognized arguments: --shards"),
+        (("{raw}", "{out}", "--train-shards", "81"), "--train-shards 81: at most 80, the number of images"),
+        (("{raw}", "{out}", "--synset-map", "{file}"), "--synset-map {file}: is for images without class folders"),
+        (("{raw}", "{file}"), "{file}: File exists"),
+        (("{raw}", "{file}/out"), "{file}/out: Not a directory"),
+        (("{raw}", "/proc/out"), "/proc/out: "),
+        (("{raw}", "{raw}"), "{raw}: has train/ but no build.json"),
+        (("--verify", "{out}"), "{out}: no such folder"),
+        (("--index-only", "{out}"), "{out}: has no TFRecords in train/ or validation/"),
+    ],
+)
+def test_mistakes_on_the_command_line(small_source, tmp_path, capfd, arguments, words):
+    (tmp_path / "file").touch()
+    names = {"raw": small_source, "out": tmp_path / "out", "file": tmp_path / "file"}
+    assert run(*(argument.format(**names) for argument in arguments), shards=()) == 2
+    assert words.format(**names) in error_line(capfd)
+
+
+def test_a_full_disk(small_source, tmp_path):
+    """Here a limit on the size of files, which the kernel tells in the same way."""
+    limit = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))}
+    process = start(small_source, tmp_path, **limit)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 2
+    assert errors.startswith(f"build_tfrecords.py: error: {tmp_path}/train/train-0000")
+    assert errors.endswith(": File too large\n")
+    assert errors.count("\n") == 1
+    assert not list(tmp_path.glob("*/[!.]*-of-*"))
+
+
+def test_too_little_space_is_said_at_once(small_source, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2000, 1000, 1000))
+    assert run(small_source, tmp_path) == 2
+    assert f"{tmp_path}: the disk has 0.0 GB left" in error_line(capfd)
+
+
+def test_an_image_that_goes_away(raw, tmp_path, capfd, monkeypatch):
+    scan = tfrecords.scan
+
+    def scan_then_lose(*arguments):
+        scanned = scan(*arguments)
+        (raw / scanned[1]["train"][5][0]).unlink()
+        return scanned
+
+    monkeypatch.setattr(tfrecords, "scan", scan_then_lose)
+    assert run(raw, tmp_path / "out") == 2
+    assert f"{raw}/train/n00000000/" in (line := error_line(capfd))
+    assert line.endswith("No such file or directory")
+
+
+def test_progress_on_a_terminal_and_a_quick_start(source, tmp_path):
+    """A bar with images/s and the time left; neither torch nor Colossal-AI is imported."""
+    terminal, end = pty.openpty()
+    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
+    code = "assert not {'torch', 'colossalai', 'numpy'} & set(sys.modules)"
+    process = start(source, tmp_path, code=code, stderr=end)
+    os.close(end)
+    output = process.communicate(timeout=30)[0]
+    shown = ""
+    with contextlib.suppress(OSError):  # Linux says so that the other end is closed
+        while True:
+            shown += os.read(terminal, 100_000).decode()
+    os.close(terminal)
+    assert process.returncode == 0, shown
+    assert "1797/1797" in shown
+    assert "img/s" in shown
+    assert "complete after" in output

@@ -1,0 +1,707 @@
+"""Pack ImageNet's folders into TFRecord shards with DALI index files; check them; index those made elsewhere.
+
+    python build_tfrecords.py SOURCE OUTPUT        SOURCE has train/<wnid>/* and val/<wnid>/*, or a flat val/
+    python build_tfrecords.py --verify OUTPUT      one line for each fault, with file and byte; exit code 1 if any
+    python build_tfrecords.py --index-only OUTPUT  OUTPUT has TFRecords in train/ and validation/, or in one of them
+
+OUTPUT gets `train/train-00000-of-01024`, `validation/validation-00000-of-00128`, `idx_files/<split>/<shard>.idx` (a
+line `offset size` a record), `classes.txt` (line N is the wnid of label N; they are sorted), `build.json` (what was
+asked for) and, if any image was bad, `skipped.txt` (path, tab, reason). A record is a tf.train.Example with
+`image/encoded` and `image/class/label`, from 1. Training images are shuffled over all shards by --seed, so that none
+is of one class; validation images stay in order. Killed at any moment, the same command goes on, and the result is the
+same to the byte: a shard gets its name once it is on disk whole.
+"""
+
+import argparse
+import ctypes
+import fcntl
+import hashlib
+import io
+import json
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import signal
+import struct
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing, contextmanager
+from itertools import repeat, zip_longest
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import google_crc32c
+from colossal_vit.errors import UserError
+from PIL import Image, ImageOps
+from tqdm import tqdm
+
+NUM_SHARDS = {"train": 1024, "validation": 128}
+MIN_IMAGES = 256  # a shard: a small set gets fewer shards
+NUM_CLASSES = 1000  # where no classes.txt says it
+SCAN_THREADS = 16  # for folders on a network
+QUALITY = 95  # of JPEGs that have to be encoded anew
+
+
+@contextmanager
+def _blame(path: Path) -> Iterator[None]:
+    """Turn what the operating system refuses into a line for the user, about `path` if it names no other."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{error.filename or path}: {error.strerror or error}") from None
+
+
+# ---- TFRecord ----
+#
+# A record:           length (uint64), masked CRC of it (uint32), data, masked CRC of it (uint32); little-endian
+# tf.train.Example:   {1: Features {1: entry {1: key, 2: Feature {1: BytesList or 2: FloatList or 3: Int64List}}, ...}}
+# each of the lists:  {1: values}
+
+VARINT = re.compile(rb"[\x80-\xff]{0,9}[\x00-\x7f]")  # seven bits a byte, lowest first
+
+
+def _masked_crc(data: bytes) -> int:
+    crc = google_crc32c.value(data)
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def _varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes((*encoded, value))
+
+
+def _field(number: int, content: bytes) -> bytes:
+    return b"".join((bytes((number << 3 | 2,)), _varint(len(content)), content))
+
+
+def encode_record(image: bytes, label: int) -> bytes:
+    """A TFRecord with the Example of an image."""
+    labels, images = _field(3, _field(1, _varint(label))), _field(1, _field(1, image))
+    entries = {b"image/class/label": labels, b"image/encoded": images}
+    data = _field(1, b"".join(_field(1, _field(1, key) + _field(2, value)) for key, value in entries.items()))
+    length = struct.pack("<Q", len(data))
+    return b"".join((length, struct.pack("<I", _masked_crc(length)), data, struct.pack("<I", _masked_crc(data))))
+
+
+def _number(varint: bytes) -> int:
+    return sum((byte & 0x7F) << 7 * place for place, byte in enumerate(varint))
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Number and value of each field of a protobuf message: an int, or the bytes of any other type."""
+    position = 0
+
+    def next_varint() -> int:
+        nonlocal position
+        if not (varint := VARINT.match(message, position)):
+            raise ValueError
+        position = varint.end()
+        return _number(varint[0])
+
+    while position < len(message):
+        number, kind = divmod(next_varint(), 8)
+        if kind == 0:
+            yield number, next_varint()
+            continue
+        size = next_varint() if kind == 2 else {1: 8, 5: 4}[kind]
+        position += size
+        if position > len(message):
+            raise ValueError
+        yield number, message[position - size : position]
+
+
+def parse_example(data: bytes) -> dict[str, list[bytes] | list[int]]:
+    """The features of a serialised tf.train.Example, any keys in any order; floats are left out.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    features = {}
+    try:
+        for _, message in _fields(data):
+            for _, entry in _fields(message):
+                pair = dict(_fields(entry))
+                values = features[str(pair[1], "utf-8")] = []
+                for kind, items in _fields(pair.get(2, b"")):
+                    for _, item in _fields(items):
+                        if kind == 1:
+                            values.append(item)
+                        elif kind == 3:  # packed, or one by one
+                            numbers = [item] if isinstance(item, int) else map(_number, VARINT.findall(item))
+                            values += (number - (number >> 63 << 64) for number in numbers)
+    except (KeyError, TypeError, ValueError):
+        raise ValueError("the record's data is not a tf.train.Example") from None
+    return features
+
+
+def record_size(file: BinaryIO, offset: int, end: int) -> int:
+    """Bytes of the record at an offset, length and CRCs included; leaves the file at its data.
+
+    Raises:
+        ValueError: if the CRC of the length is wrong, or the file, of `end` bytes, ends within the record.
+    """
+    file.seek(offset)
+    header = file.read(12)
+    if len(header) < 12:
+        raise ValueError(f"cut off after {len(header)} bytes of a record")
+    length, crc = struct.unpack("<QI", header)
+    if crc != _masked_crc(header[:8]):
+        raise ValueError("the CRC of the record's length is wrong")
+    if offset + length + 16 > end:
+        raise ValueError(f"cut off after {end - offset} of {length + 16} bytes of a record")
+    return length + 16
+
+
+# ---- Images ----
+
+PNG_START = b"\x89PNG\r\n\x1a\n"
+JPEG_MARKER = re.compile(rb"\xff+([^\xff\x00])")  # decoders skip what lies between two segments
+START_OF_SCAN, FRAME_HEADERS = 0xDA, {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
+
+
+def jpeg_components(data: bytes) -> int:
+    """Colour components of a JPEG: 1 for grey, 3 for colour, 4 for CMYK. Decodes nothing.
+
+    Raises:
+        ValueError: if its start, frame header, scan or end is missing.
+    """
+    if not data.startswith(b"\xff\xd8"):
+        raise ValueError("neither JPEG nor PNG" if data else "an image of 0 bytes")
+    position, code, components = 2, None, 0
+    while code != START_OF_SCAN:
+        if not (marker := JPEG_MARKER.search(data, position)):
+            raise ValueError("JPEG without image data; cut off?")
+        position, code = marker.end(), marker[1][0]
+        if code in FRAME_HEADERS and position + 8 <= len(data):
+            height, width, components = struct.unpack_from(">HHB", data, position + 3)
+            if not height or not width:
+                raise ValueError(f"JPEG of {width} x {height} pixels")
+        position += int.from_bytes(data[position : position + 2])
+    if not components:
+        raise ValueError("JPEG without a frame header")
+    if data.rfind(b"\xff\xd9", position) < 0:
+        raise ValueError("JPEG without an end marker; cut off?")
+    return components
+
+
+def prepare_image(data: bytes, resize: int | None = None, quality: int | None = None, check: str = "header") -> bytes:
+    """What to store of an image file: its bytes, or an RGB JPEG made from a PNG, a CMYK JPEG or as the options ask.
+
+    A JPEG made here is turned as its EXIF orientation says, since it loses its EXIF data.
+
+    Args:
+        data: the file's content.
+        resize: shorten the shorter side to this, in pixels.
+        quality: encode every image anew, with this JPEG quality from 1 to 100.
+        check: "decode" decodes also images whose bytes are kept.
+
+    Raises:
+        ValueError: if it is neither JPEG nor PNG, or broken; says why.
+    """
+    kept = not data.startswith(PNG_START) and jpeg_components(data) in (1, 3)
+    if kept and not resize and not quality and check == "header":
+        return data
+    try:
+        with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(data), formats=("JPEG", "PNG")) as image:
+            scale = min(1.0, resize / min(image.size)) if resize else 1.0
+            if check == "decode":
+                image.load()
+            if kept and not quality and scale == 1.0:
+                return data
+            image = ImageOps.exif_transpose(image).convert("RGB")
+            if scale < 1.0:
+                image = image.resize([round(side * scale) for side in image.size], Image.Resampling.BICUBIC)
+            image.save(encoded := io.BytesIO(), "JPEG", quality=quality or QUALITY)
+    except Exception as error:  # a decoder may raise nearly anything at a broken file
+        raise ValueError(f"cannot be decoded: {error}") from None
+    return encoded.getvalue()
+
+
+# ---- Source folders ----
+
+
+def find_classes(folder: Path) -> list[str]:
+    """Sorted names of the folders in a folder."""
+    return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != ".")
+
+
+def list_images(source: Path, folder: str) -> list[tuple[str, int, int]]:
+    """Path relative to SOURCE, bytes and time of change (ns) of all files in a folder, sorted; hidden ones left out."""
+    files = []
+    for entry in os.scandir(source / folder):
+        if entry.name[0] == ".":
+            continue
+        if entry.is_dir():
+            raise UserError(f"{entry.path}: is a folder, but images must lie directly in {source / folder}")
+        status = entry.stat()
+        files.append((f"{folder}/{entry.name}", status.st_size, status.st_mtime_ns))
+    if not files:
+        raise UserError(f"{source / folder}: has no images; fill the folder or remove it")
+    return sorted(files)
+
+
+def read_synset_map(path: Path, images: list[str]) -> list[str]:
+    """The wnids of the images of a flat folder.
+
+    A line of the file is a wnid, in the order of the sorted images, or a file name, with or without its ending, then a
+    space or comma, then a wnid.
+    """
+    lines = [line.replace(",", " ").split()[:2] for line in path.read_text().splitlines() if line.strip()]
+    if lines and all(len(line) == 1 for line in lines):
+        if len(lines) != len(images):
+            raise UserError(f"{path}: has {len(lines)} wnids for {len(images)} images; one for each is needed")
+        return [wnid for (wnid,) in lines]
+    wnids = {Path(line[0]).stem: line[-1] for line in lines}
+    if missing := [image for image in images if Path(image).stem not in wnids]:
+        raise UserError(f"{path}: has no line for {missing[0]}; 'name wnid' or a wnid for each in order is needed")
+    return [wnids[Path(image).stem] for image in images]
+
+
+def scan(source: Path, synset_map: Path | None) -> tuple[list[str], dict[str, list[tuple[str, int, int]]], str]:
+    """Find all images.
+
+    Returns:
+        The wnids in the order of their labels; (path relative to SOURCE, label, bytes) of the images of each split; a
+        digest of all paths, labels, sizes and times of change.
+
+    Raises:
+        UserError: if anything is missing, empty, or not where it should be.
+    """
+    train, found = source / "train", [source / name for name in ("val", "validation") if (source / name).is_dir()]
+    if not train.is_dir() or len(found) != 1:
+        there = ["train/"] * train.is_dir() + [f"{folder.name}/" for folder in found]
+        raise UserError(
+            f"{source}: has {' and '.join(there) or 'no train/'}; train/ and one of val/ and validation/ are needed"
+        )
+    (validation,) = found
+    wnids, of_validation = find_classes(train), find_classes(validation)
+    if not wnids:
+        raise UserError(f"{train}: has no class folders; train/<wnid>/* is needed")
+    if not of_validation and not synset_map:
+        raise UserError(f"{validation}: has no class folders; name the file with its wnids with --synset-map")
+    if of_validation and synset_map:
+        raise UserError(f"--synset-map {synset_map}: is for images without class folders, which {validation} has")
+    if of_validation and (odd := sorted(set(wnids) ^ set(of_validation))):
+        lacking, other = (validation, train) if odd[0] in wnids else (train, validation)
+        raise UserError(f"{lacking}: has no class folder {odd[0]}, which {other} has")
+    labels, digest = {wnid: label for label, wnid in enumerate(wnids, start=1)}, hashlib.sha256()
+    images = {"train": [], "validation": []}
+    for split, folder in zip(images, (train.name, validation.name), strict=True):
+        flat = split == "validation" and synset_map
+        parts = [folder] if flat else [f"{folder}/{wnid}" for wnid in wnids]
+        with ThreadPoolExecutor(SCAN_THREADS) as pool:
+            listed = list(pool.map(list_images, repeat(source), parts))
+        for part, files in zip(parts, listed, strict=True):
+            paths, sizes, _ = zip(*files, strict=True)
+            of_files = read_synset_map(synset_map, paths) if flat else [Path(part).name] * len(files)
+            if unknown := set(of_files) - set(wnids):
+                raise UserError(f"{synset_map}: {min(unknown)} is not a class folder of {train}")
+            images[split] += zip(paths, [labels[wnid] for wnid in of_files], sizes, strict=True)
+            digest.update(repr((files, of_files)).encode())
+    return wnids, images, digest.hexdigest()
+
+
+# ---- Processes and files ----
+
+
+def _start_worker(parent: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent ends the others
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the parent, even if that is killed
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+@contextmanager
+def worker_pool(num_workers: int) -> Iterator[Executor]:
+    """Processes that all end when one of them dies, with an error in the `with` block, and with this process."""
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(num_workers, context, _start_worker, (os.getpid(),)) as pool:
+        try:
+            yield pool
+        except BaseException:
+            for process in multiprocessing.active_children():
+                process.kill()
+            raise
+
+
+def run_all(
+    pool: Executor, function: Callable, tasks: list[tuple], sizes: list[int], unit: str, done: int = 0
+) -> Iterator[tuple[tuple, Any]]:
+    """Arguments and result of each task, in the order they finish, under a progress bar that counts their sizes."""
+    futures = {pool.submit(function, *task): (task, size) for task, size in zip(tasks, sizes, strict=True)}
+    bar = {"total": sum(sizes) + done, "initial": done, "unit": unit, "unit_scale": unit == "B"}
+    with tqdm(**bar, disable=None) as progress:  # on a terminal only
+        for future in as_completed(futures):
+            task, size = futures[future]
+            yield task, future.result()
+            progress.update(size)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.tmp")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def _publish(path: Path, text: str | None = None) -> None:
+    """Give a file its name once it is on disk; `text` is its content, if it is not there under its temporary name."""
+    with _blame(path):
+        if text is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _temporary(path).write_bytes(os.fsencode(text))
+        _sync(_temporary(path))
+        os.replace(_temporary(path), path)
+        _sync(path.parent)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Let one build at a time write to a folder. Workers inherit the lock: it is free once they are gone, too."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for another build that writes to {folder}", flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            pass  # some network file systems have no locks
+        yield
+
+
+# ---- Build ----
+
+
+class Shard(NamedTuple):
+    """A shard to be: the paths of itself and its index, and (path relative to SOURCE, label, bytes) of its images."""
+
+    path: Path
+    index: Path
+    images: list[tuple[str, int, int]]
+
+
+def index_path(output: Path, split: str, name: str) -> Path:
+    """Where the index of a shard is."""
+    return output / "idx_files" / split / f"{name}.idx"
+
+
+def plan_shards(output: Path, split: str, images: list, num_shards: int | None, seed: int) -> list[Shard]:
+    """Share images out as evenly as can be, those for training in an order drawn from the seed."""
+    if num_shards is None:
+        num_shards = max(1, min(NUM_SHARDS[split], len(images) // MIN_IMAGES))
+    if num_shards > len(images):
+        raise UserError(f"--{split}-shards {num_shards}: at most {len(images)}, the number of images, can be filled")
+    if split == "train":
+        images = random.Random(seed).sample(images, len(images))
+    bounds = [len(images) * number // num_shards for number in range(num_shards + 1)]
+    names = [f"{split}-{number:05d}-of-{num_shards:05d}" for number in range(num_shards)]
+    return [
+        Shard(output / split / name, index_path(output, split, name), images[start:end])
+        for name, start, end in zip(names, bounds, bounds[1:], strict=False)
+    ]
+
+
+def build_shard(args: argparse.Namespace, shard: Shard) -> dict[str, str]:
+    """Write a shard and its index under temporary names; runs in a worker.
+
+    Returns:
+        Why images were left out, by their paths relative to SOURCE.
+    """
+    skipped, lines, offset = {}, [], 0
+    with _blame(shard.path), open(_temporary(shard.path), "wb") as file:
+        for path, label, _ in shard.images:
+            with _blame(args.source / path):
+                data = (args.source / path).read_bytes()
+            try:
+                record = encode_record(prepare_image(data, args.resize, args.quality, args.check), label)
+            except ValueError as error:
+                skipped[path] = " ".join(str(error).split())
+                continue
+            file.write(record)
+            lines.append(f"{offset} {len(record)}\n")
+            offset += len(record)
+        _temporary(shard.index).write_text("".join(lines))
+    return skipped
+
+
+def read_plan(output: Path) -> dict[str, Any]:
+    """What `build.json` says; nothing if there is none."""
+    path = output / "build.json"
+    try:
+        return json.loads(path.read_text()) if path.exists() else {}
+    except ValueError:
+        raise UserError(f"{path}: is not the file that a build wrote; take another folder") from None
+
+
+def check_plan(output: Path, plan: dict[str, Any]) -> None:
+    """Write `build.json`; if there is one, make sure that it says the same."""
+    if begun := read_plan(output):
+        if other := [f"{key} {begun.get(key)} instead of {plan[key]}" for key in plan if begun.get(key) != plan[key]]:
+            raise UserError(f"{output}: was begun with {other[0]}; go on with the same, or take an empty folder")
+        return
+    if there := [name for name in (*NUM_SHARDS, "idx_files") if (output / name).exists()]:
+        raise UserError(f"{output}: has {there[0]}/ but no build.json to go on with; take an empty folder")
+    _publish(output / "build.json", json.dumps(plan, indent=1) + "\n")
+
+
+def read_skipped(output: Path) -> dict[str, str]:
+    """What `skipped.txt` says: the reason of each path."""
+    path = output / "skipped.txt"
+    lines = os.fsdecode(path.read_bytes()).split("\n")[:-1] if path.exists() else []
+    return dict(line.rsplit("\t", 1) for line in lines)
+
+
+def build(args: argparse.Namespace) -> int:
+    """Pack `args.source` into `args.output`, or go on with it."""
+    output, start = args.output, time.monotonic()
+    wnids, images, digest = scan(args.source, args.synset_map)
+    asked = {"train": args.train_shards, "validation": args.validation_shards}
+    shards = {split: plan_shards(output, split, images[split], asked[split], args.seed) for split in images}
+    plan = {key: getattr(args, key) for key in ("seed", "resize", "quality", "check")}
+    plan["shards"] = {split: len(shards[split]) for split in images}
+    plan["images"] = {split: len(images[split]) for split in images}
+    plan["source"] = f"{digest[:16]} (digest of names, sizes and times)"
+    with _locked(output), worker_pool(args.workers) as pool:
+        check_plan(output, plan)
+        _publish(output / "classes.txt", "".join(f"{wnid}\n" for wnid in wnids))
+        for folder in (folder / split for folder in (output, output / "idx_files") for split in images):
+            folder.mkdir(parents=True, exist_ok=True)
+        every = [shard for split in images for shard in shards[split]]
+        pending = [shard for shard in every if not (shard.path.exists() and shard.index.exists())]
+        sizes, total = [len(shard.images) for shard in pending], sum(plan["images"].values())
+        print(f"{output}: {total} images of {len(wnids)} classes, {len(pending)} of {len(every)} shards to be made")
+        needed, free = sum(size for shard in pending for *_, size in shard.images), shutil.disk_usage(output).free
+        if needed > free and not args.resize and not args.quality:
+            raise UserError(f"{output}: the disk has {free / 1e9:.1f} GB left, and {needed / 1e9:.1f} GB are needed")
+        skipped, tasks = read_skipped(output), [(args, shard) for shard in pending]
+        with closing(run_all(pool, build_shard, tasks, sizes, "img", total - sum(sizes))) as results:
+            for (_, shard), bad in results:
+                skipped.update(bad)
+                if bad:  # before the shard has its name, since no one looks at its images again
+                    _publish(output / "skipped.txt", "".join(f"{path}\t{skipped[path]}\n" for path in sorted(skipped)))
+                if len(skipped) > total * args.max_bad / 100:
+                    raise UserError(
+                        f"{output / 'skipped.txt'}: {len(skipped)} bad images so far, more than --max-bad "
+                        f"{args.max_bad:g} % of {total}; mend them, or allow more and go on"
+                    )
+                if len(bad) == len(shard.images):
+                    raise UserError(f"{shard.path}: would be empty, all of its images are bad; make fewer shards")
+                _publish(shard.index)
+                _publish(shard.path)
+    print(f"{output}: complete after {time.monotonic() - start:.0f} s, {len(skipped)} bad images left out")
+    return 0
+
+
+# ---- Index and verify ----
+
+
+def find_shards(output: Path, split: str) -> list[Path]:
+    """All files in a split's folder and below, but hidden ones, sorted."""
+    return sorted(path for path in (output / split).rglob("[!.]*") if path.is_file())
+
+
+def index_shard(path: Path, index: Path) -> None:
+    """Write the index of a shard; runs in a worker."""
+    lines, offset, end = [], 0, path.stat().st_size
+    with _blame(path), open(path, "rb") as file:
+        while offset < max(end, 1):
+            try:
+                size = record_size(file, offset, end)
+            except ValueError as error:
+                raise UserError(f"{path} at byte {offset}: {error}; a whole TFRecord file is needed") from None
+            lines.append(f"{offset} {size}\n")
+            offset += size
+    _publish(index, "".join(lines))
+
+
+def index_only(args: argparse.Namespace) -> int:
+    """Write the indices of all shards in `args.index_only`."""
+    output = args.index_only
+    tasks = [
+        (path, index_path(output, split, path.name)) for split in NUM_SHARDS for path in find_shards(output, split)
+    ]
+    if not tasks:
+        raise UserError(f"{output}: has no TFRecords in train/ or validation/")
+    with worker_pool(args.workers) as pool:
+        for _ in run_all(pool, index_shard, tasks, [path.stat().st_size for path, _ in tasks], "B"):
+            pass
+    print(f"{output / 'idx_files'}: {len(tasks)} index files")
+    return 0
+
+
+def record_faults(data: bytes, crc: bytes, num_classes: int, check: str) -> Iterator[str]:
+    """What is wrong with the data of a record, and with the CRC that follows it."""
+    if int.from_bytes(crc, "little") != _masked_crc(data):
+        yield "the CRC of the record's data is wrong"
+        return
+    try:
+        example = parse_example(data)
+        label, image = ([*example.get(key, ()), None][0] for key in ("image/class/label", "image/encoded"))
+        if not isinstance(label, int) or not 1 <= label <= num_classes:
+            yield f"image/class/label is {label}, not from 1 to {num_classes}"
+        if not isinstance(image, bytes):
+            raise ValueError("image/encoded is missing")
+        prepare_image(image, check=check)
+    except ValueError as error:
+        yield str(error)
+
+
+def verify_shard(path: Path, index: Path, num_classes: int, check: str) -> tuple[int, bytes, list[str]]:
+    """Check every record of a shard, and its index; runs in a worker.
+
+    Returns:
+        The number of records; the CRCs of their data; a line for each fault.
+    """
+    faults, records, crcs, indexed = [], [], [], None
+    try:
+        indexed = [(int(offset), int(size)) for offset, size in map(str.split, index.read_text().splitlines())]
+    except (OSError, ValueError) as error:
+        faults.append(f"{index}: {getattr(error, 'strerror', 'is not lines of two integers')}; --index-only writes it")
+    offset, end, sizes = 0, path.stat().st_size, dict(indexed or ())
+    with _blame(path), open(path, "rb") as file:
+        while offset < max(end, 1):
+            try:
+                size = record_size(file, offset, end)
+                data, crc = file.read(size - 16), file.read(4)
+                crcs.append(crc)
+                for fault in record_faults(data, crc, num_classes, check):
+                    faults.append(f"{path} at byte {offset}: {fault}")
+            except ValueError as error:
+                size = sizes.get(offset, 0)  # the index may know where the next record is, though this one does not
+                go_on = 16 <= size < end - offset
+                faults.append(f"{path} at byte {offset}: {error}{'' if go_on else '; the rest is not checked'}")
+                if not go_on:
+                    break
+            records.append((offset, size))
+            offset += size
+        else:
+            for number, (stated, found) in enumerate(zip_longest(indexed or (), records), start=1):
+                if indexed is not None and stated != found:
+                    where = f"{path} at byte {(found or stated)[0]}: line {number} of its index {index.name}"
+                    faults.append(f"{where} says {stated}, but the record is {found} (offset, size)")
+                    break
+    return len(records), b"".join(crcs), faults
+
+
+def name_faults(output: Path, split: str, shards: list[Path]) -> Iterator[str]:
+    """What is wrong with the names of a split's shards, and with which there are."""
+    if not shards:
+        yield f"{output / split}: has no shards"
+    numbers, first = {}, None
+    for path in shards:
+        if not (named := re.fullmatch(rf"{split}-(\d+)-of-(\d+)", path.name)):
+            yield f"{path}: is not named like {split}-00000-of-{NUM_SHARDS[split]:05d}"
+            continue
+        number, total = map(int, named.groups())
+        first = first or (total, path)
+        if total != first[0]:
+            yield f"{path}: is one of {total} shards, but {first[1]} is one of {first[0]}"
+        if numbers.setdefault(number, path) != path:
+            yield f"{path}: has the number of {numbers[number]}"
+    if first and (missing := set(range(first[0])) - set(numbers)):
+        yield f"{output / split}: {len(missing)} of {first[0]} shards are missing, the first is number {min(missing)}"
+    for index in sorted((output / "idx_files" / split).glob("[!.]*")):
+        if index.stem not in {path.name for path in shards}:
+            yield f"{index}: is the index of no shard"
+
+
+def verify(args: argparse.Namespace) -> int:
+    """Check all that is in `args.verify`, and print a line for each fault."""
+    output, classes = args.verify, args.verify / "classes.txt"
+    if not output.is_dir():
+        raise UserError(f"{output}: no such folder; OUTPUT is the folder with train/ and validation/")
+    num_classes = len(classes.read_text().splitlines()) if classes.exists() else NUM_CLASSES
+    shards = [(split, path) for split in NUM_SHARDS for path in find_shards(output, split)]
+    tasks = [(path, index_path(output, split, path.name), num_classes, args.check) for split, path in shards]
+    with worker_pool(args.workers) as pool:
+        results = dict(run_all(pool, verify_shard, tasks, [path.stat().st_size for _, path in shards], "B"))
+    faults, records, by_content = [], dict.fromkeys(NUM_SHARDS, 0), {}
+    for split in NUM_SHARDS:
+        faults += name_faults(output, split, [path for of, path in shards if of == split])
+    for (split, path), task in zip(shards, tasks, strict=True):
+        num_records, content, of_shard = results[task]
+        records[split] += num_records
+        faults += of_shard
+        if content and by_content.setdefault(content, path) != path:
+            faults.append(f"{path}: has the same records as {by_content[content]}")
+    skipped = read_skipped(output)
+    for split, num_images in read_plan(output).get("images", {}).items():
+        expected = num_images - sum(path.startswith(split[:3]) for path in skipped)  # train/, val/ or validation/
+        if records[split] != expected:
+            faults.append(f"{output / split}: has {records[split]} records, but {expected} images were to be packed")
+    for fault in faults:
+        print(fault)
+    print(f"{output}: {len(faults)} faults in {len(shards)} shards with {sum(records.values())} records")
+    return 1 if faults else 0
+
+
+# ---- Command line ----
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        raise UserError(f"{message} (--help lists the flags)")
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = _Parser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("source", type=Path, nargs="?", metavar="SOURCE")
+    add("output", type=Path, nargs="?", metavar="OUTPUT")
+    add("--verify", type=Path, metavar="OUTPUT", help="check OUTPUT instead")
+    add("--index-only", type=Path, metavar="OUTPUT", help="write the index files of OUTPUT instead")
+    add("--synset-map", type=Path, metavar="FILE", help="of a flat val/: lines 'wnid' in order, or 'name wnid'")
+    for split, num_shards in NUM_SHARDS.items():
+        usual = f"default {num_shards}, or fewer for under {MIN_IMAGES} images a shard"
+        add(f"--{split}-shards", type=int, metavar="N", help=usual)
+    add("--seed", type=int, default=0, help="of the order of the training images; default 0")
+    add("--resize", type=int, metavar="N", help="shorten the shorter side of larger images to N pixels")
+    add("--quality", type=int, metavar="Q", help="encode every image anew, as a JPEG of this quality, up to 100")
+    add("--check", choices=("header", "decode"), default="header", help="decode: of every image all pixels")
+    add("--max-bad", type=float, default=0.1, metavar="PERCENT", help="how many images may be bad; default 0.1")
+    add("--workers", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="processes; default one a CPU")
+    args = parser.parse_args(argv)
+    if [args.source, args.verify, args.index_only].count(None) != 2 or (args.source is None) != (args.output is None):
+        parser.error("give SOURCE OUTPUT, or --verify OUTPUT, or --index-only OUTPUT")
+    limits = dict.fromkeys(("train_shards", "validation_shards", "resize", "workers"), (1, 99999))
+    for name, (low, high) in {**limits, "quality": (1, 100), "max_bad": (0, 100)}.items():
+        if (value := getattr(args, name)) is not None and not low <= value <= high:
+            parser.error(f"--{name.replace('_', '-')} {value}: must be from {low} to {high}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns the exit code: 2 for a user's mistake, 1 for faults found or a worker that died."""
+    code = 2
+    try:
+        args = parse(argv)
+        for command, folder in ((build, args.output), (verify, args.verify), (index_only, args.index_only)):
+            if folder is not None:
+                with _blame(folder):
+                    return command(args)
+    except UserError as error:
+        message = str(error)
+    except BrokenProcessPool:
+        code, message = 1, "a worker was killed, perhaps for lack of memory; the same command goes on from here"
+    except KeyboardInterrupt:
+        code, message = 130, "interrupted; the same command goes on from here"
+    print(f"{Path(__file__).name}: error: {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
