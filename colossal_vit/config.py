@@ -66,15 +66,25 @@ KEYS: dict[str, Any] = {
     "BATCH_SIZE": POSITIVE_INT,
     "NUM_EPOCHS": POSITIVE_INT,
     "WARMUP_EPOCHS": NON_NEGATIVE_INT,
-    "OPTIMIZER": _one_of("adamw", "sgd"),
+    "OPTIMIZER": _one_of("adamw", "sgd", "lamb"),
     "MOMENTUM": FRACTION,
     "LEARNING_RATE": POSITIVE,
     "WEIGHT_DECAY": NON_NEGATIVE,
     "LABEL_SMOOTHING": FRACTION,
+    "IMAGES_PER_S": POSITIVE,
     # data
     "DATA": TEXT,
     "CROP_PADDING": NON_NEGATIVE_INT,
     "FLIP": BOOL,
+    "CROP_AREA": Rule(
+        "the smallest and the largest share of an image that a crop may be, 0 < smallest <= largest <= 1",
+        lambda value: (
+            isinstance(value, (list, tuple))
+            and len(value) == 2
+            and all(map(_is_number, value))
+            and 0 < value[0] <= value[1] <= 1
+        ),
+    ),
     # model
     "MODEL": TEXT,
     "IMG_SIZE": POSITIVE_INT,
@@ -120,7 +130,12 @@ KEYS: dict[str, Any] = {
     "clip_grad_norm": NON_NEGATIVE,
     "cudnn_benchmark": BOOL,
     "cudnn_deterministic": BOOL,
-    "dali": {"gpu_aug": BOOL, "mixup_alpha": NON_NEGATIVE},
+    "dali": {
+        "gpu_aug": BOOL,
+        "mixup_alpha": NON_NEGATIVE,
+        "rand_augment": {"n": POSITIVE_INT, "m": NON_NEGATIVE_INT},
+        "max_bad": NON_NEGATIVE_INT,
+    },
 }
 
 _SCALER_KEYS = {

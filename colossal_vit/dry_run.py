@@ -128,6 +128,7 @@ class StepPlan:
             `activations` (whatever else there is at the peak) and the `peak` that these make together.
         calls, sent: see `StepMeter`.
         stage_ranks: a rank of each pipeline stage; those with the same data and tensor coordinates.
+        notes: what else the script has to say.
     """
 
     layers: list[str]
@@ -138,6 +139,7 @@ class StepPlan:
     layout: Layout
     config: dict[str, Any] = field(repr=False)
     stage_ranks: list[int] = field(default_factory=lambda: [0])
+    notes: list[str] = field(default_factory=list)
 
 
 def measure(engine: Engine, batches: Iterable) -> StepPlan:
@@ -360,7 +362,8 @@ def _layers(names: Iterable[str]) -> str:
     return ", ".join(f"blocks {_ranges(blocks)}" if name == "blocks" else name for name in others)
 
 
-def _table(header: list[str], rows: list[list[str]]) -> list[str]:
+def format_table(header: list[str], rows: list[list[str]]) -> list[str]:
+    """Lines of a table whose first column is aligned to the left and all others to the right."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     return [
         "  ".join(
@@ -384,7 +387,7 @@ def format_report(plans: list[StepPlan]) -> str:
         )
     parts = ["weights", "gradients", "optimizer", "activations", "peak"]
     memory = [[f"stage {s}"] + [f"{p.memory[part] / 1e6:,.1f}" for part in parts] for s, p in enumerate(plans)]
-    lines += ["", *_table(["memory of a rank, MB", *parts], memory)]
+    lines += ["", *format_table(["memory of a rank, MB", *parts], memory)]
 
     kinds = [kind for kind in _SENT if any(kind in p.calls for p in plans)]
     if kinds:
@@ -392,7 +395,7 @@ def format_report(plans: list[StepPlan]) -> str:
             [f"stage {s}"] + [f"{p.sent.get(kind, 0) / 1e6:,.2f} ({p.calls.get(kind, 0)})" for kind in kinds]
             for s, p in enumerate(plans)
         ]
-        lines += ["", *_table(["MB sent a step (calls)", *kinds], traffic)]
+        lines += ["", *format_table(["MB sent a step (calls)", *kinds], traffic)]
     if layout.pipeline > 1:
         chunks, micro_batches = num_model_chunks(config), config.NUM_MICRO_BATCHES
         bubble = (layout.pipeline - 1) / (chunks * micro_batches)
@@ -401,7 +404,7 @@ def format_report(plans: list[StepPlan]) -> str:
             f"pipeline bubble: (stages - 1) / (chunks × micro-batches) = ({layout.pipeline} - 1) / "
             f"({chunks} × {micro_batches}) = {bubble:.1%} of the time spent computing",
         ]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *plans[0].notes] if plans[0].notes else lines)
 
 
 def report(main: Callable[[], StepPlan | None]) -> None:

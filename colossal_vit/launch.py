@@ -245,6 +245,7 @@ def start(
     if check is not None:
         check(config, layout)
     backend = _backend(args, meeting)
+    output = args.output or script.parents[1] / "runs" / script.parent.name / Path(args.config).stem
 
     if not torch.cuda.is_available():
         host.enable()
@@ -255,7 +256,7 @@ def start(
         _seed(config.SEED)
         device = get_accelerator().get_current_device()
         dry_run.no_tensors(device)
-        return Run(config, layout, Path(), 1, device, RankLogger(0), dry_run=True)
+        return Run(config, layout, output, 1, device, RankLogger(0), dry_run=True)
     _launch(config, meeting, backend)
     global _peers
     _peers = Peers(meeting.rank, meeting.world_size, meeting.host)
@@ -276,7 +277,6 @@ def start(
     if config.fp16:
         dtype = precision.compute_dtype(config.fp16, device)
         log.info(f"mixed precision: {config.fp16.mode} in {str(dtype).removeprefix('torch.')} on this device")
-    output = args.output or script.parents[1] / "runs" / script.parent.name / Path(args.config).stem
     with together():
         if meeting.rank == 0:
             _make_output(output, config, log)

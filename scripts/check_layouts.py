@@ -1,6 +1,6 @@
 """Check on this machine that every layout trains the same model: 20 steps of each against one process.
 
-    python scripts/check_layouts.py [--world N] [--only NAME ...]
+    python scripts/check_layouts.py [--world N] [--optimizer adamw|sgd|lamb] [--only NAME ...]
 
 Prints a table: layout, relative error of the first step, worst of all 20 (of `loss` and of `grad_norm`), images/s. The
 model is small, in fp32, without dropout, on the digits sample; gradients are clipped. Exit code 1 when a layout is off
@@ -76,6 +76,13 @@ def set_flags(values: dict[str, Any]) -> list[str]:
     return [part for key, value in values.items() for part in ("--set", f"{key}={value!r}")]
 
 
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "sgd": {"OPTIMIZER": "sgd", "LEARNING_RATE": 0.1, "WEIGHT_DECAY": 1e-4},
+    "lamb": {"OPTIMIZER": "lamb", "LEARNING_RATE": 1.8e-2, "WEIGHT_DECAY": 0.1},
+}
+
+
 def train(processes: int, overrides: dict[str, Any], output: Path) -> list[dict]:
     """Train `NUM_STEPS` steps in a layout and return their records.
 
@@ -104,18 +111,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     available = torch.cuda.device_count() if torch.cuda.is_available() else 8
     parser.add_argument("--world", type=int, default=available, help="most processes to start (default %(default)s)")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="default %(default)s")
     parser.add_argument("--only", nargs="+", choices=LAYOUTS, metavar="NAME", help="check only these layouts")
     args = parser.parse_args()
+    optimizer = OPTIMIZERS[args.optimizer]
     chosen = {name: LAYOUTS[name] for name in args.only or LAYOUTS if LAYOUTS[name][0] <= args.world}
     left_out = [name for name in args.only or LAYOUTS if name not in chosen]
 
     print(f"{'layout':<40}{'first step':>12}{'worst step':>12}{'images/s':>10}")
     wrong = []
     with tempfile.TemporaryDirectory() as scratch:
-        expected = train(1, {}, Path(scratch) / "one process")
+        expected = train(1, optimizer, Path(scratch) / "one process")
         for name, (processes, overrides) in {"one process": (1, {}), **chosen}.items():
             try:
-                steps = expected if name == "one process" else train(processes, overrides, Path(scratch) / name)
+                if name == "one process":
+                    steps = expected
+                else:
+                    steps = train(processes, {**optimizer, **overrides}, Path(scratch) / name)
             except subprocess.CalledProcessError as error:
                 wrong.append(name)
                 print(f"{name:<40}does not run: {error.stderr.strip().splitlines()[0] if error.stderr else error}")

@@ -17,7 +17,7 @@ import check_layouts
 import recipes
 import vit
 import world
-from check_layouts import LAYOUTS
+from check_layouts import LAYOUTS, OPTIMIZERS
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +72,20 @@ def test_same_curve_with_accumulation(layout, reference, tmp_path, random_weight
 def test_same_curve_with_momentum_recomputation_and_more_micro_batches(layout, reference, tmp_path, random_weights):
     """All else that must not matter, at once: SGD instead of AdamW, CHECKPOINT, four micro-batches a pipeline batch."""
     world_size, values = LAYOUTS[layout]
-    sgd = {"OPTIMIZER": "sgd", "LEARNING_RATE": 0.1, "WEIGHT_DECAY": 1e-4}
+    sgd = OPTIMIZERS["sgd"]
     expected, _ = reference(**sgd)
     assert expected[-1]["loss"] < expected[0]["loss"] - 0.3
     steps, _ = recipes.train(tmp_path, world_size, **{**sgd, **values, "CHECKPOINT": True, "NUM_MICRO_BATCHES": 4})
+    assert_same_curve(steps, expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_same_curve_with_lamb(layout, reference, tmp_path, random_weights):
+    """Its trust ratios need the norms of whole parameters, of which ranks hold pieces."""
+    world_size, values = LAYOUTS[layout]
+    expected, _ = reference(**OPTIMIZERS["lamb"])
+    assert expected[-1]["loss"] < expected[0]["loss"] - 0.3
+    steps, _ = recipes.train(tmp_path, world_size, **{**OPTIMIZERS["lamb"], **values})
     assert_same_curve(steps, expected)
 
 

@@ -7,17 +7,14 @@ The first step of the tutorial: every process holds the whole model. `train_hybr
 
 import sys
 
-import timm
 import torch
 from colossal_vit import dry_run, launch
-from colossal_vit.config import Layout
 from colossal_vit.engine import initialize
-from colossal_vit.errors import UserError
 from colossal_vit.hooks import LRSchedulerHook, MetricsHook
-from colossalai.context import Config
+from colossal_vit.models import build_timm_vit, check_timm_vit
+from colossal_vit.optim import Lamb
 from colossalai.legacy.trainer import Trainer
 from colossalai.nn.lr_scheduler import LinearWarmupLR
-from colossalai.nn.optimizer import Lamb
 
 from cifar10 import build_cifar10
 
@@ -33,50 +30,18 @@ DEFAULTS = {
     "CROP_PADDING": 4,
     "FLIP": True,
 }
-# Config keys that change the shape of the model MODEL names, and what timm calls them.
-SHAPE = {"PATCH_SIZE": "patch_size", "HIDDEN_SIZE": "embed_dim", "DEPTH": "depth", "NUM_HEADS": "num_heads"}
-
-
-def build_model(config: Config) -> torch.nn.Module:
-    """The timm model, its weights drawn on the CPU from `config.SEED`.
-
-    DROP_RATE is what timm's `drop_rate` was when the tutorial was written: dropout after the position embedding, the
-    attention projection and the layers of the MLP.
-    """
-    torch.manual_seed(config.SEED)
-    return timm.create_model(
-        config.MODEL,
-        num_classes=config.NUM_CLASSES,
-        img_size=config.IMG_SIZE,
-        pos_drop_rate=config.DROP_RATE,
-        proj_drop_rate=config.DROP_RATE,
-        **{name: config[key] for key, name in SHAPE.items() if key in config},
-    )
-
-
-def check(config: Config, layout: Layout) -> None:
-    """Refuse what a purely data-parallel script cannot do."""
-    if layout.pipeline * layout.tensor > 1:
-        raise UserError(f"train_dp.py is data parallel only, but the config asks for {layout}: use train_hybrid.py")
-    if config.MODEL not in timm.list_models("vit_*"):
-        raise UserError(f"MODEL = {config.MODEL!r} is not a Vision Transformer of timm: see timm.list_models('vit_*')")
-    with torch.device("meta"):
-        try:
-            build_model(config)
-        except (AssertionError, TypeError, ValueError) as error:
-            raise UserError(f"MODEL = {config.MODEL!r} cannot be built with these sizes: {error}") from None
 
 
 def main() -> dry_run.StepPlan | None:
     # ---- Launch: flags, config file, process groups ----------------------------------------------------------------
-    run = launch.start(__doc__, REQUIRED, DEFAULTS, check)
+    run = launch.start(__doc__, REQUIRED, DEFAULTS, check_timm_vit)
     config = run.config
 
     # ---- Data: the same global batches for any number of processes -------------------------------------------------
     train_dataloader, test_dataloader = build_cifar10(run)
 
     # ---- Model -----------------------------------------------------------------------------------------------------
-    model = build_model(config)
+    model = build_timm_vit(config)
     run.log.info(f"{config.MODEL}: {sum(p.numel() for p in model.parameters()):,} parameters")
 
     # ---- Criterion, optimizer, learning rate -----------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 from colossal_vit import dry_run, launch
 from colossal_vit.engine import initialize
 from colossal_vit.hooks import LRSchedulerHook, MetricsHook
-from colossal_vit.optim import CosineAnnealingWarmupLR
+from colossal_vit.optim import CosineAnnealingWarmupLR, Lamb
 from colossalai.legacy import nn as col_nn
 from colossalai.legacy.trainer import Trainer
 
@@ -52,6 +52,8 @@ def main() -> dry_run.StepPlan | None:
     common = dict(lr=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY)
     if config.OPTIMIZER == "sgd":
         optimizer = torch.optim.SGD(model.parameters(), momentum=config.MOMENTUM, **common)
+    elif config.OPTIMIZER == "lamb":
+        optimizer = Lamb(model.parameters(), **common)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), **common)
     steps_per_epoch = len(train_dataloader) // config.gradient_accumulation

@@ -1,0 +1,48 @@
+"""timm's Vision Transformers, for the examples in which every process holds the whole model."""
+
+import timm
+import torch
+from colossal_vit.config import Layout
+from colossal_vit.errors import UserError
+from colossalai.context import Config
+from torch import nn
+
+# Config keys that change the shape of the model that MODEL names, and what timm calls them.
+SHAPE = {"PATCH_SIZE": "patch_size", "HIDDEN_SIZE": "embed_dim", "DEPTH": "depth", "NUM_HEADS": "num_heads"}
+
+
+def build_timm_vit(config: Config) -> nn.Module:
+    """The timm model that `config.MODEL` names, its weights drawn on the CPU from `config.SEED`.
+
+    DROP_RATE is what timm's `drop_rate` was when the tutorials were written: dropout after the position embedding, the
+    attention projection and the layers of the MLP.
+    """
+    torch.manual_seed(config.SEED)
+    return timm.create_model(
+        config.MODEL,
+        num_classes=config.NUM_CLASSES,
+        img_size=config.IMG_SIZE,
+        pos_drop_rate=config.DROP_RATE,
+        proj_drop_rate=config.DROP_RATE,
+        **{name: config[key] for key, name in SHAPE.items() if key in config},
+    )
+
+
+def check_timm_vit(config: Config, layout: Layout) -> None:
+    """Refuse a model that timm lacks or cannot build, and a layout that is not purely data parallel.
+
+    Raises:
+        UserError: naming the values.
+    """
+    if layout.pipeline * layout.tensor > 1:
+        raise UserError(
+            f"this script is data parallel only, but the config asks for {layout}: "
+            f"use vit_cifar10_hybrid/train_hybrid.py"
+        )
+    if config.MODEL not in timm.list_models("vit_*"):
+        raise UserError(f"MODEL = {config.MODEL!r} is not a Vision Transformer of timm: see timm.list_models('vit_*')")
+    with torch.device("meta"):
+        try:
+            build_timm_vit(config)
+        except (AssertionError, TypeError, ValueError) as error:
+            raise UserError(f"MODEL = {config.MODEL!r} cannot be built with these sizes: {error}") from None

@@ -1,0 +1,447 @@
+"""LAMB takes the steps of Colossal-AI's, in every layout, without waiting for the device."""
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from colossal_vit import config as configs
+from colossal_vit import optim
+from colossal_vit.engine import initialize
+from colossal_vit.optim import Lamb, parameter_groups
+from colossalai.legacy import nn as col_nn
+from colossalai.legacy.amp import AMP_TYPE
+from colossalai.legacy.context import ParallelMode
+from colossalai.legacy.core import global_context as gpc
+from colossalai.nn.optimizer import Lamb as ColossalLamb
+from timm.optim import Lamb as TimmLamb
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import vit
+import world
+from test_precision import MODES
+from test_vit import LAYOUTS, MODEL
+
+SHAPES = [(24, 16), (16,), (4, 3, 5, 5), (1, 7, 8), ()]
+OPTIONS = dict(lr=0.02, weight_decay=0.1)
+
+
+def weights(dtype=torch.float32, shapes=SHAPES):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+
+
+def give_gradients(parameters, step):
+    """Gradients of very different sizes, the same for the same step."""
+    generator = torch.Generator().manual_seed(step)
+    for p in parameters:
+        p.grad = (torch.randn(p.shape, generator=generator) * 10.0 ** (-step % 5)).to(p.dtype)
+
+
+def take_steps(optimizer, steps=range(50)):
+    """Make steps of an optimizer, and return its parameters."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for step in steps:
+        give_gradients(parameters, step)
+        optimizer.step()
+    return parameters
+
+
+def assert_same(parameters, expected, rtol):
+    for number, (here, there) in enumerate(zip(parameters, expected, strict=True)):
+        error = ((here - there).norm() / there.norm()).item()
+        assert error <= rtol, f"parameter {number} of shape {tuple(here.shape)}: relative error {error:.1e}"
+
+
+# ---- One process ----
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-6), (torch.float64, 1e-14)])
+@pytest.mark.parametrize(
+    "options",
+    [{}, OPTIONS, dict(**OPTIONS, bias_correction=True), dict(**OPTIONS, adam=True), dict(betas=(0.0, 0.5), eps=0.1)],
+    ids=str,
+)
+def test_equals_colossalai(options, dtype, rtol):
+    expected = take_steps(ColossalLamb(weights(dtype), **options))
+    assert_same(take_steps(Lamb(weights(dtype), **options)), expected, rtol)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_equals_timm_without_clipping_and_correction(decay):
+    """timm clips gradients and corrects m and v, by default; neither is part of this rule."""
+    as_here = dict(bias_correction=False, max_grad_norm=None, always_adapt=True, lr=0.02, weight_decay=decay)
+    expected = take_steps(TimmLamb(weights(), **as_here))
+    assert_same(take_steps(Lamb(weights(), lr=0.02, weight_decay=decay)), expected, 1e-6)
+
+
+def test_options_of_groups_and_size_of_batches(monkeypatch):
+    """Groups have options of their own; how many parameters are updated at a time changes nothing."""
+
+    def groups():
+        a, b, c, d, e = weights()
+        return [dict(params=[a, b], lr=0.1), dict(params=[c], weight_decay=0.5, eps=1e-3), dict(params=[d, e])]
+
+    expected = take_steps(ColossalLamb(groups(), **OPTIONS))
+    whole = take_steps(Lamb(groups(), **OPTIONS))
+    assert_same(whole, expected, 1e-6)
+    monkeypatch.setattr(optim, "_BATCH_ON_CPU", 1)
+    assert all(map(torch.equal, take_steps(Lamb(groups(), **OPTIONS)), whole))
+
+
+def test_excluded_groups_have_no_trust_ratio():
+    """timm leaves out the trust ratio where there is no weight decay; here it is said in the group."""
+
+    def groups(**excluded):
+        a, b, c, d, e = weights()
+        return [dict(params=[a, c, d], weight_decay=0.1), dict(params=[b, e], weight_decay=0.0, **excluded)]
+
+    expected = take_steps(TimmLamb(groups(), lr=0.02, bias_correction=False, max_grad_norm=None))
+    assert_same(take_steps(Lamb(groups(adam=True), lr=0.02)), expected, 1e-6)
+    adapted = take_steps(Lamb(groups(), lr=0.02))
+    assert (adapted[3] - expected[3]).abs().max() > 0.01, "a trust ratio must show"
+
+
+@pytest.mark.parametrize("layout", ["one process", "2.5D 8", "3D 8"])
+def test_parameter_groups_of_a_vit(layout):
+    """Matrices are adapted; biases, norms, class token and position embedding are not, in whatever pieces."""
+    world_size, parallel = LAYOUTS[layout]
+
+    def names():
+        model, reference, _ = build()
+        groups = [{p.shard.name for p in group["params"]} for group in parameter_groups(model, 0.1)]
+        return groups, list(dict(reference.named_parameters()))
+
+    for (adapted, excluded), every in world.call(names, world_size, parallel=parallel, **MODEL):
+        assert adapted | excluded == set(every)
+        assert adapted == {name for name in every if name.endswith(".weight") and "norm" not in name}
+
+    layer = torch.nn.Linear(2, 3)
+    first, second = parameter_groups(layer, 0.1)
+    assert (first["params"], first["weight_decay"], first["adam"]) == ([layer.weight], 0.1, False)
+    assert (second["params"], second["weight_decay"], second["adam"]) == ([layer.bias], 0.0, True)
+    assert parameter_groups(layer, 0.1, exclude=("weight",))[0]["params"] == []
+
+
+@pytest.mark.parametrize(("weight", "gradient", "moved"), [(0.0, 1.0, 1.0), (2.0, 0.0, 0.0), (0.0, 0.0, 0.0)])
+def test_trust_ratio_is_1_where_a_norm_is_0(weight, gradient, moved):
+    """A first step without bias correction moves by lr (1 - β₁) / √(1 - β₂) = 0.5 lr where there is a gradient."""
+    p = torch.nn.Parameter(torch.full((3, 4), weight))
+    p.grad = torch.full_like(p, gradient)
+    Lamb([p], lr=0.1, betas=(0.75, 0.75), eps=1e-12).step()
+    torch.testing.assert_close(p.detach(), torch.full((3, 4), weight - 0.05 * moved))
+
+
+def test_skips_parameters_without_gradient():
+    """A parameter that has had no gradient keeps its step count, which the bias correction depends on."""
+
+    def steps(cls):
+        parameters = weights()
+        optimizer = cls(parameters, **OPTIONS, bias_correction=True)
+        for step in range(6):
+            give_gradients(parameters, step)
+            parameters[0].grad = parameters[0].grad if step % 3 else None
+            optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()
+        return parameters
+
+    assert_same(steps(Lamb), steps(ColossalLamb), 1e-6)
+
+
+def test_closure_and_refusals():
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = Lamb([p])
+
+    def closure():
+        loss = (p * p).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 3.0
+    assert (p < 1.0).all()
+    p.grad = torch.ones(3).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
+    p.grad, optimizer.state[p]["exp_avg"] = torch.ones(3), torch.zeros(2)
+    with pytest.raises(ValueError, match=r"exp_avg of shape \(2,\) for a parameter of \(3,\)"):
+        optimizer.step()
+    for wrong in (dict(lr=-1.0), dict(eps=-1e-6), dict(weight_decay=float("nan")), dict(betas=(0.9, 1.0))):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            Lamb([p], **wrong)
+
+
+def test_any_memory_layout():
+    """Pieces cut from a checkpoint are not contiguous, and the kernel would not notice."""
+
+    def parameters(lay_out):
+        return [torch.nn.Parameter(lay_out(w.detach())) for w in weights(shapes=[(6, 8), (4, 3, 5, 5)])]
+
+    def strided(w):
+        return w.transpose(0, 1).contiguous().transpose(0, 1)
+
+    def steps(lay_out):
+        optimizer = Lamb(parameters(lay_out), **OPTIONS)
+        take_steps(optimizer, range(3))
+        for state in optimizer.state.values():
+            state.update(exp_avg=lay_out(state["exp_avg"]), exp_avg_sq=lay_out(state["exp_avg_sq"]))
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad = lay_out(p.detach() ** 2)
+        optimizer.step()
+        return optimizer.param_groups[0]["params"]
+
+    expected, found = steps(torch.Tensor.contiguous), steps(strided)
+    assert not any(p.is_contiguous() for p in found)
+    assert_same(found, expected, 1e-7)
+    mixed = parameters(strided)
+    optimizer = Lamb(mixed, **OPTIONS)
+    for p, w in zip(mixed, parameters(torch.Tensor.contiguous), strict=True):
+        p.grad = w.detach().clone()  # contiguous, for a parameter that is not
+    optimizer.step()
+    reference = ColossalLamb(parameters(torch.Tensor.contiguous), **OPTIONS)
+    for p in reference.param_groups[0]["params"]:
+        p.grad = p.detach().clone()
+    reference.step()
+    assert_same(mixed, reference.param_groups[0]["params"], 1e-6)
+
+
+# ---- State ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_dict_round_trip_is_exact(dtype):
+    first = Lamb(weights(dtype), **OPTIONS, bias_correction=True)
+    take_steps(first, range(5))
+    saved = copy.deepcopy(first.state_dict())
+    second = Lamb([torch.nn.Parameter(p.detach().clone()) for p in first.param_groups[0]["params"]])
+    second.load_state_dict(copy.deepcopy(saved))
+    assert all(map(torch.equal, take_steps(second, range(5, 10)), take_steps(first, range(5, 10))))
+    assert saved["state"][0]["exp_avg"].dtype == torch.float32
+
+
+def test_takes_over_from_colossalai():
+    first = ColossalLamb(weights(), **OPTIONS, bias_correction=True)
+    take_steps(first, range(5))
+    second = Lamb([torch.nn.Parameter(p.detach().clone()) for p in first.param_groups[0]["params"]])
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert_same(take_steps(second, range(5, 10)), take_steps(first, range(5, 10)), 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_loses_no_more_than_the_rounding_of_weights(dtype):
+    """v decays by 0.1 % a step, which bf16 cannot hold: with gradients that end, moments in bf16 would stay."""
+    parameters, expected = weights(dtype), weights(torch.float64)
+    optimizer, reference = Lamb(parameters), Lamb(expected)
+    give_gradients(parameters, 0)
+    for p, e in zip(parameters, expected, strict=True):
+        e.grad = p.grad.double()
+    for _ in range(50):
+        optimizer.step()
+        reference.step()
+        for p in (*parameters, *expected):
+            p.grad.zero_()
+    for p, e in zip(parameters, expected, strict=True):
+        for key in ("exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(optimizer.state[p][key].double(), reference.state[e][key], rtol=1e-5, atol=0)
+
+
+def test_under_a_loss_scaler():
+    """`GradScaler` unscales the gradients, and leaves weights and state alone after an overflow."""
+    expected = take_steps(Lamb(weights(), **OPTIONS), range(1, 4))
+    parameters = weights()
+    optimizer = Lamb(parameters, **OPTIONS)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(4):
+        give_gradients(parameters, step)
+        scaler.scale(torch.zeros(()))  # the scale exists from the first loss on
+        for p in parameters:
+            p.grad.mul_(scaler.get_scale() if step else float("inf"))
+        scaler.step(optimizer)
+        scaler.update()
+        assert len(optimizer.state) == (len(parameters) if step else 0)
+    assert_same(parameters, expected, 1e-6)
+
+
+# ---- The device is never waited for ----
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is asked of the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "aten" and "promote_types" not in str(function):
+            self.count[str(function)] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def operations(cls, num_parameters):
+    """The operations of the second step, on a GPU that does not exist: tensors without data, which nobody can read."""
+    with FakeTensorMode():
+        parameters = [torch.nn.Parameter(torch.ones(5, 6, device="cuda")) for _ in range(num_parameters)]
+        for p in parameters:
+            p.grad = torch.ones_like(p)
+        optimizer = cls(parameters, **OPTIONS, bias_correction=True)
+        optimizer.step()
+        with Operations() as found:
+            optimizer.step()
+    return found.count
+
+
+def test_reads_nothing_back_and_asks_for_few_kernels():
+    few, many = operations(Lamb, 2), operations(Lamb, 60)
+    assert few == many, "the number of operations must not depend on the number of parameters"
+    assert many.total() < 20
+    assert not any("copy" in name for name in many)
+    with pytest.raises(RuntimeError, match="_local_scalar_dense"):
+        operations(ColossalLamb, 2)
+
+
+# ---- Tensor parallel ----
+
+
+def build():
+    layout = configs.Layout.of(gpc.config, dist.get_world_size())
+    return vit.build_vit(gpc.config, layout), vit.full_vit(gpc.config), gpc.config
+
+
+def give_pieces(parameters, reference, step, dtype=torch.float32):
+    """Random gradients for a full model, and for its pieces; those that are not used have none, or any that may be."""
+    generator = torch.Generator().manual_seed(step)
+    full = {}
+    for name, p in reference.named_parameters():
+        full[name] = torch.randn(p.shape, generator=generator).to(dtype)
+        p.grad = full[name].float()
+    for p in parameters:
+        unused = torch.ones_like(p) if step % 2 else None
+        p.grad = p.shard.cut(full[p.shard.name]) if p.shard.in_use else unused
+
+
+def assert_joined(parameters, reference):
+    full = dict(reference.named_parameters())
+    for p in parameters:
+        assert_same([p.shard.join(p.detach())], [full[p.shard.name]], 1e-6)
+
+
+PIECES = ["1D 2", "1D 4", "2D 4", "2.5D 8", "3D 8"]
+
+
+@pytest.mark.parametrize("layout", PIECES)
+def test_norms_are_those_of_whole_parameters(layout, random_weights, monkeypatch):
+    """Joined pieces equal the full parameters under Colossal-AI's optimizer; for one all_reduce of 2 N numbers."""
+    world_size, parallel = LAYOUTS[layout]
+    reduced = []
+    all_reduce = dist.all_reduce
+    monkeypatch.setattr(dist, "all_reduce", lambda t, *a, **k: reduced.append(t.numel()) or all_reduce(t, *a, **k))
+
+    def function():
+        model, reference, _ = build()
+        parameters = list(model.parameters())
+        optimizer, expected = Lamb(parameters, **OPTIONS), ColossalLamb(reference.parameters(), **OPTIONS)
+        for step in range(3):
+            give_pieces(parameters, reference, step)
+            reduced.clear()
+            with Operations() as found:
+                optimizer.step()
+            assert reduced == [2 * len(parameters)]
+            assert not any("scalar_dense" in name for name in found.count)
+            expected.step()
+        assert_joined(parameters, reference)
+        return len([p for p in parameters if p.grad is None])
+
+    unused = world.call(function, world_size, parallel=parallel, **MODEL)
+    assert any(unused) == (layout in ("2.5D 8", "3D 8"))
+
+
+@pytest.mark.parametrize("layout", ["1D 2", "2.5D 8", "3D 8"])
+def test_trains_as_one_process_does(layout, random_weights):
+    """Losses and gradient norms with real, clipped gradients, vectors excluded."""
+    world_size, parallel = LAYOUTS[layout]
+
+    def function():
+        model, reference, _ = build()
+        images = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+        labels = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
+        optimizer = Lamb(parameter_groups(model, 0.1), lr=0.02)
+        engine, *_ = initialize(model, optimizer, col_nn.CrossEntropyLoss())
+        expected = TimmLamb(parameter_groups(reference, 0.1), lr=0.02, bias_correction=False, max_grad_norm=None)
+        for _ in range(4):
+            engine.zero_grad()
+            loss = engine.criterion(engine(images), labels)
+            engine.backward(loss)
+            engine.step()
+            expected.zero_grad()
+            same = F.cross_entropy(reference(images), labels)
+            same.backward()
+            norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+            expected.step()
+            assert loss.item() == pytest.approx(same.item(), rel=1e-4)
+            assert engine.grad_norm == pytest.approx(norm.item(), rel=1e-4)
+
+    world.call(function, world_size, parallel=parallel, **{**MODEL, "clip_grad_norm": 1.0})
+
+
+@pytest.mark.parametrize("layout", ["one process", "2.5D 8"])
+def test_master_weights_have_the_norms_of_whole_parameters(layout, random_weights):
+    world_size, parallel = LAYOUTS[layout]
+
+    def function():
+        model, reference, _ = build()
+        optimizer = Lamb(model.parameters(), **OPTIONS)
+        parameters = list(model.parameters())
+        engine, *_ = initialize(model, optimizer, torch.nn.Identity())
+        for p in reference.parameters():
+            p.data = p.data.bfloat16().float()
+        expected = ColossalLamb(reference.parameters(), **OPTIONS)
+        for step in range(3):
+            give_pieces(parameters, reference, step, torch.bfloat16)
+            engine.step()
+            expected.step()
+        masters = optimizer.param_groups[0]["params"]
+        assert {p.dtype for p in masters} == {torch.float32}
+        assert_joined(masters, reference)
+        assert all(torch.equal(p, m.bfloat16()) for p, m in zip(parameters, masters, strict=True))
+
+    values = {**MODEL, "clip_grad_norm": 0.0, "fp16": dict(mode=AMP_TYPE.NAIVE, dtype="bf16")}
+    world.call(function, world_size, parallel=parallel, **values)
+
+
+def test_trains_in_mixed_precision(random_weights):
+    """One rank, through the engine: losses fall as they do in fp32."""
+
+    def losses():
+        model, _, _ = build()
+        images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+        engine, *_ = initialize(model, Lamb(parameter_groups(model, 0.1), lr=0.01), col_nn.CrossEntropyLoss())
+        found = []
+        for _ in range(4):
+            engine.zero_grad()
+            found.append(engine.criterion(engine(images), torch.arange(4)))
+            engine.backward(found[-1])
+            engine.step()
+        return [loss.item() for loss in found]
+
+    (expected,) = world.call(losses, **MODEL)
+    assert expected[-1] < 0.5 * expected[0]
+    for name, mode in MODES.items():
+        (found,) = world.call(losses, **{**MODEL, "fp16": mode})
+        assert found == pytest.approx(expected, abs=0.05), name
+        assert found != expected, f"{name} must be in effect"
+
+
+def test_a_parameter_without_shard_is_whole_on_every_rank():
+    _, parallel = LAYOUTS["1D 2"]
+
+    def function():
+        assert gpc.get_world_size(ParallelMode.TENSOR) == 2
+        return [p.detach() for p in take_steps(Lamb(weights(), **OPTIONS), range(3))]
+
+    alone = take_steps(Lamb(weights(), **OPTIONS), range(3))
+    for parameters in world.call(function, 2, parallel=parallel):
+        assert_same(parameters, alone, 1e-6)
