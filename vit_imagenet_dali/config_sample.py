@@ -1,0 +1,32 @@
+"""A small ViT on the digits sample, in the manner of the 32K recipe: DALI, Mixup, LAMB, 32 micro-batches a step.
+
+    torchrun --standalone --nproc_per_node 2 train.py --config ./config_sample.py
+
+Processes: 2 for a global batch of 128. On 2 CPU cores.
+"""
+
+
+# ---- Training ----
+BATCH_SIZE = 2  # of each rank and micro-batch
+gradient_accumulation = 32  # global batch = 2 × 32 × 2 processes = 128
+NUM_EPOCHS = 40
+WARMUP_EPOCHS = 10
+LEARNING_RATE = 1e-2
+WEIGHT_DECAY = 0.1
+
+# ---- Model: 0.5 M parameters ----
+MODEL = "vit_tiny_patch16_224"
+IMG_SIZE = 32
+PATCH_SIZE = 4
+HIDDEN_SIZE = 96
+DEPTH = 4
+NUM_HEADS = 4
+NUM_CLASSES = 10
+
+# ---- Data ----
+CROP_AREA = (0.7, 1.0)  # a small part of a digit is no digit
+FLIP = False  # a mirrored digit is none either
+
+# ---- Features ----
+clip_grad_norm = 1.0
+dali = dict(gpu_aug=True, mixup_alpha=0.2)

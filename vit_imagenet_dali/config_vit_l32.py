@@ -1,0 +1,32 @@
+"""ViT-L/32 on ImageNet-1K with a global batch of 32K: LAMB, 150 of 300 epochs of warm-up, fp16, Mixup.
+
+    torchrun --standalone --nproc_per_node 4 train.py --config ./config_vit_l32.py
+
+Processes: any number; the published run had 4 A100s and took 37.83 h. On another
+number keep the global batch: `--dry-run` says how. Expected accuracy: the tutorial shows its curve in a picture only.
+Not measured on GPUs here yet. `config_sample.py` runs in minutes on a CPU.
+"""
+
+from colossalai.amp import AMP_TYPE
+
+# ---- Training ----
+BATCH_SIZE = 256  # of each rank and micro-batch
+gradient_accumulation = 32  # global batch = 256 × 32 × 4 GPUs = 32,768
+NUM_EPOCHS = 300
+WARMUP_EPOCHS = 150  # the schedule moves every optimizer step; an epoch is 39 of them
+LEARNING_RATE = 1.8e-2
+WEIGHT_DECAY = 0.1
+
+# ---- Model ----
+MODEL = "vit_large_patch32_224"  # any Vision Transformer of timm
+IMG_SIZE = 224
+DROP_RATE = 0.1
+NUM_CLASSES = 1000
+
+# ---- Features ----
+fp16 = dict(mode=AMP_TYPE.TORCH)
+clip_grad_norm = 1.0
+dali = dict(
+    gpu_aug=True,  # decode and augment on the GPU, where there is one
+    mixup_alpha=0.2,
+)

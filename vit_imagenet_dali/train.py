@@ -1,0 +1,87 @@
+"""Train a Vision Transformer on ImageNet-1K with a global batch of 32K images, read by DALI from TFRecords.
+
+    torchrun --standalone --nproc_per_node 4 train.py --config ./config.py
+
+`build_tfrecords.py` makes the TFRecords. Data parallel: every process holds the whole model.
+"""
+
+import sys
+
+import torch
+from colossal_vit import dry_run, launch
+from colossal_vit.engine import initialize
+from colossal_vit.hooks import LRSchedulerHook, MetricsHook
+from colossal_vit.models import build_timm_vit, check_timm_vit
+from colossal_vit.optim import Lamb
+from colossalai.legacy.context import ParallelMode
+from colossalai.legacy.core import global_context as gpc
+from colossalai.legacy.trainer import Trainer
+from colossalai.nn.lr_scheduler import LinearWarmupLR
+from imagenet_dali_dataloader import build_imagenet
+
+from mixup import Mixup
+from planning import schedule
+
+REQUIRED = ("BATCH_SIZE", "NUM_EPOCHS", "NUM_CLASSES", "MODEL")
+DEFAULTS = {
+    "LEARNING_RATE": 1.8e-2,
+    "WEIGHT_DECAY": 0.1,
+    "WARMUP_EPOCHS": 0,
+    "LABEL_SMOOTHING": 0.0,
+    "DROP_RATE": 0.0,
+    "IMG_SIZE": 224,
+    "CROP_AREA": (0.08, 1.0),
+    "FLIP": True,
+    "dali": {},
+}
+
+
+def main() -> dry_run.StepPlan | None:
+    # ---- Launch: flags, config file, process groups ----------------------------------------------------------------
+    run = launch.start(__doc__, REQUIRED, DEFAULTS, check_timm_vit)
+    config = run.config
+
+    # ---- Data: DALI reads TFRecords, Mixup on the device -----------------------------------------------------------
+    train_dataloader, test_dataloader = build_imagenet(run)
+    if config.dali.get("mixup_alpha"):
+        rank = gpc.get_local_rank(ParallelMode.DATA)
+        train_dataloader = Mixup(train_dataloader, config.dali.mixup_alpha, config.NUM_CLASSES, config.SEED, rank)
+
+    # ---- Model -----------------------------------------------------------------------------------------------------
+    model = build_timm_vit(config)
+    run.log.info(f"{config.MODEL}: {sum(p.numel() for p in model.parameters()):,} parameters")
+
+    # ---- Criterion, optimizer, learning rate -----------------------------------------------------------------------
+    criterion = torch.nn.CrossEntropyLoss(label_smoothing=config.LABEL_SMOOTHING)  # of classes or mixed targets
+    optimizer = Lamb(model.parameters(), lr=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY)
+    steps_per_epoch = len(train_dataloader) // config.gradient_accumulation
+    lr_scheduler = LinearWarmupLR(
+        optimizer,
+        total_steps=config.NUM_EPOCHS * steps_per_epoch,
+        warmup_steps=config.WARMUP_EPOCHS * steps_per_epoch,
+    )
+
+    # ---- Engine: precision, gradient reduction, accumulation, as the config says -----------------------------------
+    engine, train_dataloader, test_dataloader, lr_scheduler = initialize(
+        model, optimizer, criterion, train_dataloader, test_dataloader, lr_scheduler
+    )
+    if run.dry_run:
+        plan = dry_run.measure(engine, train_dataloader)
+        plan.notes = schedule(config, run.output)
+        return plan
+
+    # ---- Train -----------------------------------------------------------------------------------------------------
+    trainer = Trainer(engine, logger=run.log)
+    trainer.fit(
+        train_dataloader,
+        epochs=config.NUM_EPOCHS,
+        max_steps=run.max_steps and run.max_steps * engine.accumulation,
+        test_dataloader=test_dataloader,
+        hooks=[MetricsHook(run.output, train_dataloader, run.log), LRSchedulerHook(lr_scheduler)],
+        display_progress=sys.stderr.isatty(),
+    )
+    run.log.info(f"metrics and curves are in {run.output}")
+
+
+if __name__ == "__main__":
+    launch.run(main)
