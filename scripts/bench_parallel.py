@@ -1,0 +1,249 @@
+"""Training speed of each parallelism here against plain PyTorch's: the same ViT on 2 processes, side by side.
+
+    python scripts/bench_parallel.py [--runs N] [--steps N] [--only NAME ...] [--output DIR] [--set KEY=VALUE ...]
+
+About 15 minutes on 2 CPU cores. Three pairs: `data`, data parallel against DistributedDataParallel; `tensor`, 1D tensor
+parallel against torch.distributed.tensor.parallel; `pipeline`, 1F1B against torch.distributed.pipelining. PyTorch's
+side is timm's model. Both sides live in the same two processes, start from the same weights, get the same batches, and
+must compute the same losses before they are timed. Then they take turns step by step, so that whatever else the machine
+does slows both down alike. A ratio above 1 means that ours is faster. `--set DEPTH=4` measures a smaller model.
+
+Writes parallel.md (the table), parallel.json (every run), log.txt and provenance.json. Exit code 0 whatever the ratios
+are, 1 when a side fails or the two disagree.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from colossal_vit import launch
+from colossal_vit.engine import initialize
+from colossal_vit.report import provenance
+from colossalai.legacy import nn as col_nn
+from colossalai.legacy.context import ParallelMode
+from colossalai.legacy.core import global_context as gpc
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "vit_cifar10_hybrid"))
+
+from train_hybrid import DEFAULTS, REQUIRED
+from vit import build_vit, check_vit, full_vit, partition_blocks
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG = ROOT / "vit_cifar10_hybrid/configs/config_pipeline_parallel.py"
+WORLD_SIZE, GLOBAL_BATCH = 2, 64
+CHECKED_STEPS, TOLERANCE = 3, 1e-4  # relative; these steps are the warm-up too
+SETTINGS = {
+    **dict(IMG_SIZE=32, PATCH_SIZE=4, HIDDEN_SIZE=384, DEPTH=12, NUM_HEADS=6, CHECKPOINT=False),
+    **dict(NUM_MICRO_BATCHES=4, LEARNING_RATE=1e-3, fp16=None, clip_grad_norm=0.0),
+    **{"BATCH_SIZE": GLOBAL_BATCH, "parallel.pipeline": 1},
+}
+TENSOR = {"parallel.tensor.mode": "1d", "parallel.tensor.size": WORLD_SIZE}
+
+# One optimizer step on this rank's part of a batch; returns the loss where the rank sees it.
+Step = Callable[[Tensor, Tensor], Tensor | None]
+
+# ---- The two sides ---------------------------------------------------------------------------------------------------
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=gpc.config.LEARNING_RATE, weight_decay=gpc.config.WEIGHT_DECAY)
+
+
+def ours(run: launch.Run, criterion: nn.Module) -> Step:
+    """The model and the engine of train_hybrid.py, whatever the layout."""
+    model = build_vit(run.config, run.layout)
+    engine = initialize(model, adamw(model), criterion)[0]
+
+    def step(images: Tensor, labels: Tensor) -> Tensor | None:
+        engine.zero_grad()
+        _, _, loss = engine.execute_schedule(iter([(images, labels)]))
+        engine.step()
+        return loss
+
+    return step
+
+
+def plain(model: nn.Module, criterion: nn.Module) -> Step:
+    optimizer = adamw(model)
+
+    def step(images: Tensor, labels: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = criterion(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def torch_data(run: launch.Run, model: nn.Module, criterion: nn.Module) -> Step:
+    return plain(DistributedDataParallel(model), criterion)
+
+
+def torch_tensor(run: launch.Run, model: nn.Module, criterion: nn.Module) -> Step:
+    mesh = init_device_mesh(run.device.type, (WORLD_SIZE,))
+    plan = {"attn.qkv": ColwiseParallel(), "attn.proj": RowwiseParallel()}
+    plan |= {"mlp.fc1": ColwiseParallel(), "mlp.fc2": RowwiseParallel()}
+    for block in model.blocks:
+        # timm stores all queries, then all keys, then all values, and a cut would give one rank the queries and half
+        # of the keys. In the order (rank, 3, its heads) it gives each rank what timm expects of a smaller model.
+        for parameter in block.attn.qkv.parameters():
+            parameter.data = parameter.data.unflatten(0, (3, WORLD_SIZE, -1)).transpose(0, 1).flatten(0, 2)
+        block.attn.num_heads //= WORLD_SIZE
+        block.attn.attn_dim //= WORLD_SIZE
+        parallelize_module(block, mesh, plan)
+    return plain(model, criterion)
+
+
+def torch_pipeline(run: launch.Run, model: nn.Module, criterion: nn.Module) -> Step:
+    rank = dist.get_rank()
+    blocks = partition_blocks(run.config, WORLD_SIZE)[rank]
+    model.blocks = model.blocks[blocks.start : blocks.stop]
+    if rank == 0:
+        model.norm = model.head = nn.Identity()
+        model.forward = model.forward_features
+    else:  # timm leaves out an embedding that is None
+        model.patch_embed, model.cls_token, model.pos_embed = nn.Identity(), None, None
+    stage = PipelineStage(model, rank, WORLD_SIZE, run.device)
+    schedule = Schedule1F1B(stage, run.config.NUM_MICRO_BATCHES, loss_fn=criterion)
+    optimizer = adamw(model)
+
+    def step(images: Tensor, labels: Tensor) -> Tensor | None:
+        losses: list[Tensor] = []
+        optimizer.zero_grad()
+        if stage.is_first:
+            schedule.step(images)
+        else:
+            schedule.step(target=labels, losses=losses)
+        optimizer.step()
+        return torch.stack(losses).mean() if losses else None
+
+    return step
+
+
+PAIRS = {  # name: (what our layout adds to SETTINGS, PyTorch's side, what the table calls them)
+    "data": ({"BATCH_SIZE": GLOBAL_BATCH // WORLD_SIZE}, torch_data, "data parallel / DistributedDataParallel"),
+    "tensor": (TENSOR, torch_tensor, "1D tensor parallel / torch.distributed.tensor.parallel"),
+    "pipeline": ({"parallel.pipeline": WORLD_SIZE}, torch_pipeline, "1F1B pipeline / torch.distributed.pipelining"),
+}
+
+# ---- The processes of a pair -----------------------------------------------------------------------------------------
+
+
+def get_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=7, help="paired runs (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=2, help="optimizer steps of a side in a run (default %(default)s)")
+    parser.add_argument("--only", nargs="+", choices=PAIRS, default=list(PAIRS), help="measure only these pairs")
+    parser.add_argument("--output", type=Path, default=ROOT / "results/parallel_cpu", help="where the result goes")
+    return parser
+
+
+def compare() -> None:
+    """On each rank of a pair: check that the sides agree, time them, write `pair.json` into the run directory."""
+    args, more = get_parser().parse_known_args()
+    sys.argv[1:] = [*more, f"--output={args.output}"]
+    run = launch.start(None, REQUIRED, DEFAULTS, check_vit)
+    criterion = col_nn.CrossEntropyLoss(label_smoothing=run.config.LABEL_SMOOTHING)
+    model, generator = full_vit(run.config).to(run.device), torch.Generator().manual_seed(run.config.SEED)
+    sides = {"ours": ours(run, criterion), "torch": PAIRS[args.only[0]][1](run, model, criterion)}
+
+    def next_batch() -> list[Tensor]:
+        images = torch.randn(GLOBAL_BATCH, 3, run.config.IMG_SIZE, run.config.IMG_SIZE, generator=generator)
+        labels = torch.randint(run.config.NUM_CLASSES, (GLOBAL_BATCH,), generator=generator)
+        replica = gpc.get_local_rank(ParallelMode.DATA)
+        return [whole.chunk(run.layout.data)[replica].to(run.device) for whole in (images, labels)]
+
+    def mean_loss(loss: Tensor | None) -> float:
+        losses = [None] * WORLD_SIZE
+        dist.all_gather_object(losses, None if loss is None else loss.item())
+        return statistics.fmean(value for value in losses if value is not None)
+
+    losses, images_per_s = {side: [] for side in sides}, {side: [] for side in sides}
+    for _ in range(CHECKED_STEPS):
+        batch = next_batch()
+        for side, step in sides.items():
+            losses[side].append(mean_loss(step(*batch)))
+    run.log.info(f"losses: {losses}")
+    agree = all(abs(a - b) <= TOLERANCE * abs(b) for a, b in zip(*losses.values(), strict=True))
+    for number in range(args.runs if agree else 0):
+        seconds = dict.fromkeys(sides, 0.0)
+        for index in range(args.steps):
+            batch = next_batch()
+            for side in sorted(sides, reverse=(number + index) % 2 == 1):
+                dist.barrier()
+                started = time.perf_counter()
+                sides[side](*batch)
+                dist.barrier()
+                seconds[side] += time.perf_counter() - started
+        for side, rates in images_per_s.items():
+            rates.append(GLOBAL_BATCH * args.steps / seconds[side])
+        run.log.info(f"run {number + 1}, images/s: {[round(rates[-1], 2) for rates in images_per_s.values()]}")
+    if dist.get_rank() == 0:
+        (run.output / "pair.json").write_text(json.dumps({"losses": losses, "images_per_s": images_per_s}))
+
+
+def measure(name: str, args: argparse.Namespace, more: list[str], log: list[str]) -> dict:
+    """Start the processes of a pair and return what they measured; their output goes to the terminal and to `log`."""
+    with tempfile.TemporaryDirectory() as output:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={WORLD_SIZE}"]
+        command += [__file__, f"--only={name}", f"--runs={args.runs}", f"--steps={args.steps}"]
+        command += [f"--set={key}={value!r}" for key, value in {**SETTINGS, **PAIRS[name][0]}.items()]
+        command += [f"--config={CONFIG}", f"--output={output}", *more]
+        options = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        with subprocess.Popen(command, env={"OMP_NUM_THREADS": "1", **os.environ}, **options) as processes:
+            for line in processes.stdout:
+                print(line, end="", flush=True)
+                log.append(line)
+        if processes.returncode:
+            sys.exit(f"{name}: a side fails, see above")
+        config, result = (json.loads((Path(output) / name).read_text()) for name in ("config.json", "pair.json"))
+    if not result["images_per_s"]["ours"]:
+        sys.exit(f"{name}: the two sides do not compute the same losses: {result['losses']}")
+    return {"config": config, **result}
+
+
+def main() -> None:
+    args, more = get_parser().parse_known_args()
+    try:
+        origin = provenance(shlex.join(["python", "scripts/bench_parallel.py", *sys.argv[1:]]))
+    except RuntimeError as error:
+        sys.exit(f"bench_parallel.py: error: {error}")
+
+    # ---- Measure ---------------------------------------------------------------------------------------------------
+    log: list[str] = []
+    results = {name: measure(name, args, more, log) for name in args.only}
+
+    # ---- Result ----------------------------------------------------------------------------------------------------
+    table = ["| comparison | ours, images/s | torch, images/s | ratio: median | min | max |", "| --- |" + " ---: |" * 5]
+    for name, result in results.items():
+        here, there = result["images_per_s"].values()
+        ratios = result["ratios"] = [a / b for a, b in zip(here, there, strict=True)]
+        medians = f"{statistics.median(here):.1f} | {statistics.median(there):.1f}"
+        spread = " | ".join(f"{value:.3f}" for value in (statistics.median(ratios), min(ratios), max(ratios)))
+        table.append(f"| {PAIRS[name][2]} | {medians} | {spread} |")
+    print("\n".join(table))
+    args.output.mkdir(parents=True, exist_ok=True)
+    (args.output / "parallel.md").write_text("\n".join(table) + "\n")
+    (args.output / "parallel.json").write_text(json.dumps({"steps": args.steps, **results}, indent=2) + "\n")
+    (args.output / "log.txt").write_text("".join(log).replace(str(ROOT), "."))
+    (args.output / "provenance.json").write_text(json.dumps(origin, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    launch.run(compare) if "LOCAL_RANK" in os.environ else main()
