@@ -79,7 +79,9 @@ def test_same_curve_with_momentum_recomputation_and_more_micro_batches(layout, r
     assert_same_curve(steps, expected)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", ["DP 2", "PP 2 interleaved × 2", "1D 4", "2D 4", "2.5D 8", "3D 8", "DP 2 × PP 2 × 1D 2"]
+)
 def test_same_curve_with_lamb(layout, reference, tmp_path, random_weights):
     """Its trust ratios need the norms of whole parameters, of which ranks hold pieces."""
     world_size, values = LAYOUTS[layout]

@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc_per_node 4 train.py --config ./config_vit_b32.py
 
-Processes: any number; the published run had 4 A100s and took 14.58 h. On another
-number keep the global batch: `--dry-run` says how. Expected accuracy: the tutorial shows its curve in a picture only.
+Processes: any number; the published run had 4 A100s and took 14.58 h. On another number
+keep the global batch: `--dry-run` says how. Expected accuracy: the tutorial shows its curve in a picture only.
 Not measured on GPUs here yet. `config_sample.py` runs in minutes on a CPU.
 """
 

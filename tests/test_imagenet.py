@@ -1,0 +1,88 @@
+"""The published recipe is the one that the configs have, and it trains."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from colossal_vit import config as configs
+from colossal_vit.report import read_metrics
+from colossalai.legacy.amp import AMP_TYPE
+from colossalai.nn.lr_scheduler import LinearWarmupLR
+
+import planning
+import world
+
+FOLDER = world.ROOT / "vit_imagenet_dali"
+RECIPES = {"config.py": "B/16 78.58 h", "config_vit_b32.py": "B/32 14.58 h", "config_vit_l32.py": "L/32 37.83 h"}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_configs_are_the_recipe_of_the_readme(name):
+    config = configs.load(FOLDER / name)
+    rows = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|", (FOLDER / "README.md").read_text(), re.MULTILINE)
+    readme = {what: (published, here) for what, published, here in rows}
+    assert config.BATCH_SIZE * config.gradient_accumulation * 4 == 32_768
+    assert readme["global batch"] == ("32K: 256 per GPU × 32 accumulation × 4 GPUs", "32,768")
+    assert (config.BATCH_SIZE, config.gradient_accumulation) == (256, 32)
+    rate, decay = re.fullmatch(r"LAMB, learning rate (\S+), weight decay (\S+)", readme["optimizer"][0]).groups()
+    assert (float(rate), float(decay)) == (config.LEARNING_RATE, config.WEIGHT_DECAY)
+    assert f"for {config.WARMUP_EPOCHS} of {config.NUM_EPOCHS} epochs" in readme["schedule"][0]
+    assert float(readme["clipping"][0]) == config.clip_grad_norm
+    assert readme["Mixup"][0] == f"alpha {config.dali.mixup_alpha}"
+    assert float(readme["dropout"][0]) == config.DROP_RATE
+    assert config.fp16 == {"mode": AMP_TYPE.TORCH}
+    assert RECIPES[name] in readme["time on 4 A100s"][0]
+    model, hours = RECIPES[name].split()[:2]
+    size, patch = model.split("/")
+    assert f"vit_{dict(B='base', L='large')[size]}_patch{patch}_224" == config.MODEL
+    assert planning.PUBLISHED_HOURS[config.MODEL] == float(hours)
+    assert f"{hours} h" in (FOLDER / name).read_text()
+
+
+def test_learning_rate_step_by_step():
+    """39 steps an epoch: up in a straight line for 150 epochs, down in one to the end of the 300th."""
+    warmup, total = 150 * 39, 300 * 39
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.8e-2)
+    scheduler = LinearWarmupLR(optimizer, total_steps=total, warmup_steps=warmup)
+    for step in range(total):
+        up, down = (step + 1) / (warmup + 1), (total - step) / (total - warmup)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(1.8e-2 * (up if step < warmup else down), rel=1e-12)
+        optimizer.step()
+        scheduler.step()
+
+
+@pytest.mark.parametrize(("num_gpus", "expected"), [(4, (256, 32)), (64, (256, 2)), (1024, (32, 1)), (3, (254, 43))])
+def test_plan_keeps_the_global_batch(num_gpus, expected):
+    micro_batch, accumulation = planning.split(num_gpus, 256)
+    assert (micro_batch, accumulation) == expected
+    assert abs(micro_batch * accumulation * num_gpus - 32_768) < num_gpus
+
+
+def python(*arguments):
+    """In a process of its own: DALI's threads do not survive the forks of the other tests."""
+    environment = {k: v for k, v in os.environ.items() if k != "DATA"}
+    done = subprocess.run([sys.executable, *arguments], cwd=FOLDER, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_dry_run_plans_hours():
+    said = python("train.py", "--config", "config_vit_l32.py", "--dry-run", "--world_size", "4")
+    assert re.search(r"^4 +256 +32 +11,700 +37\.83$", said, re.MULTILINE), said
+    said = python("train.py", "--config", "config_vit_l32.py", "--dry-run", "--set", "IMAGES_PER_S=4300")
+    assert re.search(r"^64 +256 +2 +11,700 +0\.39$", said, re.MULTILINE), said
+
+
+def test_sample_trains_on_two_processes(tmp_path):
+    """DALI, Mixup, LAMB, 32 micro-batches a step; every image of the validation set counts once."""
+    python(
+        *("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
+        *("train.py", "--config", "config_sample.py", "--max-steps", "3", "--output", str(tmp_path)),
+    )
+    steps, evaluations = read_metrics(tmp_path)
+    assert [record["step"] for record in steps] == [1, 2, 3]
+    assert [record["lr"] for record in steps] == pytest.approx([1e-2 * k / 111 for k in (1, 2, 3)])  # 11 steps × 10
+    assert evaluations[-1]["eval_images"] == 360
