@@ -216,6 +216,7 @@ def initialize(
             process_group=gpc.get_group(ParallelMode.DATA),
             device_ids=[device] if device.type == "cuda" else None,
             init_sync=False,  # done above
+            gradient_as_bucket_view=True,  # no second copy of the gradient
             **config.get("torch_ddp", {}),
         )
 

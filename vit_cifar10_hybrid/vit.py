@@ -104,7 +104,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.qkv(x)  # (B, N, heads on this rank × [query, key, value] × head_size)
-        q, k, v = qkv.unflatten(-1, (-1, 3, self.head_size)).permute(3, 0, 2, 1, 4)  # 3 × (B, heads, N, head_size)
+        parts = qkv.unflatten(-1, (-1, 3, self.head_size)).unbind(-2)  # 3 × (B, N, heads, head_size)
+        q, k, v = (part.transpose(1, 2) for part in parts)
         heads = F.scaled_dot_product_attention(q, k, v)
         return self.drop(self.proj(heads.transpose(1, 2).flatten(2)))
 

@@ -1,0 +1,161 @@
+"""Compare the speed of the DALI loader on the CPU with that of torchvision's ImageFolder: the same JPEGs, side by side.
+
+    python scripts/bench_loader.py [--runs N] [--batches N] [--output DIR]
+
+Takes about 5 minutes on 2 CPU cores. Both sides decode the same images of 500 x 375 pixels and about 100 KB, crop them
+at random to 224 x 224, mirror, normalise and batch them; the DALI side has as many threads as the DataLoader has
+worker processes. Their batches must have the same mean and spread before they are timed. Then they take turns, so that
+whatever else the machine does slows both down alike; the ratio of a run is ours to torchvision's in images/s, above 1
+where ours is faster.
+
+Writes loader.md (the table), loader.json (every run), log.txt and provenance.json. Exit code 0 whatever the ratios are,
+1 when the two sides do not agree.
+"""
+
+import argparse
+import json
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import numpy as np
+import torch
+from colossal_vit.report import provenance
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, RandomSampler
+from torchvision import transforms
+from torchvision.datasets import ImageFolder
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "vit_imagenet_dali"))
+
+import build_tfrecords as tfrecords  # noqa: E402
+from imagenet_dali_dataloader import MEAN, STD, DaliLoader, find_records  # noqa: E402
+
+NUM_CLASSES, IMAGES_PER_CLASS = 8, 32
+WIDTH, HEIGHT = 500, 375  # ImageNet's most frequent size
+NOISE, QUALITY = 18, 90  # which makes about 100 KB an image
+IMG_SIZE, BATCH_SIZE, WORKERS = 224, 64, 2
+DRAINED = 5  # batches that a side is asked for before its turn: more than it has ready
+CHECKED, TOLERANCE = 20, 0.05  # batches; of mean and standard deviation, in units of the standard deviation
+
+Batches = Iterator[tuple[Tensor, Tensor]]
+
+
+def write_images(folder: Path) -> float:
+    """Write smooth random images with some noise, as photographs have; returns the mean size of a file in KB."""
+    generator, sizes = np.random.default_rng(0), []
+    for split in ("train", "val"):
+        for label in range(NUM_CLASSES):
+            part = folder / split / f"n{label:08d}"
+            part.mkdir(parents=True)
+            for number in range(IMAGES_PER_CLASS if split == "train" else 1):
+                coarse = Image.fromarray(generator.integers(0, 256, (12, 16, 3), np.uint8))
+                smooth = np.asarray(coarse.resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC), np.float32)
+                noisy = smooth + generator.normal(0, NOISE, (HEIGHT, WIDTH, 1))
+                path = part / f"{number}.JPEG"
+                Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(path, quality=QUALITY)
+                sizes.append(path.stat().st_size / 1e3)
+    return statistics.fmean(sizes)
+
+
+def ours(folder: Path) -> Batches:
+    output = folder.with_name("tfrecords")
+    with redirect_stdout(None):
+        tfrecords.build(tfrecords.parse([str(folder), str(output)]))
+    options = dict(seed=0, rank=0, num_ranks=1, num_threads=WORKERS, with_images=True)
+    records, cpu = find_records(output, "train"), torch.device("cpu")
+    loader = DaliLoader(records, True, BATCH_SIZE, IMG_SIZE, NUM_CLASSES, cpu, **options)
+    while True:
+        yield from loader
+
+
+def torchvisions(folder: Path) -> Batches:
+    transform = transforms.Compose(
+        [
+            transforms.RandomResizedCrop(IMG_SIZE),
+            transforms.RandomHorizontalFlip(),
+            transforms.ToTensor(),
+            transforms.Normalize(MEAN, STD),
+        ]
+    )
+    dataset = ImageFolder(str(folder / "train"), transform)
+    endless = RandomSampler(dataset, replacement=True, num_samples=10**9)
+    return iter(DataLoader(dataset, BATCH_SIZE, sampler=endless, num_workers=WORKERS))
+
+
+def statistics_of(batches: Batches) -> tuple[float, float]:
+    """Mean and standard deviation of the pixels of some batches."""
+    images = torch.cat([next(batches)[0] for _ in range(CHECKED)])
+    return images.mean().item(), images.std().item()
+
+
+def main() -> None:
+    # ---- Command line ----------------------------------------------------------------------------------------------
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=7, help="paired runs (default %(default)s)")
+    parser.add_argument("--batches", type=int, default=30, help="batches a side and run (default %(default)s)")
+    parser.add_argument("--output", type=Path, default=ROOT / "results/loader_cpu", help="where the result goes")
+    args = parser.parse_args()
+    try:
+        origin = provenance(shlex.join(["python", *sys.argv]))
+    except RuntimeError as error:
+        sys.exit(f"{parser.prog}: error: {error}")
+    log: list[str] = []
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+        log.append(line + "\n")
+
+    # ---- Measure ---------------------------------------------------------------------------------------------------
+    rates: dict[str, list[float]] = {"ours": [], "torchvision": []}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "images"
+        kilobytes = write_images(folder)
+        say(f"{NUM_CLASSES * IMAGES_PER_CLASS} images of {WIDTH} x {HEIGHT} pixels, {kilobytes:.0f} KB on average")
+        sides = {"ours": ours(folder), "torchvision": torchvisions(folder)}
+        found = {name: statistics_of(batches) for name, batches in sides.items()}
+        say(f"mean and standard deviation: {found}")
+        if any(abs(a - b) > TOLERANCE * found["torchvision"][1] for a, b in zip(*found.values(), strict=True)):
+            sys.exit(f"the two sides do not make the same batches: {found}")
+        for number in range(args.runs):
+            for name in (list(sides), list(reversed(sides)))[number % 2]:
+                for _ in range(DRAINED):
+                    next(sides[name])
+                started = time.perf_counter()
+                for _ in range(args.batches):
+                    next(sides[name])
+                rates[name].append(BATCH_SIZE * args.batches / (time.perf_counter() - started))
+            here = ", ".join(f"{name} {of_side[-1]:.1f}" for name, of_side in rates.items())
+            say(f"run {number + 1} of {args.runs}: {here} images/s")
+
+    # ---- Table -----------------------------------------------------------------------------------------------------
+    ratios = [a / b for a, b in zip(*rates.values(), strict=True)]
+    spread = " | ".join(f"{value:.2f}" for value in (statistics.median(ratios), min(ratios), max(ratios)))
+    medians = " | ".join(f"{statistics.median(of_side):.0f}" for of_side in rates.values())
+    table = [
+        "| comparison | ours, images/s | torchvision, images/s | ratio: median | min | max |",
+        "| --- |" + " ---: |" * 5,
+        f"| DALI on the CPU, {WORKERS} threads / ImageFolder, {WORKERS} workers | {medians} | {spread} |",
+    ]
+    print("\n".join(table))
+
+    # ---- Result ----------------------------------------------------------------------------------------------------
+    args.output.mkdir(parents=True, exist_ok=True)
+    (args.output / "loader.md").write_text("\n".join(table) + "\n")
+    settings = {"image": [WIDTH, HEIGHT], "kilobytes": round(kilobytes, 1), "batch": BATCH_SIZE, "workers": WORKERS}
+    settings |= {"IMG_SIZE": IMG_SIZE, "batches": args.batches}
+    document = {"settings": settings, "images_per_s": rates, "ratios": ratios}
+    (args.output / "loader.json").write_text(json.dumps(document, indent=2) + "\n")
+    (args.output / "log.txt").write_text("".join(log).replace(str(ROOT), "."))
+    (args.output / "provenance.json").write_text(json.dumps(origin, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,410 @@
+"""Which records the DALI loader gives to whom, what it makes of them, and what becomes of bad ones."""
+
+import functools
+import io
+import itertools
+import json
+import math
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from colossal_vit.data import IGNORED
+from colossal_vit.errors import UserError
+from colossal_vit.ranks import RankLogger
+from colossal_vit.sample import write_imagenet
+from colossalai.context import Config
+from PIL import Image
+
+import build_tfrecords as tfrecords
+import imagenet_dali_dataloader as loaders
+import world
+
+SIZE, NUM_CLASSES = 48, 10
+MEAN, STD = (torch.tensor(values).view(3, 1, 1) for values in (loaders.MEAN, loaders.STD))
+
+
+def in_fork(test):
+    """Run a test in a process of its own: once DALI has run in a process, its forks, which ranks are, hang in it."""
+    return functools.wraps(test)(lambda **fixtures: world.call(lambda: test(**fixtures), launched=False) and None)
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory):
+    """The digits as TFRecords, in 4 and 2 shards."""
+    root = tmp_path_factory.mktemp("sample")
+    build(write_imagenet(root), root / "tfrecords", 4, 2)
+    return root / "tfrecords"
+
+
+@pytest.fixture(scope="module")
+def numbered(sample, tmp_path_factory):
+    """The same, but the labels of a split count its records, so that a batch tells which ones it has."""
+    root = tmp_path_factory.mktemp("numbered")
+    for split in tfrecords.NUM_SHARDS:
+        number = 0
+        for shard in tfrecords.find_shards(sample, split):
+            path = root / split / shard.name
+            path.parent.mkdir(exist_ok=True)
+            records = []
+            for image, _ in examples(shard):
+                number += 1
+                records.append(tfrecords.encode_record(image, number))
+            path.write_bytes(b"".join(records))
+            tfrecords.index_shard(path, tfrecords.index_path(root, split, path.name))
+    return root
+
+
+@pytest.fixture
+def copied(sample, tmp_path):
+    """A copy of the sample, to be damaged."""
+    return shutil.copytree(sample, tmp_path / "copied")
+
+
+def build(source, output, *num_shards):
+    shards = zip(("--train-shards", "--validation-shards"), map(str, num_shards), strict=True)
+    options = [part for pair in shards for part in pair]
+    tfrecords.build(tfrecords.parse([str(source), str(output), "--workers", "1", *options]))
+
+
+def lines(shard, data=None):
+    return loaders.read_index(tfrecords.index_path(data or shard.parents[1], shard.parent.name, shard.name))
+
+
+def examples(shard):
+    """(image, label) of each record."""
+    content = shard.read_bytes()
+    for offset, size in lines(shard):
+        example = tfrecords.parse_example(content[offset + 12 : offset + size - 4])
+        yield example["image/encoded"][0], example["image/class/label"][0]
+
+
+def loader(data, split="train", records=None, **kwargs):
+    options = dict(batch_size=32, img_size=SIZE, num_classes=2000, seed=1, rank=0, num_ranks=1, with_images=True)
+    records = records or loaders.find_records(data, split)
+    return loaders.DaliLoader(records, split == "train", device=torch.device("cpu"), **{**options, **kwargs})
+
+
+def labels_of(batches):
+    return torch.cat([labels for _, labels in batches]).tolist()
+
+
+def damage(shard, record=50, place=b"\xff\xd8"):
+    """Flip a bit of the second byte of what `place` begins with in a record; returns the record's offset."""
+    content, (offset, _) = bytearray(shard.read_bytes()), lines(shard)[record]
+    content[content.index(place, offset) + 1] ^= 1
+    shard.write_bytes(content)
+    return offset
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Evaluation
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@in_fork
+def test_evaluation_counts_each_image_once(numbered, num_ranks):
+    ranks = [loader(numbered, "validation", rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
+    for _ in range(2):  # the second time as the first
+        parts = [list(rank) for rank in ranks]
+        assert {len(part) for part in parts} == {len(ranks[0])} == {math.ceil(360 / num_ranks / 32)}
+        assert all(images.shape == (32, 3, SIZE, SIZE) and labels.shape == (32,) for p in parts for images, labels in p)
+        seen = [label for part in parts for label in labels_of(part)]
+        assert sorted(label for label in seen if label != IGNORED) == list(range(360))
+
+
+@pytest.mark.parametrize("num_images", [31, 33, 65])
+@in_fork
+def test_ranks_with_unequal_parts_make_the_same_number_of_batches(numbered, num_images, tmp_path):
+    records = loaders.find_records(numbered, "validation")
+    index = tmp_path / "index"
+    index.write_text("".join(records.indices[0].read_text().splitlines(keepends=True)[:num_images]))
+    few = loaders.Records(records.shards[:1], [index], [num_images])
+    parts = [list(loader(None, "validation", few, batch_size=8, rank=rank, num_ranks=2)) for rank in range(2)]
+    assert len(parts[0]) == len(parts[1]) == -(-(num_images // 2 + 1) // 8)
+    seen = [label for part in parts for label in labels_of(part) if label != IGNORED]
+    assert sorted(seen) == list(range(num_images))
+
+
+@in_fork
+def test_evaluation_takes_the_centre_and_keeps_the_aspect(tmp_path):
+    """As PIL does it: the shorter side to 54 pixels, then 48 x 48 from the middle."""
+    grid = np.add.outer(np.linspace(0, 120, 90), np.linspace(0, 130, 150))
+    pictures = [np.stack([grid, grid[::-1], grid[:, ::-1]], axis=-1).astype(np.uint8)]
+    pictures.append(pictures[0].transpose(1, 0, 2))
+    contents = []
+    for picture in pictures:
+        Image.fromarray(picture).save(encoded := io.BytesIO(), "JPEG", quality=98, subsampling=0)
+        contents.append(encoded.getvalue())
+    shard, index = tmp_path / "shard", tmp_path / "index"
+    shard.write_bytes(b"".join(tfrecords.encode_record(content, 7) for content in contents))
+    tfrecords.index_shard(shard, index)
+    ((images, labels),) = loader(None, "validation", loaders.Records([shard], [index], [2]), batch_size=2)
+    assert labels.tolist() == [6, 6]
+    for image, content in zip(images, contents, strict=True):
+        picture = Image.open(io.BytesIO(content))
+        width, height = ((90, 54), (54, 90))[picture.height > picture.width]
+        left, top = (width - SIZE) // 2, (height - SIZE) // 2
+        picture = picture.resize((width, height), Image.BILINEAR).crop((left, top, left + SIZE, top + SIZE))
+        expected = torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+        assert ((image * STD + MEAN) * 255 - expected).abs().max() < 3
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def passes(numbered, count, **kwargs):
+    """The labels of the first passes over the records, in order; batches of 1 so that passes end where they end."""
+    stream = loader(numbered, batch_size=1, with_images=False, **kwargs)
+    size = stream.end - stream.start
+    seen = []
+    while len(seen) < count * size:
+        seen += labels_of(stream)
+    return [seen[number * size : (number + 1) * size] for number in range(count)]
+
+
+@in_fork
+def test_a_pass_has_each_record_of_the_rank_once_in_another_order(numbered):
+    ranks = [passes(numbered, 3, rank=rank, num_ranks=2) for rank in range(2)]
+    for of_passes in ranks:
+        first, *others = of_passes
+        assert first != sorted(first)
+        assert all(sorted(other) == sorted(first) and other != first for other in others)
+    assert sorted(ranks[0][0] + ranks[1][0]) == list(range(1437))
+    assert passes(numbered, 3, rank=1, num_ranks=2) == ranks[1], "the same seed, the same order"
+    assert passes(numbered, 1, rank=1, num_ranks=2, seed=2) != ranks[1][:1]
+
+
+@in_fork
+def test_an_epoch_has_a_known_length_and_the_next_one_goes_on(numbered):
+    stream = loader(numbered, rank=1, num_ranks=2)
+    epochs = [labels_of(stream) for _ in range(3)]
+    assert len(stream) == 1437 // 2 // 32
+    assert [len(epoch) for epoch in epochs] == [len(stream) * 32] * 3
+    in_a_row = list(itertools.chain(*epochs))
+    assert len(set(in_a_row[:719])) == 719, "what an epoch leaves over begins the next one"
+
+
+@in_fork
+def test_labels_belong_to_their_images(numbered):
+    """The image of a record, cropped by nothing and not mirrored, is the one that PIL reads from it."""
+    contents = [image for shard in tfrecords.find_shards(numbered, "train") for image, _ in examples(shard)]
+    images, labels = next(iter(loader(numbered, img_size=64, crop_area=(1.0, 1.0), flip=False)))
+    close = 0
+    for image, label in zip(images, labels.tolist(), strict=True):
+        expected = torch.from_numpy(np.array(Image.open(io.BytesIO(contents[label])))).permute(2, 0, 1)
+        close += ((image * STD + MEAN) * 255 - expected).abs().mean() < 3
+    assert close == 32
+
+
+@in_fork
+def test_training_images_are_cropped_mirrored_and_augmented(numbered):
+    plain = next(iter(loader(numbered, crop_area=(1.0, 1.0), flip=False)))
+    mirrored = next(iter(loader(numbered, crop_area=(1.0, 1.0))))
+    cropped = next(iter(loader(numbered, flip=False)))
+    augmented = next(iter(loader(numbered, crop_area=(1.0, 1.0), flip=False, rand_augment=dict(n=2, m=9))))
+    assert all(torch.equal(labels, plain[1]) for _, labels in (mirrored, cropped, augmented))
+    turned = [torch.equal(a, b.flip(-1)) for a, b in zip(mirrored[0], plain[0], strict=True)]
+    same = [torch.equal(a, b) for a, b in zip(mirrored[0], plain[0], strict=True)]
+    assert 5 < sum(turned) < 27
+    assert sum(turned) + sum(same) == 32
+    for images in (cropped[0], augmented[0]):
+        assert images.shape == plain[0].shape
+        assert sum(torch.equal(a, b) for a, b in zip(images, plain[0], strict=True)) < 16
+
+
+@in_fork
+def test_a_later_stage_gets_the_same_labels_without_images(numbered):
+    first, later = loader(numbered), loader(numbered, with_images=False)
+    for (_, labels), (instead, of_later) in zip(first, later, strict=True):
+        assert torch.equal(labels, of_later)
+        assert torch.equal(instead, of_later)
+
+
+@pytest.mark.parametrize("options", [{}, dict(rand_augment=dict(n=2, m=9))])
+@in_fork
+def test_a_saved_stream_goes_on_to_the_bit(numbered, options):
+    stream = loader(numbered, rank=1, num_ranks=2, **options)
+    list(stream)  # 22 batches
+    part = iter(stream)
+    for _ in range(5):
+        next(part)
+    state = json.loads(json.dumps(stream.state_dict()))
+    expected = [next(part) for _ in range(len(stream) - 5)] + list(stream)
+    again = loader(numbered, rank=1, num_ranks=2, **options)
+    assert again.load_state_dict(state)
+    assert again.state_dict() == state
+    resumed = (list(again) + list(again))[: len(expected)]
+    for (images, labels), (of_again, labels_again) in zip(expected, resumed, strict=True):
+        assert torch.equal(images, of_again)
+        assert torch.equal(labels, labels_again)
+
+
+@in_fork
+def test_another_layout_begins_another_stream(numbered):
+    stream = loader(numbered)
+    list(stream)
+    state = stream.state_dict()
+    halves = [loader(numbered, rank=rank, num_ranks=2) for rank in range(2)]
+    assert not any(half.load_state_dict(state) for half in halves)
+    labels = labels_of(halves[0])
+    assert labels != labels_of(loader(numbered, rank=0, num_ranks=2)), "no order comes twice"
+    state = halves[0].state_dict()
+    again = loader(numbered, rank=0, num_ranks=2)
+    assert again.load_state_dict(state)
+    assert labels_of(again) == labels_of(halves[0])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mistakes
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def remove_index(data):
+    index = tfrecords.index_path(data, "train", "train-00001-of-00004")
+    index.unlink()
+    return rf"{index}: No such file.*build_tfrecords.py --index-only {data}"
+
+
+def cut_index(data):
+    index = tfrecords.index_path(data, "train", "train-00001-of-00004")
+    index.write_text("".join(index.read_text().splitlines(keepends=True)[:-1]))
+    return rf"{index}: ends at byte \d+, but .*train-00001-of-00004 has \d+; .*--index-only {data}"
+
+
+def spoil_index(data):
+    index = tfrecords.index_path(data, "train", "train-00001-of-00004")
+    index.write_text("0 12 3\n")
+    return rf"{index}: is not lines of two integers; .*--index-only"
+
+
+def remove_shard(data):
+    (data / "train" / "train-00001-of-00004").unlink()
+    return r"train: 1 of 4 shards are missing, the first is number 1"
+
+
+def mix_sets(data):
+    shutil.copy(data / "train" / "train-00001-of-00004", data / "train" / "train-00001-of-00005")
+    return r"train-00001-of-00005: is one of 5 shards, but .* is one of 4"
+
+
+def remove_split(data):
+    shutil.rmtree(data / "train")
+    return rf"DATA = {data}: has no TFRecords in train/"
+
+
+@pytest.mark.parametrize("mistake", [remove_index, cut_index, spoil_index, remove_shard, mix_sets, remove_split])
+def test_wrong_files_are_refused(copied, mistake):
+    expected = mistake(copied)
+    with pytest.raises(UserError, match=expected) as error:
+        loaders.find_records(copied, "train")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_ranks", "expected"),
+    [
+        (dict(NUM_CLASSES=9), 1, r"NUM_CLASSES = 9, but .*classes.txt has 10"),
+        (dict(BATCH_SIZE=400, gradient_accumulation=2), 2, r"global batch of 1600 .*training set of 1437"),
+        ({}, 361, r"has 360 images, but there are 361"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(sample, settings, num_ranks, expected):
+    config = Config(dict(NUM_CLASSES=10, BATCH_SIZE=1, gradient_accumulation=1) | settings)
+    splits = [loaders.find_records(sample, split) for split in tfrecords.NUM_SHARDS]
+    with pytest.raises(UserError, match=expected):
+        loaders.check_sizes(*splits, sample, config, num_ranks)
+
+
+@in_fork
+def test_labels_out_of_range_are_refused(sample):
+    with pytest.raises(UserError, match=r"train-0000\d-of-00004 at byte \d+: image/class/label is 10, not from 1 to"):
+        list(loader(sample, num_classes=9))
+
+
+def fails(data, shard, offset):
+    with pytest.raises(UserError, match=f"{shard} at byte {offset}: .*max_bad") as error:
+        list(loader(data, num_classes=NUM_CLASSES, rank=1, num_ranks=2))
+    assert "\n" not in str(error.value)
+
+
+@in_fork
+def test_a_flipped_bit_ends_training_with_the_records_place(copied):
+    shard = tfrecords.find_shards(copied, "train")[3]
+    fails(copied, shard, damage(shard))
+
+
+@in_fork
+def test_what_looks_like_a_jpeg_but_is_none_is_named(copied):
+    shard = tfrecords.find_shards(copied, "train")[3]
+    content, (offset, _) = shard.read_bytes(), lines(shard)[-1]
+    image, label = list(examples(shard))[-1]
+    record = tfrecords.encode_record(image[: len(image) // 2], label)
+    shard.write_bytes(content[:offset] + record)
+    tfrecords.index_shard(shard, tfrecords.index_path(copied, "train", shard.name))
+    fails(copied, shard, offset)
+
+
+@in_fork
+def test_a_record_that_is_no_example_is_named(copied):
+    shard = tfrecords.find_shards(copied, "train")[3]
+    fails(copied, shard, damage(shard, place=b"image/class/label"))
+
+
+@in_fork
+def test_bad_records_are_left_out(copied, tmp_path, capfd):
+    shards = tfrecords.find_shards(copied, "train")
+    places = [(shard, damage(shard, record)) for shard, record in ((shards[0], 0), (shards[3], -1))]
+    splits = [loaders.find_records(copied, split) for split in tfrecords.NUM_SHARDS]
+    with pytest.raises(UserError, match=r"dali.max_bad = 1, but 2 records are bad; .*train-00000-of-00004 at byte 0: "):
+        loaders.leave_out(splits, tmp_path, NUM_CLASSES, 1, RankLogger())
+    loaders.leave_out(splits, tmp_path, NUM_CLASSES, 2, RankLogger())
+    log = capfd.readouterr().out
+    assert "2 bad records of 1797 are left out" in log
+    assert all(f"left out: {shard} at byte {offset}: the CRC" in log for shard, offset in places)
+    indices = [loaders.filtered_index(tmp_path, index) for index in splits[0].indices]
+    kept = loaders.list_records(splits[0].shards, indices, whole=False)
+    assert kept.num_images == 1435
+    stream = loader(None, records=kept, num_classes=NUM_CLASSES)
+    assert len(labels_of(stream) + labels_of(stream)) == 2 * 44 * 32
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In a run
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def run_of(data, output, **config):
+    always = dict(BATCH_SIZE=8, IMG_SIZE=SIZE, NUM_CLASSES=10, SEED=1, gradient_accumulation=1, DATA=str(data))
+    rank, layout = torch.distributed.get_rank(), SimpleNamespace(data=torch.distributed.get_world_size())
+    device = torch.device("cpu")
+    return SimpleNamespace(
+        config=Config(always | config), layout=layout, output=output, device=device, log=RankLogger(rank), dry_run=False
+    )
+
+
+def test_a_run_gets_its_loaders_and_every_rank_its_mistakes(copied, tmp_path):
+    damage(tfrecords.find_shards(copied, "train")[0])
+
+    def function():
+        run = run_of(copied, tmp_path, dali=Config(dict(max_bad=1, rand_augment=dict(n=1, m=5))))
+        train, test = loaders.build_imagenet(run)
+        images, labels = next(iter(train))
+        assert images.shape == (8, 3, SIZE, SIZE)
+        assert train.rand_augment == dict(n=1, m=5)
+        counted = sum(int((labels != IGNORED).sum()) for _, labels in test)
+        if run.log.rank == 1:
+            run.config.DATA = str(tmp_path / "nowhere")
+        with pytest.raises(UserError, match=r"nowhere: has no TFRecords in train/"):
+            loaders.build_imagenet(run)
+        return train.records.num_images, len(train), counted, labels.tolist()
+
+    first, second = world.call(function, 2)
+    assert first[:2] == second[:2] == (1436, 1436 // 2 // 8)
+    assert first[2] + second[2] == 360
+    assert first[3] != second[3]

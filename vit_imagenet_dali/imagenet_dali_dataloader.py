@@ -1,0 +1,457 @@
+"""ImageNet from TFRecords through DALI: decoded, augmented and batched ahead of the training, on the GPU if it can be.
+
+A training epoch does not end the stream of a rank's images: DALI goes on shuffling and reading ahead, and the next
+epoch begins where this one stopped. Evaluation has an end, and counts each image once however many ranks share it.
+"""
+
+import base64
+import os
+import random
+import re
+import socket
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import redirect_stdout
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import nvidia.dali
+import torch
+import torch.distributed as dist
+from colossal_vit.data import IGNORED
+from colossal_vit.dry_run import Placeholders
+from colossal_vit.errors import UserError
+from colossal_vit.launch import Run
+from colossal_vit.ranks import RankLogger, on_one_rank, together
+from colossal_vit.sample import write_imagenet
+from colossalai.context import Config
+from colossalai.legacy.context import ParallelMode
+from colossalai.legacy.core import global_context as gpc
+from nvidia.dali import Pipeline, fn, pipeline_def, tfrecord, types
+from nvidia.dali.auto_aug.rand_augment import rand_augment
+from nvidia.dali.data_node import DataNode
+from torch import Tensor
+
+import build_tfrecords as tfrecords
+
+NUM_IMAGES = 1_281_167  # of ImageNet's training set, for plans without data
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's training set, per channel
+CROP_ASPECT = (3 / 4, 4 / 3)  # of "Going deeper with convolutions", arXiv:1409.4842; as its CROP_AREA of (0.08, 1)
+INITIAL_FILL = 4096  # records that a training image is drawn from; pointers into mapped files, so hardly any memory
+PREFETCH = 3  # batches made ahead
+FEATURES = {
+    "image/encoded": tfrecord.FixedLenFeature((), tfrecord.string, ""),
+    "image/class/label": tfrecord.FixedLenFeature([1], tfrecord.int64, -1),
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On disk
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Records(NamedTuple):
+    """The shards of a split that have records, the index file of each, and how many records it lists."""
+
+    shards: list[Path]
+    indices: list[Path]
+    counts: list[int]
+
+    @property
+    def num_images(self) -> int:
+        return sum(self.counts)
+
+
+def read_index(index: Path) -> list[tuple[int, int]]:
+    """Offset and size in bytes of each record that an index file lists.
+
+    Raises:
+        UserError: if there is no such file, or it is no index.
+    """
+    try:
+        return [(int(offset), int(size)) for offset, size in map(str.split, index.read_text().splitlines())]
+    except OSError as error:
+        reason = error.strerror
+    except ValueError:
+        reason = "is not lines of two integers"
+    raise UserError(f"{index}: {reason}; run `python build_tfrecords.py --index-only {index.parents[2]}`")
+
+
+def find_records(data: Path, split: str) -> Records:
+    """The records in `data/train` or `data/validation`.
+
+    Raises:
+        UserError: if there are none, shards are missing or of two sets, or an index file is missing or not its shard's.
+    """
+    shards = tfrecords.find_shards(data, split)
+    if not shards:
+        raise UserError(f"DATA = {data}: has no TFRecords in {split}/; build_tfrecords.py makes them from the images")
+    for fault in tfrecords.name_faults(data, split, shards):
+        raise UserError(fault)
+    indices = [tfrecords.index_path(data, split, shard.name) for shard in shards]
+    return list_records(shards, indices, whole=True)
+
+
+def list_records(shards: list[Path], indices: list[Path], whole: bool) -> Records:
+    """Count the records; `whole` says that each index must account for its shard to the last byte."""
+    found = []
+    for shard, index in zip(shards, indices, strict=True):
+        lines, size = read_index(index), shard.stat().st_size
+        end = sum(lines[-1]) if lines else 0
+        if whole and end != size:
+            raise UserError(
+                f"{index}: ends at byte {end}, but {shard} has {size}; "
+                f"run `python build_tfrecords.py --index-only {index.parents[2]}`"
+            )
+        if lines:
+            found.append((shard, index, len(lines)))
+    return Records(*map(list, zip(*found, strict=True))) if found else Records([], [], [])
+
+
+def find_bad(shard: Path, index: Path, num_classes: int, check: str) -> list[tuple[int, str]]:
+    """Offset of each record that cannot be trained on, and why; `check` is that of `prepare_image`."""
+    bad, end = [], shard.stat().st_size
+    with open(shard, "rb") as file:
+        for offset, _ in read_index(index):
+            try:
+                length = tfrecords.record_size(file, offset, end) - 16
+                faults = tfrecords.record_faults(file.read(length), file.read(4), num_classes, check)
+                bad += [(offset, fault) for fault in faults][:1]
+            except ValueError as error:
+                bad.append((offset, str(error)))
+    return bad
+
+
+def leave_out(splits: list[Records], output: Path, num_classes: int, max_bad: int, log: RankLogger) -> None:
+    """Look at every record, and write index files without the bad ones to `output/idx_files`.
+
+    Raises:
+        UserError: if more than `max_bad` are bad.
+    """
+    indices = {shard: index for records in splits for shard, index, _ in zip(*records, strict=True)}
+    tasks = [(shard, index, num_classes, "decode") for shard, index in indices.items()]
+    bad = []
+    with tfrecords.worker_pool(len(os.sched_getaffinity(0))) as pool:
+        sizes = [shard.stat().st_size for shard in indices]
+        for (shard, index, *_), found in tfrecords.run_all(pool, find_bad, tasks, sizes, "B"):
+            offsets = {offset for offset, _ in found}
+            bad += [f"{shard} at byte {offset}: {reason}" for offset, reason in found]
+            filtered = filtered_index(output, index)
+            filtered.parent.mkdir(parents=True, exist_ok=True)
+            kept = [f"{offset} {size}\n" for offset, size in read_index(index) if offset not in offsets]
+            filtered.write_text("".join(kept))
+    for line in sorted(bad)[: max_bad + 1]:
+        log.info(f"left out: {line}")
+    if len(bad) > max_bad:
+        raise UserError(f"dali.max_bad = {max_bad}, but {len(bad)} records are bad; {min(bad)}")
+    log.info(f"{len(bad)} bad records of {sum(records.num_images for records in splits)} are left out")
+
+
+def filtered_index(output: Path, index: Path) -> Path:
+    """Where in the run directory the index file is that leaves out bad records."""
+    return output / "idx_files" / index.parent.name / index.name
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In batches
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class DaliLoader:
+    """Batches of `(images, labels)` on the device, for one data-parallel rank.
+
+    Images are float32 of shape (B, 3, img_size, img_size), normalised; labels are int64 of shape (B,), from 0. Only the
+    first pipeline stage looks at images; the others get the labels in their place.
+
+    For training each `iter()` goes on, for `len()` batches, with a stream that has no end: the rank's part of the
+    records over and over, each pass in another order. For evaluation it starts anew; all ranks make the same number
+    of full batches, and what fills up the last ones has the label `IGNORED`.
+
+    Args:
+        records: what to read.
+        train: whether to crop at random, mirror and shuffle; else the centre of each image is taken.
+        batch_size: images in a batch.
+        img_size: side of the square images, in pixels.
+        num_classes: labels must be below.
+        device: where the batches are wanted.
+        seed: decides the order and the augmentations.
+        rank, num_ranks: data-parallel rank and size; default: this process's.
+        gpu_aug: whether a CUDA device decodes and augments, too.
+        crop_area: least and greatest part of a training image's area that is taken.
+        flip: whether training images are mirrored, half of the time.
+        rand_augment: `dict(n=..., m=...)`: so many operations an image, of this strength from 0 to 30
+            (arXiv:1909.13719).
+        num_threads: of the CPU.
+        with_images: False where only labels are wanted; default: whether this is not the first pipeline stage.
+    """
+
+    def __init__(
+        self,
+        records: Records,
+        train: bool,
+        batch_size: int,
+        img_size: int,
+        num_classes: int,
+        device: torch.device,
+        seed: int = 0,
+        rank: int | None = None,
+        num_ranks: int | None = None,
+        gpu_aug: bool = True,
+        crop_area: tuple[float, float] = (0.08, 1.0),
+        flip: bool = True,
+        rand_augment: Mapping[str, int] | None = None,
+        num_threads: int = 2,
+        with_images: bool | None = None,
+    ):
+        self.records, self.train, self.batch_size, self.img_size = records, train, batch_size, img_size
+        self.num_classes, self.device, self.seed, self.num_threads = num_classes, device, seed, num_threads
+        self.rank = gpc.get_local_rank(ParallelMode.DATA) if rank is None else rank
+        self.num_ranks = gpc.get_world_size(ParallelMode.DATA) if num_ranks is None else num_ranks
+        self.on_gpu = device.type == "cuda" and gpu_aug
+        self.crop_area, self.flip = list(crop_area), flip
+        self.rand_augment = dict(rand_augment) if rand_augment else None
+        if with_images is None:
+            with_images = not gpc.is_initialized(ParallelMode.PIPELINE) or gpc.is_first_rank(ParallelMode.PIPELINE)
+        self.with_images = with_images
+        # The bounds that DALI's reader computes. It has to find an image for every rank.
+        self.start, self.end = (records.num_images * part // self.num_ranks for part in (self.rank, self.rank + 1))
+        self.pipeline: Pipeline | None = None
+        self.checkpoint: bytes | None = None
+        self.batches = 0  # that training took so far
+        self.begun = 0  # where among them this stream began, which has no earlier part if the layout changed there
+
+    def __len__(self) -> int:
+        if self.train:
+            return self.records.num_images // self.num_ranks // self.batch_size
+        most = -(-self.records.num_images // self.num_ranks)  # images of a rank
+        return -(-most // self.batch_size)
+
+    def _graph(self) -> tuple[DataNode, ...]:
+        device = "gpu" if self.on_gpu else "cpu"
+        record = fn.readers.tfrecord(
+            name="reader",
+            path=list(map(str, self.records.shards)),
+            index_path=list(map(str, self.records.indices)),
+            features=FEATURES,
+            shard_id=self.rank,
+            num_shards=self.num_ranks,
+            stick_to_shard=True,  # which so stays in the page cache of the rank's machine
+            random_shuffle=self.train,
+            initial_fill=INITIAL_FILL,
+            pad_last_batch=not self.train,
+            seed=self._pipeline_seed(),  # or else it would depend on what follows, which stages do not share
+        )
+        labels, encoded = record["image/class/label"], record["image/encoded"]
+        if not self.with_images:
+            return (labels,)
+        # DALI 2.4.0 may crash the process where the decoder finds no header, so the decoder waits for what finds it
+        # first, and fails properly.
+        header = fn.peek_image_shape(encoded, dtype=types.FLOAT)
+        encoded = fn.reshape(encoded, rel_shape=header[:1] * 0.0 + 1.0)
+        options = dict(device="mixed" if self.on_gpu else "cpu", output_type=types.RGB)
+        size, mirror = self.img_size, 0
+        if self.train:
+            images = fn.decoders.image_random_crop(
+                encoded, random_area=self.crop_area, random_aspect_ratio=CROP_ASPECT, **options
+            )
+            images = fn.resize(images, size=[size, size], interp_type=types.INTERP_LINEAR)
+            if self.rand_augment:
+                images = rand_augment(images, shape=[size, size], **self.rand_augment)
+            mirror = fn.random.coin_flip() if self.flip else 0
+        else:
+            images = fn.decoders.image(encoded, **options)
+            images = fn.resize(images, resize_shorter=size * 256 // 224, interp_type=types.INTERP_LINEAR)
+        mean, std = ([value * 255 for value in values] for values in (MEAN, STD))
+        images = fn.crop_mirror_normalize(
+            images, device=device, crop=[size, size], mirror=mirror, mean=mean, std=std, output_layout="CHW"
+        )
+        return labels, images.gpu() if self.device.type == "cuda" else images
+
+    def _pipeline_seed(self) -> int:
+        return random.Random(f"{self.seed} {self.rank} {self.begun}").getrandbits(31)
+
+    def _build(self) -> Pipeline:
+        with warnings.catch_warnings(record=True):  # DALI warns of its own use of what it deprecates
+            pipeline = pipeline_def(self._graph, enable_conditionals=self.rand_augment is not None)(
+                batch_size=self.batch_size,
+                num_threads=self.num_threads,
+                device_id=self.device.index if self.device.type == "cuda" else None,
+                seed=self._pipeline_seed(),
+                prefetch_queue_depth=PREFETCH,
+                enable_checkpointing=self.train,
+                checkpoint=self.checkpoint,
+            )
+            pipeline.build()
+        return pipeline
+
+    def _next(self, pipeline: Pipeline) -> tuple[Tensor, Tensor]:
+        try:
+            records, *images = pipeline.run()
+        except RuntimeError as error:
+            if culprit := self._culprit(str(error)):
+                raise UserError(f"{culprit}; to train without such records, set dali = dict(max_bad=...)") from None
+            raise
+        labels = torch.from_dlpack(records.as_tensor()).flatten() - 1  # (B,)
+        strange = (labels < 0) | (labels >= self.num_classes)
+        if strange.any():
+            place = int(strange.nonzero()[0])
+            where = records[place].source_info().replace(" at index ", " at byte ")
+            label, most = int(labels[place]) + 1, self.num_classes
+            raise UserError(f"{where}: image/class/label is {label}, not from 1 to NUM_CLASSES = {most}")
+        return (torch.from_dlpack(images[0].as_tensor()) if images else None), labels
+
+    def _culprit(self, message: str) -> str | None:
+        """The record that DALI failed at: its shard, byte and what is wrong, as far as it can be found."""
+        if named := re.search(r"(?:sample #\d+ |file): ?(/.+) at index (\d+)", message):
+            return f"{named[1]} at byte {named[2]}: the record cannot be decoded"
+        if not re.search(r"peek_image_shape|readers\.tfrecord|decoders\.image", message):
+            return None
+        first = 0
+        for shard, index, count in zip(*self.records, strict=True):
+            if first < self.end and first + count > self.start:
+                for offset, reason in find_bad(shard, index, self.num_classes, "header"):
+                    return f"{shard} at byte {offset}: {reason}"
+            first += count
+        return None
+
+    def _deliver(self, images: Tensor | None, labels: Tensor) -> tuple[Tensor, Tensor]:
+        labels = labels.to(self.device, non_blocking=True)
+        return (labels if images is None else images), labels
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        if self.train:
+            self.pipeline = self.pipeline or self._build()
+            for _ in range(len(self)):
+                images, labels = self._next(self.pipeline)
+                self.batches += 1
+                yield self._deliver(images, labels)
+            return
+        pipeline = self._build()  # and gone afterwards: its memory is the training's
+        for number in range(len(self)):
+            images, labels = self._next(pipeline)
+            labels[max(self.end - self.start - number * self.batch_size, 0) :] = IGNORED
+            yield self._deliver(images, labels)
+
+    def _identity(self) -> dict[str, Any]:
+        """What must be the same for a stream to go on."""
+        return {
+            "seed": self.seed,
+            "place": [self.rank, self.num_ranks, self.with_images, self.on_gpu],
+            "sizes": [self.records.num_images, self.batch_size, self.img_size],
+            "augmentation": [self.crop_area, self.flip, self.rand_augment],
+            "dali": nvidia.dali.__version__,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this rank is in its stream, after the last batch it was given: what JSON can hold.
+
+        Each rank has its own. Batches that were prefetched only count as not made yet.
+        """
+        checkpoint = self.pipeline.checkpoint() if self.batches > self.begun and self.pipeline else self.checkpoint
+        return {
+            "batches": self.batches,
+            "begun": self.begun,
+            "checkpoint": base64.b64encode(checkpoint).decode() if checkpoint else None,
+            "of": self._identity(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Go on from a `state_dict`.
+
+        Returns:
+            Whether the stream is the same from here on, to the bit. If the state is of another rank, layout, batch size
+            or version, it is not: a new stream begins, whose order is that of no earlier one.
+        """
+        same = state["of"] == self._identity()
+        self.pipeline, self.batches = None, state["batches"]
+        self.begun = state["begun"] if same else self.batches
+        self.checkpoint = base64.b64decode(state["checkpoint"]) if same and state["checkpoint"] else None
+        return same
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# For a run
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def prepare_sample(folder: Path) -> Path:
+    """Make the digits sample's TFRecords, unless they are there; returns their folder."""
+    output = folder / "imagenet_tfrecords"
+    with redirect_stdout(None):
+        tfrecords.build(tfrecords.parse([str(write_imagenet(folder)), str(output)]))
+    return output
+
+
+def check_sizes(train: Records, validation: Records, data: Path, config: Config, num_ranks: int) -> None:
+    """Raise `UserError` unless every rank has images for a step and a test, and the model has an output a class."""
+    classes = data / "classes.txt"
+    num_classes = len(classes.read_text().splitlines()) if classes.exists() else 0
+    if num_classes > config.NUM_CLASSES:
+        raise UserError(f"NUM_CLASSES = {config.NUM_CLASSES}, but {classes} has {num_classes}")
+    batch_size, accumulation = config.BATCH_SIZE, config.gradient_accumulation
+    if train.num_images // num_ranks // batch_size < accumulation:
+        raise UserError(
+            f"a global batch of {batch_size * accumulation * num_ranks} (BATCH_SIZE {batch_size} × "
+            f"gradient_accumulation {accumulation} × data parallel {num_ranks}) is larger than the training set of "
+            f"{train.num_images}: lower BATCH_SIZE or gradient_accumulation"
+        )
+    if validation.num_images < num_ranks:
+        here = data / "validation"
+        raise UserError(f"{here}: has {validation.num_images} images, but there are {num_ranks} data-parallel ranks")
+
+
+def threads_per_rank() -> int:
+    """CPU cores that this rank may use, shared fairly with the ranks that may use the same ones."""
+    cores = sorted(os.sched_getaffinity(0))
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (socket.gethostname(), cores), group=gpc.get_cpu_group(ParallelMode.GLOBAL))
+    return max(1, len(cores) // everyone.count((socket.gethostname(), cores)))
+
+
+def build_imagenet(run: Run) -> tuple[DaliLoader | Placeholders, DaliLoader | None]:
+    """Training and test batches for a run.
+
+    Raises:
+        UserError: on every rank, if the records cannot be had or do not fit the config on any.
+    """
+    config: Config = run.config
+    dali = config.get("dali") or {}
+    if run.dry_run:
+        shape = (config.BATCH_SIZE, 3, config.IMG_SIZE, config.IMG_SIZE)
+        return Placeholders(NUM_IMAGES // run.layout.data // config.BATCH_SIZE, shape, run.device), None
+    data = config.get("DATA") or os.environ.get("DATA") or None
+    sample = Path(__file__).resolve().parents[1] / "data" / "sample"
+    if data is None:
+        on_one_rank(lambda: prepare_sample(sample))
+        run.log.info(f"DATA is not set: this is the sample, 1,797 scanned digits in ImageNet's format, in {sample}")
+    data = Path(data) if data else sample / "imagenet_tfrecords"
+    with together():
+        splits = [find_records(data, split) for split in tfrecords.NUM_SHARDS]
+    if dali.get("max_bad") is not None:
+        on_one_rank(lambda: leave_out(splits, run.output, config.NUM_CLASSES, dali["max_bad"], run.log))
+        filtered = partial(filtered_index, run.output)
+        with together():
+            splits = [list_records(r.shards, list(map(filtered, r.indices)), whole=False) for r in splits]
+    train, validation = splits
+    with together():
+        check_sizes(train, validation, data, config, run.layout.data)
+    run.log.info(f"{train.num_images} training and {validation.num_images} test images from {data}")
+    options = dict(
+        batch_size=config.BATCH_SIZE,
+        img_size=config.IMG_SIZE,
+        num_classes=config.NUM_CLASSES,
+        device=run.device,
+        seed=config.SEED,
+        gpu_aug=dali.get("gpu_aug", True),
+        num_threads=threads_per_rank(),
+    )
+    augmentation = dict(
+        crop_area=config.get("CROP_AREA", (0.08, 1.0)),
+        flip=config.get("FLIP", True),
+        rand_augment=dali.get("rand_augment"),
+    )
+    return (
+        DaliLoader(train, train=True, **augmentation, **options),
+        DaliLoader(validation, train=False, **options),
+    )
