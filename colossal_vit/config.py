@@ -137,11 +137,13 @@ KEYS: dict[str, Any] = {
             "a dict(n=..., m=...): n operations an image, of magnitude m, a whole number from 0 to 30",
             lambda value: (
                 value is None
-                or isinstance(value, Mapping)
-                and value.keys() == {"n", "m"}
-                and all(map(_is_int, value.values()))
-                and value["n"] >= 1
-                and 0 <= value["m"] <= 30
+                or (
+                    isinstance(value, Mapping)
+                    and value.keys() == {"n", "m"}
+                    and all(map(_is_int, value.values()))
+                    and value["n"] >= 1
+                    and 0 <= value["m"] <= 30
+                )
             ),
         ),
         "max_bad": NON_NEGATIVE_INT,
