@@ -17,8 +17,8 @@ from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from colossalai.legacy.trainer import Trainer
 from colossalai.nn.lr_scheduler import LinearWarmupLR
-from imagenet_dali_dataloader import build_imagenet
 
+from imagenet_dali_dataloader import build_imagenet
 from mixup import Mixup
 from planning import schedule
 
