@@ -72,8 +72,11 @@ def python(*arguments):
 def test_dry_run_plans_hours():
     said = python("train.py", "--config", "config_vit_l32.py", "--dry-run", "--world_size", "4")
     assert re.search(r"^4 +256 +32 +11,700 +37\.83$", said, re.MULTILINE), said
-    said = python("train.py", "--config", "config_vit_l32.py", "--dry-run", "--set", "IMAGES_PER_S=4300")
-    assert re.search(r"^64 +256 +2 +11,700 +0\.39$", said, re.MULTILINE), said
+
+
+def test_hours_of_a_rate_that_is_given(tmp_path):
+    config = configs.load(FOLDER / "config_vit_l32.py", ["IMAGES_PER_S=4300"])
+    assert re.fullmatch(r"64 +256 +2 +11,700 +0\.39", planning.schedule(config, tmp_path)[3])
 
 
 def test_sample_trains_on_two_processes(tmp_path):

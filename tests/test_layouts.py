@@ -56,9 +56,7 @@ def test_same_curve_as_one_process(layout, reference, tmp_path, random_weights):
     assert evaluations[-1]["eval_accuracy"] == pytest.approx(evaluated[-1]["eval_accuracy"], abs=1.5 / 360)
 
 
-@pytest.mark.parametrize(
-    "layout", ["DP 2", "PP 2", "1D 2", "2D 4", "PP 2 interleaved × 2, 4 micro-batches", "PP 2 × 1D 2", "DP 2 × PP 2"]
-)
+@pytest.mark.parametrize("layout", ["DP 2", "2D 4", "PP 2 interleaved × 2, 4 micro-batches", "DP 2 × PP 2"])
 def test_same_curve_with_accumulation(layout, reference, tmp_path, random_weights):
     """Two micro-batches of half the size make the same steps, and so the same curve as without accumulation."""
     world_size, values = LAYOUTS[layout]
@@ -68,7 +66,11 @@ def test_same_curve_with_accumulation(layout, reference, tmp_path, random_weight
     assert_same_curve(steps, reference()[0])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+# The contract's own list: the others are of the same parts, or differ in the number of micro-batches only.
+CONTRACT = [name for name in LAYOUTS if "micro-batches" not in name and name not in ("PP 2 × 2.5D 4", "DP 2 × PP 2")]
+
+
+@pytest.mark.parametrize("layout", CONTRACT)
 def test_same_curve_with_momentum_recomputation_and_more_micro_batches(layout, reference, tmp_path, random_weights):
     """All else that must not matter, at once: SGD instead of AdamW, CHECKPOINT, four micro-batches a pipeline batch."""
     world_size, values = LAYOUTS[layout]
@@ -79,9 +81,7 @@ def test_same_curve_with_momentum_recomputation_and_more_micro_batches(layout, r
     assert_same_curve(steps, expected)
 
 
-@pytest.mark.parametrize(
-    "layout", ["DP 2", "PP 2 interleaved × 2", "1D 4", "2D 4", "2.5D 8", "3D 8", "DP 2 × PP 2 × 1D 2"]
-)
+@pytest.mark.parametrize("layout", ["1D 4", "2D 4", "DP 2 × PP 2 × 1D 2"])  # more of them in test_optim.py
 def test_same_curve_with_lamb(layout, reference, tmp_path, random_weights):
     """Its trust ratios need the norms of whole parameters, of which ranks hold pieces."""
     world_size, values = LAYOUTS[layout]
@@ -91,7 +91,7 @@ def test_same_curve_with_lamb(layout, reference, tmp_path, random_weights):
     assert_same_curve(steps, expected)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", CONTRACT)
 def test_first_gradient_of_every_parameter(layout, random_weights):
     """Through the engine, on each rank, with what it holds joined: timm's on the global batch, recomputed or not."""
     world_size, values = LAYOUTS[layout]
@@ -130,7 +130,7 @@ def test_first_gradient_of_every_parameter(layout, random_weights):
 @pytest.mark.parametrize(
     ("layout", "amp"),
     [
-        *itertools.product(["1D 2", "2D 4", "2.5D 8", "3D 8"], ["NAIVE", "TORCH"]),
+        *itertools.product(["1D 2", "2D 4", "2.5D 4", "3D 8"], ["NAIVE", "TORCH"]),
         ("PP 2 interleaved × 2", "NAIVE"),  # TORCH does not work with a pipeline, and is refused
         ("PP 2 × 1D 2", "NAIVE"),
     ],
