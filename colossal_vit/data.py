@@ -11,6 +11,11 @@ from torch import Tensor
 IGNORED = -100  # the label that torch's cross entropy passes over
 
 
+def sees_images() -> bool:
+    """Whether this rank is in the pipeline stage that images go into; the others look at labels only, if at all."""
+    return not gpc.is_initialized(ParallelMode.PIPELINE) or gpc.is_first_rank(ParallelMode.PIPELINE)
+
+
 class GlobalBatchSampler:
     """Indices of this rank's micro-batches, such that the k-th global batch is the same for every layout.
 

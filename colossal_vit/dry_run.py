@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from colossal_vit.config import Layout, num_model_chunks
+from colossal_vit.data import sees_images
 from colossal_vit.engine import Engine
 from colossal_vit.errors import TrainingError, UserError
 from colossal_vit.rendezvous import Rendezvous, own_place
@@ -212,7 +213,7 @@ class Placeholders:
 
     def __init__(self, num_batches: int, shape: tuple[int, ...], device: torch.device):
         self.num_batches, self.shape, self.device = num_batches, shape, device
-        self.first_stage = not gpc.is_initialized(ParallelMode.PIPELINE) or gpc.is_first_rank(ParallelMode.PIPELINE)
+        self.first_stage = sees_images()
 
     def __len__(self) -> int:
         return self.num_batches

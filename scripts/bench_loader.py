@@ -13,7 +13,6 @@ Writes loader.md (the table), loader.json (every run), log.txt and provenance.js
 """
 
 import argparse
-import json
 import shlex
 import statistics
 import sys
@@ -25,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from colossal_vit.report import provenance
+from colossal_vit.report import provenance, write_benchmark
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
@@ -147,14 +146,10 @@ def main() -> None:
     print("\n".join(table))
 
     # ---- Result ----------------------------------------------------------------------------------------------------
-    args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / "loader.md").write_text("\n".join(table) + "\n")
     settings = {"image": [WIDTH, HEIGHT], "kilobytes": round(kilobytes, 1), "batch": BATCH_SIZE, "workers": WORKERS}
     settings |= {"IMG_SIZE": IMG_SIZE, "batches": args.batches}
     document = {"settings": settings, "images_per_s": rates, "ratios": ratios}
-    (args.output / "loader.json").write_text(json.dumps(document, indent=2) + "\n")
-    (args.output / "log.txt").write_text("".join(log).replace(str(ROOT), "."))
-    (args.output / "provenance.json").write_text(json.dumps(origin, indent=2) + "\n")
+    write_benchmark(args.output, "loader", table, document, origin, "".join(log))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from colossal_vit import launch
 from colossal_vit.engine import initialize
-from colossal_vit.report import provenance
+from colossal_vit.report import provenance, write_benchmark
 from colossalai.legacy import nn as col_nn
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
@@ -238,11 +238,7 @@ def main() -> None:
         spread = " | ".join(f"{value:.3f}" for value in (statistics.median(ratios), min(ratios), max(ratios)))
         table.append(f"| {PAIRS[name][2]} | {medians} | {spread} |")
     print("\n".join(table))
-    args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / "parallel.md").write_text("\n".join(table) + "\n")
-    (args.output / "parallel.json").write_text(json.dumps({"steps": args.steps, **results}, indent=2) + "\n")
-    (args.output / "log.txt").write_text("".join(log).replace(str(ROOT), "."))
-    (args.output / "provenance.json").write_text(json.dumps(origin, indent=2) + "\n")
+    write_benchmark(args.output, "parallel", table, {"steps": args.steps, **results}, origin, "".join(log))
 
 
 if __name__ == "__main__":

@@ -14,15 +14,13 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from colossal_vit.data import IGNORED, EvalSampler, GlobalBatchSampler
+from colossal_vit.data import IGNORED, EvalSampler, GlobalBatchSampler, sees_images
 from colossal_vit.dry_run import Placeholders
 from colossal_vit.errors import UserError
 from colossal_vit.launch import Run
 from colossal_vit.ranks import on_one_rank, together
 from colossal_vit.sample import write_cifar10
 from colossalai.context import Config
-from colossalai.legacy.context import ParallelMode
-from colossalai.legacy.core import global_context as gpc
 from torch import Tensor
 from torchvision.datasets import CIFAR10
 from torchvision.datasets.utils import download_and_extract_archive
@@ -151,7 +149,7 @@ class Batches:
         crop_padding: int = 0,
         flip: bool = False,
     ):
-        self.first_stage = not gpc.is_initialized(ParallelMode.PIPELINE) or gpc.is_first_rank(ParallelMode.PIPELINE)
+        self.first_stage = sees_images()
         self.images = images.to(device) if self.first_stage else None
         self.labels = labels.to(device)
         self.sampler, self.img_size, self.device = sampler, img_size, device

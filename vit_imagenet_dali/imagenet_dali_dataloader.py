@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import nvidia.dali
 import torch
 import torch.distributed as dist
-from colossal_vit.data import IGNORED
+from colossal_vit.data import IGNORED, sees_images
 from colossal_vit.dry_run import Placeholders
 from colossal_vit.errors import UserError
 from colossal_vit.launch import Run
@@ -211,9 +211,7 @@ class DaliLoader:
         self.on_gpu = device.type == "cuda" and gpu_aug
         self.crop_area, self.flip = list(crop_area), flip
         self.rand_augment = dict(rand_augment) if rand_augment else None
-        if with_images is None:
-            with_images = not gpc.is_initialized(ParallelMode.PIPELINE) or gpc.is_first_rank(ParallelMode.PIPELINE)
-        self.with_images = with_images
+        self.with_images = sees_images() if with_images is None else with_images
         # The bounds that DALI's reader computes. It has to find an image for every rank.
         self.start, self.end = (records.num_images * part // self.num_ranks for part in (self.rank, self.rank + 1))
         self.pipeline: Pipeline | None = None
