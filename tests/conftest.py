@@ -4,10 +4,12 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch: ranks are forks, and thread
 os.environ.pop("DATA", None)
 
 import colossal_vit  # noqa: F401 silences what comes next
-import colossalai.legacy  # noqa: F401 so that forked ranks need not import it
+import colossalai.legacy  # noqa: F401 so that forked ranks need not import it, nor the others that are marked so
+import matplotlib.figure  # noqa: F401
 import pytest
 import timm  # noqa: F401
 import torch
+import torch.utils.tensorboard
 
 import train_dp  # noqa: F401
 import train_hybrid  # noqa: F401

@@ -15,13 +15,10 @@ HYBRID = "vit_cifar10_hybrid/train_hybrid.py"
 DATA_PARALLEL = "vit_cifar10_hybrid/train_dp.py"
 PIPELINE_CONFIG = "configs/config_pipeline_parallel.py"
 
-# fp32, no dropout; the bound is one that the random weights of the tests exceed in every step.
-SMALL = {**MODEL, "clip_grad_norm": 1.0}
-
 
 def flags(amp: str | None = None, **values) -> list[str]:
     """The command line of a small run: the pipeline config on one stage, in fp32, unless arguments say otherwise."""
-    settings = {"parallel.pipeline": 1, **SMALL, **values}
+    settings = {"parallel.pipeline": 1, **MODEL, **values}
     if amp:
         settings.pop("fp16")
     amp_flags = ["--set", f"fp16.mode=AMP_TYPE.{amp}"] if amp else []

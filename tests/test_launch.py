@@ -23,7 +23,7 @@ import recipes
 import world
 
 FOLDER = world.ROOT / "vit_cifar10_hybrid"
-SMALL_PIPELINE = recipes.set_flags({**recipes.SMALL, "parallel.pipeline": 2})
+SMALL_PIPELINE = recipes.set_flags({**recipes.MODEL, "parallel.pipeline": 2})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ def environment():
 )
 def test_commands_of_the_tutorial(command, tmp_path):
     """From inside the folder, as printed, but for a model that fits a test."""
-    values = dict(recipes.SMALL, BATCH_SIZE=16)
+    values = dict(recipes.MODEL, BATCH_SIZE=16)
     if "train_dp" in command:
         values = dict(BATCH_SIZE=16, gradient_accumulation=2, MODEL="vit_tiny_patch16_224", IMG_SIZE=32, PATCH_SIZE=8)
         values |= dict(HIDDEN_SIZE=32, NUM_HEADS=4, DEPTH=2)
@@ -309,7 +309,7 @@ def test_an_earlier_run_is_set_aside(tmp_path):
 def training_world(world_size, tmp_path):
     """Ranks started by hand that train for long, running."""
     port = world.free_port()
-    values = {**recipes.SMALL, "parallel.pipeline": 2, "NUM_EPOCHS": 1000, "BATCH_SIZE": 16}
+    values = {**recipes.MODEL, "parallel.pipeline": 2, "NUM_EPOCHS": 1000, "BATCH_SIZE": 16}
     common = ["--config", recipes.PIPELINE_CONFIG, "--output", str(tmp_path), "--world_size", str(world_size)]
     common += ["--host", "localhost", "--port", str(port), *recipes.set_flags(values)]
     argv = [[*common, "--rank", str(rank)] for rank in range(world_size)]
@@ -339,7 +339,7 @@ def test_killed_rank_ends_the_others(world_size, victim, tmp_path):
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_killed_rank_ends_the_job_under_torchrun(world_size, tmp_path):
-    values = {**recipes.SMALL, "parallel.pipeline": 2, "NUM_EPOCHS": 1000, "BATCH_SIZE": 16}
+    values = {**recipes.MODEL, "parallel.pipeline": 2, "NUM_EPOCHS": 1000, "BATCH_SIZE": 16}
     argv = [os.path.join(os.path.dirname(sys.executable), "torchrun"), "--standalone", f"--nproc_per_node={world_size}"]
     argv += [
         "train_hybrid.py",
@@ -405,7 +405,7 @@ def test_a_bug_on_one_rank_ends_the_others(tmp_path, monkeypatch):
 
 
 def test_gradient_that_is_not_finite_stops_all_before_the_update(tmp_path):
-    values = {**recipes.SMALL, "parallel.pipeline": 2, "LEARNING_RATE": 1e30, "clip_grad_norm": 0}
+    values = {**recipes.MODEL, "parallel.pipeline": 2, "LEARNING_RATE": 1e30, "clip_grad_norm": 0}
     argv = ["--config", recipes.PIPELINE_CONFIG, "--output", str(tmp_path), *recipes.set_flags(values)]
     result = world.run(recipes.HYBRID, argv, 2)
     lines = "".join(result.stderr).splitlines()

@@ -30,7 +30,7 @@ LAYOUTS = {
     "PP 2 × 2D 4": layout(8, 2, "2d", 4),
 }
 MODEL = {
-    **recipes.SMALL,
+    **recipes.MODEL,
     "MLP_RATIO": 4,
     "NUM_CLASSES": 10,
     "DROP_RATE": 0.0,
