@@ -1,9 +1,6 @@
 """The published recipe is the one that the configs have, and it trains."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -61,17 +58,15 @@ def test_plan_keeps_the_global_batch(num_gpus, expected):
     assert abs(micro_batch * accumulation * num_gpus - 32_768) < num_gpus
 
 
-def python(*arguments):
-    """In a process of its own: DALI's threads do not survive the forks of the other tests."""
-    environment = {k: v for k, v in os.environ.items() if k != "DATA"}
-    done = subprocess.run([sys.executable, *arguments], cwd=FOLDER, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def train(world_size, *argv):
+    result = world.run("vit_imagenet_dali/train.py", argv, world_size)
+    assert result.codes == [0] * world_size, str(result)
+    return result.stdout[0]
 
 
 def test_dry_run_plans_hours():
-    said = python("train.py", "--config", "config_vit_l32.py", "--dry-run", "--world_size", "4")
-    assert re.search(r"^4 +256 +32 +11,700 +37\.83$", said, re.MULTILINE), said
+    said = train(1, "--config", "config_vit_b32.py", "--dry-run", "--world_size", "4")
+    assert re.search(r"^4 +256 +32 +11,700 +14\.58$", said, re.MULTILINE), said
 
 
 def test_hours_of_a_rate_that_is_given(tmp_path):
@@ -81,10 +76,7 @@ def test_hours_of_a_rate_that_is_given(tmp_path):
 
 def test_sample_trains_on_two_processes(tmp_path):
     """DALI, Mixup, LAMB, 32 micro-batches a step; every image of the validation set counts once."""
-    python(
-        *("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
-        *("train.py", "--config", "config_sample.py", "--max-steps", "3", "--output", str(tmp_path)),
-    )
+    train(2, "--config", "config_sample.py", "--max-steps", "3", "--output", str(tmp_path))
     steps, evaluations = read_metrics(tmp_path)
     assert [record["step"] for record in steps] == [1, 2, 3]
     assert [record["lr"] for record in steps] == pytest.approx([1e-2 * k / 111 for k in (1, 2, 3)])  # 11 steps × 10
