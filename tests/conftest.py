@@ -1,4 +1,5 @@
 import os
+import signal
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: ranks are forks, and thread pools do not survive a fork
 os.environ.pop("DATA", None)
@@ -16,6 +17,7 @@ import train_hybrid  # noqa: F401
 import vit
 
 torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs and their children ignore it
 
 
 @pytest.fixture
