@@ -20,6 +20,7 @@ from PIL import Image
 
 import build_tfrecords as tfrecords
 import imagenet_dali_dataloader as loaders
+import tfrecord
 import world
 
 SIZE, NUM_CLASSES = 48, 10
@@ -51,7 +52,7 @@ def numbered(sample, tmp_path_factory):
             records = []
             for image, _ in examples(shard):
                 number += 1
-                records.append(tfrecords.encode_record(image, number))
+                records.append(tfrecord.encode_record(image, number))
             path.write_bytes(b"".join(records))
             tfrecords.index_shard(path, tfrecords.index_path(root, split, path.name))
     return root
@@ -77,7 +78,7 @@ def examples(shard):
     """(image, label) of each record."""
     content = shard.read_bytes()
     for offset, size in lines(shard):
-        example = tfrecords.parse_example(content[offset + 12 : offset + size - 4])
+        example = tfrecord.parse_example(content[offset + 12 : offset + size - 4])
         yield example["image/encoded"][0], example["image/class/label"][0]
 
 
@@ -140,7 +141,7 @@ def test_evaluation_takes_the_centre_and_keeps_the_aspect(tmp_path):
         Image.fromarray(picture).save(encoded := io.BytesIO(), "JPEG", quality=98, subsampling=0)
         contents.append(encoded.getvalue())
     shard, index = tmp_path / "shard", tmp_path / "index"
-    shard.write_bytes(b"".join(tfrecords.encode_record(content, 7) for content in contents))
+    shard.write_bytes(b"".join(tfrecord.encode_record(content, 7) for content in contents))
     tfrecords.index_shard(shard, index)
     ((images, labels),) = loader(None, "validation", loaders.Records([shard], [index], [2]), batch_size=2)
     assert labels.tolist() == [6, 6]
@@ -344,7 +345,7 @@ def test_what_looks_like_a_jpeg_but_is_none_is_named(copied):
     shard = tfrecords.find_shards(copied, "train")[3]
     content, (offset, _) = shard.read_bytes(), lines(shard)[-1]
     image, label = list(examples(shard))[-1]
-    record = tfrecords.encode_record(image[: len(image) // 2], label)
+    record = tfrecord.encode_record(image[: len(image) // 2], label)
     shard.write_bytes(content[:offset] + record)
     tfrecords.index_shard(shard, tfrecords.index_path(copied, "train", shard.name))
     fails(copied, shard, offset)

@@ -23,6 +23,8 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from PIL import Image
 
 import build_tfrecords as tfrecords
+import image_files
+import tfrecord
 
 FOLDER = Path(__file__).resolve().parents[1] / "vit_imagenet_dali"
 
@@ -115,7 +117,7 @@ def read(shard):
 
 def examples(output, split):
     """(image, label) of each record."""
-    parsed = [tfrecords.parse_example(data) for shard in sorted((output / split).iterdir()) for data in read(shard)]
+    parsed = [tfrecord.parse_example(data) for shard in sorted((output / split).iterdir()) for data in read(shard)]
     return [(*example["image/encoded"], *example["image/class/label"]) for example in parsed]
 
 
@@ -254,7 +256,7 @@ def test_records_are_what_tensorboard_and_protobuf_read(built, small_source, Exa
 @pytest.mark.parametrize("size", [0, 1, 80, 127, 128, 16300, 16384, 2_100_000])
 @pytest.mark.parametrize("label", [1, 127, 128, 1000])
 def test_lengths_of_every_size(Example, size, label):
-    record = tfrecords.encode_record(bytes(size), label)
+    record = tfrecord.encode_record(bytes(size), label)
     assert struct.unpack("<Q", record[:8]) == (len(record) - 16,)
     feature = Example.FromString(record[12:-4]).features.feature
     assert feature["image/encoded"].bytes_list.value == [bytes(size)]
@@ -282,9 +284,9 @@ def test_examples_of_others_are_parsed(Example):
             elif "xmin" in key:
                 feature.float_list.value.extend([0.5, 0.25])
             features += one.SerializeToString()  # one after the other is what protobuf means by all in one
-        data = tfrecords._field(1, features)
+        data = tfrecord._field(1, features)
         assert set(Example.FromString(data).features.feature) == set(expected)
-        assert tfrecords.parse_example(data) == expected
+        assert tfrecord.parse_example(data) == expected
 
     def field(number, content):
         return bytes([number << 3 | 2, len(content)]) + content
@@ -292,19 +294,19 @@ def test_examples_of_others_are_parsed(Example):
     one_by_one = field(3, b"\x08\x07\x08\x96\x01")
     unknown = b"\x3d1234\x41" + b"12345678" + field(15, b"?")
     value_first = field(1, field(1, field(2, one_by_one) + field(1, b"key") + unknown))
-    assert tfrecords.parse_example(value_first) == {"key": [7, 150]}
+    assert tfrecord.parse_example(value_first) == {"key": [7, 150]}
 
 
 def test_what_is_no_example_is_refused():
-    data = tfrecords.encode_record(jpeg(), 300)[12:-4]
+    data = tfrecord.encode_record(jpeg(), 300)[12:-4]
     for size in range(1, len(data)):
         with pytest.raises(ValueError, match="is not a tf"):
-            tfrecords.parse_example(data[:size])
+            tfrecord.parse_example(data[:size])
     for seed in range(2000):
         noise = bytearray(data[:90])
         noise[random.Random(seed).randrange(60)] ^= 1 << seed % 8
         with contextlib.suppress(ValueError):
-            tfrecords.parse_example(bytes(noise))
+            tfrecord.parse_example(bytes(noise))
 
 
 def test_nothing_has_its_name_before_it_is_on_disk(small_source, tmp_path, synced, monkeypatch, capfd):
@@ -327,7 +329,7 @@ def test_training_images_are_shuffled_by_the_seed(source, tmp_path, capfd):
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         assert run(source, tmp_path / name, "--seed", seed) == 0
     for shard in (tmp_path / "a" / "train").iterdir():
-        labels = [tfrecords.parse_example(data)["image/class/label"][0] for data in read(shard)]
+        labels = [tfrecord.parse_example(data)["image/class/label"][0] for data in read(shard)]
         assert set(labels) == set(range(1, 11))
         assert len(labels) in (1437 // 4, 1437 // 4 + 1)
     a, b, c = (tree(tmp_path / name) for name in "abc")
@@ -361,23 +363,23 @@ def test_png_and_cmyk_become_rgb_jpeg(raw, tmp_path, capfd):
 
 def test_resize_and_quality():
     large, small = jpeg(size=(300, 200)), jpeg(size=(90, 200))
-    sizes = [Image.open(io.BytesIO(tfrecords.prepare_image(data, resize=100))).size for data in (large, small)]
+    sizes = [Image.open(io.BytesIO(image_files.prepare_image(data, resize=100))).size for data in (large, small)]
     assert sizes == [(150, 100), (90, 200)]
-    assert tfrecords.prepare_image(small, resize=100) == small, "never enlarged, nor encoded anew"
+    assert image_files.prepare_image(small, resize=100) == small, "never enlarged, nor encoded anew"
     assert (
-        len(tfrecords.prepare_image(large, quality=10))
-        < len(tfrecords.prepare_image(large, quality=90))
+        len(image_files.prepare_image(large, quality=10))
+        < len(image_files.prepare_image(large, quality=90))
         < len(large) * 4
     )
-    assert tfrecords.prepare_image(large, check="decode") == large
+    assert image_files.prepare_image(large, check="decode") == large
 
 
 def test_a_turned_image_is_upright_once_its_exif_is_gone():
     exif = Image.Exif()
     exif[0x0112] = 6
     turned = jpeg(size=(300, 200), exif=exif)
-    assert tfrecords.prepare_image(turned) == turned
-    upright = Image.open(io.BytesIO(tfrecords.prepare_image(turned, resize=100)))
+    assert image_files.prepare_image(turned) == turned
+    upright = Image.open(io.BytesIO(image_files.prepare_image(turned, resize=100)))
     assert upright.size == (100, 150)
     assert not upright.getexif()
 
@@ -423,7 +425,7 @@ def test_bad_images_are_listed(raw, tmp_path, capfd):
 def test_trailing_bytes_and_fill_bytes_are_no_fault():
     data = jpeg()
     for odd in (data + bytes(100), data[:2] + b"\xff\xff" + data[2:], data[:2] + b"\xff\xe1\x00\x04??" + data[2:]):
-        assert tfrecords.prepare_image(odd, check="decode") == odd
+        assert image_files.prepare_image(odd, check="decode") == odd
 
 
 def test_decoding_finds_more(raw, tmp_path, capfd):
@@ -627,12 +629,12 @@ def flip(path, at):
 def repack(shard, image=None, label=None, data=None):
     """Write a shard anew, with right CRCs and index, but something else in its third record."""
     examples = pairs(shard)
-    records = [tfrecords.encode_record(*pair) for pair in examples]
+    records = [tfrecord.encode_record(*pair) for pair in examples]
     old_image, old_label = examples[2]
-    records[2] = tfrecords.encode_record(old_image if image is None else image, old_label if label is None else label)
+    records[2] = tfrecord.encode_record(old_image if image is None else image, old_label if label is None else label)
     if data is not None:
         length = struct.pack("<Q", len(data))
-        crcs = [struct.pack("<I", tfrecords._masked_crc(part)) for part in (length, data)]
+        crcs = [struct.pack("<I", tfrecord.masked_crc(part)) for part in (length, data)]
         records[2] = length + crcs[0] + data + crcs[1]
     shard.write_bytes(b"".join(records))
     tfrecords.index_shard(shard, index_of(shard))
@@ -640,7 +642,7 @@ def repack(shard, image=None, label=None, data=None):
 
 def pairs(shard):
     """(image, label) of each record of a shard."""
-    parsed = map(tfrecords.parse_example, read(shard))
+    parsed = map(tfrecord.parse_example, read(shard))
     return [(example["image/encoded"][0], example["image/class/label"][0]) for example in parsed]
 
 

@@ -16,7 +16,6 @@ import argparse
 import ctypes
 import fcntl
 import hashlib
-import io
 import json
 import multiprocessing
 import os
@@ -24,28 +23,26 @@ import random
 import re
 import shutil
 import signal
-import struct
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from itertools import repeat, zip_longest
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
-import google_crc32c
 from colossal_vit.errors import UserError
-from PIL import Image, ImageOps
 from tqdm import tqdm
+
+from image_files import prepare_image
+from tfrecord import encode_record, masked_crc, parse_example, record_size
 
 NUM_SHARDS = {"train": 1024, "validation": 128}
 MIN_IMAGES = 256  # a shard: a small set gets fewer shards
 NUM_CLASSES = 1000  # where no classes.txt says it
 SCAN_THREADS = 16  # for folders on a network
-QUALITY = 95  # of JPEGs that have to be encoded anew
 
 
 @contextmanager
@@ -55,175 +52,6 @@ def _blame(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"{error.filename or path}: {error.strerror or error}") from None
-
-
-# ---- TFRecord ----
-#
-# A record:           length (uint64), masked CRC of it (uint32), data, masked CRC of it (uint32); little-endian
-# tf.train.Example:   {1: Features {1: entry {1: key, 2: Feature {1: BytesList or 2: FloatList or 3: Int64List}}, ...}}
-# each of the lists:  {1: values}
-
-VARINT = re.compile(rb"[\x80-\xff]{0,9}[\x00-\x7f]")  # seven bits a byte, lowest first
-
-
-def _masked_crc(data: bytes) -> int:
-    crc = google_crc32c.value(data)
-    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
-
-
-def _varint(value: int) -> bytes:
-    encoded = bytearray()
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes((*encoded, value))
-
-
-def _field(number: int, content: bytes) -> bytes:
-    return b"".join((bytes((number << 3 | 2,)), _varint(len(content)), content))
-
-
-def encode_record(image: bytes, label: int) -> bytes:
-    """A TFRecord with the Example of an image."""
-    labels, images = _field(3, _field(1, _varint(label))), _field(1, _field(1, image))
-    entries = {b"image/class/label": labels, b"image/encoded": images}
-    data = _field(1, b"".join(_field(1, _field(1, key) + _field(2, value)) for key, value in entries.items()))
-    length = struct.pack("<Q", len(data))
-    return b"".join((length, struct.pack("<I", _masked_crc(length)), data, struct.pack("<I", _masked_crc(data))))
-
-
-def _number(varint: bytes) -> int:
-    return sum((byte & 0x7F) << 7 * place for place, byte in enumerate(varint))
-
-
-def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Number and value of each field of a protobuf message: an int, or the bytes of any other type."""
-    position = 0
-
-    def next_varint() -> int:
-        nonlocal position
-        if not (varint := VARINT.match(message, position)):
-            raise ValueError
-        position = varint.end()
-        return _number(varint[0])
-
-    while position < len(message):
-        number, kind = divmod(next_varint(), 8)
-        if kind == 0:
-            yield number, next_varint()
-            continue
-        size = next_varint() if kind == 2 else {1: 8, 5: 4}[kind]
-        position += size
-        if position > len(message):
-            raise ValueError
-        yield number, message[position - size : position]
-
-
-def parse_example(data: bytes) -> dict[str, list[bytes] | list[int]]:
-    """The features of a serialised tf.train.Example, any keys in any order; floats are left out.
-
-    Raises:
-        ValueError: if it is none.
-    """
-    features = {}
-    try:
-        for _, message in _fields(data):
-            for _, entry in _fields(message):
-                pair = dict(_fields(entry))
-                values = features[str(pair[1], "utf-8")] = []
-                for kind, items in _fields(pair.get(2, b"")):
-                    for _, item in _fields(items):
-                        if kind == 1:
-                            values.append(item)
-                        elif kind == 3:  # packed, or one by one
-                            numbers = [item] if isinstance(item, int) else map(_number, VARINT.findall(item))
-                            values += (number - (number >> 63 << 64) for number in numbers)
-    except (KeyError, TypeError, ValueError):
-        raise ValueError("the record's data is not a tf.train.Example") from None
-    return features
-
-
-def record_size(file: BinaryIO, offset: int, end: int) -> int:
-    """Bytes of the record at an offset, length and CRCs included; leaves the file at its data.
-
-    Raises:
-        ValueError: if the CRC of the length is wrong, or the file, of `end` bytes, ends within the record.
-    """
-    file.seek(offset)
-    header = file.read(12)
-    if len(header) < 12:
-        raise ValueError(f"cut off after {len(header)} bytes of a record")
-    length, crc = struct.unpack("<QI", header)
-    if crc != _masked_crc(header[:8]):
-        raise ValueError("the CRC of the record's length is wrong")
-    if offset + length + 16 > end:
-        raise ValueError(f"cut off after {end - offset} of {length + 16} bytes of a record")
-    return length + 16
-
-
-# ---- Images ----
-
-PNG_START = b"\x89PNG\r\n\x1a\n"
-JPEG_MARKER = re.compile(rb"\xff+([^\xff\x00])")  # decoders skip what lies between two segments
-START_OF_SCAN, FRAME_HEADERS = 0xDA, {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
-
-
-def jpeg_components(data: bytes) -> int:
-    """Colour components of a JPEG: 1 for grey, 3 for colour, 4 for CMYK. Decodes nothing.
-
-    Raises:
-        ValueError: if its start, frame header, scan or end is missing.
-    """
-    if not data.startswith(b"\xff\xd8"):
-        raise ValueError("neither JPEG nor PNG" if data else "an image of 0 bytes")
-    position, code, components = 2, None, 0
-    while code != START_OF_SCAN:
-        if not (marker := JPEG_MARKER.search(data, position)):
-            raise ValueError("JPEG without image data; cut off?")
-        position, code = marker.end(), marker[1][0]
-        if code in FRAME_HEADERS and position + 8 <= len(data):
-            height, width, components = struct.unpack_from(">HHB", data, position + 3)
-            if not height or not width:
-                raise ValueError(f"JPEG of {width} x {height} pixels")
-        position += int.from_bytes(data[position : position + 2])
-    if not components:
-        raise ValueError("JPEG without a frame header")
-    if data.rfind(b"\xff\xd9", position) < 0:
-        raise ValueError("JPEG without an end marker; cut off?")
-    return components
-
-
-def prepare_image(data: bytes, resize: int | None = None, quality: int | None = None, check: str = "header") -> bytes:
-    """What to store of an image file: its bytes, or an RGB JPEG made from a PNG, a CMYK JPEG or as the options ask.
-
-    A JPEG made here is turned as its EXIF orientation says, since it loses its EXIF data.
-
-    Args:
-        data: the file's content.
-        resize: shorten the shorter side to this, in pixels.
-        quality: encode every image anew, with this JPEG quality from 1 to 100.
-        check: "decode" decodes also images whose bytes are kept.
-
-    Raises:
-        ValueError: if it is neither JPEG nor PNG, or broken; says why.
-    """
-    kept = not data.startswith(PNG_START) and jpeg_components(data) in (1, 3)
-    if kept and not resize and not quality and check == "header":
-        return data
-    try:
-        with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(data), formats=("JPEG", "PNG")) as image:
-            scale = min(1.0, resize / min(image.size)) if resize else 1.0
-            if check == "decode":
-                image.load()
-            if kept and not quality and scale == 1.0:
-                return data
-            image = ImageOps.exif_transpose(image).convert("RGB")
-            if scale < 1.0:
-                image = image.resize([round(side * scale) for side in image.size], Image.Resampling.BICUBIC)
-            image.save(encoded := io.BytesIO(), "JPEG", quality=quality or QUALITY)
-    except Exception as error:  # a decoder may raise nearly anything at a broken file
-        raise ValueError(f"cannot be decoded: {error}") from None
-    return encoded.getvalue()
 
 
 # ---- Source folders ----
@@ -544,7 +372,7 @@ def index_only(args: argparse.Namespace) -> int:
 
 def record_faults(data: bytes, crc: bytes, num_classes: int, check: str) -> Iterator[str]:
     """What is wrong with the data of a record, and with the CRC that follows it."""
-    if int.from_bytes(crc, "little") != _masked_crc(data):
+    if int.from_bytes(crc, "little") != masked_crc(data):
         yield "the CRC of the record's data is wrong"
         return
     try:

@@ -1,0 +1,71 @@
+"""Image files as they come, JPEGs and PNGs, and what to store of them."""
+
+import io
+import re
+import struct
+import warnings
+
+from PIL import Image, ImageOps
+
+QUALITY = 95  # of JPEGs that have to be encoded anew
+PNG_START = b"\x89PNG\r\n\x1a\n"
+JPEG_MARKER = re.compile(rb"\xff+([^\xff\x00])")  # decoders skip what lies between two segments
+START_OF_SCAN, FRAME_HEADERS = 0xDA, {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
+
+
+def jpeg_components(data: bytes) -> int:
+    """Colour components of a JPEG: 1 for grey, 3 for colour, 4 for CMYK. Decodes nothing.
+
+    Raises:
+        ValueError: if its start, frame header, scan or end is missing.
+    """
+    if not data.startswith(b"\xff\xd8"):
+        raise ValueError("neither JPEG nor PNG" if data else "an image of 0 bytes")
+    position, code, components = 2, None, 0
+    while code != START_OF_SCAN:
+        if not (marker := JPEG_MARKER.search(data, position)):
+            raise ValueError("JPEG without image data; cut off?")
+        position, code = marker.end(), marker[1][0]
+        if code in FRAME_HEADERS and position + 8 <= len(data):
+            height, width, components = struct.unpack_from(">HHB", data, position + 3)
+            if not height or not width:
+                raise ValueError(f"JPEG of {width} x {height} pixels")
+        position += int.from_bytes(data[position : position + 2])
+    if not components:
+        raise ValueError("JPEG without a frame header")
+    if data.rfind(b"\xff\xd9", position) < 0:
+        raise ValueError("JPEG without an end marker; cut off?")
+    return components
+
+
+def prepare_image(data: bytes, resize: int | None = None, quality: int | None = None, check: str = "header") -> bytes:
+    """What to store of an image file: its bytes, or an RGB JPEG made from a PNG, a CMYK JPEG or as the options ask.
+
+    A JPEG made here is turned as its EXIF orientation says, since it loses its EXIF data.
+
+    Args:
+        data: the file's content.
+        resize: shorten the shorter side to this, in pixels.
+        quality: encode every image anew, with this JPEG quality from 1 to 100.
+        check: "decode" decodes also images whose bytes are kept.
+
+    Raises:
+        ValueError: if it is neither JPEG nor PNG, or broken; says why.
+    """
+    kept = not data.startswith(PNG_START) and jpeg_components(data) in (1, 3)
+    if kept and not resize and not quality and check == "header":
+        return data
+    try:
+        with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(data), formats=("JPEG", "PNG")) as image:
+            scale = min(1.0, resize / min(image.size)) if resize else 1.0
+            if check == "decode":
+                image.load()
+            if kept and not quality and scale == 1.0:
+                return data
+            image = ImageOps.exif_transpose(image).convert("RGB")
+            if scale < 1.0:
+                image = image.resize([round(side * scale) for side in image.size], Image.Resampling.BICUBIC)
+            image.save(encoded := io.BytesIO(), "JPEG", quality=quality or QUALITY)
+    except Exception as error:  # a decoder may raise nearly anything at a broken file
+        raise ValueError(f"cannot be decoded: {error}") from None
+    return encoded.getvalue()
