@@ -1,6 +1,7 @@
 """Which sample goes where: the same in every layout, and each test image exactly once."""
 
 from collections.abc import Iterator
+from itertools import repeat
 
 import torch
 from colossal_vit.errors import UserError
@@ -93,3 +94,29 @@ class EvalSampler:
         indices = torch.full((len(self) * self.num_ranks * self.batch_size,), -1)
         indices[: self.num_samples] = torch.arange(self.num_samples)
         return iter(indices.view(-1, self.num_ranks, self.batch_size)[:, self.rank])
+
+
+class SyntheticBatches:
+    """The same random batch over and over, on the device: what training takes without its data.
+
+    Args:
+        num_batches: in an epoch, on this rank.
+        shape: of a batch of images, (B, 3, H, W); normally distributed.
+        num_classes: labels are from 0 up to it.
+        device: where they are.
+        seed: of what is drawn.
+    """
+
+    def __init__(self, num_batches: int, shape: tuple[int, ...], num_classes: int, device: torch.device, seed: int):
+        generator = torch.Generator().manual_seed(seed)
+        self.num_batches = num_batches
+        self.batch = (
+            torch.randn(shape, generator=generator).to(device),
+            torch.randint(num_classes, shape[:1], generator=generator).to(device),
+        )
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return repeat(self.batch, self.num_batches)

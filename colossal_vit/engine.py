@@ -13,7 +13,8 @@
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from colossalai.legacy.utils import is_using_ddp, is_using_pp, sync_model_param
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.profiler import record_function
 
 
 class Engine(ColossalEngine):
@@ -49,6 +51,8 @@ class Engine(ColossalEngine):
         accumulation: micro-steps in an optimizer step.
         num_steps: optimizer steps made so far, skipped ones included.
         grad_norm: norm of the full gradient of the last optimizer step, unscaled, before clipping.
+        part: called as `with part(name):` around "forward" and "backward" of each micro-step and "update" of each
+            optimizer step, for profilers.
     """
 
     def __init__(self, *args: Any, accumulation: int = 1, **kwargs: Any):
@@ -56,6 +60,7 @@ class Engine(ColossalEngine):
         self.accumulation = accumulation
         self.num_steps = 0
         self.grad_norm = math.nan
+        self.part: Callable[[str], AbstractContextManager] = record_function
         self._micro_step = 0
         self._reduce_in_backward(accumulation == 1)
 
@@ -73,8 +78,17 @@ class Engine(ColossalEngine):
         if self._micro_step == 0:
             super().zero_grad()
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.part("forward"):
+            return super().__call__(*args, **kwargs)
+
     def backward(self, loss: Tensor) -> None:
-        super().backward(loss / self.accumulation)
+        with self.part("backward"):
+            super().backward(loss / self.accumulation)
+
+    def backward_by_grad(self, tensor: Tensor, grad: Tensor) -> None:
+        with self.part("backward"):
+            super().backward_by_grad(tensor, grad)
 
     def step(self) -> None:
         """Count a micro-step; on the last one reduce, clip and update.
@@ -87,6 +101,10 @@ class Engine(ColossalEngine):
         if not self.finished_step:
             return
         self.num_steps += 1
+        with self.part("update"):
+            self._update()
+
+    def _update(self) -> None:
         self._all_reduce_gradients()
         self.grad_norm = float(self.optimizer.clip_grad_by_norm(self._clip_grad_norm))
         scale = self.optimizer.loss_scale
@@ -125,7 +143,8 @@ class MicroBatches:
         batches = iter(self.loader)
         for _ in range(self.num_micro_batches):
             started = time.perf_counter()
-            batch = next(batches)
+            with record_function("data"):
+                batch = next(batches)
             self.data_s += time.perf_counter() - started
             yield batch
 

@@ -75,6 +75,7 @@ def get_parser(description: str | None = None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--output", type=Path, help="run directory (default runs/<example>/<config name>)")
     parser.add_argument("--max-steps", type=int, metavar="N", help="stop after N optimizer steps")
+    parser.add_argument("--profile", action="store_true", help="time the parts of steps, and trace one")
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -99,6 +100,7 @@ class Run:
         max_steps: optimizer steps to stop after, or None.
         device: this rank's device.
         log: see `RankLogger`.
+        profile: whether to add `hooks.ProfileHook`.
         dry_run: whether there are no data, no tensors and no other ranks, and `main` is to return what
             `dry_run.measure` says of its engine.
     """
@@ -109,6 +111,7 @@ class Run:
     max_steps: int | None
     device: torch.device
     log: RankLogger
+    profile: bool = False
     dry_run: bool = False
 
 
@@ -280,7 +283,7 @@ def start(
     with together():
         if meeting.rank == 0:
             _make_output(output, config, log)
-    return Run(config, layout, output, args.max_steps, device, log)
+    return Run(config, layout, output, args.max_steps, device, log, args.profile)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

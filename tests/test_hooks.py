@@ -1,6 +1,7 @@
 """What a run leaves behind: metrics.jsonl, TensorBoard events, curves, the resolved config."""
 
 import json
+import re
 from itertools import pairwise
 
 import pytest
@@ -8,6 +9,7 @@ from colossal_vit.report import draw, read_metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import recipes
+import world
 
 STEP_KEYS = ["step", "epoch", "loss", "lr", "grad_norm", "images_per_s", "data_s", "step_s", "memory_gb"]
 EVAL_KEYS = ["step", "epoch", "eval_loss", "eval_accuracy", "eval_images"]
@@ -85,3 +87,33 @@ def test_loss_scaled_runs_record_scale_and_skips(tmp_path):
         scale = scale / 2 if record["skipped"] else scale
         assert record["loss_scale"] == scale
         assert 2 < record["loss"] < 3, "the recorded loss is not scaled"
+
+
+def test_profile_says_where_the_time_goes(tmp_path):
+    """Of the steps after the traced one, without the evaluation between two epochs; the parts sum up to the step."""
+    argv = [
+        *recipes.flags(BATCH_SIZE=16, gradient_accumulation=20, NUM_EPOCHS=2),
+        "--output",
+        str(tmp_path),
+        "--profile",
+    ]
+    result = world.run(recipes.HYBRID, argv, 2)
+    assert result.codes == [0, 0], str(result)
+    step, count, said = re.search(r"a step takes (\S+) ms, the mean of (\d+): (.*)", result.stdout[0]).groups()
+    times = {name: float(ms) for name, ms in re.findall(r"(\w+) (-?[\d.]+) ms", said)}
+    assert list(times) == ["data", "forward", "backward", "update", "other"]
+    assert sum(times.values()) == pytest.approx(float(step), abs=0.5)
+    assert min(times[name] for name in ("forward", "backward", "update")) > 0
+    assert times["other"] >= 0
+    steps = read_metrics(tmp_path)[0]
+    assert int(count) == len(steps) - 2
+    assert float(step) == pytest.approx(1e3 * sum(record["step_s"] for record in steps[2:]) / int(count), rel=0.1)
+    for rank in range(2):
+        trace = json.loads((tmp_path / f"profile-rank{rank}.json").read_text())
+        names = [event.get("name") for event in trace["traceEvents"] if event.get("cat") == "user_annotation"]
+        assert [names.count(part) for part in ("data", "forward", "backward", "update")] == [20, 20, 20, 1]
+
+
+def test_profile_of_too_few_steps_says_so(tmp_path):
+    argv = [*recipes.flags(), "--output", str(tmp_path), "--profile", "--max-steps", "2"]
+    assert "--profile times steps after number 2" in world.run(recipes.HYBRID, argv).stdout[0]

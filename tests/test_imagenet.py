@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from colossal_vit import config as configs
+from colossal_vit import optim
 from colossal_vit.report import read_metrics
 from colossalai.legacy.amp import AMP_TYPE
 from colossalai.nn.lr_scheduler import LinearWarmupLR
@@ -81,3 +82,28 @@ def test_sample_trains_on_two_processes(tmp_path):
     assert [record["step"] for record in steps] == [1, 2, 3]
     assert [record["lr"] for record in steps] == pytest.approx([1e-2 * k / 111 for k in (1, 2, 3)])  # 11 steps × 10
     assert evaluations[-1]["eval_images"] == 360
+
+
+def test_what_an_epoch_says_of_its_speed(tmp_path):
+    argv = ("--config", "config_sample.py", "--set", "SYNTHETIC=True", "--max-steps", "2", "--output", str(tmp_path))
+    said = train(2, *argv)
+    line = r"epoch 0: total batch 128, ([\d,]+) images/s \(([\d,]+) a process\), peak memory \S+ GB, waited for data "
+    rate, own = (int(number.replace(",", "")) for number in re.search(line, said).groups())
+    rates = [record["images_per_s"] for record in read_metrics(tmp_path)[0]]
+    assert rate == pytest.approx(sum(rates) / 2, rel=0.01)
+    assert own == pytest.approx(rate / 2, abs=1)
+    assert "MFU" not in said, "the peak of a CPU is not known"
+
+
+@pytest.mark.parametrize(("exclude", "sizes"), [(False, [56]), (True, [18, 38])])
+def test_vectors_can_be_left_out_of_lamb(exclude, sizes, tmp_path, monkeypatch):
+    """Four blocks of 4 matrices, patch embedding, head; their biases, 9 norms, class token, position embedding."""
+
+    class Spy(optim.Lamb):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            print("groups", [len(group["params"]) for group in self.param_groups])
+
+    monkeypatch.setattr(optim, "Lamb", Spy)
+    argv = ["--config", "config_sample.py", "--set", "SYNTHETIC=True", "--max-steps", "1", "--output", str(tmp_path)]
+    assert f"groups {sizes}" in train(1, *argv, "--set", f"LAMB_EXCLUDE_VECTORS={exclude}")

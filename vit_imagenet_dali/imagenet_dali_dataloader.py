@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import nvidia.dali
 import torch
 import torch.distributed as dist
-from colossal_vit.data import IGNORED, sees_images
+from colossal_vit.data import IGNORED, SyntheticBatches, sees_images
 from colossal_vit.dry_run import Placeholders
 from colossal_vit.errors import UserError
 from colossal_vit.launch import Run
@@ -34,6 +34,7 @@ from nvidia.dali.data_node import DataNode
 from torch import Tensor
 
 import build_tfrecords as tfrecords
+from tfrecord import record_size
 
 NUM_IMAGES = 1_281_167  # of ImageNet's training set, for plans without data
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's training set, per channel
@@ -115,7 +116,7 @@ def find_bad(shard: Path, index: Path, num_classes: int, check: str) -> list[tup
     with open(shard, "rb") as file:
         for offset, _ in read_index(index):
             try:
-                length = tfrecords.record_size(file, offset, end) - 16
+                length = record_size(file, offset, end) - 16
                 faults = tfrecords.record_faults(file.read(length), file.read(4), num_classes, check)
                 bad += [(offset, fault) for fault in faults][:1]
             except ValueError as error:
@@ -407,7 +408,10 @@ def threads_per_rank() -> int:
     return max(1, len(cores) // everyone.count((socket.gethostname(), cores)))
 
 
-def build_imagenet(run: Run) -> tuple[DaliLoader | Placeholders, DaliLoader | None]:
+Loader = DaliLoader | SyntheticBatches | Placeholders
+
+
+def build_imagenet(run: Run) -> tuple[Loader, Loader | None]:
     """Training and test batches for a run.
 
     Raises:
@@ -415,9 +419,13 @@ def build_imagenet(run: Run) -> tuple[DaliLoader | Placeholders, DaliLoader | No
     """
     config: Config = run.config
     dali = config.get("dali") or {}
+    shape = (config.BATCH_SIZE, 3, config.IMG_SIZE, config.IMG_SIZE)
+    num_batches = NUM_IMAGES // run.layout.data // config.BATCH_SIZE
     if run.dry_run:
-        shape = (config.BATCH_SIZE, 3, config.IMG_SIZE, config.IMG_SIZE)
-        return Placeholders(NUM_IMAGES // run.layout.data // config.BATCH_SIZE, shape, run.device), None
+        return Placeholders(num_batches, shape, run.device), None
+    if config.get("SYNTHETIC"):
+        run.log.info("SYNTHETIC: one random batch over and over, of the size of ImageNet an epoch")
+        return (SyntheticBatches(n, shape, config.NUM_CLASSES, run.device, config.SEED) for n in (num_batches, 1))
     data = config.get("DATA") or os.environ.get("DATA") or None
     sample = Path(__file__).resolve().parents[1] / "data" / "sample"
     if data is None:

@@ -10,9 +10,9 @@ import sys
 import torch
 from colossal_vit import dry_run, launch
 from colossal_vit.engine import initialize
-from colossal_vit.hooks import LRSchedulerHook, MetricsHook
+from colossal_vit.hooks import LRSchedulerHook, MetricsHook, ProfileHook
 from colossal_vit.models import build_timm_vit, check_timm_vit
-from colossal_vit.optim import Lamb
+from colossal_vit.optim import Lamb, parameter_groups
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from colossalai.legacy.trainer import Trainer
@@ -20,18 +20,21 @@ from colossalai.nn.lr_scheduler import LinearWarmupLR
 
 from imagenet_dali_dataloader import build_imagenet
 from mixup import Mixup
+from myhooks import ThroughputHook
 from planning import schedule
 
 REQUIRED = ("BATCH_SIZE", "NUM_EPOCHS", "NUM_CLASSES", "MODEL")
 DEFAULTS = {
     "LEARNING_RATE": 1.8e-2,
     "WEIGHT_DECAY": 0.1,
+    "LAMB_EXCLUDE_VECTORS": False,
     "WARMUP_EPOCHS": 0,
     "LABEL_SMOOTHING": 0.0,
     "DROP_RATE": 0.0,
     "IMG_SIZE": 224,
     "CROP_AREA": (0.08, 1.0),
     "FLIP": True,
+    "SYNTHETIC": False,
     "dali": {},
 }
 
@@ -53,7 +56,9 @@ def main() -> dry_run.StepPlan | None:
 
     # ---- Criterion, optimizer, learning rate -----------------------------------------------------------------------
     criterion = torch.nn.CrossEntropyLoss(label_smoothing=config.LABEL_SMOOTHING)  # of classes or mixed targets
-    optimizer = Lamb(model.parameters(), lr=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY)
+    exclude = config.LAMB_EXCLUDE_VECTORS  # from weight decay and trust ratio
+    parameters = parameter_groups(model, config.WEIGHT_DECAY) if exclude else model.parameters()
+    optimizer = Lamb(parameters, lr=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY)
     steps_per_epoch = len(train_dataloader) // config.gradient_accumulation
     lr_scheduler = LinearWarmupLR(
         optimizer,
@@ -71,13 +76,17 @@ def main() -> dry_run.StepPlan | None:
         return plan
 
     # ---- Train -----------------------------------------------------------------------------------------------------
+    metrics = MetricsHook(run.output, train_dataloader, run.log)
+    hooks = [metrics, LRSchedulerHook(lr_scheduler), ThroughputHook(metrics, model, run.device, run.log)]
+    if run.profile:
+        hooks.append(ProfileHook(run.output, train_dataloader, run.log))
     trainer = Trainer(engine, logger=run.log)
     trainer.fit(
         train_dataloader,
         epochs=config.NUM_EPOCHS,
         max_steps=run.max_steps and run.max_steps * engine.accumulation,
         test_dataloader=test_dataloader,
-        hooks=[MetricsHook(run.output, train_dataloader, run.log), LRSchedulerHook(lr_scheduler)],
+        hooks=hooks,
         display_progress=sys.stderr.isatty(),
     )
     run.log.info(f"metrics and curves are in {run.output}")

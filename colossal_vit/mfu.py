@@ -1,0 +1,50 @@
+"""Model FLOPs utilisation: what share of the device's peak the arithmetic of the model itself takes (A. Chowdhery et
+al., "PaLM", arXiv:2204.02311, appendix B)."""
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.utils.flop_counter import FlopCounterMode
+
+# Dense TFLOP/s of matrix products in fp16 and bf16, TF32, fp32, as in NVIDIA's data sheets. The first piece that a
+# device's name contains counts.
+PEAK_TFLOPS = {
+    "H100 PCIe": (756, 378, 51),
+    "H100": (989, 494, 67),
+    "H200": (989, 494, 67),
+    "A100": (312, 156, 19.5),
+    "A10": (125, 62.5, 31.2),
+    "A40": (149.7, 74.8, 37.4),
+    "L40S": (362, 183, 91.6),
+    "V100": (125, 15.7, 15.7),
+}
+
+
+def training_flops(model: nn.Module, img_size: int) -> int:
+    """FLOPs of one training image: the forward pass and, for the backward pass, twice the same. Recomputation does not
+    count.
+
+    Args:
+        model: takes images (B, 3, img_size, img_size); its weights are neither copied nor used.
+        img_size: in pixels.
+    """
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in state.items()}
+    image = torch.empty(1, 3, img_size, img_size, device="meta", dtype=next(iter(shapes.values())).dtype)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        functional_call(model, shapes, image)
+    return 3 * counter.get_total_flops()
+
+
+def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
+    """FLOP/s that a device of this name, as `torch.cuda.get_device_name` says it, can do; None where it is not known.
+
+    Args:
+        device_name: for example "NVIDIA H100 80GB HBM3".
+        dtype: that matrix products are made in. fp32 means TF32 where torch is allowed to use it.
+    """
+    for piece, (half, tf32, single) in PEAK_TFLOPS.items():
+        if piece in device_name:
+            full = tf32 if torch.backends.cuda.matmul.allow_tf32 else single
+            return (full if dtype == torch.float32 else half) * 1e12
+    return None

@@ -1,0 +1,173 @@
+"""Speed of the ImageNet example on this machine: images/s with random data, with DALI's, and of DALI alone.
+
+    python scripts/bench_imagenet.py [--models vit_base_patch32_224 ...] [--precision fp32 bf16 fp16] [--rounds 3]
+                                     [--batch-size 256] [--accumulation 1] [--steps 8] [--output DIRECTORY]
+
+Each measurement of training is a run of `train.py` in a process of its own, with LAMB, Mixup and clipping as in
+`config.py`; its number is that of the median step, without the first two. "loop" is training on DALI's data over the
+slower of DALI alone and training on random data, all of one round: 1 means that a step never waits for its data. DALI
+reads `DATA`, or JPEGs of 500 x 375 pixels made for the purpose. MFU, with random data, is given where the device's peak
+is known.
+
+Writes imagenet.md (the table, medians of all rounds), imagenet.json (every run), log.txt and provenance.json.
+"""
+
+import argparse
+import multiprocessing
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import torch
+from colossal_vit import config as configs
+from colossal_vit.mfu import peak_flops, training_flops
+from colossal_vit.models import build_timm_vit
+from colossal_vit.report import provenance, read_metrics, write_benchmark
+
+from bench_loader import write_images
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "vit_imagenet_dali"
+sys.path.append(str(FOLDER))
+
+import build_tfrecords as tfrecords  # noqa: E402
+from imagenet_dali_dataloader import DaliLoader, find_records  # noqa: E402
+
+SKIPPED = 2  # steps of a run that are not counted
+PRECISION = {"fp32": "fp16=None", "bf16": "fp16.dtype='bf16'", "fp16": "fp16.dtype='fp16'"}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def train(overrides: list[str], data: Path, num_steps: int) -> list[dict]:
+    """Train some steps; returns the records of those that count."""
+    with tempfile.TemporaryDirectory() as scratch:
+        command = [sys.executable, "train.py", "--config", "config.py", "--output", f"{scratch}/run"]
+        command += ["--max-steps", str(SKIPPED + num_steps)]
+        for override in overrides:
+            command += ["--set", override]
+        environment = {**os.environ, "DATA": str(data)}
+        done = subprocess.run(command, cwd=FOLDER, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"{shlex.join(command)}\n{done.stdout}{done.stderr}")
+        return read_metrics(Path(scratch) / "run")[0][SKIPPED:]
+
+
+def drain(data: Path, batch_size: int, num_batches: int) -> float:
+    """Images/s of DALI's training batches with nothing else to do; runs in a process of its own."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    options = dict(seed=0, rank=0, num_ranks=1, num_threads=len(os.sched_getaffinity(0)), with_images=True)
+    loader = DaliLoader(find_records(data, "train"), True, batch_size, 224, 1000, device, **options)
+
+    def endless():
+        while True:
+            yield from loader
+
+    batches = endless()
+    for _ in range(SKIPPED + 3):  # and those that were ready
+        next(batches)
+    started = time.perf_counter()
+    for _ in range(num_batches):
+        next(batches)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return batch_size * num_batches / (time.perf_counter() - started)
+
+
+def make_data(folder: Path, num_images: int) -> Path:
+    """TFRecords of JPEGs like ImageNet's, repeated until there are enough for a run."""
+    write_images(folder / "few")
+    for split in ("train", "val"):
+        for part in sorted((folder / "few" / split).iterdir()):
+            (folder / "images" / split / part.name).mkdir(parents=True)
+            files = sorted(part.iterdir())
+            for number in range(num_images // 8 if split == "train" else 1):
+                os.link(files[number % len(files)], folder / "images" / split / part.name / f"{number}.JPEG")
+    with redirect_stdout(None):
+        tfrecords.build(tfrecords.parse([str(folder / "images"), str(folder / "tfrecords")]))
+    return folder / "tfrecords"
+
+
+def mfu(model: str, precision: str, images_per_s: float) -> str:
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    peak = peak_flops(name, DTYPES[precision])
+    if not peak:
+        return ""
+    config = configs.load(FOLDER / "config.py", [f"MODEL={model!r}"], (), {"SEED": 0})
+    with torch.device("meta"):
+        flops = training_flops(build_timm_vit(config), config.IMG_SIZE)
+    return f"{images_per_s * flops / peak:.1%}"
+
+
+def main() -> None:
+    # ---- Command line ----------------------------------------------------------------------------------------------
+    gpu = torch.cuda.is_available()
+    models = (
+        ["vit_base_patch16_224", "vit_base_patch32_224", "vit_large_patch32_224"] if gpu else ["vit_base_patch32_224"]
+    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=models, help="default %(default)s")
+    parser.add_argument("--precision", nargs="+", choices=PRECISION, default=["fp16", "bf16"] if gpu else ["fp32"])
+    parser.add_argument("--rounds", type=int, default=3, help="default %(default)s")
+    parser.add_argument("--batch-size", type=int, default=256 if gpu else 16, help="default %(default)s")
+    parser.add_argument("--accumulation", type=int, default=1, help="default %(default)s")
+    parser.add_argument("--steps", type=int, default=8, help="counted, of each run (default %(default)s)")
+    parser.add_argument("--output", type=Path, default=ROOT / f"results/imagenet_{'gpu' if gpu else 'cpu'}")
+    args = parser.parse_args()
+    origin = provenance(shlex.join(["python", *sys.argv]))
+    log: list[str] = []
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+        log.append(line + "\n")
+
+    # ---- Measure ---------------------------------------------------------------------------------------------------
+    results = []
+    with tempfile.TemporaryDirectory() as scratch:
+        needed = args.batch_size * args.accumulation * (SKIPPED + args.steps + 1)
+        data = Path(os.environ["DATA"]) if os.environ.get("DATA") else make_data(Path(scratch), needed)
+        pool = multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1)
+        for round_number in range(args.rounds):
+            for model in args.models:
+                for precision in args.precision:
+                    common = [f"MODEL={model!r}", PRECISION[precision], "NUM_EPOCHS=1", "WARMUP_EPOCHS=0"]
+                    common += [f"BATCH_SIZE={args.batch_size}", f"gradient_accumulation={args.accumulation}"]
+                    result = {"model": model, "precision": precision}
+                    steps = {}
+                    for kind in ("synthetic", "dali") if round_number % 2 else ("dali", "synthetic"):
+                        steps[kind] = train([*common, f"SYNTHETIC={kind == 'synthetic'}"], data, args.steps)
+                        result[kind] = statistics.median(step["images_per_s"] for step in steps[kind])
+                    result["loader"] = pool.apply(drain, (data, args.batch_size, 20))
+                    result["memory_gb"] = max(step["memory_gb"] for step in steps["dali"])
+                    result["waited"] = sum(s["data_s"] for s in steps["dali"]) / sum(s["step_s"] for s in steps["dali"])
+                    result["loop"] = result["dali"] / min(result["synthetic"], result["loader"])
+                    results.append(result)
+                    say(", ".join(f"{k} {v:.4g}" if isinstance(v, float) else v for k, v in result.items()))
+        pool.close()
+        pool.join()
+
+    # ---- Result ----------------------------------------------------------------------------------------------------
+    table = [
+        "| model | precision | random data, images/s | with DALI | DALI alone | loop | MFU | peak memory, GB |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for model in args.models:
+        for precision in args.precision:
+            rounds = [r for r in results if (r["model"], r["precision"]) == (model, precision)]
+            median = {k: statistics.median(r[k] for r in rounds) for k in rounds[0] if k not in ("model", "precision")}
+            rates = " | ".join(f"{median[kind]:,.4g}" for kind in ("synthetic", "dali", "loader"))
+            share = mfu(model, precision, median["synthetic"])
+            row = f"| {model} | {precision} | {rates} | {median['loop']:.3f} | {share} | {median['memory_gb']:.1f} |"
+            table.append(row)
+    print("\n".join(table))
+    settings = {"BATCH_SIZE": args.batch_size, "gradient_accumulation": args.accumulation, "steps": args.steps}
+    write_benchmark(args.output, "imagenet", table, {**settings, "rounds": results}, origin, "".join(log))
+
+
+if __name__ == "__main__":
+    main()

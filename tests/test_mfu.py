@@ -1,0 +1,36 @@
+"""What a model computes, and of what share a device's peak that is."""
+
+import timm
+import torch
+from colossal_vit.mfu import peak_flops, training_flops
+
+
+def test_flops_of_vit_b16():
+    """Counted by hand: 197 tokens, 12 blocks of 12·D² multiplications a token and 2·N·D for attention."""
+    num_tokens, hidden, patches = 197, 768, 196
+    block = num_tokens * 12 * hidden**2 + 2 * num_tokens**2 * hidden
+    multiplications = 12 * block + patches * 3 * 16**2 * hidden + hidden * 1000
+    with torch.device("meta"):
+        model = timm.create_model("vit_base_patch16_224")
+    assert training_flops(model, 224) == 3 * 2 * multiplications
+
+
+def test_counting_leaves_the_model_alone():
+    model = timm.create_model("test_vit")
+    before = {name: (tensor.data_ptr(), tensor.device) for name, tensor in model.state_dict().items()}
+    assert training_flops(model, 160) > 0
+    assert before == {name: (tensor.data_ptr(), tensor.device) for name, tensor in model.state_dict().items()}
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_peaks():
+    assert peak_flops("NVIDIA H100 80GB HBM3", torch.bfloat16) == 989e12
+    assert peak_flops("NVIDIA H100 PCIe", torch.float16) == 756e12
+    assert peak_flops("NVIDIA A10G", torch.float16) == 125e12
+    assert peak_flops("", torch.float32) is None
+    assert peak_flops("NVIDIA A100-SXM4-80GB", torch.float32) == 19.5e12
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        assert peak_flops("NVIDIA A100-SXM4-80GB", torch.float32) == 156e12
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False

@@ -1,0 +1,56 @@
+"""What the run says of its speed, once an epoch."""
+
+import statistics
+
+import torch
+from colossal_vit import precision
+from colossal_vit.hooks import MetricsHook
+from colossal_vit.mfu import peak_flops, training_flops
+from colossal_vit.ranks import RankLogger
+from colossalai.legacy.context import ParallelMode
+from colossalai.legacy.core import global_context as gpc
+from colossalai.legacy.trainer import Trainer
+from colossalai.legacy.trainer.hooks import BaseHook
+from torch import Tensor, nn
+
+
+class ThroughputHook(BaseHook):
+    """Says after each epoch: the total batch size, images/s, MFU where the device's peak is known, memory, data time.
+
+    Args:
+        metrics: has the records of steps that this hook sums up; runs before it.
+        model: whose FLOPs count.
+        device: this rank's.
+    """
+
+    def __init__(
+        self, metrics: MetricsHook, model: nn.Module, device: torch.device, log: RankLogger, priority: int = 2
+    ):
+        super().__init__(priority)
+        self.metrics, self.log = metrics, log
+        self.flops = training_flops(model, gpc.config.IMG_SIZE)
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        self.peak = peak_flops(name, precision.compute_dtype(gpc.config.fp16, device))
+
+    def before_train_epoch(self, trainer: Trainer) -> None:
+        self.records = []
+
+    def after_train_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
+        if self.metrics.writes and trainer.engine.finished_step:
+            self.records.append(self.metrics.last)
+
+    def after_train_epoch(self, trainer: Trainer) -> None:
+        if self.records:
+            num_ranks = gpc.get_world_size(ParallelMode.DATA)
+            self.log.info(f"epoch {trainer.cur_epoch}: {self.summary(trainer.engine, num_ranks)}", ranks=None)
+
+    def summary(self, engine, num_ranks: int) -> str:
+        """One line about the steps of this epoch."""
+        rate = statistics.median(record["images_per_s"] for record in self.records)
+        waited, total = (sum(record[key] for record in self.records) for key in ("data_s", "step_s"))
+        batch = engine.schedule.batch_size * engine.accumulation * num_ranks
+        said = [f"total batch {batch:,}", f"{rate:,.0f} images/s ({rate / num_ranks:,.0f} a process)"]
+        if self.peak:
+            said.append(f"MFU {rate / num_ranks * self.flops / self.peak:.1%}")
+        said += [f"peak memory {self.records[-1]['memory_gb']:.1f} GB", f"waited for data {waited / total:.1%}"]
+        return ", ".join(said)
