@@ -80,7 +80,7 @@ def test_sample_trains_on_two_processes(tmp_path):
     train(2, "--config", "config_sample.py", "--max-steps", "3", "--output", str(tmp_path))
     steps, evaluations = read_metrics(tmp_path)
     assert [record["step"] for record in steps] == [1, 2, 3]
-    assert [record["lr"] for record in steps] == pytest.approx([1e-2 * k / 111 for k in (1, 2, 3)])  # 11 steps × 10
+    assert [record["lr"] for record in steps] == pytest.approx([1.8e-2 * k / 56 for k in (1, 2, 3)])  # 11 steps × 5
     assert evaluations[-1]["eval_images"] == 360
 
 

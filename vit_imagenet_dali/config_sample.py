@@ -2,17 +2,18 @@
 
     torchrun --standalone --nproc_per_node 2 train.py --config ./config_sample.py
 
-Processes: 2 for a global batch of 128, or any number. About 5 minutes on 2 CPU cores. The accuracy that it ends with is
-not measured yet.
+Processes: 2 for a global batch of 128, or any number. About 4 minutes on 2 CPU cores. Expected accuracy: at least 95 %
+of the 360 test digits, see results/imagenet_sample, measured by scripts/imagenet_sample.sh.
 """
 
 # ---- Training ----
 BATCH_SIZE = 2  # of each rank and micro-batch
 gradient_accumulation = 32  # global batch = 2 × 32 × 2 processes = 128
 NUM_EPOCHS = 40
-WARMUP_EPOCHS = 10
-LEARNING_RATE = 1e-2
+WARMUP_EPOCHS = 5
+LEARNING_RATE = 1.8e-2
 WEIGHT_DECAY = 0.1
+LAMB_EXCLUDE_VECTORS = True  # 440 steps are few for what starts from zero
 
 # ---- Model: 0.5 M parameters ----
 MODEL = "vit_tiny_patch16_224"
