@@ -41,6 +41,7 @@ NUM_CLASSES, IMAGES_PER_CLASS = 8, 32
 WIDTH, HEIGHT = 500, 375  # ImageNet's most frequent size
 NOISE, QUALITY = 18, 90  # which makes about 100 KB an image
 IMG_SIZE, BATCH_SIZE, WORKERS = 224, 64, 2
+SETTLED = 2.0  # seconds before a turn, in which the other side makes its batches ahead and comes to rest
 DRAINED = 5  # batches that a side is asked for before its turn: more than it has ready
 CHECKED, TOLERANCE = 20, 0.05  # batches; of mean and standard deviation, in units of the standard deviation
 
@@ -125,6 +126,7 @@ def main() -> None:
             sys.exit(f"the two sides do not make the same batches: {found}")
         for number in range(args.runs):
             for name in (list(sides), list(reversed(sides)))[number % 2]:
+                time.sleep(SETTLED)
                 for _ in range(DRAINED):
                     next(sides[name])
                 started = time.perf_counter()
