@@ -256,11 +256,7 @@ class DaliLoader:
         size, mirror = self.img_size, 0
         if self.train:
             images = fn.decoders.image_random_crop(
-                encoded,
-                random_area=self.crop_area,
-                random_aspect_ratio=CROP_ASPECT,
-                use_fast_idct=True,  # on the CPU; a grey level or two off, which augmentation dwarfs
-                **options,
+                encoded, random_area=self.crop_area, random_aspect_ratio=CROP_ASPECT, **options
             )
             images = self._resize(images, size=[size, size])
             if self.rand_augment:
