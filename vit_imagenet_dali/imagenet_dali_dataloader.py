@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from functools import partial
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ import numpy as np
 import nvidia.dali
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from colossal_vit.data import IGNORED, SyntheticBatches, sees_images
 from colossal_vit.dry_run import Placeholders
 from colossal_vit.errors import UserError
@@ -34,7 +36,6 @@ from nvidia.dali import Pipeline, fn, pipeline_def, tfrecord, types
 from nvidia.dali.auto_aug.rand_augment import rand_augment
 from nvidia.dali.data_node import DataNode
 from torch import Tensor
-from torchvision.transforms.v2.functional import resize as resize_image
 
 import build_tfrecords as tfrecords
 from tfrecord import record_size
@@ -272,17 +273,23 @@ class DaliLoader:
         return labels, images.gpu() if self.device.type == "cuda" else images
 
     def _resize(self, images: DataNode, size: list[int] | None = None, resize_shorter: int | None = None) -> DataNode:
-        """Bilinear, with antialiasing. On the CPU by torchvision, since DALI's own takes as long there as decoding."""
+        """Bilinear, with antialiasing. On the CPU by torch, since DALI's own takes as long there as decoding does."""
         if self.on_gpu:
             target = dict(size=size) if size else dict(resize_shorter=resize_shorter)
             return fn.resize(images, interp_type=types.INTERP_LINEAR, **target)
 
-        def resize(image: np.ndarray) -> np.ndarray:  # (H, W, 3), uint8
-            resized = resize_image(torch.from_numpy(image).permute(2, 0, 1), size or [resize_shorter], antialias=True)
-            return resized.permute(1, 2, 0).numpy()
+        def resize(images: list[np.ndarray]) -> list[np.ndarray]:  # each (H, W, 3), uint8
+            resized = []
+            for image in images:
+                sides = size or [side * resize_shorter // min(image.shape[:2]) for side in image.shape[:2]]
+                pixels = torch.from_numpy(image)[None].permute(0, 3, 1, 2)
+                pixels = F.interpolate(pixels, sides, mode="bilinear", antialias=True)
+                resized.append(pixels[0].permute(1, 2, 0).numpy())
+            return resized
 
         def resize_all(images: list[np.ndarray]) -> list[np.ndarray]:
-            return list(self.resizers.map(resize, images))
+            bounds = [len(images) * part // self.num_threads for part in range(self.num_threads + 1)]
+            return list(chain(*self.resizers.map(resize, [images[a:b] for a, b in pairwise(bounds)])))
 
         images = fn.python_function(images, function=resize_all, batch_processing=True)
         return fn.reshape(images, layout="HWC")  # which the function has left out
