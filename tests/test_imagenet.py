@@ -1,6 +1,10 @@
 """The published recipe is the one that the configs have, and it trains."""
 
+import json
+import os
 import re
+import statistics
+import subprocess
 
 import pytest
 import torch
@@ -107,3 +111,38 @@ def test_vectors_can_be_left_out_of_lamb(exclude, sizes, tmp_path, monkeypatch):
     monkeypatch.setattr(optim, "Lamb", Spy)
     argv = ["--config", "config_sample.py", "--set", "SYNTHETIC=True", "--max-steps", "1", "--output", str(tmp_path)]
     assert f"groups {sizes}" in train(1, *argv, "--set", f"LAMB_EXCLUDE_VECTORS={exclude}")
+
+
+def test_numbers_of_the_readme_are_those_of_the_results():
+    def result(name):
+        return json.loads((world.ROOT / "results" / name).read_text())
+
+    evaluations = read_metrics(world.ROOT / "results" / "imagenet_sample")[1]
+    lamb = result("lamb_cpu/lamb.json")["result"]
+    times = [lamb[name]["times_ours"] for name in ("Colossal-AI", "timm, foreach=True")]
+    expected = {
+        "imagenet_sample": f"{evaluations[-1]['eval_accuracy']:.2%}".replace("%", " % of 360 test images"),
+        "loader_cpu": f"{statistics.median(result('loader_cpu/loader.json')['ratios']):.2f} times the images/s",
+        "lamb_cpu": "{:.2f} and {:.2f} times as fast".format(*times),
+        "build_cpu": f"{statistics.median(result('build_cpu/build.json')['ratios']):.2f} times the MB/s",
+        "imagenet_cpu": f"{statistics.median(r['loop'] for r in result('imagenet_cpu/imagenet.json')['rounds']):.3f}",
+    }
+    rows = re.findall(r"^\|.*\| (.+?) \| \[results/(\w+)\]", (FOLDER / "README.md").read_text(), re.MULTILINE)
+    assert {name: said for said, name in rows} == expected
+
+
+def test_the_slurm_script_trains(tmp_path):
+    """As `srun` starts it: every rank by itself, in any folder, with SLURM's variables."""
+    common = dict(
+        SLURM_STEP_ID="0", SLURM_NTASKS="2", SLURM_NPROCS="2", SLURM_JOB_ID=str(os.getpid()), HOST="localhost"
+    )
+    command = ["bash", str(FOLDER / "scripts" / "train_slurm.sh"), "./config_sample.py", "--set", "SYNTHETIC=True"]
+    command += ["--max-steps", "1", "--output", str(tmp_path)]
+    ranks = [
+        subprocess.Popen(
+            command, cwd=tmp_path, env={**os.environ, **job, "SLURM_PROCID": r, "SLURM_LOCALID": r, "HOST": "localhost"}
+        )
+        for r in "01"
+    ]
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    assert len(read_metrics(tmp_path)[0]) == 1
