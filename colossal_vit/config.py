@@ -75,6 +75,8 @@ KEYS: dict[str, Any] = {
     "IMAGES_PER_S": POSITIVE,
     # data
     "DATA": TEXT,
+    "CACHE_SIZE": POSITIVE_INT,
+    "TRAIN_PER_CLASS": POSITIVE_INT,
     "SYNTHETIC": BOOL,
     "CROP_PADDING": NON_NEGATIVE_INT,
     "FLIP": BOOL,
@@ -115,10 +117,11 @@ KEYS: dict[str, Any] = {
     "fp16": {
         # beside these two, what the mode's loss scaler takes: see _SCALER_KEYS
         "mode": Rule(
-            "AMP_TYPE.TORCH, AMP_TYPE.NAIVE or None (AMP_TYPE.APEX is not available yet)",
-            lambda value: value in (AMP_TYPE.TORCH, AMP_TYPE.NAIVE, None),
+            "AMP_TYPE.TORCH, AMP_TYPE.NAIVE, AMP_TYPE.APEX or None",
+            lambda value: value in (AMP_TYPE.TORCH, AMP_TYPE.NAIVE, AMP_TYPE.APEX, None),
         ),
         "dtype": _one_of("fp16", "bf16"),
+        "opt_level": _one_of("O0", "O1", "O2", "O3"),
         "initial_scale": POSITIVE,
         "init_scale": POSITIVE,
         "growth_factor": POSITIVE,
@@ -163,6 +166,7 @@ _SCALER_KEYS = {
         "min_scale",
         "max_scale",
     },
+    AMP_TYPE.APEX: {"opt_level"},  # the scalers of O1 and O2 are those of TORCH and NAIVE, with their defaults
 }
 
 

@@ -64,7 +64,8 @@ class MetricsHook(BaseHook):
     """Writes `metrics.jsonl` and TensorBoard events, and tells the progress bar what to show.
 
     One object per optimizer step: `step, epoch, loss, lr, grad_norm, images_per_s, data_s, step_s, memory_gb`, with
-    loss scaling also `loss_scale, skipped`. One per evaluation: `step, epoch, eval_loss, eval_accuracy, eval_images`.
+    loss scaling also `loss_scale, skipped`, on a GPU also `reserved_gb`, the peak of torch's allocator. One per
+    evaluation: `step, epoch, eval_loss, eval_accuracy, eval_images`.
     `loss` is the mean over the whole global batch. Only the rank that sees the loss, in the last pipeline stage of
     the first replica, writes.
 
@@ -130,6 +131,8 @@ class MetricsHook(BaseHook):
             "memory_gb": _memory_gb(loss.device),
         }
         self.waited = waited
+        if loss.device.type == "cuda":
+            record["reserved_gb"] = torch.cuda.max_memory_reserved(loss.device) / 1e9
         if engine.optimizer.loss_scale is not None:
             record |= {"loss_scale": engine.optimizer.loss_scale, "skipped": engine.optimizer.skipped}
         self._write(record)

@@ -278,8 +278,7 @@ def start(
         f"{config.gradient_accumulation} × data parallel {layout.data}"
     )
     if config.fp16:
-        dtype = precision.compute_dtype(config.fp16, device)
-        log.info(f"mixed precision: {config.fp16.mode} in {str(dtype).removeprefix('torch.')} on this device")
+        log.info(f"mixed precision: {precision.describe(config.fp16, device)} on this device")
     with together():
         if meeting.rank == 0:
             _make_output(output, config, log)

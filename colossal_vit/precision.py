@@ -1,20 +1,28 @@
-"""Mixed precision: `fp16 = dict(mode=AMP_TYPE.TORCH)` and `fp16 = dict(mode=AMP_TYPE.NAIVE)`, in fp16 and in bf16.
+"""Mixed precision: `fp16 = dict(mode=...)` with AMP_TYPE.TORCH, NAIVE or APEX, in fp16 and in bf16.
 
-| mode  | weights        | forward, backward    | optimizer                | reduces gradients in |
-| ---   | ---            | ---                  | ---                      | ---                  |
-| none  | fp32           | fp32                 | fp32                     | fp32                 |
-| TORCH | fp32           | autocast to fp16/bf16| fp32                     | fp32                 |
-| NAIVE | fp16/bf16      | fp16/bf16            | on fp32 master weights   | fp16/bf16            |
+| mode    | weights        | forward, backward    | optimizer                | reduces gradients in |
+| ---     | ---            | ---                  | ---                      | ---                  |
+| none    | fp32           | fp32                 | fp32                     | fp32                 |
+| TORCH   | fp32           | autocast to fp16/bf16| fp32                     | fp32                 |
+| NAIVE   | fp16/bf16      | fp16/bf16            | on fp32 master weights   | fp16/bf16            |
+| APEX O0 | as none        |                      |                          |                      |
+| APEX O1 | as TORCH       |                      |                          |                      |
+| APEX O2 | as NAIVE, but norms in fp32 |         |                          |                      |
+| APEX O3 | fp16/bf16      | fp16/bf16            | on these weights         | fp16/bf16            |
 
 fp16 scales the loss so that small gradients do not vanish, and skips the step when the scaled ones overflow; bf16 has
 fp32's range and needs neither. The default is fp16 on CUDA and bf16 on the CPU; `fp16 = dict(..., dtype='bf16')`
 chooses.
+
+APEX is NVIDIA's apex, where an apex that still has `amp` is installed and there is a GPU. NVIDIA has removed it, so
+mostly torch does what the table says; `describe` tells which.
 
 All optimizer wrappers follow the protocol of Colossal-AI's `Engine.step`: `clip_grad_by_norm(max_norm)` on whatever
 gradients the backward passes left, then `step()`. Upstream's wrappers do not: the engine stopped calling the method
 they override, so it clips scaled gradients, by a norm that each rank takes for itself.
 """
 
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,6 +46,33 @@ def compute_dtype(fp16: Mapping[str, Any] | None, device: torch.device) -> torch
     if not fp16:
         return torch.float32
     return DTYPES[fp16.get("dtype") or ("fp16" if device.type == "cuda" else "bf16")]
+
+
+def _apex_amp(device: torch.device) -> Any | None:
+    """The module `apex.amp`, where there is one and it can be used."""
+    if device.type != "cuda":
+        return None
+    try:
+        return importlib.import_module("apex.amp")
+    except ImportError:
+        return None
+
+
+def _opt_level(fp16: Mapping[str, Any]) -> str:
+    return fp16.get("opt_level", "O1")
+
+
+def describe(fp16: Mapping[str, Any] | None, device: torch.device) -> str:
+    """What runs, in a few words, for logs and tables."""
+    if not fp16:
+        return "fp32"
+    dtype = str(compute_dtype(fp16, device)).removeprefix("torch.")
+    if fp16["mode"] != AMP_TYPE.APEX:
+        return f"{fp16['mode']} in {dtype}"
+    level = _opt_level(fp16)
+    if level == "O0":
+        return "AMP_TYPE.APEX O0, which is fp32"
+    return f"AMP_TYPE.APEX {level} by {'apex' if _apex_amp(device) else 'torch'} in {dtype}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -107,6 +142,33 @@ class TorchAMPOptimizer(FP32Optimizer):
         self.scaler.step(self.optim)
         self.scaler.update()
         self.skipped = self.loss_scale < scale
+
+
+class ApexOptimizer(FP32Optimizer):
+    """The optimizer of `AMP_TYPE.APEX` through `apex.amp`, which unscales in the backward pass and skips by itself."""
+
+    def __init__(self, optim: Optimizer, amp: Any):
+        super().__init__(optim)
+        self.amp = amp
+
+    @property
+    def loss_scale(self) -> float:
+        return self.amp._amp_state.loss_scalers[0].loss_scale()
+
+    def backward(self, loss: Tensor, *args, **kwargs) -> None:
+        scale = self.loss_scale
+        with self.amp.scale_loss(loss, self.optim) as scaled:
+            scaled.backward(*args, **kwargs)
+        self._overflowed = self.loss_scale < scale or getattr(self, "_overflowed", False)
+
+    def clip_grad_by_norm(self, max_norm: float, *args, **kwargs) -> Tensor:
+        parameters = [p for p in self.amp.master_params(self.optim) if p.grad is not None]
+        self.grad_norm = _clip([p.grad for p in parameters], parameters, max_norm)
+        return self.grad_norm
+
+    def step(self, *args, **kwargs) -> None:
+        self.optim.step(*args, **kwargs)
+        self.skipped, self._overflowed = self._overflowed, False
 
 
 class NaiveAMPOptimizer(MixedPrecisionOptimizer):
@@ -190,6 +252,15 @@ class LowPrecision(nn.Module):
         return output.float() if self.output_to_fp32 else output
 
 
+def _keep_norms_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
+    """Have the normalisation layers of a half-precision model compute in fp32, with fp32 weights."""
+    for module in model.modules():
+        if isinstance(module, (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm)):
+            module.float()
+            module.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(), *inputs[1:]))
+            module.register_forward_hook(lambda module, inputs, output: output.to(dtype))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Putting them together
 # ---------------------------------------------------------------------------------------------------------------------
@@ -211,13 +282,17 @@ def convert(
         fp16: the config block; None or empty for fp32. Keys beside `mode` and `dtype` go to the loss scaler.
         device: where the model is.
     """
-    if not fp16:
+    mode, level = (fp16["mode"], _opt_level(fp16)) if fp16 else (None, None)
+    if mode is None or (mode == AMP_TYPE.APEX and level == "O0"):
         return model, FP32Optimizer(optimizer), criterion
     dtype = compute_dtype(fp16, device)
-    scaling = (
-        {key: value for key, value in fp16.items() if key not in ("mode", "dtype")} if dtype == torch.float16 else {}
-    )
-    if fp16["mode"] == AMP_TYPE.TORCH:
+    scaling = {key: value for key, value in fp16.items() if key not in ("mode", "dtype", "opt_level")}
+    if dtype != torch.float16:
+        scaling.clear()
+    if mode == AMP_TYPE.APEX and (amp := _apex_amp(device)):
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        return model, ApexOptimizer(optimizer, amp), criterion
+    if mode == AMP_TYPE.TORCH or (mode == AMP_TYPE.APEX and level == "O1"):
         model = Autocast(model, device, dtype)
         criterion = criterion and Autocast(criterion, device, dtype)
         if dtype == torch.float16:
@@ -226,5 +301,9 @@ def convert(
     chunks = list(model) if isinstance(model, nn.ModuleList) else [model]  # several in an interleaved pipeline
     last = len(chunks) - 1 if is_no_pp_or_last_stage() else None
     chunks = [LowPrecision(chunk, dtype, output_to_fp32=number == last) for number, chunk in enumerate(chunks)]
+    if mode == AMP_TYPE.APEX and level == "O2":
+        _keep_norms_in_fp32(chunks[0], dtype)
     model = nn.ModuleList(chunks) if isinstance(model, nn.ModuleList) else chunks[0]
+    if mode == AMP_TYPE.APEX and level == "O3":
+        return model, FP32Optimizer(optimizer), criterion
     return model, NaiveAMPOptimizer(optimizer, "fp16" if dtype == torch.float16 else "bf16", **scaling), criterion

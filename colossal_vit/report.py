@@ -47,8 +47,12 @@ def draw(directory: Path) -> None:
         figure.savefig(directory / filename)
 
 
-def provenance(command: str) -> dict[str, Any]:
+def provenance(command: str, changes_allowed: bool = False) -> dict[str, Any]:
     """What a result needs so that it can be trusted and repeated: command, commit, date, hardware, versions.
+
+    Args:
+        command: what was typed.
+        changes_allowed: for users' own results: a working tree that differs from its commit is noted, not refused.
 
     Raises:
         RuntimeError: if the working tree differs from its commit, so that the commit would not say what ran.
@@ -60,14 +64,22 @@ def provenance(command: str) -> dict[str, Any]:
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
 
-    if git("status", "--porcelain", "--untracked-files=no"):
-        raise RuntimeError("commit first: a result must name the commit that made it")
+    try:
+        commit = git("rev-parse", "HEAD")
+        if git("status", "--porcelain", "--untracked-files=no"):
+            if not changes_allowed:
+                raise RuntimeError("commit first: a result must name the commit that made it")
+            commit += ", with changes"
+    except (OSError, subprocess.CalledProcessError):
+        if not changes_allowed:
+            raise RuntimeError("no git repository: a result must name the commit that made it") from None
+        commit = "unknown"
     cpu = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
     packages = ("torch", "torchvision", "colossalai", "timm", "nvidia-dali-cuda130")
     installed = {distribution.name for distribution in metadata.distributions()}
     return {
         "command": command,
-        "commit": git("rev-parse", "HEAD"),
+        "commit": commit,
         "date": datetime.now(UTC).date().isoformat(),
         "hardware": {
             "cpu": cpu.group(1) if cpu else platform.machine(),

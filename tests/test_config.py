@@ -150,7 +150,11 @@ def test_helpers_are_not_settings(load):
         ("LEARNING_RATE = float('nan')", (), ("LEARNING_RATE = nan", "above 0")),
         ("CHECKPOINT = 1", (), ("CHECKPOINT = 1", "True or False")),
         ("fp16 = dict(mode='torch')", (), ("fp16.mode = 'torch'", "AMP_TYPE.TORCH")),
-        ("from colossalai.amp import AMP_TYPE\nfp16 = dict(mode=AMP_TYPE.APEX)", (), ("AMP_TYPE.APEX",)),
+        (
+            "from colossalai.amp import AMP_TYPE\nfp16 = dict(mode=AMP_TYPE.APEX, opt_level='O4')",
+            (),
+            ("fp16.opt_level = 'O4'", "'O3'"),
+        ),
         (
             "from colossalai.amp import AMP_TYPE\nfp16 = dict(mode=AMP_TYPE.TORCH, hysteresis=2)",
             (),

@@ -1,7 +1,12 @@
 """Mixed precision: the loss stays close to fp32's, gradients are unscaled before they are clipped, overflows skip."""
 
+from contextlib import contextmanager
+from types import SimpleNamespace
+
 import pytest
+import timm
 import torch
+from colossal_vit import precision
 from colossal_vit.engine import initialize
 from colossal_vit.precision import NaiveAMPOptimizer, TorchAMPOptimizer
 from colossalai.legacy.amp import AMP_TYPE
@@ -153,3 +158,106 @@ def test_wrappers_are_the_ones_asked_for():
     for mode, wrapper in expected.items():
         (name,) = world.call(lambda: type(engine_with_gradient([1.0], None, 0.0).optimizer), fp16=MODES[mode])
         assert name is wrapper
+
+
+APEX = {level: dict(mode=AMP_TYPE.APEX, opt_level=level, dtype="bf16") for level in ("O0", "O1", "O2", "O3")}
+
+
+def after_steps(fp16, steps=3):
+    """A small ViT after some AdamW steps: the losses, and by name the data types of parameters."""
+
+    def function():
+        torch.manual_seed(0)
+        model = timm.create_model("test_vit", num_classes=4, img_size=32)
+        engine, *_ = initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-3), torch.nn.CrossEntropyLoss())
+        images, labels = torch.randn(8, 3, 32, 32), torch.arange(8) % 4
+        losses = []
+        for _ in range(steps):
+            engine.zero_grad()
+            loss = engine.criterion(engine(images), labels)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        masters = {parameter.dtype for parameter in engine.optimizer.param_groups[0]["params"]}
+        types = {name: parameter.dtype for name, parameter in engine.model.named_parameters()}
+        return losses, types, masters
+
+    return world.call(function, fp16=fp16)[0]
+
+
+def test_apex_levels_are_what_the_table_says():
+    """By torch: O0 is fp32, O1 is TORCH, O2 is NAIVE with fp32 norms, O3 is all half."""
+    found = {level: after_steps(fp16) for level, fp16 in APEX.items()}
+    fp32, torch_, naive = (after_steps(fp16) for fp16 in (None, MODES["TORCH bf16"], MODES["NAIVE bf16"]))
+    assert found["O0"] == fp32
+    assert found["O1"] == torch_
+    assert set(found["O1"][1].values()) == {torch.float32}
+    norms = {name for name in found["O2"][1] if "norm" in name}
+    assert norms
+    for name, dtype in found["O2"][1].items():
+        assert dtype == (torch.float32 if name in norms else torch.bfloat16), name
+    assert found["O2"][0] == pytest.approx(naive[0], rel=1e-2)
+    assert found["O2"][0] != naive[0]
+    assert found["O2"][2] == {torch.float32}
+    assert set(found["O3"][1].values()) == found["O3"][2] == {torch.bfloat16}
+    assert found["O3"][0] == pytest.approx(fp32[0], rel=2e-2)
+
+
+def test_norms_of_o2_compute_in_fp32():
+    """A sum of squares beyond bf16's 8 bits, which a norm in bf16 would round."""
+
+    def function():
+        model = torch.nn.Sequential(torch.nn.LayerNorm(256))
+        engine, *_ = initialize(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        inputs = torch.linspace(1, 2, 256)[None].bfloat16()
+        return engine(inputs)[0], torch.nn.functional.layer_norm(inputs[0].float(), (256,)).bfloat16().float()
+
+    ((output, expected),) = world.call(function, fp16=APEX["O2"])
+    torch.testing.assert_close(output, expected, rtol=0, atol=0)
+
+
+class FakeApex:
+    """What of `apex.amp` is used: it scales by 8, and finds an overflow in what is not finite, as apex does."""
+
+    def __init__(self):
+        scaler = SimpleNamespace(scale=8.0, loss_scale=lambda: scaler.scale)
+        self._amp_state = SimpleNamespace(loss_scalers=[scaler])
+        self.calls = []
+
+    def initialize(self, model, optimizer, **options):
+        self.calls.append(options)
+        return model, optimizer
+
+    def master_params(self, optimizer):
+        return optimizer.param_groups[0]["params"]
+
+    @contextmanager
+    def scale_loss(self, loss, optimizer):
+        scaler = self._amp_state.loss_scalers[0]
+        yield loss * scaler.scale
+        gradients = [parameter.grad for parameter in self.master_params(optimizer)]
+        for gradient in gradients:
+            gradient.div_(scaler.scale)
+        if not all(gradient.isfinite().all() for gradient in gradients):
+            scaler.scale /= 2
+            step, optimizer.step = optimizer.step, lambda *args: setattr(optimizer, "step", step)
+
+
+def test_an_installed_apex_is_used(monkeypatch):
+    fake = FakeApex()
+    monkeypatch.setattr(precision, "_apex_amp", lambda device: fake)
+
+    def function():
+        answers = []
+        for values in ([30.0, 40.0], [float("inf"), 1.0]):
+            engine = engine_with_gradient(values, None, init=0.0)
+            engine.step()
+            weight = engine.optimizer.param_groups[0]["params"][0].flatten().tolist()
+            answers.append((weight, engine.optimizer.skipped, engine.optimizer.loss_scale))
+        return answers, fake.calls, precision.describe(APEX["O1"], torch.device("cpu"))
+
+    (((first, second), calls, said),) = world.call(function, fp16=APEX["O1"], clip_grad_norm=5.0)
+    assert first == (pytest.approx([-3.0, -4.0]), False, 8.0)
+    assert second == ([0.0, 0.0], True, 4.0)
+    assert calls == [{"opt_level": "O1", "verbosity": 0}] * 2
+    assert said == "AMP_TYPE.APEX O1 by apex in bfloat16"

@@ -46,7 +46,7 @@ CONFIGS = [
 def test_docstring_of_a_config_runs_it(path):
     """The command names the file itself, and as many processes as its layout needs."""
     docstring = path.read_text().split('"""')[1]
-    assert re.search(rf"--config \./(configs/)?{path.name}$", docstring, re.MULTILINE)
+    assert re.search(rf"--config \./(configs?/)?{path.name}$", docstring, re.MULTILINE)
     processes = int(re.search(r"--nproc_per_node (\d+)", docstring).group(1))
     config = configs.load(path)
     layout = configs.Layout.of(config, processes)

@@ -1,0 +1,191 @@
+"""Caltech101: found, split, decoded once, augmented as torchvision would, and learnt."""
+
+import os
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from colossal_vit.data import EvalSampler, GlobalBatchSampler
+from colossal_vit.errors import UserError
+from colossal_vit.ranks import RankLogger
+from colossal_vit.report import read_metrics
+from colossal_vit.sample import write_caltech101
+from PIL import Image
+from torchvision.transforms import v2
+
+import caltech101
+import world
+
+FOLDER = world.ROOT / "vit_caltech101_amp"
+CONFIGS = sorted((FOLDER / "config").glob("config_*.py"))
+SMALL = dict(
+    IMG_SIZE=32, PATCH_SIZE=8, HIDDEN_SIZE=96, DEPTH=2, NUM_HEADS=4, BATCH_SIZE=64, DROP_RATE=0.0, OPTIMIZER="adamw"
+)
+SMALL |= dict(LEARNING_RATE=5e-4, WEIGHT_DECAY=0.05, NUM_EPOCHS=5, CROP_AREA=(0.8, 1.0), FLIP=False)
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory):
+    root = tmp_path_factory.mktemp("sample")
+    write_caltech101(root)
+    return root
+
+
+@pytest.fixture
+def few(sample, tmp_path):
+    """Five images of each of three classes."""
+    for label in "012":
+        part = tmp_path / caltech101.FOLDER / label
+        part.mkdir(parents=True)
+        for path in sorted((sample / caltech101.FOLDER / label).iterdir())[:5]:
+            shutil.copy2(path, part)
+    return tmp_path
+
+
+def train(output, *argv, world_size=1, **values):
+    flags = [part for key, value in {**SMALL, **values}.items() for part in ("--set", f"{key}={value!r}")]
+    result = world.run("vit_caltech101_amp/train.py", [*argv, "--output", str(output), *flags], world_size)
+    assert result.codes == [0] * world_size, str(result)
+    return (*read_metrics(output), result.stdout[0])
+
+
+def test_images_are_found_in_order_without_the_background(few):
+    shutil.copytree(few / caltech101.FOLDER / "0", few / caltech101.FOLDER / caltech101.NO_CLASS)
+    (few / caltech101.FOLDER / "1" / ".hidden.jpg").write_bytes(b"")
+    images = caltech101.find_images(few)
+    assert images.classes == ["0", "1", "2"]
+    assert images.labels.tolist() == [0] * 5 + [1] * 5 + [2] * 5
+    assert images.paths[5] == "1/image_0001.jpg"
+
+
+@pytest.mark.parametrize(("per_class", "expected"), [(None, [8, 40]), (30, [30, 30])])
+def test_split_is_stratified_and_always_the_same(per_class, expected):
+    labels = np.array([0] * 10 + [1] * 50) if per_class is None else np.array([0] * 31 + [1] * 60)
+    train, test = caltech101.split(labels, per_class)
+    assert np.bincount(labels[train]).tolist() == expected
+    assert sorted([*train.tolist(), *test.tolist()]) == list(range(len(labels)))
+    assert all(torch.equal(a, b) for a, b in zip(caltech101.split(labels, per_class), (train, test), strict=True))
+
+
+def test_cache_has_what_pillow_decodes_and_is_made_anew_when_a_file_changes(few, capsys):
+    images, log = caltech101.find_images(few), RankLogger()
+    caltech101.fill_cache(images, 48, log)
+    folder = caltech101.cache_folder(images, 48)
+    pixels = np.load(folder / "images.npy")
+    assert pixels.shape == (15, 48, 48, 3)
+    for number in (0, 14):
+        with Image.open(images.root / images.paths[number]) as image:
+            expected = image.convert("RGB").resize((48, 48), Image.Resampling.BILINEAR)
+        assert np.array_equal(pixels[number], np.asarray(expected))
+    capsys.readouterr()
+    caltech101.fill_cache(images, 48, log)
+    assert capsys.readouterr().out == "", "once is enough"
+    os.utime(images.root / images.paths[3], ns=(1, 1))
+    assert caltech101.cache_folder(images, 48) != folder
+    assert caltech101.cache_folder(images, 32) != folder
+
+
+def test_a_broken_image_is_named_and_no_cache_appears(few):
+    images = caltech101.find_images(few)
+    (images.root / images.paths[7]).write_bytes(b"no JPEG")
+    with pytest.raises(UserError, match=r"1/image_0003\.jpg: cannot be decoded"):
+        caltech101.fill_cache(images, 48, RankLogger())
+    assert [path.name for path in images.root.parent.iterdir()] == ["101_ObjectCategories"]
+
+
+def test_a_wide_image_is_cut_in_the_middle(tmp_path):
+    part = tmp_path / caltech101.FOLDER / "a"
+    part.mkdir(parents=True)
+    wide = np.zeros((20, 60), np.uint8)
+    wide[:, 20:40] = 255
+    Image.fromarray(wide).save(part / "1.jpg", quality=100)
+    pixels = caltech101.decode(caltech101.find_images(tmp_path), 20, 0)
+    assert pixels.shape == (20, 20, 3)
+    assert pixels[:, 2:-2].min() > 240
+
+
+def test_crops_are_distributed_as_torchvisions():
+    """Area and aspect ratio, up to those that torchvision draws again because they do not fit."""
+    maps = caltech101.draw_crops(20_000, (0.3, 0.6), torch.Generator().manual_seed(0))
+    width, height = maps[:, 0, 0].abs(), maps[:, 1, 1]
+    transform, image = v2.RandomResizedCrop(8, scale=(0.3, 0.6)), torch.empty(3, 999, 999)
+    drawn = torch.tensor([transform.make_params([image])["width"] for _ in range(4_000)]) / 999
+    assert width.mean().item() == pytest.approx(drawn.mean().item(), abs=0.01)
+    assert width.std().item() == pytest.approx(drawn.std().item(), abs=0.01)
+    assert (width * height).min() > 0.29
+    assert (width * height).max() < 0.61
+    assert (maps[:, 0, 0] < 0).float().mean().item() == pytest.approx(0.5, abs=0.02)
+    assert (maps[:, 0, 2].abs() + width).max() <= 1.0001
+    assert (maps[:, 1, 2].abs() + height).max() <= 1.0001
+
+
+def test_batches_are_what_torchvision_makes_of_the_same_crops():
+    """A crop by the affine map equals cutting it out and resizing it, to the interpolation at the edges."""
+    pixels = torch.randint(0, 256, (6, 5, 5, 3), dtype=torch.uint8)
+    pixels = v2.functional.resize(pixels.permute(0, 3, 1, 2), [64, 64]).permute(0, 2, 3, 1).contiguous()
+    sampler = EvalSampler(6, 6, rank=0, num_ranks=1)
+    batches = caltech101.Batches(pixels, torch.arange(6), torch.arange(6), sampler, 32, torch.device("cpu"))
+    maps = torch.zeros(6, 2, 3)
+    maps[:, 0, 0], maps[:, 1, 1], maps[:, 0, 2], maps[:, 1, 2] = -0.5, 0.5, 0.25, -0.25  # 32 px at (24, 8), mirrored
+    images = pixels.permute(0, 3, 1, 2).float()
+    expected = images[:, :, 8:40, 24:56].flip(-1)
+    torch.testing.assert_close(batches._crop(images, maps), expected, atol=1e-2, rtol=0)
+    (evaluated, labels), *_ = list(batches)
+    torch.testing.assert_close(evaluated, (images[:, :, 16:48, 16:48] / 255 - 0.5) / 0.5)
+    assert labels.tolist() == list(range(6))
+
+
+def test_an_epoch_has_every_image_once_and_another_augmentation_each_time():
+    pixels = torch.arange(16, dtype=torch.uint8).view(16, 1, 1, 1).expand(16, 32, 32, 3).contiguous()
+    sampler = GlobalBatchSampler(16, 4, seed=3, rank=0, num_ranks=1)
+    batches = caltech101.Batches(pixels, torch.arange(16), torch.arange(16), sampler, 32, torch.device("cpu"))
+    for _ in range(2):
+        values = torch.cat([images.mean((1, 2, 3)) for images, _ in batches])
+        seen = ((values * 0.5 + 0.5) * 255).round().int()
+        assert sorted(seen.tolist()) == list(range(16))
+
+
+SAME_ON_A_CPU = {"config_AMP_apex": "config_AMP_torch", "config_AMP_bf16": "config_AMP_torch"}
+SAME_ON_A_CPU["config_AMP_naive_bf16"] = "config_AMP_naive"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Every shipped config on the sample, with a small model: steps, evaluations, log.
+
+    On a CPU fp16 modes run in bf16, so that some are the same; of those a few steps will do.
+    """
+
+    def run(path):
+        few = ["--max-steps", "3"] if path.stem in SAME_ON_A_CPU else []
+        return train(tmp_path_factory.mktemp(path.stem), "--config", str(path), *few)
+
+    return {path.stem: run(path) for path in CONFIGS}
+
+
+def test_every_config_trains_and_half_precision_follows_fp32(trained):
+    assert trained.keys() == {"config_fp32", "config_AMP_torch", "config_AMP_naive", *SAME_ON_A_CPU}
+    expected = trained["config_fp32"][0]
+    assert len(expected) > 100
+    assert expected[99]["loss"] < expected[0]["loss"] - 0.5, "equality of what learns nothing says little"
+    for name in trained.keys() - SAME_ON_A_CPU.keys():
+        steps, evaluations, _ = trained[name]
+        assert steps[99]["loss"] == pytest.approx(expected[99]["loss"], rel=0.02), name
+        assert evaluations[-1]["eval_images"] == 359
+    for name, same in SAME_ON_A_CPU.items():
+        assert [r["loss"] for r in trained[name][0]] == [r["loss"] for r in trained[same][0][:3]], name
+
+
+def test_the_log_says_who_does_what_apex_did(trained):
+    assert trained["config_AMP_apex"][2].count("AMP_TYPE.APEX O1 by torch in bfloat16") == 1
+
+
+def test_two_processes_are_one(tmp_path, trained):
+    path = str(FOLDER / "config" / "config_fp32.py")
+    steps, evaluations, _ = train(tmp_path, "--config", path, "--max-steps", "20", world_size=2, BATCH_SIZE=32)
+    expected = trained["config_fp32"][0]
+    for here, there in zip(steps, expected, strict=False):
+        assert here["loss"] == pytest.approx(there["loss"], rel=1e-5 if here["step"] == 1 else 1e-4)
+        assert here["grad_norm"] == pytest.approx(there["grad_norm"], rel=1e-5 if here["step"] == 1 else 1e-4)
+    assert evaluations[-1]["eval_images"] == 359

@@ -1,0 +1,258 @@
+"""Measure every mode of mixed precision on this machine: memory, speed, loss.
+
+    python benchmark.py [--configs ./config/*.py] [--nproc_per_node 1] [--steps 20] [--warm-up 5] [--synthetic]
+                        [--batch-size N] [--find-batch-size] [--set KEY=VALUE ...] [--output DIRECTORY]
+
+Each config is trained by `train.py` in processes of its own, so that no mode sees another's memory. The first steps are
+not counted; it/s and images/s are those of the median step after them, on all processes together. Memory is the peak of
+one process: allocated and reserved by torch on a GPU, resident (RSS) on a CPU, Python and libraries included. A mode
+that fails is a row with its reason. With --find-batch-size, each mode runs with the largest BATCH_SIZE that fits,
+doubled from the config's (or --batch-size) until memory is exhausted or --max-batch-size is reached, then halved in
+between.
+
+Writes amp.md (the table), amp.csv, amp.json, amp.png, log.txt and provenance.json, by default to
+results/caltech101_amp_<gpu or cpu>.
+"""
+
+import argparse
+import csv
+import json
+import os
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import colossal_vit  # noqa: F401 silences the import of Colossal-AI
+import torch
+from colossal_vit import config as configs
+from colossal_vit import precision
+from colossal_vit.errors import UserError
+from colossal_vit.mfu import peak_flops, training_flops
+from colossal_vit.models import build_timm_vit
+from colossal_vit.report import provenance, read_metrics, write_benchmark
+
+from train import DEFAULTS, REQUIRED
+
+FOLDER = Path(__file__).resolve().parent
+OUT_OF_MEMORY = re.compile(r"out of memory|not enough memory|MemoryError|SIGKILL|exitcode *: *-9", re.IGNORECASE)
+COLUMNS = {
+    "mode": "mode",
+    "BATCH_SIZE": "batch size",
+    "memory_gb": "peak memory, GB",
+    "reserved_gb": "reserved, GB",
+    "it_per_s": "it/s",
+    "images_per_s": "images/s",
+    "relative_memory": "memory, to fp32's",
+    "relative_throughput": "images/s, to fp32's",
+    "loss": "final loss",
+    "mfu": "MFU",
+}
+FORMATS = {
+    "memory_gb": "{:.2f}",
+    "reserved_gb": "{:.2f}",
+    "it_per_s": "{:.3g}",
+    "images_per_s": "{:.1f}",
+    "relative_memory": "{:+.1%}",
+    "relative_throughput": "{:+.1%}",
+    "loss": "{:.4f}",
+    "mfu": "{:.1%}",
+}
+
+
+class Failed(Exception):
+    """A run ended with an error; the text is its reason."""
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    device = "gpu" if torch.cuda.is_available() else "cpu"
+    results = FOLDER.parent / "results" / f"caltech101_amp_{device}"
+    shipped = sorted((FOLDER / "config").glob("config_*.py"), key=lambda path: (path.stem != "config_fp32", path.stem))
+    parser.add_argument("--configs", nargs="+", type=Path, default=shipped, help="default: all in config/")
+    parser.add_argument("--nproc_per_node", type=int, default=1, help="processes (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=20, help="that count (default %(default)s)")
+    parser.add_argument("--warm-up", type=int, default=5, help="steps before them (default %(default)s)")
+    parser.add_argument("--synthetic", action="store_true", help="one random batch instead of the data set")
+    parser.add_argument("--batch-size", type=int, help="instead of the configs' BATCH_SIZE")
+    parser.add_argument("--find-batch-size", action="store_true", help="the largest that fits, for each mode")
+    parser.add_argument("--max-batch-size", type=int, default=4096, help="where the search ends (default %(default)s)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for train.py")
+    parser.add_argument("--output", type=Path, default=results, help="default %(default)s")
+    args = parser.parse_args()
+    for name in ("nproc_per_node", "steps", "batch_size", "max_batch_size"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} {value}: must be at least 1")
+    return args
+
+
+def overrides(args: argparse.Namespace, batch_size: int | None) -> list[str]:
+    """What to add to the configs."""
+    more = [f"BATCH_SIZE={batch_size}"] if batch_size else []
+    return [*args.set, *more, *(["SYNTHETIC=True"] if args.synthetic else [])]
+
+
+def train(config: Path, args: argparse.Namespace, batch_size: int | None) -> tuple[list[dict], list[dict], str]:
+    """Train one config; returns the records of steps and evaluations, and the log.
+
+    Raises:
+        Failed: with the reason.
+    """
+    command = [sys.executable, "train.py"]
+    if args.nproc_per_node > 1:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.nproc_per_node}"]
+        command = [sys.executable, *torchrun, "train.py"]
+    command += ["--config", str(config.resolve()), "--max-steps", str(args.warm_up + args.steps)]
+    for override in overrides(args, batch_size):
+        command += ["--set", override]
+    with tempfile.TemporaryDirectory() as scratch:
+        output = Path(scratch) / "run"
+        done = subprocess.run([*command, "--output", str(output)], cwd=FOLDER, capture_output=True, text=True)
+        said = done.stdout + done.stderr
+        if done.returncode:
+            if OUT_OF_MEMORY.search(said) or done.returncode == -9:
+                raise Failed("out of memory")
+            lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no reason given"]
+            own = [line for line in lines if "error: " in line or re.match(r"(\w+\.)*\w*(Error|Exception)\b", line)]
+            raise Failed((own or lines)[0].strip())
+        return (*read_metrics(output), said)
+
+
+def measure(config: Path, args: argparse.Namespace, batch_size: int | None) -> dict[str, Any]:
+    """Train one config, and sum up its steps.
+
+    Raises:
+        Failed: with the reason.
+    """
+    steps, _, _ = train(config, args, batch_size)
+    counted = steps[args.warm_up :]
+    if not counted:
+        raise Failed(f"only {len(steps)} steps an epoch: lower BATCH_SIZE, --warm-up or raise NUM_EPOCHS")
+    seconds = statistics.median(record["step_s"] for record in counted)
+    images = counted[0]["images_per_s"] * counted[0]["step_s"]  # of a step
+    return {
+        "memory_gb": max(record["memory_gb"] for record in counted),
+        "reserved_gb": max(record.get("reserved_gb", 0.0) for record in counted) or None,
+        "it_per_s": 1 / seconds,
+        "images_per_s": images / seconds,
+        "data_share": sum(record["data_s"] for record in counted) / sum(record["step_s"] for record in counted),
+        "loss": counted[-1]["loss"],
+    }
+
+
+def find_batch_size(config: Path, args: argparse.Namespace, start: int) -> int:
+    """The largest batch of a process that fits, to an eighth of it.
+
+    Raises:
+        Failed: if not even 1 does, or for another reason.
+    """
+
+    def fits(batch_size: int) -> bool:
+        try:
+            short = argparse.Namespace(**{**vars(args), "steps": 1, "warm_up": 1})
+            train(config, short, batch_size)
+        except Failed as error:
+            if str(error) != "out of memory":
+                raise
+            return False
+        return True
+
+    most = args.max_batch_size
+    good, bad = 0, most + 1
+    size = min(start, most)
+    while bad - good > max(1, good // 8):
+        good, bad = (size, bad) if fits(size) else (good, size)
+        size = min(2 * good, most) if bad > most else (good + bad) // 2
+        if size <= good:
+            break
+    if not good:
+        raise Failed("out of memory with BATCH_SIZE = 1")
+    return good
+
+
+def describe(config: Path, args: argparse.Namespace) -> tuple[configs.Config, str, float | None]:
+    """The resolved config, what its mode runs as, and the FLOPs of an image over a device's peak, if that is known."""
+    resolved = configs.load(config, overrides(args, args.batch_size), REQUIRED, {"SEED": 1024, **DEFAULTS})
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name = torch.cuda.get_device_name() if device.type == "cuda" else ""
+    peak = peak_flops(name, precision.compute_dtype(resolved.fp16, device))
+    with torch.device("meta"):
+        flops = training_flops(build_timm_vit(resolved), resolved.IMG_SIZE)
+    return resolved, precision.describe(resolved.fp16, device), peak and flops / peak
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """The rows in Markdown, without columns that no row has."""
+    columns = [key for key in COLUMNS if any(row.get(key) is not None for row in rows)]
+    lines = ["| " + " | ".join(["config", *(COLUMNS[key] for key in columns)]) + " |"]
+    lines.append("| --- | --- |" + " ---: |" * (len(columns) - 1))
+    for row in rows:
+        if "failed" in row:
+            lines.append(f"| {row['config']} | {row['mode']} | {row['failed']} |" + " |" * (len(columns) - 2))
+            continue
+        cells = [FORMATS.get(key, "{}").format(row[key]) if row.get(key) is not None else "" for key in columns]
+        lines.append("| " + " | ".join([row["config"], *cells]) + " |")
+    return lines
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """A bar chart of memory and images/s."""
+    from matplotlib.figure import Figure
+
+    good = [row for row in rows if "failed" not in row]
+    names = [row["config"].removeprefix("config_") for row in good]
+    figure = Figure(figsize=(9, 3.6), dpi=120, layout="constrained")
+    for axes, key in zip(figure.subplots(1, 2), ("memory_gb", "images_per_s"), strict=True):
+        bars = axes.barh(names, [row[key] for row in good])
+        axes.bar_label(bars, fmt="%.3g", padding=2)
+        axes.set_xlabel(COLUMNS[key])
+        axes.invert_yaxis()
+        axes.margins(x=0.15)
+    figure.savefig(path)
+
+
+def main() -> int:
+    args = parse()
+    origin = provenance(shlex.join(["python", *sys.argv]), changes_allowed=True)
+    log, rows = [], []
+    for config in args.configs:
+        row: dict[str, Any] = {"config": config.stem, "mode": ""}
+        try:
+            resolved, row["mode"], flops_share = describe(config, args)
+            batch_size = args.batch_size
+            if args.find_batch_size:
+                batch_size = find_batch_size(config, args, resolved.BATCH_SIZE)
+            row["BATCH_SIZE"] = batch_size or resolved.BATCH_SIZE
+            row |= measure(config, args, batch_size)
+            row["mfu"] = flops_share and row["images_per_s"] / args.nproc_per_node * flops_share
+        except (UserError, Failed) as error:
+            row["failed"] = str(error)
+        rows.append(row)
+        log.append(json.dumps(row))
+        print(log[-1], flush=True)
+    (base,) = [row for row in rows if row["config"] == "config_fp32" and "failed" not in row] or [None]
+    for row in rows:
+        if base and "failed" not in row:
+            row["relative_memory"] = row["memory_gb"] / base["memory_gb"] - 1
+            row["relative_throughput"] = row["images_per_s"] / base["images_per_s"] - 1
+    lines = table(rows)
+    print("\n".join(lines))
+    settings = {"processes": args.nproc_per_node, "steps": args.steps, "warm_up": args.warm_up}
+    settings |= {"data": "one random batch" if args.synthetic else os.environ.get("DATA") or "the sample"}
+    settings |= {"memory": "allocated by torch" if torch.cuda.is_available() else "resident (RSS)", "set": args.set}
+    write_benchmark(args.output, "amp", lines, {**settings, "rows": rows}, origin, "\n".join(log) + "\n")
+    with open(args.output / "amp.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, ["config", *COLUMNS, "data_share", "failed"])
+        writer.writeheader()
+        writer.writerows(rows)
+    draw(rows, args.output / "amp.png")
+    return int(all("failed" in row for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,319 @@
+"""Caltech101 for a ViT: decoded once into a memory-mapped cache, augmented a batch at a time on the device.
+
+The pictures (9,144 JPEGs in all, 131 MB) are decoded by all cores when a run first needs them, as RGB squares of
+`CACHE_SIZE` pixels, into one file beside them. After that a batch is an index operation in a thread of its own, so that
+loading is not what training waits for. What augmentation does to an image depends on the seed, the epoch and the image,
+not on the rank that holds it.
+"""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from colossal_vit.data import IGNORED, EvalSampler, GlobalBatchSampler, SyntheticBatches
+from colossal_vit.dry_run import Placeholders
+from colossal_vit.errors import UserError
+from colossal_vit.launch import Run
+from colossal_vit.ranks import RankLogger, on_one_rank, together
+from colossal_vit.sample import write_caltech101
+from colossalai.context import Config
+from PIL import Image
+from torch import Tensor
+from torchvision.datasets import Caltech101
+from torchvision.transforms import v2
+from tqdm import tqdm
+
+FOLDER = "caltech101/101_ObjectCategories"
+NO_CLASS = "BACKGROUND_Google"  # pictures of nothing in particular; torchvision leaves them out, too
+NUM_TRAINING_IMAGES = 6_941  # four fifths of 8,677, for plans without data
+TRAIN_FRACTION, SPLIT_SEED = 0.8, 0
+ASPECT_RATIOS = (3 / 4, 4 / 3)  # of crops, as in torchvision's RandomResizedCrop
+MEAN = STD = (0.5, 0.5, 0.5)  # the tutorial's
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On disk
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Images(NamedTuple):
+    """The files of the data set, sorted.
+
+    Attributes:
+        root: the folder of the class folders.
+        classes: their names, in the order of the labels.
+        paths: relative to `root`.
+        labels: int64, (N,).
+    """
+
+    root: Path
+    classes: list[str]
+    paths: list[str]
+    labels: np.ndarray
+
+
+def prepare(data: str | None, sample: Path, log: RankLogger) -> None:
+    """Make sure that the images are on disk: in `data`, by download if need be, or as the digits in `sample`.
+
+    Raises:
+        UserError: if they are neither there nor can be downloaded.
+    """
+    if data is None:
+        write_caltech101(sample)
+        log.info(f"DATA is not set: this is the sample, 1,797 scanned digits in Caltech101's format, in {sample}")
+        return
+    root = Path(data)
+    if (root / FOLDER).is_dir():
+        return
+    log.info(f"downloading Caltech101 to {root}")
+    scratch = None
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=".caltech101-", dir=root))
+        Caltech101(str(scratch), download=True)  # checks the archive's MD5
+        (scratch / "caltech101").rename(root / "caltech101")
+    except (OSError, RuntimeError, ImportError) as error:
+        raise UserError(
+            f"DATA = {data}: has no {FOLDER}/ and it cannot be downloaded ({str(error).splitlines()[0]}); unpack the "
+            f"archive of https://data.caltech.edu/records/mzrjq-6wc02 there by hand, or unset DATA for the sample"
+        ) from None
+    finally:
+        if scratch:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def find_images(data: Path) -> Images:
+    """All images below `data`.
+
+    Raises:
+        UserError: if there are no class folders, or one of them is empty.
+    """
+    root = data / FOLDER
+    classes = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and entry.name[0] not in "._")
+    classes = [name for name in classes if name != NO_CLASS]
+    if not classes:
+        raise UserError(f"{root}: has no class folders")
+    paths, labels = [], []
+    for label, name in enumerate(classes):
+        own = sorted(f"{name}/{path.name}" for path in (root / name).glob("[!.]*.jpg"))
+        if not own:
+            raise UserError(f"{root / name}: has no .jpg files")
+        paths += own
+        labels += [label] * len(own)
+    return Images(root, classes, paths, np.array(labels))
+
+
+def split(labels: np.ndarray, per_class: int | None = None) -> tuple[Tensor, Tensor]:
+    """Indices for training and for testing, the same in every run.
+
+    Caltech101 comes without a split. By default four fifths of each class are for training; the paper of the data set
+    takes `per_class` = 30 (L. Fei-Fei et al., CVPR 2004 workshop). The rest is for testing. The choice is drawn with a
+    seed of its own, so that runs with different SEEDs share it.
+
+    Raises:
+        UserError: if a class has no image left to test.
+    """
+    generator, train, test = np.random.default_rng(SPLIT_SEED), [], []
+    for label in range(labels.max() + 1):
+        own = generator.permutation(np.flatnonzero(labels == label))
+        count = round(len(own) * TRAIN_FRACTION) if per_class is None else per_class
+        if not 0 < count < len(own):
+            raise UserError(f"TRAIN_PER_CLASS = {per_class}, but class number {label} has {len(own)} images")
+        train.append(own[:count])
+        test.append(own[count:])
+    return torch.from_numpy(np.sort(np.concatenate(train))), torch.from_numpy(np.sort(np.concatenate(test)))
+
+
+def decode(images: Images, size: int, number: int) -> np.ndarray:
+    """An image as RGB, its shorter side brought to `size`, the middle cut out: uint8, (size, size, 3).
+
+    Raises:
+        UserError: if it cannot be decoded.
+    """
+    path = images.root / images.paths[number]
+    try:
+        with Image.open(path) as image:
+            image = image.convert("RGB")
+        shrunk = v2.functional.resize(image, size, antialias=True)
+        return np.asarray(v2.functional.center_crop(shrunk, size))
+    except Exception as error:  # a decoder may raise nearly anything at a broken file
+        raise UserError(f"{path}: cannot be decoded: {error}") from None
+
+
+def cache_folder(images: Images, size: int) -> Path:
+    """Where the decoded images are: another folder for another size, or when any file was added, changed or removed."""
+    digest = hashlib.sha256()
+    for path in images.paths:
+        status = (images.root / path).stat()
+        digest.update(f"{path} {status.st_size} {status.st_mtime_ns}\n".encode())
+    return images.root.parent / f"decoded-{size}px-{digest.hexdigest()[:12]}"
+
+
+def fill_cache(images: Images, size: int, log: RankLogger) -> None:
+    """Decode all images into the cache, unless it is there; it appears in one rename.
+
+    Raises:
+        UserError: if an image is broken, or the disk full or read-only.
+    """
+    folder = cache_folder(images, size)
+    if folder.is_dir():
+        return
+    log.info(f"decoding {len(images.paths)} images into {folder}")
+    scratch = None
+    try:
+        scratch = Path(tempfile.mkdtemp(prefix=".decoded-", dir=folder.parent))
+        shape = (len(images.paths), size, size, 3)
+        array = np.lib.format.open_memmap(scratch / "images.npy", "w+", np.uint8, shape)
+        with open(scratch / "images.npy", "r+b") as file:  # a full disk is an error here, and death in a memory map
+            os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # Pillow lets other threads run
+            decoded = pool.map(partial(decode, images, size), range(len(array)))
+            for number, image in enumerate(tqdm(decoded, "decoding", len(array), unit="img", disable=None)):
+                array[number] = image
+        array.flush()
+        (scratch / "about.json").write_text(json.dumps({"size": size, "classes": images.classes}) + "\n")
+        scratch.chmod(0o755)
+        scratch.rename(folder)
+    except OSError as error:
+        if not folder.is_dir():  # else another run was faster
+            raise UserError(f"{folder}: cannot be written: {error.strerror or error}") from None
+    finally:
+        if scratch:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In batches
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def draw_crops(count: int, crop_area: tuple[float, float], generator: torch.Generator) -> Tensor:
+    """A crop for each image, as torchvision's RandomResizedCrop draws it, and whether it is mirrored.
+
+    Returns:
+        float32, (count, 2, 3): affine maps from crop to image, both from -1 to 1, as `F.affine_grid` takes them.
+    """
+    area = torch.empty(count).uniform_(*crop_area, generator=generator)
+    log_ratio = torch.empty(count).uniform_(*map(math.log, ASPECT_RATIOS), generator=generator)
+    stretch = (log_ratio / 2).exp()
+    width, height = ((area.sqrt() * side).clamp(max=1.0) for side in (stretch, 1 / stretch))
+    left, top = (torch.rand(count, generator=generator) * 2 - 1 for _ in range(2))
+    mirrored = torch.rand(count, generator=generator) < 0.5
+    maps = torch.zeros(count, 2, 3)
+    maps[:, 0, 0] = torch.where(mirrored, -width, width)
+    maps[:, 1, 1] = height
+    maps[:, 0, 2], maps[:, 1, 2] = left * (1 - width), top * (1 - height)
+    return maps
+
+
+class Batches:
+    """Batches of `(images, labels)` on the device: float32 (B, 3, img_size, img_size), int64 (B,).
+
+    Args:
+        images: uint8, (N, S, S, 3), S at least `img_size`.
+        labels: int64, (N,).
+        chosen: which of the N images the sampler's indices mean.
+        sampler: which indices make a batch.
+        img_size: in pixels.
+        device: where the batches are made.
+        crop_area: smallest and largest share of an image that a training crop has.
+    """
+
+    def __init__(
+        self,
+        images: Tensor,
+        labels: Tensor,
+        chosen: Tensor,
+        sampler: GlobalBatchSampler | EvalSampler,
+        img_size: int,
+        device: torch.device,
+        crop_area: tuple[float, float] = (0.08, 1.0),
+    ):
+        self.images, self.labels, self.chosen, self.sampler = images, labels[chosen], chosen, sampler
+        self.img_size, self.device, self.crop_area = img_size, device, crop_area
+        self.mean, self.std = (torch.tensor(values, device=device).view(3, 1, 1) * 255 for values in (MEAN, STD))
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def _read(self, indices: Tensor, maps: Tensor | None) -> tuple[Tensor, ...]:
+        """What is to go to the device: images (B, S, S, 3), labels, and for training the maps of `draw_crops`."""
+        labels = torch.where(indices < 0, IGNORED, self.labels[indices])
+        parts = [self.images[self.chosen[indices]], labels, *(() if maps is None else [maps[indices]])]
+        return tuple(part.pin_memory() for part in parts) if self.device.type == "cuda" else tuple(parts)
+
+    def _crop(self, images: Tensor, maps: Tensor) -> Tensor:
+        grid = F.affine_grid(maps, [len(maps), 3, self.img_size, self.img_size], align_corners=False)
+        return F.grid_sample(images, grid, padding_mode="reflection", align_corners=False)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        maps = None
+        if isinstance(self.sampler, GlobalBatchSampler):
+            generator = self.sampler.generator(-1 - self.sampler.epoch)  # not the numbers that the order is made of
+            maps = draw_crops(len(self.chosen), self.crop_area, generator)
+        with ThreadPoolExecutor(1) as pool:  # reads the next batch while the model has this one
+            waiting = None
+            for indices in [*self.sampler, None]:
+                ready, waiting = waiting, pool.submit(self._read, indices, maps) if indices is not None else None
+                if ready is None:
+                    continue
+                images, labels, *own = (part.to(self.device, non_blocking=True) for part in ready.result())
+                images = (images.permute(0, 3, 1, 2).float() - self.mean) / self.std
+                images = self._crop(images, *own) if own else v2.functional.center_crop(images, [self.img_size] * 2)
+                yield images, labels
+
+
+Loader = Batches | SyntheticBatches | Placeholders
+
+
+def build_caltech101(run: Run) -> tuple[Loader, Loader | None]:
+    """Training and test batches for a run.
+
+    Raises:
+        UserError: on every rank, if the images cannot be had or read on any.
+    """
+    config: Config = run.config
+    shape = (config.BATCH_SIZE, 3, config.IMG_SIZE, config.IMG_SIZE)
+    num_batches = NUM_TRAINING_IMAGES // (config.BATCH_SIZE * run.layout.data)
+    if run.dry_run:
+        return Placeholders(num_batches, shape, run.device), None
+    if config.get("SYNTHETIC"):
+        run.log.info("SYNTHETIC: one random batch over and over")
+        return tuple(SyntheticBatches(n, shape, config.NUM_CLASSES, run.device, config.SEED) for n in (10**6, 1))
+    data = config.get("DATA") or os.environ.get("DATA") or None
+    sample = Path(__file__).resolve().parents[1] / "data" / "sample"
+    on_one_rank(lambda: prepare(data, sample, run.log))
+    size = config.get("CACHE_SIZE", round(config.IMG_SIZE * 8 / 7))  # 256 for 224, as in the tutorial
+    with together():
+        images = find_images(Path(data) if data else sample)
+        if len(images.classes) > config.NUM_CLASSES:
+            raise UserError(f"NUM_CLASSES = {config.NUM_CLASSES}, but {images.root} has {len(images.classes)} classes")
+        if size < config.IMG_SIZE:
+            raise UserError(f"CACHE_SIZE = {size}: must be at least IMG_SIZE = {config.IMG_SIZE}")
+        train, test = split(images.labels, config.get("TRAIN_PER_CLASS"))
+        train_sampler = GlobalBatchSampler(len(train), config.BATCH_SIZE, config.gradient_accumulation, config.SEED)
+    on_one_rank(lambda: fill_cache(images, size, run.log))
+    with together():
+        try:
+            pixels = np.load(cache_folder(images, size) / "images.npy", mmap_mode="c")
+        except (OSError, ValueError) as error:
+            folder = cache_folder(images, size)
+            raise UserError(f"{folder}: cannot be read: {error}; remove it to have it made anew") from None
+    run.log.info(f"{len(train)} training and {len(test)} test images from {images.root}")
+    pixels, labels = torch.from_numpy(pixels), torch.from_numpy(images.labels)
+    common = dict(img_size=config.IMG_SIZE, device=run.device)
+    return (
+        Batches(pixels, labels, train, train_sampler, crop_area=config.CROP_AREA, **common),
+        Batches(pixels, labels, test, EvalSampler(len(test), config.BATCH_SIZE), **common),
+    )

@@ -1,0 +1,27 @@
+"""ViT-B/16 (timm) on Caltech101: mixed precision in the manner of NVIDIA's apex, O1.
+
+    torchrun --standalone --nproc_per_node 4 train.py --config ./config/config_AMP_apex.py
+
+Processes: any number, each a full replica. Hyper-parameters as published in Colossal-AI's tutorial, which states no
+accuracy. Not measured on GPUs here yet. For a small model on a CPU see the README.
+"""
+
+from colossalai.amp import AMP_TYPE
+
+# ---- Training ----
+BATCH_SIZE = 128  # of each rank; global batch = 128 × processes: 512 on four
+NUM_EPOCHS = 300
+WARMUP_EPOCHS = 1
+OPTIMIZER = "sgd"
+LEARNING_RATE = 1e-2
+WEIGHT_DECAY = 0.1
+
+# ---- Model ----
+MODEL = "vit_base_patch16_224"  # any Vision Transformer of timm
+IMG_SIZE = 224
+DROP_RATE = 0.1
+NUM_CLASSES = 101
+
+# ---- Features ----
+fp16 = dict(mode=AMP_TYPE.APEX, opt_level="O1")  # O0 to O3, see the README
+clip_grad_norm = 1.0

@@ -1,0 +1,90 @@
+"""Train a Vision Transformer on Caltech101 in fp32 or in mixed precision, as the config file says.
+
+    torchrun --standalone --nproc_per_node 4 train.py --config ./config/config_AMP_torch.py
+
+Data parallel: every process holds the whole model.
+"""
+
+import sys
+
+import torch
+from colossal_vit import dry_run, launch
+from colossal_vit.engine import initialize
+from colossal_vit.hooks import LRSchedulerHook, MetricsHook, ProfileHook
+from colossal_vit.models import build_timm_vit, check_timm_vit
+from colossal_vit.optim import Lamb
+from colossalai.legacy.trainer import Trainer
+from colossalai.nn.lr_scheduler import LinearWarmupLR
+
+from caltech101 import build_caltech101
+
+REQUIRED = ("BATCH_SIZE", "NUM_EPOCHS", "NUM_CLASSES")
+DEFAULTS = {
+    "MODEL": "vit_base_patch16_224",
+    "IMG_SIZE": 224,
+    "OPTIMIZER": "sgd",
+    "LEARNING_RATE": 1e-2,
+    "MOMENTUM": 0.0,
+    "WEIGHT_DECAY": 0.1,
+    "WARMUP_EPOCHS": 1,
+    "LABEL_SMOOTHING": 0.0,
+    "DROP_RATE": 0.0,
+    "CROP_AREA": (0.08, 1.0),
+    "FLIP": True,
+    "SYNTHETIC": False,
+}
+
+
+def main() -> dry_run.StepPlan | None:
+    # ---- Launch: flags, config file, process groups ----------------------------------------------------------------
+    run = launch.start(__doc__, REQUIRED, DEFAULTS, check_timm_vit)
+    config = run.config
+
+    # ---- Data: the same global batches for any number of processes -------------------------------------------------
+    train_dataloader, test_dataloader = build_caltech101(run)
+
+    # ---- Model -----------------------------------------------------------------------------------------------------
+    model = build_timm_vit(config)
+    run.log.info(f"{config.MODEL}: {sum(p.numel() for p in model.parameters()):,} parameters")
+
+    # ---- Criterion, optimizer, learning rate -----------------------------------------------------------------------
+    criterion = torch.nn.CrossEntropyLoss(label_smoothing=config.LABEL_SMOOTHING)
+    common = dict(lr=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY)
+    if config.OPTIMIZER == "sgd":
+        optimizer = torch.optim.SGD(model.parameters(), momentum=config.MOMENTUM, **common)
+    elif config.OPTIMIZER == "lamb":
+        optimizer = Lamb(model.parameters(), **common)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), **common)
+    steps_per_epoch = len(train_dataloader) // config.gradient_accumulation
+    lr_scheduler = LinearWarmupLR(
+        optimizer,
+        total_steps=config.NUM_EPOCHS * steps_per_epoch,
+        warmup_steps=config.WARMUP_EPOCHS * steps_per_epoch,
+    )
+
+    # ---- Engine: precision, gradient reduction, accumulation, as the config says -----------------------------------
+    engine, train_dataloader, test_dataloader, lr_scheduler = initialize(
+        model, optimizer, criterion, train_dataloader, test_dataloader, lr_scheduler
+    )
+    if run.dry_run:
+        return dry_run.measure(engine, train_dataloader)
+
+    # ---- Train -----------------------------------------------------------------------------------------------------
+    hooks = [MetricsHook(run.output, train_dataloader, run.log), LRSchedulerHook(lr_scheduler)]
+    if run.profile:
+        hooks.append(ProfileHook(run.output, train_dataloader, run.log))
+    trainer = Trainer(engine, logger=run.log)
+    trainer.fit(
+        train_dataloader,
+        epochs=config.NUM_EPOCHS,
+        max_steps=run.max_steps and run.max_steps * engine.accumulation,
+        test_dataloader=test_dataloader,
+        hooks=hooks,
+        display_progress=sys.stderr.isatty(),
+    )
+    run.log.info(f"metrics and curves are in {run.output}")
+
+
+if __name__ == "__main__":
+    launch.run(main)
