@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from colossal_vit.config import Layout
 from colossal_vit.data import IGNORED
 from colossal_vit.engine import MicroBatches
+from colossal_vit.launch import Run
 from colossal_vit.ranks import RankLogger
 from colossal_vit.report import draw
 from colossal_vit.sharding import split_batch
@@ -213,7 +214,7 @@ class ProfileHook(BaseHook):
         super().__init__(priority)
         self.directory, self.train_dataloader, self.log = directory, train_dataloader, log
         self.seconds = dict.fromkeys(("data", "forward", "backward", "update"), 0.0)
-        self.step_s, self.num_timed, self.evaluating = 0.0, 0, False
+        self.step_s, self.num_timed = 0.0, 0
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -221,25 +222,22 @@ class ProfileHook(BaseHook):
         with record_function(name):
             yield
             get_accelerator().synchronize()
-        if not self.evaluating:
+        if self.engine.model.training:  # not evaluating
             self.seconds[name] += time.perf_counter() - started
 
     def _export(self, profiler: profile) -> None:
         profiler.export_chrome_trace(str(self.directory / f"profile-rank{gpc.get_global_rank()}.json"))
 
     def before_train(self, trainer: Trainer) -> None:
-        trainer.engine.part = self._timed
+        self.engine = trainer.engine
+        self.engine.part = self._timed
         steps = schedule(wait=0, warmup=self.TRACED - 1, active=1, repeat=1)
         self.profiler = profile(schedule=steps, on_trace_ready=self._export)
         self.profiler.start()
         self._restart()
 
     def before_train_epoch(self, trainer: Trainer) -> None:
-        self.evaluating = False
         self._restart()
-
-    def after_train_epoch(self, trainer: Trainer) -> None:
-        self.evaluating = True
 
     def _restart(self) -> None:
         self.step_started, self.waited = time.perf_counter(), self.train_dataloader.data_s
@@ -267,3 +265,11 @@ class ProfileHook(BaseHook):
         means["other"] = step_s - sum(means.values())
         said = ", ".join(f"{name} {1e3 * mean:.1f} ms ({mean / step_s:.1%})" for name, mean in means.items())
         self.log.info(f"a step takes {1e3 * step_s:.1f} ms, the mean of {self.num_timed}: {said}")
+
+
+def standard_hooks(run: Run, train_dataloader: MicroBatches, lr_scheduler: Any) -> list[BaseHook]:
+    """What every train script gives its trainer: first the `MetricsHook`, then what the command line asked for."""
+    hooks = [MetricsHook(run.output, train_dataloader, run.log), LRSchedulerHook(lr_scheduler)]
+    if run.profile:
+        hooks.append(ProfileHook(run.output, train_dataloader, run.log))
+    return hooks

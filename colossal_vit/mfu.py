@@ -48,3 +48,8 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
             full = tf32 if torch.backends.cuda.matmul.allow_tf32 else single
             return (full if dtype == torch.float32 else half) * 1e12
     return None
+
+
+def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
+    """`peak_flops` of a device of this machine; None for a CPU."""
+    return peak_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None

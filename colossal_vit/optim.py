@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from colossalai.context import Config
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from torch import Tensor, nn
@@ -226,6 +227,16 @@ class Lamb(Optimizer):
             (update, torch.stack([whole[p] for p in batch.parameters]))
             for batch, (update, _) in zip(batches, updates, strict=True)
         ]
+
+
+def build_optimizer(config: Config, parameters: Iterable[Tensor]) -> Optimizer:
+    """What OPTIMIZER names, 'sgd', 'lamb' or 'adamw', with LEARNING_RATE, WEIGHT_DECAY and for SGD MOMENTUM."""
+    common = dict(lr=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY)
+    if config.OPTIMIZER == "sgd":
+        return torch.optim.SGD(parameters, momentum=config.MOMENTUM, **common)
+    if config.OPTIMIZER == "lamb":
+        return Lamb(parameters, **common)
+    return torch.optim.AdamW(parameters, **common)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def digits(side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 
 
 @contextmanager
-def _appearing(folder: Path) -> Iterator[Path]:
+def appearing(folder: Path) -> Iterator[Path]:
     """A scratch folder that becomes `folder` in one rename, unless another process makes it first: theirs is the same.
 
     Yields:
@@ -72,7 +72,7 @@ def write_cifar10(root: Path) -> Path:
     if folder.is_dir():
         return folder
     train_images, train_labels, test_images, test_labels = digits(32)
-    with _appearing(folder) as scratch:
+    with appearing(folder) as scratch:
 
         def write(name: str, images: np.ndarray, labels: np.ndarray) -> None:
             planes = np.repeat(images.reshape(len(images), 1, -1), 3, axis=1).reshape(len(images), -1)
@@ -101,7 +101,7 @@ def write_imagenet(root: Path) -> Path:
     if folder.is_dir():
         return folder
     train_images, train_labels, test_images, test_labels = digits(64)
-    with _appearing(folder) as scratch:
+    with appearing(folder) as scratch:
         for split, images, labels in (("train", train_images, train_labels), ("val", test_images, test_labels)):
             for number, (image, label) in enumerate(zip(images, labels, strict=True), start=1):
                 wnid = f"n{label:08d}"
@@ -128,7 +128,7 @@ def write_caltech101(root: Path) -> Path:
         return folder
     train_images, train_labels, test_images, test_labels = digits(64)
     images, labels = np.concatenate([train_images, test_images]), np.concatenate([train_labels, test_labels])
-    with _appearing(folder) as scratch:
+    with appearing(folder) as scratch:
         for label in range(10):
             part = scratch / "101_ObjectCategories" / str(label)
             part.mkdir(parents=True)

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 from colossal_vit import config as configs
-from colossal_vit.mfu import peak_flops, training_flops
+from colossal_vit.mfu import peak_of, training_flops
 from colossal_vit.models import build_timm_vit
 from colossal_vit.report import provenance, read_metrics, write_benchmark
 
@@ -94,8 +94,7 @@ def make_data(folder: Path, num_images: int) -> Path:
 
 
 def mfu(model: str, precision: str, images_per_s: float) -> str:
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    peak = peak_flops(name, DTYPES[precision])
+    peak = peak_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"), DTYPES[precision])
     if not peak:
         return ""
     config = configs.load(FOLDER / "config.py", [f"MODEL={model!r}"], (), {"SEED": 0})

@@ -32,7 +32,7 @@ import torch
 from colossal_vit import config as configs
 from colossal_vit import precision
 from colossal_vit.errors import UserError
-from colossal_vit.mfu import peak_flops, training_flops
+from colossal_vit.mfu import peak_of, training_flops
 from colossal_vit.models import build_timm_vit
 from colossal_vit.report import provenance, read_metrics, write_benchmark
 
@@ -179,8 +179,7 @@ def describe(config: Path, args: argparse.Namespace) -> tuple[configs.Config, st
     """The resolved config, what its mode runs as, and the FLOPs of an image over a device's peak, if that is known."""
     resolved = configs.load(config, overrides(args, args.batch_size), REQUIRED, {"SEED": 1024, **DEFAULTS})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    name = torch.cuda.get_device_name() if device.type == "cuda" else ""
-    peak = peak_flops(name, precision.compute_dtype(resolved.fp16, device))
+    peak = peak_of(device, precision.compute_dtype(resolved.fp16, device))
     with torch.device("meta"):
         flops = training_flops(build_timm_vit(resolved), resolved.IMG_SIZE)
     return resolved, precision.describe(resolved.fp16, device), peak and flops / peak

@@ -26,7 +26,7 @@ from colossal_vit.dry_run import Placeholders
 from colossal_vit.errors import UserError
 from colossal_vit.launch import Run
 from colossal_vit.ranks import RankLogger, on_one_rank, together
-from colossal_vit.sample import write_caltech101
+from colossal_vit.sample import appearing, write_caltech101
 from colossalai.context import Config
 from PIL import Image
 from torch import Tensor
@@ -170,27 +170,20 @@ def fill_cache(images: Images, size: int, log: RankLogger) -> None:
     if folder.is_dir():
         return
     log.info(f"decoding {len(images.paths)} images into {folder}")
-    scratch = None
     try:
-        scratch = Path(tempfile.mkdtemp(prefix=".decoded-", dir=folder.parent))
-        shape = (len(images.paths), size, size, 3)
-        array = np.lib.format.open_memmap(scratch / "images.npy", "w+", np.uint8, shape)
-        with open(scratch / "images.npy", "r+b") as file:  # a full disk is an error here, and death in a memory map
-            os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # Pillow lets other threads run
-            decoded = pool.map(partial(decode, images, size), range(len(array)))
-            for number, image in enumerate(tqdm(decoded, "decoding", len(array), unit="img", disable=None)):
-                array[number] = image
-        array.flush()
-        (scratch / "about.json").write_text(json.dumps({"size": size, "classes": images.classes}) + "\n")
-        scratch.chmod(0o755)
-        scratch.rename(folder)
+        with appearing(folder) as scratch:
+            shape = (len(images.paths), size, size, 3)
+            array = np.lib.format.open_memmap(scratch / "images.npy", "w+", np.uint8, shape)
+            with open(scratch / "images.npy", "r+b") as file:  # a full disk is an error here, and death in a memory map
+                os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
+            with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # Pillow lets other threads run
+                decoded = pool.map(partial(decode, images, size), range(len(array)))
+                for number, image in enumerate(tqdm(decoded, "decoding", len(array), unit="img", disable=None)):
+                    array[number] = image
+            array.flush()
+            (scratch / "about.json").write_text(json.dumps({"size": size, "classes": images.classes}) + "\n")
     except OSError as error:
-        if not folder.is_dir():  # else another run was faster
-            raise UserError(f"{folder}: cannot be written: {error.strerror or error}") from None
-    finally:
-        if scratch:
-            shutil.rmtree(scratch, ignore_errors=True)
+        raise UserError(f"{folder}: cannot be written: {error.strerror or error}") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

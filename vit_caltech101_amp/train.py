@@ -10,9 +10,9 @@ import sys
 import torch
 from colossal_vit import dry_run, launch
 from colossal_vit.engine import initialize
-from colossal_vit.hooks import LRSchedulerHook, MetricsHook, ProfileHook
+from colossal_vit.hooks import standard_hooks
 from colossal_vit.models import build_timm_vit, check_timm_vit
-from colossal_vit.optim import Lamb
+from colossal_vit.optim import build_optimizer
 from colossalai.legacy.trainer import Trainer
 from colossalai.nn.lr_scheduler import LinearWarmupLR
 
@@ -49,13 +49,7 @@ def main() -> dry_run.StepPlan | None:
 
     # ---- Criterion, optimizer, learning rate -----------------------------------------------------------------------
     criterion = torch.nn.CrossEntropyLoss(label_smoothing=config.LABEL_SMOOTHING)
-    common = dict(lr=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY)
-    if config.OPTIMIZER == "sgd":
-        optimizer = torch.optim.SGD(model.parameters(), momentum=config.MOMENTUM, **common)
-    elif config.OPTIMIZER == "lamb":
-        optimizer = Lamb(model.parameters(), **common)
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), **common)
+    optimizer = build_optimizer(config, model.parameters())
     steps_per_epoch = len(train_dataloader) // config.gradient_accumulation
     lr_scheduler = LinearWarmupLR(
         optimizer,
@@ -71,16 +65,13 @@ def main() -> dry_run.StepPlan | None:
         return dry_run.measure(engine, train_dataloader)
 
     # ---- Train -----------------------------------------------------------------------------------------------------
-    hooks = [MetricsHook(run.output, train_dataloader, run.log), LRSchedulerHook(lr_scheduler)]
-    if run.profile:
-        hooks.append(ProfileHook(run.output, train_dataloader, run.log))
     trainer = Trainer(engine, logger=run.log)
     trainer.fit(
         train_dataloader,
         epochs=config.NUM_EPOCHS,
         max_steps=run.max_steps and run.max_steps * engine.accumulation,
         test_dataloader=test_dataloader,
-        hooks=hooks,
+        hooks=standard_hooks(run, train_dataloader, lr_scheduler),
         display_progress=sys.stderr.isatty(),
     )
     run.log.info(f"metrics and curves are in {run.output}")

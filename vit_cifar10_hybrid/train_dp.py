@@ -10,7 +10,7 @@ import sys
 import torch
 from colossal_vit import dry_run, launch
 from colossal_vit.engine import initialize
-from colossal_vit.hooks import LRSchedulerHook, MetricsHook, ProfileHook
+from colossal_vit.hooks import standard_hooks
 from colossal_vit.models import build_timm_vit, check_timm_vit
 from colossal_vit.optim import Lamb
 from colossalai.legacy.trainer import Trainer
@@ -62,16 +62,13 @@ def main() -> dry_run.StepPlan | None:
         return dry_run.measure(engine, train_dataloader)
 
     # ---- Train -----------------------------------------------------------------------------------------------------
-    hooks = [MetricsHook(run.output, train_dataloader, run.log), LRSchedulerHook(lr_scheduler)]
-    if run.profile:
-        hooks.append(ProfileHook(run.output, train_dataloader, run.log))
     trainer = Trainer(engine, logger=run.log)
     trainer.fit(
         train_dataloader,
         epochs=config.NUM_EPOCHS,
         max_steps=run.max_steps and run.max_steps * engine.accumulation,
         test_dataloader=test_dataloader,
-        hooks=hooks,
+        hooks=standard_hooks(run, train_dataloader, lr_scheduler),
         display_progress=sys.stderr.isatty(),
     )
     run.log.info(f"metrics and curves are in {run.output}")

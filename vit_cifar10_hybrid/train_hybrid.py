@@ -7,11 +7,10 @@ The layout is in the config file: processes = data × parallel.pipeline × paral
 
 import sys
 
-import torch
 from colossal_vit import dry_run, launch
 from colossal_vit.engine import initialize
-from colossal_vit.hooks import LRSchedulerHook, MetricsHook, ProfileHook
-from colossal_vit.optim import CosineAnnealingWarmupLR, Lamb
+from colossal_vit.hooks import standard_hooks
+from colossal_vit.optim import CosineAnnealingWarmupLR, build_optimizer
 from colossalai.legacy import nn as col_nn
 from colossalai.legacy.trainer import Trainer
 
@@ -49,13 +48,7 @@ def main() -> dry_run.StepPlan | None:
 
     # ---- Criterion, optimizer, learning rate -----------------------------------------------------------------------
     criterion = col_nn.CrossEntropyLoss(label_smoothing=config.LABEL_SMOOTHING)
-    common = dict(lr=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY)
-    if config.OPTIMIZER == "sgd":
-        optimizer = torch.optim.SGD(model.parameters(), momentum=config.MOMENTUM, **common)
-    elif config.OPTIMIZER == "lamb":
-        optimizer = Lamb(model.parameters(), **common)
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), **common)
+    optimizer = build_optimizer(config, model.parameters())
     steps_per_epoch = len(train_dataloader) // config.gradient_accumulation
     lr_scheduler = CosineAnnealingWarmupLR(
         optimizer,
@@ -71,16 +64,13 @@ def main() -> dry_run.StepPlan | None:
         return dry_run.measure(engine, train_dataloader)
 
     # ---- Train -----------------------------------------------------------------------------------------------------
-    hooks = [MetricsHook(run.output, train_dataloader, run.log), LRSchedulerHook(lr_scheduler)]
-    if run.profile:
-        hooks.append(ProfileHook(run.output, train_dataloader, run.log))
     trainer = Trainer(engine, logger=run.log)
     trainer.fit(
         train_dataloader,
         epochs=config.NUM_EPOCHS,
         max_steps=run.max_steps and run.max_steps * engine.accumulation,
         test_dataloader=test_dataloader,
-        hooks=hooks,
+        hooks=standard_hooks(run, train_dataloader, lr_scheduler),
         display_progress=sys.stderr.isatty(),
     )
     run.log.info(f"metrics and curves are in {run.output}")

@@ -38,9 +38,9 @@ from nvidia.dali.data_node import DataNode
 from torch import Tensor
 
 import build_tfrecords as tfrecords
+from planning import NUM_IMAGES
 from tfrecord import record_size
 
-NUM_IMAGES = 1_281_167  # of ImageNet's training set, for plans without data
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's training set, per channel
 CROP_ASPECT = (3 / 4, 4 / 3)  # of "Going deeper with convolutions", arXiv:1409.4842; as its CROP_AREA of (0.08, 1)
 INITIAL_FILL = 4096  # records that a training image is drawn from; pointers into mapped files, so hardly any memory

@@ -5,7 +5,7 @@ import statistics
 import torch
 from colossal_vit import precision
 from colossal_vit.hooks import MetricsHook
-from colossal_vit.mfu import peak_flops, training_flops
+from colossal_vit.mfu import peak_of, training_flops
 from colossal_vit.ranks import RankLogger
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
@@ -28,9 +28,8 @@ class ThroughputHook(BaseHook):
     ):
         super().__init__(priority)
         self.metrics, self.log = metrics, log
-        self.flops = training_flops(model, gpc.config.IMG_SIZE)
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-        self.peak = peak_flops(name, precision.compute_dtype(gpc.config.fp16, device))
+        self.peak = peak_of(device, precision.compute_dtype(gpc.config.fp16, device))
+        self.flops = training_flops(model, gpc.config.IMG_SIZE) if self.peak else None
 
     def before_train_epoch(self, trainer: Trainer) -> None:
         self.records = []

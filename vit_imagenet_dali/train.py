@@ -10,7 +10,7 @@ import sys
 import torch
 from colossal_vit import dry_run, launch
 from colossal_vit.engine import initialize
-from colossal_vit.hooks import LRSchedulerHook, MetricsHook, ProfileHook
+from colossal_vit.hooks import standard_hooks
 from colossal_vit.models import build_timm_vit, check_timm_vit
 from colossal_vit.optim import Lamb, parameter_groups
 from colossalai.legacy.context import ParallelMode
@@ -76,10 +76,8 @@ def main() -> dry_run.StepPlan | None:
         return plan
 
     # ---- Train -----------------------------------------------------------------------------------------------------
-    metrics = MetricsHook(run.output, train_dataloader, run.log)
-    hooks = [metrics, LRSchedulerHook(lr_scheduler), ThroughputHook(metrics, model, run.device, run.log)]
-    if run.profile:
-        hooks.append(ProfileHook(run.output, train_dataloader, run.log))
+    hooks = standard_hooks(run, train_dataloader, lr_scheduler)
+    hooks.append(ThroughputHook(hooks[0], model, run.device, run.log))
     trainer = Trainer(engine, logger=run.log)
     trainer.fit(
         train_dataloader,
