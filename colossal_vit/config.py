@@ -133,6 +133,8 @@ KEYS: dict[str, Any] = {
     },
     "gradient_accumulation": POSITIVE_INT,
     "clip_grad_norm": NON_NEGATIVE,
+    "COMPILE": BOOL,
+    "TF32": BOOL,
     "cudnn_benchmark": BOOL,
     "cudnn_deterministic": BOOL,
     "dali": {
@@ -360,6 +362,9 @@ def load(
         if key not in values:
             raise UserError(f"{path}: {key} is missing; it must be {KEYS[key].expected}")
     values = {"gradient_accumulation": 1, "clip_grad_norm": 0.0, **(defaults or {}), **values}
+    warm_up, epochs = values.get("WARMUP_EPOCHS", 0), values.get("NUM_EPOCHS", math.inf)
+    if warm_up >= epochs:
+        raise UserError(f"{path}: WARMUP_EPOCHS = {warm_up} must be less than NUM_EPOCHS = {epochs}")
     parallel = values.get("parallel") or {}
     tensor = {"mode": None, "size": 1, **(parallel.get("tensor") or {})}
     values["parallel"] = {"pipeline": parallel.get("pipeline", 1), "tensor": tensor}

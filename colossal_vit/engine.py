@@ -12,6 +12,8 @@
 
 import logging
 import math
+import os
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -183,6 +185,22 @@ def _schedule(config: Any, dtype: torch.dtype) -> NonPipelineSchedule | Pipeline
     return PipelineSchedule(config.NUM_MICRO_BATCHES, **options)
 
 
+def _check_compilable() -> None:
+    """Refuse to compile what only works eagerly.
+
+    Raises:
+        UserError: under pipeline or tensor parallelism, and on a machine without a C++ compiler.
+    """
+    if is_using_pp() or gpc.tensor_parallel_size > 1:
+        raise UserError("COMPILE = True works with data parallelism only: leave it out, or set parallel sizes to 1")
+    compiler = os.environ.get("CXX", "g++")
+    if not shutil.which(compiler):
+        raise UserError(
+            f"COMPILE = True needs a C++ compiler, and {compiler!r} is not on PATH: install one (Debian: "
+            f"apt-get install g++), name it in CXX, or leave COMPILE out"
+        )
+
+
 def initialize(
     model: nn.Module,
     optimizer: Optimizer,
@@ -209,12 +227,14 @@ def initialize(
         `(engine, train_dataloader, test_dataloader, lr_scheduler)`.
 
     Raises:
-        UserError: if the config asks for features that exclude each other.
+        UserError: if the config asks for features that exclude each other, or that this machine cannot give.
     """
     config = gpc.config
     device = get_accelerator().get_current_device()
     torch.backends.cudnn.benchmark = config.get("cudnn_benchmark", False)
     torch.backends.cudnn.deterministic = config.get("cudnn_deterministic", False)
+    # By default torch allows cuDNN TensorFloat-32, so that "fp32" would mean two precisions in one model.
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.get("TF32", False)
     fp16 = config.fp16
     dtype = precision.compute_dtype(fp16, device)
     if is_using_pp() and fp16 and fp16.mode != AMP_TYPE.NAIVE:
@@ -224,6 +244,10 @@ def initialize(
     if is_using_ddp():
         sync_model_param(model, ParallelMode.DATA)
     model, optimizer, criterion = precision.convert(model, optimizer, criterion, fp16, device)
+
+    if config.get("COMPILE"):
+        _check_compilable()
+        model.compile()  # before DDP, which then cuts the compiled backward pass at its buckets
 
     # A pipeline runs several backward passes a step, which DDP does not expect: reduce once, after the last.
     gradient_handlers = []

@@ -1,11 +1,13 @@
 """Hooks for Colossal-AI's Trainer: the learning rate, the record of the run, and its profile."""
 
 import json
+import re
 import resource
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch.nn.functional as F
 from colossal_vit.config import Layout
 from colossal_vit.data import IGNORED
 from colossal_vit.engine import MicroBatches
+from colossal_vit.errors import TrainingError
 from colossal_vit.launch import Run
 from colossal_vit.ranks import RankLogger
 from colossal_vit.report import draw
@@ -25,8 +28,9 @@ from colossalai.legacy.core import global_context as gpc
 from colossalai.legacy.trainer import Trainer
 from colossalai.legacy.trainer.hooks import BaseHook
 from colossalai.legacy.utils import is_dp_rank_0, is_no_pp_or_last_stage, is_tp_rank_0
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import profile, record_function, schedule
+from torch.utils._pytree import tree_leaves
 
 
 class LRSchedulerHook(BaseHook):
@@ -267,9 +271,46 @@ class ProfileHook(BaseHook):
         self.log.info(f"a step takes {1e3 * step_s:.1f} ms, the mean of {self.num_timed}: {said}")
 
 
+class DebugNanHook(BaseHook):
+    """`--debug-nan`: ends the run at the first module whose output is not finite, or the gradient of its output.
+
+    Looking costs a wait for the device after every module. Gradients are not looked at when the loss is scaled: then
+    some overflow now and then, and the step is skipped.
+    """
+
+    def __init__(self, priority: int = 3):
+        super().__init__(priority)
+
+    def before_train(self, trainer: Trainer) -> None:
+        self.engine = trainer.engine
+        wrappers = r"^(module(\.|$))?(model(\.|$))?"  # DDP, and what changes the precision
+        self.names = {module: re.sub(wrappers, "", name) for name, module in self.engine.model.named_modules()}
+        for module in self.names:
+            module.register_forward_hook(self._check_output)
+
+    def _check(self, what: str, module: nn.Module, tensors: Any) -> None:
+        for tensor in tree_leaves(tensors):
+            if isinstance(tensor, Tensor) and tensor.is_floating_point() and not tensor.isfinite().all():
+                bad = int((~tensor.isfinite()).sum())
+                raise TrainingError(
+                    f"step {self.engine.num_steps + 1}, rank {gpc.get_global_rank()}: {what} "
+                    f"{self.names[module] or 'the model'} ({type(module).__name__}) is not finite: {bad} of "
+                    f"{tensor.numel()} values of shape {tuple(tensor.shape)}"
+                )
+
+    def _check_output(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._check("the output of", module, output)
+        if self.engine.optimizer.loss_scale is None:
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(partial(self._check, "the gradient at the output of", module))
+
+
 def standard_hooks(run: Run, train_dataloader: MicroBatches, lr_scheduler: Any) -> list[BaseHook]:
     """What every train script gives its trainer: first the `MetricsHook`, then what the command line asked for."""
     hooks = [MetricsHook(run.output, train_dataloader, run.log), LRSchedulerHook(lr_scheduler)]
     if run.profile:
         hooks.append(ProfileHook(run.output, train_dataloader, run.log))
+    if run.debug_nan:
+        hooks.append(DebugNanHook())
     return hooks

@@ -75,7 +75,9 @@ def get_parser(description: str | None = None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--output", type=Path, help="run directory (default runs/<example>/<config name>)")
     parser.add_argument("--max-steps", type=int, metavar="N", help="stop after N optimizer steps")
+    parser.add_argument("--compile", action="store_true", help="the same as --set COMPILE=True: use torch.compile")
     parser.add_argument("--profile", action="store_true", help="time the parts of steps, and trace one")
+    parser.add_argument("--debug-nan", action="store_true", help="name the first module whose output is not finite")
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -101,6 +103,7 @@ class Run:
         device: this rank's device.
         log: see `RankLogger`.
         profile: whether to add `hooks.ProfileHook`.
+        debug_nan: whether to add `hooks.DebugNanHook`.
         dry_run: whether there are no data, no tensors and no other ranks, and `main` is to return what
             `dry_run.measure` says of its engine.
     """
@@ -112,6 +115,7 @@ class Run:
     device: torch.device
     log: RankLogger
     profile: bool = False
+    debug_nan: bool = False
     dry_run: bool = False
 
 
@@ -242,7 +246,10 @@ def start(
         )
     if args.max_steps is not None and args.max_steps < 1:
         raise UserError(f"--max-steps {args.max_steps}: must be at least 1")
-    config = configs.load(args.config, args.set, required, {"SEED": 1024, **(defaults or {})})
+    overrides = [*args.set, "COMPILE=True"] if args.compile else args.set
+    config = configs.load(args.config, overrides, required, {"SEED": 1024, **(defaults or {})})
+    if args.debug_nan and config.get("COMPILE"):
+        raise UserError("--debug-nan looks into the model, which COMPILE merges into one piece: leave one of them out")
     meeting = meeting or dry_run.place(args, config)
     layout = configs.Layout.of(config, meeting.world_size)
     if check is not None:
@@ -254,6 +261,7 @@ def start(
         host.enable()
     patches.apply()
     if args.dry_run:
+        config.pop("COMPILE", None)  # does not change what is held and sent
         with dry_run.no_peers():
             _launch(config, meeting, backend)
         _seed(config.SEED)
@@ -282,7 +290,7 @@ def start(
     with together():
         if meeting.rank == 0:
             _make_output(output, config, log)
-    return Run(config, layout, output, args.max_steps, device, log, args.profile)
+    return Run(config, layout, output, args.max_steps, device, log, args.profile, args.debug_nan)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

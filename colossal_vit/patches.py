@@ -1,5 +1,6 @@
 """Every change made to Colossal-AI 0.5.0 itself, in one place. Each names the defect it mends; tests/test_patches.py
-shows that each defect is real by taking the mend out.
+shows that each defect is real by taking the mend out. One has to come before Colossal-AI's import, and stands in
+`colossal_vit/__init__.py`.
 
 What is mended by using Colossal-AI differently, rather than by changing it, stands with its user: `engine.py` (step,
 clipping, accumulation, schedule), `precision.py` (mixed precision), `host.py` (machines without CUDA), `data.py`

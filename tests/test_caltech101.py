@@ -15,14 +15,17 @@ from PIL import Image
 from torchvision.transforms import v2
 
 import caltech101
+import recipes
 import world
 
 FOLDER = world.ROOT / "vit_caltech101_amp"
 CONFIGS = sorted((FOLDER / "config").glob("config_*.py"))
+# A rate at which runs that differ by a rounding stay together, and yet learn to read.
 SMALL = dict(
-    IMG_SIZE=32, PATCH_SIZE=8, HIDDEN_SIZE=96, DEPTH=2, NUM_HEADS=4, BATCH_SIZE=64, DROP_RATE=0.0, OPTIMIZER="adamw"
+    IMG_SIZE=32, CACHE_SIZE=32, PATCH_SIZE=16, HIDDEN_SIZE=128, DEPTH=2, NUM_HEADS=4, BATCH_SIZE=64, DROP_RATE=0.0
 )
-SMALL |= dict(LEARNING_RATE=5e-4, WEIGHT_DECAY=0.05, NUM_EPOCHS=5, CROP_AREA=(0.8, 1.0), FLIP=False)
+SMALL |= dict(OPTIMIZER="adamw", LEARNING_RATE=5e-4, WEIGHT_DECAY=0.05, CROP_AREA=(0.7, 1.0), FLIP=False)
+SMALL |= dict(NUM_EPOCHS=24, TRAIN_PER_CLASS=110)
 
 
 @pytest.fixture(scope="module")
@@ -166,13 +169,15 @@ def trained(tmp_path_factory):
 
 def test_every_config_trains_and_half_precision_follows_fp32(trained):
     assert trained.keys() == {"config_fp32", "config_AMP_torch", "config_AMP_naive", *SAME_ON_A_CPU}
-    expected = trained["config_fp32"][0]
-    assert len(expected) > 100
-    assert expected[99]["loss"] < expected[0]["loss"] - 0.5, "equality of what learns nothing says little"
-    for name in trained.keys() - SAME_ON_A_CPU.keys():
+    expected, tested, _ = trained["config_fp32"]
+    assert tested[-1]["eval_accuracy"] > 0.93
+    assert expected[99]["loss"] < expected[0]["loss"] - 3, "equality of what learns nothing says little"
+    for name in trained.keys() - SAME_ON_A_CPU.keys() - {"config_fp32"}:
         steps, evaluations, _ = trained[name]
         assert steps[99]["loss"] == pytest.approx(expected[99]["loss"], rel=0.02), name
-        assert evaluations[-1]["eval_images"] == 359
+        assert steps[99]["loss"] != expected[99]["loss"], "the mode must be in effect"
+        assert evaluations[-1]["eval_accuracy"] == pytest.approx(tested[-1]["eval_accuracy"], abs=0.01), name
+        assert evaluations[-1]["eval_images"] == 697
     for name, same in SAME_ON_A_CPU.items():
         assert [r["loss"] for r in trained[name][0]] == [r["loss"] for r in trained[same][0][:3]], name
 
@@ -181,11 +186,60 @@ def test_the_log_says_who_does_what_apex_did(trained):
     assert trained["config_AMP_apex"][2].count("AMP_TYPE.APEX O1 by torch in bfloat16") == 1
 
 
-def test_two_processes_are_one(tmp_path, trained):
-    path = str(FOLDER / "config" / "config_fp32.py")
+@pytest.mark.parametrize(
+    ("name", "first", "later"), [("fp32", 1e-5, 1e-4), ("AMP_torch", 1e-4, 1e-2), ("AMP_naive", 1e-4, 1e-2)]
+)
+def test_two_processes_are_one(tmp_path, trained, name, first, later):
+    """In fp32 to the tolerances of the contract; in bf16, 8 bits, sums in another order differ more."""
+    path = str(FOLDER / "config" / f"config_{name}.py")
     steps, evaluations, _ = train(tmp_path, "--config", path, "--max-steps", "20", world_size=2, BATCH_SIZE=32)
-    expected = trained["config_fp32"][0]
-    for here, there in zip(steps, expected, strict=False):
-        assert here["loss"] == pytest.approx(there["loss"], rel=1e-5 if here["step"] == 1 else 1e-4)
-        assert here["grad_norm"] == pytest.approx(there["grad_norm"], rel=1e-5 if here["step"] == 1 else 1e-4)
-    assert evaluations[-1]["eval_images"] == 359
+    for here, there in zip(steps, trained[f"config_{name}"][0], strict=False):
+        assert here["loss"] == pytest.approx(there["loss"], rel=first if here["step"] == 1 else later)
+        assert here["grad_norm"] == pytest.approx(there["grad_norm"], rel=first if here["step"] == 1 else later)
+    assert len(steps) == 20
+    assert evaluations[-1]["eval_images"] == 697
+
+
+COMPILED = dict(DEPTH=1, CACHE_SIZE=32, HIDDEN_SIZE=32)
+
+
+@pytest.mark.parametrize(("name", "world_size"), [("fp32", 2), ("AMP_torch", 1), ("AMP_naive", 1)])
+def test_compiled_is_the_same(tmp_path, monkeypatch, name, world_size):
+    """With gradient accumulation, so that DDP reduces in every second backward pass."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    argv = ["--config", str(FOLDER / "config" / f"config_{name}.py"), "--max-steps", "3"]
+    values = dict(COMPILED, BATCH_SIZE=16, gradient_accumulation=2)
+    expected, _, _ = train(tmp_path / "eager", *argv, world_size=world_size, **values)
+    assert not (tmp_path / "cache").exists()
+    steps, evaluations, _ = train(tmp_path / "compiled", *argv, "--compile", world_size=world_size, **values)
+    assert any((tmp_path / "cache").rglob("*.so")), "it must have been compiled"
+    tolerance = 1e-5 if name == "fp32" else 1e-3
+    for key in ("loss", "grad_norm"):
+        assert [r[key] for r in steps] == pytest.approx([r[key] for r in expected], rel=tolerance)
+    assert evaluations[-1]["eval_images"] == 697
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--compile"], "COMPILE = True needs a C++ compiler, and 'no-such' is not on PATH"),
+        (["--compile", "--debug-nan"], "--debug-nan looks into the model, which COMPILE merges"),
+    ],
+)
+def test_what_cannot_be_compiled_is_one_line(tmp_path, monkeypatch, flags, words):
+    monkeypatch.setenv("CXX", "no-such")
+    argv = ["--config", str(CONFIGS[-1]), "--output", str(tmp_path), "--set", "SYNTHETIC=True", "--set", "DEPTH=1"]
+    result = world.run("vit_caltech101_amp/train.py", [*argv, *flags])
+    assert result.codes == [2], str(result)
+    assert words in result.stderr[0]
+    assert result.stderr[0].count("\n") == 1
+
+
+def test_layouts_that_cannot_be_compiled_are_one_line(tmp_path):
+    argv = [*recipes.flags(COMPILE=True, **{"parallel.pipeline": 2}), "--output", str(tmp_path)]
+    result = world.run(recipes.HYBRID, argv, 2)
+    assert result.codes == [2, 2], str(result)
+    assert "".join(result.stderr).endswith(
+        "error: COMPILE = True works with data parallelism only: leave it out, or set parallel sizes to 1\n"
+    )

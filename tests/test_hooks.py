@@ -3,12 +3,18 @@
 import json
 import re
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
+import torch
+from colossal_vit.engine import initialize
+from colossal_vit.errors import TrainingError
+from colossal_vit.hooks import DebugNanHook
 from colossal_vit.report import draw, read_metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import recipes
+import vit
 import world
 
 STEP_KEYS = ["step", "epoch", "loss", "lr", "grad_norm", "images_per_s", "data_s", "step_s", "memory_gb"]
@@ -117,3 +123,43 @@ def test_profile_says_where_the_time_goes(tmp_path):
 def test_profile_of_too_few_steps_says_so(tmp_path):
     argv = [*recipes.flags(), "--output", str(tmp_path), "--profile", "--max-steps", "2"]
     assert "--profile times steps after number 2" in world.run(recipes.HYBRID, argv).stdout[0]
+
+
+@pytest.mark.parametrize("amp", [None, "NAIVE"])
+def test_debug_nan_names_the_module(tmp_path, monkeypatch, amp):
+    """A weight of the second pipeline stage that is not finite: one line, from the rank that has it; all end."""
+    original = vit.full_vit
+
+    def full_vit(config):
+        model = original(config)
+        model.blocks[-1].mlp.fc2.bias.data[5] = torch.inf
+        return model
+
+    monkeypatch.setattr(vit, "full_vit", full_vit)
+    argv = [*recipes.flags(amp, **{"parallel.pipeline": 2}), "--output", str(tmp_path), "--debug-nan"]
+    result = world.run(recipes.HYBRID, argv, 2)
+    assert result.codes == [1, 1], str(result)
+    line = "".join(result.stderr)
+    assert re.search(r"step 1, rank 1: the output of blocks\.3\.mlp\.fc2\S* \(\w+\) is not finite: 272 of 8704", line)
+    assert line.count("\n") == 1, line
+
+
+def test_debug_nan_names_the_module_whose_gradient_overflows():
+    """The square root of zero is finite, and its slope is not."""
+
+    class Root(torch.nn.Module):
+        def forward(self, x):
+            return x.sqrt()
+
+    def function():
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), Root(), torch.nn.Identity())
+        torch.nn.init.zeros_(model[0].weight)
+        engine, *_ = initialize(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        DebugNanHook().before_train(SimpleNamespace(engine=engine))
+        loss = engine(torch.ones(1, 2)).sum()
+        with pytest.raises(TrainingError) as caught:
+            engine.backward(loss)
+        return str(caught.value)
+
+    (said,) = world.call(function)
+    assert said.startswith("step 1, rank 0: the gradient at the output of 0 (Linear) is not finite: 2 of 2 values")

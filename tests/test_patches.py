@@ -3,7 +3,9 @@
 When an upstream half fails, upstream has changed, and the mend may go.
 """
 
+import importlib
 import math
+import sys
 
 import colossalai.legacy as colossalai
 import pytest
@@ -20,6 +22,7 @@ from colossalai.legacy.trainer import Trainer
 from colossalai.legacy.utils import get_dataloader
 from colossalai.nn import lr_scheduler as col_schedulers
 from packaging.version import Version
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import world
 
@@ -426,3 +429,31 @@ def test_upstream_hook_steps_per_batch():
 
 def test_scheduler_steps_once_per_optimizer_step():
     assert learning_rates(LRSchedulerHook) == pytest.approx([1 - step / 6 for step in range(6)])
+
+
+# ---- importing Colossal-AI replaces PyTorch's shape functions ----
+
+
+def shapes_of_a_backward_pass(replaced):
+    """What torch.compile asks of a convolution whose bias has its gradient from elsewhere."""
+
+    def function():
+        if replaced:
+            name = "colossalai._analyzer._subclasses._meta_registration"
+            del sys.modules[name]
+            importlib.import_module(name)
+        with FakeTensorMode():
+            tensors = [torch.empty(shape) for shape in ((2, 4, 3, 3), (2, 3, 6, 6), (4, 3, 2, 2))]
+            options = None, [2, 2], [0, 0], [1, 1], False, [0, 0], 1, [False, True, False]
+            return tuple(torch.ops.aten.convolution_backward(*tensors, *options)[1].shape)
+
+    return world.call(function, launched=False)
+
+
+def test_upstream_replaces_pytorchs_shape_functions_by_old_ones():
+    with pytest.raises(AssertionError, match="meta_conv_backward"):
+        shapes_of_a_backward_pass(replaced=True)
+
+
+def test_pytorch_keeps_its_shape_functions():
+    assert shapes_of_a_backward_pass(replaced=False) == [(4, 3, 2, 2)]
