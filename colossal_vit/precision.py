@@ -113,6 +113,13 @@ class FP32Optimizer(OptimizerWrapper):
     loss_scale: float | None = None
     skipped = False
 
+    def scaler_state(self) -> dict[str, Any]:
+        """What the loss scaler would have to know to go on: for JSON, empty without loss scaling."""
+        return {}
+
+    def load_scaler_state(self, state: dict[str, Any]) -> None:
+        """Go on with what `scaler_state` of a wrapper of the same class returned."""
+
     def clip_grad_by_norm(self, max_norm: float, *args, **kwargs) -> Tensor:
         parameters = [p for p in self.parameters if p.grad is not None]
         self.grad_norm = _clip([p.grad for p in parameters], parameters, max_norm)
@@ -129,6 +136,14 @@ class TorchAMPOptimizer(FP32Optimizer):
     @property
     def loss_scale(self) -> float:
         return self.scaler.get_scale()
+
+    def scaler_state(self) -> dict[str, Any]:
+        state = self.scaler.state_dict()
+        return {"loss_scale": state["scale"], "growth_step": state["_growth_tracker"]}
+
+    def load_scaler_state(self, state: dict[str, Any]) -> None:
+        own = {"scale": state["loss_scale"], "_growth_tracker": state["growth_step"]}
+        self.scaler.load_state_dict({**self.scaler.state_dict(), **own})
 
     def backward(self, loss: Tensor, *args, **kwargs) -> None:
         super().backward(self.scaler.scale(loss), *args, **kwargs)
@@ -154,6 +169,12 @@ class ApexOptimizer(FP32Optimizer):
     @property
     def loss_scale(self) -> float:
         return self.amp._amp_state.loss_scalers[0].loss_scale()
+
+    def scaler_state(self) -> dict[str, Any]:
+        return self.amp.state_dict()
+
+    def load_scaler_state(self, state: dict[str, Any]) -> None:
+        self.amp.load_state_dict(state)
 
     def backward(self, loss: Tensor, *args, **kwargs) -> None:
         scale = self.loss_scale
@@ -188,6 +209,24 @@ class NaiveAMPOptimizer(MixedPrecisionOptimizer):
     @property
     def loss_scale(self) -> float | None:
         return getattr(self.mixed_precision, "loss_scale", None)
+
+    def scaler_state(self) -> dict[str, Any]:
+        """See `FP32Optimizer.scaler_state`."""
+        if self.loss_scale is None:
+            return {}
+        scaler = self.mixed_precision.grad_scaler
+        return {
+            "loss_scale": self.loss_scale,
+            "growth_step": scaler._growth_step,
+            "hysteresis_step": scaler._hysteresis_step,
+        }
+
+    def load_scaler_state(self, state: dict[str, Any]) -> None:
+        """See `FP32Optimizer.load_scaler_state`."""
+        if state:
+            scaler = self.mixed_precision.grad_scaler
+            scaler._scale.fill_(state["loss_scale"])
+            scaler._growth_step, scaler._hysteresis_step = state["growth_step"], state["hysteresis_step"]
 
     def clip_grad_by_norm(self, max_norm: float, *args, **kwargs) -> Tensor:
         """Move the gradients to the master weights, in fp32, and unscale and clip them there."""

@@ -1,5 +1,6 @@
 import os
 import signal
+import subprocess
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: ranks are forks, and thread pools do not survive a fork
 os.environ.pop("DATA", None)
@@ -34,6 +35,29 @@ def random_weights(monkeypatch):
         return model
 
     monkeypatch.setattr(vit, "full_vit", full_vit)
+
+
+class SmallDisk:
+    """A disk of its own at `path`, of the size last given to `resize`."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def resize(self, size):
+        subprocess.run(["mount", "-o", f"remount,size={size}", str(self.path)], check=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 1 MB. Takes the right to mount; skipped without."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    done = subprocess.run(mount, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"cannot mount a tmpfs: {done.stderr.strip()}")
+    yield SmallDisk(folder)
+    subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def pytest_collection_modifyitems(items):

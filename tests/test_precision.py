@@ -1,5 +1,6 @@
 """Mixed precision: the loss stays close to fp32's, gradients are unscaled before they are clipped, overflows skip."""
 
+import json
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from colossal_vit.precision import NaiveAMPOptimizer, TorchAMPOptimizer
 from colossalai.legacy.amp import AMP_TYPE
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
+from timm.layers import Attention
 
 import recipes
 import world
@@ -120,6 +122,35 @@ def test_scale_grows_and_its_growth_does_not_touch_the_gradient(mode):
     assert weight == pytest.approx([-3.0, -4.0], rel=1e-3)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_scaler_goes_on_where_another_one_stopped(mode):
+    """Through JSON, amid a growth interval and after an overflow that hysteresis has forgiven."""
+    overflow, fine = [float("inf"), 1.0], [1.0, 1.0]
+    gradients = [fine, overflow, fine, fine, overflow, fine, fine, fine, overflow, fine]
+
+    def function():
+        def go_on(engine, part):
+            scales = []
+            for values in part:
+                engine.zero_grad()
+                engine.backward(engine(torch.tensor([values])).sum())
+                engine.step()
+                scales.append((engine.optimizer.loss_scale, engine.optimizer.skipped))
+            return scales
+
+        undisturbed, first, second = (engine_with_gradient(fine, None, init=0.0) for _ in range(3))
+        steps = [values for values in gradients if "fp16" in mode or values == fine]
+        expected = go_on(undisturbed, steps)
+        stopped = go_on(first, steps[:3])
+        second.optimizer.load_scaler_state(json.loads(json.dumps(first.optimizer.scaler_state())))
+        return expected, stopped + go_on(second, steps[3:])
+
+    scaling = {"growth_interval": 2} if "fp16" in mode else {}
+    ((expected, found),) = world.call(function, fp16={**MODES[mode], **scaling})
+    assert found == expected
+    assert ("fp16" in mode) == (len({scale for scale, _ in expected}) > 1)
+
+
 def test_upstream_unscales_by_the_grown_scale():
     """The defect behind `NaiveAMPOptimizer.step`: when the scale grows, upstream halves that step's gradient."""
     from colossalai.amp.naive_amp.mixed_precision_optimizer import MixedPrecisionOptimizer
@@ -163,6 +194,37 @@ def test_wrappers_are_the_ones_asked_for():
 APEX = {level: dict(mode=AMP_TYPE.APEX, opt_level=level, dtype="bf16") for level in ("O0", "O1", "O2", "O3")}
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("mode", ["TORCH", "NAIVE"])
+def test_norm_and_softmax_accumulate_in_fp32(mode, dtype):
+    """Sums of 4,096 equal numbers: in bf16 they would end at 256, in fp16 at 2,048, whatever comes after."""
+
+    class Sums(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.attention = torch.nn.LayerNorm(4096), Attention(64, num_heads=1)
+            torch.nn.init.zeros_(self.attention.qkv.weight)
+            torch.nn.init.eye_(self.attention.qkv.weight[128:])  # values are the input; all keys are alike
+            torch.nn.init.eye_(self.attention.proj.weight)
+            torch.nn.init.zeros_(self.attention.proj.bias)
+
+        def forward(self, x):  # (1, 4096, 64)
+            half = torch.cat([x[0, :2048, 0], -x[0, 2048:, 0]])
+            return self.norm(half)[:64].float() + self.attention(x)[0, 0].float() - 1
+
+    def function():
+        answers = []
+        for by_hand in (False, True):
+            model = Sums()
+            model.attention.fused_attn = not by_hand
+            engine, *_ = initialize(model, torch.optim.SGD(model.parameters(), lr=1.0))
+            answers.append(engine(torch.ones(1, 4096, 64)).tolist())
+        return answers
+
+    for answer in world.call(function, fp16=MODES[f"{mode} {dtype}"])[0]:
+        assert answer == pytest.approx([1.0] * 64, abs=2e-2)
+
+
 def after_steps(fp16, steps=3):
     """A small ViT after some AdamW steps: the losses, and by name the data types of parameters."""
 
@@ -190,6 +252,8 @@ def test_apex_levels_are_what_the_table_says():
     found = {level: after_steps(fp16) for level, fp16 in APEX.items()}
     fp32, torch_, naive = (after_steps(fp16) for fp16 in (None, MODES["TORCH bf16"], MODES["NAIVE bf16"]))
     assert found["O0"] == fp32
+    in_fp16 = dict(mode=AMP_TYPE.APEX, opt_level="O1", dtype="fp16")
+    assert after_steps(in_fp16) == after_steps(dict(mode=AMP_TYPE.TORCH, dtype="fp16")), "loss scaling included"
     assert found["O1"] == torch_
     assert set(found["O1"][1].values()) == {torch.float32}
     norms = {name for name in found["O2"][1] if "norm" in name}

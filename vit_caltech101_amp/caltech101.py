@@ -160,17 +160,26 @@ def cache_folder(images: Images, size: int) -> Path:
     return images.root.parent / f"decoded-{size}px-{digest.hexdigest()[:12]}"
 
 
+def open_cache(folder: Path) -> np.ndarray | None:
+    """The decoded images, memory-mapped: uint8, (N, S, S, 3); None where they are not there, or not whole."""
+    try:
+        return np.load(folder / "images.npy", mmap_mode="c")
+    except (OSError, ValueError):
+        return None
+
+
 def fill_cache(images: Images, size: int, log: RankLogger) -> None:
-    """Decode all images into the cache, unless it is there; it appears in one rename.
+    """Decode all images into the cache, unless it is there; it appears in one rename, and what it replaces goes.
 
     Raises:
         UserError: if an image is broken, or the disk full or read-only.
     """
     folder = cache_folder(images, size)
-    if folder.is_dir():
+    if open_cache(folder) is not None:
         return
-    log.info(f"decoding {len(images.paths)} images into {folder}")
+    log.info(f"decoding {len(images.paths)} images into {folder}{', which is damaged' if folder.exists() else ''}")
     try:
+        shutil.rmtree(folder, ignore_errors=True)
         with appearing(folder) as scratch:
             shape = (len(images.paths), size, size, 3)
             array = np.lib.format.open_memmap(scratch / "images.npy", "w+", np.uint8, shape)
@@ -182,6 +191,9 @@ def fill_cache(images: Images, size: int, log: RankLogger) -> None:
                     array[number] = image
             array.flush()
             (scratch / "about.json").write_text(json.dumps({"size": size, "classes": images.classes}) + "\n")
+        for other in folder.parent.glob(f"decoded-{size}px-*"):  # of files that have changed since
+            if other != folder:
+                shutil.rmtree(other)
     except OSError as error:
         raise UserError(f"{folder}: cannot be written: {error.strerror or error}") from None
 
@@ -298,11 +310,9 @@ def build_caltech101(run: Run) -> tuple[Loader, Loader | None]:
         train_sampler = GlobalBatchSampler(len(train), config.BATCH_SIZE, config.gradient_accumulation, config.SEED)
     on_one_rank(lambda: fill_cache(images, size, run.log))
     with together():
-        try:
-            pixels = np.load(cache_folder(images, size) / "images.npy", mmap_mode="c")
-        except (OSError, ValueError) as error:
-            folder = cache_folder(images, size)
-            raise UserError(f"{folder}: cannot be read: {error}; remove it to have it made anew") from None
+        pixels = open_cache(folder := cache_folder(images, size))
+        if pixels is None:
+            raise UserError(f"{folder}: made by rank 0, cannot be read here: DATA must be a disk that all nodes share")
     run.log.info(f"{len(train)} training and {len(test)} test images from {images.root}")
     pixels, labels = torch.from_numpy(pixels), torch.from_numpy(images.labels)
     common = dict(img_size=config.IMG_SIZE, device=run.device)
