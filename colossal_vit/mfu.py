@@ -36,20 +36,21 @@ def training_flops(model: nn.Module, img_size: int) -> int:
     return 3 * counter.get_total_flops()
 
 
-def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
+def peak_flops(device_name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
     """FLOP/s that a device of this name, as `torch.cuda.get_device_name` says it, can do; None where it is not known.
 
     Args:
         device_name: for example "NVIDIA H100 80GB HBM3".
-        dtype: that matrix products are made in. fp32 means TF32 where torch is allowed to use it.
+        dtype: that matrix products are made in.
+        tf32: whether fp32 means TensorFloat-32.
     """
-    for piece, (half, tf32, single) in PEAK_TFLOPS.items():
+    for piece, (half, reduced, single) in PEAK_TFLOPS.items():
         if piece in device_name:
-            full = tf32 if torch.backends.cuda.matmul.allow_tf32 else single
+            full = reduced if tf32 else single
             return (full if dtype == torch.float32 else half) * 1e12
     return None
 
 
-def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
+def peak_of(device: torch.device, dtype: torch.dtype, tf32: bool = False) -> float | None:
     """`peak_flops` of a device of this machine; None for a CPU."""
-    return peak_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
+    return peak_flops(torch.cuda.get_device_name(device), dtype, tf32) if device.type == "cuda" else None

@@ -32,22 +32,23 @@ def records(memory, seconds, count=7):
 
 
 def test_files_and_a_mode_that_fails(benchmark, monkeypatch, tmp_path, capsys):
-    def train(config, args, batch_size):
+    def train(mode, args, batch_size):
         assert batch_size == 64
-        if "naive" in config.stem:
+        if "naive" in mode.name:
             raise benchmark.Failed("out of memory")
-        return records(*((4.0, 2.0) if "fp32" in config.stem else (2.5, 1.0))), [], ""
+        memory, seconds = (4.0, 2.0) if "fp32" in mode.name else (2.5, 1.0)
+        return records(memory, seconds / 2 if "COMPILE=True" in mode.overrides else seconds), [], ""
 
     monkeypatch.setattr(benchmark, "train", train)
-    argv = ["benchmark.py", "--steps", "5", "--warm-up", "2", "--batch-size", "64", "--output", str(tmp_path)]
-    monkeypatch.setattr("sys.argv", [*argv, "--set", "MODEL='vit_tiny_patch16_224'"])
+    argv = ["benchmark.py", "--steps", "5", "--warm-up", "2", "--batch-size", "64", "--compile"]
+    monkeypatch.setattr("sys.argv", [*argv, "--output", str(tmp_path), "--set", "MODEL='vit_tiny_patch16_224'"])
     assert benchmark.main() == 0
     assert {path.name for path in tmp_path.iterdir()} == {
         *("amp.md", "amp.csv", "amp.json", "amp.png", "log.txt", "provenance.json")
     }
     rows = {row["config"]: row for row in csv.DictReader((tmp_path / "amp.csv").open())}
     assert next(iter(rows)) == "config_fp32"
-    assert len(rows) == 6
+    assert len(rows) == 12
     assert rows["config_AMP_naive"]["failed"] == "out of memory"
     torch_row = rows["config_AMP_torch"]
     assert float(torch_row["images_per_s"]) == 64
@@ -55,9 +56,11 @@ def test_files_and_a_mode_that_fails(benchmark, monkeypatch, tmp_path, capsys):
     assert float(torch_row["relative_memory"]) == pytest.approx(-0.375)
     assert float(torch_row["relative_throughput"]) == pytest.approx(1.0)
     assert float(torch_row["loss"]) == pytest.approx(1.4)
+    assert float(rows["config_fp32, compiled"]["relative_throughput"]) == pytest.approx(1.0)
     said = (tmp_path / "amp.md").read_text()
     assert (
-        "| config_AMP_torch | AMP_TYPE.TORCH in bfloat16 | 64 | 2.50 | 1 | 64.0 | -37.5% | +100.0% | 1.4000 |" in said
+        "| config_AMP_torch | AMP_TYPE.TORCH in bfloat16 | 64 | 2.50 | 1 | 64.0 | -37.5% | +100.0% | 1.0% | 1.4000 |"
+        in said
     )
     assert said in capsys.readouterr().out + "\n"
     assert json.loads((tmp_path / "provenance.json").read_text())["command"].startswith("python benchmark.py")
@@ -67,7 +70,7 @@ def test_files_and_a_mode_that_fails(benchmark, monkeypatch, tmp_path, capsys):
 def test_the_largest_batch_that_fits(benchmark, monkeypatch, limit, start, most):
     tried = []
 
-    def train(config, args, batch_size):
+    def train(mode, args, batch_size):
         tried.append(batch_size)
         if batch_size > limit:
             raise benchmark.Failed("out of memory")
@@ -83,4 +86,4 @@ def test_the_largest_batch_that_fits(benchmark, monkeypatch, limit, start, most)
 def test_a_failed_run_says_why(benchmark):
     args = argparse.Namespace(nproc_per_node=1, warm_up=1, steps=1, set=["HIDDEN_SIZE=7"], synthetic=True)
     with pytest.raises(benchmark.Failed, match=r"train\.py: error: MODEL = 'vit_base_patch16_224' cannot be built"):
-        benchmark.train(FOLDER / "config" / "config_fp32.py", args, None)
+        benchmark.train(benchmark.Mode("fp32", FOLDER / "config" / "config_fp32.py", []), args, None)

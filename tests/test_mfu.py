@@ -29,8 +29,4 @@ def test_peaks():
     assert peak_flops("NVIDIA A10G", torch.float16) == 125e12
     assert peak_flops("", torch.float32) is None
     assert peak_flops("NVIDIA A100-SXM4-80GB", torch.float32) == 19.5e12
-    torch.backends.cuda.matmul.allow_tf32 = True
-    try:
-        assert peak_flops("NVIDIA A100-SXM4-80GB", torch.float32) == 156e12
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = False
+    assert peak_flops("NVIDIA A100-SXM4-80GB", torch.float32, tf32=True) == 156e12

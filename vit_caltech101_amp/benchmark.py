@@ -1,14 +1,16 @@
 """Measure every mode of mixed precision on this machine: memory, speed, loss.
 
     python benchmark.py [--configs ./config/*.py] [--nproc_per_node 1] [--steps 20] [--warm-up 5] [--synthetic]
-                        [--batch-size N] [--find-batch-size] [--set KEY=VALUE ...] [--output DIRECTORY]
+                        [--batch-size N] [--find-batch-size] [--compile] [--tf32] [--set KEY=VALUE ...]
+                        [--output DIRECTORY]
 
 Each config is trained by `train.py` in processes of its own, so that no mode sees another's memory. The first steps are
 not counted; it/s and images/s are those of the median step after them, on all processes together. Memory is the peak of
 one process: allocated and reserved by torch on a GPU, resident (RSS) on a CPU, Python and libraries included. A mode
 that fails is a row with its reason. With --find-batch-size, each mode runs with the largest BATCH_SIZE that fits,
 doubled from the config's (or --batch-size) until memory is exhausted or --max-batch-size is reached, then halved in
-between.
+between. --compile adds a row for each mode with torch.compile, --tf32 one for fp32 with TensorFloat-32; the rows are
+compared with config_fp32 as it is, eager and in strict fp32.
 
 Writes amp.md (the table), amp.csv, amp.json, amp.png, log.txt and provenance.json, by default to
 results/caltech101_amp_<gpu or cpu>.
@@ -25,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import colossal_vit  # noqa: F401 silences the import of Colossal-AI
 import torch
@@ -49,6 +51,7 @@ COLUMNS = {
     "images_per_s": "images/s",
     "relative_memory": "memory, to fp32's",
     "relative_throughput": "images/s, to fp32's",
+    "data_share": "waiting for data",
     "loss": "final loss",
     "mfu": "MFU",
 }
@@ -59,9 +62,18 @@ FORMATS = {
     "images_per_s": "{:.1f}",
     "relative_memory": "{:+.1%}",
     "relative_throughput": "{:+.1%}",
+    "data_share": "{:.1%}",
     "loss": "{:.4f}",
     "mfu": "{:.1%}",
 }
+
+
+class Mode(NamedTuple):
+    """A row of the table: its name, the config file, and what is changed in it."""
+
+    name: str
+    config: Path
+    overrides: list[str]
 
 
 class Failed(Exception):
@@ -82,23 +94,37 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, help="instead of the configs' BATCH_SIZE")
     parser.add_argument("--find-batch-size", action="store_true", help="the largest that fits, for each mode")
     parser.add_argument("--max-batch-size", type=int, default=4096, help="where the search ends (default %(default)s)")
+    parser.add_argument("--compile", action="store_true", help="each mode with torch.compile too")
+    parser.add_argument("--tf32", action="store_true", help="fp32 with TensorFloat-32 too")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for train.py")
     parser.add_argument("--output", type=Path, default=results, help="default %(default)s")
     args = parser.parse_args()
     for name in ("nproc_per_node", "steps", "batch_size", "max_batch_size"):
         if (value := getattr(args, name)) is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} {value}: must be at least 1")
+    if args.tf32 and device == "cpu":
+        parser.error("--tf32 needs a GPU of NVIDIA's")
     return args
 
 
-def overrides(args: argparse.Namespace, batch_size: int | None) -> list[str]:
-    """What to add to the configs."""
+def modes(args: argparse.Namespace) -> list[Mode]:
+    """The rows of the table, without `args.set`."""
+    rows = [Mode(config.stem, config, []) for config in args.configs]
+    if args.tf32:
+        rows += [Mode(f"{row.name}, TF32", row.config, ["TF32=True"]) for row in rows if row.name == "config_fp32"]
+    if args.compile:
+        rows += [Mode(f"{row.name}, compiled", row.config, [*row.overrides, "COMPILE=True"]) for row in rows]
+    return rows
+
+
+def overrides(mode: Mode, args: argparse.Namespace, batch_size: int | None) -> list[str]:
+    """What to change in the mode's config."""
     more = [f"BATCH_SIZE={batch_size}"] if batch_size else []
-    return [*args.set, *more, *(["SYNTHETIC=True"] if args.synthetic else [])]
+    return [*mode.overrides, *args.set, *more, *(["SYNTHETIC=True"] if args.synthetic else [])]
 
 
-def train(config: Path, args: argparse.Namespace, batch_size: int | None) -> tuple[list[dict], list[dict], str]:
-    """Train one config; returns the records of steps and evaluations, and the log.
+def train(mode: Mode, args: argparse.Namespace, batch_size: int | None) -> tuple[list[dict], list[dict], str]:
+    """Train in one mode; returns the records of steps and evaluations, and the log.
 
     Raises:
         Failed: with the reason.
@@ -107,8 +133,8 @@ def train(config: Path, args: argparse.Namespace, batch_size: int | None) -> tup
     if args.nproc_per_node > 1:
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.nproc_per_node}"]
         command = [sys.executable, *torchrun, "train.py"]
-    command += ["--config", str(config.resolve()), "--max-steps", str(args.warm_up + args.steps)]
-    for override in overrides(args, batch_size):
+    command += ["--config", str(mode.config.resolve()), "--max-steps", str(args.warm_up + args.steps)]
+    for override in overrides(mode, args, batch_size):
         command += ["--set", override]
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch) / "run"
@@ -123,13 +149,13 @@ def train(config: Path, args: argparse.Namespace, batch_size: int | None) -> tup
         return (*read_metrics(output), said)
 
 
-def measure(config: Path, args: argparse.Namespace, batch_size: int | None) -> dict[str, Any]:
-    """Train one config, and sum up its steps.
+def measure(mode: Mode, args: argparse.Namespace, batch_size: int | None) -> dict[str, Any]:
+    """Train in one mode, and sum up its steps.
 
     Raises:
         Failed: with the reason.
     """
-    steps, _, _ = train(config, args, batch_size)
+    steps, _, _ = train(mode, args, batch_size)
     counted = steps[args.warm_up :]
     if not counted:
         raise Failed(f"only {len(steps)} steps an epoch: lower BATCH_SIZE, --warm-up or raise NUM_EPOCHS")
@@ -145,7 +171,7 @@ def measure(config: Path, args: argparse.Namespace, batch_size: int | None) -> d
     }
 
 
-def find_batch_size(config: Path, args: argparse.Namespace, start: int) -> int:
+def find_batch_size(mode: Mode, args: argparse.Namespace, start: int) -> int:
     """The largest batch of a process that fits, to an eighth of it.
 
     Raises:
@@ -155,7 +181,7 @@ def find_batch_size(config: Path, args: argparse.Namespace, start: int) -> int:
     def fits(batch_size: int) -> bool:
         try:
             short = argparse.Namespace(**{**vars(args), "steps": 1, "warm_up": 1})
-            train(config, short, batch_size)
+            train(mode, short, batch_size)
         except Failed as error:
             if str(error) != "out of memory":
                 raise
@@ -175,11 +201,12 @@ def find_batch_size(config: Path, args: argparse.Namespace, start: int) -> int:
     return good
 
 
-def describe(config: Path, args: argparse.Namespace) -> tuple[configs.Config, str, float | None]:
+def describe(mode: Mode, args: argparse.Namespace) -> tuple[configs.Config, str, float | None]:
     """The resolved config, what its mode runs as, and the FLOPs of an image over a device's peak, if that is known."""
-    resolved = configs.load(config, overrides(args, args.batch_size), REQUIRED, {"SEED": 1024, **DEFAULTS})
+    changed = overrides(mode, args, args.batch_size)
+    resolved = configs.load(mode.config, changed, REQUIRED, {"SEED": 1024, **DEFAULTS})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    peak = peak_of(device, precision.compute_dtype(resolved.fp16, device))
+    peak = peak_of(device, precision.compute_dtype(resolved.fp16, device), resolved.get("TF32", False))
     with torch.device("meta"):
         flops = training_flops(build_timm_vit(resolved), resolved.IMG_SIZE)
     return resolved, precision.describe(resolved.fp16, device), peak and flops / peak
@@ -219,15 +246,15 @@ def main() -> int:
     args = parse()
     origin = provenance(shlex.join(["python", *sys.argv]), changes_allowed=True)
     log, rows = [], []
-    for config in args.configs:
-        row: dict[str, Any] = {"config": config.stem, "mode": ""}
+    for mode in modes(args):
+        row: dict[str, Any] = {"config": mode.name, "mode": ""}
         try:
-            resolved, row["mode"], flops_share = describe(config, args)
+            resolved, row["mode"], flops_share = describe(mode, args)
             batch_size = args.batch_size
             if args.find_batch_size:
-                batch_size = find_batch_size(config, args, resolved.BATCH_SIZE)
+                batch_size = find_batch_size(mode, args, resolved.BATCH_SIZE)
             row["BATCH_SIZE"] = batch_size or resolved.BATCH_SIZE
-            row |= measure(config, args, batch_size)
+            row |= measure(mode, args, batch_size)
             row["mfu"] = flops_share and row["images_per_s"] / args.nproc_per_node * flops_share
         except (UserError, Failed) as error:
             row["failed"] = str(error)
@@ -246,7 +273,7 @@ def main() -> int:
     settings |= {"memory": "allocated by torch" if torch.cuda.is_available() else "resident (RSS)", "set": args.set}
     write_benchmark(args.output, "amp", lines, {**settings, "rows": rows}, origin, "\n".join(log) + "\n")
     with open(args.output / "amp.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, ["config", *COLUMNS, "data_share", "failed"])
+        writer = csv.DictWriter(file, ["config", *COLUMNS, "failed"])
         writer.writeheader()
         writer.writerows(rows)
     draw(rows, args.output / "amp.png")

@@ -1,0 +1,167 @@
+"""What our engine, trainer and hooks add to a step of plain PyTorch: the same timm ViT, optimizer, autocast, clipping.
+
+    python scripts/bench_engine.py [--runs N] [--steps N] [--output DIR] [--set KEY=VALUE ...]
+
+About 8 minutes on 2 CPU cores. In fp32 and under autocast to bf16, a bare loop and `Trainer.fit` with the hooks of the
+train scripts (metrics.jsonl, TensorBoard, learning rate) take turns step by step in one process, on the same batches
+from the same weights; their losses must agree before they are timed. The overhead of a run is the time of our steps
+over that of the bare ones, minus 1. `--set` changes vit_caltech101_amp/config/config_fp32.py, whose BATCH_SIZE is 4 on
+a CPU here.
+
+Writes engine.md (the table), engine.json (every run), log.txt and provenance.json. Exit code 0 whatever the overheads
+are, 1 when the two sides do not agree.
+"""
+
+import argparse
+import copy
+import multiprocessing
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from colossal_vit import launch
+from colossal_vit.data import SyntheticBatches
+from colossal_vit.engine import initialize
+from colossal_vit.hooks import standard_hooks
+from colossal_vit.models import build_timm_vit
+from colossal_vit.optim import build_optimizer
+from colossal_vit.report import provenance, read_metrics, write_benchmark
+from colossalai.accelerator import get_accelerator
+from colossalai.legacy.trainer import Trainer
+from colossalai.nn.lr_scheduler import LinearWarmupLR
+from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "vit_caltech101_amp"))
+
+from train import DEFAULTS, REQUIRED  # noqa: E402
+
+CONFIG = ROOT / "vit_caltech101_amp/config/config_fp32.py"
+MODES = {"fp32": [], "autocast to bf16": ["fp16.mode=AMP_TYPE.TORCH", "fp16.dtype='bf16'"]}
+SIDES = ("bare_s", "ours_s")
+CHECKED_STEPS, TOLERANCE = 3, 1e-4  # relative; these steps are the warm-up too
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Turns:
+    """A data loader that has the bare loop make a step with each batch before the trainer gets it.
+
+    Attributes:
+        bare, ours: seconds of each step so far; ours last from the batch to the wish for the next one.
+        losses: of the bare loop.
+    """
+
+    def __init__(self, step: Callable[[Batch], Tensor], batches: SyntheticBatches):
+        self.step, self.batches = step, batches
+        self.bare, self.ours, self.losses = [], [], []
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        synchronize = get_accelerator().synchronize
+        for batch in self.batches:
+            started = time.perf_counter()
+            self.losses.append(self.step(batch).detach())
+            synchronize()
+            self.bare.append(time.perf_counter() - started)
+            started = time.perf_counter()
+            yield batch
+            synchronize()
+            self.ours.append(time.perf_counter() - started)
+
+
+def bare_step(model: nn.Module, autocast: bool, config, device: torch.device) -> Callable[[Batch], Tensor]:
+    """An optimizer step as a plain PyTorch script has it."""
+    criterion = nn.CrossEntropyLoss()
+    optimizer = build_optimizer(config, model.parameters())
+    scheduler = LinearWarmupLR(optimizer, total_steps=1000, warmup_steps=100)
+
+    def step(batch: Batch) -> Tensor:
+        images, labels = batch
+        optimizer.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16) if autocast else nullcontext():
+            loss = criterion(model(images), labels)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad_norm)
+        optimizer.step()
+        scheduler.step()
+        return loss
+
+    return step
+
+
+def measure(args: argparse.Namespace, output: Path, settings: list[str]) -> list[dict[str, float]]:
+    """Times of every run in one mode, in a process of its own."""
+    fixed = ["DROP_RATE=0.0"]  # both sides would draw from one stream of random numbers
+    if not torch.cuda.is_available():
+        fixed.append("BATCH_SIZE=4")
+    flags = [part for text in [*fixed, *settings, *args.set] for part in ("--set", text)]
+    sys.argv = [sys.argv[0], "--config", str(CONFIG), "--output", str(output), *flags]
+    run = launch.start(None, REQUIRED, DEFAULTS)
+    config = run.config
+    model = build_timm_vit(config).to(run.device)
+    step = bare_step(copy.deepcopy(model), bool(config.fp16), config, run.device)
+    optimizer = build_optimizer(config, model.parameters())
+    scheduler = LinearWarmupLR(optimizer, total_steps=1000, warmup_steps=100)
+    shape = (config.BATCH_SIZE, 3, config.IMG_SIZE, config.IMG_SIZE)
+
+    turns = Turns(step, SyntheticBatches(args.steps, shape, config.NUM_CLASSES, run.device, config.SEED))
+    engine, loader, _, scheduler = initialize(model, optimizer, nn.CrossEntropyLoss(), turns, None, scheduler)
+    trainer = Trainer(engine, logger=run.log)
+    trainer.fit(loader, epochs=args.runs + 1, hooks=standard_hooks(run, loader, scheduler), display_progress=False)
+    for bare, ours in zip(turns.losses[:CHECKED_STEPS], read_metrics(output)[0], strict=False):
+        if abs(ours["loss"] / bare.item() - 1) > TOLERANCE:
+            raise SystemExit(f"the losses differ: {bare.item()} in the bare loop, {ours['loss']} in ours")
+    runs = []
+    for number in range(1, args.runs + 1):  # the first epoch is the warm-up
+        part = slice(number * args.steps, (number + 1) * args.steps)
+        bare, ours = (sum(times[part]) / args.steps for times in (turns.bare, turns.ours))
+        runs.append({"bare_s": bare, "ours_s": ours, "overhead": ours / bare - 1})
+    return runs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=7, help="paired runs (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=6, help="of a side in a run (default %(default)s)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for train.py")
+    device = "gpu" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--output", type=Path, default=ROOT / f"results/engine_overhead/{device}")
+    args = parser.parse_args()
+    try:
+        origin = provenance(shlex.join(["python", "scripts/bench_engine.py", *sys.argv[1:]]))
+    except RuntimeError as error:
+        sys.exit(f"bench_engine.py: error: {error}")
+
+    results, log = {}, []
+    table = ["| precision | bare PyTorch, s a step | ours, s a step | overhead: median | min | max |"]
+    table.append("| --- |" + " ---: |" * 5)
+    for name, settings in MODES.items():
+        with (
+            tempfile.TemporaryDirectory() as scratch,
+            ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process,
+        ):
+            results[name] = process.submit(measure, args, Path(scratch) / "run", settings).result()
+        for run in results[name]:
+            log.append(f"{name}: {run}")
+            print(log[-1], flush=True)
+        seconds = " | ".join(f"{statistics.median(run[side] for run in results[name]):.4f}" for side in SIDES)
+        overheads = [run["overhead"] for run in results[name]]
+        spread = (statistics.median(overheads), min(overheads), max(overheads))
+        table.append(f"| {name} | {seconds} | {' | '.join(f'{value:+.2%}' for value in spread)} |")
+    print("\n".join(table))
+    details = {"config": CONFIG.name, "set": args.set, "steps": args.steps, "runs": results}
+    write_benchmark(args.output, "engine", table, details, origin, "\n".join(log) + "\n")
+
+
+if __name__ == "__main__":
+    main()
