@@ -35,6 +35,7 @@ from colossal_vit.optim import build_optimizer
 from colossal_vit.report import provenance, read_metrics, write_benchmark
 from colossalai.accelerator import get_accelerator
 from colossalai.legacy.trainer import Trainer
+from colossalai.legacy.trainer.hooks import BaseHook
 from colossalai.nn.lr_scheduler import LinearWarmupLR
 from torch import Tensor, nn
 
@@ -51,15 +52,17 @@ CHECKED_STEPS, TOLERANCE = 3, 1e-4  # relative; these steps are the warm-up too
 Batch = tuple[Tensor, Tensor]
 
 
-class Turns:
-    """A data loader that has the bare loop make a step with each batch before the trainer gets it.
+class Turns(BaseHook):
+    """A data loader that has the bare loop make a step with each batch before the trainer gets it; as the trainer's
+    last hook it notes when the trainer is done with it.
 
     Attributes:
-        bare, ours: seconds of each step so far; ours last from the batch to the wish for the next one.
+        bare, ours: seconds of each step so far.
         losses: of the bare loop.
     """
 
     def __init__(self, step: Callable[[Batch], Tensor], batches: SyntheticBatches):
+        super().__init__(priority=10)
         self.step, self.batches = step, batches
         self.bare, self.ours, self.losses = [], [], []
 
@@ -73,10 +76,12 @@ class Turns:
             self.losses.append(self.step(batch).detach())
             synchronize()
             self.bare.append(time.perf_counter() - started)
-            started = time.perf_counter()
+            self.started = time.perf_counter()
             yield batch
-            synchronize()
-            self.ours.append(time.perf_counter() - started)
+
+    def after_train_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
+        get_accelerator().synchronize()
+        self.ours.append(time.perf_counter() - self.started)
 
 
 def bare_step(model: nn.Module, autocast: bool, config, device: torch.device) -> Callable[[Batch], Tensor]:
@@ -117,10 +122,12 @@ def measure(args: argparse.Namespace, output: Path, settings: list[str]) -> list
     turns = Turns(step, SyntheticBatches(args.steps, shape, config.NUM_CLASSES, run.device, config.SEED))
     engine, loader, _, scheduler = initialize(model, optimizer, nn.CrossEntropyLoss(), turns, None, scheduler)
     trainer = Trainer(engine, logger=run.log)
-    trainer.fit(loader, epochs=args.runs + 1, hooks=standard_hooks(run, loader, scheduler), display_progress=False)
+    hooks = [*standard_hooks(run, loader, scheduler), turns]
+    trainer.fit(loader, epochs=args.runs + 1, hooks=hooks, display_progress=False)
     for bare, ours in zip(turns.losses[:CHECKED_STEPS], read_metrics(output)[0], strict=False):
         if abs(ours["loss"] / bare.item() - 1) > TOLERANCE:
             raise SystemExit(f"the losses differ: {bare.item()} in the bare loop, {ours['loss']} in ours")
+    assert len(turns.ours) == len(turns.bare) == (args.runs + 1) * args.steps
     runs = []
     for number in range(1, args.runs + 1):  # the first epoch is the warm-up
         part = slice(number * args.steps, (number + 1) * args.steps)
