@@ -53,8 +53,8 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Turns(BaseHook):
-    """A data loader that has the bare loop make a step with each batch before the trainer gets it; as the trainer's
-    last hook it notes when the trainer is done with it.
+    """A data loader that has the bare loop make a step with each batch, before or after the trainer, in turns; as the
+    trainer's last hook it notes when the trainer is done.
 
     Attributes:
         bare, ours: seconds of each step so far.
@@ -69,19 +69,24 @@ class Turns(BaseHook):
     def __len__(self) -> int:
         return len(self.batches)
 
+    def _bare_step(self, batch: Batch) -> None:
+        started = time.perf_counter()
+        self.losses.append(self.step(batch).detach())
+        get_accelerator().synchronize()
+        self.bare.append(time.perf_counter() - started)
+
     def __iter__(self) -> Iterator[Batch]:
-        synchronize = get_accelerator().synchronize
-        for batch in self.batches:
-            started = time.perf_counter()
-            self.losses.append(self.step(batch).detach())
-            synchronize()
-            self.bare.append(time.perf_counter() - started)
+        for self.batch in self.batches:
+            if len(self.ours) % 2:
+                self._bare_step(self.batch)
             self.started = time.perf_counter()
-            yield batch
+            yield self.batch
 
     def after_train_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
         get_accelerator().synchronize()
         self.ours.append(time.perf_counter() - self.started)
+        if len(self.ours) % 2:
+            self._bare_step(self.batch)
 
 
 def bare_step(model: nn.Module, autocast: bool, config, device: torch.device) -> Callable[[Batch], Tensor]:
