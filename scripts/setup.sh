@@ -19,5 +19,6 @@ if [ ! -x .venv/bin/uv ]; then
     .venv/bin/python -m pip install --quiet --disable-pip-version-check 'uv>=0.8'
 fi
 echo "setup: installing into $root/.venv"
-.venv/bin/uv sync --frozen --inexact --quiet --python .venv/bin/python
+# Byte-compiled here, once: else every process of every run does it where Python may not write its own cache.
+.venv/bin/uv sync --frozen --inexact --quiet --compile-bytecode --python .venv/bin/python
 source .venv/bin/activate
