@@ -1,4 +1,4 @@
-"""The two ways a run ends early on purpose. Every other exception is a bug and keeps its traceback."""
+"""The ways a run ends early on purpose. Every other exception is a bug and keeps its traceback."""
 
 
 class UserError(Exception):
@@ -25,3 +25,12 @@ class TrainingError(Exception):
     """
 
     exit_code = 1
+
+
+class Preempted(Exception):
+    """The scheduler or the user has told the run to stop, and it stopped between two optimizer steps.
+
+    Ends every rank with one line on stderr and the exit code that sysexits.h calls a temporary failure: try again.
+    """
+
+    exit_code = 75

@@ -3,6 +3,7 @@
 import json
 import re
 import resource
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from colossal_vit.config import Layout
 from colossal_vit.data import IGNORED
 from colossal_vit.engine import MicroBatches
-from colossal_vit.errors import TrainingError
+from colossal_vit.errors import Preempted, TrainingError
 from colossal_vit.launch import Run
 from colossal_vit.ranks import RankLogger
 from colossal_vit.report import draw
@@ -306,9 +307,62 @@ class DebugNanHook(BaseHook):
                     tensor.register_hook(partial(self._check, "the gradient at the output of", module))
 
 
+class PreemptionHook(BaseHook):
+    """Ends the run between two optimizer steps, the same on every rank, when any rank gets SIGUSR1 or SIGTERM.
+
+    SLURM sends them ahead of a time limit, a preemption, a cancellation. The ranks tell each other in the background:
+    what one hears during a step, all know one step later. A second signal has its usual effect.
+    """
+
+    SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+
+    def __init__(self, priority: int = 9):  # the last, so that the step is on record
+        super().__init__(priority)
+        self.heard = 0
+        self.asked: tuple[Tensor, dist.Work] | None = None
+
+    def _hear(self, number: int, frame: Any) -> None:
+        self.heard = number
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self.usual.items():
+            signal.signal(number, handler)
+
+    def before_train(self, trainer: Trainer) -> None:
+        self.usual = {number: signal.signal(number, self._hear) for number in self.SIGNALS}
+
+    def _answer(self) -> int:
+        """What any rank had heard when all were asked last."""
+        if self.asked is None:
+            return 0
+        number, work = self.asked
+        self.asked = None
+        work.wait()
+        return int(number)
+
+    def after_train_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
+        if not trainer.engine.finished_step:
+            return
+        heard = self._answer() if gpc.get_world_size(ParallelMode.GLOBAL) > 1 else self.heard
+        if heard:
+            raise Preempted(
+                f"stopped by {signal.Signals(heard).name} after step {trainer.engine.num_steps}; exit code "
+                f"{Preempted.exit_code} says: start it again"
+            )
+        if gpc.get_world_size(ParallelMode.GLOBAL) > 1:
+            number = torch.tensor(self.heard)
+            group = gpc.get_cpu_group(ParallelMode.GLOBAL)
+            self.asked = number, dist.all_reduce(number, dist.ReduceOp.MAX, group=group, async_op=True)
+
+    def after_train(self, trainer: Trainer) -> None:
+        self._answer()
+        self._restore()
+
+
 def standard_hooks(run: Run, train_dataloader: MicroBatches, lr_scheduler: Any) -> list[BaseHook]:
     """What every train script gives its trainer: first the `MetricsHook`, then what the command line asked for."""
-    hooks = [MetricsHook(run.output, train_dataloader, run.log), LRSchedulerHook(lr_scheduler)]
+    hooks = [MetricsHook(run.output, train_dataloader, run.log), LRSchedulerHook(lr_scheduler), PreemptionHook()]
     if run.profile:
         hooks.append(ProfileHook(run.output, train_dataloader, run.log))
     if run.debug_nan:

@@ -4,6 +4,7 @@ Every train script is `launch.run(main)`, and `main` begins with `launch.start(.
 """
 
 import argparse
+import errno
 import functools
 import os
 import socket
@@ -22,17 +23,25 @@ import torch
 import torch.distributed as dist
 from colossal_vit import config as configs
 from colossal_vit import dry_run, host, patches, precision
-from colossal_vit.errors import TrainingError, UserError
+from colossal_vit.errors import Preempted, TrainingError, UserError
 from colossal_vit.peers import Peers
 from colossal_vit.ranks import RankLogger, together
-from colossal_vit.rendezvous import LAUNCHERS, Rendezvous, find_rendezvous, own_place, stranger_at
+from colossal_vit.rendezvous import (
+    LAUNCHERS,
+    Rendezvous,
+    find_rendezvous,
+    interface_towards,
+    meet,
+    own_place,
+    stranger_at,
+)
 from colossalai.accelerator import get_accelerator
 from colossalai.context import Config
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.context.random import add_seed, reset_seeds, set_mode
 from colossalai.legacy.core import global_context as gpc
 
-GROUP_TIMEOUT = 300.0  # seconds that a rank waits for another one before it gives up
+DEFAULT_TIMEOUT = 300.0  # seconds that a rank waits for another one before it gives up
 STRANGER_GRACE = 6.0  # seconds after which a rank that cannot join looks who it is talking to
 PEER_GRACE = 5.0  # seconds that a rank which lost a connection waits to be told who died
 
@@ -72,6 +81,13 @@ def get_parser(description: str | None = None) -> argparse.ArgumentParser:
         default=[],
         metavar="KEY=VALUE",
         help="override a value of the config with a Python literal; repeatable, nested keys with dots",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=DEFAULT_TIMEOUT,
+        metavar="SECONDS",
+        help="how long a rank waits for another one, at the start and later (default %(default)g)",
     )
     parser.add_argument("--output", type=Path, help="run directory (default runs/<example>/<config name>)")
     parser.add_argument("--max-steps", type=int, metavar="N", help="stop after N optimizer steps")
@@ -126,12 +142,18 @@ def _backend(args: argparse.Namespace, meeting: Rendezvous) -> str:
         raise UserError(f"--backend {backend}: must be nccl (with CUDA) or gloo")
     if backend == "nccl" and not available:
         raise UserError("--backend nccl needs CUDA, which this machine lacks: leave the flag out or use gloo")
-    if available and meeting.local_rank >= torch.cuda.device_count():
+    if available and _device_number(meeting) >= torch.cuda.device_count():
         raise UserError(
             f"rank {meeting.rank} would be process {meeting.local_rank + 1} on this machine, which has "
             f"{torch.cuda.device_count()} GPU(s): start one process a GPU"
         )
     return backend
+
+
+def _device_number(meeting: Rendezvous) -> int:
+    """Which of the GPUs that this process sees is its own."""
+    bound = meeting.launcher in ("slurm", "openmpi") and torch.cuda.device_count() == 1
+    return 0 if bound else meeting.local_rank  # a launcher may show each process its own GPU only
 
 
 def _end_at_strangers(meeting: Rendezvous, joined: threading.Event) -> None:
@@ -143,41 +165,50 @@ def _end_at_strangers(meeting: Rendezvous, joined: threading.Event) -> None:
             os._exit(error.exit_code)
 
 
-def _launch(config: Config, meeting: Rendezvous, backend: str) -> None:
-    """Have Colossal-AI join the process groups, with the launch function that fits the launcher."""
-    common = {"config": config, "backend": backend, "seed": config.SEED, "verbose": False}
-    where = {"host": meeting.host, "port": meeting.port}
+def _join(meeting: Rendezvous, timeout: float) -> dist.Store:
+    """Meet the other ranks.
+
+    Raises:
+        UserError: if they are not all there in time, or not as they should be.
+    """
+    place = f"{meeting.host}:{meeting.port}"
+    if (interface := interface_towards(meeting.host)) is not None:
+        for library in ("GLOO", "NCCL"):  # which else take the first interface, or what the machine's name means
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
     joined = threading.Event()
     if meeting.rank > 0 and meeting.launcher != "torch":  # torchrun itself keeps the store of its workers
         threading.Thread(target=_end_at_strangers, args=(meeting, joined), daemon=True).start()
     try:
-        with patches.group_timeout(GROUP_TIMEOUT):
-            if meeting.launcher == "torch":
-                os.environ.update(MASTER_ADDR=meeting.host, MASTER_PORT=str(meeting.port))
-                colossalai.launch_from_torch(**common)
-            elif meeting.launcher == "slurm":
-                colossalai.launch_from_slurm(**common, **where)
-            elif meeting.launcher == "openmpi":
-                colossalai.launch_from_openmpi(**common, **where)
-            else:
-                colossalai.launch(
-                    **common,
-                    **where,
-                    rank=meeting.rank,
-                    world_size=meeting.world_size,
-                    local_rank=meeting.local_rank,
-                )
-        joined.set()
+        return meet(meeting, timeout)
     except dist.DistNetworkError as error:
-        reason = "the port is already in use" if "EADDRINUSE" in str(error) else str(error).splitlines()[0]
-        raise UserError(
-            f"rank {meeting.rank} cannot meet the others at {meeting.host}:{meeting.port}: {reason}"
-        ) from None
+        reason = str(error).splitlines()[0]
     except dist.DistStoreError as error:
-        raise UserError(
-            f"rank {meeting.rank} of {meeting.world_size} waited {GROUP_TIMEOUT:.0f} s for the others at "
-            f"{meeting.host}:{meeting.port}: {str(error).splitlines()[0]}"
-        ) from None
+        reason = f"{str(error).splitlines()[0]} (--timeout {timeout:g})"
+    except OSError as error:
+        reason = "the port is already in use" if error.errno == errno.EADDRINUSE else error.strerror
+    finally:
+        joined.set()
+    raise UserError(
+        f"rank {meeting.rank} of {meeting.world_size} cannot meet the others at {place}: {reason}", own=True
+    )
+
+
+def _launch(config: Config, meeting: Rendezvous, backend: str, store: dist.Store, timeout: float) -> None:
+    """Have Colossal-AI make the process groups, with the launch function that fits the launcher."""
+    common = {"config": config, "backend": backend, "seed": config.SEED, "verbose": False}
+    where = {"host": meeting.host, "port": meeting.port}
+    with patches.groups(store, timeout):
+        if meeting.launcher == "torch":
+            os.environ.update(MASTER_ADDR=meeting.host, MASTER_PORT=str(meeting.port))
+            colossalai.launch_from_torch(**common)
+        elif meeting.launcher == "slurm":
+            os.environ.setdefault("SLURM_NPROCS", os.environ["SLURM_NTASKS"])
+            colossalai.launch_from_slurm(**common, **where)
+        elif meeting.launcher == "openmpi":
+            colossalai.launch_from_openmpi(**common, **where)
+        else:
+            place = dict(rank=meeting.rank, world_size=meeting.world_size, local_rank=meeting.local_rank)
+            colossalai.launch(**common, **where, **place)
 
 
 def _seed(seed: int) -> None:
@@ -246,6 +277,8 @@ def start(
         )
     if args.max_steps is not None and args.max_steps < 1:
         raise UserError(f"--max-steps {args.max_steps}: must be at least 1")
+    if not args.timeout > 0:
+        raise UserError(f"--timeout {args.timeout:g}: must be a number of seconds above 0")
     overrides = [*args.set, "COMPILE=True"] if args.compile else args.set
     config = configs.load(args.config, overrides, required, {"SEED": 1024, **(defaults or {})})
     if args.debug_nan and config.get("COMPILE"):
@@ -263,21 +296,24 @@ def start(
     if args.dry_run:
         config.pop("COMPILE", None)  # does not change what is held and sent
         with dry_run.no_peers():
-            _launch(config, meeting, backend)
+            _launch(config, meeting, backend, dist.HashStore(), args.timeout)
         _seed(config.SEED)
         device = get_accelerator().get_current_device()
         dry_run.no_tensors(device)
         return Run(config, layout, output, 1, device, RankLogger(0), dry_run=True)
-    _launch(config, meeting, backend)
+    _launch(config, meeting, backend, _join(meeting, args.timeout), args.timeout)
     global _peers
     _peers = Peers(meeting.rank, meeting.world_size, meeting.host)
     _seed(config.SEED)
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", _device_number(meeting))
+        torch.cuda.set_device(device)  # under srun and mpirun Colossal-AI takes the rank modulo the number of GPUs
 
     log = RankLogger(meeting.rank)
     log.info(
         f"rank {meeting.rank} of {meeting.world_size} on {socket.gethostname()} ({device}, {backend}), started by "
-        f"{meeting.launcher}, meeting at {meeting.host}:{meeting.port}",
+        f"{meeting.found}, meeting at {meeting.host}:{meeting.port}",
         ranks=None,
     )
     global_batch = config.BATCH_SIZE * config.gradient_accumulation * layout.data
@@ -298,7 +334,7 @@ def start(
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _may_speak(error: UserError | TrainingError) -> bool:
+def _may_speak(error: Exception) -> bool:
     """Whether this rank is the one that prints an error that others may have too.
 
     Once the ranks have met, the first to ask their common store is. Before, rank 0 is; another rank waits, and then
@@ -321,7 +357,7 @@ def _may_speak(error: UserError | TrainingError) -> bool:
         return False
 
 
-def _print(error: UserError | TrainingError) -> None:
+def _print(error: Exception) -> None:
     print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
 
 
@@ -331,9 +367,10 @@ def _lost_connection(error: BaseException) -> bool:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Call `main` and end the process: exit code 0, 2 for a user's mistake, 1 for anything else.
+    """Call `main` and end the process: exit code 0, 2 for a user's mistake, 75 when told to stop, 1 for anything else.
 
-    A `UserError` or `TrainingError` becomes one line on stderr, printed by one rank. When one rank ends early, all do.
+    A `UserError`, `TrainingError` or `Preempted` becomes one line on stderr, printed by one rank. When one rank ends
+    early, all do.
     """
     if "--dry-run" in sys.argv[1:]:
         main = functools.partial(dry_run.report, main)
@@ -344,7 +381,7 @@ def run(main: Callable[[], None]) -> None:
             dist.barrier()
             _peers.leave()
             gpc.destroy()
-    except (UserError, TrainingError) as error:
+    except (UserError, TrainingError, Preempted) as error:
         code = error.exit_code
         if _peers is not None:
             _peers.leaving.set()  # another rank's goodbye must not cut the line off

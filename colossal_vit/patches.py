@@ -118,17 +118,21 @@ def set_pipeline_dtype(dtype: torch.dtype) -> None:
 
 
 @contextmanager
-def group_timeout(seconds: float) -> Iterator[None]:
-    """Give every process group made inside the block a timeout.
+def groups(store: dist.Store, seconds: float) -> Iterator[None]:
+    """Have the process groups made inside the block meet in `store`, each with a timeout.
 
-    Mends: upstream passes none, so a rank that waits for a dead one waits 10 minutes (NCCL) or 30 (gloo).
+    Mends: upstream passes no timeout, so a rank that waits for a dead one waits 10 minutes (NCCL) or 30 (gloo). And
+    the store that it has torch make listens at every address of the machine.
     """
-    names = ("init_process_group", "new_group")
-    originals = {name: getattr(dist, name) for name in names}
-    for name, original in originals.items():
-        setattr(dist, name, functools.partial(original, timeout=timedelta(seconds=seconds)))
+    init, new = dist.init_process_group, dist.new_group
+    timeout = timedelta(seconds=seconds)
+
+    def init_process_group(*args: Any, init_method: str | None = None, **options: Any) -> None:
+        init(*args, store=store, timeout=timeout, **options)
+
+    dist.init_process_group = init_process_group
+    dist.new_group = functools.partial(new, timeout=timeout)
     try:
         yield
     finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
+        dist.init_process_group, dist.new_group = init, new

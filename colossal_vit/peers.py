@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import torch.distributed as dist
+from colossal_vit.rendezvous import is_own, listen
 
 CONNECT_TIMEOUT = 30.0  # seconds
 END_TIMEOUT = 2.0  # seconds that rank 0 leaves each of the others to end
@@ -49,12 +50,10 @@ class Peers:
 
     def _accept(self, store: dist.Store, world_size: int, host: str) -> Callable[[], None] | None:
         """Rank 0: take the connections of the others; None where `host` is no address of this machine's."""
-        address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        try:
-            listener = socket.create_server(address[4][:2], family=address[0], backlog=world_size)
-        except OSError:
+        if not is_own(host):
             store.set("peers-port", "0")
             return None
+        listener = listen(host, 0)
         store.set("peers-port", str(listener.getsockname()[1]))
         listener.settimeout(CONNECT_TIMEOUT)
         names = {}

@@ -10,16 +10,27 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
+import psutil  # comes with Colossal-AI
 import torch
 import torch.distributed as dist
 from colossal_vit.errors import UserError
 
 DEFAULT_PORT = 29500
+DOCUMENTATION_ADDRESS = "192.0.2.1"  # RFC 5737: nobody's; the way to it is the way out of this machine
+SLURM_NO_STEP = 0xFFFFFFF0  # SLURM's step numbers from here on are shells and scripts, not what srun started
 
 
 @dataclass
 class Rendezvous:
-    """This process among the others: what the launcher told it."""
+    """This process among the others: what the launcher told it.
+
+    Attributes:
+        launcher: a key of `LAUNCHERS`.
+        rank, world_size: this process, and how many there are.
+        local_rank: this process among those of this machine.
+        host, port: where rank 0 listens.
+        found: the launcher, in words.
+    """
 
     launcher: str
     rank: int
@@ -27,6 +38,7 @@ class Rendezvous:
     world_size: int
     host: str
     port: int
+    found: str = "nobody"
 
 
 def _environ(*names: str) -> list[int]:
@@ -34,6 +46,12 @@ def _environ(*names: str) -> list[int]:
         return [int(os.environ[name]) for name in names]
     except (KeyError, ValueError):
         raise UserError(f"--launcher: the environment lacks a number in one of {', '.join(names)}", own=True) from None
+
+
+def _slurm_step() -> int | None:
+    """The number of the job step that srun started this process in; None where srun did not."""
+    step = os.environ.get("SLURM_STEP_ID", "")
+    return int(step) if step.isdigit() and int(step) < SLURM_NO_STEP else None
 
 
 def first_slurm_host(node_list: str) -> str:
@@ -47,31 +65,49 @@ def first_slurm_host(node_list: str) -> str:
 
 def _from_torch(args: argparse.Namespace) -> Rendezvous:
     rank, local_rank, world_size, port = _environ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
-    return Rendezvous("torch", rank, local_rank, world_size, os.environ.get("MASTER_ADDR", "localhost"), port)
+    where = " in a SLURM job" if "SLURM_JOB_ID" in os.environ else ""
+    host = os.environ.get("MASTER_ADDR", "localhost")
+    return Rendezvous("torch", rank, local_rank, world_size, host, port, f"torchrun{where}")
 
 
 def _from_slurm(args: argparse.Namespace) -> Rendezvous:
     rank, local_rank, world_size, job = _environ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_JOB_ID")
+    if world_size > 1 and "SLURM_PTY_PORT" in os.environ:
+        raise UserError(
+            f"this is the shell of an `srun --pty` of {world_size} tasks, only one of which runs it: leave the shell "
+            f"and type `srun --ntasks {world_size} bash ./scripts/train_slurm.sh`, or add --launcher none",
+            own=True,
+        )
     name = os.environ.get("HOST") or first_slurm_host(os.environ.get("SLURM_NODELIST", "localhost"))
-    return Rendezvous("slurm", rank, local_rank, world_size, name, 20000 + job % 20000)
+    return Rendezvous("slurm", rank, local_rank, world_size, name, 20000 + job % 20000, f"srun in job {job}")
 
 
 def _from_openmpi(args: argparse.Namespace) -> Rendezvous:
     rank, local_rank, world_size, local_size = _environ(
         *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE"))
     )
-    if local_size < world_size and not args.host:
-        raise UserError("--launcher openmpi on several nodes needs --host, the node of rank 0")
-    return Rendezvous("openmpi", rank, local_rank, world_size, "localhost", DEFAULT_PORT)
+    host = args.host or ("localhost" if local_size == world_size else os.environ.get("MASTER_ADDR"))
+    if not host and (nodes := os.environ.get("SLURM_NODELIST")):
+        host = first_slurm_host(nodes)  # mpirun starts rank 0 on the first node of the job
+    if not host:
+        raise UserError("mpirun on several nodes needs --host, the node of rank 0")
+    return Rendezvous("openmpi", rank, local_rank, world_size, host, DEFAULT_PORT, "mpirun")
 
 
 def _from_flags(args: argparse.Namespace) -> Rendezvous:
     given = {key: getattr(args, key) for key in ("rank", "world_size", "host", "port")}
     missing = [f"--{key}" for key, value in given.items() if value is None]
     if args.world_size in (None, 1) and args.rank in (None, 0):
+        tasks = os.environ.get("SLURM_NTASKS", "1")
+        if args.launcher == "auto" and "SLURM_JOB_ID" in os.environ and tasks != "1":
+            raise UserError(
+                f"this is a SLURM job of {tasks} tasks, but srun did not start this process: type `srun bash "
+                f"./scripts/train_slurm.sh`, or add --launcher none for a single process"
+            )
         with socket.socket() as free:
             free.bind(("localhost", 0))
-            return Rendezvous("none", 0, args.local_rank or 0, 1, "localhost", free.getsockname()[1])
+            port = free.getsockname()[1]
+        return Rendezvous("none", 0, args.local_rank or 0, 1, "localhost", port, "nobody, so this is the only process")
     if missing:
         raise UserError(f"starting processes by hand needs {' '.join(missing)} too", own=True)
     if not 0 <= args.rank < args.world_size:
@@ -80,15 +116,23 @@ def _from_flags(args: argparse.Namespace) -> Rendezvous:
             own=True,
         )
     local_rank = args.local_rank if args.local_rank is not None else args.rank % max(torch.cuda.device_count(), 1)
-    return Rendezvous("none", args.rank, local_rank, args.world_size, args.host, args.port)
+    return Rendezvous("none", args.rank, local_rank, args.world_size, args.host, args.port, "hand")
 
 
-LAUNCHERS: dict[str, tuple[str | None, Callable[[argparse.Namespace], Rendezvous]]] = {
-    # name: (environment variable that gives it away, reader)
-    "torch": ("LOCAL_RANK", _from_torch),
-    "slurm": ("SLURM_STEP_ID", _from_slurm),
-    "openmpi": ("OMPI_COMM_WORLD_RANK", _from_openmpi),
-    "none": (None, _from_flags),
+@dataclass(frozen=True)
+class Launcher:
+    """How to see that a launcher started this process, and how to read what it says."""
+
+    started: Callable[[], bool]
+    read: Callable[[argparse.Namespace], Rendezvous]
+
+
+# The innermost first: srun may start torchrun or mpirun's daemons, and mpirun may start torchrun, but not the reverse.
+LAUNCHERS = {
+    "torch": Launcher(lambda: "LOCAL_RANK" in os.environ, _from_torch),
+    "openmpi": Launcher(lambda: "OMPI_COMM_WORLD_RANK" in os.environ, _from_openmpi),
+    "slurm": Launcher(lambda: _slurm_step() is not None, _from_slurm),
+    "none": Launcher(lambda: True, _from_flags),
 }
 
 
@@ -100,8 +144,8 @@ def find_rendezvous(args: argparse.Namespace) -> Rendezvous:
     """
     name = args.launcher
     if name == "auto":
-        name = next(key for key, (sign, _) in LAUNCHERS.items() if sign is None or sign in os.environ)
-    meeting = LAUNCHERS[name][1](args)
+        name = next(key for key, launcher in LAUNCHERS.items() if launcher.started())
+    meeting = LAUNCHERS[name].read(args)
     meeting.host = args.host or meeting.host
     meeting.port = args.port or meeting.port
     if not 0 < meeting.port < 65536:
@@ -111,6 +155,101 @@ def find_rendezvous(args: argparse.Namespace) -> Rendezvous:
     except (OSError, UnicodeError) as error:
         raise UserError(f"--host {meeting.host}: {getattr(error, 'strerror', None) or error}") from None
     return meeting
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Meeting
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
+def is_own(host: str) -> bool:
+    """Whether `host` is an address of this machine's, not a router's, say, that leads to it."""
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind(address)
+        except OSError:
+            return False
+    return True
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens at `host` as the others see it, and at no other address where that can be told.
+
+    It cannot where `host` is no address of this machine's, nor where it is this machine's name and means 127.0.1.1 to
+    itself, as Debian has it, and something else to the others.
+
+    Raises:
+        OSError: if the port is in use.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    local = _is_loopback(host) or host == "localhost"
+    if is_own(host) and (local or not _is_loopback(address[0])):
+        return socket.create_server(address[:2], family=family, backlog=4096)
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    return socket.create_server(("", port), family=family, dualstack_ipv6=dual, backlog=4096)
+
+
+def interface_towards(host: str) -> str | None:
+    """The network interface of this machine that leads to `host`, such as `eth0`; None where none does."""
+    for target in (host, DOCUMENTATION_ADDRESS):
+        with suppress(OSError):
+            family, _, _, _, address = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(address)  # sends nothing
+                own = probe.getsockname()[0]
+            if _is_loopback(own) and not (_is_loopback(host) or host == "localhost"):
+                continue  # this machine's own name, see `listen`
+            for name, addresses in psutil.net_if_addrs().items():
+                if any(entry.address.split("%")[0] == own for entry in addresses):
+                    return name
+    return None
+
+
+def meet(meeting: Rendezvous, timeout: float) -> dist.Store:
+    """Wait until all ranks are there, and make sure that they mean the same world.
+
+    Args:
+        meeting: this process and the place.
+        timeout: seconds to wait.
+
+    Returns:
+        The store that the ranks share.
+
+    Raises:
+        UserError: if two ranks say different world sizes, or one rank is there twice.
+        torch.distributed.DistNetworkError, torch.distributed.DistStoreError: if not all come.
+        OSError: if the port is in use.
+    """
+    patience = timedelta(seconds=timeout)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun keeps a store for its workers
+    options = {"world_size": meeting.world_size, "timeout": patience}
+    if meeting.rank == 0 and not (meeting.launcher == "torch" and by_agent):
+        with listen(meeting.host, meeting.port) as listener:
+            options |= {"is_master": True, "master_listen_fd": listener.fileno()}
+            store = dist.TCPStore(meeting.host, meeting.port, **options)
+            listener.detach()  # the store closes it
+    else:
+        store = dist.TCPStore(meeting.host, meeting.port, is_master=False, **options)
+    store = dist.PrefixStore(f"attempt-{attempt}", store)
+    if store.add(f"rank-{meeting.rank}", 1) > 1:
+        raise UserError(f"rank {meeting.rank} is there twice: give each process a --rank of its own", own=True)
+    store.set(f"world-size-{meeting.rank}", str(meeting.world_size))
+    for other in range(1, meeting.world_size) if meeting.rank == 0 else (0,):
+        said = int(store.get(f"world-size-{other}"))
+        if said != meeting.world_size:
+            raise UserError(
+                f"rank {meeting.rank} was started for a world of {meeting.world_size} processes, rank {other} for one "
+                f"of {said}: give all the same --world_size",
+                own=True,
+            )
+    return store
 
 
 def own_place() -> tuple[int, str | None, str | None]:

@@ -146,7 +146,8 @@ def _launch(rank: int, world_size: int, port: int, config: Mapping) -> None:
     layout = {"pipeline": 1, "tensor": {"mode": None, "size": 1}}
     always = {"SEED": 0, "parallel": layout, "fp16": None, "gradient_accumulation": 1, "clip_grad_norm": 0.0}
     settings = Config({**always, **config})
-    launch._launch(settings, Rendezvous("none", rank, rank, world_size, "localhost", port), "gloo")
+    meeting = Rendezvous("none", rank, rank, world_size, "localhost", port)
+    launch._launch(settings, meeting, "gloo", launch._join(meeting, 60.0), 60.0)
     launch._seed(settings.SEED)
 
 
