@@ -50,7 +50,7 @@ MODES = {"fp32": [], "autocast to bf16": ["fp16.mode=AMP_TYPE.TORCH", "fp16.dtyp
 SIDES = ("bare_s", "ours_s")
 # glibc is told to keep what is freed. By default it gives memory back to the system and fetches it again, and which of
 # two loops in one process pays for that is chance: up to 7 % of a step.
-KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": "8000000000", "MALLOC_TOP_PAD_": "500000000"}
+KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "8000000000", "MALLOC_TOP_PAD_": "500000000"}
 CHECKED_STEPS, TOLERANCE = 3, 1e-4  # relative; these steps are the warm-up too
 
 Batch = tuple[Tensor, Tensor]

@@ -1,0 +1,265 @@
+"""mpirun, torchrun, torch.distributed.launch and by hand: the same losses; two "nodes" that a cable joins, and its end."""
+
+import ctypes
+import os
+import re
+import socket
+import subprocess
+import threading
+import time
+
+import pytest
+
+import real
+import recipes
+import world
+
+PIPELINE = ["train_hybrid.py", "--config", recipes.PIPELINE_CONFIG]
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory):
+    """Losses of 2 and of 4 processes started as forks."""
+    return {size: real.reference(tmp_path_factory.mktemp("reference") / "run", size) for size in (2, 4)}
+
+
+@pytest.mark.parametrize(("size", "host"), [(2, []), (4, ["--host", "127.0.0.1"])])
+def test_mpirun(size, host, references, tmp_path):
+    real.need(["openmpi-bin"], "mpirun")
+    mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(size)]
+    command = [*mpirun, "python", *PIPELINE, *real.small(tmp_path / "run"), "--port", str(world.free_port()), *host]
+    code, said = real.run(command)
+    assert code == 0, said
+    assert f"rank {size - 1} of {size} on " in said
+    assert "started by mpirun, meeting at" in said
+    assert real.losses(tmp_path / "run") == references[size]
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "torchrun --nnodes 1 --nproc_per_node 2 --rdzv_backend c10d --rdzv_endpoint localhost:{port}",
+        "python -m torch.distributed.launch --nproc_per_node 2 --master_addr localhost --master_port {port}",
+    ],
+)
+def test_torchs_own(launcher, references, tmp_path):
+    command = [*launcher.format(port=world.free_port()).split(), *PIPELINE, *real.small(tmp_path / "run")]
+    code, said = real.run(command)
+    assert code == 0, said
+    assert "started by torchrun, meeting at" in said
+    assert real.losses(tmp_path / "run") == references[2]
+
+
+def test_a_restarted_group_starts_again(tmp_path):
+    """torchrun --max-restarts: one rank is killed; all start anew, and what they had done is set aside."""
+    torchrun = ["torchrun", "--standalone", "--nproc_per_node", "2", "--max-restarts", "1", "--monitor-interval", "1"]
+    flags = ["--config", recipes.PIPELINE_CONFIG, "--output", str(tmp_path / "run"), "--max-steps", "60"]
+    values = {**recipes.MODEL, "BATCH_SIZE": 16, "parallel.pipeline": 2, "NUM_EPOCHS": 1000}
+    command = [*torchrun, "train_hybrid.py", *flags, *recipes.set_flags(values)]
+    with open(tmp_path / "log", "w") as log:
+        job = subprocess.Popen(command, cwd=real.FOLDER, env=real.environment(), stdout=log, stderr=log)
+    real.wait_until(lambda: real.steps_on_record(tmp_path / "run") > 3, 60, (tmp_path / "log").read_text)
+    children = subprocess.run(["pgrep", "-P", str(job.pid)], capture_output=True, text=True).stdout.split()
+    os.kill(int(children[-1]), 9)
+    assert job.wait(timeout=120) == 0, (tmp_path / "log").read_text()
+    assert len(real.losses(tmp_path / "run")) == 60
+    assert 0 < len(real.losses(tmp_path / "run.1")) < 60
+    assert real.losses(tmp_path / "run")[:3] == real.losses(tmp_path / "run.1")[:3]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Meeting
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def by_hand(output, world_sizes, ranks, host, port, *more, **values):
+    """The command lines of processes started by hand."""
+    common = ["--config", recipes.PIPELINE_CONFIG, "--host", host, "--port", str(port), *real.small(output, **values)]
+    return [
+        [*common, "--rank", str(rank), "--world_size", str(size), *more]
+        for rank, size in zip(ranks, world_sizes, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "words"),
+    [
+        (
+            [2],
+            [0],
+            r"rank 0 of 2 cannot meet the others at localhost:\d+: .*(1/2|waiting for clients).* \(--timeout 4\)",
+        ),
+        ([2], [1], r"rank 1 of 2 cannot meet the others at localhost:\d+: .*"),
+        ([2, 3], [0, 1], r"rank [01] was started for a world of [23] processes, rank [01] for one of [23]"),
+        ([3, 3, 3], [0, 1, 1], r"rank 1 is there twice: give each process a --rank of its own"),
+    ],
+    ids=["missing", "nobody", "sizes", "twice"],
+)
+def test_ranks_that_do_not_fit_end_in_time(sizes, ranks, words, tmp_path):
+    argv = by_hand(tmp_path, sizes, ranks, "localhost", world.free_port(), "--timeout", "4")
+    result = world.start(recipes.HYBRID, argv, [{}] * len(argv)).wait(60)
+    assert set(result.codes) == {2}, str(result)
+    assert result.seconds < 25, str(result)
+    assert re.search(words, "".join(result.stderr)), str(result)
+    assert "Traceback" not in "".join(result.stderr)
+
+
+def test_only_the_address_in_use_is_listened_on(tmp_path):
+    """Of this machine's addresses, rank 0's port is open at the one that the others were given."""
+    port = world.free_port()
+    argv = by_hand(tmp_path, [2], [0], "127.0.0.1", port, "--timeout", "20")
+    rank = world.start(recipes.HYBRID, argv, [{}])
+
+    def connects(address):
+        try:
+            socket.create_connection((address, port), timeout=1).close()
+        except OSError:
+            return False
+        return True
+
+    try:
+        real.wait_until(lambda: connects("127.0.0.1"), 15, lambda: rank.output(0, "err"))
+        assert not connects("127.0.0.2")
+        assert not connects("::1")
+    finally:
+        os.kill(rank.pids[0], 9)
+        rank.wait()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Two nodes: network namespaces joined by a pair of virtual interfaces
+# ---------------------------------------------------------------------------------------------------------------------
+
+ADDRESSES = {"IPv4": "10.77.0.1", "IPv6": "fd77::1", "name": "node-a"}
+
+
+def ip(*command):
+    done = subprocess.run(["ip", *command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+class Nodes:
+    """Two network namespaces, `a` and `b`, with an address each and the same /etc/hosts."""
+
+    def __init__(self):
+        self.names = [f"{node}-{os.getpid()}" for node in "ab"]
+        self.ends = [f"v{node}{os.getpid()}" for node in "ab"]
+
+    def start(self):
+        for name in self.names:
+            ip("netns", "add", name)
+            os.makedirs(f"/etc/netns/{name}", exist_ok=True)
+            with open(f"/etc/netns/{name}/hosts", "w") as hosts:
+                hosts.write("127.0.0.1 localhost\n10.77.0.1 node-a\n10.77.0.2 node-b\n")
+        ip("link", "add", self.ends[0], "type", "veth", "peer", "name", self.ends[1])
+        for number, (name, end) in enumerate(zip(self.names, self.ends, strict=True), start=1):
+            ip("link", "set", end, "netns", name)
+            ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", end)
+            ip("-n", name, "addr", "add", f"fd77::{number}/64", "dev", end, "nodad")
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "link", "set", end, "up")
+
+    def cut(self):
+        ip("-n", self.names[1], "link", "set", self.ends[1], "down")
+
+    def stop(self):
+        for name in self.names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+            subprocess.run(["rm", "-rf", f"/etc/netns/{name}"], check=True)
+
+
+@pytest.fixture
+def nodes():
+    real.need(["iproute2"], "ip")
+    if (done := subprocess.run(["ip", "netns", "add", "probe"], capture_output=True, text=True)).returncode:
+        pytest.skip(f"cannot make network namespaces: {done.stderr.strip()}")
+    ip("netns", "del", "probe")
+    pair = Nodes()
+    try:
+        pair.start()
+        yield pair
+    finally:
+        pair.stop()
+
+
+def move_to(name):
+    """Move this process into a network namespace."""
+    with open(f"/run/netns/{name}") as namespace:
+        assert ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0) == 0
+
+
+def start_by_hand(pair, argv):
+    """Forks of this process, the first half of the ranks on the first node; returns the world."""
+    home = os.open("/proc/self/ns/net", os.O_RDONLY)  # of the process: this one has threads, which stay here
+    ranks = world.World([], world.Path(world.tempfile.mkdtemp(prefix="world-")), time.monotonic())
+    del home
+    for rank, own in enumerate(argv):
+        pid = os.fork()
+        if pid == 0:
+            move_to(pair.names[rank >= len(argv) // 2])
+            out, err = (ranks.directory / f"{rank}.{stream}" for stream in ("out", "err"))
+            world._become(world.ROOT / recipes.HYBRID, own, {}, real.FOLDER, out, err)
+        ranks.pids.append(pid)
+    return ranks
+
+
+@pytest.mark.parametrize("kind", ["IPv4", "IPv6"])
+def test_by_hand_on_two_nodes(nodes, kind, references, tmp_path):
+    argv = by_hand(tmp_path / "run", [4] * 4, range(4), ADDRESSES[kind], 29500)
+    result = start_by_hand(nodes, argv).wait(90)
+    assert result.codes == [0] * 4, str(result)
+    assert f"meeting at {ADDRESSES[kind]}:29500" in result.stdout[3]
+    assert real.losses(tmp_path / "run") == references[4]
+
+
+def on_both(pair, command, timeout=150):
+    """A command on each node; returns their exit codes and what they said."""
+    answers = [None, None]
+
+    def one(number):
+        answers[number] = real.run(["ip", "netns", "exec", pair.names[number], *command], timeout)
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return answers
+
+
+@pytest.mark.parametrize("kind", ["IPv4", "IPv6", "name"])
+def test_torchrun_on_two_nodes(nodes, kind, references, tmp_path):
+    endpoint = f"[{ADDRESSES[kind]}]" if kind == "IPv6" else ADDRESSES[kind]
+    torchrun = ["torchrun", "--nnodes", "2", "--nproc_per_node", "2", "--rdzv_backend", "c10d", "--rdzv_id", "7"]
+    torchrun += ["--rdzv_endpoint", f"{endpoint}:29400"]
+    answers = on_both(nodes, [*torchrun, *PIPELINE, *real.small(tmp_path / "run")])
+    assert [code for code, _ in answers] == [0, 0], "\n".join(said for _, said in answers)
+    assert real.losses(tmp_path / "run") == references[4]
+
+
+def test_a_host_name_by_hand_on_two_nodes(nodes, references, tmp_path):
+    """Real processes, since a fork keeps the /etc/hosts of this one."""
+    lines = by_hand(tmp_path / "run", [4] * 4, range(4), "node-a", 29500)
+    jobs = [
+        subprocess.Popen(
+            ["ip", "netns", "exec", nodes.names[rank >= 2], "python", "train_hybrid.py", *line],
+            cwd=real.FOLDER,
+            env=real.environment(),
+        )
+        for rank, line in enumerate(lines)
+    ]
+    assert [job.wait(timeout=150) for job in jobs] == [0] * 4
+    assert real.losses(tmp_path / "run") == references[4]
+
+
+def test_a_cable_that_is_cut_ends_every_rank_in_time(nodes, tmp_path):
+    argv = by_hand(tmp_path / "run", [4] * 4, range(4), "10.77.0.1", 29500, "--timeout", "8", NUM_EPOCHS=1000)
+    argv = [[*line, "--max-steps", "100000"] for line in argv]
+    ranks = start_by_hand(nodes, argv)
+    real.wait_until(lambda: real.steps_on_record(tmp_path / "run") > 3, 60, lambda: ranks.output(0, "err"))
+    nodes.cut()
+    cut = time.monotonic()
+    result = ranks.wait(60)
+    assert time.monotonic() - cut < 8 + 10
+    assert all(code not in (0, -9) for code in result.codes), str(result)

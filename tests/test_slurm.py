@@ -1,0 +1,112 @@
+"""A real SLURM of one node: srun in every example, sbatch of the template, cancelled jobs, time limits."""
+
+import re
+
+import pytest
+
+import real
+import recipes
+import world
+
+TEMPLATE = "scripts/slurm/train.sbatch"
+NO_GPU = ["--gpus-per-node=0", "--cpus-per-task=1"]
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    cluster = real.Slurm(tmp_path_factory.mktemp("slurm"))
+    yield cluster
+    cluster.stop()
+
+
+EXAMPLES = {
+    "vit_cifar10_hybrid": ["./configs/config_pipeline_parallel.py"],
+    "vit_imagenet_dali": ["./config_sample.py", "--set", "SYNTHETIC=True", "--set", "gradient_accumulation=1"],
+    "vit_caltech101_amp": ["./config/config_AMP_torch.py", "--set", "DEPTH=1", "--set", "IMG_SIZE=32"],
+}
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_srun(slurm, example, tmp_path):
+    """As the READMEs say; the losses are those of two processes started otherwise."""
+    more = ["--output", str(tmp_path / "run"), "--max-steps", str(real.STEPS), "--set", "BATCH_SIZE=16"]
+    if example == "vit_cifar10_hybrid":
+        more = real.small(tmp_path / "run")
+    command = ["srun", "--ntasks", "2", "bash", "./scripts/train_slurm.sh", *EXAMPLES[example], *more]
+    host = {"HOST": "localhost"} if example == "vit_imagenet_dali" else {}
+    code, said = real.run(command, cwd=world.ROOT / example, **slurm.variables, **host)
+    assert code == 0, said
+    assert re.search(r"rank 1 of 2 on \S+ \(cpu, gloo\), started by srun in job \d+, meeting at", said), said
+    assert len(real.losses(tmp_path / "run")) == real.STEPS
+    if example == "vit_cifar10_hybrid":
+        assert real.losses(tmp_path / "run") == real.reference(tmp_path / "reference", 2)
+
+
+def submit(slurm, tasks, output, *argv, options=(), style=(), **values):
+    """A job of the template on the pipeline config."""
+    flags = real.small(output, **values)
+    command = ["vit_cifar10_hybrid/train_hybrid.py", recipes.PIPELINE_CONFIG, *flags, *argv]
+    log = f"--output={output}-%j.log"
+    return slurm.submit(f"--ntasks-per-node={tasks}", *NO_GPU, log, *options, TEMPLATE, *style, *command)
+
+
+@pytest.mark.parametrize(("tasks", "style"), [(2, []), (4, ["--torchrun"])])
+def test_sbatch(slurm, tasks, style, tmp_path):
+    """A task a process, and one torchrun a node: the losses are the same."""
+    job = submit(slurm, tasks, tmp_path / "run", style=style)
+    assert slurm.ended(job) == "COMPLETED", (tmp_path / f"run-{job}.log").read_text()
+    said = (tmp_path / f"run-{job}.log").read_text()
+    assert f"rank {tasks - 1} of {tasks}" in said
+    assert ("started by torchrun in a SLURM job" if style else f"started by srun in job {job}") in said
+    assert real.losses(tmp_path / "run") == real.reference(tmp_path / "reference", tasks)
+
+
+def test_sbatch_without_arguments_says_what_to_type(slurm, tmp_path):
+    job = slurm.submit(*NO_GPU, "--ntasks-per-node=1", f"--output={tmp_path}/log", TEMPLATE, "no/such.py")
+    assert slurm.ended(job) == "FAILED"
+    assert "train.sbatch: error: type, in the root of the repository: sbatch" in (tmp_path / "log").read_text()
+
+
+LONG = dict(NUM_EPOCHS=1000)
+
+
+def test_a_cancelled_job_ends_between_two_steps(slurm, tmp_path):
+    job = submit(slurm, 2, tmp_path / "run", "--max-steps", "100000", **LONG)
+    real.wait_until(lambda: real.steps_on_record(tmp_path / "run") > 3, 90, slurm.logs)
+    assert slurm("scancel", job)[0] == 0
+    assert slurm.ended(job, seconds=40) == "CANCELLED"
+    said = real.wait_until(lambda: (tmp_path / f"run-{job}.log").read_text(), 10, "no log")
+    assert re.search(r"train_hybrid\.py: error: stopped by SIGTERM after step \d+", said), said
+    assert "Traceback" not in said
+    assert not world_of(job), "nothing of the job is left"
+
+
+@pytest.mark.parametrize("style", [[], ["--torchrun"]])
+def test_a_job_out_of_time_is_queued_again(slurm, style, tmp_path):
+    """USR1 comes to the batch script, which tells the training; the job starts again and sets the first run aside."""
+    options = ["--time=2", "--signal=B:USR1@100"]
+    job = submit(slurm, 2, tmp_path / "run", "--max-steps", "100000", options=options, style=style, **LONG)
+    log = tmp_path / f"run-{job}.log"
+    real.wait_until(lambda: log.exists() and "is queued again" in log.read_text(), 110, lambda: log.read_text())
+    real.wait_until((tmp_path / "run.1").exists, 60, lambda: log.read_text())
+    assert re.search(r"error: stopped by SIGUSR1 after step \d+; exit code 75", log.read_text())
+    slurm("scancel", "--full", job)
+    slurm.ended(job, seconds=60)
+
+
+def world_of(job):
+    """Processes of a job that are still there."""
+    code, said = real.run(["pgrep", "-f", f"run-{job}"])
+    return said.split() if code == 0 else []
+
+
+def test_a_shell_in_an_allocation_is_told_to_use_srun(slurm, tmp_path):
+    """salloc leaves a shell with SLURM's variables, and one process of it is not the job."""
+    command = ["salloc", "--ntasks=4", "python", "train_hybrid.py", "--config", recipes.PIPELINE_CONFIG]
+    code, said = slurm(*command, *real.small(tmp_path / "run"), cwd=real.FOLDER)
+    assert code == 2, said
+    assert "this is a SLURM job of 4 tasks, but srun did not start this process: type `srun bash" in said
+    single = [*real.small(tmp_path / "run", stages=1), "--launcher", "none"]
+    code, said = slurm(*command, *single, cwd=real.FOLDER)
+    assert code == 0, said
+    assert "started by nobody, so this is the only process" in said
