@@ -87,3 +87,8 @@ def test_a_failed_run_says_why(benchmark):
     args = argparse.Namespace(nproc_per_node=1, warm_up=1, steps=1, set=["HIDDEN_SIZE=7"], synthetic=True)
     with pytest.raises(benchmark.Failed, match=r"train\.py: error: MODEL = 'vit_base_patch16_224' cannot be built"):
         benchmark.train(benchmark.Mode("fp32", FOLDER / "config" / "config_fp32.py", []), args, None)
+
+
+def test_the_readme_has_the_measured_table():
+    measured = (world.ROOT / "results" / "caltech101_amp_cpu" / "amp.md").read_text()
+    assert measured in (FOLDER / "README.md").read_text()

@@ -229,6 +229,12 @@ TORCH = dict(RANK=3, LOCAL_RANK=1, WORLD_SIZE=4, MASTER_ADDR="localhost", MASTER
             ("none", 1, 1, 2, "::1", 7),
         ),
         (["--launcher", "none"], TORCH, ("none", 0, 0, 1, "localhost", None)),
+        # mpirun inside a job: what srun started are its daemons
+        ([], {**SLURM, **OPENMPI}, ("openmpi", 1, 1, 2, "localhost", 29500)),
+        # the shells of salloc and sbatch, of a job with one task; then one process of a larger job, on purpose
+        ([], {"SLURM_JOB_ID": 7, "SLURM_NTASKS": 1, "SLURM_PROCID": 0}, ("none", 0, 0, 1, "localhost", None)),
+        ([], {"SLURM_JOB_ID": 7, "SLURM_STEP_ID": 4294967290, "SLURM_PROCID": 0}, ("none", 0, 0, 1, "localhost", None)),
+        (["--launcher", "none"], {"SLURM_JOB_ID": 7, "SLURM_NTASKS": 4}, ("none", 0, 0, 1, "localhost", None)),
     ],
 )
 def test_rendezvous(monkeypatch, argv, environment, expected):
@@ -244,6 +250,53 @@ def test_rendezvous(monkeypatch, argv, environment, expected):
 )
 def test_first_slurm_host(node_list, host):
     assert rendezvous.first_slurm_host(node_list) == host
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"SLURM_JOB_ID": 7, "SLURM_NTASKS": 4}, "type `srun bash ./scripts/train_slurm.sh`, or add --launcher none"),
+        ({**SLURM, "SLURM_PTY_PORT": 1}, "leave the shell and type `srun --ntasks 8 bash"),
+        ({"LOCAL_RANK": 0}, "lacks a number in one of RANK, LOCAL_RANK, WORLD_SIZE, MASTER_PORT"),
+    ],
+)
+def test_conflicting_signs_are_refused_with_what_to_type(monkeypatch, environment, words):
+    with pytest.raises(UserError, match=re.escape(words)):
+        found(monkeypatch, **environment)
+
+
+def test_openmpi_on_several_nodes_takes_the_first_node_of_the_job(monkeypatch):
+    environment = {**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": 1, "SLURM_NODELIST": "localhost,other"}
+    assert found(monkeypatch, **environment).host == "localhost"
+
+
+@pytest.mark.parametrize(
+    ("host", "addresses"),
+    [("127.0.0.1", ["127.0.0.1"]), ("::1", ["::1"]), ("here", ["127.0.0.1", "127.0.0.2"]), ("router", ["127.0.0.1"])],
+)
+def test_listens_where_the_others_look(monkeypatch, host, addresses):
+    """A name that is 127.0.1.1 here is something else to the others; so is a router's address, which is not ours."""
+    known = {"here": "127.0.1.1", "router": "192.0.2.1"}
+    original = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda name, *args, **more: original(known.get(name, name), *args, **more)
+    )
+    with rendezvous.listen(host, 0) as listener:
+        port = listener.getsockname()[1]
+        open_at = []
+        for address in ("127.0.0.1", "127.0.0.2", "::1"):
+            try:
+                socket.create_connection((address, port), timeout=1).close()
+                open_at.append(address)
+            except OSError:
+                pass
+    assert open_at == addresses if host not in known else set(addresses) <= set(open_at)
+
+
+def test_interface_towards_this_machine_and_others():
+    names = {name for _, name in socket.if_nameindex()}
+    assert rendezvous.interface_towards("localhost") == "lo"
+    assert rendezvous.interface_towards("192.0.2.7") in names | {None}
 
 
 def test_openmpi_on_several_nodes_needs_a_host(monkeypatch):
@@ -335,6 +388,20 @@ def test_killed_rank_ends_the_others(world_size, victim, tmp_path):
     ]
     assert len(lines) == 1, str(result)
     assert "Traceback" not in "".join(result.stderr), str(result)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_told_to_stop_all_ranks_end_after_the_same_step(number, tmp_path):
+    ranks = training_world(2, tmp_path)
+    os.kill(ranks.pids[1], number)
+    result = ranks.wait(60)
+    assert result.codes == [75, 75], str(result)
+    assert result.seconds < 60
+    (line,) = "".join(result.stderr).splitlines()
+    step = read_metrics(tmp_path)[0][-1]["step"]
+    assert (
+        line == f"train_hybrid.py: error: stopped by {number.name} after step {step}; exit code 75 says: start it again"
+    )
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -1,12 +1,14 @@
-"""mpirun, torchrun, torch.distributed.launch and by hand: the same losses; two "nodes" that a cable joins, and its end."""
+"""mpirun, torchrun, torch.distributed.launch, by hand: the same losses. Two "nodes" joined by a cable, and its end."""
 
 import ctypes
 import os
 import re
 import socket
 import subprocess
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -191,9 +193,7 @@ def move_to(name):
 
 def start_by_hand(pair, argv):
     """Forks of this process, the first half of the ranks on the first node; returns the world."""
-    home = os.open("/proc/self/ns/net", os.O_RDONLY)  # of the process: this one has threads, which stay here
-    ranks = world.World([], world.Path(world.tempfile.mkdtemp(prefix="world-")), time.monotonic())
-    del home
+    ranks = world.World([], Path(tempfile.mkdtemp(prefix="world-")), time.monotonic())
     for rank, own in enumerate(argv):
         pid = os.fork()
         if pid == 0:
