@@ -119,6 +119,7 @@ class Slurm:
             SlurmdParameters=config_overrides
             ReturnToService=2
             SelectType=select/cons_tres
+            SelectTypeParameters=CR_Core
             NodeName={name} NodeAddr=127.0.0.1 CPUs=8
             PartitionName=all Nodes=ALL Default=YES State=UP
         """.replace("            ", "")
@@ -161,6 +162,8 @@ class Slurm:
 
     def stop(self):
         self("scancel", "--full", "--signal=KILL", "--user=root")
+        self("scancel", "--user=root")  # those that are queued again
+        wait_until(lambda: not self("squeue", "-h")[1].strip(), 60, self.logs)
         for daemon in reversed(self.daemons):
             daemon.send_signal(signal.SIGTERM)
         for daemon in reversed(self.daemons):

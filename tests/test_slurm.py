@@ -1,6 +1,7 @@
 """A real SLURM of one node: srun in every example, sbatch of the template, cancelled jobs, time limits."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -81,17 +82,20 @@ def test_a_cancelled_job_ends_between_two_steps(slurm, tmp_path):
     assert not world_of(job), "nothing of the job is left"
 
 
-@pytest.mark.parametrize("style", [[], ["--torchrun"]])
-def test_a_job_out_of_time_is_queued_again(slurm, style, tmp_path):
+def test_jobs_out_of_time_are_queued_again(slurm, tmp_path):
     """USR1 comes to the batch script, which tells the training; the job starts again and sets the first run aside."""
-    options = ["--time=2", "--signal=B:USR1@100"]
-    job = submit(slurm, 2, tmp_path / "run", "--max-steps", "100000", options=options, style=style, **LONG)
-    log = tmp_path / f"run-{job}.log"
-    real.wait_until(lambda: log.exists() and "is queued again" in log.read_text(), 110, lambda: log.read_text())
-    real.wait_until((tmp_path / "run.1").exists, 60, lambda: log.read_text())
-    assert re.search(r"error: stopped by SIGUSR1 after step \d+; exit code 75", log.read_text())
-    slurm("scancel", "--full", job)
-    slurm.ended(job, seconds=60)
+    options, jobs = ["--time=2", "--signal=B:USR1@75"], {}
+    for name, style in (("task", []), ("node", ["--torchrun"])):
+        output = tmp_path / name
+        job = submit(slurm, 2, output, "--max-steps", "100000", options=options, style=style, **LONG)
+        jobs[job] = output, Path(f"{output}-{job}.log")
+    for output, log in jobs.values():
+        real.wait_until(lambda log=log: log.exists() and "is queued again" in log.read_text(), 110, log.read_text)
+        real.wait_until(output.with_name(f"{output.name}.1").exists, 60, log.read_text)
+        assert len(re.findall(r"error: stopped by SIGUSR1 after step \d+; exit code 75", log.read_text())) == 1
+    slurm("scancel", "--full", *jobs)
+    for job in jobs:
+        slurm.ended(job, seconds=60)
 
 
 def world_of(job):
