@@ -5,6 +5,7 @@ import os
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -231,25 +232,41 @@ def meet(meeting: Rendezvous, timeout: float) -> dist.Store:
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun keeps a store for its workers
     options = {"world_size": meeting.world_size, "timeout": patience}
     if meeting.rank == 0 and not (meeting.launcher == "torch" and by_agent):
-        with listen(meeting.host, meeting.port) as listener:
-            options |= {"is_master": True, "master_listen_fd": listener.fileno()}
-            store = dist.TCPStore(meeting.host, meeting.port, **options)
-            listener.detach()  # the store closes it
+        listener = listen(meeting.host, meeting.port).detach()  # the store closes it
+        store = dist.TCPStore(meeting.host, meeting.port, is_master=True, master_listen_fd=listener, **options)
     else:
         store = dist.TCPStore(meeting.host, meeting.port, is_master=False, **options)
     store = dist.PrefixStore(f"attempt-{attempt}", store)
-    if store.add(f"rank-{meeting.rank}", 1) > 1:
-        raise UserError(f"rank {meeting.rank} is there twice: give each process a --rank of its own", own=True)
     store.set(f"world-size-{meeting.rank}", str(meeting.world_size))
-    for other in range(1, meeting.world_size) if meeting.rank == 0 else (0,):
-        said = int(store.get(f"world-size-{other}"))
-        if said != meeting.world_size:
-            raise UserError(
-                f"rank {meeting.rank} was started for a world of {meeting.world_size} processes, rank {other} for one "
-                f"of {said}: give all the same --world_size",
-                own=True,
-            )
+    if store.add(f"rank-{meeting.rank}", 1) > 1:
+        store.set("problem", f"rank {meeting.rank} is there twice: give each process a --rank of its own")
+    if meeting.rank == 0:
+        store.set("verdict", _verdict(store, meeting.world_size, timeout))
+    if verdict := store.get("verdict").decode():
+        if meeting.rank == 0:
+            time.sleep(1.0)  # the store ends with this process, and the others are to read it
+        raise UserError(verdict)
     return store
+
+
+def _verdict(store: dist.Store, world_size: int, timeout: float) -> str:
+    """What is wrong with the world, in rank 0's eyes; empty if nothing is."""
+    keys = [f"world-size-{rank}" for rank in range(world_size)]
+    deadline = time.monotonic() + timeout
+    while not store.check(keys) and not store.check(["problem"]):
+        if time.monotonic() > deadline:
+            missing = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
+            return f"rank {missing} of {world_size} did not come within {timeout:g} s (--timeout)"
+        time.sleep(0.01)
+    if store.check(["problem"]):
+        return store.get("problem").decode()
+    for rank, key in enumerate(keys):
+        if (said := int(store.get(key))) != world_size:
+            return (
+                f"rank 0 was started for a world of {world_size} processes, rank {rank} for one of {said}: give all "
+                f"the same --world_size"
+            )
+    return ""
 
 
 def own_place() -> tuple[int, str | None, str | None]:

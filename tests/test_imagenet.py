@@ -1,10 +1,8 @@
 """The published recipe is the one that the configs have, and it trains."""
 
 import json
-import os
 import re
 import statistics
-import subprocess
 
 import pytest
 import torch
@@ -129,14 +127,3 @@ def test_numbers_of_the_readme_are_those_of_the_results():
     }
     rows = re.findall(r"^\|.*\| (.+?) \| \[results/(\w+)\]", (FOLDER / "README.md").read_text(), re.MULTILINE)
     assert {name: said for said, name in rows} == expected
-
-
-def test_the_slurm_script_trains(tmp_path):
-    """As `srun` starts it: every rank by itself, in any folder, with SLURM's variables."""
-    job = dict(SLURM_STEP_ID="0", SLURM_NTASKS="2", SLURM_NPROCS="2", SLURM_JOB_ID=str(os.getpid()), HOST="localhost")
-    command = ["bash", str(FOLDER / "scripts" / "train_slurm.sh"), "./config_sample.py", "--set", "SYNTHETIC=True"]
-    command += ["--max-steps", "1", "--output", str(tmp_path)]
-    environments = [{**os.environ, **job, "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"]
-    ranks = [subprocess.Popen(command, cwd=tmp_path, env=environment) for environment in environments]
-    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
-    assert len(read_metrics(tmp_path)[0]) == 1

@@ -92,17 +92,18 @@ def by_hand(output, world_sizes, ranks, host, port, *more, **values):
             r"rank 0 of 2 cannot meet the others at localhost:\d+: .*(1/2|waiting for clients).* \(--timeout 4\)",
         ),
         ([2], [1], r"rank 1 of 2 cannot meet the others at localhost:\d+: .*"),
-        ([2, 3], [0, 1], r"rank [01] was started for a world of [23] processes, rank [01] for one of [23]"),
+        ([2, 3], [0, 1], r"rank 0 was started for a world of 2 processes, rank 1 for one of 3: give all the same"),
         ([3, 3, 3], [0, 1, 1], r"rank 1 is there twice: give each process a --rank of its own"),
     ],
     ids=["missing", "nobody", "sizes", "twice"],
 )
 def test_ranks_that_do_not_fit_end_in_time(sizes, ranks, words, tmp_path):
-    argv = by_hand(tmp_path, sizes, ranks, "localhost", world.free_port(), "--timeout", "4")
+    argv = by_hand(tmp_path, sizes, ranks, "localhost", world.free_port(), "--timeout", "4", stages=1)
     result = world.start(recipes.HYBRID, argv, [{}] * len(argv)).wait(60)
     assert set(result.codes) == {2}, str(result)
     assert result.seconds < 25, str(result)
     assert re.search(words, "".join(result.stderr)), str(result)
+    assert sum("error: " in line for text in result.stderr for line in text.splitlines()) == 1, str(result)
     assert "Traceback" not in "".join(result.stderr)
 
 
@@ -213,12 +214,12 @@ def test_by_hand_on_two_nodes(nodes, kind, references, tmp_path):
     assert real.losses(tmp_path / "run") == references[4]
 
 
-def on_both(pair, command, timeout=150):
+def on_both(pair, commands, timeout=150):
     """A command on each node; returns their exit codes and what they said."""
     answers = [None, None]
 
     def one(number):
-        answers[number] = real.run(["ip", "netns", "exec", pair.names[number], *command], timeout)
+        answers[number] = real.run(["ip", "netns", "exec", pair.names[number], *commands[number]], timeout)
 
     threads = [threading.Thread(target=one, args=(number,)) for number in range(2)]
     for thread in threads:
@@ -230,10 +231,9 @@ def on_both(pair, command, timeout=150):
 
 @pytest.mark.parametrize("kind", ["IPv4", "IPv6", "name"])
 def test_torchrun_on_two_nodes(nodes, kind, references, tmp_path):
-    endpoint = f"[{ADDRESSES[kind]}]" if kind == "IPv6" else ADDRESSES[kind]
-    torchrun = ["torchrun", "--nnodes", "2", "--nproc_per_node", "2", "--rdzv_backend", "c10d", "--rdzv_id", "7"]
-    torchrun += ["--rdzv_endpoint", f"{endpoint}:29400"]
-    answers = on_both(nodes, [*torchrun, *PIPELINE, *real.small(tmp_path / "run")])
+    torchrun = ["torchrun", "--nnodes", "2", "--nproc_per_node", "2", "--master_addr", ADDRESSES[kind]]
+    torchrun += ["--master_port", "29500", "--node_rank"]
+    answers = on_both(nodes, [[*torchrun, node, *PIPELINE, *real.small(tmp_path / "run")] for node in "01"])
     assert [code for code, _ in answers] == [0, 0], "\n".join(said for _, said in answers)
     assert real.losses(tmp_path / "run") == references[4]
 
