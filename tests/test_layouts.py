@@ -40,7 +40,7 @@ def small(layout, **more):
 
 
 def assert_same_curve(steps, expected):
-    assert [r["step"] for r in steps] == [r["step"] for r in expected] == list(range(1, 21))
+    assert [r["step"] for r in steps] == [r["step"] for r in expected] == list(range(1, len(steps) + 1))
     for here, there in zip(steps, expected, strict=True):
         tolerance = 1e-5 if here["step"] == 1 else 1e-4
         for key in ("loss", "grad_norm"):
@@ -57,6 +57,7 @@ def test_same_curve_as_one_process(layout, reference, tmp_path, random_weights):
     )
     assert expected[-1]["loss"] < expected[0]["loss"] - 0.15, "the model must learn, or equality says little"
     steps, evaluations = recipes.train(tmp_path, world_size, **values)
+    assert len(steps) == 20
     assert_same_curve(steps, expected)
     assert evaluations[-1]["eval_images"] == 360
     assert evaluations[-1]["eval_loss"] == pytest.approx(evaluated[-1]["eval_loss"], rel=1e-4)
@@ -82,8 +83,8 @@ def test_same_curve_with_momentum_recomputation_and_more_micro_batches(layout, r
     world_size, values = small(layout, CHECKPOINT=True, NUM_MICRO_BATCHES=4, **OPTIMIZERS["sgd"])
     expected, _ = reference("sgd", values["DEPTH"])
     assert expected[-1]["loss"] < expected[0]["loss"] - 0.15
-    steps, _ = recipes.train(tmp_path, world_size, **values)
-    assert_same_curve(steps, expected)
+    steps, _ = recipes.train(tmp_path, world_size, steps=10, **values)
+    assert_same_curve(steps, expected[:10])
 
 
 @pytest.mark.parametrize("layout", CONTRACT)

@@ -40,6 +40,7 @@ def test_mpirun(size, host, references, tmp_path):
 @pytest.mark.parametrize(
     "launcher",
     [
+        "torchrun --standalone --nproc_per_node 2",
         "torchrun --nnodes 1 --nproc_per_node 2 --rdzv_backend c10d --rdzv_endpoint localhost:{port}",
         "python -m torch.distributed.launch --nproc_per_node 2 --master_addr localhost --master_port {port}",
     ],
@@ -143,7 +144,7 @@ def ip(*command):
 
 
 class Nodes:
-    """Two network namespaces, `a` and `b`, with an address each and the same /etc/hosts."""
+    """Two network namespaces, `a` and `b`, with a cable between them, another interface each, and one /etc/hosts."""
 
     def __init__(self):
         self.names = [f"{node}-{os.getpid()}" for node in "ab"]
@@ -160,6 +161,10 @@ class Nodes:
             ip("link", "set", end, "netns", name)
             ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", end)
             ip("-n", name, "addr", "add", f"fd77::{number}/64", "dev", end, "nodad")
+            # the first interface, which leads nowhere
+            ip("-n", name, "link", "add", "aa0", "type", "dummy")
+            ip("-n", name, "addr", "add", f"10.99.0.{number}/24", "dev", "aa0")
+            ip("-n", name, "link", "set", "aa0", "up")
             ip("-n", name, "link", "set", "lo", "up")
             ip("-n", name, "link", "set", end, "up")
 

@@ -36,8 +36,8 @@ def trained(tmp_path_factory):
     within the 100 steps, in either direction, which says nothing of their precision.
     """
     values = dict(
-        BATCH_SIZE=128,
-        NUM_EPOCHS=10,
+        BATCH_SIZE=64,
+        NUM_EPOCHS=5,
         LEARNING_RATE=5e-4,
         WEIGHT_DECAY=0.05,
         HIDDEN_SIZE=96,

@@ -83,16 +83,17 @@ def test_a_cancelled_job_ends_between_two_steps(slurm, tmp_path):
 
 
 def test_jobs_out_of_time_are_queued_again(slurm, tmp_path):
-    """USR1 comes to the batch script, which tells the training; the job starts again and sets the first run aside."""
+    """USR1 comes to the batch script, which tells the training, and when that has stopped puts the job back."""
     options, jobs = ["--time=2", "--signal=B:USR1@75"], {}
     for name, style in (("task", []), ("node", ["--torchrun"])):
         output = tmp_path / name
         job = submit(slurm, 2, output, "--max-steps", "100000", options=options, style=style, **LONG)
         jobs[job] = output, Path(f"{output}-{job}.log")
-    for output, log in jobs.values():
+    for job, (output, log) in jobs.items():
         real.wait_until(lambda log=log: log.exists() and "is queued again" in log.read_text(), 110, log.read_text)
-        real.wait_until(output.with_name(f"{output.name}.1").exists, 60, log.read_text)
+        real.wait_until(lambda job=job: "Restarts=1" in slurm("scontrol", "show", "job", job)[1], 20, log.read_text)
         assert len(re.findall(r"error: stopped by SIGUSR1 after step \d+; exit code 75", log.read_text())) == 1
+        assert len(real.losses(output)) > 1
     slurm("scancel", "--full", *jobs)
     for job in jobs:
         slurm.ended(job, seconds=60)
