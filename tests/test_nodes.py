@@ -162,7 +162,7 @@ class Nodes:
             ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", end)
             ip("-n", name, "addr", "add", f"fd77::{number}/64", "dev", end, "nodad")
             # the first interface, which leads nowhere
-            ip("-n", name, "link", "add", "aa0", "type", "dummy")
+            ip("-n", name, "link", "add", "aa0", "type", "veth", "peer", "name", "aa1")
             ip("-n", name, "addr", "add", f"10.99.0.{number}/24", "dev", "aa0")
             ip("-n", name, "link", "set", "aa0", "up")
             ip("-n", name, "link", "set", "lo", "up")
