@@ -341,11 +341,18 @@ class PreemptionHook(BaseHook):
         work.wait()
         return int(number)
 
+    @staticmethod
+    def _meet() -> None:
+        """Wait for the others to finish the step: the first rank to leave takes the rest along."""
+        if gpc.get_world_size(ParallelMode.GLOBAL) > 1:
+            dist.barrier(group=gpc.get_cpu_group(ParallelMode.GLOBAL))
+
     def after_train_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
         if not trainer.engine.finished_step:
             return
         heard = self._answer() if gpc.get_world_size(ParallelMode.GLOBAL) > 1 else self.heard
         if heard:
+            self._meet()
             raise Preempted(
                 f"stopped by {signal.Signals(heard).name} after step {trainer.engine.num_steps}; exit code "
                 f"{Preempted.exit_code} says: start it again"

@@ -13,6 +13,7 @@ import pytest
 import torch
 from colossal_vit import launch, rendezvous
 from colossal_vit.errors import UserError
+from colossal_vit.hooks import MetricsHook
 from colossal_vit.peers import Peers
 from colossal_vit.report import read_metrics
 from colossal_vit.sample import write_cifar10
@@ -387,7 +388,15 @@ def test_killed_rank_ends_the_others(world_size, victim, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_told_to_stop_all_ranks_end_after_the_same_step(number, tmp_path):
+def test_told_to_stop_all_ranks_end_after_the_same_step(number, tmp_path, monkeypatch):
+    """Also where the rank that keeps the record is late: the others wait until the step is on it."""
+    original = MetricsHook.after_train_iter
+
+    def late(hook, *args):
+        time.sleep(0.3 if hook.writes else 0)
+        original(hook, *args)
+
+    monkeypatch.setattr(MetricsHook, "after_train_iter", late)
     ranks = training_world(2, tmp_path)
     os.kill(ranks.pids[1], number)
     result = ranks.wait(60)
