@@ -111,7 +111,3 @@ def test_a_shell_in_an_allocation_is_told_to_use_srun(slurm, tmp_path):
     code, said = slurm(*command, *real.small(tmp_path / "run"), cwd=real.FOLDER)
     assert code == 2, said
     assert "this is a SLURM job of 4 tasks, but srun did not start this process: type `srun bash" in said
-    single = [*real.small(tmp_path / "run", stages=1), "--launcher", "none"]
-    code, said = slurm(*command, *single, cwd=real.FOLDER)
-    assert code == 0, said
-    assert "started by nobody, so this is the only process" in said
