@@ -341,25 +341,19 @@ class PreemptionHook(BaseHook):
         work.wait()
         return int(number)
 
-    @staticmethod
-    def _meet() -> None:
-        """Wait for the others to finish the step: the first rank to leave takes the rest along."""
-        if gpc.get_world_size(ParallelMode.GLOBAL) > 1:
-            dist.barrier(group=gpc.get_cpu_group(ParallelMode.GLOBAL))
-
     def after_train_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
         if not trainer.engine.finished_step:
             return
-        heard = self._answer() if gpc.get_world_size(ParallelMode.GLOBAL) > 1 else self.heard
+        group, alone = gpc.get_cpu_group(ParallelMode.GLOBAL), gpc.get_world_size(ParallelMode.GLOBAL) == 1
+        heard = self.heard if alone else self._answer()
         if heard:
-            self._meet()
+            dist.barrier(group=group)  # the first rank to leave takes the rest along
             raise Preempted(
                 f"stopped by {signal.Signals(heard).name} after step {trainer.engine.num_steps}; exit code "
                 f"{Preempted.exit_code} says: start it again"
             )
-        if gpc.get_world_size(ParallelMode.GLOBAL) > 1:
+        if not alone:
             number = torch.tensor(self.heard)
-            group = gpc.get_cpu_group(ParallelMode.GLOBAL)
             self.asked = number, dist.all_reduce(number, dist.ReduceOp.MAX, group=group, async_op=True)
 
     def after_train(self, trainer: Trainer) -> None:

@@ -167,6 +167,11 @@ def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 
 
+def _is_local(host: str) -> bool:
+    """Whether `host` means this machine whoever asks, unlike a name that happens to lead to a loopback address."""
+    return _is_loopback(host) or host == "localhost"
+
+
 def is_own(host: str) -> bool:
     """Whether `host` is an address of this machine's, not a router's, say, that leads to it."""
     family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
@@ -188,8 +193,7 @@ def listen(host: str, port: int) -> socket.socket:
         OSError: if the port is in use.
     """
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    local = _is_loopback(host) or host == "localhost"
-    if is_own(host) and (local or not _is_loopback(address[0])):
+    if is_own(host) and (_is_local(host) or not _is_loopback(address[0])):
         return socket.create_server(address[:2], family=family, backlog=4096)
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
@@ -204,7 +208,7 @@ def interface_towards(host: str) -> str | None:
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(address)  # sends nothing
                 own = probe.getsockname()[0]
-            if _is_loopback(own) and not (_is_loopback(host) or host == "localhost"):
+            if _is_loopback(own) and not _is_local(host):
                 continue  # this machine's own name, see `listen`
             for name, addresses in psutil.net_if_addrs().items():
                 if any(entry.address.split("%")[0] == own for entry in addresses):

@@ -20,6 +20,7 @@ from colossal_vit.sample import write_cifar10
 from colossalai.legacy import get_default_parser
 
 import cifar10
+import real
 import recipes
 import world
 
@@ -305,12 +306,6 @@ def test_openmpi_on_several_nodes_needs_a_host(monkeypatch):
         found(monkeypatch, **{**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": 1})
 
 
-def environment():
-    """A user's environment: nothing of the test's own."""
-    clean = {k: v for k, v in os.environ.items() if k not in (*world.LAUNCHER_VARIABLES, "DATA", "PYTHONPATH")}
-    return {**clean, "OMP_NUM_THREADS": "1"}
-
-
 def test_the_first_command_of_the_readme(tmp_path):
     """From inside the folder, as printed, but for a model that fits a test; tests/test_nodes.py has the others."""
     values = dict(BATCH_SIZE=16, gradient_accumulation=2, MODEL="vit_tiny_patch16_224", IMG_SIZE=32, PATCH_SIZE=8)
@@ -326,7 +321,7 @@ def test_the_first_command_of_the_readme(tmp_path):
     ]
     argv = [os.path.join(os.path.dirname(sys.executable), command[0]), *command[1:]]
     argv += ["--output", str(tmp_path / "run"), "--max-steps", "3", *recipes.set_flags(values)]
-    done = subprocess.run(argv, cwd=FOLDER, env=environment(), capture_output=True, text=True, timeout=240)
+    done = subprocess.run(argv, cwd=FOLDER, env=real.environment(), capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     steps, evaluations = read_metrics(tmp_path / "run")
     assert [record["step"] for record in steps] == [1, 2, 3]
@@ -364,10 +359,8 @@ def training_world(world_size, tmp_path):
     common += ["--host", "localhost", "--port", str(port), *recipes.set_flags(values)]
     argv = [[*common, "--rank", str(rank)] for rank in range(world_size)]
     ranks = world.start(recipes.HYBRID, argv, [{}] * world_size)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "metrics.jsonl").exists() or (tmp_path / "metrics.jsonl").read_text().count("\n") < 3:
-        assert time.monotonic() < deadline, [ranks.output(rank, "err") for rank in range(world_size)]
-        time.sleep(0.1)
+    said = lambda: [ranks.output(rank, "err") for rank in range(world_size)]  # noqa: E731
+    real.wait_until(lambda: real.steps_on_record(tmp_path) >= 3, 60, said)
     return ranks
 
 
@@ -421,12 +414,11 @@ def test_killed_rank_ends_the_job_under_torchrun(tmp_path):
         *recipes.set_flags(values),
     ]
     log = tmp_path / "log"
-    with open(log, "w") as out, subprocess.Popen(argv, cwd=FOLDER, env=environment(), stdout=out, stderr=out) as job:
-        metrics = tmp_path / "metrics.jsonl"
-        deadline = time.monotonic() + 120
-        while not metrics.exists() or metrics.read_text().count("\n") < 3:
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.2)
+    with (
+        open(log, "w") as out,
+        subprocess.Popen(argv, cwd=FOLDER, env=real.environment(), stdout=out, stderr=out) as job,
+    ):
+        real.wait_until(lambda: real.steps_on_record(tmp_path) >= 3, 120, log.read_text)
         workers = {int(r): int(p) for p, r in processes_of(job.pid)}
         killed = time.monotonic()
         os.kill(workers[1], signal.SIGKILL)

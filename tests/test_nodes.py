@@ -5,10 +5,8 @@ import os
 import re
 import socket
 import subprocess
-import tempfile
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -199,15 +197,8 @@ def move_to(name):
 
 def start_by_hand(pair, argv):
     """Forks of this process, the first half of the ranks on the first node; returns the world."""
-    ranks = world.World([], Path(tempfile.mkdtemp(prefix="world-")), time.monotonic())
-    for rank, own in enumerate(argv):
-        pid = os.fork()
-        if pid == 0:
-            move_to(pair.names[rank >= len(argv) // 2])
-            out, err = (ranks.directory / f"{rank}.{stream}" for stream in ("out", "err"))
-            world._become(world.ROOT / recipes.HYBRID, own, {}, real.FOLDER, out, err)
-        ranks.pids.append(pid)
-    return ranks
+    nodes = [pair.names[rank >= len(argv) // 2] for rank in range(len(argv))]
+    return world.start(recipes.HYBRID, argv, [{}] * len(argv), enter=lambda rank: move_to(nodes[rank]))
 
 
 @pytest.mark.parametrize("kind", ["IPv4", "IPv6"])

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,8 +86,9 @@ def start(
     argv: Sequence[str] | Sequence[Sequence[str]],
     environments: Sequence[Mapping[str, str | None]],
     cwd: Path | None = None,
+    enter: Callable[[int], None] = lambda rank: None,
 ) -> "World":
-    """Fork one process per environment. `argv` is shared, or one list per rank."""
+    """Fork one process per environment. `argv` is shared, or one list per rank. Each first calls `enter(rank)`."""
     script = ROOT / script
     shared = not argv or isinstance(argv[0], str)
     directory = Path(tempfile.mkdtemp(prefix="world-"))
@@ -95,6 +96,7 @@ def start(
     for rank, env in enumerate(environments):
         pid = os.fork()
         if pid == 0:
+            enter(rank)
             own = argv if shared else argv[rank]
             _become(script, own, env, cwd or script.parent, directory / f"{rank}.out", directory / f"{rank}.err")
         world.pids.append(pid)
