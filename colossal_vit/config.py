@@ -114,6 +114,7 @@ KEYS: dict[str, Any] = {
     },
     "model": {"num_chunks": POSITIVE_INT},
     # features
+    "checkpoint": {"every_steps": POSITIVE_INT, "every_minutes": POSITIVE, "keep": POSITIVE_INT},
     "fp16": {
         # beside these two, what the mode's loss scaler takes: see _SCALER_KEYS
         "mode": Rule(
@@ -376,6 +377,11 @@ def load(
         for key in fp16.keys() - {"mode", "dtype"} - allowed:
             raise UserError(f"{path}: fp16.{key} is not an option of {fp16['mode']}{_nearest(key, allowed)}")
     return Config(values)
+
+
+def plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The resolved config as it is read back from `to_json`."""
+    return json.loads(to_json(config))
 
 
 def to_json(config: Mapping[str, Any]) -> str:

@@ -32,6 +32,10 @@ class GlobalBatchSampler:
         rank: data-parallel rank; default: this process's.
         num_ranks: data-parallel size; default: that of the running layout.
 
+    Attributes:
+        epoch: the next one.
+        start: the micro-batch that it starts with.
+
     Raises:
         UserError: if the data set is smaller than one global batch.
     """
@@ -49,7 +53,7 @@ class GlobalBatchSampler:
         self.rank = gpc.get_local_rank(ParallelMode.DATA) if rank is None else rank
         self.num_ranks = gpc.get_world_size(ParallelMode.DATA) if num_ranks is None else num_ranks
         self.global_batch_size = batch_size * accumulation * self.num_ranks
-        self.epoch = 0
+        self.epoch = self.start = 0
         if num_samples < self.global_batch_size:
             raise UserError(
                 f"a global batch of {self.global_batch_size} (BATCH_SIZE {batch_size} × gradient_accumulation "
@@ -66,11 +70,11 @@ class GlobalBatchSampler:
         return torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Index tensors of shape (batch_size,) for `self.epoch`, which then moves on."""
+        """Index tensors of shape (batch_size,): of `self.epoch`, from number `self.start` on; the next time, of the next."""
         order = torch.randperm(self.num_samples, generator=self.generator(self.epoch))
-        self.epoch += 1
         steps = self.num_samples // self.global_batch_size
-        order = order[: steps * self.global_batch_size].view(-1, self.num_ranks, self.batch_size)
+        order = order[: steps * self.global_batch_size].view(-1, self.num_ranks, self.batch_size)[self.start :]
+        self.epoch, self.start = self.epoch + 1, 0
         return iter(order[:, self.rank])
 
 

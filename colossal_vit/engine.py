@@ -24,6 +24,7 @@ from colossal_vit import precision
 from colossal_vit.config import Layout, num_model_chunks
 from colossal_vit.errors import TrainingError, UserError
 from colossal_vit.patches import set_pipeline_dtype
+from colossal_vit.sharding import name_parameters
 from colossalai.accelerator import get_accelerator
 from colossalai.legacy.amp import AMP_TYPE
 from colossalai.legacy.context import ParallelMode
@@ -52,14 +53,15 @@ class Engine(ColossalEngine):
     Attributes:
         accumulation: micro-steps in an optimizer step.
         num_steps: optimizer steps made so far, skipped ones included.
+        bare_model: the model inside the wrappers for precision and data parallelism.
         grad_norm: norm of the full gradient of the last optimizer step, unscaled, before clipping.
         part: called as `with part(name):` around "forward" and "backward" of each micro-step and "update" of each
             optimizer step, for profilers.
     """
 
-    def __init__(self, *args: Any, accumulation: int = 1, **kwargs: Any):
+    def __init__(self, *args: Any, bare_model: nn.Module, accumulation: int = 1, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.accumulation = accumulation
+        self.bare_model, self.accumulation = bare_model, accumulation
         self.num_steps = 0
         self.grad_norm = math.nan
         self.part: Callable[[str], AbstractContextManager] = record_function
@@ -75,6 +77,23 @@ class Engine(ColossalEngine):
         """Let DDP reduce the gradients of the coming micro-step, or keep them local (what `no_sync` does)."""
         if isinstance(self.model, DistributedDataParallel):
             self.model.require_backward_grad_sync = enabled
+
+    def settle_buckets(self, shape: tuple[int, ...]) -> None:
+        """Bring DDP to where it is after the first step of a run, by a backward pass on images of zeros.
+
+        Once it has seen in which order gradients come, DDP sorts them into other buckets, and where in a bucket a
+        gradient lies decides in which order four ranks or more add it up. Weights stay; buffers and random numbers do
+        not.
+
+        Args:
+            shape: of a batch of images.
+        """
+        if isinstance(self.model, DistributedDataParallel):
+            self.train()
+            self._reduce_in_backward(True)
+            self.model(torch.zeros(shape, device=next(self.model.parameters()).device)).float().sum().backward()
+            self.optimizer.zero_grad()
+            self._reduce_in_backward(self.accumulation == 1)
 
     def zero_grad(self) -> None:
         if self._micro_step == 0:
@@ -123,6 +142,8 @@ class MicroBatches:
 
     Attributes:
         data_s: seconds spent waiting for batches since the start.
+        start: the micro-batch that the next epoch starts with, see `seek`.
+        taken: how many micro-batches of the current epoch are behind.
     """
 
     def __init__(self, loader: Iterable, accumulation: int):
@@ -133,7 +154,7 @@ class MicroBatches:
                 f"gradient_accumulation = {accumulation}, but an epoch has only {len(loader)} batches on each rank: "
                 f"lower gradient_accumulation or BATCH_SIZE"
             )
-        self.data_s = 0.0
+        self.data_s, self.start, self.taken = 0.0, 0, 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
@@ -141,13 +162,31 @@ class MicroBatches:
     def __len__(self) -> int:
         return self.num_micro_batches
 
+    def state_dict(self) -> dict[str, Any]:
+        """What the loader must know to go on, beside epoch and micro-batch: for JSON, mostly nothing."""
+        return self.loader.state_dict() if hasattr(self.loader, "state_dict") else {}
+
+    def seek(self, epoch: int, start: int, state: dict[str, Any]) -> bool:
+        """Go on with micro-batch `start` of `epoch`; returns whether the batches are those of `state_dict`'s run."""
+        self.start = start
+        if hasattr(self.loader, "load_state_dict"):
+            return self.loader.load_state_dict(state)
+        if (sampler := getattr(self.loader, "sampler", None)) is not None:
+            sampler.epoch, sampler.start = epoch, start
+        return True
+
     def __iter__(self) -> Iterator:
+        self.taken, self.start = self.start, 0
+        return self._batches()
+
+    def _batches(self) -> Iterator:
         batches = iter(self.loader)
-        for _ in range(self.num_micro_batches):
+        while self.taken < self.num_micro_batches:
             started = time.perf_counter()
             with record_function("data"):
                 batch = next(batches)
             self.data_s += time.perf_counter() - started
+            self.taken += 1
             yield batch
 
 
@@ -240,7 +279,8 @@ def initialize(
     if is_using_pp() and fp16 and fp16.mode != AMP_TYPE.NAIVE:
         raise UserError(f"fp16.mode = {fp16.mode} does not work with a pipeline: use AMP_TYPE.NAIVE or None")
 
-    model = model.to(device)
+    bare_model = model = model.to(device)
+    name_parameters(model)
     if is_using_ddp():
         sync_model_param(model, ParallelMode.DATA)
     model, optimizer, criterion = precision.convert(model, optimizer, criterion, fp16, device)
@@ -265,6 +305,7 @@ def initialize(
 
     engine = Engine(
         model=model,
+        bare_model=bare_model,
         optimizer=optimizer,
         criterion=criterion,
         gradient_handlers=gradient_handlers,

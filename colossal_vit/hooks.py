@@ -1,13 +1,15 @@
 """Hooks for Colossal-AI's Trainer: the learning rate, the record of the run, and its profile."""
 
 import json
+import os
 import re
 import resource
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,14 +17,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from colossal_vit import checkpoint
 from colossal_vit.config import Layout
 from colossal_vit.data import IGNORED
 from colossal_vit.engine import MicroBatches
 from colossal_vit.errors import Preempted, TrainingError
 from colossal_vit.launch import Run
-from colossal_vit.ranks import RankLogger
+from colossal_vit.ranks import RankLogger, everyone, on_one_rank
 from colossal_vit.report import draw
 from colossal_vit.sharding import split_batch
+from colossal_vit.state import Snapshot, take
 from colossalai.accelerator import get_accelerator
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
@@ -66,6 +70,19 @@ def _memory_gb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9  # Linux counts in KiB
 
 
+def _cut(path: Path, step: int, epoch: int) -> None:
+    """Leave in a `metrics.jsonl` what a run has recorded that is to go on after `step`, in `epoch`."""
+    kept = []
+    for line in path.read_text().splitlines(keepends=True):
+        with suppress(ValueError):  # a line that was cut off
+            record = json.loads(line)
+            if record["epoch"] < epoch if "eval_loss" in record else record["step"] <= step:
+                kept.append(line)
+    scratch = path.with_name(f".{path.name}")
+    scratch.write_text("".join(kept))
+    scratch.replace(path)
+
+
 class MetricsHook(BaseHook):
     """Writes `metrics.jsonl` and TensorBoard events, and tells the progress bar what to show.
 
@@ -75,21 +92,24 @@ class MetricsHook(BaseHook):
     `loss` is the mean over the whole global batch. Only the rank that sees the loss, in the last pipeline stage of
     the first replica, writes.
 
-    At the end of the training the same rank draws the curves.
+    At the end of the training the same rank draws the curves. A run that goes on from a checkpoint goes on with the
+    same file; records of what came after the checkpoint are taken out, since they will be made again.
 
     Args:
-        directory: the run directory.
+        directory: the run directory; None writes nothing.
         train_dataloader: what `engine.initialize` returned; it knows how long it was waited for.
         log: where evaluations, and without a progress bar epochs too, are announced.
     """
 
-    def __init__(self, directory: Path, train_dataloader: MicroBatches, log: RankLogger, priority: int = 1):
+    def __init__(self, directory: Path | None, train_dataloader: MicroBatches, log: RankLogger, priority: int = 1):
         super().__init__(priority)
         self.train_dataloader = train_dataloader
         self.sees_loss = is_no_pp_or_last_stage()
         self.writes = self.sees_loss and is_dp_rank_0() and is_tp_rank_0()
         self.log = log
         self.directory = directory
+        self.accuracy = -1.0  # of the last evaluation, on the ranks that have seen it
+        self.last: dict[str, Any] | None = None
         self.batch_parts = Layout.of(gpc.config, gpc.get_world_size(ParallelMode.GLOBAL)).batch_parts
 
     def _write(self, record: dict[str, Any]) -> None:
@@ -101,8 +121,11 @@ class MetricsHook(BaseHook):
         if self.writes:
             from torch.utils.tensorboard import SummaryWriter  # imports for seconds; one rank needs it
 
-            self.file = open(self.directory / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115 closed in after_train
-            self.events = SummaryWriter(str(self.directory))
+            path, step = self.directory / "metrics.jsonl", trainer.engine.num_steps
+            if path.exists():
+                _cut(path, step, trainer.cur_epoch)
+            self.file = open(path, "a", buffering=1)  # noqa: SIM115 closed in after_train
+            self.events = SummaryWriter(str(self.directory), purge_step=step + 1 if step else None)
         self.losses: list[Tensor] = []
         self.step_started, self.waited = time.perf_counter(), 0.0
 
@@ -150,7 +173,7 @@ class MetricsHook(BaseHook):
         self.last = record
 
     def after_train_epoch(self, trainer: Trainer) -> None:
-        if self.writes and not sys.stderr.isatty():
+        if self.writes and self.last and not sys.stderr.isatty():
             self.log.info(
                 f"epoch {trainer.cur_epoch}: step {self.last['step']}, loss {self.last['loss']:.4f}, "
                 f"{self.last['images_per_s']:.0f} images/s",
@@ -177,20 +200,28 @@ class MetricsHook(BaseHook):
         loss, correct, images = _sum_over([ParallelMode.DATA, ParallelMode.TENSOR], sums, self.eval_images.device)
         copies = gpc.tensor_parallel_size // self.batch_parts  # tensor-parallel ranks that saw the same part of a batch
         loss, correct, images = loss / copies, correct / copies, images / copies
+        self.accuracy = correct / images
         if self.writes:
             record = {
                 "step": trainer.engine.num_steps,
                 "epoch": trainer.cur_epoch,
                 "eval_loss": loss / images,
-                "eval_accuracy": correct / images,
+                "eval_accuracy": self.accuracy,
                 "eval_images": int(images),
             }
-            self._write(record)
+            if self.directory:
+                self._write(record)
+            epoch = f"epoch {record['epoch']}: " if self.directory else ""
             self.log.info(
-                f"epoch {record['epoch']}: test accuracy {record['eval_accuracy']:.2%} "
+                f"{epoch}test accuracy {record['eval_accuracy']:.2%} "
                 f"({int(correct)} of {record['eval_images']} images), loss {record['eval_loss']:.4f}",
                 ranks=None,
             )
+
+    def sync(self) -> None:
+        """Have the disk hold the records so far."""
+        if self.writes:
+            os.fsync(self.file.fileno())
 
     def after_train(self, trainer: Trainer) -> None:
         if self.writes:
@@ -307,19 +338,38 @@ class DebugNanHook(BaseHook):
                     tensor.register_hook(partial(self._check, "the gradient at the output of", module))
 
 
-class PreemptionHook(BaseHook):
-    """Ends the run between two optimizer steps, the same on every rank, when any rank gets SIGUSR1 or SIGTERM.
+class CheckpointHook(BaseHook):
+    """Saves checkpoints into the run directory, and ends the run after one when it is told to.
 
-    SLURM sends them ahead of a time limit, a preemption, a cancellation. The ranks tell each other in the background:
-    what one hears during a step, all know one step later. A second signal has its usual effect.
+    One is saved every `every_steps` steps and `every_minutes` minutes of the config's `checkpoint` block, after each
+    epoch and its evaluation, and at `--max-steps`. The newest `keep` are kept, and the best by test accuracy. All ranks
+    wait while rank 0 takes the state; it is written while they train on.
+
+    On SIGUSR1 or SIGTERM to any rank, all stop after the same step, with a checkpoint. SLURM sends them ahead of a time
+    limit, a preemption, a cancellation. The ranks tell each other in the background: what one hears during a step, all
+    know one step later. A second signal has its usual effect.
+
+    Args:
+        run: of `launch.start`.
+        train_dataloader: what `engine.initialize` returned; it knows the place in the epoch.
+        metrics: knows the accuracy.
     """
 
     SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
-    def __init__(self, priority: int = 9):  # the last, so that the step is on record
-        super().__init__(priority)
+    def __init__(self, run: Run, train_dataloader: MicroBatches, metrics: MetricsHook, priority: int = 9):
+        super().__init__(priority)  # the last, so that the step is on record, and its scheduler moved
+        self.run, self.train_dataloader, self.metrics = run, train_dataloader, metrics
+        settings = run.config.get("checkpoint") or {}
+        self.every_steps, self.keep = settings.get("every_steps"), settings.get("keep", 3)
+        self.every_s = 60.0 * settings.get("every_minutes", 30)
+        self.group, self.alone = gpc.get_cpu_group(ParallelMode.GLOBAL), gpc.get_world_size(ParallelMode.GLOBAL) == 1
         self.heard = 0
         self.asked: tuple[Tensor, dist.Work] | None = None
+        self.writer: threading.Thread | None = None
+        self.failure: str | None = None  # of the last save
+
+    # ---- What the ranks tell each other ----
 
     def _hear(self, number: int, frame: Any) -> None:
         self.heard = number
@@ -329,41 +379,114 @@ class PreemptionHook(BaseHook):
         for number, handler in self.usual.items():
             signal.signal(number, handler)
 
-    def before_train(self, trainer: Trainer) -> None:
-        self.usual = {number: signal.signal(number, self._hear) for number in self.SIGNALS}
+    def _own_answer(self) -> Tensor:
+        """The signal that this rank has heard, and whether it finds a checkpoint due."""
+        due = gpc.get_global_rank() == 0 and time.monotonic() - self.saved_at >= self.every_s
+        return torch.tensor([self.heard, int(due)])
 
-    def _answer(self) -> int:
-        """What any rank had heard when all were asked last."""
+    def _answer(self) -> list[int]:
+        """The largest answer of any rank when all were asked last."""
+        if self.alone:
+            return self._own_answer().tolist()
         if self.asked is None:
-            return 0
-        number, work = self.asked
+            return [0, 0]
+        answer, work = self.asked
         self.asked = None
         work.wait()
-        return int(number)
+        return answer.tolist()
+
+    def _ask(self) -> None:
+        if not self.alone:
+            answer = self._own_answer()
+            self.asked = answer, dist.all_reduce(answer, dist.ReduceOp.MAX, group=self.group, async_op=True)
+
+    # ---- Saving ----
+
+    def _save(self, trainer: Trainer, epoch: int, start: int) -> Path:
+        """Save what it takes to go on with micro-batch `start` of `epoch`; returns where it will be."""
+        path = self.run.output / checkpoint.FOLDER / f"step-{trainer.engine.num_steps:08d}"
+        on_one_rank(self._finish)
+        self.metrics.sync()
+        snapshot = take(trainer, self.train_dataloader, epoch, start, self.run.best)
+        if snapshot is not None:
+            self.writer = threading.Thread(target=self._write, args=(path, snapshot), daemon=True)
+            self.writer.start()
+        self.saved_at = time.monotonic()
+        return path
+
+    def _write(self, path: Path, snapshot: Snapshot) -> None:
+        try:
+            if not path.exists():  # as it does when the run was stopped just before the evaluation of an epoch
+                checkpoint.write(path, *snapshot)
+            checkpoint.prune(path.parent, self.keep, self.run.best and self.run.best["step"])
+            self.failure = None
+        except OSError as error:
+            self.failure = f"{path}: cannot be written: {error.strerror or error}"
+            if not self.run.stop_on_save_error:
+                self.run.log.info(f"{self.failure}; training goes on")
+
+    def _finish(self) -> None:
+        """Rank 0: wait for the checkpoint that is being written."""
+        if self.writer is not None:
+            self.writer.join()
+            self.writer = None
+
+    def _check(self) -> None:
+        if self.failure and self.run.stop_on_save_error:
+            raise TrainingError(f"{self.failure}; earlier checkpoints are as they were (--on-save-error stop)")
+
+    # ---- When ----
+
+    def before_train(self, trainer: Trainer) -> None:
+        self.saved_at = time.monotonic()
+        self.usual = {number: signal.signal(number, self._hear) for number in self.SIGNALS}
 
     def after_train_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
+        step, taken = trainer.engine.num_steps, self.train_dataloader.taken
         if not trainer.engine.finished_step:
             return
-        group, alone = gpc.get_cpu_group(ParallelMode.GLOBAL), gpc.get_world_size(ParallelMode.GLOBAL) == 1
-        heard = self.heard if alone else self._answer()
+        self._check()
+        heard, due = self._answer()
         if heard:
-            dist.barrier(group=group)  # the first rank to leave takes the rest along
+            path = self._save(trainer, trainer.cur_epoch, taken)
+            on_one_rank(self._finish)  # the first rank to leave takes the rest along
+            kept = f"its checkpoint is not written: {self.failure}" if self.failure else f"which {path} has"
             raise Preempted(
-                f"stopped by {signal.Signals(heard).name} after step {trainer.engine.num_steps}; exit code "
-                f"{Preempted.exit_code} says: start it again"
+                f"stopped by {signal.Signals(heard).name} after step {step}, {kept}; exit code {Preempted.exit_code} "
+                f"says: start it again"
             )
-        if not alone:
-            number = torch.tensor(self.heard)
-            self.asked = number, dist.all_reduce(number, dist.ReduceOp.MAX, group=group, async_op=True)
+        due = due or (self.every_steps and step % self.every_steps == 0) or step == self.run.max_steps
+        if due and taken < len(self.train_dataloader):  # else there is an evaluation to come before
+            self._save(trainer, trainer.cur_epoch, taken)
+        self._ask()
+
+    def after_test(self, trainer: Trainer) -> None:
+        if self.train_dataloader.taken < len(self.train_dataloader):
+            return  # --max-steps ended the epoch, and the state before this evaluation is saved
+        accuracy = max(everyone(self.metrics.accuracy))
+        if self.run.best is None or accuracy > self.run.best["accuracy"]:
+            self.run.best = {"accuracy": accuracy, "step": trainer.engine.num_steps}
+        self._save(trainer, trainer.cur_epoch + 1, 0)
 
     def after_train(self, trainer: Trainer) -> None:
         self._answer()
         self._restore()
+        on_one_rank(self._finish)
+        if self.failure:
+            raise TrainingError(
+                f"{self.failure}; the last checkpoint of the run is missing, the others are as they were"
+            )
 
 
 def standard_hooks(run: Run, train_dataloader: MicroBatches, lr_scheduler: Any) -> list[BaseHook]:
-    """What every train script gives its trainer: first the `MetricsHook`, then what the command line asked for."""
-    hooks = [MetricsHook(run.output, train_dataloader, run.log), LRSchedulerHook(lr_scheduler), PreemptionHook()]
+    """What every train script gives its trainer: first the `MetricsHook`, then what the command line asked for.
+
+    With `--eval-only` that is all.
+    """
+    metrics = MetricsHook(None if run.eval_only else run.output, train_dataloader, run.log)
+    if run.eval_only:
+        return [metrics]
+    hooks = [metrics, LRSchedulerHook(lr_scheduler), CheckpointHook(run, train_dataloader, metrics)]
     if run.profile:
         hooks.append(ProfileHook(run.output, train_dataloader, run.log))
     if run.debug_nan:

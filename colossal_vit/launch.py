@@ -9,6 +9,7 @@ import functools
 import os
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -21,11 +22,11 @@ from typing import Any
 import colossalai.legacy as colossalai
 import torch
 import torch.distributed as dist
+from colossal_vit import checkpoint, dry_run, host, patches, precision
 from colossal_vit import config as configs
-from colossal_vit import dry_run, host, patches, precision
 from colossal_vit.errors import Preempted, TrainingError, UserError
 from colossal_vit.peers import Peers
-from colossal_vit.ranks import RankLogger, together
+from colossal_vit.ranks import RankLogger, from_rank_0, on_one_rank
 from colossal_vit.rendezvous import (
     LAUNCHERS,
     Rendezvous,
@@ -90,7 +91,21 @@ def get_parser(description: str | None = None) -> argparse.ArgumentParser:
         help="how long a rank waits for another one, at the start and later (default %(default)g)",
     )
     parser.add_argument("--output", type=Path, help="run directory (default runs/<example>/<config name>)")
-    parser.add_argument("--max-steps", type=int, metavar="N", help="stop after N optimizer steps")
+    parser.add_argument(
+        "--resume",
+        default="auto",
+        metavar="auto|never|PATH",
+        help="go on from the newest checkpoint in the run directory that holds (the default), begin anew, or go on "
+        "from this one",
+    )
+    parser.add_argument("--eval-only", action="store_true", help="evaluate a checkpoint, and train nothing")
+    parser.add_argument("--max-steps", type=int, metavar="N", help="stop after N optimizer steps, with a checkpoint")
+    parser.add_argument(
+        "--on-save-error",
+        choices=("go-on", "stop"),
+        default="go-on",
+        help="what to do when a checkpoint cannot be written; the last one of a run always has to be",
+    )
     parser.add_argument("--compile", action="store_true", help="the same as --set COMPILE=True: use torch.compile")
     parser.add_argument("--profile", action="store_true", help="time the parts of steps, and trace one")
     parser.add_argument("--debug-nan", action="store_true", help="name the first module whose output is not finite")
@@ -116,6 +131,10 @@ class Run:
         layout: how the processes share the work.
         output: the run directory; exists.
         max_steps: optimizer steps to stop after, or None.
+        checkpoint: to go on from, or None; only rank 0 reads it.
+        best: accuracy and step of the best evaluation so far, once `state.resume` knows of one.
+        eval_only: whether to evaluate that checkpoint and no more.
+        stop_on_save_error: whether a checkpoint that cannot be written ends the run.
         device: this rank's device.
         log: see `RankLogger`.
         profile: whether to add `hooks.ProfileHook`.
@@ -130,6 +149,10 @@ class Run:
     max_steps: int | None
     device: torch.device
     log: RankLogger
+    checkpoint: Path | None = None
+    best: dict[str, Any] | None = None
+    eval_only: bool = False
+    stop_on_save_error: bool = False
     profile: bool = False
     debug_nan: bool = False
     dry_run: bool = False
@@ -211,7 +234,7 @@ def _launch(config: Config, meeting: Rendezvous, backend: str, store: dist.Store
             colossalai.launch(**common, **where, **place)
 
 
-def _seed(seed: int) -> None:
+def seed_ranks(seed: int) -> None:
     """Seed every rank, on CPU and CUDA alike.
 
     Two streams of random numbers: DATA for activations that the tensor-parallel ranks hold in common, TENSOR for those
@@ -231,7 +254,7 @@ def _seed(seed: int) -> None:
 
 def _set_aside(directory: Path) -> Path | None:
     """Rename a directory that holds an earlier run to `<name>.1`, `<name>.2`, ...; returns the new name."""
-    if not (directory / "metrics.jsonl").exists():
+    if not any((directory / name).exists() for name in ("metrics.jsonl", checkpoint.FOLDER)):
         return None
     number = 1
     while (older := directory.with_name(f"{directory.name}.{number}")).exists():
@@ -240,15 +263,69 @@ def _set_aside(directory: Path) -> Path | None:
     return older
 
 
-def _make_output(directory: Path, config: Config, log: RankLogger) -> None:
+def _find_checkpoint(args: argparse.Namespace, own: Path, log: RankLogger) -> Path | None:
+    """What `--resume` means, with `own` the folder of the run's own checkpoints.
+
+    Raises:
+        UserError: if a checkpoint that was named does not hold, or going on from it would lose newer ones.
+    """
+    restarts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    restarted = any(count.isdigit() and int(count) for count in restarts)  # the same command, which has begun before
+    if args.resume == "auto" or restarted:
+        path, passed_over = checkpoint.newest(own)
+        for reason in passed_over:
+            log.info(f"passed over: {reason}")
+        if path or args.resume == "auto":
+            return path
+    if args.resume == "never":
+        return None
+    path = Path(args.resume)
+    if (path / checkpoint.FOLDER).is_dir():
+        path, passed_over = checkpoint.newest(named := path / checkpoint.FOLDER)
+        if path is None:
+            raise UserError(f"--resume {args.resume}: {passed_over[0] if passed_over else f'{named} is empty'}")
     try:
-        older = _set_aside(directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.json").write_text(configs.to_json(config) + "\n")
+        checkpoint.verify(path)
+    except UserError as error:
+        raise UserError(f"--resume {args.resume}: {error}") from None
+    if (
+        path.resolve().parent == own.resolve()
+        and not args.eval_only
+        and path.name != checkpoint.list_steps(own)[0].name
+    ):
+        raise UserError(
+            f"--resume {args.resume}: {own} has newer ones, up to {checkpoint.list_steps(own)[0].name}: give another "
+            f"--output, or move them away"
+        )
+    return path
+
+
+def _prepare_output(args: argparse.Namespace, output: Path, config: Config, log: RankLogger) -> Path | None:
+    """Find the checkpoint to go on from, and make the run directory ready for writing; returns the checkpoint.
+
+    Raises:
+        UserError: if the one cannot be found, or the other not be made.
+    """
+    own = output / checkpoint.FOLDER
+    path = _find_checkpoint(args, own, log)
+    if args.eval_only:
+        if path is None:
+            raise UserError(f"--eval-only: no checkpoint in {own}; name one with --resume PATH, or its --output")
+        return path
+    try:
+        if path and path.resolve().parent == own.resolve():
+            checkpoint.clean(own)
+            for newer in checkpoint.list_steps(own):
+                if checkpoint.step_of(newer) > checkpoint.step_of(path):
+                    log.info(f"{newer} is {checkpoint.set_aside(newer).name} now")
+        elif older := _set_aside(output):
+            log.info(f"an earlier run was in {output}; it is in {older} now")
+        own.mkdir(parents=True, exist_ok=True)
+        (output / "config.json").write_text(configs.to_json(config) + "\n")
+        tempfile.TemporaryFile(dir=own).close()
     except OSError as error:
-        raise UserError(f"--output {directory}: cannot be written: {error.strerror or error}") from None
-    if older:
-        log.info(f"an earlier run was in {directory}; it is in {older} now")
+        raise UserError(f"--output {output}: cannot be written: {error.strerror or error}") from None
+    return path
 
 
 def start(
@@ -281,6 +358,10 @@ def start(
         raise UserError(f"--timeout {args.timeout:g}: must be a number of seconds above 0")
     overrides = [*args.set, "COMPILE=True"] if args.compile else args.set
     config = configs.load(args.config, overrides, required, {"SEED": 1024, **(defaults or {})})
+    if args.eval_only and args.resume == "never":
+        raise UserError(
+            "--eval-only evaluates a checkpoint, and --resume never says to take none: leave one of them out"
+        )
     if args.debug_nan and config.get("COMPILE"):
         raise UserError("--debug-nan looks into the model, which COMPILE merges into one piece: leave one of them out")
     meeting = meeting or dry_run.place(args, config)
@@ -297,14 +378,14 @@ def start(
         config.pop("COMPILE", None)  # does not change what is held and sent
         with dry_run.no_peers():
             _launch(config, meeting, backend, dist.HashStore(), args.timeout)
-        _seed(config.SEED)
+        seed_ranks(config.SEED)
         device = get_accelerator().get_current_device()
         dry_run.no_tensors(device)
         return Run(config, layout, output, 1, device, RankLogger(0), dry_run=True)
     _launch(config, meeting, backend, _join(meeting, args.timeout), args.timeout)
     global _peers
     _peers = Peers(meeting.rank, meeting.world_size, meeting.host)
-    _seed(config.SEED)
+    seed_ranks(config.SEED)
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", _device_number(meeting))
@@ -323,10 +404,21 @@ def start(
     )
     if config.fp16:
         log.info(f"mixed precision: {precision.describe(config.fp16, device)} on this device")
-    with together():
-        if meeting.rank == 0:
-            _make_output(output, config, log)
-    return Run(config, layout, output, args.max_steps, device, log, args.profile, args.debug_nan)
+    found = []
+    on_one_rank(lambda: found.append(_prepare_output(args, output, config, log)))
+    return Run(
+        config,
+        layout,
+        output,
+        args.max_steps,
+        device,
+        log,
+        checkpoint=from_rank_0(found[0] if found else None),
+        eval_only=args.eval_only,
+        stop_on_save_error=args.on_save_error == "stop",
+        profile=args.profile,
+        debug_nan=args.debug_nan,
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

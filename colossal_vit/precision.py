@@ -108,17 +108,19 @@ class FP32Optimizer(OptimizerWrapper):
         grad_norm: L2 norm of the last full, unscaled gradient before clipping, over all ranks that share the model.
         loss_scale: what the loss is multiplied with before the backward pass; None without loss scaling.
         skipped: whether the last `step()` left the weights alone because of an overflow.
+        working_to_master_map: for each parameter of the model that the optimizer updates a copy of, that copy.
     """
 
     loss_scale: float | None = None
     skipped = False
+    working_to_master_map: Mapping[Tensor, Tensor] = {}
 
     def scaler_state(self) -> dict[str, Any]:
         """What the loss scaler would have to know to go on: for JSON, empty without loss scaling."""
         return {}
 
     def load_scaler_state(self, state: dict[str, Any]) -> None:
-        """Go on with what `scaler_state` of a wrapper of the same class returned."""
+        """Go on with what `scaler_state` returned, of whichever wrapper: as far as both scale the loss."""
 
     def clip_grad_by_norm(self, max_norm: float, *args, **kwargs) -> Tensor:
         parameters = [p for p in self.parameters if p.grad is not None]
@@ -142,8 +144,9 @@ class TorchAMPOptimizer(FP32Optimizer):
         return {"loss_scale": state["scale"], "growth_step": state["_growth_tracker"]}
 
     def load_scaler_state(self, state: dict[str, Any]) -> None:
-        own = {"scale": state["loss_scale"], "_growth_tracker": state["growth_step"]}
-        self.scaler.load_state_dict({**self.scaler.state_dict(), **own})
+        if "loss_scale" in state:
+            own = {"scale": state["loss_scale"], "_growth_tracker": state["growth_step"]}
+            self.scaler.load_state_dict({**self.scaler.state_dict(), **own})
 
     def backward(self, loss: Tensor, *args, **kwargs) -> None:
         super().backward(self.scaler.scale(loss), *args, **kwargs)
@@ -162,9 +165,10 @@ class TorchAMPOptimizer(FP32Optimizer):
 class ApexOptimizer(FP32Optimizer):
     """The optimizer of `AMP_TYPE.APEX` through `apex.amp`, which unscales in the backward pass and skips by itself."""
 
-    def __init__(self, optim: Optimizer, amp: Any):
+    def __init__(self, optim: Optimizer, amp: Any, working: list[Tensor]):
         super().__init__(optim)
         self.amp = amp
+        self.working_to_master_map = dict(zip(working, self.parameters, strict=True))
 
     @property
     def loss_scale(self) -> float:
@@ -174,7 +178,8 @@ class ApexOptimizer(FP32Optimizer):
         return self.amp.state_dict()
 
     def load_scaler_state(self, state: dict[str, Any]) -> None:
-        self.amp.load_state_dict(state)
+        if "loss_scaler0" in state:
+            self.amp.load_state_dict(state)
 
     def backward(self, loss: Tensor, *args, **kwargs) -> None:
         scale = self.loss_scale
@@ -223,10 +228,10 @@ class NaiveAMPOptimizer(MixedPrecisionOptimizer):
 
     def load_scaler_state(self, state: dict[str, Any]) -> None:
         """See `FP32Optimizer.load_scaler_state`."""
-        if state:
+        if "loss_scale" in state and self.loss_scale is not None:
             scaler = self.mixed_precision.grad_scaler
             scaler._scale.fill_(state["loss_scale"])
-            scaler._growth_step, scaler._hysteresis_step = state["growth_step"], state["hysteresis_step"]
+            scaler._growth_step, scaler._hysteresis_step = state["growth_step"], state.get("hysteresis_step", 0)
 
     def clip_grad_by_norm(self, max_norm: float, *args, **kwargs) -> Tensor:
         """Move the gradients to the master weights, in fp32, and unscale and clip them there."""
@@ -329,8 +334,9 @@ def convert(
     if dtype != torch.float16:
         scaling.clear()
     if mode == AMP_TYPE.APEX and (amp := _apex_amp(device)):
+        working = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-        return model, ApexOptimizer(optimizer, amp), criterion
+        return model, ApexOptimizer(optimizer, amp, working), criterion
     if mode == AMP_TYPE.TORCH or (mode == AMP_TYPE.APEX and level == "O1"):
         model = Autocast(model, device, dtype)
         criterion = criterion and Autocast(criterion, device, dtype)

@@ -25,6 +25,20 @@ class RankLogger:
             print(f"{datetime.now():%H:%M:%S} {message}", flush=True)
 
 
+def everyone(value: Any) -> list[Any]:
+    """What each rank calls this with, by rank."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=gpc.get_cpu_group(ParallelMode.GLOBAL))
+    return values
+
+
+def from_rank_0(value: Any) -> Any:
+    """What rank 0 calls this with."""
+    box = [value]
+    dist.broadcast_object_list(box, 0, group=gpc.get_cpu_group(ParallelMode.GLOBAL))
+    return box[0]
+
+
 @contextmanager
 def together() -> Iterator[None]:
     """Make a `UserError` of any rank inside the block the error of every rank, at the end of the block."""
@@ -33,10 +47,8 @@ def together() -> Iterator[None]:
         yield
     except UserError as error:
         message = str(error)
-    messages = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, message, group=gpc.get_cpu_group(ParallelMode.GLOBAL))
-    for message in filter(None, messages):
-        raise UserError(message)
+    for spoken in filter(None, everyone(message)):
+        raise UserError(spoken)
 
 
 def on_one_rank(work: Callable[[], Any]) -> None:

@@ -5,7 +5,7 @@ The names of full parameters are timm's.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,6 +75,13 @@ class Shard:
         if self.num_heads:
             full = full.unflatten(0, (self.num_heads, 3, -1)).transpose(0, 1).flatten(0, 2)
         return full
+
+    def full_shape(self, piece: Sequence[int]) -> list[int]:
+        """The shape of the full parameter, from that of this rank's piece."""
+        shape = list(piece)
+        for dim, mode in self.splits:
+            shape[dim] *= gpc.get_world_size(mode)
+        return shape[::-1] if self.transposed else shape
 
     @property
     def num_holders(self) -> int:
@@ -150,6 +157,13 @@ def annotate(model: nn.Module, rename: Callable[[str], str] = str, num_heads: in
         for key, parameter in module.named_parameters(recurse=False):
             heads = num_heads if ".qkv." in prefix else None
             parameter.shard = Shard(rename(prefix + key), num_heads=heads, **splits.get(key, {}))
+
+
+def name_parameters(model: nn.Module) -> None:
+    """Give every parameter that `annotate` has not seen a `Shard` which says that this rank holds it whole."""
+    for name, parameter in model.named_parameters():
+        if not hasattr(parameter, "shard"):
+            parameter.shard = Shard(name)
 
 
 @torch.no_grad()

@@ -150,7 +150,7 @@ def _launch(rank: int, world_size: int, port: int, config: Mapping) -> None:
     settings = Config({**always, **config})
     meeting = Rendezvous("none", rank, rank, world_size, "localhost", port)
     launch._launch(settings, meeting, "gloo", launch._join(meeting, 60.0), 60.0)
-    launch._seed(settings.SEED)
+    launch.seed_ranks(settings.SEED)
 
 
 def call(function, world_size: int = 1, launched: bool = True, timeout: float = 120, **config) -> list:

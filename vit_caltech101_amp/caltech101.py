@@ -203,8 +203,8 @@ def fill_cache(images: Images, size: int, log: RankLogger) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def draw_crops(count: int, crop_area: tuple[float, float], generator: torch.Generator) -> Tensor:
-    """A crop for each image, as torchvision's RandomResizedCrop draws it, and whether it is mirrored.
+def draw_crops(count: int, crop_area: tuple[float, float], flip: bool, generator: torch.Generator) -> Tensor:
+    """A crop for each image, as torchvision's RandomResizedCrop draws it, with `flip` mirrored half of the time.
 
     Returns:
         float32, (count, 2, 3): affine maps from crop to image, both from -1 to 1, as `F.affine_grid` takes them.
@@ -214,7 +214,7 @@ def draw_crops(count: int, crop_area: tuple[float, float], generator: torch.Gene
     stretch = (log_ratio / 2).exp()
     width, height = ((area.sqrt() * side).clamp(max=1.0) for side in (stretch, 1 / stretch))
     left, top = (torch.rand(count, generator=generator) * 2 - 1 for _ in range(2))
-    mirrored = torch.rand(count, generator=generator) < 0.5
+    mirrored = (torch.rand(count, generator=generator) < 0.5) & flip
     maps = torch.zeros(count, 2, 3)
     maps[:, 0, 0] = torch.where(mirrored, -width, width)
     maps[:, 1, 1] = height
@@ -233,7 +233,10 @@ class Batches:
         img_size: in pixels.
         device: where the batches are made.
         crop_area: smallest and largest share of an image that a training crop has.
+        flip: whether training images are mirrored, half of the time.
     """
+
+    normalization = MEAN, STD
 
     def __init__(
         self,
@@ -244,9 +247,10 @@ class Batches:
         img_size: int,
         device: torch.device,
         crop_area: tuple[float, float] = (0.08, 1.0),
+        flip: bool = True,
     ):
         self.images, self.labels, self.chosen, self.sampler = images, labels[chosen], chosen, sampler
-        self.img_size, self.device, self.crop_area = img_size, device, crop_area
+        self.img_size, self.device, self.crop_area, self.flip = img_size, device, crop_area, flip
         self.mean, self.std = (torch.tensor(values, device=device).view(3, 1, 1) * 255 for values in (MEAN, STD))
 
     def __len__(self) -> int:
@@ -266,7 +270,7 @@ class Batches:
         maps = None
         if isinstance(self.sampler, GlobalBatchSampler):
             generator = self.sampler.generator(-1 - self.sampler.epoch)  # not the numbers that the order is made of
-            maps = draw_crops(len(self.chosen), self.crop_area, generator)
+            maps = draw_crops(len(self.chosen), self.crop_area, self.flip, generator)
         with ThreadPoolExecutor(1) as pool:  # reads the next batch while the model has this one
             waiting = None
             for indices in [*self.sampler, None]:
@@ -317,6 +321,6 @@ def build_caltech101(run: Run) -> tuple[Loader, Loader | None]:
     pixels, labels = torch.from_numpy(pixels), torch.from_numpy(images.labels)
     common = dict(img_size=config.IMG_SIZE, device=run.device)
     return (
-        Batches(pixels, labels, train, train_sampler, crop_area=config.CROP_AREA, **common),
+        Batches(pixels, labels, train, train_sampler, crop_area=config.CROP_AREA, flip=config.FLIP, **common),
         Batches(pixels, labels, test, EvalSampler(len(test), config.BATCH_SIZE), **common),
     )

@@ -139,6 +139,8 @@ class Batches:
         flip: whether training images are mirrored, half of the time.
     """
 
+    normalization = MEAN, STD
+
     def __init__(
         self,
         images: Tensor,

@@ -11,8 +11,9 @@ from colossal_vit import dry_run, launch
 from colossal_vit.engine import initialize
 from colossal_vit.hooks import standard_hooks
 from colossal_vit.optim import CosineAnnealingWarmupLR, build_optimizer
+from colossal_vit.state import resume
+from colossal_vit.trainer import Trainer
 from colossalai.legacy import nn as col_nn
-from colossalai.legacy.trainer import Trainer
 
 from cifar10 import build_cifar10
 from vit import build_vit, check_vit
@@ -63,17 +64,21 @@ def main() -> dry_run.StepPlan | None:
     if run.dry_run:
         return dry_run.measure(engine, train_dataloader)
 
-    # ---- Train -----------------------------------------------------------------------------------------------------
+    # ---- Train, from the newest checkpoint on if there is one ------------------------------------------------------
     trainer = Trainer(engine, logger=run.log)
+    resume(run, trainer, train_dataloader, lr_scheduler)
+    hooks = standard_hooks(run, train_dataloader, lr_scheduler)
+    if run.eval_only:
+        return trainer.evaluate(test_dataloader, hooks=hooks)
     trainer.fit(
         train_dataloader,
         epochs=config.NUM_EPOCHS,
         max_steps=run.max_steps and run.max_steps * engine.accumulation,
         test_dataloader=test_dataloader,
-        hooks=standard_hooks(run, train_dataloader, lr_scheduler),
+        hooks=hooks,
         display_progress=sys.stderr.isatty(),
     )
-    run.log.info(f"metrics and curves are in {run.output}")
+    run.log.info(f"metrics, curves and checkpoints are in {run.output}")
 
 
 if __name__ == "__main__":

@@ -191,6 +191,8 @@ class DaliLoader:
         with_images: False where only labels are wanted; default: whether this is not the first pipeline stage.
     """
 
+    normalization = MEAN, STD
+
     def __init__(
         self,
         records: Records,

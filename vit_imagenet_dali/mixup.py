@@ -1,7 +1,7 @@
 """Mixup on batches that are on the device already (H. Zhang et al., "mixup: Beyond Empirical Risk Minimization",
 arXiv:1710.09412)."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,15 @@ class Mixup:
 
     def __len__(self) -> int:
         return len(self.loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream is, and the loader's."""
+        return {"position": self.position, "loader": self.loader.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Go on from a `state_dict`; returns what the loader's answers."""
+        self.position = state["position"]
+        return self.loader.load_state_dict(state["loader"])
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for images, labels in self.loader:

@@ -13,9 +13,10 @@ from colossal_vit.engine import initialize
 from colossal_vit.hooks import standard_hooks
 from colossal_vit.models import build_timm_vit, check_timm_vit
 from colossal_vit.optim import Lamb, parameter_groups
+from colossal_vit.state import resume
+from colossal_vit.trainer import Trainer
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
-from colossalai.legacy.trainer import Trainer
 from colossalai.nn.lr_scheduler import LinearWarmupLR
 
 from imagenet_dali_dataloader import build_imagenet
@@ -75,10 +76,13 @@ def main() -> dry_run.StepPlan | None:
         plan.notes = schedule(config, run.output)
         return plan
 
-    # ---- Train -----------------------------------------------------------------------------------------------------
-    hooks = standard_hooks(run, train_dataloader, lr_scheduler)
-    hooks.append(ThroughputHook(hooks[0], model, run.device, run.log))
+    # ---- Train, from the newest checkpoint on if there is one ------------------------------------------------------
     trainer = Trainer(engine, logger=run.log)
+    resume(run, trainer, train_dataloader, lr_scheduler)
+    hooks = standard_hooks(run, train_dataloader, lr_scheduler)
+    if run.eval_only:
+        return trainer.evaluate(test_dataloader, hooks=hooks)
+    hooks.append(ThroughputHook(hooks[0], model, run.device, run.log))
     trainer.fit(
         train_dataloader,
         epochs=config.NUM_EPOCHS,
@@ -87,7 +91,7 @@ def main() -> dry_run.StepPlan | None:
         hooks=hooks,
         display_progress=sys.stderr.isatty(),
     )
-    run.log.info(f"metrics and curves are in {run.output}")
+    run.log.info(f"metrics, curves and checkpoints are in {run.output}")
 
 
 if __name__ == "__main__":

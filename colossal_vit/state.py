@@ -1,0 +1,341 @@
+"""What a run needs to go on: taken from the ranks of any layout, given to the ranks of any other.
+
+Weights and moments are gathered whole, one tensor at a time, on rank 0, which alone reads and writes checkpoints; they
+are cut again for whoever loads them. On the same layout a run goes on to the bit; on another one, random numbers and
+the order of DALI's stream begin anew.
+"""
+
+import base64
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from colossal_vit import checkpoint, config, launch
+from colossal_vit.engine import Engine, MicroBatches
+from colossal_vit.errors import UserError
+from colossal_vit.optim import Lamb
+from colossal_vit.ranks import everyone, from_rank_0, together
+from colossal_vit.sharding import Shard
+from colossal_vit.trainer import Trainer
+from colossalai.accelerator import get_accelerator
+from colossalai.legacy.context import ParallelMode
+from colossalai.legacy.context.random import get_current_mode, get_states, set_seed_states
+from colossalai.legacy.core import global_context as gpc
+from safetensors import safe_open
+from torch import Tensor
+
+_PACKAGES = ("torch", "colossalai", "timm")
+
+
+class Snapshot(NamedTuple):
+    """What `checkpoint.write` takes, all of it on the CPU."""
+
+    model: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    state: dict[str, Any]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Of each rank
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _encode(state: Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _decode(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+def _random_state() -> dict[str, str]:
+    """The generators of this rank: PyTorch's on the CPU, and one for each parallel mode of Colossal-AI's."""
+    states = get_states(copy=True)
+    states[get_current_mode()] = get_accelerator().get_rng_state()
+    return {"CPU": _encode(torch.get_rng_state()), **{mode.name: _encode(state) for mode, state in states.items()}}
+
+
+def _load_random_state(states: Mapping[str, str]) -> None:
+    torch.set_rng_state(_decode(states["CPU"]))
+    for mode in get_states():
+        set_seed_states(mode, _decode(states[mode.name]))
+    get_accelerator().set_rng_state(get_states()[get_current_mode()])
+
+
+def _layout() -> dict[str, Any]:
+    """What must be the same for a rank's random numbers to mean the same."""
+    return {
+        "world_size": gpc.get_world_size(ParallelMode.GLOBAL),
+        "parallel": gpc.config.parallel,
+        "num_chunks": config.num_model_chunks(gpc.config),
+        "device": get_accelerator().get_current_device().type,
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Taking
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class _Slot(NamedTuple):
+    """A parameter that this rank holds a piece of: the model's own, and what the optimizer updates, mostly the same."""
+
+    shard: Shard
+    working: Tensor
+    master: Tensor
+
+
+def _slots(engine: Engine) -> list[_Slot]:
+    masters = engine.optimizer.working_to_master_map
+    return [_Slot(p.shard, p, masters.get(p, p)) for p in engine.bare_model.parameters()]
+
+
+def _buffers(engine: Engine) -> dict[str, Tensor]:
+    """What the model keeps beside its parameters, such as the running means of batch norms.
+
+    That is what `state_dict` has, which Colossal-AI's layers make by communication.
+    """
+    return {
+        f"{path}.{key}".removeprefix("."): buffer
+        for path, module in engine.bare_model.named_modules()
+        for key, buffer in module.named_buffers(recurse=False)
+        if key not in module._non_persistent_buffers_set
+    }
+
+
+def _moment_names(engine: Engine) -> set[str]:
+    states = engine.optimizer.optim.state.values()
+    return {key for state in states for key, value in state.items() if isinstance(value, Tensor) and value.ndim}
+
+
+def _moments_step(engine: Engine) -> int:
+    """How many updates the moments have seen: fewer than optimizer steps if some were skipped."""
+    return max((int(state.get("step", 0)) for state in engine.optimizer.optim.state.values()), default=0)
+
+
+def _own_pieces(engine: Engine, moments: list[str]) -> Iterator[tuple[str, Shard, Tensor]]:
+    """Every tensor of this rank in the order of all ranks of its stage: weights under "", moments under their names."""
+    for slot in _slots(engine):
+        yield "", slot.shard, slot.master
+        state = engine.optimizer.optim.state.get(slot.master, {})
+        for key in moments:  # a piece that is not used has none
+            yield key, slot.shard, state[key] if key in state else torch.zeros_like(slot.master)
+
+
+def _key(moment: str, name: str) -> str:
+    return f"{moment}.{name}" if moment else name
+
+
+@torch.no_grad()
+def take(trainer: Trainer, train_dataloader: MicroBatches, epoch: int, start: int, best: Any) -> Snapshot | None:
+    """The state of the run, on rank 0; None on the others. All ranks call it, between two optimizer steps.
+
+    Args:
+        trainer: of the run.
+        train_dataloader: what `engine.initialize` returned.
+        epoch: to go on with.
+        start: the micro-batch of it to go on with.
+        best: accuracy and step of the best evaluation so far, or None.
+    """
+    engine = trainer.engine
+    rank, replica = gpc.get_global_rank(), gpc.get_local_rank(ParallelMode.DATA)
+    stage = gpc.get_local_rank(ParallelMode.PIPELINE) if gpc.is_initialized(ParallelMode.PIPELINE) else 0
+    speaks = replica == 0 and gpc.get_local_rank(ParallelMode.TENSOR) == 0  # for its stage
+    own = {
+        "rng": _random_state(),
+        "data": train_dataloader.state_dict(),
+        "speaks_for": stage if speaks else None,
+        "moments": sorted(_moment_names(engine)),
+        "moments_step": _moments_step(engine),
+        "names": [(slot.shard.name, slot.shard.full_shape(slot.master.shape)) for slot in _slots(engine)],
+    }
+    ranks = everyone(own)
+    moments = sorted(set().union(*(own["moments"] for own in ranks)))
+    group = gpc.get_cpu_group(ParallelMode.GLOBAL)
+    full: dict[str, dict[str, Tensor]] = {key: {} for key in ("", *moments)}
+    if replica == 0:
+        for moment, shard, piece in _own_pieces(engine, moments):
+            tensor = shard.join(piece)
+            if rank == 0:
+                copied = tensor.to("cpu", copy=tensor.data_ptr() == piece.data_ptr()).contiguous()
+                full[moment][_key(moment, shard.name)] = copied
+            elif speaks:
+                dist.send(tensor.cpu().contiguous(), 0, group=group)
+    if rank > 0:
+        return None
+    for sender, theirs in enumerate(ranks):
+        if sender > 0 and theirs["speaks_for"] is not None:
+            for name, shape in theirs["names"]:
+                for moment in ("", *moments):
+                    tensor = torch.empty(shape, dtype=_dtype(engine, moment))
+                    dist.recv(tensor, sender, group=group)
+                    full[moment][_key(moment, name)] = tensor
+    model = {**full.pop(""), **{name: buffer.to("cpu", copy=True) for name, buffer in _buffers(engine).items()}}
+    global_batch = gpc.config.BATCH_SIZE * gpc.config.gradient_accumulation * gpc.get_world_size(ParallelMode.DATA)
+    state = {
+        "step": engine.num_steps,
+        "epoch": epoch,
+        "images": start // engine.accumulation * global_batch,  # of this epoch
+        "global_batch": global_batch,
+        "optimizer": type(engine.optimizer.optim).__name__,
+        "moments_step": max(own["moments_step"] for own in ranks),
+        "scaler": engine.optimizer.scaler_state(),
+        "best": best,
+        "layout": _layout(),
+        "ranks": [{"rng": own["rng"], "data": own["data"]} for own in ranks],
+        "config": config.plain(gpc.config),
+        "normalization": getattr(train_dataloader, "normalization", None),
+        "versions": {name: metadata.version(name) for name in _PACKAGES},
+    }
+    return Snapshot(model, {name: tensor for part in full.values() for name, tensor in part.items()}, state)
+
+
+def _dtype(engine: Engine, moment: str) -> torch.dtype:
+    """Of weights or moments: the same on every stage."""
+    if not moment:
+        return _slots(engine)[0].master.dtype
+    return next(state[moment].dtype for state in engine.optimizer.optim.state.values() if moment in state)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Giving
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _broadcast(tensor: Tensor | None, shape: list[int], dtype: torch.dtype) -> Tensor:
+    """Rank 0's tensor on every rank, on the CPU."""
+    tensor = torch.empty(shape, dtype=dtype) if tensor is None else tensor
+    dist.broadcast(tensor, 0, group=gpc.get_cpu_group(ParallelMode.GLOBAL))
+    return tensor
+
+
+def _check_fits(path: Path, shapes: Mapping[str, list[int]], engine: Engine) -> None:
+    """Refuse a checkpoint of another model.
+
+    Raises:
+        UserError: on every rank, naming a parameter, the values and what would be right.
+    """
+    needed = {slot.shard.name: slot.shard.full_shape(slot.master.shape) for slot in _slots(engine)}
+    needed |= {name: list(buffer.shape) for name, buffer in _buffers(engine).items()}
+    everywhere = {name for names in everyone(list(needed)) for name in names}
+    with together():
+        for name, shape in needed.items():
+            if name not in shapes:
+                raise UserError(f"{path}: has no {name}, which this model needs: it is of another model")
+            if shapes[name] != shape:
+                raise UserError(
+                    f"{path}: {name} is of shape {tuple(shapes[name])}, but this model's is {tuple(shape)}: change "
+                    f"the config back, or fit the weights with `python -m colossal_vit.checkpoint import`"
+                )
+        for name in sorted(shapes.keys() - everywhere):
+            raise UserError(f"{path}: has {name}, which this model lacks: it is of another model")
+
+
+@torch.no_grad()
+def _load_tensors(path: Path, engine: Engine, moments_step: int | None) -> None:
+    """Fill the model from a checkpoint, and the optimizer too unless `moments_step` is None."""
+    rank, optimizer = gpc.get_global_rank(), engine.optimizer.optim
+    slots = {slot.shard.name: slot for slot in _slots(engine)}
+    buffers = _buffers(engine)
+    for file in (checkpoint.MODEL, checkpoint.OPTIMIZER):
+        contents = safe_open(path / file, "pt") if rank == 0 else None
+        listing = None
+        if contents is not None:
+            pieces = {key: contents.get_slice(key) for key in sorted(contents.keys())}
+            listing = [(key, piece.get_shape(), str(piece.get_dtype())) for key, piece in pieces.items()]
+        listing = from_rank_0(listing)
+        if file == checkpoint.MODEL:
+            _check_fits(path, {key: list(shape) for key, shape, _ in listing}, engine)
+        elif moments_step is None:
+            return
+        for key, shape, dtype in listing:
+            tensor = _broadcast(contents.get_tensor(key) if contents else None, shape, _DTYPES[dtype])
+            if file == checkpoint.MODEL and key in buffers:
+                buffers[key].copy_(tensor)
+                continue
+            moment, name = ("", key) if file == checkpoint.MODEL else key.split(".", 1)
+            if (slot := slots.get(name)) is None:  # another stage's
+                continue
+            piece = slot.shard.cut(tensor)
+            if not moment:
+                slot.master.copy_(piece)
+                if slot.working is not slot.master:
+                    slot.working.copy_(slot.master)
+                continue
+            kept = piece.dtype if isinstance(optimizer, Lamb) else slot.master.dtype
+            optimizer.state[slot.master][moment] = piece.to(slot.master.device, kept, copy=True).contiguous()
+    if moments_step:
+        for slot in slots.values():
+            if optimizer.state[slot.master]:
+                whole = isinstance(optimizer, Lamb)
+                optimizer.state[slot.master]["step"] = moments_step if whole else torch.tensor(float(moments_step))
+
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64, "I64": torch.int64}
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """The values of a config that have changed, in a few words."""
+    keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    return ", ".join(f"{key} {old.get(key)} → {new.get(key)}" for key in keys)
+
+
+def resume(run: "launch.Run", trainer: Trainer, train_dataloader: MicroBatches, lr_scheduler: Any) -> None:
+    """Bring a run to where `run.checkpoint` is; does nothing without one. All ranks call it, before `Trainer.fit`.
+
+    Raises:
+        UserError: on every rank, if the checkpoint is of another model or optimizer.
+    """
+    if run.checkpoint is None:
+        return
+    path, engine = run.checkpoint, trainer.engine
+    state = from_rank_0(checkpoint.read_state(path) if gpc.get_global_rank() == 0 else None)
+    own = type(engine.optimizer.optim).__name__
+    trained = state["optimizer"] is not None and not run.eval_only
+    if trained and state["optimizer"] != own:
+        raise UserError(
+            f"{path}: was trained with {state['optimizer']}, but this run's optimizer is {own}: change it back, or "
+            f"start from its weights alone: `python -m colossal_vit.checkpoint import`"
+        )
+    if state["step"] and not run.eval_only:
+        engine.settle_buckets((run.config.BATCH_SIZE, 3, run.config.IMG_SIZE, run.config.IMG_SIZE))
+    _load_tensors(path, engine, state["moments_step"] if trained else None)
+    engine.num_steps = state["step"]
+    if run.eval_only:
+        run.log.info(f"the weights are those of {path}, step {state['step']}")
+        return
+
+    # The position in the epoch counts in images: it is the same however many ranks share them.
+    batch_size = run.config.BATCH_SIZE * run.config.gradient_accumulation * run.layout.data
+    steps, rest = divmod(state["images"], batch_size)
+    steps_per_epoch = len(train_dataloader) // engine.accumulation
+    start = min(steps, steps_per_epoch) * engine.accumulation
+    rank, same = gpc.get_global_rank(), state["layout"] == _layout() and not rest
+    ranks = state["ranks"]
+    if ranks:
+        same_data = train_dataloader.seek(state["epoch"], start, ranks[rank % len(ranks)]["data"])
+        if same:
+            _load_random_state(ranks[rank]["rng"])
+        else:
+            launch.seed_ranks(run.config.SEED + state["step"])
+        same = all(everyone(same and same_data))
+    trainer.cur_epoch, run.best = state["epoch"], state["best"]
+    engine.optimizer.load_scaler_state(state["scaler"])
+    _move(lr_scheduler, state["epoch"] * steps_per_epoch + min(steps, steps_per_epoch))
+    run.log.info(f"going on from {path}: step {state['step']}, epoch {state['epoch']}, image {state['images']} of it")
+    if ranks and not same:
+        run.log.info(
+            "the layout is another one: random numbers (dropout, DALI's order) are not those it would have drawn"
+        )
+    if changed := _differences(state["config"], config.plain(run.config)):
+        run.log.info(f"changed since then: {changed}")
+
+
+def _move(lr_scheduler: Any, steps: int) -> None:
+    """Bring a scheduler that is a function of its step to step `steps`, with the rates that this run's config gives."""
+    if steps:
+        lr_scheduler.load_state_dict({**lr_scheduler.state_dict(), "last_epoch": steps - 1, "_step_count": steps + 1})
+        lr_scheduler.step()
