@@ -21,8 +21,7 @@ torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs and their children ignore it
 
 
-@pytest.fixture
-def random_weights(monkeypatch):
+def random_start(monkeypatch):
     """Start from weights that are all random: the usual start has a head of zeros, which hides what is behind it."""
     original = vit.full_vit
 
@@ -35,6 +34,11 @@ def random_weights(monkeypatch):
         return model
 
     monkeypatch.setattr(vit, "full_vit", full_vit)
+
+
+@pytest.fixture
+def random_weights(monkeypatch):
+    random_start(monkeypatch)
 
 
 class SmallDisk:

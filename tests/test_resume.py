@@ -1,18 +1,14 @@
 """A run that was stopped goes on as if it had not been: to the bit on one layout, within the contract on another."""
 
 import functools
-import itertools
 import json
 import random
-import signal
-import time
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
 import torch
-import vit
-from check_layouts import LAYOUTS
-from colossal_vit import checkpoint
+from colossal_vit import checkpoint, launch, optim
 from colossal_vit.config import Layout
 from colossal_vit.engine import initialize
 from colossal_vit.ranks import RankLogger
@@ -20,9 +16,15 @@ from colossal_vit.report import read_metrics
 from colossal_vit.state import resume, take
 from colossal_vit.trainer import Trainer
 from colossalai.legacy import nn as col_nn
+from colossalai.legacy.context import ParallelMode
+from colossalai.legacy.core import global_context as gpc
+from colossalai.legacy.utils import is_using_pp
 
 import recipes
+import vit
 import world
+from check_layouts import LAYOUTS
+from conftest import random_start
 
 TIMES = {"images_per_s", "data_s", "step_s", "memory_gb"}  # what is allowed to differ
 
@@ -104,3 +106,158 @@ def test_stopped_and_resumed_runs_record_the_same_bits(name, tmp_path):
     ]
     assert last[0].keys() == last[1].keys()
     assert all(torch.equal(last[0][key], last[1][key]) for key in last[0])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Another layout: the same weights and moments, and losses within the contract
+# ---------------------------------------------------------------------------------------------------------------------
+
+PAIRED = {name: LAYOUTS[name] for name in ("DP 2", "PP 2", "1D 2", "1D 4", "2D 4", "2.5D 8", "3D 8", "PP 2 × 1D 2")}
+MODES = {name: (size, {"DEPTH": 2, **values}, None) for name, (size, values) in PAIRED.items()}
+MODES["DP 2, NAIVE"] = (2, {"DEPTH": 2, "BATCH_SIZE": 16}, "NAIVE")
+
+
+class Fixed:
+    """Three global batches of 32 random images, of which this rank takes its part."""
+
+    def __init__(self, config, num_ranks, rank):
+        generator = torch.Generator().manual_seed(5)
+        images = torch.randn(3, 32, 3, config.IMG_SIZE, config.IMG_SIZE, generator=generator)
+        labels = torch.randint(10, (3, 32), generator=generator)
+        self.batches = [
+            (i.chunk(num_ranks)[rank], lab.chunk(num_ranks)[rank]) for i, lab in zip(images, labels, strict=True)
+        ]
+        self.sampler = SimpleNamespace(epoch=0, start=0)
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __iter__(self):
+        return iter(self.batches[self.sampler.start :])
+
+
+def begin():
+    """The run, trainer, loader and scheduler of a small run in the layout that is launched, on random weights."""
+    config = gpc.config
+    layout = Layout.of(config, gpc.get_world_size(ParallelMode.GLOBAL))
+    model = vit.build_vit(config, layout)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    scheduler = optim.CosineAnnealingWarmupLR(optimizer, total_steps=10)
+    loader = Fixed(config, layout.data, gpc.get_local_rank(ParallelMode.DATA))
+    engine, loader, *_ = initialize(model, optimizer, col_nn.CrossEntropyLoss(), loader, None, scheduler)
+    run = launch.Run(config, layout, None, None, torch.device("cpu"), RankLogger(1), stop_on_save_error=True)
+    return run, Trainer(engine, logger=run.log), loader, scheduler
+
+
+def step(engine, batches, scheduler):
+    """A training step; returns the loss, or None where this rank does not see it."""
+    engine.train()
+    engine.zero_grad()
+    _, _, loss = engine.execute_schedule(batches, forward_only=False, return_loss=True)
+    engine.step()
+    scheduler.step()
+    return None if loss is None or (is_using_pp() and not gpc.is_last_rank(ParallelMode.PIPELINE)) else float(loss)
+
+
+def mean(losses):
+    """Over data-parallel ranks; tensor-parallel ones see the same."""
+    seen = [loss for loss in losses if loss is not None]
+    return sum(seen) / len(seen)
+
+
+def save_after_two_steps(path):
+    """Rank 0 writes a checkpoint after two of the three steps; returns the loss of the third."""
+    _, trainer, loader, scheduler = begin()
+    batches = iter(loader)
+    for _ in range(2):
+        step(trainer.engine, batches, scheduler)
+    snapshot = take(trainer, loader, 0, 2, None)
+    if snapshot is not None:
+        checkpoint.write(path, *snapshot)
+    return step(trainer.engine, batches, scheduler)
+
+
+def load_each(paths):
+    """Resume from each; returns for each whether what is gathered again is what was read, and the next loss."""
+    answers = {}
+    for name, path in paths.items():
+        run, trainer, loader, scheduler = begin()
+        run.checkpoint = path
+        resume(run, trainer, loader, scheduler)
+        snapshot = take(trainer, loader, 0, 2, None)
+        same = None
+        if snapshot is not None:
+            for file, tensors in ((checkpoint.MODEL, snapshot.model), (checkpoint.OPTIMIZER, snapshot.optimizer)):
+                there = safetensors.torch.load_file(path / file)
+                wrong = [key for key in there.keys() | tensors.keys() if not torch.equal(there[key], tensors[key])]
+                same = (same or []) + wrong
+            state = checkpoint.verify(path)
+            assert [snapshot.state[key] for key in ("step", "images", "moments_step")] == [2, 64, 2]
+            assert [state[key] for key in ("step", "images", "moments_step")] == [2, 64, 2]
+        answers[name] = same, step(trainer.engine, iter(loader), scheduler), scheduler.get_last_lr()
+    return answers
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A checkpoint of every layout, and the loss of the step after it."""
+    folder = tmp_path_factory.mktemp("layouts")
+    with pytest.MonkeyPatch.context() as patch:
+        random_start(patch)
+        losses = {}
+        for name, (processes, values, amp) in MODES.items():
+            path = folder / name.replace(" ", "-")
+            settings = recipes.config(recipes.flags(amp, **values))
+            losses[name] = path, mean(world.call(functools.partial(save_after_two_steps, path), processes, **settings))
+    return losses
+
+
+@pytest.mark.parametrize("reader", MODES)
+def test_every_layout_reads_every_layout(reader, saved):
+    processes, values, amp = MODES[reader]
+    settings = recipes.config(recipes.flags(amp, **values))
+    paths = {name: path for name, (path, _) in saved.items()}
+    answers = world.call(functools.partial(load_each, paths), processes, **settings)
+    for writer, (_, expected) in saved.items():
+        wrong, _, rate = answers[0][writer]
+        assert wrong == [], f"written by {writer}: not the same after reading: {wrong}"
+        loss = mean([answer[writer][1] for answer in answers])
+        half = amp or MODES[writer][2]
+        assert loss == pytest.approx(expected, rel=2e-2 if half else 1e-4), writer
+        assert rate == answers[0][reader][2]
+    assert len({loss for _, loss in saved.values()}) > 1, "not all of one layout"
+
+
+def test_moments_matter(saved):
+    """What the test above must see: without moments the next losses would be other ones, weights being the same."""
+    path, _ = saved["DP 2"]
+    optimizer = safetensors.torch.load_file(path / checkpoint.OPTIMIZER)
+    assert all(tensor.abs().max() > 0 for tensor in optimizer.values())
+    assert {key.split(".", 1)[0] for key in optimizer} == {"exp_avg", "exp_avg_sq"}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("PP 2", "1D 4"), ("DP 2", "2D 4")],
+)
+def test_a_run_goes_on_in_another_layout(first, second, tmp_path, random_weights):
+    """Ten steps in one layout, ten in another, through the command line: the curve is that of one process."""
+    expected, _ = recipes.train(tmp_path / "one", DEPTH=2)
+    recipes.train(tmp_path / "two", LAYOUTS[first][0], steps=10, DEPTH=2, **LAYOUTS[first][1])
+    steps, _ = recipes.train(tmp_path / "two", LAYOUTS[second][0], steps=20, DEPTH=2, **LAYOUTS[second][1])
+    assert [r["step"] for r in steps] == list(range(1, 21))
+    for here, there in zip(steps, expected, strict=True):
+        for key in ("loss", "grad_norm"):
+            assert here[key] == pytest.approx(there[key], rel=1e-4), (here["step"], key)
+        assert here["lr"] == there["lr"]
+
+
+def test_the_place_in_the_epoch_counts_in_images(tmp_path, random_weights):
+    """Accumulation and data parallel size changed in the middle of an epoch, the global batch not: the same curve."""
+    expected, _ = recipes.train(tmp_path / "one", DEPTH=2, NUM_EPOCHS=2, steps=60)
+    common = dict(DEPTH=2, NUM_EPOCHS=2)
+    recipes.train(tmp_path / "two", 2, steps=30, BATCH_SIZE=8, gradient_accumulation=2, **common)
+    steps, _ = recipes.train(tmp_path / "two", 4, steps=60, BATCH_SIZE=8, **common)
+    for here, there in zip(steps, expected, strict=True):
+        assert here["loss"] == pytest.approx(there["loss"], rel=1e-3 if here["step"] > 20 else 1e-4), here["step"]
+        assert (here["lr"], here["epoch"]) == (there["lr"], there["epoch"])
