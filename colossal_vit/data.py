@@ -70,7 +70,7 @@ class GlobalBatchSampler:
         return torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Index tensors of shape (batch_size,) of `self.epoch`, from number `self.start` on; then the epoch moves on."""
+        """Index tensors of shape (batch_size,) of `self.epoch`, from number `self.start` on; the epoch moves on."""
         order = torch.randperm(self.num_samples, generator=self.generator(self.epoch))
         steps = self.num_samples // self.global_batch_size
         order = order[: steps * self.global_batch_size].view(-1, self.num_ranks, self.batch_size)[self.start :]

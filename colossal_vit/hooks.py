@@ -113,9 +113,18 @@ class MetricsHook(BaseHook):
         self.batch_parts = Layout.of(gpc.config, gpc.get_world_size(ParallelMode.GLOBAL)).batch_parts
 
     def _write(self, record: dict[str, Any]) -> None:
-        self.file.write(json.dumps(record) + "\n")
-        for key in record.keys() - {"step", "epoch", "eval_images"}:
-            self.events.add_scalar(key, record[key], record["step"])
+        self.unwritten += json.dumps(record).encode() + b"\n"
+        try:
+            while self.unwritten:
+                self.unwritten = self.unwritten[os.write(self.file, self.unwritten) :]
+        except OSError as error:  # there may be space again later, when a checkpoint that did not fit is gone
+            self.log.info(f"{self.directory}: metrics.jsonl has to wait: {error.strerror}", ranks=None)
+        try:
+            for key in (record.keys() - {"step", "epoch", "eval_images"}) if self.events else ():
+                self.events.add_scalar(key, record[key], record["step"])
+        except OSError as error:
+            self.events = None
+            self.log.info(f"{self.directory}: TensorBoard's events end here: {error.strerror}", ranks=None)
 
     def before_train(self, trainer: Trainer) -> None:
         if self.writes:
@@ -124,7 +133,7 @@ class MetricsHook(BaseHook):
             path, step = self.directory / "metrics.jsonl", trainer.engine.num_steps
             if path.exists():
                 _cut(path, step, trainer.cur_epoch)
-            self.file = open(path, "a", buffering=1)  # noqa: SIM115 closed in after_train
+            self.file, self.unwritten = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644), b""
             self.events = SummaryWriter(str(self.directory), purge_step=step + 1 if step else None)
         self.losses: list[Tensor] = []
         self.step_started, self.waited = time.perf_counter(), 0.0
@@ -221,13 +230,18 @@ class MetricsHook(BaseHook):
     def sync(self) -> None:
         """Have the disk hold the records so far."""
         if self.writes:
-            os.fsync(self.file.fileno())
+            os.fsync(self.file)
 
     def after_train(self, trainer: Trainer) -> None:
         if self.writes:
-            self.file.close()
-            self.events.close()
-            draw(self.directory)
+            try:
+                os.write(self.file, self.unwritten)
+                os.close(self.file)
+                if self.events:
+                    self.events.close()
+                draw(self.directory)
+            except OSError as error:
+                raise TrainingError(f"{self.directory}: cannot be written: {error.strerror or error}") from None
 
 
 class ProfileHook(BaseHook):

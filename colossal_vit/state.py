@@ -330,7 +330,7 @@ def resume(run: "launch.Run", trainer: Trainer, train_dataloader: MicroBatches, 
         run.log.info(
             "the layout is another one: random numbers (dropout, DALI's order) are not those it would have drawn"
         )
-    if changed := _differences(state["config"], config.plain(run.config)):
+    if ranks and (changed := _differences(state["config"], config.plain(run.config))):
         run.log.info(f"changed since then: {changed}")
 
 

@@ -341,7 +341,8 @@ def test_processes_started_by_hand(tmp_path):
 
 def test_an_earlier_run_is_set_aside(tmp_path):
     for _ in range(3):
-        recipes.train(tmp_path / "run", steps=1)
+        argv = [*recipes.flags(), "--output", str(tmp_path / "run"), "--max-steps", "1", "--resume", "never"]
+        assert world.run(recipes.HYBRID, argv).codes == [0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.1", "run.2"]
     assert all(len(read_metrics(path)[0]) == 1 for path in tmp_path.iterdir())
 
@@ -397,9 +398,10 @@ def test_told_to_stop_all_ranks_end_after_the_same_step(number, tmp_path, monkey
     assert result.seconds < 60
     (line,) = "".join(result.stderr).splitlines()
     step = read_metrics(tmp_path)[0][-1]["step"]
-    assert (
-        line == f"train_hybrid.py: error: stopped by {number.name} after step {step}; exit code 75 says: start it again"
-    )
+    saved = tmp_path / "checkpoints" / f"step-{step:08d}"
+    said = f"stopped by {number.name} after step {step}, which {saved} has; exit code 75 says: start it again"
+    assert line == f"train_hybrid.py: error: {said}"
+    assert checkpoint.verify(saved)["step"] == step
 
 
 def test_killed_rank_ends_the_job_under_torchrun(tmp_path):

@@ -51,21 +51,22 @@ def test_torchs_own(launcher, references, tmp_path):
     assert real.losses(tmp_path / "run") == references[2]
 
 
-def test_a_restarted_group_starts_again(tmp_path):
-    """torchrun --max-restarts: one rank is killed; all start anew, and what they had done is set aside."""
+def test_a_restarted_group_goes_on(tmp_path):
+    """torchrun --max-restarts: one rank is killed; all start again, from the newest checkpoint."""
     torchrun = ["torchrun", "--standalone", "--nproc_per_node", "2", "--max-restarts", "1", "--monitor-interval", "1"]
     flags = ["--config", recipes.PIPELINE_CONFIG, "--output", str(tmp_path / "run"), "--max-steps", "60"]
     values = {**recipes.MODEL, "BATCH_SIZE": 16, "parallel.pipeline": 2, "NUM_EPOCHS": 1000}
+    values |= {"checkpoint.every_steps": 2}
     command = [*torchrun, "train_hybrid.py", *flags, *recipes.set_flags(values)]
     with open(tmp_path / "log", "w") as log:
         job = subprocess.Popen(command, cwd=real.FOLDER, env=real.environment(), stdout=log, stderr=log)
-    real.wait_until(lambda: real.steps_on_record(tmp_path / "run") > 3, 60, (tmp_path / "log").read_text)
+    real.wait_until(lambda: real.steps_on_record(tmp_path / "run") > 5, 60, (tmp_path / "log").read_text)
     children = subprocess.run(["pgrep", "-P", str(job.pid)], capture_output=True, text=True).stdout.split()
     os.kill(int(children[-1]), 9)
     assert job.wait(timeout=120) == 0, (tmp_path / "log").read_text()
-    assert len(real.losses(tmp_path / "run")) == 60
-    assert 0 < len(real.losses(tmp_path / "run.1")) < 60
-    assert real.losses(tmp_path / "run")[:3] == real.losses(tmp_path / "run.1")[:3]
+    assert re.search(r"going on from \S+step-\d+: step \d+", (tmp_path / "log").read_text())
+    assert [record["step"] for record in read_metrics(tmp_path / "run")[0]] == list(range(1, 61))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "run"], "nothing was set aside"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

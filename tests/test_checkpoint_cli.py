@@ -1,0 +1,278 @@
+"""`python -m colossal_vit.checkpoint`: what is in a run, weights to timm and back, and mistakes."""
+
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import timm
+import torch
+from colossal_vit import checkpoint
+from colossal_vit.models import build_timm_vit
+from colossal_vit.report import read_metrics
+from colossalai.context import Config
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import cifar10
+import recipes
+import vit
+import world
+
+SMALL = dict(recipes.MODEL, DEPTH=2, DROP_RATE=0.1)
+HYBRID = dict(SMALL, MLP_RATIO=3, DROP_PATH_RATE=0.1)
+PLAIN = {key: value for key, value in SMALL.items() if key != "CHECKPOINT"}
+PLAIN |= dict(MODEL="vit_small_patch16_224", NUM_CLASSES=10, gradient_accumulation=1)
+PLAIN_CONFIG = ["--config", "configs/config_data_parallel.py"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run on two pipeline stages, which has three checkpoints, and one of train_dp.py."""
+    folder = tmp_path_factory.mktemp("runs")
+    more = {"parallel.pipeline": 2, "NUM_EPOCHS": 2, "checkpoint.every_steps": 30}
+    recipes.train(folder / "hybrid", 2, 1000, **HYBRID | more)
+    result = plain(folder / "plain")
+    assert result.codes == [0], str(result)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(runs):
+    """The runs' newest checkpoints as timm has them."""
+    folder = runs / "exported"
+    for name in ("hybrid", "plain"):
+        assert checkpoint.main(["export", str(runs / name), str(folder / name)]) == 0
+    return folder
+
+
+def plain(output, *more, **values):
+    """Train, or evaluate, with train_dp.py."""
+    return world.run(
+        recipes.DATA_PARALLEL, [*PLAIN_CONFIG, *recipes.set_flags(PLAIN | values), "--output", str(output), *more]
+    )
+
+
+def newest(run):
+    return checkpoint.list_steps(run / "checkpoints")[0]
+
+
+def verb(capsys, *argv):
+    """Exit code, and what was printed on stdout and stderr."""
+    code = checkpoint.main([str(arg) for arg in argv])
+    return code, *capsys.readouterr()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# To timm and back
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "build"), [("hybrid", vit.full_vit), ("plain", build_timm_vit)])
+def test_timm_builds_what_was_trained(name, build, runs, exported):
+    state = checkpoint.read_state(newest(runs / name))
+    trained = build(Config(state["config"])).eval()
+    trained.load_state_dict(load_file(newest(runs / name) / "model.safetensors"))
+    model = timm.create_model(f"local-dir:{exported / name}", pretrained=True).eval()
+    images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    expected = trained(images)
+    assert expected.std() > 0.01
+    assert torch.equal(model(images), expected)
+    assert all(module.p == 0 for module in model.modules() if isinstance(module, nn.Dropout))
+    assert not any(isinstance(module, timm.layers.DropPath) for module in model.modules())
+    transform = timm.data.resolve_model_data_config(model)
+    assert (transform["input_size"], transform["crop_pct"]) == ((3, 32, 32), 1.0)
+    assert (tuple(transform["mean"]), tuple(transform["std"])) == (cifar10.MEAN, cifar10.STD)
+    assert not model.pretrained_cfg.keys() & {"tag", "license"}, "those of Google's weights"
+    assert sorted(path.name for path in exported.iterdir()) == ["hybrid", "plain"], "nothing else stays behind"
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_export_in_half_precision(dtype, expected, runs, tmp_path, capsys):
+    (folder := tmp_path / "empty").mkdir()
+    code, said, _ = verb(capsys, "export", newest(runs / "plain"), folder, "--dtype", dtype)
+    assert (code, f'timm.create_model("local-dir:{folder}", pretrained=True)' in said) == (0, True)
+    weights, saved = (load_file(path / "model.safetensors") for path in (newest(runs / "plain"), folder))
+    assert weights.keys() == saved.keys()
+    assert all(torch.equal(saved[name], weights[name].to(expected)) for name in weights)
+    assert saved["pos_embed"].dtype == expected
+
+
+def test_the_same_weights_evaluate_the_same(runs, exported, tmp_path, capsys):
+    assert verb(capsys, "import", exported / "plain", tmp_path / "new" / "same")[0] == 0
+
+    def evaluate(path):
+        result = plain(tmp_path / "output", "--eval-only", "--resume", str(path))
+        assert result.codes == [0], str(result)
+        return re.findall(r"test accuracy .*", result.stdout[0])
+
+    assert evaluate(tmp_path / "new" / "same") == evaluate(newest(runs / "plain")) != []
+
+
+def test_training_from_imported_weights(exported, tmp_path, capsys):
+    """On larger images and for other classes: the loss begins at that of a head of zeros, and falls."""
+    source, start = exported / "plain" / "model.safetensors", tmp_path / "start"
+    assert verb(capsys, "import", source, start, "--img-size", "48", "--num-classes", "12")[0] == 0
+    model, given = load_file(start / "model.safetensors"), load_file(source)
+    resized = timm.create_model(f"local-dir:{exported / 'plain'}", pretrained=True, img_size=48)  # as timm does it
+    assert torch.equal(model["pos_embed"], resized.pos_embed)
+    assert model["head.weight"].shape == (12, 32)
+    assert not model["head.weight"].any()
+    same = model.keys() - {"pos_embed", "head.weight", "head.bias"}
+    assert len(same) > 20
+    assert all(torch.equal(model[name], given[name]) for name in same)
+
+    values = dict(IMG_SIZE=48, NUM_CLASSES=12, LEARNING_RATE=1e-3)
+    result = plain(tmp_path / "run", "--resume", str(start), "--max-steps", "2", **values)
+    assert result.codes == [0], str(result)
+    steps, _ = read_metrics(tmp_path / "run")
+    assert [record["step"] for record in steps] == [1, 2]
+    assert steps[0]["loss"] == pytest.approx(math.log(12), rel=1e-6)
+    assert steps[1]["loss"] < steps[0]["loss"] - 1e-3
+
+
+@pytest.mark.parametrize("prefix", [0, 1])
+def test_import_of_other_files(prefix, tmp_path, capsys):
+    """Half precision, no head, with a class token's position or without."""
+    weights = {"patch_embed.proj.weight": torch.ones(8, 3, 4, 4), "pos_embed": torch.ones(1, 9 + prefix, 8)}
+    save_file({name: tensor.half() for name, tensor in weights.items()}, tmp_path / "some.safetensors")
+    flags = ["--img-size", "16", "--num-classes", "5"]
+    assert verb(capsys, "import", tmp_path / "some.safetensors", tmp_path / "start", *flags)[0] == 0
+    assert checkpoint.verify(tmp_path / "start")["step"] == 0
+    model = load_file(tmp_path / "start" / "model.safetensors")
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.items()}
+    assert shapes == {
+        "patch_embed.proj.weight": (8, 3, 4, 4),
+        "pos_embed": (1, 16 + prefix, 8),
+        "head.weight": (5, 8),
+        "head.bias": (5,),
+    }
+    assert {tensor.dtype for tensor in model.values()} == {torch.float32}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is in a run
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def damaged(runs, tmp_path):
+    """A copy of the hybrid run; the newest of its checkpoints is cut off."""
+    shutil.copytree(runs / "hybrid", tmp_path / "run")
+    os.truncate(newest(tmp_path / "run") / "model.safetensors", 1000)
+    return tmp_path / "run"
+
+
+def test_ls(runs, tmp_path, capsys):
+    """A run whose second epoch was the best one, as its first had been until then."""
+    state = checkpoint.read_state(newest(runs / "plain"))
+    (folder := tmp_path / "checkpoints").mkdir()
+    for epoch, accuracy, best_step in ((1, 0.25, 10), (2, 0.5, 20), (3, 0.5, 20)):
+        state |= dict(step=10 * epoch, epoch=epoch, best=dict(accuracy=accuracy, step=best_step))
+        checkpoint.write(folder / f"step-{10 * epoch:08d}", {"weight": torch.ones(400_000)}, {}, state)
+    third, second, first = (
+        "step-00000030  epoch 3  1.6 MB",
+        "step-00000020  epoch 2  1.6 MB  best: 50.00%",
+        "step-00000010  epoch 1  1.6 MB",
+    )
+    assert verb(capsys, "ls", tmp_path) == (0, f"{third}\n{second}\n{first}\n", "")
+
+    os.truncate(folder / "step-00000030" / "model.safetensors", 1000)
+    code, said, _ = verb(capsys, "ls", folder)
+    fault, *others = said.splitlines()
+    assert code == 0
+    assert fault.startswith(f"step-00000030  damaged: {folder}/step-00000030/model.safetensors: has 1000 bytes")
+    assert others == [second, first]
+
+
+def test_verify(runs, damaged, capsys):
+    good = newest(runs / "plain")
+    assert verb(capsys, "verify", good) == (0, f"{good}: good, step 44\n", "")
+    code, said, _ = verb(capsys, "verify", good, damaged)
+    assert code == 1
+    first, fault, *others = said.splitlines()
+    assert first == f"{good}: good, step 44"
+    assert fault.startswith(f"{damaged}/checkpoints/step-00000088/model.safetensors: has 1000 bytes")
+    assert others == [f"{damaged}/checkpoints/step-000000{n}: good, step {n}" for n in (60, 44)]
+
+
+def test_export_takes_the_newest_that_holds(damaged, tmp_path, capsys):
+    code, said, _ = verb(capsys, "export", damaged, tmp_path / "folder")
+    assert (code, "step-00000060 is in" in said) == (0, True)
+
+
+def test_as_a_user_starts_it(damaged):
+    """As a module, and without what takes seconds to import."""
+    command = [sys.executable, "-X", "importtime", "-m", "colossal_vit.checkpoint", "verify", str(damaged)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "good, step 60" in done.stdout
+    assert "colossal_vit.errors" in done.stderr
+    assert not re.search(r"\| *(colossalai|timm)\b", done.stderr)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mistakes
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def mistakes(runs, exported, damaged, tmp_path):
+    """What is given, and what the line must say."""
+    good, weights = newest(runs / "plain"), exported / "plain" / "model.safetensors"
+    new = tmp_path / "new"
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "pytorch_model.bin").touch()
+    for name in ("model.pth", "model.npz", "text.safetensors"):
+        (tmp_path / name).write_text("something else")
+    embedding = {"patch_embed.proj.weight": torch.ones(8, 3, 4, 4)}
+    save_file({"layer.weight": torch.ones(1)}, tmp_path / "other.safetensors")
+    save_file({**embedding, "head.weight": torch.ones(2, 8)}, tmp_path / "no-positions.safetensors")
+    save_file({**embedding, "pos_embed": torch.ones(1, 12, 8)}, tmp_path / "oblong.safetensors")
+    checkpoint.main(["import", str(weights), str(tmp_path / "imported")])
+    return [
+        ([], ["required: verb"]),
+        (["show", runs], ["show", "ls"]),
+        (["ls"], ["RUN_DIRECTORY"]),
+        (["ls", tmp_path / "nowhere"], ["nowhere: no such file"]),
+        (["ls", tmp_path / "nothing"], ["nothing: is no checkpoint"]),
+        (["verify", good, tmp_path / "nowhere"], ["nowhere: no such file"]),
+        (["verify", weights], ["model.safetensors: is no checkpoint"]),
+        (["verify", exported / "plain"], ["plain: is no checkpoint"]),
+        (["export", good, new, "--dtype", "int8"], ["--dtype", "int8", "bf16"]),
+        (["export", newest(damaged), new], ["model.safetensors: has 1000 bytes"]),
+        (["export", good, tmp_path / "old"], ["old: exists already"]),
+        (["export", good, weights], ["model.safetensors: exists already"]),
+        (["export", good, weights / "below"], ["below: cannot be written: ", "File exists", "model.safetensors'"]),
+        (["export", tmp_path / "imported", new], ["imported: was imported"]),
+        (["import", tmp_path / "nowhere.safetensors", new], ["nowhere.safetensors: No such file"]),
+        (["import", tmp_path / "model.pth", new], ["model.pth", "only .safetensors", "can run code"]),
+        (["import", tmp_path / "model.npz", new], ["model.npz", "only .safetensors", "can run code"]),
+        (["import", tmp_path / "old", new], ["old: is no checkpoint"]),
+        (["import", tmp_path / "text.safetensors", new], ["text.safetensors: "]),
+        (["import", tmp_path / "other.safetensors", new], ["other.safetensors: has no patch_embed.proj.weight"]),
+        (["import", newest(damaged), new], ["model.safetensors: has 1000 bytes"]),
+        (["import", weights, good], [f"{good}: exists already"]),
+        (["import", weights, weights / "below"], ["below: cannot be written: ", "File exists", "model.safetensors'"]),
+        (["import", weights, new, "--img-size", "large"], ["--img-size", "large"]),
+        (["import", weights, new, "--img-size", "50"], ["--img-size 50", "patch size 8", "use 48 or 56"]),
+        (["import", weights, new, "--img-size", "0"], ["--img-size 0", "use 8"]),
+        (["import", weights, new, "--num-classes", "0"], ["--num-classes 0", "at least 1"]),
+        (["import", tmp_path / "no-positions.safetensors", new, "--img-size", "8"], ["pos_embed", "(0,)"]),
+        (["import", tmp_path / "oblong.safetensors", new, "--img-size", "8"], ["pos_embed", "(1, 12, 8)"]),
+        (["import", tmp_path / "oblong.safetensors", new], ["no head", "--num-classes"]),
+    ]
+
+
+def test_a_mistake_is_one_line(runs, exported, damaged, tmp_path, capsys):
+    for argv, words in mistakes(runs, exported, damaged, tmp_path):
+        capsys.readouterr()
+        code, said, line = verb(capsys, *argv)
+        assert (code, said) == (2, ""), argv
+        assert re.fullmatch(r"checkpoint: error: .+\n", line), (argv, line)
+        assert all(word in line for word in words), (argv, line)
+    assert not (tmp_path / "new").exists()
+    assert not list(tmp_path.glob(".*")), "nothing half-written"
