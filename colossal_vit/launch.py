@@ -263,6 +263,13 @@ def _set_aside(directory: Path) -> Path | None:
     return older
 
 
+def _newer_than(path: Path, own: Path) -> list[Path]:
+    """The checkpoints in `own` that are newer than `path`, if that is one of them."""
+    steps = checkpoint.list_steps(own)
+    names = [step.name for step in steps]
+    return steps[: names.index(path.name)] if path.resolve().parent == own.resolve() and path.name in names else []
+
+
 def _find_checkpoint(args: argparse.Namespace, own: Path, log: RankLogger) -> Path | None:
     """What `--resume` means, with `own` the folder of the run's own checkpoints.
 
@@ -288,14 +295,10 @@ def _find_checkpoint(args: argparse.Namespace, own: Path, log: RankLogger) -> Pa
         checkpoint.verify(path)
     except UserError as error:
         raise UserError(f"--resume {args.resume}: {error}") from None
-    if (
-        path.resolve().parent == own.resolve()
-        and not args.eval_only
-        and path.name != checkpoint.list_steps(own)[0].name
-    ):
+    if (newer := _newer_than(path, own)) and not args.eval_only:
         raise UserError(
-            f"--resume {args.resume}: {own} has newer ones, up to {checkpoint.list_steps(own)[0].name}: give another "
-            f"--output, or move them away"
+            f"--resume {args.resume}: {own} has newer ones, up to {newer[0].name}: give another --output, or move them "
+            f"away"
         )
     return path
 
@@ -315,9 +318,8 @@ def _prepare_output(args: argparse.Namespace, output: Path, config: Config, log:
     try:
         if path and path.resolve().parent == own.resolve():
             checkpoint.clean(own)
-            for newer in checkpoint.list_steps(own):
-                if checkpoint.step_of(newer) > checkpoint.step_of(path):
-                    log.info(f"{newer} is {checkpoint.set_aside(newer).name} now")
+            for newer in _newer_than(path, own):
+                log.info(f"{newer} is {checkpoint.set_aside(newer).name} now")
         elif older := _set_aside(output):
             log.info(f"an earlier run was in {output}; it is in {older} now")
         own.mkdir(parents=True, exist_ok=True)

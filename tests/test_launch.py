@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from colossal_vit import launch, rendezvous
+from colossal_vit import checkpoint, launch, rendezvous
 from colossal_vit.errors import UserError
 from colossal_vit.hooks import MetricsHook
 from colossal_vit.peers import Peers

@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+from colossal_vit.report import read_metrics
 
 import real
 import recipes

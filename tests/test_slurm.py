@@ -92,7 +92,8 @@ def test_jobs_out_of_time_are_queued_again(slurm, tmp_path):
     for job, (output, log) in jobs.items():
         real.wait_until(lambda log=log: log.exists() and "is queued again" in log.read_text(), 110, log.read_text)
         real.wait_until(lambda job=job: "Restarts=1" in slurm("scontrol", "show", "job", job)[1], 20, log.read_text)
-        assert len(re.findall(r"error: stopped by SIGUSR1 after step \d+, which \S+ has; exit code 75", log.read_text())) == 1
+        stopped = r"error: stopped by SIGUSR1 after step \d+, which \S+ has; exit code 75"
+        assert len(re.findall(stopped, log.read_text())) == 1
         assert len(real.losses(output)) > 1
     slurm("scancel", "--full", *jobs)
     for job in jobs:
