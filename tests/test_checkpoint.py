@@ -1,0 +1,562 @@
+"""Checkpoints on disk: whole or not there, whatever happens; checked before they are read; nothing in them can run."""
+
+import ast
+import json
+import os
+import pickle
+import random
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from colossal_vit import checkpoint
+from colossal_vit.errors import UserError
+from colossal_vit.hooks import MetricsHook
+from colossal_vit.report import read_metrics
+
+import caltech101
+import cifar10
+import real
+import recipes
+import vit
+import world
+from check_layouts import OPTIMIZERS
+
+STATE = dict.fromkeys(checkpoint._STATE_KEYS)
+
+
+def save(folder, step, size=100):
+    """A small checkpoint of `step`, filled with that number."""
+    path = folder / f"step-{step:08d}"
+    tensors = {"a.weight": torch.full((size,), float(step)), "b": torch.zeros(3, 2)}
+    checkpoint.write(path, tensors, {"exp_avg.a.weight": torch.ones(size)}, {**STATE, "step": step})
+    return path
+
+
+def forked(function):
+    """Call a function in a fork of this process; returns its exit status, negative if it was killed."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            function()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Writing
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_written_is_read(tmp_path):
+    path = save(tmp_path, 7)
+    assert sorted(file.name for file in path.iterdir()) == sorted([*checkpoint.CONTENTS, checkpoint.MANIFEST])
+    assert checkpoint.verify(path) == {**STATE, "step": 7}
+    assert safetensors.torch.load_file(path / checkpoint.MODEL)["a.weight"].unique().tolist() == [7]
+    assert os.listdir(tmp_path) == ["step-00000007"], "nothing else is left"
+    assert {oct(file.stat().st_mode)[-3:] for file in path.iterdir()} == {"644"}
+
+
+class Killer:
+    """Kills this process before or after the n-th of some operations, or in the middle of it where it writes."""
+
+    def __init__(self, moment):
+        self.moment, self.count = moment, 0
+
+    def __call__(self, operation, half=None):
+        def watched(*args, **kwargs):
+            for when in ("before", "half", "after"):
+                if when == "half" and half is None:
+                    result = operation(*args, **kwargs)
+                    continue
+                if self.count == self.moment:
+                    if when == "half":
+                        half(*args)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                self.count += 1
+                if when == "half":
+                    result = operation(*args, **kwargs)
+            return result
+
+        return watched
+
+
+def test_killed_at_any_moment_of_a_save_the_newest_whole_one_loads(tmp_path, monkeypatch):
+    """At every write, fsync, rename and removal: two steps are kept, the third is being saved, the first removed."""
+    moment, results = 0, set()
+    while True:
+        folder = tmp_path / str(moment)
+        folder.mkdir()
+        for step in (1, 2):
+            save(folder, step)
+
+        def third(moment=moment, folder=folder):
+            kill = Killer(moment)
+
+            def half_a_file(tensors, file, **options):
+                Path(file).write_bytes(safetensors.torch.save(tensors)[:150])
+
+            def half_a_text(file, text):
+                file.write_bytes(text[: len(text) // 2].encode())
+
+            def half_a_folder(doomed, **options):
+                next(Path(doomed).iterdir()).unlink()
+
+            monkeypatch.setattr(safetensors.torch, "save_file", kill(safetensors.torch.save_file, half_a_file))
+            monkeypatch.setattr(Path, "write_text", kill(Path.write_text, half_a_text))
+            monkeypatch.setattr(os, "fsync", kill(os.fsync))
+            monkeypatch.setattr(Path, "rename", kill(Path.rename))
+            monkeypatch.setattr(shutil, "rmtree", kill(shutil.rmtree))
+            save(folder, 3)
+            checkpoint.prune(folder, 2, None)
+
+        status = forked(third)
+        path, passed_over = checkpoint.newest(folder)
+        assert passed_over == [], "half a checkpoint under its final name"
+        step = checkpoint.verify(path)["step"]
+        results.add((step, len(checkpoint.list_steps(folder))))
+        checkpoint.clean(folder)
+        assert all(name.startswith("step-") for name in os.listdir(folder))
+        assert save(folder, 4).exists(), "and the next save works"
+        if status == 0:
+            break
+        assert status == -signal.SIGKILL
+        moment += 1
+    assert moment > 25
+    assert results == {(2, 2), (3, 3), (3, 2)}, "killed before the rename, before the removal, after it"
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path):
+    for step in range(1, 7):
+        save(tmp_path, step)
+    checkpoint.prune(tmp_path, 2, best_step=3)
+    assert [checkpoint.step_of(path) for path in checkpoint.list_steps(tmp_path)] == [6, 5, 3]
+
+
+def test_a_run_keeps_the_newest_and_the_best(tmp_path, monkeypatch):
+    """Rank 0 hears of accuracies from the last stage; here the second evaluation is said to be the best."""
+    original = MetricsHook.after_test
+
+    def after_test(hook, trainer):
+        original(hook, trainer)
+        hook.accuracy = [0.2, 0.6, 0.4, 0.5][trainer.cur_epoch] if hook.sees_loss else -1.0
+
+    monkeypatch.setattr(MetricsHook, "after_test", after_test)
+    values = {"parallel.pipeline": 2, "DEPTH": 2, "BATCH_SIZE": 128, "NUM_EPOCHS": 4, "checkpoint.keep": 1}
+    recipes.train(tmp_path, 2, steps=30, **values)
+    recipes.train(tmp_path, 2, steps=1000, **values)
+    kept = checkpoint.list_steps(tmp_path / checkpoint.FOLDER)
+    assert [checkpoint.step_of(path) for path in kept] == [44, 22]
+    assert checkpoint.read_state(kept[0])["best"] == {"accuracy": 0.6, "step": 22}
+
+
+def test_the_clock_makes_a_checkpoint_due(tmp_path):
+    """A hundredth of a second after the last one, found by rank 0 and heard by the other a step later."""
+    values = {"checkpoint.every_minutes": 1e-4, "checkpoint.keep": 1000, "parallel.pipeline": 2}
+    recipes.train(tmp_path, 2, steps=20, **values)
+    steps = [checkpoint.step_of(path) for path in checkpoint.list_steps(tmp_path / checkpoint.FOLDER)]
+    assert 20 in steps
+    assert len(steps) > 5
+
+
+def test_timm_takes_the_weights_as_they_are(tmp_path, random_weights):
+    """Of a run in three dimensions, and they are those that one process arrives at."""
+    weights = []
+    for processes, values in ((1, {}), (8, {"parallel.tensor.mode": "3d", "parallel.tensor.size": 8})):
+        output = tmp_path / str(processes)
+        recipes.train(output, processes, steps=3, DEPTH=1, **values, **OPTIMIZERS["sgd"])
+        weights.append(safetensors.torch.load_file(output / "checkpoints/step-00000003/model.safetensors"))
+    model = vit.full_vit(recipes.config(recipes.flags(DEPTH=1)))
+    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(weights[1])
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(tensor, weights[0][name], rtol=1e-4, atol=1e-6)
+        assert (tensor - start[name]).abs().max() > 1e-4, "or it would be no news"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Damage
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def refused(folder, path, words):
+    """One line that names the file, and the earlier checkpoint is taken."""
+    with pytest.raises(UserError, match=words) as caught:
+        checkpoint.verify(path)
+    assert "\n" not in str(caught.value)
+    taken, passed_over = checkpoint.newest(folder)
+    assert taken.name == "step-00000001"
+    assert passed_over == [str(caught.value)]
+
+
+@pytest.mark.parametrize("name", [*checkpoint.CONTENTS, checkpoint.MANIFEST])
+def test_one_flipped_bit_is_found(tmp_path, name):
+    """Every bit of the manifest, and fifty of each of the others."""
+    save(tmp_path, 1)
+    file = save(tmp_path, 2) / name
+    good = file.read_bytes()
+    bits = range(len(good) * 8)
+    for bit in bits if name == checkpoint.MANIFEST else random.Random(0).sample(bits, 50):
+        bad = bytearray(good)
+        bad[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(bad)
+        with pytest.raises(UserError) as caught:
+            checkpoint.verify(file.parent)
+        assert str(file) in str(caught.value) or name == checkpoint.MANIFEST, "names the file"
+    refused(tmp_path, file.parent, re.escape(f"{file}: its SHA-256" if name != checkpoint.MANIFEST else str(file)))
+
+
+def rewrite(path, change):
+    """Change a manifest as its writer would have written it."""
+    manifest = json.loads((path / checkpoint.MANIFEST).read_text())
+    change(manifest)
+    (path / checkpoint.MANIFEST).write_text(checkpoint._to_text(manifest))
+
+
+def forge(path, name, content):
+    """Replace a file and have the manifest vouch for it, as somebody would who means harm."""
+    (path / name).write_bytes(content)
+    rewrite(path, lambda manifest: manifest["files"].update({name: checkpoint._fingerprint(path / name)}))
+
+
+DAMAGES = {
+    "cut off": (
+        lambda p: os.truncate(p / "model.safetensors", 300),
+        r"model.safetensors: has 300 bytes instead of \d+",
+    ),
+    "missing": (lambda p: (p / "optimizer.safetensors").unlink(), "optimizer.safetensors: No such file"),
+    "no manifest": (lambda p: (p / "manifest.json").unlink(), "manifest.json: No such file"),
+    "empty manifest": (lambda p: (p / "manifest.json").write_text(""), "manifest.json: Expecting value"),
+    "a later version": (lambda p: rewrite(p, lambda m: m.update(version=2)), "format version 2, and only 1 is known"),
+    "a file outside": (
+        lambda p: rewrite(p, lambda m: m["files"].update({"../../x": {"bytes": 0, "sha256": ""}})),
+        "manifest.json: does not list",
+    ),
+    "a list": (lambda p: (p / "manifest.json").write_text("[]\n"), "is no manifest"),
+    "no safetensors": (lambda p: forge(p, "model.safetensors", b"x" * 100), "model.safetensors: "),
+    "a state that lacks a key": (lambda p: forge(p, "state.json", b'{"step": 2}'), "state.json: lacks best, config"),
+    "a state that is a list": (lambda p: forge(p, "state.json", b"[]"), "state.json: lacks best"),
+    "a deep state": (lambda p: forge(p, "state.json", b"[" * 200_000), "state.json: "),
+    "text that is none": (lambda p: forge(p, "state.json", b"\xff\xfe\x00"), "state.json: "),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_one_line_and_the_earlier_one_is_taken(damage, tmp_path):
+    save(tmp_path, 1)
+    path = save(tmp_path, 2)
+    act, words = DAMAGES[damage]
+    act(path)
+    refused(tmp_path, path, words)
+
+
+def test_a_run_passes_over_what_is_damaged_and_goes_on(tmp_path):
+    """It says why, keeps the damaged one under another name, and makes its step again."""
+    values = {"checkpoint.every_steps": 4, "DEPTH": 1}
+    steps, _ = recipes.train(tmp_path, steps=8, **values)
+    damaged = tmp_path / "checkpoints/step-00000008"
+    os.truncate(damaged / checkpoint.OPTIMIZER, 10)
+    argv = [*recipes.flags(**values), "--output", str(tmp_path), "--max-steps", "10"]
+    result = world.run(recipes.HYBRID, argv)
+    assert result.codes == [0], str(result)
+    assert f"passed over: {damaged}/optimizer.safetensors: has 10 bytes" in result.stdout[0]
+    assert "going on from" in result.stdout[0]
+    assert "step 4, epoch 0, image 128 of it" in result.stdout[0]
+    again = read_metrics(tmp_path)[0]
+    assert [record["loss"] for record in again[:8]] == [record["loss"] for record in steps]
+    assert (damaged.with_name("damaged-step-00000008") / checkpoint.MODEL).exists()
+    assert checkpoint.verify(damaged)["step"] == 8
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Nothing that is read can run
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Payload:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.fixture
+def payload(tmp_path):
+    """A pickle that leaves a mark where it is loaded; checks in the end that it was not."""
+    marker = tmp_path / "it ran"
+    content = pickle.dumps(Payload(marker))
+    yield content
+    assert not marker.exists(), "a pickle was loaded"
+    pickle.loads(content)
+    assert marker.exists(), "and the test could have seen it"
+
+
+@pytest.mark.parametrize("name", [*checkpoint.CONTENTS, checkpoint.MANIFEST])
+@pytest.mark.parametrize("forged", [False, True])
+def test_a_pickle_in_a_checkpoint_does_not_run(name, forged, payload, tmp_path):
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    save(folder, 1)
+    path = save(folder, 2)
+    if forged and name != checkpoint.MANIFEST:
+        forge(path, name, payload)
+    else:
+        (path / name).write_bytes(payload)
+    refused(folder, path, f"{name}: ")
+
+
+def test_a_pickle_in_a_data_set_does_not_run(payload, tmp_path):
+    """Where CIFAR-10's pickled version is expected, which is behind its MD5, and in the cache of decoded images."""
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    for name in ("batches.meta", "test_batch", *(f"data_batch_{number}" for number in range(1, 6))):
+        (folder / name).write_bytes(payload)
+    with pytest.raises(UserError, match="corrupt"):
+        cifar10.read(tmp_path, train=True)
+    header = {"descr": "|O", "fortran_order": False, "shape": (1,)}
+    with open(tmp_path / "images.npy", "wb") as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        file.write(payload)
+    assert caltech101.open_cache(tmp_path) is None
+
+
+FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+
+
+def dangers(source):
+    """What in a program could run code that it reads: imports of pickle, torch.load, eval, exec."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            yield from (module for module in modules if module.split(".")[0] in FORBIDDEN_MODULES)
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            if name in ("eval", "exec", "builtins.eval", "builtins.exec") or re.fullmatch(
+                r"(torch|pd|pandas)\.(load|read_pickle)", name
+            ):
+                yield name
+        if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
+            yield "allow_pickle"
+
+
+def test_no_program_here_runs_what_it_reads():
+    """But for the config loader, which is there to do so."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "*.py"], cwd=world.ROOT, capture_output=True
+    )
+    files = [name for name in listed.stdout.decode().split() if not name.startswith("tests/")]
+    assert len(files) > 40
+    found = {name: danger for name in files if (danger := list(dangers((world.ROOT / name).read_text())))}
+    assert found == {"colossal_vit/config.py": ["exec"]}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import cloudpickle as c",
+        "torch.load('x')",
+        "eval('1')",
+        "exec(text)",
+        "np.load(path, allow_pickle=True)",
+    ],
+)
+def test_the_lint_sees(line):
+    assert list(dangers(line))
+    assert not list(dangers("model.eval(); np.load(path, allow_pickle=False); json.load(file)"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Disks that are full, or read-only; ranks that stand still
+# ---------------------------------------------------------------------------------------------------------------------
+
+ON_DISK = {"DEPTH": 1, "checkpoint.every_steps": 5, "checkpoint.keep": 100, "NUM_EPOCHS": 3}
+
+
+def flags(output, *more, **values):
+    return [*recipes.flags(**{**ON_DISK, **values}), "--output", str(output), *more]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_full_disk_ends_the_run_if_it_is_told_to(processes, small_disk):
+    """Rank 0 writes; the other, a pipeline stage, keeps the record on the same disk."""
+    values = {"parallel.pipeline": processes, "DEPTH": 2}
+    argv = flags(small_disk.path / "run", "--on-save-error", "stop", **values)
+    result = world.run(recipes.HYBRID, argv, processes)
+    assert result.codes == [1] * processes, str(result)
+    (line,) = "".join(result.stderr).splitlines()
+    assert re.search(
+        r"step-\d+: cannot be written: .*No space left on device.*; earlier checkpoints are as they were", line
+    )
+    assert not list((small_disk.path / "run").glob("checkpoints/.*")), "what did not fit is gone"
+    kept = checkpoint.list_steps(small_disk.path / "run" / checkpoint.FOLDER)
+    assert kept
+    assert all(checkpoint.verify(path) for path in kept)
+
+
+def test_a_run_goes_on_with_a_full_disk(small_disk):
+    """Checkpoints fail and training goes on; when there is space again they are written, and the record is whole."""
+    output = small_disk.path / "run"
+    ranks = world.start(recipes.HYBRID, flags(output), [{}])
+    real.wait_until(lambda: "No space left on device" in ranks.output(0), 60, lambda: ranks.output(0, "err"))
+    small_disk.resize("64m")
+    result = ranks.wait(60)
+    assert result.codes == [0], str(result)
+    assert re.search(r"step-\d+: cannot be written: .*No space left on device.*; training goes on", result.stdout[0])
+    assert [record["step"] for record in read_metrics(output)[0]] == list(range(1, 133))
+    newest, passed_over = checkpoint.newest(output / checkpoint.FOLDER)
+    assert (newest.name, passed_over) == ("step-00000132", [])
+
+
+def test_a_run_whose_last_checkpoint_is_missing_has_failed(small_disk):
+    result = world.run(recipes.HYBRID, flags(small_disk.path / "run"))
+    assert result.codes == [1], str(result)
+    (line,) = result.stderr[0].splitlines()
+    assert "the last checkpoint of the run is missing, the others are as they were" in line
+    assert checkpoint.newest(small_disk.path / "run" / checkpoint.FOLDER)[0]
+
+
+def test_a_disk_that_cannot_be_written_is_refused_before_training(small_disk):
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk.path)], check=True)
+    result = world.run(recipes.HYBRID, flags(small_disk.path / "run"), 2)
+    assert result.codes == [2, 2], str(result)
+    (line,) = "".join(result.stderr).splitlines()
+    assert line.endswith(f"--output {small_disk.path}/run: cannot be written: Read-only file system")
+
+
+def test_a_rank_that_stands_still_ends_all_in_time(tmp_path):
+    """SIGSTOP: the others end when their wait has lasted --timeout; the stopped one when it moves again."""
+    values = {**recipes.MODEL, "parallel.pipeline": 2, "NUM_EPOCHS": 1000, "BATCH_SIZE": 16}
+    argv = [
+        "--config",
+        recipes.PIPELINE_CONFIG,
+        "--output",
+        str(tmp_path),
+        "--timeout",
+        "3",
+        *recipes.set_flags(values),
+    ]
+    ranks = world.start(recipes.HYBRID, argv, world.by_torchrun(2))
+    real.wait_until(lambda: real.steps_on_record(tmp_path) >= 3, 60, lambda: ranks.output(0, "err"))
+    os.kill(ranks.pids[1], signal.SIGSTOP)
+    stopped = time.monotonic()
+    real.wait_until(lambda: not alive(ranks.pids[0]), 30, "rank 0 goes on")
+    assert time.monotonic() - stopped < 3 + 15
+    os.kill(ranks.pids[1], signal.SIGCONT)
+    result = ranks.wait(30)
+    assert all(code not in (0, -signal.SIGKILL) for code in result.codes), str(result)
+
+
+def alive(pid):
+    """Whether a child of this process runs; one that has ended is left to be waited for."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the command line says
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of one epoch, with a checkpoint in the middle of it, and one after its evaluation."""
+    output = tmp_path_factory.mktemp("trained") / "run"
+    steps, evaluations = recipes.train(output, steps=1000, DEPTH=2, **{"checkpoint.every_steps": 20})
+    return output, steps, evaluations
+
+
+@pytest.mark.parametrize(
+    ("processes", "values"),
+    [
+        (1, {}),
+        (3, {"BATCH_SIZE": 10}),
+        (4, {"parallel.tensor.mode": "2d", "parallel.tensor.size": 4}),
+        (2, {"parallel.pipeline": 2}),
+    ],
+)
+def test_eval_only_is_exact_on_any_world_size(processes, values, trained):
+    output, _, evaluations = trained
+    before = sorted((path, path.stat().st_mtime_ns) for path in output.rglob("*"))
+    argv = [*recipes.flags(DEPTH=2, **values), "--output", str(output), "--eval-only"]
+    result = world.run(recipes.HYBRID, argv, processes)
+    assert result.codes == [0] * processes, str(result)
+    (said,) = re.findall(r"test accuracy (\S+)% \((\d+) of 360 images\), loss (\S+)", "".join(result.stdout))
+    assert int(said[1]) == round(evaluations[-1]["eval_accuracy"] * 360)
+    assert float(said[2]) == pytest.approx(evaluations[-1]["eval_loss"], abs=1e-4)
+    assert sorted((path, path.stat().st_mtime_ns) for path in output.rglob("*")) == before, "nothing was touched"
+
+
+def test_a_run_that_is_done_has_nothing_left_to_do(trained):
+    output, steps, _ = trained
+    result = world.run(
+        recipes.HYBRID, [*recipes.flags(DEPTH=2, **{"checkpoint.every_steps": 20}), "--output", str(output)]
+    )
+    assert result.codes == [0], str(result)
+    assert "nothing is left to do: the run has made its 44 steps" in result.stdout[0]
+    assert read_metrics(output)[0] == steps
+
+
+MISTAKES = {
+    "another size": ({"HIDDEN_SIZE": 64}, [], ["is of shape (", "but this model's is (", "checkpoint import"]),
+    "more blocks": ({"DEPTH": 3}, [], ["has no blocks.2.", "it is of another model"]),
+    "fewer blocks": ({"DEPTH": 1}, [], ["has blocks.1.", "which this model lacks"]),
+    "another optimizer": ({"OPTIMIZER": "lamb"}, [], ["was trained with AdamW, but this run's optimizer is Lamb"]),
+    "no such path": ({}, ["--resume", "/nowhere"], ["--resume /nowhere: /nowhere/manifest.json: No such file"]),
+    "newer ones": ({}, ["--resume", "{output}/checkpoints/step-00000020"], ["has newer ones, up to step-00000044"]),
+    "never evaluated": ({}, ["--resume", "never", "--eval-only"], ["--resume never says to take none"]),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_one_line_and_lose_nothing(mistake, trained):
+    output, steps, _ = trained
+    values, more, words = MISTAKES[mistake]
+    argv = [
+        *recipes.flags(**{"DEPTH": 2, **values}),
+        "--output",
+        str(output),
+        *(flag.format(output=output) for flag in more),
+    ]
+    result = world.run(recipes.HYBRID, argv)
+    assert result.codes == [2], str(result)
+    (line,) = result.stderr[0].splitlines()
+    assert all(word in line for word in words), line
+    assert read_metrics(output)[0] == steps
+    assert checkpoint.newest(output / checkpoint.FOLDER)[0].name == "step-00000044"
+
+
+def test_nothing_to_evaluate_is_one_line(tmp_path):
+    result = world.run(recipes.HYBRID, [*recipes.flags(), "--output", str(tmp_path / "run"), "--eval-only"])
+    assert result.codes == [2], str(result)
+    assert f"--eval-only: no checkpoint in {tmp_path}/run/checkpoints" in result.stderr[0]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_begins_anew_when_it_is_told_to(trained, tmp_path):
+    """From the start with `never`; from another run's checkpoint with its path, and that run stays as it is."""
+    output, steps, _ = trained
+    copy = tmp_path / "run"
+    shutil.copytree(output, copy)
+    argv = [*recipes.flags(DEPTH=2), "--output", str(copy), "--max-steps", "2"]
+    assert world.run(recipes.HYBRID, [*argv, "--resume", "never"]).codes == [0]
+    assert read_metrics(tmp_path / "run.1")[0] == steps
+    assert len(read_metrics(copy)[0]) == 2
+    argv = [*recipes.flags(DEPTH=2), "--output", str(tmp_path / "other"), "--max-steps", "24"]
+    assert world.run(recipes.HYBRID, [*argv, "--resume", str(tmp_path / "run.1/checkpoints/step-00000020")]).codes == [
+        0
+    ]
+    losses = [(record["step"], record["loss"]) for record in read_metrics(tmp_path / "other")[0]]
+    assert losses == [(record["step"], record["loss"]) for record in steps[20:24]]
