@@ -108,7 +108,7 @@ def test_a_wide_image_is_cut_in_the_middle(tmp_path):
 
 def test_crops_are_distributed_as_torchvisions():
     """Area and aspect ratio, up to those that torchvision draws again because they do not fit."""
-    maps = caltech101.draw_crops(20_000, (0.3, 0.6), torch.Generator().manual_seed(0))
+    maps = caltech101.draw_crops(20_000, (0.3, 0.6), True, torch.Generator().manual_seed(0))
     width, height = maps[:, 0, 0].abs(), maps[:, 1, 1]
     transform, image = v2.RandomResizedCrop(8, scale=(0.3, 0.6)), torch.empty(3, 999, 999)
     drawn = torch.tensor([transform.make_params([image])["width"] for _ in range(4_000)]) / 999
@@ -119,6 +119,22 @@ def test_crops_are_distributed_as_torchvisions():
     assert (maps[:, 0, 0] < 0).float().mean().item() == pytest.approx(0.5, abs=0.02)
     assert (maps[:, 0, 2].abs() + width).max() <= 1.0001
     assert (maps[:, 1, 2].abs() + height).max() <= 1.0001
+
+
+def test_flip_mirrors_and_changes_nothing_else(tmp_path):
+    """In what is drawn, and from the config on."""
+    mirrored, plain = (
+        caltech101.draw_crops(100, (0.3, 0.6), flip, torch.Generator().manual_seed(0)) for flip in (True, False)
+    )
+    assert (mirrored[:, 0, 0] < 0).any()
+    mirrored[:, 0, 0].abs_()
+    assert torch.equal(mirrored, plain)
+    config = str(FOLDER / "config" / "config_fp32.py")
+    losses = [
+        train(tmp_path / str(flip), "--config", config, "--max-steps", "2", FLIP=flip)[0][1]["loss"]
+        for flip in (True, False)
+    ]
+    assert losses[0] != losses[1]
 
 
 def test_batches_are_what_torchvision_makes_of_the_same_crops():

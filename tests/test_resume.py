@@ -2,7 +2,9 @@
 
 import functools
 import json
+import os
 import random
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +22,7 @@ from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from colossalai.legacy.utils import is_using_pp
 
+import real
 import recipes
 import vit
 import world
@@ -261,3 +264,20 @@ def test_the_place_in_the_epoch_counts_in_images(tmp_path, random_weights):
     for here, there in zip(steps, expected, strict=True):
         assert here["loss"] == pytest.approx(there["loss"], rel=1e-3 if here["step"] > 20 else 1e-4), here["step"]
         assert (here["lr"], here["epoch"]) == (there["lr"], there["epoch"])
+
+
+def test_a_run_that_is_told_to_stop_goes_on_to_the_bit(tmp_path):
+    """A signal to one rank, twice, wherever it finds the run; then no more."""
+    config, values = HYBRID_RUN[1], {**HYBRID, "NUM_EPOCHS": 6}
+    assert world.run(recipes.HYBRID, argv(config, values, tmp_path / "whole"), 2).codes == [0, 0]
+    output, steps = tmp_path / "parts", 0
+    for victim, number in ((1, signal.SIGUSR1), (0, signal.SIGTERM)):
+        ranks = world.start(recipes.HYBRID, argv(config, values, output), world.by_torchrun(2))
+        real.wait_until(lambda steps=steps: real.steps_on_record(output) >= steps + 3, 60, ranks.output(0, "err"))
+        os.kill(ranks.pids[victim], number)
+        result = ranks.wait()
+        assert result.codes == [75, 75], str(result)
+        steps = read_metrics(output)[0][-1]["step"]
+    assert steps < read_metrics(tmp_path / "whole")[0][-1]["step"], "stopped before its end"
+    assert world.run(recipes.HYBRID, argv(config, values, output), 2).codes == [0, 0]
+    assert record(output) == record(tmp_path / "whole")

@@ -1,0 +1,161 @@
+"""The loop that kills ranks: five rounds of it, and every fault that it is there to see."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+import torch
+from colossal_vit import checkpoint
+from colossal_vit.report import read_metrics
+
+import fault_loop
+import recipes
+import world
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(fault_loop, "LONGEST_DELAY", 0.2)
+    monkeypatch.setattr(fault_loop, "SAVE_LIMIT", 0.2)
+
+
+def test_five_kills(tmp_path):
+    """A run killed five times, once while it starts, is to the bit the run that nobody disturbs."""
+    settings = {**fault_loop.SETTINGS, "NUM_EPOCHS": 2}
+    argv = ["--config", recipes.PIPELINE_CONFIG, "--timeout", "8", *recipes.set_flags(settings)]
+
+    def start(name):
+        return world.start(recipes.HYBRID, [*argv, "--output", str(tmp_path / name)], world.by_torchrun(2))
+
+    said = []
+    import time
+
+    t0 = time.monotonic()
+    said_ = lambda x: (said.append(x), print(round(time.monotonic() - t0, 1), x))
+    done = fault_loop.fault_loop(lambda: start("run"), tmp_path / "run", 5, 1, said_)
+    print("undist", time.monotonic() - t0)
+    result = start("undisturbed").wait()
+    assert result.codes == [0, 0], str(result)
+    records = fault_loop.compare(tmp_path / "run", tmp_path / "undisturbed")
+
+    assert [this.moment for this in done] == ["any", "save", "any", "save", "start-up"]
+    assert all(this.codes[this.victim] == -signal.SIGKILL for this in done)
+    assert any(this.saving for this in done)
+    assert {this.victim for this in done} == {0, 1}
+    assert len(said) == 6
+    assert len(read_metrics(tmp_path / "run")[0]) == records[-1]["step"] == 88
+    table = "\n".join(fault_loop.make_table(done, records))
+    assert "| steps made in all / of the run | " in table
+    assert " / 88 |" in table
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Faults
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def save(folder, step):
+    path = folder / f"step-{step:08d}"
+    weights = {"weight": torch.full((2,), float(step))}
+    checkpoint.write(path, weights, weights, {**dict.fromkeys(checkpoint._STATE_KEYS), "step": step})
+    return path
+
+
+def pretend(output, fault=None, step_s=0.0):
+    """What a run of 60 steps leaves, without training; `fault` is what is wrong with it once it goes on."""
+    folder, metrics = output / checkpoint.FOLDER, output / "metrics.jsonl"
+    folder.mkdir(parents=True, exist_ok=True)
+    saved = checkpoint.list_steps(folder)
+    step = checkpoint.step_of(saved[0]) if saved else 0
+    if not saved:
+        fault = None
+    if fault == "damaged":
+        save(folder, step + 1).rename(folder / f"damaged-step-{step + 1:08d}")
+    if fault == "lost":
+        checkpoint._remove(saved[0])
+    if fault == "ends":
+        return
+    lines = metrics.read_text().splitlines(keepends=True)[:step] if metrics.exists() else []
+    (output / "scratch").write_text("".join(lines))
+    (output / "scratch").replace(metrics)
+    while step < 60:
+        step += 1
+        with open(metrics, "a") as file:
+            file.write(json.dumps({"step": step, "loss": 1 / step, "step_s": time.monotonic()}) + "\n")
+        if fault == "half-written":
+            path = save(folder, step)
+            (path / checkpoint.MANIFEST).unlink()
+        elif fault not in ("lost", "behind"):
+            save(folder, step)
+        time.sleep(step_s)
+
+
+class Pretended:
+    """An `Attempt` of two ranks, only the first of which does something; the last of them ends as `fault` has it."""
+
+    def __init__(self, output, fault):
+        self.fault, self.pids = fault, []
+        for work in (lambda: pretend(output, fault, 0.02), signal.pause):
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    work()
+                finally:
+                    os._exit(0)
+            self.pids.append(pid)
+
+    def wait(self, timeout):
+        while not (ended := [(pid, os.waitpid(pid, os.WNOHANG)) for pid in self.pids])[0][1][0] and not ended[1][1][0]:
+            time.sleep(0.01)
+        codes = [os.waitstatus_to_exitcode(status) if done else None for _, (done, status) in ended]
+        for rank, code in enumerate(codes):
+            if code is None:
+                os.kill(self.pids[rank], signal.SIGKILL)
+                os.waitpid(self.pids[rank], 0)
+                codes[rank] = {"content": 0, "outlives": -9}.get(self.fault, codes[1 - rank] and 1)
+        return fault_loop.Result(codes, "what they said")
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    {
+        "half-written": r"a checkpoint is not whole: .*step-\d+/manifest.json: No such file or directory",
+        "lost": r"a checkpoint is lost: the newest was that of step \d+ and is that of step \d+ now",
+        "damaged": r"checkpoints did not hold when the run was started: damaged-step-\d+",
+        "behind": r"step \d+ is on record, but the newest checkpoint is of step \d+",
+        "ends": r"a rank ended before step \d+ was made: exit codes \[0, 0\]\nwhat they said",
+        "content": r"exit code 0 after rank \d was killed: exit codes ",
+        "outlives": r"not all ended within 30 s of rank \d: exit codes ",
+    }.items(),
+)
+def test_the_loop_sees_it(fault, words, tmp_path):
+    with pytest.raises(AssertionError, match=r"^round \d \(\w+\), seed 0: " + words):
+        fault_loop.fault_loop(lambda: Pretended(tmp_path / "run", fault), tmp_path / "run", 4, 0, print)
+
+
+def test_the_comparison_sees_it(tmp_path):
+    """Two runs that differ in times; then in a record, in the number of records, in the weights."""
+    run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
+    for output in (run, undisturbed):
+        pretend(output)
+    assert fault_loop.compare(run, undisturbed) == [{"step": step, "loss": 1 / step} for step in range(1, 61)]
+
+    whole = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(whole.replace(str(1 / 7), str(1 / 7 + 2**-55)))
+    with pytest.raises(AssertionError, match=r"'loss': 0\.14\d+} is on record, but {'step': 7, 'loss': 0\.14\d+} in"):
+        fault_loop.compare(run, undisturbed)
+    (run / "metrics.jsonl").write_text("".join(whole.splitlines(keepends=True)[:-1]))
+    with pytest.raises(AssertionError, match="59 records, but 60"):
+        fault_loop.compare(run, undisturbed)
+    (run / "metrics.jsonl").write_text(whole)
+    last = checkpoint.newest(run / checkpoint.FOLDER)[0]
+    weights, state = {"weight": torch.tensor([60.0, 60.000004])}, checkpoint.read_state(last)
+    checkpoint._remove(last)
+    checkpoint.write(last, weights, weights, state)
+    with pytest.raises(AssertionError, match=r"model.safetensors of step-00000060 is not that of the undisturbed run"):
+        fault_loop.compare(run, undisturbed)
+    checkpoint._remove(last)
+    with pytest.raises(AssertionError, match="the last checkpoint is step-00000059, and step-00000060 undisturbed"):
+        fault_loop.compare(run, undisturbed)
