@@ -220,10 +220,11 @@ class MetricsHook(BaseHook):
             }
             if self.directory:
                 self._write(record)
-            epoch = f"epoch {record['epoch']}: " if self.directory else ""
+            # With --eval-only what is printed is all that there is.
+            epoch, digits = (f"epoch {record['epoch']}: ", 4) if self.directory else ("", 8)
             self.log.info(
                 f"{epoch}test accuracy {record['eval_accuracy']:.2%} "
-                f"({int(correct)} of {record['eval_images']} images), loss {record['eval_loss']:.4f}",
+                f"({int(correct)} of {record['eval_images']} images), loss {record['eval_loss']:.{digits}f}",
                 ranks=None,
             )
 

@@ -37,7 +37,8 @@ def draw(directory: Path) -> None:
         "accuracy.png": ("test accuracy", [("test", evaluations, "eval_accuracy")]),
     }
     for filename, (title, lines) in curves.items():
-        figure = Figure(figsize=(7, 4.2), dpi=120, layout="constrained")
+        figure = Figure(figsize=(7, 4.2), dpi=120)
+        figure.subplots_adjust(bottom=0.14, right=0.96)
         axes = figure.add_subplot(xlabel="optimizer step", ylabel=title, title=f"{directory.name}: {title}")
         for label, records, key in lines:
             marker = "o" if records is evaluations else None

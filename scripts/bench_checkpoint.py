@@ -1,0 +1,184 @@
+"""What a checkpoint costs: how long it stops the training, how long it takes to write, check and read, and its size.
+
+    python scripts/bench_checkpoint.py [--models NAME ...] [--runs N] [--scratch DIR] [--result results/checkpoint]
+
+About 8 minutes on 2 CPU cores with 12 GB of free memory, and 4 GB of free space in `--scratch`. Each model is trained in
+a process of its own, in fp32 with LAMB on 2 random images. Training stops while its state is taken (`state.take`) and
+goes on while that is written (`checkpoint.write`); steps are timed alone and beside a write, in turns.
+`checkpoint.verify` reads from the disk, after the kernel was asked to forget the files, and `state.resume` after it
+from memory, as when a run is started again. All numbers are medians. "Every ... s for 1%" is the shortest time between
+two saves that keeps the part of the time in which training stands still under 1 %: 100 times what taking lasts.
+
+Prints the table. With `--result` also writes checkpoint.md, checkpoint.json (every time), log.txt and provenance.json.
+"""
+
+import argparse
+import multiprocessing
+import os
+import resource
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import torch
+from colossal_vit import checkpoint, launch
+from colossal_vit.data import SyntheticBatches
+from colossal_vit.engine import initialize
+from colossal_vit.models import build_timm_vit
+from colossal_vit.optim import Lamb
+from colossal_vit.report import provenance, write_benchmark
+from colossal_vit.state import Snapshot, resume, take
+from colossal_vit.trainer import Trainer
+from colossalai.accelerator import get_accelerator
+from colossalai.nn.lr_scheduler import LinearWarmupLR
+
+from check_layouts import set_flags
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG = ROOT / "vit_imagenet_dali/config.py"
+MODELS = ("vit_base_patch16_224", "vit_large_patch32_224")
+SETTINGS = dict(BATCH_SIZE=2, gradient_accumulation=1, fp16=None)
+NUM_TAKEN = 5  # how often the state is taken, after a warm-up
+NUM_BATCHES = 1000  # of an epoch that does not end
+GOAL = 0.01  # part of the time that training may stand still
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    """How long something takes, until the device has finished it."""
+    get_accelerator().synchronize()
+    started = time.perf_counter()
+    work()
+    get_accelerator().synchronize()
+    return time.perf_counter() - started
+
+
+def forget(path: Path) -> None:
+    """Ask the kernel to drop what it keeps in memory of a checkpoint's files."""
+    for file in path.iterdir():
+        descriptor = os.open(file, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def measure(name: str, num_runs: int, scratch: Path) -> dict[str, Any]:
+    """All times of a model in seconds, and the sizes of its files; runs in a process of its own."""
+    flags = set_flags({**SETTINGS, "MODEL": name})
+    sys.argv = [sys.argv[0], "--config", str(CONFIG), "--output", str(scratch / "run"), *flags]
+    run = launch.start()
+    config, device = run.config, run.device
+    model = build_timm_vit(config).to(device)
+    optimizer = Lamb(model.parameters(), lr=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY)
+    scheduler = LinearWarmupLR(optimizer, total_steps=NUM_BATCHES, warmup_steps=NUM_BATCHES // 2)
+    shape = (config.BATCH_SIZE, 3, config.IMG_SIZE, config.IMG_SIZE)
+    batches = SyntheticBatches(NUM_BATCHES, shape, config.NUM_CLASSES, device, config.SEED)
+    engine, loader, _, scheduler = initialize(model, optimizer, torch.nn.CrossEntropyLoss(), batches, None, scheduler)
+    trainer = Trainer(engine, logger=run.log)
+    engine.train()
+    times: dict[str, list[float]] = {key: [] for key in ("take", "write", "verify", "resume", "alone", "beside")}
+    path = run.checkpoint = run.output / checkpoint.FOLDER / "step-00000001"
+
+    def step() -> None:
+        engine.zero_grad()
+        engine.execute_schedule(iter(loader))
+        engine.step()
+        scheduler.step()
+
+    def state() -> Snapshot:
+        return take(trainer, loader, 0, engine.num_steps, None)
+
+    def write(snapshot: Snapshot) -> None:
+        started = time.perf_counter()
+        checkpoint.write(path, *snapshot)
+        times["write"].append(time.perf_counter() - started)
+
+    for _ in range(2):  # the first one makes the moments
+        step()
+    times["take"] = [seconds(state) for _ in range(1 + NUM_TAKEN)][1:]
+    num_alone = 3
+    for number in range(num_runs):
+        if number:
+            shutil.rmtree(path)
+        times["alone"] += [seconds(step) for _ in range(num_alone)]
+        writer = Thread(target=write, args=[state()])
+        writer.start()
+        beside = []
+        while writer.is_alive():
+            beside.append(seconds(step))
+        times["beside"] += beside[:-1] or beside  # the write ended during the last one
+        num_alone = len(beside)
+        forget(path)
+        times["verify"].append(seconds(lambda: checkpoint.verify(path)))
+        times["resume"].append(seconds(lambda: resume(run, trainer, loader, scheduler)))
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "bytes": {file.name: file.stat().st_size for file in sorted(path.iterdir())},
+        "seconds": times,
+        "peak_memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,
+        "threads": torch.get_num_threads(),
+        "device": str(device),
+    }
+
+
+def make_table(results: dict[str, dict]) -> list[str]:
+    """Medians, as a table in Markdown with a model a row."""
+    columns = ["model", "parameters, M", "checkpoint, MB", "weights, MB", "moments, MB"]
+    columns += ["training stops, s", f"every ... s for {GOAL:.0%}", "write, s", "verify, s", "restore, s"]
+    columns += ["step alone, s", "step beside a write, s", "longer by"]
+    table = [f"| {' | '.join(columns)} |", "| --- |" + " ---: |" * (len(columns) - 1)]
+    for name, result in results.items():
+        size = {key: value / 1e6 for key, value in result["bytes"].items()}
+        s = {key: statistics.median(values) for key, values in result["seconds"].items()}
+        cells = [name, f"{result['parameters'] / 1e6:.1f}", f"{sum(size.values()):.1f}"]
+        cells += [f"{size[checkpoint.MODEL]:.1f}", f"{size[checkpoint.OPTIMIZER]:.1f}"]
+        cells += [f"{s['take']:.2f}", f"{max(s['take'] / GOAL, s['write']):.0f}"]
+        cells += [f"{s[key]:.1f}" for key in ("write", "verify", "resume")]
+        cells += [f"{s['alone']:.2f}", f"{s['beside']:.2f}", f"{s['beside'] / s['alone'] - 1:+.0%}"]
+        table.append(f"| {' | '.join(cells)} |")
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=MODELS, metavar="NAME", help="of timm (default: the docstring)")
+    parser.add_argument("--runs", type=int, default=3, help="checkpoints to write (default %(default)s)")
+    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="default %(default)s")
+    parser.add_argument("--result", type=Path, help="folder for the result (default: it is printed only)")
+    args = parser.parse_args()
+    try:
+        origin = (
+            provenance(shlex.join(["python", "scripts/bench_checkpoint.py", *sys.argv[1:]])) if args.result else None
+        )
+    except RuntimeError as error:
+        sys.exit(f"bench_checkpoint.py: error: {error}")
+
+    disk = ["df", "--output=fstype", str(args.scratch)]
+    file_system = subprocess.run(disk, capture_output=True, text=True, check=True).stdout.split()[-1]
+    free = shutil.disk_usage(args.scratch).free
+    results, log = {}, [f"{args.scratch} is {file_system} with {free / 1e9:.1f} GB free"]
+    print(log[-1], flush=True)
+    for name in args.models:
+        with (
+            tempfile.TemporaryDirectory(dir=args.scratch) as scratch,
+            ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process,
+        ):
+            results[name] = process.submit(measure, name, args.runs, Path(scratch)).result()
+        log.append(f"{name}: {results[name]}")
+        print(log[-1], flush=True)
+    table = make_table(results)
+    print("\n".join(table))
+    if args.result:
+        details = {"settings": SETTINGS, "file_system": file_system, "free_bytes": free, "models": results}
+        write_benchmark(args.result, "checkpoint", table, details, origin, "\n".join(log) + "\n")
+
+
+if __name__ == "__main__":
+    main()
