@@ -21,7 +21,7 @@ from colossal_vit import checkpoint
 from colossal_vit.config import Layout
 from colossal_vit.data import IGNORED
 from colossal_vit.engine import MicroBatches
-from colossal_vit.errors import Preempted, TrainingError
+from colossal_vit.errors import Preempted, TrainingError, UserError
 from colossal_vit.launch import Run
 from colossal_vit.ranks import RankLogger, everyone, on_one_rank
 from colossal_vit.report import draw
@@ -131,10 +131,13 @@ class MetricsHook(BaseHook):
             from torch.utils.tensorboard import SummaryWriter  # imports for seconds; one rank needs it
 
             path, step = self.directory / "metrics.jsonl", trainer.engine.num_steps
-            if path.exists():
-                _cut(path, step, trainer.cur_epoch)
-            self.file, self.unwritten = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644), b""
-            self.events = SummaryWriter(str(self.directory), purge_step=step + 1 if step else None)
+            try:
+                if path.exists():
+                    _cut(path, step, trainer.cur_epoch)
+                self.file, self.unwritten = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644), b""
+                self.events = SummaryWriter(str(self.directory), purge_step=step + 1 if step else None)
+            except OSError as error:
+                raise UserError(f"--output {self.directory}: cannot be written: {error.strerror or error}") from None
         self.losses: list[Tensor] = []
         self.step_started, self.waited = time.perf_counter(), 0.0
 
@@ -433,7 +436,8 @@ class CheckpointHook(BaseHook):
         try:
             if not path.exists():  # as it does when the run was stopped just before the evaluation of an epoch
                 checkpoint.write(path, *snapshot)
-            checkpoint.prune(path.parent, self.keep, self.run.best and self.run.best["step"])
+            best = snapshot.state["best"]
+            checkpoint.prune(path.parent, self.keep, best and best["step"])
             self.failure = None
         except OSError as error:
             self.failure = f"{path}: cannot be written: {error.strerror or error}"
