@@ -17,7 +17,7 @@ from contextlib import suppress
 import torch.distributed as dist
 from colossal_vit.rendezvous import is_own, listen
 
-CONNECT_TIMEOUT = 30.0  # seconds
+CONNECT_TIMEOUT = 10.0  # seconds
 END_TIMEOUT = 2.0  # seconds that rank 0 leaves each of the others to end
 
 

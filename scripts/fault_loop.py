@@ -257,7 +257,9 @@ class Round:
     verified: int
 
 
-def _round(start: Callable[[], Attempt], output: Path, moment: str, begun: int, delays: dict, draw: Any) -> Round:
+def _round(
+    start: Callable[[], Attempt], output: Path, moment: str, begun: int, delays: dict, draw: random.Random
+) -> Round:
     """Start the ranks, kill one, and look at what is left; `delays` are the longest ones, by moment."""
     folder, record = output / checkpoint.FOLDER, _Record(output)
     earlier, fraction = _hidden(folder), draw.random()
