@@ -204,12 +204,29 @@ def _dtype(engine: Engine, moment: str) -> torch.dtype:
 # Giving
 # ---------------------------------------------------------------------------------------------------------------------
 
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64, "I64": torch.int64}
 
-def _broadcast(tensor: Tensor | None, shape: list[int], dtype: torch.dtype) -> Tensor:
-    """Rank 0's tensor on every rank, on the CPU."""
-    tensor = torch.empty(shape, dtype=dtype) if tensor is None else tensor
-    dist.broadcast(tensor, 0, group=gpc.get_cpu_group(ParallelMode.GLOBAL))
-    return tensor
+
+class _Distributed:
+    """A safetensors file that only rank 0 reads, on every rank; all use it together."""
+
+    def __init__(self, path: Path):
+        self.file = safe_open(path, "pt") if gpc.get_global_rank() == 0 else None
+        listing = None
+        if self.file:
+            pieces = {name: self.file.get_slice(name) for name in sorted(self.file.keys())}
+            listing = {name: (piece.get_shape(), str(piece.get_dtype())) for name, piece in pieces.items()}
+            for name, (_, dtype) in listing.items():
+                if dtype not in _DTYPES:
+                    raise UserError(f"{path}: {name} is of type {dtype}, which no checkpoint here has")
+        self.listing: dict[str, tuple[list[int], str]] = from_rank_0(listing)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and tensors, on the CPU, one at a time."""
+        for name, (shape, dtype) in self.listing.items():
+            tensor = self.file.get_tensor(name) if self.file else torch.empty(shape, dtype=_DTYPES[dtype])
+            dist.broadcast(tensor, 0, group=gpc.get_cpu_group(ParallelMode.GLOBAL))
+            yield name, tensor
 
 
 def _check_fits(path: Path, shapes: Mapping[str, list[int]], engine: Engine) -> None:
@@ -235,46 +252,35 @@ def _check_fits(path: Path, shapes: Mapping[str, list[int]], engine: Engine) -> 
 
 
 @torch.no_grad()
-def _load_tensors(path: Path, engine: Engine, moments_step: int | None) -> None:
-    """Fill the model from a checkpoint, and the optimizer too unless `moments_step` is None."""
-    rank, optimizer = gpc.get_global_rank(), engine.optimizer.optim
-    slots = {slot.shard.name: slot for slot in _slots(engine)}
-    buffers = _buffers(engine)
-    for file in (checkpoint.MODEL, checkpoint.OPTIMIZER):
-        contents = safe_open(path / file, "pt") if rank == 0 else None
-        listing = None
-        if contents is not None:
-            pieces = {key: contents.get_slice(key) for key in sorted(contents.keys())}
-            listing = [(key, piece.get_shape(), str(piece.get_dtype())) for key, piece in pieces.items()]
-        listing = from_rank_0(listing)
-        if file == checkpoint.MODEL:
-            _check_fits(path, {key: list(shape) for key, shape, _ in listing}, engine)
-        elif moments_step is None:
-            return
-        for key, shape, dtype in listing:
-            tensor = _broadcast(contents.get_tensor(key) if contents else None, shape, _DTYPES[dtype])
-            if file == checkpoint.MODEL and key in buffers:
-                buffers[key].copy_(tensor)
-                continue
-            moment, name = ("", key) if file == checkpoint.MODEL else key.split(".", 1)
-            if (slot := slots.get(name)) is None:  # another stage's
-                continue
-            piece = slot.shard.cut(tensor)
-            if not moment:
-                slot.master.copy_(piece)
-                if slot.working is not slot.master:
-                    slot.working.copy_(slot.master)
-                continue
-            kept = piece.dtype if isinstance(optimizer, Lamb) else slot.master.dtype
-            optimizer.state[slot.master][moment] = piece.to(slot.master.device, kept, copy=True).contiguous()
-    if moments_step:
-        for slot in slots.values():
-            if optimizer.state[slot.master]:
-                whole = isinstance(optimizer, Lamb)
-                optimizer.state[slot.master]["step"] = moments_step if whole else torch.tensor(float(moments_step))
+def _load_model(path: Path, engine: Engine) -> None:
+    """Fill this rank's part of the model, and the copies of it that the optimizer updates, from a checkpoint."""
+    slots, buffers = {slot.shard.name: slot for slot in _slots(engine)}, _buffers(engine)
+    file = _Distributed(path / checkpoint.MODEL)
+    _check_fits(path, {name: list(shape) for name, (shape, _) in file.listing.items()}, engine)
+    for name, tensor in file.tensors():
+        if name in buffers:
+            buffers[name].copy_(tensor)
+        elif name in slots:  # else another stage has it
+            slots[name].master.copy_(slots[name].shard.cut(tensor))
+            slots[name].working.copy_(slots[name].master)
 
 
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64, "I64": torch.int64}
+@torch.no_grad()
+def _load_moments(path: Path, engine: Engine, moments_step: int) -> None:
+    """Give the optimizer this rank's pieces of the moments in a checkpoint, which have seen `moments_step` updates."""
+    slots, optimizer = {slot.shard.name: slot for slot in _slots(engine)}, engine.optimizer.optim
+    lamb = isinstance(optimizer, Lamb)
+    for key, tensor in _Distributed(path / checkpoint.OPTIMIZER).tensors():
+        moment, _, name = key.partition(".")
+        if name in slots:
+            master, shard = slots[name].master, slots[name].shard
+            if list(tensor.shape) != shard.full_shape(master.shape):
+                raise UserError(f"{path}: {key} is of shape {tuple(tensor.shape)}, which is not its parameter's")
+            piece = shard.cut(tensor)
+            # PyTorch's optimizers want moments of the parameter's type. Lamb has its own idea, and saved them so.
+            dtype = piece.dtype if lamb else master.dtype
+            optimizer.state[master][moment] = piece.to(master.device, dtype, copy=True).contiguous()
+            optimizer.state[master]["step"] = moments_step if lamb else torch.tensor(float(moments_step))
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
@@ -302,7 +308,9 @@ def resume(run: "launch.Run", trainer: Trainer, train_dataloader: MicroBatches, 
         )
     if state["step"] and not run.eval_only:
         engine.settle_buckets((run.config.BATCH_SIZE, 3, run.config.IMG_SIZE, run.config.IMG_SIZE))
-    _load_tensors(path, engine, state["moments_step"] if trained else None)
+    _load_model(path, engine)
+    if trained:
+        _load_moments(path, engine, state["moments_step"])
     engine.num_steps = state["step"]
     if run.eval_only:
         run.log.info(f"the weights are those of {path}, step {state['step']}")
@@ -328,7 +336,7 @@ def resume(run: "launch.Run", trainer: Trainer, train_dataloader: MicroBatches, 
     run.log.info(f"going on from {path}: step {state['step']}, epoch {state['epoch']}, image {state['images']} of it")
     if ranks and not same:
         run.log.info(
-            "the layout is another one: random numbers (dropout, DALI's order) are not those it would have drawn"
+            "the layout or the batches are others than before: random numbers (dropout, DALI's order) are new ones"
         )
     if ranks and (changed := _differences(state["config"], config.plain(run.config))):
         run.log.info(f"changed since then: {changed}")

@@ -42,7 +42,7 @@ def record(output):
 # The same layout: to the bit
 # ---------------------------------------------------------------------------------------------------------------------
 
-HYBRID = dict(recipes.MODEL, DEPTH=2, BATCH_SIZE=64, NUM_EPOCHS=2, WARMUP_EPOCHS=1, DROP_RATE=0.1, DROP_PATH_RATE=0.1)
+HYBRID = dict(recipes.MODEL, DEPTH=2, BATCH_SIZE=128, NUM_EPOCHS=2, WARMUP_EPOCHS=1, DROP_RATE=0.1, DROP_PATH_RATE=0.1)
 PLAIN = dict(IMG_SIZE=32, PATCH_SIZE=8, HIDDEN_SIZE=32, DEPTH=2, NUM_HEADS=4, NUM_EPOCHS=2, WARMUP_EPOCHS=1)
 PLAIN |= dict(DROP_RATE=0.1, NUM_CLASSES=10, BATCH_SIZE=64)
 NAIVE = {"fp16.mode": "AMP_TYPE.NAIVE"}
