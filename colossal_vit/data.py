@@ -1,7 +1,8 @@
 """Which sample goes where: the same in every layout, and each test image exactly once."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import repeat
+from typing import Any
 
 import torch
 from colossal_vit.errors import UserError
@@ -121,6 +122,14 @@ class SyntheticBatches:
 
     def __len__(self) -> int:
         return self.num_batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing, since all batches are one."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Go on; the batches are the same."""
+        return True
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return repeat(self.batch, self.num_batches)

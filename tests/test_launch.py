@@ -104,7 +104,7 @@ class Mistakes:
                 ["MODEL = 'resnet50'", "timm"],
             ),
             # flags
-            "unknown flag": (flags("--resume", "auto"), ["--resume"]),
+            "unknown flag": (flags("--resum", "auto"), ["--resum"]),
             "unknown launcher": (flags("--launcher", "kubernetes"), ["--launcher", "kubernetes", "slurm"]),
             "launcher that was not there": ({**flags("--launcher", "slurm"), "ranks": 1}, ["SLURM_PROCID"]),
             "unknown backend": (flags("--backend", "mpi"), ["--backend mpi", "gloo"]),
