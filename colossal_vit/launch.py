@@ -254,7 +254,8 @@ def seed_ranks(seed: int) -> None:
 
 def _set_aside(directory: Path) -> Path | None:
     """Rename a directory that holds an earlier run to `<name>.1`, `<name>.2`, ...; returns the new name."""
-    if not any((directory / name).exists() for name in ("metrics.jsonl", checkpoint.FOLDER)):
+    folder = directory / checkpoint.FOLDER
+    if not (directory / "metrics.jsonl").exists() and not (folder.is_dir() and any(folder.iterdir())):
         return None
     number = 1
     while (older := directory.with_name(f"{directory.name}.{number}")).exists():

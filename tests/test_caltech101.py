@@ -214,7 +214,7 @@ def test_two_processes_are_one(tmp_path, trained, name, first, later):
     assert evaluations[-1]["eval_images"] == 697
 
 
-COMPILED = dict(DEPTH=1, CACHE_SIZE=32, HIDDEN_SIZE=32)
+COMPILED = dict(DEPTH=1, CACHE_SIZE=32, HIDDEN_SIZE=32, FLIP=True)
 
 
 @pytest.mark.parametrize(("name", "world_size"), [("fp32", 2), ("AMP_torch", 1), ("AMP_naive", 1)])

@@ -15,6 +15,7 @@ import real
 import recipes
 import world
 
+pytestmark = pytest.mark.launchers
 PIPELINE = ["train_hybrid.py", "--config", recipes.PIPELINE_CONFIG]
 
 
