@@ -64,7 +64,7 @@ def test_same_curve_as_one_process(layout, reference, tmp_path, random_weights):
     assert evaluations[-1]["eval_accuracy"] == pytest.approx(evaluated[-1]["eval_accuracy"], abs=1.5 / 360)
 
 
-@pytest.mark.parametrize("layout", ["DP 2", "2D 4", "PP 2 interleaved × 2, 4 micro-batches", "DP 2 × PP 2"])
+@pytest.mark.parametrize("layout", ["DP 2", "1D 2", "PP 2 interleaved × 2, 4 micro-batches", "DP 2 × PP 2"])
 def test_same_curve_with_accumulation(layout, reference, tmp_path, random_weights):
     """Two micro-batches of half the size make the same steps, and so the same curve as without accumulation."""
     batch = LAYOUTS[layout][1].get("BATCH_SIZE", 32) // 2
@@ -73,11 +73,13 @@ def test_same_curve_with_accumulation(layout, reference, tmp_path, random_weight
     assert_same_curve(steps, reference(depth=values["DEPTH"])[0])
 
 
+# Each way to split a model, alone and combined: the others are of the same parts in other numbers.
+KINDS = ["DP 2", "PP 2", "1D 2", "2D 4", "2.5D 8", "3D 8", "PP 2 × 1D 2", "DP 2 × 2D 4"]
 # The contract's own list: the others are of the same parts, or differ in the number of micro-batches only.
 CONTRACT = [name for name in LAYOUTS if "micro-batches" not in name and name not in ("PP 2 × 2.5D 4", "DP 2 × PP 2")]
 
 
-@pytest.mark.parametrize("layout", CONTRACT)
+@pytest.mark.parametrize("layout", KINDS)
 def test_same_curve_with_momentum_recomputation_and_more_micro_batches(layout, reference, tmp_path, random_weights):
     """All else that must not matter, at once: SGD instead of AdamW, CHECKPOINT, four micro-batches a pipeline batch."""
     world_size, values = small(layout, CHECKPOINT=True, NUM_MICRO_BATCHES=4, **OPTIMIZERS["sgd"])
@@ -87,7 +89,7 @@ def test_same_curve_with_momentum_recomputation_and_more_micro_batches(layout, r
     assert_same_curve(steps, expected[:6])
 
 
-@pytest.mark.parametrize("layout", CONTRACT)
+@pytest.mark.parametrize("layout", KINDS)
 def test_same_curve_with_lamb(layout, reference, tmp_path, random_weights):
     """Its trust ratios need the norms of whole parameters, of which ranks hold pieces."""
     world_size, values = small(layout, **OPTIMIZERS["lamb"])

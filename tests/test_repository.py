@@ -86,7 +86,6 @@ def bash(clone, *command):
     return done.stdout
 
 
-@pytest.mark.alone
 @pytest.mark.timeout(900)
 def test_quickstart(clone):
     """As a user types it, twice: at least 97 % on images never trained on, under 5 minutes, nothing overwritten."""

@@ -57,7 +57,11 @@ RUNS = {  # script, config, its values; processes; what else
     "hybrid, 1D 2, bf16": (HYBRID_RUN, 2, {**LAYOUTS["1D 2"][1], **NAIVE, "parallel.pipeline": 1}),
     "hybrid, PP 2 interleaved, recomputed": (HYBRID_RUN, 2, {"model.num_chunks": 2, "DEPTH": 4, "CHECKPOINT": True}),
     "hybrid, DP 2 × PP 2, SGD": (HYBRID_RUN, 4, {"OPTIMIZER": "sgd", "LEARNING_RATE": 0.1}),
-    "hybrid, 2D 4, LAMB": (HYBRID_RUN, 4, {**LAYOUTS["2D 4"][1], "parallel.pipeline": 1, "OPTIMIZER": "lamb"}),
+    "hybrid, 2D 4, LAMB": (
+        HYBRID_RUN,
+        4,
+        {**LAYOUTS["2D 4"][1], "parallel.pipeline": 1, "OPTIMIZER": "lamb", "DEPTH": 1},
+    ),
     "imagenet, 1 process": (DALI_RUN, 1, {}),
     "imagenet, 2 processes, bf16": (DALI_RUN, 2, {"fp16.mode": "AMP_TYPE.TORCH"}),
     "caltech101, 1 process, fp16 with loss scaling": (

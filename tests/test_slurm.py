@@ -9,7 +9,6 @@ import real
 import recipes
 import world
 
-pytestmark = pytest.mark.launchers
 TEMPLATE = "scripts/slurm/train.sbatch"
 NO_GPU = ["--gpus-per-node=0", "--cpus-per-task=1"]
 
