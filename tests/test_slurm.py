@@ -84,13 +84,13 @@ def test_a_cancelled_job_ends_between_two_steps(slurm, tmp_path):
 
 def test_jobs_out_of_time_are_queued_again(slurm, tmp_path):
     """USR1 comes to the batch script, which tells the training, and when that has stopped puts the job back."""
-    options, jobs = ["--time=2", "--signal=B:USR1@75"], {}
+    options, jobs = ["--time=3", "--signal=B:USR1@75"], {}  # which SLURM may send a minute early
     for name, style in (("task", []), ("node", ["--torchrun"])):
         output = tmp_path / name
         job = submit(slurm, 2, output, "--max-steps", "100000", options=options, style=style, **LONG)
         jobs[job] = output, Path(f"{output}-{job}.log")
     for job, (output, log) in jobs.items():
-        real.wait_until(lambda log=log: log.exists() and "is queued again" in log.read_text(), 110, log.read_text)
+        real.wait_until(lambda log=log: log.exists() and "is queued again" in log.read_text(), 180, log.read_text)
         real.wait_until(lambda job=job: "Restarts=1" in slurm("scontrol", "show", "job", job)[1], 20, log.read_text)
         stopped = r"error: stopped by SIGUSR1 after step \d+, which \S+ has; exit code 75"
         assert len(re.findall(stopped, log.read_text())) == 1
