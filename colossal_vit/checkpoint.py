@@ -189,8 +189,13 @@ def read_state(path: Path) -> dict[str, Any]:
 
 def newest(folder: Path) -> tuple[Path | None, list[str]]:
     """The newest checkpoint in a folder that holds, and why each newer one does not."""
+    return _first_that_holds(list_steps(folder))
+
+
+def _first_that_holds(paths: list[Path]) -> tuple[Path | None, list[str]]:
+    """The first of some checkpoints that holds, and why each before it does not."""
     passed_over = []
-    for path in list_steps(folder):
+    for path in paths:
         try:
             verify(path)
             return path, passed_over
@@ -248,15 +253,10 @@ def _one_that_holds(path: Path) -> Path:
     Raises:
         UserError: if it does not hold, or none does.
     """
-    found, faults = _checkpoints(path), []
-    for each in found:
-        try:
-            verify(each)
-        except UserError as error:
-            faults.append(error)
-            continue
-        return each
-    raise faults[0]
+    found, faults = _first_that_holds(_checkpoints(path))
+    if found is None:
+        raise UserError(faults[0])
+    return found
 
 
 def _weights(source: Path) -> Path:

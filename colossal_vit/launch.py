@@ -292,10 +292,11 @@ def _find_checkpoint(args: argparse.Namespace, own: Path, log: RankLogger) -> Pa
         path, passed_over = checkpoint.newest(named := path / checkpoint.FOLDER)
         if path is None:
             raise UserError(f"--resume {args.resume}: {passed_over[0] if passed_over else f'{named} is empty'}")
-    try:
-        checkpoint.verify(path)
-    except UserError as error:
-        raise UserError(f"--resume {args.resume}: {error}") from None
+    else:
+        try:
+            checkpoint.verify(path)
+        except UserError as error:
+            raise UserError(f"--resume {args.resume}: {error}") from None
     if (newer := _newer_than(path, own)) and not args.eval_only:
         raise UserError(
             f"--resume {args.resume}: {own} has newer ones, up to {newer[0].name}: give another --output, or move them "

@@ -142,13 +142,12 @@ def take(trainer: Trainer, train_dataloader: MicroBatches, epoch: int, start: in
     """
     engine = trainer.engine
     rank, replica = gpc.get_global_rank(), gpc.get_local_rank(ParallelMode.DATA)
-    stage = gpc.get_local_rank(ParallelMode.PIPELINE) if gpc.is_initialized(ParallelMode.PIPELINE) else 0
     speaks = replica == 0 and gpc.get_local_rank(ParallelMode.TENSOR) == 0  # for its stage
     own = {
         "rng": _random_state(),
         "data": train_dataloader.state_dict(),
-        "speaks_for": stage if speaks else None,
-        "moments": sorted(_moment_names(engine)),
+        "speaks": speaks,
+        "moments": _moment_names(engine),
         "moments_step": _moments_step(engine),
         "names": [(slot.shard.name, slot.shard.full_shape(slot.master.shape)) for slot in _slots(engine)],
     }
@@ -167,7 +166,7 @@ def take(trainer: Trainer, train_dataloader: MicroBatches, epoch: int, start: in
     if rank > 0:
         return None
     for sender, theirs in enumerate(ranks):
-        if sender > 0 and theirs["speaks_for"] is not None:
+        if sender > 0 and theirs["speaks"]:
             for name, shape in theirs["names"]:
                 for moment in ("", *moments):
                     tensor = torch.empty(shape, dtype=_dtype(engine, moment))
