@@ -9,7 +9,6 @@ import functools
 import os
 import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -22,8 +21,8 @@ from typing import Any
 import colossalai.legacy as colossalai
 import torch
 import torch.distributed as dist
-from colossal_vit import checkpoint, dry_run, host, patches, precision
 from colossal_vit import config as configs
+from colossal_vit import dry_run, host, patches, precision, run_directory
 from colossal_vit.errors import Preempted, TrainingError, UserError
 from colossal_vit.peers import Peers
 from colossal_vit.ranks import RankLogger, from_rank_0, on_one_rank
@@ -90,7 +89,9 @@ def get_parser(description: str | None = None) -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="how long a rank waits for another one, at the start and later (default %(default)g)",
     )
-    parser.add_argument("--output", type=Path, help="run directory (default runs/<example>/<config name>)")
+    parser.add_argument(
+        "--output", type=Path, help="run directory (default: runs/<example>/<script>/<config>,KEY=VALUE,...)"
+    )
     parser.add_argument(
         "--resume",
         default="auto",
@@ -252,86 +253,6 @@ def seed_ranks(seed: int) -> None:
     set_mode(ParallelMode.DATA)
 
 
-def _set_aside(directory: Path) -> Path | None:
-    """Rename a directory that holds an earlier run to `<name>.1`, `<name>.2`, ...; returns the new name."""
-    folder = directory / checkpoint.FOLDER
-    if not (directory / "metrics.jsonl").exists() and not (folder.is_dir() and any(folder.iterdir())):
-        return None
-    number = 1
-    while (older := directory.with_name(f"{directory.name}.{number}")).exists():
-        number += 1
-    directory.rename(older)
-    return older
-
-
-def _newer_than(path: Path, own: Path) -> list[Path]:
-    """The checkpoints in `own` that are newer than `path`, if that is one of them."""
-    steps = checkpoint.list_steps(own)
-    names = [step.name for step in steps]
-    return steps[: names.index(path.name)] if path.resolve().parent == own.resolve() and path.name in names else []
-
-
-def _find_checkpoint(args: argparse.Namespace, own: Path, log: RankLogger) -> Path | None:
-    """What `--resume` means, with `own` the folder of the run's own checkpoints.
-
-    Raises:
-        UserError: if a checkpoint that was named does not hold, or going on from it would lose newer ones.
-    """
-    restarts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
-    restarted = any(count.isdigit() and int(count) for count in restarts)  # the same command, which has begun before
-    if args.resume == "auto" or restarted:
-        path, passed_over = checkpoint.newest(own)
-        for reason in passed_over:
-            log.info(f"passed over: {reason}")
-        if path or args.resume == "auto":
-            return path
-    if args.resume == "never":
-        return None
-    path = Path(args.resume)
-    if (path / checkpoint.FOLDER).is_dir():
-        path, passed_over = checkpoint.newest(named := path / checkpoint.FOLDER)
-        if path is None:
-            raise UserError(f"--resume {args.resume}: {passed_over[0] if passed_over else f'{named} is empty'}")
-    else:
-        try:
-            checkpoint.verify(path)
-        except UserError as error:
-            raise UserError(f"--resume {args.resume}: {error}") from None
-    if (newer := _newer_than(path, own)) and not args.eval_only:
-        raise UserError(
-            f"--resume {args.resume}: {own} has newer ones, up to {newer[0].name}: give another --output, or move them "
-            f"away"
-        )
-    return path
-
-
-def _prepare_output(args: argparse.Namespace, output: Path, config: Config, log: RankLogger) -> Path | None:
-    """Find the checkpoint to go on from, and make the run directory ready for writing; returns the checkpoint.
-
-    Raises:
-        UserError: if the one cannot be found, or the other not be made.
-    """
-    own = output / checkpoint.FOLDER
-    path = _find_checkpoint(args, own, log)
-    if args.eval_only:
-        if path is None:
-            raise UserError(f"--eval-only: no checkpoint in {own}; name one with --resume PATH, or its --output")
-        return path
-    try:
-        if path and path.resolve().parent == own.resolve():
-            checkpoint.clean(own)
-            for newer in _newer_than(path, own):
-                log.info(f"{newer} is {checkpoint.set_aside(newer).name} now")
-        elif older := _set_aside(output):
-            log.info(f"an earlier run was in {output}; it is in {older} now")
-        own.mkdir(parents=True, exist_ok=True)
-        (output / "config.json").write_text(configs.to_json(config) + "\n")
-        tempfile.TemporaryFile(dir=own).close()
-    except OSError as error:
-        raise UserError(f"--output {output}: cannot be written: {error.strerror or error}") from None
-    return path
-
-
 def start(
     description: str | None = None,
     required: Iterable[str] = (),
@@ -373,7 +294,7 @@ def start(
     if check is not None:
         check(config, layout)
     backend = _backend(args, meeting)
-    output = args.output or script.parents[1] / "runs" / script.parent.name / Path(args.config).stem
+    output = args.output or run_directory.default(script, Path(args.config), overrides)
 
     if not torch.cuda.is_available():
         host.enable()
@@ -409,7 +330,7 @@ def start(
     if config.fp16:
         log.info(f"mixed precision: {precision.describe(config.fp16, device)} on this device")
     found = []
-    on_one_rank(lambda: found.append(_prepare_output(args, output, config, log)))
+    on_one_rank(lambda: found.append(run_directory.prepare(args, output, config, log)))
     return Run(
         config,
         layout,

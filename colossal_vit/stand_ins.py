@@ -1,0 +1,70 @@
+"""Stand-ins for modules that Colossal-AI imports and that nothing here uses.
+
+Importing `colossalai.legacy` pulls in transformers, bitsandbytes and the compiler, half of the CPU time that a train
+script takes to start, and one module that breaks torch.compile. `install` puts an empty module in the place of each. It
+holds just the names that Colossal-AI imports from there; using one of them, or asking for any other, raises.
+"""
+
+import sys
+import types
+from importlib.machinery import ModuleSpec
+from typing import Any, NoReturn
+
+# Module -> the names that Colossal-AI 0.5.0 imports from it at import time, and why it is not needed.
+STAND_INS: dict[str, tuple[tuple[str, ...], str]] = {
+    "peft": (("PeftModel", "PeftType"), "LoRA for the Booster API; imports transformers and accelerate"),
+    "galore_torch": (("GaLoreAdafactor", "GaLoreAdamW"), "the GaLore optimizers; imports bitsandbytes"),
+    "bitsandbytes.optim.optimizer": (("Optimizer2State",), "8-bit GaLore"),
+    "colossalai.shardformer.layer._operation": (
+        ("_gather", "_split"),
+        "distributed Adafactor of the Booster API; imports torch._inductor and flash attention",
+    ),
+    "colossalai.zero.gemini.memory_tracer": (
+        ("MemStatsCollector",),
+        "the Gemini memory manager; imports all of colossalai.zero, its checkpoints and its fp8 communication",
+    ),
+    # Imported, it replaces PyTorch's shape functions of some twenty operators (convolution, layer norm, dropout) for
+    # good by those of torch 1.12, and torch.compile fails in the backward pass of a convolution.
+    "colossalai._analyzer._subclasses._meta_registration": ((), "shape functions of torch 1.12"),
+}
+
+
+def _refuse(what: str, reason: str) -> NoReturn:
+    raise ImportError(
+        f"{what} is a stand-in in this process ({reason}): import the real module before colossal_vit, see "
+        f"colossal_vit/stand_ins.py"
+    )
+
+
+class _Unused(type):
+    """The type of a name inside a stand-in: it can be imported and subclassed, and raises when it is used."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse(cls.__qualname__, cls.reason)
+
+    def __instancecheck__(cls, instance: Any) -> NoReturn:
+        _refuse(cls.__qualname__, cls.reason)
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        _refuse(f"{cls.__qualname__}.{name}", cls.reason)
+
+
+class _StandIn(types.ModuleType):
+    def __init__(self, name: str, names: tuple[str, ...], reason: str):
+        super().__init__(name, f"A stand-in: {reason}.")
+        self.reason, self.__spec__ = reason, ModuleSpec(name, None)  # find_spec wants one
+        for unused in names:
+            setattr(self, unused, _Unused(f"{name}.{unused}", (), {"reason": reason}))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # what the import system and inspect ask of every module
+            raise AttributeError(name)
+        _refuse(f"{self.__name__}.{name}", self.reason)
+
+
+def install() -> None:
+    """Put the stand-ins where `import` finds them; a module that was imported before stays."""
+    for name, (names, reason) in STAND_INS.items():
+        sys.modules.setdefault(name, _StandIn(name, names, reason))
