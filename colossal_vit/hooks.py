@@ -36,6 +36,7 @@ from colossalai.legacy.utils import is_dp_rank_0, is_no_pp_or_last_stage, is_tp_
 from torch import Tensor, nn
 from torch.profiler import profile, record_function, schedule
 from torch.utils._pytree import tree_leaves
+from tqdm import tqdm
 
 
 class LRSchedulerHook(BaseHook):
@@ -84,7 +85,7 @@ def _cut(path: Path, step: int, epoch: int) -> None:
 
 
 class MetricsHook(BaseHook):
-    """Writes `metrics.jsonl` and TensorBoard events, and tells the progress bar what to show.
+    """Writes `metrics.jsonl` and TensorBoard events.
 
     One object per optimizer step: `step, epoch, loss, lr, grad_norm, images_per_s, data_s, step_s, memory_gb`, with
     loss scaling also `loss_scale, skipped`, on a GPU also `reserved_gb`, the peak of torch's allocator. One per
@@ -98,7 +99,7 @@ class MetricsHook(BaseHook):
     Args:
         directory: the run directory; None writes nothing.
         train_dataloader: what `engine.initialize` returned; it knows how long it was waited for.
-        log: where evaluations, and without a progress bar epochs too, are announced.
+        log: where evaluations are announced, and epochs too where there is no progress bar.
     """
 
     def __init__(self, directory: Path | None, train_dataloader: MicroBatches, log: RankLogger, priority: int = 1):
@@ -177,11 +178,6 @@ class MetricsHook(BaseHook):
         if engine.optimizer.loss_scale is not None:
             record |= {"loss_scale": engine.optimizer.loss_scale, "skipped": engine.optimizer.skipped}
         self._write(record)
-        trainer.states["step_metrics"] = {
-            "loss": f"{record['loss']:.4f}",
-            "lr": f"{record['lr']:.2e}",
-            "images/s": f"{record['images_per_s']:.0f}",
-        }
         self.last = record
 
     def after_train_epoch(self, trainer: Trainer) -> None:
@@ -246,6 +242,41 @@ class MetricsHook(BaseHook):
                 draw(self.directory)
             except OSError as error:
                 raise TrainingError(f"{self.directory}: cannot be written: {error.strerror or error}") from None
+
+
+class ProgressHook(BaseHook):
+    """A progress bar over the steps of the run, with the time left, where stderr is a terminal.
+
+    Args:
+        run: of `launch.start`.
+        train_dataloader: what `engine.initialize` returned.
+        metrics: knows the last step; the rank that records it shows the bar.
+    """
+
+    def __init__(self, run: Run, train_dataloader: MicroBatches, metrics: MetricsHook, priority: int = 3):
+        super().__init__(priority)
+        self.run, self.train_dataloader, self.metrics = run, train_dataloader, metrics
+
+    def before_train(self, trainer: Trainer) -> None:
+        steps = self.run.config.NUM_EPOCHS * (len(self.train_dataloader) // trainer.engine.accumulation)
+        self.bar = tqdm(
+            total=min(steps, self.run.max_steps or steps),
+            initial=trainer.engine.num_steps,
+            unit="step",
+            dynamic_ncols=True,
+            disable=None if self.metrics.writes else True,  # None: unless stderr is a terminal
+        )
+
+    def after_train_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
+        if trainer.engine.finished_step and not self.bar.disable:
+            last = self.metrics.last
+            self.bar.set_postfix_str(
+                f"epoch {last['epoch']}, loss {last['loss']:.4f}, {last['images_per_s']:.0f} images/s", refresh=False
+            )
+            self.bar.update()
+
+    def after_train(self, trainer: Trainer) -> None:
+        self.bar.close()
 
 
 class ProfileHook(BaseHook):
@@ -505,7 +536,12 @@ def standard_hooks(run: Run, train_dataloader: MicroBatches, lr_scheduler: Any) 
     metrics = MetricsHook(None if run.eval_only else run.output, train_dataloader, run.log)
     if run.eval_only:
         return [metrics]
-    hooks = [metrics, LRSchedulerHook(lr_scheduler), CheckpointHook(run, train_dataloader, metrics)]
+    hooks = [
+        metrics,
+        ProgressHook(run, train_dataloader, metrics),
+        LRSchedulerHook(lr_scheduler),
+        CheckpointHook(run, train_dataloader, metrics),
+    ]
     if run.profile:
         hooks.append(ProfileHook(run.output, train_dataloader, run.log))
     if run.debug_nan:

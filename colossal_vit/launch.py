@@ -40,6 +40,7 @@ from colossalai.context import Config
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.context.random import add_seed, reset_seeds, set_mode
 from colossalai.legacy.core import global_context as gpc
+from tqdm import tqdm
 
 DEFAULT_TIMEOUT = 300.0  # seconds that a rank waits for another one before it gives up
 STRANGER_GRACE = 6.0  # seconds after which a rank that cannot join looks who it is talking to
@@ -375,7 +376,8 @@ def _may_speak(error: Exception) -> bool:
 
 
 def _print(error: Exception) -> None:
-    print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
+    tqdm.write(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)  # not in the line of a progress bar
+    sys.stderr.flush()
 
 
 def _lost_connection(error: BaseException) -> bool:

@@ -11,6 +11,10 @@ import torch.distributed as dist
 from colossal_vit.errors import UserError
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
+from tqdm import tqdm
+
+# tqdm's own lock is shared with forks of this process, and stays held for good if one of them is killed holding it.
+tqdm.set_lock(threading.RLock())
 
 
 class RankLogger:
@@ -22,7 +26,8 @@ class RankLogger:
     def info(self, message: str, ranks: Iterable[int] | None = (0,)) -> None:
         """Log on the given ranks; `ranks=None` on every rank."""
         if ranks is None or self.rank in ranks:
-            print(f"{datetime.now():%H:%M:%S} {message}", flush=True)
+            with tqdm.external_write_mode():  # a line of its own above a progress bar
+                print(f"{datetime.now():%H:%M:%S} {message}", flush=True)
 
 
 def everyone(value: Any) -> list[Any]:

@@ -1,6 +1,8 @@
 import os
+import resource
 import signal
 import subprocess
+from collections import Counter
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: ranks are forks, and thread pools do not survive a fork
 os.environ.pop("DATA", None)
@@ -69,3 +71,30 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+# ---- Where the time goes ----
+
+cpu_seconds: Counter[str] = Counter()  # by file
+
+
+def _spent():
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    before = _spent()
+    result = yield
+    cpu_seconds[item.path.name] += _spent() - before
+    if item.config.option.verbose > 0:
+        cpu_seconds[item.nodeid] += _spent() - before
+    return result
+
+
+def pytest_terminal_summary(terminalreporter):
+    terminalreporter.section("CPU seconds by file")
+    for name, seconds in cpu_seconds.most_common():
+        terminalreporter.line(f"{seconds:8.1f}  {name}")
+    terminalreporter.line(f"{_spent():8.1f}  in all, imports included")

@@ -5,8 +5,6 @@
 The first step of the tutorial: every process holds the whole model. `train_hybrid.py` splits it.
 """
 
-import sys
-
 import torch
 from colossal_vit import dry_run, launch
 from colossal_vit.engine import initialize
@@ -74,7 +72,6 @@ def main() -> dry_run.StepPlan | None:
         max_steps=run.max_steps and run.max_steps * engine.accumulation,
         test_dataloader=test_dataloader,
         hooks=hooks,
-        display_progress=sys.stderr.isatty(),
     )
     run.log.info(f"metrics, curves and checkpoints are in {run.output}")
 

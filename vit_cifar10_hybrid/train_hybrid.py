@@ -5,8 +5,6 @@
 The layout is in the config file: processes = data × parallel.pipeline × parallel.tensor.size.
 """
 
-import sys
-
 from colossal_vit import dry_run, launch
 from colossal_vit.engine import initialize
 from colossal_vit.hooks import standard_hooks
@@ -76,7 +74,6 @@ def main() -> dry_run.StepPlan | None:
         max_steps=run.max_steps and run.max_steps * engine.accumulation,
         test_dataloader=test_dataloader,
         hooks=hooks,
-        display_progress=sys.stderr.isatty(),
     )
     run.log.info(f"metrics, curves and checkpoints are in {run.output}")
 

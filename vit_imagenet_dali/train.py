@@ -5,8 +5,6 @@
 `build_tfrecords.py` makes the TFRecords. Data parallel: every process holds the whole model.
 """
 
-import sys
-
 import torch
 from colossal_vit import dry_run, launch
 from colossal_vit.engine import initialize
@@ -89,7 +87,6 @@ def main() -> dry_run.StepPlan | None:
         max_steps=run.max_steps and run.max_steps * engine.accumulation,
         test_dataloader=test_dataloader,
         hooks=hooks,
-        display_progress=sys.stderr.isatty(),
     )
     run.log.info(f"metrics, curves and checkpoints are in {run.output}")
 
