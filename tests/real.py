@@ -66,17 +66,17 @@ def reference(output, world_size, **values):
     return losses(output)
 
 
-def run(command, timeout=150, cwd=FOLDER, **variables):
+def run(command, cwd=FOLDER, **variables):
     """A command to its end; returns its exit code and what it said."""
     done = subprocess.run(
-        command, cwd=cwd, env=environment(**variables), capture_output=True, text=True, timeout=timeout
+        command, cwd=cwd, env=environment(**variables), capture_output=True, text=True, timeout=world.PATIENCE
     )
     return done.returncode, done.stdout + done.stderr
 
 
-def wait_until(condition, seconds, what):
+def wait_until(condition, what):
     """Wait for something to become true, and return it."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + world.PATIENCE
     while not (answer := condition()):
         assert time.monotonic() < deadline, what() if callable(what) else what
         time.sleep(0.2)
@@ -128,10 +128,10 @@ class Slurm:
         files = [f"--{what}-file={folder}/munge.{what}" for what in ("key", "pid", "log", "seed")]
         self.daemons = []
         self._start("munged", "--foreground", "--force", f"--socket={munge}", *files)
-        wait_until(munge.exists, 20, "munged does not start")
+        wait_until(munge.exists, "munged does not start")
         self._start("slurmctld", "-D")
         self._start("slurmd", "-D")
-        wait_until(lambda: self("sinfo", "-h", "-o", "%T")[1].strip() == "idle", 60, self.logs)
+        wait_until(lambda: self("sinfo", "-h", "-o", "%T")[1].strip() == "idle", self.logs)
 
     def _start(self, program, *argv):
         log = open(self.folder / f"{program}.out", "w")  # noqa: SIM115 the daemon's, as long as it lives
@@ -155,15 +155,15 @@ class Slurm:
     def state(self, job):
         return self("squeue", "-h", "-j", job, "-t", "all", "-o", "%T")[1].strip()
 
-    def ended(self, job, seconds=150):
+    def ended(self, job):
         """Wait for the end of a job; returns its state."""
         ends = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-        return wait_until(lambda: next((s for s in ends if s == self.state(job)), None), seconds, self.logs)
+        return wait_until(lambda: next((s for s in ends if s == self.state(job)), None), self.logs)
 
     def stop(self):
         self("scancel", "--full", "--signal=KILL", "--user=root")
         self("scancel", "--user=root")  # those that are queued again
-        wait_until(lambda: not self("squeue", "-h")[1].strip(), 60, self.logs)
+        wait_until(lambda: not self("squeue", "-h")[1].strip(), self.logs)
         for daemon in reversed(self.daemons):
             daemon.send_signal(signal.SIGTERM)
         for daemon in reversed(self.daemons):

@@ -18,8 +18,10 @@ import world
 def test_five_kills(tmp_path, monkeypatch):
     """A run killed five times, once while it starts, is to the bit the run that nobody disturbs."""
     monkeypatch.setattr(fault_loop, "LONGEST_DELAY", 0.3)
+    for limit in ("PROGRESS_LIMIT", "END_LIMIT"):
+        monkeypatch.setattr(fault_loop, limit, world.PATIENCE)
     settings = {**fault_loop.SETTINGS, "BATCH_SIZE": 64, "NUM_EPOCHS": 2}
-    argv = ["--config", recipes.PIPELINE_CONFIG, "--timeout", "6", *recipes.set_flags(settings)]
+    argv = ["--config", recipes.PIPELINE_CONFIG, "--timeout", "20", *recipes.set_flags(settings)]
 
     def start(name):
         return world.start(recipes.HYBRID, [*argv, "--output", str(tmp_path / name)], world.by_torchrun(2))

@@ -86,7 +86,6 @@ def bash(clone, *command):
     return done.stdout
 
 
-@pytest.mark.timeout(900)
 def test_quickstart(clone):
     """As a user types it: at least 97 % on images never trained on, under 5 minutes, an earlier run is left alone."""
     earlier = clone / "runs" / "quickstart-1"
@@ -103,7 +102,6 @@ def test_quickstart(clone):
     assert sum(record["step_s"] for record in steps) < 300
 
 
-@pytest.mark.timeout(300)
 def test_test_script_passes_arguments_on(clone):
     said = bash(clone, str(clone / "scripts" / "test.sh"), "-q", "tests/test_config.py", "-k", "test_json")
     assert "1 passed" in said

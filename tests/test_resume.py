@@ -277,7 +277,7 @@ def test_a_run_that_is_told_to_stop_goes_on_to_the_bit(tmp_path):
     output, steps = tmp_path / "parts", 0
     for victim, number in ((1, signal.SIGUSR1), (0, signal.SIGTERM)):
         ranks = world.start(recipes.HYBRID, argv(config, values, output), world.by_torchrun(2))
-        real.wait_until(lambda steps=steps: real.steps_on_record(output) >= steps + 3, 60, ranks.output(0, "err"))
+        real.wait_until(lambda steps=steps: real.steps_on_record(output) >= steps + 3, ranks.output(0, "err"))
         os.kill(ranks.pids[victim], number)
         result = ranks.wait()
         assert result.codes == [75, 75], str(result)

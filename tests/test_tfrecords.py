@@ -27,6 +27,7 @@ import image_files
 import tfrecord
 
 FOLDER = Path(__file__).resolve().parents[1] / "vit_imagenet_dali"
+PATIENCE = 600  # seconds after which a build counts as hanging
 
 WNIDS = [f"n{digit:08d}" for digit in range(10)]
 SHARDS = ("--train-shards", "4", "--validation-shards", "2", "--workers", "1")
@@ -509,7 +510,7 @@ def test_killed_and_resumed_is_as_undisturbed(with_bad, tmp_path, renames, capfd
     raw, expected = with_bad
     arguments = (raw, tmp_path, "--max-bad", 1)
     process = start(*arguments, code=KILL_BEFORE_RENAME.format(renames), shards=(*SHARDS, "--workers", "2"))
-    process.communicate(timeout=60)
+    process.communicate(timeout=PATIENCE)
     assert process.returncode == -signal.SIGKILL
     left = tree(tmp_path)
     for name, content in left.items():
@@ -542,8 +543,8 @@ def slow_build(small_source, tmp_path):
 
 
 def gone(pids):
-    """Whether the processes end within 5 s."""
-    for _ in range(100):
+    """Whether the processes end."""
+    for _ in range(20 * PATIENCE):
         if not any(Path(f"/proc/{pid}").exists() for pid in pids):
             return True
         time.sleep(0.05)
@@ -566,7 +567,7 @@ def test_kill_9_ends_the_workers_and_any_moment_will_do(slow_build, tmp_path, ca
 def test_ctrl_c(slow_build, tmp_path):
     process, workers, _ = slow_build
     os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=10)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     assert errors == "build_tfrecords.py: error: interrupted; the same command goes on from here\n"
     assert gone(workers)
@@ -576,7 +577,7 @@ def test_ctrl_c(slow_build, tmp_path):
 def test_a_dying_worker_ends_the_build(slow_build):
     process, workers, _ = slow_build
     os.kill(int(workers[0]), signal.SIGKILL)
-    _, errors = process.communicate(timeout=10)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1
     assert errors.startswith("build_tfrecords.py: error: a worker was killed")
     assert errors.count("\n") == 1
@@ -612,7 +613,7 @@ def test_two_builds_take_turns(small_source, small_built, tmp_path):
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(timeout=0.5)
         assert [path.name for path in tmp_path.iterdir()] == [".lock"]
-    assert process.wait(timeout=20) == 0
+    assert process.wait(timeout=PATIENCE) == 0
     assert tree(tmp_path) == tree(small_built)
     process.communicate()
 
@@ -908,7 +909,7 @@ def test_a_full_disk(small_source, tmp_path):
     """Here a limit on the size of files, which the kernel tells in the same way."""
     limit = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))}
     process = start(small_source, tmp_path, **limit)
-    _, errors = process.communicate(timeout=20)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 2
     assert errors.startswith(f"build_tfrecords.py: error: {tmp_path}/train/train-0000")
     assert errors.endswith(": File too large\n")
@@ -943,7 +944,7 @@ def test_progress_on_a_terminal_and_a_quick_start(source, tmp_path):
     code = "assert not {'torch', 'colossalai', 'numpy'} & set(sys.modules)"
     process = start(source, tmp_path, code=code, stderr=end)
     os.close(end)
-    output = process.communicate(timeout=30)[0]
+    output = process.communicate(timeout=PATIENCE)[0]
     shown = ""
     with contextlib.suppress(OSError):  # Linux says so that the other end is closed
         while True:
