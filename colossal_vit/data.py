@@ -59,7 +59,7 @@ class GlobalBatchSampler:
             raise UserError(
                 f"a global batch of {self.global_batch_size} (BATCH_SIZE {batch_size} × gradient_accumulation "
                 f"{accumulation} × data parallel {self.num_ranks}) is larger than the training set of {num_samples}: "
-                f"lower BATCH_SIZE or gradient_accumulation"
+                f"lower BATCH_SIZE or gradient_accumulation, or set DATA to a larger data set"
             )
 
     def __len__(self) -> int:

@@ -3,8 +3,8 @@
 #
 #   bash scripts/quickstart.sh [extra flags of train_hybrid.py]
 #
-# Two pipeline stages, the shipped pipeline config, a small model: about 2.5 minutes on 2 CPU cores after installation.
-# Uses GPUs if this machine has any, a single one without the pipeline.
+# Two pipeline stages, the shipped pipeline config, a small model: about a minute on 2 CPU cores after installation. Uses
+# GPUs if this machine has any that the installed torch can use, a single one without the pipeline.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
@@ -17,7 +17,12 @@ while [ -e "$output-$number" ]; do number=$((number + 1)); done
 output="$output-$number"
 
 processes=2
-if [ "$(python -c 'import torch; print(torch.cuda.device_count())')" = 1 ]; then processes=1; fi # a GPU holds one stage
+gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
+if [ "$gpus" = 1 ]; then processes=1; fi # a GPU holds one stage
+if [ "$gpus" = 0 ] && nvidia-smi > /dev/null 2>&1; then
+    echo "quickstart: warning: this torch cannot use the GPUs of this machine, and trains on the CPU; its CUDA 13 needs" \
+        "driver 580 or newer, for an older one see requirements-cu12.txt" >&2
+fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 cd vit_cifar10_hybrid
@@ -25,7 +30,7 @@ torchrun --standalone --nproc_per_node "$processes" train_hybrid.py --config ./c
     --output "$output" \
     --set IMG_SIZE=32 --set PATCH_SIZE=4 --set HIDDEN_SIZE=96 --set DEPTH=4 --set NUM_HEADS=4 --set CHECKPOINT=False \
     --set BATCH_SIZE=64 --set NUM_EPOCHS=30 --set WARMUP_EPOCHS=3 --set LEARNING_RATE=2e-3 --set WEIGHT_DECAY=0.05 \
-    --set FLIP=False --set parallel.pipeline="$processes" "$@"
+    --set FLIP=False --set fp16=None --set parallel.pipeline="$processes" --set NUM_MICRO_BATCHES=4 "$@"
 
 python - "$output" << 'PYTHON'
 import sys

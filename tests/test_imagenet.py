@@ -74,7 +74,7 @@ def test_dry_run_plans_hours():
 
 def test_hours_of_a_rate_that_is_given(tmp_path):
     config = configs.load(FOLDER / "config_vit_l32.py", ["IMAGES_PER_S=4300"])
-    assert re.fullmatch(r"64 +256 +2 +11,700 +0\.39", planning.schedule(config, tmp_path)[3])
+    assert re.fullmatch(r"64 +256 +2 +11,700 +0\.39", planning.schedule(config, tmp_path, 4)[3])
 
 
 def test_sample_trains_on_two_processes(tmp_path):

@@ -13,9 +13,26 @@ TEMPLATE = "scripts/slurm/train.sbatch"
 NO_GPU = ["--gpus-per-node=0", "--cpus-per-task=1"]
 
 
+# A train script as far as a time limit goes: it does nothing until it is told to stop.
+IDLE = """
+import signal
+import sys
+
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
+signal.pause()
+"""
+
+
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
+    """A cluster with one job in it, `cluster.timed`, that will run out of time."""
     cluster = real.Slurm(tmp_path_factory.mktemp("slurm"))
+    project = tmp_path_factory.mktemp("project")
+    (project / "example").mkdir()
+    (project / "example/train.py").write_text(IDLE)
+    options = ["--ntasks-per-node=1", *NO_GPU, f"--output={project}/log", "--time=3", "--signal=B:USR1@75"]
+    cluster.timed = cluster.submit(*options, str(world.ROOT / TEMPLATE), "example/train.py", "config.py", cwd=project)
+    cluster.timed_log = project / "log"
     yield cluster
     cluster.stop()
 
@@ -51,6 +68,12 @@ def submit(slurm, tasks, output, *argv, options=(), style=(), **values):
     return slurm.submit(f"--ntasks-per-node={tasks}", *NO_GPU, log, *options, TEMPLATE, *style, *command)
 
 
+def workers(output):
+    """The training processes that write to a run directory."""
+    code, said = real.run(["pgrep", "-f", rf"^\S*python\S* (-u )?train_hybrid\.py .*--output {output} "])
+    return said.split() if code == 0 else []
+
+
 @pytest.mark.parametrize(("tasks", "style"), [(2, []), (4, ["--torchrun"])])
 def test_sbatch(slurm, tasks, style, tmp_path):
     """A task a process, and one torchrun a node: the losses are the same."""
@@ -74,36 +97,43 @@ LONG = dict(NUM_EPOCHS=1000)
 def test_a_cancelled_job_ends_between_two_steps(slurm, tmp_path):
     job = submit(slurm, 2, tmp_path / "run", "--max-steps", "100000", **LONG)
     real.wait_until(lambda: real.steps_on_record(tmp_path / "run") > 3, slurm.logs)
+    assert len(workers(tmp_path / "run")) == 2
     assert slurm("scancel", job)[0] == 0
     assert slurm.ended(job) == "CANCELLED"
     said = real.wait_until(lambda: (tmp_path / f"run-{job}.log").read_text(), "no log")
     assert re.search(r"train_hybrid\.py: error: stopped by SIGTERM after step \d+", said), said
     assert "Traceback" not in said
-    assert not world_of(job), "nothing of the job is left"
+    real.wait_until(lambda: not workers(tmp_path / "run"), "something of the job is left")
 
 
-def test_jobs_out_of_time_are_queued_again(slurm, tmp_path):
-    """USR1 comes to the batch script, which tells the training, and when that has stopped puts the job back."""
-    options, jobs = ["--time=3", "--signal=B:USR1@75"], {}  # which SLURM may send a minute early
-    for name, style in (("task", []), ("node", ["--torchrun"])):
-        output = tmp_path / name
-        job = submit(slurm, 2, output, "--max-steps", "100000", options=options, style=style, **LONG)
-        jobs[job] = output, Path(f"{output}-{job}.log")
-    for job, (output, log) in jobs.items():
-        real.wait_until(lambda log=log: log.exists() and "is queued again" in log.read_text(), log.read_text)
-        real.wait_until(lambda job=job: "Restarts=1" in slurm("scontrol", "show", "job", job)[1], log.read_text)
-        stopped = r"error: stopped by SIGUSR1 after step \d+, which \S+ has; exit code 75"
-        assert len(re.findall(stopped, log.read_text())) == 1
-        assert len(real.losses(output)) > 1
-    slurm("scancel", "--full", *jobs)
-    for job in jobs:
-        slurm.ended(job)
+def queued_again(slurm, job, log):
+    """Wait until a job has stopped and is in the queue again; returns what it said."""
+    real.wait_until(lambda: log.exists() and "is queued again" in log.read_text(), slurm.logs)
+    real.wait_until(lambda: "Restarts=1" in slurm("scontrol", "show", "job", job)[1], slurm.logs)
+    slurm("scancel", "--full", job)
+    slurm.ended(job)
+    return log.read_text()
 
 
-def world_of(job):
-    """Processes of a job that are still there."""
-    code, said = real.run(["pgrep", "-f", f"run-{job}"])
-    return said.split() if code == 0 else []
+@pytest.mark.parametrize(
+    ("style", "ready"),
+    [([], lambda output: real.steps_on_record(output) > 1), (["--torchrun"], lambda output: len(workers(output)) == 2)],
+    ids=["a task a process, training", "one torchrun a node, importing"],
+)
+def test_a_job_that_is_told_to_stop_is_queued_again(slurm, style, ready, tmp_path):
+    """The batch script hands USR1 on to the training, also to one that cannot hear it yet, and puts the job back."""
+    output = tmp_path / "run"
+    job = submit(slurm, 2, output, "--max-steps", "100000", style=style, **LONG)
+    real.wait_until(lambda: ready(output), slurm.logs)
+    assert slurm("scancel", "--batch", "--signal=USR1", job)[0] == 0
+    said = queued_again(slurm, job, Path(f"{output}-{job}.log"))
+    assert len(re.findall(r"error: stopped by SIGUSR1 after step \d+, which \S+ has; exit code 75", said)) == 1
+    assert real.losses(output)
+
+
+def test_a_job_out_of_time_is_queued_again(slurm):
+    """The job that was submitted first: SLURM sends the signal 75 seconds before its end, or up to a minute earlier."""
+    assert "not finished in time" in queued_again(slurm, slurm.timed, slurm.timed_log)
 
 
 def test_a_shell_in_an_allocation_is_told_to_use_srun(slurm, tmp_path):

@@ -422,7 +422,7 @@ def check_sizes(train: Records, validation: Records, data: Path, config: Config,
         raise UserError(
             f"a global batch of {batch_size * accumulation * num_ranks} (BATCH_SIZE {batch_size} × "
             f"gradient_accumulation {accumulation} × data parallel {num_ranks}) is larger than the training set of "
-            f"{train.num_images}: lower BATCH_SIZE or gradient_accumulation"
+            f"{train.num_images}: lower BATCH_SIZE or gradient_accumulation, or set DATA to a larger data set"
         )
     if validation.num_images < num_ranks:
         here = data / "validation"

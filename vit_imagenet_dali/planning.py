@@ -10,7 +10,7 @@ from colossalai.context import Config
 
 NUM_IMAGES = 1_281_167  # ImageNet-1K's training set
 GLOBAL_BATCH = 32_768
-NUM_GPUS = (4, 64, 1024)
+NUM_GPUS = {4, 64, 1024}
 PUBLISHED_HOURS = {  # 300 epochs on 4 A100s, by the tutorial
     "vit_base_patch32_224": 14.58,
     "vit_base_patch16_224": 78.58,
@@ -41,15 +41,15 @@ def split(num_gpus: int, batch_size: int) -> tuple[int, int]:
     return micro_batch, per_gpu // micro_batch
 
 
-def schedule(config: Config, output: Path) -> list[str]:
-    """Lines that say, for several numbers of GPUs, what to set and what it takes."""
+def schedule(config: Config, output: Path, num_gpus: int) -> list[str]:
+    """Lines that say what to set and what it takes, for `num_gpus` and several other numbers of GPUs."""
     rate = images_per_s(config, output)
     rows = []
-    for num_gpus in NUM_GPUS:
-        micro_batch, accumulation = split(num_gpus, config.BATCH_SIZE)
+    for number in sorted(NUM_GPUS | {num_gpus}):
+        micro_batch, accumulation = split(number, config.BATCH_SIZE)
         steps = NUM_IMAGES // GLOBAL_BATCH * config.NUM_EPOCHS
-        hours = f"{config.NUM_EPOCHS * NUM_IMAGES / (rate[0] * num_gpus) / 3600:.2f}" if rate else "?"
-        rows.append([str(num_gpus), str(micro_batch), str(accumulation), f"{steps:,}", hours])
+        hours = f"{config.NUM_EPOCHS * NUM_IMAGES / (rate[0] * number) / 3600:.2f}" if rate else "?"
+        rows.append([str(number), str(micro_batch), str(accumulation), f"{steps:,}", hours])
     header = ["GPUs", "BATCH_SIZE", "gradient_accumulation", f"optimizer steps in {config.NUM_EPOCHS} epochs", "hours"]
     said = f"{rate[0]:,.0f} images/s a GPU ({rate[1]}), and perfect scaling" if rate else "set IMAGES_PER_S for hours"
     return [f"a global batch of {GLOBAL_BATCH:,}; {said}", *format_table(header, rows)]

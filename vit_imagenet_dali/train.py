@@ -71,7 +71,7 @@ def main() -> dry_run.StepPlan | None:
     )
     if run.dry_run:
         plan = dry_run.measure(engine, train_dataloader)
-        plan.notes = schedule(config, run.output)
+        plan.notes = schedule(config, run.output, run.layout.data)
         return plan
 
     # ---- Train, from the newest checkpoint on if there is one ------------------------------------------------------

@@ -1,0 +1,297 @@
+"""The pages as a reader types them: every command, in the order of the page, in one clone; and what they promise.
+
+A block that cannot run here has the reason in a comment before it, and its flags are read as the program reads them. Where
+a model is too large for a CPU, flags are appended to the command: those of `SMALLER`. Each process is a fork of this one
+(`warm`), except for what srun and mpirun start, and the quickstart, which is the real one.
+"""
+
+import importlib
+import os
+import pty
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from colossal_vit import checkpoint, launch
+from colossal_vit import config as configs
+from colossal_vit.report import read_metrics
+
+import build_tfrecords
+import real
+import warm
+from world import ROOT
+
+TRACKED = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+FILES = [ROOT / name for name in TRACKED.stdout.split("\n") if name and (ROOT / name).exists()]
+PAGES = [
+    path for path in FILES if path.suffix == ".md" and path.parent.name != "results" and "results" not in path.parts
+]
+
+FENCE = re.compile(
+    r"(?:^<!-- not typed: (?P<reason>.+?) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
+)
+HYBRID = {"IMG_SIZE": 32, "PATCH_SIZE": 8, "HIDDEN_SIZE": 32, "DEPTH": 4, "NUM_HEADS": 4, "BATCH_SIZE": 128}
+TIMM = {"IMG_SIZE": 32, "PATCH_SIZE": 8, "HIDDEN_SIZE": 32, "DEPTH": 2, "NUM_HEADS": 4, "BATCH_SIZE": 64}
+
+
+def flags(values, steps=1):
+    return [*(f"--set {key}={value}" for key, value in values.items()), *([f"--max-steps {steps}"] if steps else [])]
+
+
+# Appended to the first train command that holds the words, in this order.
+SMALLER = {
+    "train_hybrid.py --config ./configs/config_hybrid_parallel.py --set IMG_SIZE=32": flags({}),
+    "train_dp.py": flags(TIMM),
+    "train_hybrid.py --config ./configs/config_tensor_3d.py --dry-run": [],
+    "train_hybrid.py --config ./configs/config_hybrid_parallel.py --dry-run": [],
+    "train.py --config ./config.py --dry-run": [],
+    'train_hybrid.py --config "./configs/$2".py $SMALL': [],  # small as it is
+    "train_hybrid.py": flags(HYBRID),
+    "train_slurm.sh ./configs/config_pipeline_parallel.py": flags(HYBRID),
+    "config_sample.py --max-steps 6": [],
+    "config_sample.py": flags({}),
+    "--resume ../start": flags({}),
+    "train.py --config ./config/config_AMP_bf16.py --set IMG_SIZE=32": flags({}),
+    "train.py --config ./config/": flags(TIMM),
+    "train_slurm.sh ./config/": flags(TIMM),
+}
+
+
+@dataclass
+class Block:
+    """Commands of a page, and the lines that the page says they print."""
+
+    page: Path
+    number: int
+    reason: str | None
+    text: str
+    promise: list[str]
+
+
+def blocks(page):
+    """The command blocks of a page; what it says that each `walk` prints stands before the first one."""
+    found, promise = [], []
+    for fence in FENCE.finditer(page.read_text()):
+        if fence["language"] == "text" and fence["text"].startswith("epoch "):
+            promise = fence["text"].splitlines()
+        elif fence["language"] == "bash":
+            walks = fence["text"].startswith("walk ")
+            found.append(Block(page, len(found), fence["reason"], fence["text"], promise if walks else []))
+    return found
+
+
+def commands(text):
+    """Logical lines: continuations joined, comments cut off."""
+    for line in text.replace("\\\n", " ").splitlines():
+        bare = re.sub(r"(^|\s)#.*$", "", line).rstrip()
+        if bare:
+            yield re.sub(r" +", " ", bare)
+
+
+def smaller(command):
+    """The command with the flags that make its model fit a CPU."""
+    if not re.search(r"train\w*\.(py|sh) ", command):
+        return command
+    more = next(more for words, more in SMALLER.items() if words in command)
+    return re.sub(r'( "\$\{@:3\}")?(; \})?$', lambda end: " ".join(["", *more]) + end[0], command, count=1)
+
+
+def type_page(shown, clone, environment):
+    """Type the blocks of a page in one shell; returns what each printed."""
+    lines = ["set -euo pipefail"]
+    for block in shown:
+        lines += [f"echo '@@ block {block.number}'", *map(smaller, commands(block.text))]
+    folder = clone / shown[0].page.parent.relative_to(ROOT)
+    done = subprocess.run(
+        ["bash", "-c", "\n".join(lines)],
+        cwd=folder,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=1500,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    parts = re.split(r"^@@ block (\d+)\n", done.stdout, flags=re.MULTILINE)
+    return {int(number): text for number, text in zip(parts[1::2], parts[2::2], strict=True)}
+
+
+NUMBERS = re.compile(r"(\d+\.\d\d%|\(\d+ of \d+ images\)|\d+\.\d{3,})")
+
+
+def agrees(promised, printed):
+    """Whether a line is what the page says: losses to 4 digits, accuracies to 2 images, the rest to the letter."""
+    here, there = NUMBERS.split(promised), NUMBERS.split(printed)
+    if here[::2] != there[::2]:
+        return False
+    for own, other in zip(here[1::2], there[1::2], strict=True):
+        (left, *total), (right, *same) = ([float(n) for n in re.findall(r"[\d.]+", text)] for text in (own, other))
+        tolerance = 2 if total else 0.6 if "%" in own else 1e-3 * left
+        if total != same or abs(left - right) > tolerance:
+            return False
+    return True
+
+
+def test_what_agrees_and_what_does_not():
+    line = "epoch 0: test accuracy 16.39% (59 of 360 images), loss 2.2644"
+    assert agrees(line, "epoch 0: test accuracy 16.94% (61 of 360 images), loss 2.2650")
+    for wrong in ("loss 2.2744", "(62 of 360 images)", "(59 of 361 images)", "17.39%", "epoch 1"):
+        pattern = {"l": r"loss .*", "(": r"\(.*\)", "1": r"\d+\.\d+%", "e": r"epoch \d"}[wrong[0]]
+        assert not agrees(line, re.sub(pattern, wrong, line)), wrong
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Typed
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory):
+    """The tracked and new files in an empty folder whose name has a space, with this environment."""
+    root = tmp_path_factory.mktemp("pages") / "a clone"
+    for path in FILES:
+        target = root / path.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, target)
+    (root / ".venv").symlink_to(ROOT / ".venv")
+    return root
+
+
+@pytest.fixture(scope="module")
+def quickstart(clone):
+    """The first command of README.md, at a terminal, in this checkout; its run is then the clone's. What it printed."""
+    before = set((ROOT / "runs").glob("quickstart-*"))
+    terminal, end = pty.openpty()
+    command = ["bash", "scripts/quickstart.sh"]
+    process = subprocess.Popen(command, cwd=ROOT, env=real.environment(), stdin=end, stdout=end, stderr=end)
+    os.close(end)
+    said = b""
+    while process.poll() is None or said[-1:]:
+        try:
+            said += (part := os.read(terminal, 100_000))
+        except OSError:  # Linux says so that the other end is closed
+            break
+        if not part:
+            break
+    os.close(terminal)
+    text = said.decode().replace("\r\n", "\n")
+    assert process.wait() == 0, text
+    (run,) = set((ROOT / "runs").glob("quickstart-*")) - before
+    shutil.move(run, clone / "runs" / "quickstart-1")
+    return text, run.name
+
+
+def test_quickstart(quickstart, clone):
+    """At least 97 % on images never trained on, a pipeline of two stages, curves, a bar with the time left."""
+    said, name = quickstart
+    output = clone / "runs" / "quickstart-1"
+    last = read_metrics(output)[1][-1]
+    assert last["eval_accuracy"] >= 0.97
+    assert f"Test accuracy: {last['eval_accuracy']:.2%} of 360 images that were never trained on" in said
+    assert f"Run directory: {ROOT / 'runs' / name} (metrics.jsonl, loss.png, accuracy.png, config.json)" in said
+    assert "pipeline 2" in said
+    assert all((output / name).exists() for name in ("loss.png", "accuracy.png", "config.json", "checkpoints"))
+    steps = last["step"]
+    assert re.search(rf" {steps // 2}/{steps} \[\d\d:\d\d<\d\d:\d\d, .*step.*, loss \d\.\d+, \d+ images/s\]", said)
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    cluster = real.Slurm(tmp_path_factory.mktemp("slurm"))
+    yield cluster
+    cluster.stop()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_command_of_a_page(page, clone, quickstart, slurm, tmp_path):
+    real.need(["openmpi-bin"], "mpirun")
+    shown = [block for block in blocks(page) if block.reason is None and "quickstart.sh" not in block.text]
+    with warm.Warm(tmp_path / "warm") as programs:
+        environment = real.environment(
+            PYTHONPATH=str(clone),
+            OMPI_ALLOW_RUN_AS_ROOT="1",
+            OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
+            OMPI_MCA_rmaps_base_oversubscribe="1",
+            **slurm.variables,
+            **programs.environment,
+        )
+        printed = type_page(shown, clone, environment)
+    for block in filter(lambda block: block.promise, shown):
+        lines = [line[9:] for line in printed[block.number].splitlines() if re.match(r"\d\d:\d\d:\d\d epoch ", line)]
+        times, rest = divmod(len(lines), len(block.promise))
+        assert rest == 0
+        assert times > 0, printed[block.number]
+        for promised, line in zip(block.promise * times, lines, strict=True):
+            assert agrees(promised, re.sub(r", \d+ images/s$", "", line)), f"{line!r} is not {promised!r}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Read only
+# ---------------------------------------------------------------------------------------------------------------------
+
+UNTYPED = [
+    pytest.param(page, command, id=f"{page.relative_to(ROOT)}: {command}")
+    for page in PAGES
+    for block in blocks(page)
+    if block.reason is not None
+    for command in commands(block.text)
+]
+FOLDERS = {"train_dp.py": "vit_cifar10_hybrid", "train_hybrid.py": "vit_cifar10_hybrid"}
+
+
+@pytest.mark.parametrize(("page", "command"), UNTYPED)
+def test_flags_of_a_command_that_cannot_run_here(page, command, monkeypatch):
+    """Every file is there, every flag is one, and every override fits its config."""
+    words = shlex.split(command)
+    scripts = [number for number, word in enumerate(words) if re.search(r"(^|/)\w+\.(py|sh|sbatch)$", word)]
+    if not scripts:
+        assert words[0] in ("pip", "cd", "export"), "a kind of command that this test does not know"
+        for word in words:
+            assert not word.endswith(".txt") or (ROOT / word).exists(), word
+        return
+    script, argv = words[scripts[0]], words[scripts[0] + 1 :]
+    folder = page.parent if page.parent != ROOT else ROOT / FOLDERS.get(script, ".")
+    assert (folder / script).exists() or (ROOT / script).exists(), script
+    if script.endswith("train.sbatch"):
+        folder = ROOT / Path(argv[0]).parent
+        argv = ["--config", *argv[1:]]
+    elif script.endswith("train_slurm.sh"):
+        argv = ["--config", *argv]
+    elif script == "build_tfrecords.py":
+        build_tfrecords.parse(argv)
+        return
+    elif script == "benchmark.py":
+        monkeypatch.setattr(sys, "argv", words[scripts[0] :])
+        monkeypatch.syspath_prepend(str(folder))
+        monkeypatch.delitem(sys.modules, "train", raising=False)  # another example's
+        monkeypatch.delitem(sys.modules, "benchmark", raising=False)
+        importlib.import_module("benchmark").parse()
+        return
+    elif not script.startswith("train"):
+        assert script == "scripts/test.sh"
+        return
+    given = launch.get_parser().parse_args(argv)
+    configs.load(folder / given.config, given.set)
+
+
+def test_a_checkpoint_of_the_quickstart_is_valid(quickstart, clone):
+    """What the page verifies is what the run left."""
+    assert checkpoint.newest(clone / "runs" / "quickstart-1" / checkpoint.FOLDER)[0]
+
+
+def test_every_kind_of_appended_flag_is_used():
+    typed = [
+        command
+        for page in PAGES
+        for block in blocks(page)
+        if block.reason is None
+        for command in commands(block.text)
+        if re.search(r"train\w*\.(py|sh) ", command)
+    ]
+    used = {next(words for words in SMALLER if words in command) for command in typed}
+    assert used == set(SMALLER)

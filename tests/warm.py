@@ -1,0 +1,145 @@
+"""`python` and `torchrun` that start at once: each process is a fork of this one, which has imported everything.
+
+`Warm(folder)` puts both programs into `folder/bin`, and a file that makes bash use them although an activated
+environment comes first on PATH. A fork takes the caller's arguments, environment, working directory and open files,
+forgets the modules of this repository, and imports them again from the paths that the caller gives.
+"""
+
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import stat
+import sys
+import traceback
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+ENVIRONMENT = ROOT / ".venv"
+
+CLIENT = """#!{python} -ISE
+import json, os, socket, sys
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    server.connect({address!r})
+    call = json.dumps([{prefix!r} + sys.argv[1:], dict(os.environ), os.getcwd()]).encode()
+    socket.send_fds(server, [call], [0, 1, 2])
+    code = int(server.recv(16) or b"1")
+os.kill(os.getpid(), -code) if code < 0 else os._exit(code)
+"""
+
+
+def _become(argv: list[str]) -> None:
+    """In a fork: be `python argv...`."""
+    if argv[0] == "-u":
+        argv = argv[1:]
+    for name, module in list(sys.modules.items()):
+        path = Path(getattr(module, "__file__", None) or "/")
+        if path.is_relative_to(ROOT) and not path.is_relative_to(ENVIRONMENT):
+            del sys.modules[name]
+    kept = [path for path in sys.path if not Path(path).is_relative_to(ROOT) or Path(path).is_relative_to(ENVIRONMENT)]
+    given = os.environ.get("PYTHONPATH", "").split(":")
+    sys.path[:] = ["", *filter(None, given), *kept]
+    sys.dont_write_bytecode = False  # the next process is to read what this one has compiled
+    if argv[0] == "-m":
+        sys.argv = argv[1:]
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    elif argv[0] == "-c":
+        sys.argv = ["-c", *argv[2:]]
+        exec(argv[1], {"__name__": "__main__"})
+    elif argv[0] == "-":
+        sys.argv = argv
+        exec(sys.stdin.read(), {"__name__": "__main__"})
+    else:
+        sys.argv, sys.path[0] = argv, str(Path(argv[0]).resolve().parent)
+        runpy.run_path(argv[0], run_name="__main__")
+
+
+def _run(argv: list[str], environment: dict[str, str], cwd: str, files: list[int]) -> None:
+    code = 1
+    try:
+        for number, file in enumerate(files):
+            os.dup2(file, number)
+        sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w", buffering=1), open(2, "w", buffering=1)  # noqa: SIM115
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(cwd)
+        _become(argv)
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _answer(connection: socket.socket) -> None:
+    """Run what a client asks for, tell it the exit code, and end with it."""
+    call, files, _, _ = socket.recv_fds(connection, 1 << 20, 3)
+    pid = os.fork()
+    if pid == 0:
+        os.setpgid(0, 0)
+        _run(*json.loads(call), files)
+    for file in files:
+        os.close(file)
+    ended = os.pidfd_open(pid)
+    ready, _, _ = select.select([ended, connection], [], [])
+    if ended not in ready:  # the client is gone
+        os.kill(pid, signal.SIGKILL)
+    connection.send(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
+
+
+def _serve(listener: socket.socket) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that answer
+    while True:
+        connection, _ = listener.accept()
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            listener.close()
+            try:
+                _answer(connection)
+            finally:
+                os._exit(0)
+        connection.close()
+
+
+class Warm:
+    """The two programs, as long as the block lasts.
+
+    Attributes:
+        environment: what a shell needs to use them.
+    """
+
+    def __init__(self, folder: Path):
+        self.bin = folder / "bin"
+        self.bin.mkdir(parents=True)
+        self.address = str(folder / "socket")
+        functions = []
+        for name, prefix in (("python", []), ("torchrun", ["-m", "torch.distributed.run"])):
+            program = self.bin / name
+            program.write_text(CLIENT.format(python=sys.executable, address=self.address, prefix=prefix))
+            program.chmod(program.stat().st_mode | stat.S_IXUSR)
+            functions.append(f'{name}() {{ "{program}" "$@"; }}\n')
+        (folder / "functions").write_text("".join(functions))
+        self.environment = {"BASH_ENV": str(folder / "functions"), "PYTHON_EXEC": str(self.bin / "python")}
+
+    def __enter__(self) -> "Warm":
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(self.address)
+        listener.listen(64)
+        self.pid = os.fork()
+        if self.pid == 0:
+            _serve(listener)
+        listener.close()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
