@@ -28,9 +28,9 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 cd vit_cifar10_hybrid
 torchrun --standalone --nproc_per_node "$processes" train_hybrid.py --config ./configs/config_pipeline_parallel.py \
     --output "$output" \
-    --set IMG_SIZE=32 --set PATCH_SIZE=4 --set HIDDEN_SIZE=96 --set DEPTH=4 --set NUM_HEADS=4 --set CHECKPOINT=False \
-    --set BATCH_SIZE=64 --set NUM_EPOCHS=30 --set WARMUP_EPOCHS=3 --set LEARNING_RATE=2e-3 --set WEIGHT_DECAY=0.05 \
-    --set FLIP=False --set fp16=None --set parallel.pipeline="$processes" --set NUM_MICRO_BATCHES=4 "$@"
+    --set IMG_SIZE=32 --set PATCH_SIZE=8 --set HIDDEN_SIZE=64 --set DEPTH=4 --set NUM_HEADS=4 --set CHECKPOINT=False \
+    --set BATCH_SIZE=64 --set NUM_EPOCHS=60 --set WARMUP_EPOCHS=3 --set LEARNING_RATE=2e-3 --set WEIGHT_DECAY=0.05 \
+    --set FLIP=False --set CROP_PADDING=2 --set fp16=None --set parallel.pipeline="$processes" --set NUM_MICRO_BATCHES=4 "$@"
 
 python - "$output" << 'PYTHON'
 import sys

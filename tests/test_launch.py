@@ -305,32 +305,6 @@ def test_openmpi_on_several_nodes_needs_a_host(monkeypatch):
         found(monkeypatch, **{**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": 1})
 
 
-def test_the_first_command_of_the_readme(tmp_path):
-    """From inside the folder, as printed, but for a model that fits a test; tests/test_nodes.py has the others."""
-    values = dict(BATCH_SIZE=16, gradient_accumulation=2, MODEL="vit_tiny_patch16_224", IMG_SIZE=32, PATCH_SIZE=8)
-    values |= dict(HIDDEN_SIZE=32, NUM_HEADS=4, DEPTH=2)
-    command = [
-        "torchrun",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-        "train_dp.py",
-        "--config",
-        "./configs/config_data_parallel.py",
-    ]
-    argv = [os.path.join(os.path.dirname(sys.executable), command[0]), *command[1:]]
-    argv += ["--output", str(tmp_path / "run"), "--max-steps", "3", *recipes.set_flags(values)]
-    done = subprocess.run(
-        argv, cwd=FOLDER, env=real.environment(), capture_output=True, text=True, timeout=world.PATIENCE
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    steps, evaluations = read_metrics(tmp_path / "run")
-    assert [record["step"] for record in steps] == [1, 2, 3]
-    assert evaluations[-1]["eval_images"] == 360
-    assert "meeting at" in done.stdout
-    assert {path.name for path in (tmp_path / "run").iterdir()} >= {"config.json", "loss.png", "accuracy.png"}
-
-
 def test_processes_started_by_hand(tmp_path):
     port = world.free_port()
     common = ["--config", recipes.PIPELINE_CONFIG, "--output", str(tmp_path / "run"), "--max-steps", "2"]

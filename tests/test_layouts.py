@@ -2,23 +2,39 @@
 
 import functools
 import itertools
+import os
 import re
-import shlex
 
 import pytest
 import torch
 import torch.nn.functional as F
 from colossal_vit.config import Layout
 from colossal_vit.engine import initialize
+from colossal_vit.sample import write_cifar10
 from colossalai.legacy import nn as col_nn
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 
 import check_layouts
+import cifar10
 import recipes
 import vit
 import world
 from check_layouts import LAYOUTS, OPTIMIZERS
+
+NUM_TEST_IMAGES = 90  # two full batches and a part of one
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_images(tmp_path_factory):
+    """What all runs here train and test on: enough of the digits for 20 steps."""
+    folder = write_cifar10(tmp_path_factory.mktemp("digits"))
+    for name in (*cifar10.TRAIN_FILES, *cifar10.TEST_FILES):
+        images = NUM_TEST_IMAGES if name in cifar10.TEST_FILES else 140
+        os.truncate(folder / name, images * cifar10.RECORD_BYTES)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DATA", str(folder.parent))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +75,9 @@ def test_same_curve_as_one_process(layout, reference, tmp_path, random_weights):
     steps, evaluations = recipes.train(tmp_path, world_size, **values)
     assert len(steps) == 20
     assert_same_curve(steps, expected)
-    assert evaluations[-1]["eval_images"] == 360
+    assert evaluations[-1]["eval_images"] == NUM_TEST_IMAGES
     assert evaluations[-1]["eval_loss"] == pytest.approx(evaluated[-1]["eval_loss"], rel=1e-4)
-    assert evaluations[-1]["eval_accuracy"] == pytest.approx(evaluated[-1]["eval_accuracy"], abs=1.5 / 360)
+    assert evaluations[-1]["eval_accuracy"] == pytest.approx(evaluated[-1]["eval_accuracy"], abs=1.5 / NUM_TEST_IMAGES)
 
 
 @pytest.mark.parametrize("layout", ["DP 2", "1D 2", "PP 2 interleaved × 2, 4 micro-batches", "DP 2 × PP 2"])
@@ -153,33 +169,6 @@ def test_mixed_precision_in_every_mode(layout, amp, reference, tmp_path, random_
         assert here["loss"] != there["loss"]
 
 
-README = (world.ROOT / "vit_cifar10_hybrid" / "README.md").read_text()
-WALK = [shlex.split(line, comments=True)[1:] for line in re.findall(r"^walk \d.*$", README, re.MULTILINE)]
-
-
-def test_the_walk_covers_every_config():
-    assert {f"{config}.py" for _, config, *_ in WALK} == {path.name for path in CONFIGS} - {"config_data_parallel.py"}
-
-
-@pytest.mark.parametrize("number", [0, 1, 4], ids=lambda number: " ".join(WALK[number]))
-def test_the_walk_prints_what_the_readme_says(number, tmp_path):
-    """A few of its steps; all of them train the same model, as the tests above show."""
-    processes, config, *more = WALK[number]
-    small = re.search(r'SMALL="([^"]+)"', README)[1].split()
-    argv = ["--config", f"configs/{config}.py", "--output", str(tmp_path), *small, *more]
-    result = world.run(recipes.HYBRID, argv, int(processes))
-    assert result.codes == [0] * int(processes), str(result)
-    expected = re.search(r"^epoch 0: .*?(?=^```)", README, re.MULTILINE | re.DOTALL)[0].splitlines()
-    printed = [line for line in "".join(result.stdout).splitlines() if re.search(r"epoch \d: ", line)]
-    for line, there in zip(expected, sorted(printed), strict=True):
-        (loss, right), (own_loss, own_right) = (
-            (float(re.search(r"loss (\S+?),?( |$)", text)[1]), int(re.search(r"\((\d+) of|$", text)[1] or 0))
-            for text in (line, there)
-        )
-        assert own_loss == pytest.approx(loss, rel=1e-3), (line, there)
-        assert own_right == pytest.approx(right, abs=2), (line, there)
-
-
 CONFIGS = sorted((recipes.world.ROOT / "vit_cifar10_hybrid" / "configs").glob("config_*.py"))
 
 
@@ -193,7 +182,7 @@ def test_every_shipped_config_trains(path, tmp_path):
     argv = ["--config", str(path), "--output", str(tmp_path), "--max-steps", "1", *recipes.set_flags(small)]
     result = recipes.world.run(recipes.HYBRID, argv, processes)
     assert result.codes == [0] * processes, str(result)
-    assert recipes.read_metrics(tmp_path)[1][-1]["eval_images"] == 360
+    assert recipes.read_metrics(tmp_path)[1][-1]["eval_images"] == NUM_TEST_IMAGES
     assert "AMP_TYPE.NAIVE in bfloat16" in result.stdout[0]
 
 

@@ -37,29 +37,6 @@ def slurm(tmp_path_factory):
     cluster.stop()
 
 
-EXAMPLES = {
-    "vit_cifar10_hybrid": ["./configs/config_pipeline_parallel.py"],
-    "vit_imagenet_dali": ["./config_sample.py", "--set", "SYNTHETIC=True", "--set", "gradient_accumulation=1"],
-    "vit_caltech101_amp": ["./config/config_AMP_torch.py", "--set", "DEPTH=1", "--set", "IMG_SIZE=32"],
-}
-
-
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_srun(slurm, example, tmp_path):
-    """As the READMEs say; the losses are those of two processes started otherwise."""
-    more = ["--output", str(tmp_path / "run"), "--max-steps", str(real.STEPS), "--set", "BATCH_SIZE=16"]
-    if example == "vit_cifar10_hybrid":
-        more = real.small(tmp_path / "run")
-    command = ["srun", "--ntasks", "2", "bash", "./scripts/train_slurm.sh", *EXAMPLES[example], *more]
-    host = {"HOST": "localhost"} if example == "vit_imagenet_dali" else {}
-    code, said = real.run(command, cwd=world.ROOT / example, **slurm.variables, **host)
-    assert code == 0, said
-    assert re.search(r"rank 1 of 2 on \S+ \(cpu, gloo\), started by srun in job \d+, meeting at", said), said
-    assert len(real.losses(tmp_path / "run")) == real.STEPS
-    if example == "vit_cifar10_hybrid":
-        assert real.losses(tmp_path / "run") == real.reference(tmp_path / "reference", 2)
-
-
 def submit(slurm, tasks, output, *argv, options=(), style=(), **values):
     """A job of the template on the pipeline config."""
     flags = real.small(output, **values)

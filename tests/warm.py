@@ -97,16 +97,22 @@ def _answer(connection: socket.socket) -> None:
 
 
 def _serve(listener: socket.socket) -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that answer
+    running: set[int] = set()
+
+    def reap(*_: object) -> None:
+        running.difference_update([pid for pid in running if os.waitpid(pid, os.WNOHANG)[0]])
+
+    signal.signal(signal.SIGCHLD, reap)
     while True:
         connection, _ = listener.accept()
-        if os.fork() == 0:
+        if (pid := os.fork()) == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             listener.close()
             try:
                 _answer(connection)
             finally:
                 os._exit(0)
+        running.add(pid)
         connection.close()
 
 
