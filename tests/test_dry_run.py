@@ -129,7 +129,7 @@ def test_a_mistake_is_one_line(more, expected):
 
 def test_of_the_data_parallel_script():
     config = "configs/config_data_parallel.py"
-    result = world.run(recipes.DATA_PARALLEL, ["--config", config, "--dry-run", "--world_size", "4"])
+    result = world.run(recipes.DATA_PARALLEL, ["--config", config, "--dry-run", "--set", "gradient_accumulation=1"])
     assert result.codes == [0], str(result)
     assert "cls_token, pos_embed, patch_embed, blocks 0-11, norm, head; 85,806,346 parameters" in result.stdout[0]
 

@@ -378,7 +378,7 @@ def test_told_to_stop_all_ranks_end_after_the_same_step(number, tmp_path, monkey
 
 def test_killed_rank_ends_the_job_under_torchrun(tmp_path):
     values = {**recipes.MODEL, "parallel.pipeline": 2, "NUM_EPOCHS": 1000, "BATCH_SIZE": 16}
-    argv = [os.path.join(os.path.dirname(sys.executable), "torchrun"), "--standalone", "--nproc_per_node=4"]
+    argv = [os.path.join(os.path.dirname(sys.executable), "torchrun"), "--standalone", "--nproc_per_node=2"]
     argv += [
         "train_hybrid.py",
         "--config",
