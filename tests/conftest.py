@@ -2,6 +2,7 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 from collections import Counter
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: ranks are forks, and thread pools do not survive a fork
@@ -18,6 +19,8 @@ import torch.utils.tensorboard
 import train_dp  # noqa: F401
 import train_hybrid  # noqa: F401
 import vit
+
+MODULES = dict(sys.modules)  # what the train scripts import, and this file
 
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs and their children ignore it
@@ -36,6 +39,12 @@ def random_start(monkeypatch):
         return model
 
     monkeypatch.setattr(vit, "full_vit", full_vit)
+
+
+@pytest.fixture
+def fresh_modules():
+    """The modules that were imported before the first test."""
+    return MODULES
 
 
 @pytest.fixture
