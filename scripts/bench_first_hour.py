@@ -2,7 +2,7 @@
 
     python scripts/bench_first_hour.py quickstart|suite BASE [--runs 1] [--output results/first_hour/quickstart]
 
-Both commits are cloned into empty folders and set up first, which does not count. Then BASE and HEAD take turns. CPU
+Both commits are cloned into empty folders and set up first, which does not count. Then HEAD and BASE take turns. CPU
 seconds are user and system time of the whole run, as the kernel counts it for a process and all that it has waited for;
 what SLURM's daemons start is in neither.
 
@@ -49,7 +49,7 @@ def main() -> None:
     origin = provenance(shlex.join(["python", *sys.argv]))
     commits = {
         name: subprocess.check_output(["git", "rev-parse", name], cwd=ROOT, text=True).strip()[:7]
-        for name in (args.base, "HEAD")
+        for name in ("HEAD", args.base)
     }
     log, runs = [], []
     with tempfile.TemporaryDirectory() as scratch:
@@ -73,7 +73,7 @@ def main() -> None:
         medians[commit] = [statistics.median(r[key] for r in own) for key in ("wall_s", "cpu_s")]
         codes = ", ".join(str(r["exit_code"]) for r in own)
         table.append(f"| {commit} | {medians[commit][0]:.0f} | {medians[commit][1]:.0f} | {codes} |")
-    base, head = medians.values()
+    head, base = medians.values()
     table.append(f"| ratio | {head[0] / base[0]:.2f} | {head[1] / base[1]:.2f} | |")
     print("\n".join(table))
     write_benchmark(output, args.what, table, {"runs": runs}, origin, "\n".join(log).replace(scratch, "SCRATCH"))

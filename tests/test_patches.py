@@ -4,8 +4,10 @@ When an upstream half fails, upstream has changed, and the mend may go.
 """
 
 import importlib
+import inspect
 import math
 import sys
+from pathlib import Path
 
 import colossalai.legacy as colossalai
 import pytest
@@ -299,13 +301,12 @@ def test_two_stages_get_what_was_meant_for_them():
 
 
 def test_upstream_interleaved_schedule_looks_for_a_module_that_is_gone():
+    """Read, not run: the package that the module would be in has a stand-in here."""
     from colossalai.legacy.engine.schedule import InterleavedPipelineSchedule
 
-    def function():
-        InterleavedPipelineSchedule(2, 2).pre_processing(None)
-
-    with pytest.raises(AssertionError, match="ModuleNotFoundError"):
-        world.call(function, 2, parallel=PIPELINE_2)
+    source = inspect.getsource(InterleavedPipelineSchedule.pre_processing)
+    assert "from colossalai.zero.sharded_model.sharded_model_v2 import" in source
+    assert not (Path(colossalai.__path__[0]).parent / "zero" / "sharded_model").exists()
 
 
 def test_upstream_gives_images_to_every_chunk_of_the_first_rank():
