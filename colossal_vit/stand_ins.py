@@ -3,8 +3,11 @@
 Importing `colossalai.legacy` pulls in transformers, bitsandbytes and the compiler, half of the CPU time that a train
 script takes to start, and one module that breaks torch.compile. `install` puts an empty module in the place of each. It
 holds just the names that Colossal-AI imports from there; using one of them, or asking for any other, raises.
+
+A module that others may well use is deferred instead: it is imported when it is first asked for something.
 """
 
+import importlib
 import sys
 import types
 from importlib.machinery import ModuleSpec
@@ -27,6 +30,9 @@ STAND_INS: dict[str, tuple[tuple[str, ...], str]] = {
     # good by those of torch 1.12, and torch.compile fails in the backward pass of a convolution.
     "colossalai._analyzer._subclasses._meta_registration": ((), "shape functions of torch 1.12"),
 }
+# Colossal-AI's registry of optimizers keeps it, and looks into it only for an optimizer that a config names. Its import
+# compiles eight optimizers to TorchScript; on torch 2.5 that warns, too.
+DEFERRED = ("torch.distributed.optim",)
 
 
 def _refuse(what: str, reason: str) -> NoReturn:
@@ -64,7 +70,22 @@ class _StandIn(types.ModuleType):
         _refuse(f"{self.__name__}.{name}", self.reason)
 
 
+class _Deferred(types.ModuleType):
+    def __init__(self, name: str):
+        super().__init__(name)
+        self.__spec__ = ModuleSpec(name, None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__path__":  # which the import of a submodule asks for
+            raise AttributeError(name)
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        return getattr(importlib.import_module(self.__name__), name)
+
+
 def install() -> None:
     """Put the stand-ins where `import` finds them; a module that was imported before stays."""
     for name, (names, reason) in STAND_INS.items():
         sys.modules.setdefault(name, _StandIn(name, names, reason))
+    for name in DEFERRED:
+        sys.modules.setdefault(name, _Deferred(name))

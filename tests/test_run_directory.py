@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,29 @@ def test_nothing_that_is_stood_in_for_is_imported(fresh_modules):
     heavy = {"transformers", "accelerate", "bitsandbytes", "torch._inductor.compile_fx", "colossalai.shardformer"}
     assert not heavy & fresh_modules.keys()
     assert fresh_modules.keys() >= STAND_INS.keys() - {"colossalai._analyzer._subclasses._meta_registration"}
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from torch.distributed.optim import ZeroRedundancyOptimizer",
+        "from torch.distributed.optim.zero_redundancy_optimizer import ZeroRedundancyOptimizer",
+        "import torch; from torch.distributed import optim; ZeroRedundancyOptimizer = optim.ZeroRedundancyOptimizer",
+    ],
+)
+def test_a_deferred_module_is_there_when_it_is_wanted(statement, fresh_modules):
+    deferred = fresh_modules["torch.distributed.optim"]
+    assert "ZeroRedundancyOptimizer" not in vars(deferred)
+
+    def function():
+        sys.modules["torch.distributed.optim"] = deferred
+        for name in [name for name in sys.modules if name.startswith("torch.distributed.optim.")]:
+            del sys.modules[name]
+        found = {}
+        exec(statement, found)
+        return found["ZeroRedundancyOptimizer"].__name__
+
+    assert world.call(function, launched=False) == ["ZeroRedundancyOptimizer"]
 
 
 def test_colossalai_imports_from_a_stand_in_what_it_holds(fresh_modules):
