@@ -19,6 +19,7 @@ import torch.utils.tensorboard
 import train_dp  # noqa: F401
 import train_hybrid  # noqa: F401
 import vit
+import world
 
 MODULES = dict(sys.modules)  # what the train scripts import, and this file
 
@@ -45,6 +46,13 @@ def random_start(monkeypatch):
 def fresh_modules():
     """The modules that were imported before the first test."""
     return MODULES
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running():
+    """Ranks of a test that failed would take the processor from all that come after it."""
+    yield
+    world.end_all()
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # to end of itself, its --timeout is longer.
 PATIENCE = 600
 FOREVER = ["--timeout", str(10 * PATIENCE)]
+running: set[int] = set()  # ranks that nobody has waited for yet
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -103,6 +104,7 @@ def start(
             own = argv if shared else argv[rank]
             _become(script, own, env, cwd or script.parent, directory / f"{rank}.out", directory / f"{rank}.err")
         world.pids.append(pid)
+        running.add(pid)
     return world
 
 
@@ -126,6 +128,7 @@ class World:
                 done, status = os.waitpid(pid, os.WNOHANG)
                 if done:
                     codes[pid] = os.waitstatus_to_exitcode(status)
+                    running.discard(pid)
             if time.monotonic() > deadline:
                 for pid in set(self.pids) - codes.keys():
                     os.kill(pid, signal.SIGKILL)
@@ -135,6 +138,14 @@ class World:
         outputs = [[self.output(rank, stream) for rank in ranks] for stream in ("out", "err")]
         shutil.rmtree(self.directory)
         return Result([codes[pid] for pid in self.pids], *outputs)
+
+
+def end_all() -> None:
+    """Kill the ranks that a test has left behind."""
+    for pid in list(running):
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        running.discard(pid)
 
 
 def run(script: Path | str, argv: Sequence[str], world_size: int = 1, **start_args) -> Result:
