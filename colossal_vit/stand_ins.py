@@ -2,7 +2,7 @@
 
 Importing `colossalai.legacy` pulls in transformers, bitsandbytes and the compiler, half of the CPU time that a train
 script takes to start, and one module that breaks torch.compile. `install` puts an empty module in the place of each. It
-holds just the names that Colossal-AI imports from there; using one of them, or asking for any other, raises.
+holds just the names that Colossal-AI imports from there; using one of them, or importing any other, raises.
 
 A module that others may well use is deferred instead: it is imported when it is first asked for something.
 """
@@ -35,8 +35,8 @@ STAND_INS: dict[str, tuple[tuple[str, ...], str]] = {
 DEFERRED = ("torch.distributed.optim",)
 
 
-def _refuse(what: str, reason: str) -> NoReturn:
-    raise ImportError(
+def _refusal(what: str, reason: str) -> str:
+    return (
         f"{what} is a stand-in in this process ({reason}): import the real module before colossal_vit, see "
         f"colossal_vit/stand_ins.py"
     )
@@ -46,28 +46,28 @@ class _Unused(type):
     """The type of a name inside a stand-in: it can be imported and subclassed, and raises when it is used."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse(cls.__qualname__, cls.reason)
+        raise ImportError(_refusal(cls.__qualname__, cls.reason))
 
     def __instancecheck__(cls, instance: Any) -> NoReturn:
-        _refuse(cls.__qualname__, cls.reason)
+        raise ImportError(_refusal(cls.__qualname__, cls.reason))
 
     def __getattr__(cls, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
-        _refuse(f"{cls.__qualname__}.{name}", cls.reason)
+        raise ImportError(_refusal(f"{cls.__qualname__}.{name}", cls.reason))
 
 
 class _StandIn(types.ModuleType):
     def __init__(self, name: str, names: tuple[str, ...], reason: str):
         super().__init__(name, f"A stand-in: {reason}.")
         self.reason, self.__spec__ = reason, ModuleSpec(name, None)  # find_spec wants one
+        self.__file__ = __file__  # what an import that fails names
         for unused in names:
             setattr(self, unused, _Unused(f"{name}.{unused}", (), {"reason": reason}))
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # what the import system and inspect ask of every module
-            raise AttributeError(name)
-        _refuse(f"{self.__name__}.{name}", self.reason)
+        # No other error: pickle asks every module for names, and takes this one as a no.
+        raise AttributeError(_refusal(f"{self.__name__}.{name}", self.reason))
 
 
 class _Deferred(types.ModuleType):

@@ -1,6 +1,7 @@
 """A run directory per command: the same command has one, another command has another."""
 
 import os
+import pickle
 import shutil
 import sys
 from pathlib import Path
@@ -125,5 +126,18 @@ def test_colossalai_imports_from_a_stand_in_what_it_holds(fresh_modules):
             for use in (lambda it=stand_in: it(), lambda it=stand_in: it.load, lambda it=stand_in: isinstance(1, it)):
                 with pytest.raises(ImportError, match=rf"^{module}\.{unused}.* is a stand-in in this process \(\w"):
                     use()
-        with pytest.raises(ImportError, match=rf"^{module}\.anything_else is a stand-in in this process"):
+        with pytest.raises(AttributeError, match=rf"^{module}\.anything_else is a stand-in in this process"):
             _ = fresh_modules[module].anything_else
+        with pytest.raises(ImportError, match=r"cannot import name 'anything_else' from '.*stand_ins\.py"):
+            exec(f"from {module} import anything_else")
+
+
+def test_stand_ins_are_no_obstacle_to_pickle():
+    """It looks through all modules for what does not say where it comes from, as torch.compile's functions do."""
+
+    def function():
+        pass
+
+    function.__module__, function.__qualname__ = None, "not_there"
+    with pytest.raises(pickle.PicklingError, match="not_there"):
+        pickle._dumps(function)
