@@ -3,8 +3,8 @@
 #
 #   bash scripts/quickstart.sh [extra flags of train_hybrid.py]
 #
-# Two pipeline stages, the shipped pipeline config, a small model: about a minute on 2 CPU cores after installation. Uses
-# GPUs if this machine has any that the installed torch can use, a single one without the pipeline.
+# Two pipeline stages, the shipped pipeline config, a small model: 2 to 4 minutes on 2 CPU cores after installation.
+# Uses GPUs if this machine has any that the installed torch can use, a single one without the pipeline.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
