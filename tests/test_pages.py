@@ -31,9 +31,7 @@ from world import ROOT
 
 TRACKED = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
 FILES = [ROOT / name for name in TRACKED.stdout.split("\n") if name and (ROOT / name).exists()]
-PAGES = [
-    path for path in FILES if path.suffix == ".md" and path.parent.name != "results" and "results" not in path.parts
-]
+PAGES = [path for path in FILES if path.suffix == ".md" and "results" not in path.parts]
 
 FENCE = re.compile(
     r"(?:^<!-- not typed: (?P<reason>.+?) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL

@@ -13,8 +13,9 @@ import signal
 import socket
 import stat
 import sys
-import traceback
 from pathlib import Path
+
+import world
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = ROOT / ".venv"
@@ -58,26 +59,16 @@ def _become(argv: list[str]) -> None:
 
 
 def _run(argv: list[str], environment: dict[str, str], cwd: str, files: list[int]) -> None:
-    code = 1
-    try:
-        for number, file in enumerate(files):
-            os.dup2(file, number)
-        sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w", buffering=1), open(2, "w", buffering=1)  # noqa: SIM115
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+
+    def program() -> None:
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(cwd)
         _become(argv)
-        code = 0
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        if isinstance(error.code, str):
-            print(error.code, file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+
+    world.end_as(program)
 
 
 def _answer(connection: socket.socket) -> None:

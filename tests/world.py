@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from colossal_vit import host, launch, patches
 from colossal_vit.rendezvous import Rendezvous
@@ -59,14 +60,32 @@ def by_torchrun(world_size: int) -> list[dict[str, str]]:
     ]
 
 
-def _become(script: Path, argv: Sequence[str], env: Mapping[str, str | None], cwd: Path, out: Path, err: Path) -> None:
-    """In a fresh fork: be `python script argv...`; never returns."""
+def end_as(program: Callable[[], object]) -> NoReturn:
+    """In a fork whose files 0, 1 and 2 are its own: run `program`, and end with the exit code that Python gives it."""
     code = 1
     try:
-        os.setsid()
-        for path, number in ((os.devnull, 0), (out, 1), (err, 2)):
-            os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644), number)
         sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w", buffering=1), open(2, "w", buffering=1)  # noqa: SIM115
+        program()
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _become(script: Path, argv: Sequence[str], env: Mapping[str, str | None], cwd: Path, out: Path, err: Path) -> None:
+    """In a fresh fork: be `python script argv...`; never returns."""
+    os.setsid()
+    for path, number in ((os.devnull, 0), (out, 1), (err, 2)):
+        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644), number)
+
+    def program() -> None:
         for key in LAUNCHER_VARIABLES:
             os.environ.pop(key, None)
         for key, value in env.items():
@@ -74,15 +93,8 @@ def _become(script: Path, argv: Sequence[str], env: Mapping[str, str | None], cw
         os.chdir(cwd)
         sys.argv = [str(script), *argv]
         runpy.run_path(str(script), run_name="__main__")
-        code = 0
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+
+    end_as(program)
 
 
 def start(
