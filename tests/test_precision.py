@@ -41,6 +41,8 @@ def trained(tmp_path_factory):
         LEARNING_RATE=5e-4,
         WEIGHT_DECAY=0.05,
         HIDDEN_SIZE=96,
+        IMG_SIZE=16,  # half precision is slow on a CPU
+        PATCH_SIZE=8,
         DEPTH=2,
         CROP_PADDING=0,
         FLIP=False,

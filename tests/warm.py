@@ -13,6 +13,7 @@ import signal
 import socket
 import stat
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import world
@@ -88,22 +89,21 @@ def _answer(connection: socket.socket) -> None:
 
 
 def _serve(listener: socket.socket) -> None:
-    running: set[int] = set()
-
     def reap(*_: object) -> None:
-        running.difference_update([pid for pid in running if os.waitpid(pid, os.WNOHANG)[0]])
+        with suppress(ChildProcessError):  # one signal may stand for several children, and interrupt this function
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
 
     signal.signal(signal.SIGCHLD, reap)
     while True:
         connection, _ = listener.accept()
-        if (pid := os.fork()) == 0:
+        if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             listener.close()
             try:
                 _answer(connection)
             finally:
                 os._exit(0)
-        running.add(pid)
         connection.close()
 
 
@@ -133,7 +133,7 @@ class Warm:
         listener.listen(64)
         self.pid = os.fork()
         if self.pid == 0:
-            _serve(listener)
+            world.end_as(lambda: _serve(listener))
         listener.close()
         return self
 
