@@ -114,8 +114,8 @@ def test_same_curve_with_lamb(layout, reference, tmp_path, random_weights):
     world_size, values = small(layout, **OPTIMIZERS["lamb"], **one_block(layout))
     expected, _ = reference("lamb", values["DEPTH"])
     assert expected[-1]["loss"] < expected[0]["loss"] - 0.15
-    steps, _ = recipes.train(tmp_path, world_size, **values)
-    assert_same_curve(steps, expected)
+    steps, _ = recipes.train(tmp_path, world_size, steps=10, **values)
+    assert_same_curve(steps, expected[:10])
 
 
 @pytest.mark.parametrize("layout", CONTRACT)

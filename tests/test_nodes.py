@@ -12,6 +12,7 @@ from colossal_vit.report import read_metrics
 
 import real
 import recipes
+import warm
 import world
 
 PIPELINE = ["train_hybrid.py", "--config", recipes.PIPELINE_CONFIG]
@@ -23,12 +24,20 @@ def references(tmp_path_factory):
     return {size: real.reference(tmp_path_factory.mktemp("reference") / "run", size) for size in (2, 4)}
 
 
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """The variables of a shell whose `python` and `torchrun` start at once."""
+    with warm.Warm(tmp_path_factory.mktemp("warm")) as started:
+        path = f"{started.bin}:{real.environment()['PATH']}"
+        yield dict(started.environment, PATH=path, PYTHONPATH=str(world.ROOT))
+
+
 @pytest.mark.parametrize(("size", "host"), [(2, []), (4, ["--host", "127.0.0.1"])])
-def test_mpirun(size, host, references, tmp_path):
+def test_mpirun(size, host, references, programs, tmp_path):
     real.need(["openmpi-bin"], "mpirun")
     mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(size)]
     command = [*mpirun, "python", *PIPELINE, *real.small(tmp_path / "run"), "--port", str(world.free_port()), *host]
-    code, said = real.run(command)
+    code, said = real.run(command, **(programs if size == 4 else {}))  # of two processes, as a user starts them
     assert code == 0, said
     assert f"rank {size - 1} of {size} on " in said
     assert "started by mpirun, meeting at" in said
@@ -43,9 +52,9 @@ def test_mpirun(size, host, references, tmp_path):
         "python -m torch.distributed.launch --nproc_per_node 2 --master_addr localhost --master_port {port}",
     ],
 )
-def test_torchs_own(launcher, references, tmp_path):
+def test_torchs_own(launcher, references, programs, tmp_path):
     command = [*launcher.format(port=world.free_port()).split(), *PIPELINE, *real.small(tmp_path / "run")]
-    code, said = real.run(command)
+    code, said = real.run(command, **programs)
     assert code == 0, said
     assert "started by torchrun, meeting at" in said
     assert real.losses(tmp_path / "run") == references[2]
@@ -132,6 +141,7 @@ def test_only_the_address_in_use_is_listened_on(tmp_path):
 # Two nodes: network namespaces joined by a pair of virtual interfaces
 # ---------------------------------------------------------------------------------------------------------------------
 
+CLONE_NEWNS, MS_BIND, MS_REC, MS_PRIVATE = 0x20000, 0x1000, 0x4000, 0x40000  # of <sched.h> and <sys/mount.h>
 ADDRESSES = {"IPv4": "10.77.0.1", "IPv6": "fd77::1", "name": "node-a"}
 
 
@@ -190,9 +200,13 @@ def nodes():
 
 
 def move_to(name):
-    """Move this process into a network namespace."""
+    """Move this process into a network namespace, with the /etc/hosts that belongs to it, as `ip netns exec` does."""
+    libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{name}") as namespace:
-        assert ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0) == 0
+        assert libc.setns(namespace.fileno(), 0) == 0
+    assert libc.unshare(CLONE_NEWNS) == 0
+    assert libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0
+    assert libc.mount(f"/etc/netns/{name}/hosts".encode(), b"/etc/hosts", None, MS_BIND, None) == 0
 
 
 def start_by_hand(pair, argv):
@@ -201,7 +215,7 @@ def start_by_hand(pair, argv):
     return world.start(recipes.HYBRID, argv, [{}] * len(argv), enter=lambda rank: move_to(nodes[rank]))
 
 
-@pytest.mark.parametrize("kind", ["IPv4", "IPv6"])
+@pytest.mark.parametrize("kind", ADDRESSES)
 def test_by_hand_on_two_nodes(nodes, kind, references, tmp_path):
     argv = by_hand(tmp_path / "run", [4] * 4, range(4), ADDRESSES[kind], 29500)
     result = start_by_hand(nodes, argv).wait()
@@ -226,26 +240,11 @@ def on_both(pair, commands):
 
 
 def test_torchrun_on_two_nodes(nodes, references, tmp_path):
-    """By IPv6; by hand there are IPv4 and a name, too."""
+    """By IPv6; started by hand there are IPv4 and a name, too."""
     torchrun = ["torchrun", "--nnodes", "2", "--nproc_per_node", "2", "--master_addr", ADDRESSES["IPv6"]]
     torchrun += ["--master_port", "29500", "--node_rank"]
     answers = on_both(nodes, [[*torchrun, node, *PIPELINE, *real.small(tmp_path / "run")] for node in "01"])
     assert [code for code, _ in answers] == [0, 0], "\n".join(said for _, said in answers)
-    assert real.losses(tmp_path / "run") == references[4]
-
-
-def test_a_host_name_by_hand_on_two_nodes(nodes, references, tmp_path):
-    """Real processes, since a fork keeps the /etc/hosts of this one."""
-    lines = by_hand(tmp_path / "run", [4] * 4, range(4), "node-a", 29500)
-    jobs = [
-        subprocess.Popen(
-            ["ip", "netns", "exec", nodes.names[rank >= 2], "python", "train_hybrid.py", *line],
-            cwd=real.FOLDER,
-            env=real.environment(),
-        )
-        for rank, line in enumerate(lines)
-    ]
-    assert [job.wait(timeout=world.PATIENCE) for job in jobs] == [0] * 4
     assert real.losses(tmp_path / "run") == references[4]
 
 

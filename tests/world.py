@@ -64,7 +64,8 @@ def end_as(program: Callable[[], object]) -> NoReturn:
     """In a fork whose files 0, 1 and 2 are its own: run `program`, and end with the exit code that Python gives it."""
     code = 1
     try:
-        sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w", buffering=1), open(2, "w", buffering=1)  # noqa: SIM115
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115 the process's own, as long as it lives
+        sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
         program()
         code = 0
     except SystemExit as error:
