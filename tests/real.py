@@ -1,6 +1,7 @@
 """Real launchers for tests: Debian packages they come in, a SLURM of one node, and the losses that all must give."""
 
 import os
+import random
 import shutil
 import signal
 import socket
@@ -106,6 +107,7 @@ class Slurm:
             SlurmctldHost={name}(127.0.0.1)
             SlurmctldPort={ports[0]}
             SlurmdPort={ports[1]}
+            FirstJobId={random.randrange(1, 10_000)}  # ports follow from it, and another cluster may be on this machine
             SlurmUser=root
             SlurmdUser=root
             AuthType=auth/munge
