@@ -35,7 +35,6 @@ from colossal_vit.rendezvous import (
     own_place,
     stranger_at,
 )
-from colossalai.accelerator import get_accelerator
 from colossalai.context import Config
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.context.random import add_seed, reset_seeds, set_mode
@@ -181,6 +180,11 @@ def _device_number(meeting: Rendezvous) -> int:
     return 0 if bound else meeting.local_rank  # a launcher may show each process its own GPU only
 
 
+def _device(meeting: Rendezvous) -> torch.device:
+    """This rank's device."""
+    return torch.device("cuda", _device_number(meeting)) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def _end_at_strangers(meeting: Rendezvous, joined: threading.Event) -> None:
     """End this process if joining takes suspiciously long, and something that is not rank 0 is why."""
     if not joined.wait(timeout=STRANGER_GRACE):
@@ -218,11 +222,13 @@ def _join(meeting: Rendezvous, timeout: float) -> dist.Store:
     )
 
 
-def _launch(config: Config, meeting: Rendezvous, backend: str, store: dist.Store, timeout: float) -> None:
+def _launch(
+    config: Config, meeting: Rendezvous, backend: str, store: dist.Store, timeout: float, device: torch.device
+) -> None:
     """Have Colossal-AI make the process groups, with the launch function that fits the launcher."""
     common = {"config": config, "backend": backend, "seed": config.SEED, "verbose": False}
     where = {"host": meeting.host, "port": meeting.port}
-    with patches.groups(store, timeout):
+    with patches.groups(store, timeout, device):
         if meeting.launcher == "torch":
             os.environ.update(MASTER_ADDR=meeting.host, MASTER_PORT=str(meeting.port))
             colossalai.launch_from_torch(**common)
@@ -300,23 +306,18 @@ def start(
     if not torch.cuda.is_available():
         host.enable()
     patches.apply()
+    device = _device(meeting)
     if args.dry_run:
         config.pop("COMPILE", None)  # does not change what is held and sent
         with dry_run.no_peers():
-            _launch(config, meeting, backend, dist.HashStore(), args.timeout)
+            _launch(config, meeting, backend, dist.HashStore(), args.timeout, device)
         seed_ranks(config.SEED)
-        device = get_accelerator().get_current_device()
         dry_run.no_tensors(device)
         return Run(config, layout, output, 1, device, RankLogger(0), dry_run=True)
-    _launch(config, meeting, backend, _join(meeting, args.timeout), args.timeout)
+    _launch(config, meeting, backend, _join(meeting, args.timeout), args.timeout, device)
     global _peers
     _peers = Peers(meeting.rank, meeting.world_size, meeting.host)
     seed_ranks(config.SEED)
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", _device_number(meeting))
-        torch.cuda.set_device(device)  # under srun and mpirun Colossal-AI takes the rank modulo the number of GPUs
-
     log = RankLogger(meeting.rank)
     log.info(
         f"rank {meeting.rank} of {meeting.world_size} on {socket.gethostname()} ({device}, {backend}), started by "

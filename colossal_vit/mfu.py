@@ -1,22 +1,26 @@
 """Model FLOPs utilisation: what share of the device's peak the arithmetic of the model itself takes (A. Chowdhery et
 al., "PaLM", arXiv:2204.02311, appendix B)."""
 
+import re
+
 import torch
 from torch import nn
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
-# Dense TFLOP/s of matrix products in fp16 and bf16, TF32, fp32, as in NVIDIA's data sheets. The first piece that a
-# device's name contains counts.
+# Dense TFLOP/s of matrix products in fp16 and bf16, TF32, fp32, as in NVIDIA's data sheets. The first entry counts
+# whose words a device's name all has, as words: "RTX A1000" is no A100.
 PEAK_TFLOPS = {
-    "H100 PCIe": (756, 378, 51),
-    "H100": (989, 494, 67),
-    "H200": (989, 494, 67),
-    "A100": (312, 156, 19.5),
-    "A10": (125, 62.5, 31.2),
-    "A40": (149.7, 74.8, 37.4),
-    "L40S": (362, 183, 91.6),
-    "V100": (125, 15.7, 15.7),
+    ("H100", "PCIe"): (756, 378, 51),
+    ("H100", "NVL"): (835, 417, 60),
+    ("H100",): (989, 494, 67),
+    ("H200",): (989, 494, 67),
+    ("A100",): (312, 156, 19.5),
+    ("A10",): (125, 62.5, 31.2),
+    ("A40",): (149.7, 74.8, 37.4),
+    ("L40S",): (362, 183, 91.6),
+    ("V100", "PCIE"): (112, 14, 14),
+    ("V100",): (125, 15.7, 15.7),
 }
 
 
@@ -44,8 +48,9 @@ def peak_flops(device_name: str, dtype: torch.dtype, tf32: bool = False) -> floa
         dtype: that matrix products are made in.
         tf32: whether fp32 means TensorFloat-32.
     """
-    for piece, (half, reduced, single) in PEAK_TFLOPS.items():
-        if piece in device_name:
+    words = set(re.split(r"[\s-]+", device_name))
+    for needed, (half, reduced, single) in PEAK_TFLOPS.items():
+        if words.issuperset(needed):
             full = reduced if tf32 else single
             return (full if dtype == torch.float32 else half) * 1e12
     return None

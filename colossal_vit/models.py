@@ -1,5 +1,8 @@
 """timm's Vision Transformers, for the examples in which every process holds the whole model."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import timm
 import torch
 from colossal_vit.config import Layout
@@ -11,21 +14,32 @@ from torch import nn
 SHAPE = {"PATCH_SIZE": "patch_size", "HIDDEN_SIZE": "embed_dim", "DEPTH": "depth", "NUM_HEADS": "num_heads"}
 
 
+@contextmanager
+def cpu_seed(seed: int) -> Iterator[None]:
+    """Draw what is drawn on the CPU inside the block from `seed`; every generator goes on after it as if nothing was.
+
+    `torch.manual_seed` would seed the GPU's generator too, for good, and give all ranks the same dropout masks.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
 def build_timm_vit(config: Config) -> nn.Module:
     """The timm model that `config.MODEL` names, its weights drawn on the CPU from `config.SEED`.
 
     DROP_RATE is what timm's `drop_rate` was when the tutorials were written: dropout after the position embedding, the
     attention projection and the layers of the MLP.
     """
-    torch.manual_seed(config.SEED)
-    return timm.create_model(
-        config.MODEL,
-        num_classes=config.NUM_CLASSES,
-        img_size=config.IMG_SIZE,
-        pos_drop_rate=config.DROP_RATE,
-        proj_drop_rate=config.DROP_RATE,
-        **{name: config[key] for key, name in SHAPE.items() if key in config},
-    )
+    with cpu_seed(config.SEED):
+        return timm.create_model(
+            config.MODEL,
+            num_classes=config.NUM_CLASSES,
+            img_size=config.IMG_SIZE,
+            pos_drop_rate=config.DROP_RATE,
+            proj_drop_rate=config.DROP_RATE,
+            **{name: config[key] for key, name in SHAPE.items() if key in config},
+        )
 
 
 def check_timm_vit(config: Config, layout: Layout) -> None:

@@ -1,6 +1,6 @@
 """Every change made to Colossal-AI 0.5.0 itself, in one place. Each names the defect it mends; tests/test_patches.py
-shows that each defect is real by taking the mend out. One has to come before Colossal-AI's import, and stands in
-`colossal_vit/__init__.py`.
+shows that each defect is real by taking the mend out. Two are long and stand in files of their own, `stand_ins.py`,
+which has to come before Colossal-AI's import, and `norms.py`.
 
 What is mended by using Colossal-AI differently, rather than by changing it, stands with its user: `engine.py` (step,
 clipping, accumulation, schedule), `precision.py` (mixed precision), `host.py` (machines without CUDA), `data.py`
@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from colossal_vit import norms
 from colossalai.legacy import communication
 from colossalai.legacy.communication import p2p
 from colossalai.legacy.context.parallel_context import ParallelContext
 from colossalai.legacy.context.parallel_mode import ParallelMode
+from colossalai.legacy.nn.layer import parallel_2d, parallel_2p5d, parallel_3d
 from colossalai.legacy.nn.layer.parallel_1d import _operation as parallel_1d_operation
 from colossalai.legacy.nn.layer.parallel_2d import _operation as parallel_2d_operation
 from colossalai.legacy.nn.layer.parallel_2p5d import _operation as parallel_2p5d_operation
@@ -107,6 +109,9 @@ def apply() -> None:
     p2p.dist = overlay(dist, batch_isend_irecv=_batch_isend_irecv)
     ParallelContext.init_global_dist = _init_global_dist
     parallel_3d_utils._async_grad_hook = _async_grad_hook
+    parallel_2d.LayerNorm2D.forward = norms.forward_2d
+    parallel_2p5d.LayerNorm2p5D.forward = norms.forward_2p5d
+    parallel_3d.LayerNorm3D.forward = norms.forward_3d
 
 
 def set_pipeline_dtype(dtype: torch.dtype) -> None:
@@ -118,21 +123,28 @@ def set_pipeline_dtype(dtype: torch.dtype) -> None:
 
 
 @contextmanager
-def groups(store: dist.Store, seconds: float) -> Iterator[None]:
-    """Have the process groups made inside the block meet in `store`, each with a timeout.
+def groups(store: dist.Store, seconds: float, device: torch.device) -> Iterator[None]:
+    """Have the process groups made inside the block meet in `store`, each with a timeout, and on this rank's device.
 
-    Mends: upstream passes no timeout, so a rank that waits for a dead one waits 10 minutes (NCCL) or 30 (gloo). And
-    the store that it has torch make listens at every address of the machine.
+    Mends: upstream passes no timeout, so a rank that waits for a dead one waits 10 minutes (NCCL) or 30 (gloo). The
+    store that it has torch make listens at every address of the machine. And it chooses the device once the groups are
+    made, by the rank modulo the number of GPUs under srun, and by the local rank under mpirun, whatever GPUs the
+    process sees.
     """
-    init, new = dist.init_process_group, dist.new_group
+    init, new, set_device = dist.init_process_group, dist.new_group, ParallelContext.set_device
     timeout = timedelta(seconds=seconds)
 
-    def init_process_group(*args: Any, init_method: str | None = None, **options: Any) -> None:
-        init(*args, store=store, timeout=timeout, **options)
+    def init_process_group(*args: Any, init_method: str | None = None, backend: str, **options: Any) -> None:
+        if backend == "nccl":
+            options["device_id"] = device
+        init(*args, backend=backend, store=store, timeout=timeout, **options)
 
     dist.init_process_group = init_process_group
     dist.new_group = functools.partial(new, timeout=timeout)
+    ParallelContext.set_device = lambda *_: None
     try:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         yield
     finally:
-        dist.init_process_group, dist.new_group = init, new
+        dist.init_process_group, dist.new_group, ParallelContext.set_device = init, new, set_device

@@ -26,6 +26,10 @@ STAND_INS: dict[str, tuple[tuple[str, ...], str]] = {
         ("MemStatsCollector",),
         "the Gemini memory manager; imports all of colossalai.zero, its checkpoints and its fp8 communication",
     ),
+    "colossalai.legacy.amp.torch_amp.torch_amp": (
+        ("TorchAMPLoss", "TorchAMPModel", "TorchAMPOptimizer"),
+        "upstream's AMP_TYPE.TORCH; its import asks for a GPU, and a process that has asked cannot fork any more",
+    ),
     # Imported, it replaces PyTorch's shape functions of some twenty operators (convolution, layer norm, dropout) for
     # good by those of torch 1.12, and torch.compile fails in the backward pass of a convolution.
     "colossalai._analyzer._subclasses._meta_registration": ((), "shape functions of torch 1.12"),

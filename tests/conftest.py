@@ -8,6 +8,10 @@ from collections import Counter
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: ranks are forks, and thread pools do not survive a fork
 os.environ.pop("DATA", None)
+# Forks of a process that has asked for a GPU cannot use one, and most of these tests start more ranks than there are
+# GPUs: all but those marked gpu, which start processes of their own, run on the CPU.
+os.environ["GPUS"] = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import colossal_vit  # noqa: F401 silences what comes next
 import colossalai.legacy  # noqa: F401 so that forked ranks need not import it, nor the others that are marked so
@@ -17,6 +21,7 @@ import timm  # noqa: F401
 import torch
 import torch.utils.tensorboard
 
+import real
 import train_dp  # noqa: F401
 import train_hybrid  # noqa: F401
 import vit
@@ -89,7 +94,7 @@ def small_disk(tmp_path):
 
 
 def pytest_collection_modifyitems(items):
-    if not torch.cuda.is_available():
+    if not real.num_gpus():
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))

@@ -1,5 +1,6 @@
 """Real launchers for tests: Debian packages they come in, a SLURM of one node, and the losses that all must give."""
 
+import functools
 import os
 import random
 import shutil
@@ -40,12 +41,23 @@ def need(packages, *programs):
         pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
 
 
-def environment(**more):
-    """A user's environment: nothing of the test's own, the installed Python first."""
-    gone = (*world.LAUNCHER_VARIABLES, "DATA", "PYTHONPATH", "HOST")
+def environment(gpus=False, **more):
+    """A user's environment: nothing of the test's own, the installed Python first, and GPUs, which conftest hides."""
+    gone = (*world.LAUNCHER_VARIABLES, "DATA", "PYTHONPATH", "HOST", "GPUS", *(["CUDA_VISIBLE_DEVICES"] * gpus))
     clean = {key: value for key, value in os.environ.items() if key not in gone}
+    if gpus and os.environ["GPUS"] != "all":
+        clean["CUDA_VISIBLE_DEVICES"] = os.environ["GPUS"]
     path = f"{PYTHON_FOLDER}:{os.environ['PATH']}:/usr/sbin:/sbin"
     return {**clean, "PATH": path, "OMP_NUM_THREADS": "1", **more}
+
+
+@functools.cache
+def num_gpus():
+    """How many GPUs a process of its own sees."""
+    if not shutil.which("nvidia-smi"):
+        return 0
+    command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    return int(subprocess.check_output(command, env=environment(gpus=True)))
 
 
 def small(output, stages=2, **values):
@@ -68,7 +80,7 @@ def reference(output, world_size, **values):
 
 
 def run(command, cwd=FOLDER, **variables):
-    """A command to its end; returns its exit code and what it said."""
+    """A command to its end, with the arguments of `environment`; returns its exit code and what it said."""
     done = subprocess.run(
         command, cwd=cwd, env=environment(**variables), capture_output=True, text=True, timeout=world.PATIENCE
     )

@@ -26,7 +26,11 @@ def test_counting_leaves_the_model_alone():
 def test_peaks():
     assert peak_flops("NVIDIA H100 80GB HBM3", torch.bfloat16) == 989e12
     assert peak_flops("NVIDIA H100 PCIe", torch.float16) == 756e12
-    assert peak_flops("NVIDIA A10G", torch.float16) == 125e12
+    assert peak_flops("NVIDIA H100 NVL", torch.float16) == 835e12
+    assert peak_flops("NVIDIA A10", torch.float16) == 125e12
+    assert peak_flops("Tesla V100-SXM2-16GB", torch.float16) == 125e12
+    for other in ("NVIDIA A10G", "NVIDIA RTX A1000", "NVIDIA RTX A4000", "NVIDIA GH200 480GB"):
+        assert peak_flops(other, torch.float16) is None, "a name that only begins or ends like one in the table"
     assert peak_flops("", torch.float32) is None
     assert peak_flops("NVIDIA A100-SXM4-80GB", torch.float32) == 19.5e12
     assert peak_flops("NVIDIA A100-SXM4-80GB", torch.float32, tf32=True) == 156e12

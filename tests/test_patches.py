@@ -20,6 +20,7 @@ from colossal_vit.optim import CosineAnnealingWarmupLR
 from colossalai.legacy import nn as col_nn
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
+from colossalai.legacy.nn.layer import parallel_2d, parallel_2p5d, parallel_3d
 from colossalai.legacy.trainer import Trainer
 from colossalai.legacy.utils import get_dataloader
 from colossalai.nn import lr_scheduler as col_schedulers
@@ -27,6 +28,7 @@ from packaging.version import Version
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import world
+from test_vit import LAYOUTS
 
 LAYOUT_1D = {"pipeline": 1, "tensor": {"mode": "1d", "size": 2}}
 
@@ -90,11 +92,16 @@ def test_no_clipping_when_unset():
 # ---- mixed precision ----
 
 
+def real_torch_amp():
+    """Upstream's module, in whose place there is a stand-in; for a fork."""
+    name = "colossalai.legacy.amp.torch_amp.torch_amp"
+    del sys.modules[name]
+    return importlib.import_module(name)
+
+
 def test_upstream_torch_amp_dies_on_torch_2():
     def function():
-        from colossalai.legacy.amp.torch_amp import TorchAMPOptimizer
-
-        TorchAMPOptimizer(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0))
+        real_torch_amp().TorchAMPOptimizer(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0))
 
     with pytest.raises(AssertionError, match="major"):
         world.call(function)
@@ -104,10 +111,12 @@ def test_upstream_engine_clips_scaled_gradients():
     """The engine calls `clip_grad_by_norm`, which upstream's AMP optimizers do not override: it never unscales."""
     from colossalai.interface import OptimizerWrapper
     from colossalai.legacy.amp.naive_amp import NaiveAMPOptimizer
-    from colossalai.legacy.amp.torch_amp import TorchAMPOptimizer
 
-    for upstream in (TorchAMPOptimizer, NaiveAMPOptimizer):
-        assert upstream.clip_grad_by_norm is OptimizerWrapper.clip_grad_by_norm
+    def function():
+        upstream = (real_torch_amp().TorchAMPOptimizer, NaiveAMPOptimizer)
+        return [optimizer.clip_grad_by_norm is OptimizerWrapper.clip_grad_by_norm for optimizer in upstream]
+
+    assert world.call(function) == [[True, True]]
 
 
 def clipped_update(initialize_with):
@@ -266,6 +275,74 @@ def test_3d_hook_takes_a_missing_gradient():
     results, alone = world.call(with_upstream, launched=False)[0]
     assert results == ["dies", [1.0, 1.0]]
     assert alone == [1.0, 1.0]
+
+
+# ---- layer norms in half precision ----
+
+UPSTREAM_NORMS = {
+    layer: layer.forward for layer in (parallel_2d.LayerNorm2D, parallel_2p5d.LayerNorm2p5D, parallel_3d.LayerNorm3D)
+}
+INPUTS = {  # (B, N, part of a hidden size of 768)
+    "rms 0.1": lambda x: 0.1 * x,
+    "rms 1": lambda x: x,
+    "rms 30": lambda x: 30 * x,
+    "one activation of 300": lambda x: torch.cat([torch.full_like(x[..., :1], 300.0), x[..., 1:]], -1),
+    "a mean of 20": lambda x: x + 20,
+}
+
+
+def norm_errors(layout, dtype, upstream=False, autocast=False):
+    """By kind of input: the largest error of a norm and its backward pass against fp64, by the largest value."""
+    world_size, parallel = LAYOUTS[layout]
+
+    def function():
+        if upstream:
+            for layer, forward in UPSTREAM_NORMS.items():
+                layer.forward = forward
+        norm = col_nn.LayerNorm(768, eps=1e-6)
+        norm = norm if autocast else norm.to(dtype)
+        modes = {"2d": ParallelMode.PARALLEL_2D_ROW, "2.5d": ParallelMode.PARALLEL_2P5D_ROW}
+        mode = modes.get(parallel["tensor"]["mode"]) or norm.output_parallel_mode
+        rank, group, size = gpc.get_local_rank(mode), gpc.get_group(mode), gpc.get_world_size(mode)
+
+        def whole(part):
+            parts = [torch.empty_like(part) for _ in range(size)]
+            torch.distributed.all_gather(parts, part.contiguous(), group=group)
+            return torch.cat(parts, -1).double()
+
+        errors = {}
+        generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+        for name, make in INPUTS.items():
+            draw = torch.randn(2, 4, 5, 768 // size, generator=generator)
+            x, gradient = make(draw[0]).to(dtype).requires_grad_(), draw[1].to(dtype)
+            with torch.autocast("cpu", dtype, enabled=autocast):
+                output = norm(x)
+            assert output.dtype == (torch.float32 if autocast else dtype), "as PyTorch's norm"
+            output.backward(gradient.to(output.dtype))
+            full = whole(x.detach()).requires_grad_()
+            expected = torch.nn.functional.layer_norm(full, (768,), eps=1e-6)
+            expected.backward(whole(gradient))
+            errors[name] = 0.0
+            for here, there in ((output, expected), (x.grad, full.grad)):
+                own = there.detach().chunk(size, -1)[rank]
+                errors[name] = max(errors[name], ((here - own).abs().max() / own.abs().max()).item())
+        return errors
+
+    answers = world.call(function, world_size, parallel=parallel)
+    return {name: max(errors[name] for errors in answers) for name in INPUTS}
+
+
+@pytest.mark.parametrize("layout", ["2D 4", "2.5D 8", "3D 8"])
+def test_upstream_norms_are_zero_in_fp16(layout):
+    """With no sign of it: an infinite variance makes zeros."""
+    assert norm_errors(layout, torch.float16, upstream=True)["rms 30"] == 1.0
+
+
+@pytest.mark.parametrize("layout", ["2D 4", "2.5D 4", "2.5D 8", "3D 8"])
+def test_norms_compute_in_fp32(layout):
+    for dtype, tolerance in ((torch.float16, 2e-3), (torch.bfloat16, 1.6e-2), (torch.float32, 1e-4)):
+        assert max(norm_errors(layout, dtype).values()) < tolerance, (dtype, norm_errors(layout, dtype))
+    assert norm_errors(layout, torch.bfloat16, autocast=True)["rms 1"] < 1.6e-2
 
 
 # ---- pipelines of two stages ----

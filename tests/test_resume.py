@@ -297,7 +297,9 @@ def test_on_a_gpu_to_the_bit(mode, tmp_path):
 
     def run(output, *more):
         flags = argv(HYBRID_RUN[1], {**values, "fp16.mode": mode}, output)
-        code, said = real.run(["python", "train_hybrid.py", *flags, *more], CUBLAS_WORKSPACE_CONFIG=":4096:8")
+        code, said = real.run(
+            ["python", "train_hybrid.py", *flags, *more], gpus=True, CUBLAS_WORKSPACE_CONFIG=":4096:8"
+        )
         assert code == 0, said
 
     run(tmp_path / "whole")

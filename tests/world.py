@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+import torch
 from colossal_vit import host, launch, patches
 from colossal_vit.rendezvous import Rendezvous
 from colossalai.context import Config
@@ -174,7 +175,7 @@ def _launch(rank: int, world_size: int, port: int, config: Mapping) -> None:
     always = {"SEED": 0, "parallel": layout, "fp16": None, "gradient_accumulation": 1, "clip_grad_norm": 0.0}
     settings = Config({**always, **config})
     meeting = Rendezvous("none", rank, rank, world_size, "localhost", port)
-    launch._launch(settings, meeting, "gloo", launch._join(meeting, PATIENCE), PATIENCE)
+    launch._launch(settings, meeting, "gloo", launch._join(meeting, PATIENCE), PATIENCE, torch.device("cpu"))
     launch.seed_ranks(settings.SEED)
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from colossal_vit.config import Layout, num_model_chunks
 from colossal_vit.errors import UserError
+from colossal_vit.models import cpu_seed
 from colossal_vit.sharding import annotate, load_full, split_batch
 from colossalai.context import Config
 from colossalai.legacy import nn as col_nn
@@ -223,8 +224,7 @@ def full_vit(config: Config) -> VisionTransformer:
 
     The weights follow the initialisation of the paper's JAX code, drawn on the CPU from `config.SEED`.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.SEED)
+    with cpu_seed(config.SEED):
         return VisionTransformer(
             img_size=config.IMG_SIZE,
             patch_size=config.PATCH_SIZE,

@@ -1,0 +1,129 @@
+"""Layer norms for 2D, 2.5D and 3D, where each rank has a part of the hidden size.
+
+`patches.apply` puts them in the place of Colossal-AI's.
+
+Those sum the squares of activations in the activations' own type. In fp16 the sum is infinite from an rms of 10 on (at
+width 768), and the norm returns zeros without any sign of it; in bf16 the variance is the difference of two numbers of
+8 bits. Here statistics and normalised values are computed in fp32, as PyTorch's `layer_norm` does, and the two sums of
+a pass go in one all-reduce.
+"""
+
+import torch
+import torch.distributed as dist
+from colossalai.legacy.context import ParallelMode
+from colossalai.legacy.core import global_context as gpc
+from colossalai.legacy.nn.layer.parallel_2d._operation import add_bias_2d
+from colossalai.legacy.nn.layer.parallel_2p5d._operation import add_bias_2p5d
+from colossalai.legacy.nn.layer.parallel_3d._utils import push_async_grad
+from torch import Tensor, nn
+
+
+def _means(a: Tensor, b: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
+    """The means of `a` and of `b` over a last dimension of `size`, of which each rank of the group has a part."""
+    sums = torch.stack([a.sum(-1, keepdim=True), b.sum(-1, keepdim=True)])
+    dist.all_reduce(sums, group=group)
+    return sums / size
+
+
+class _Normalize(torch.autograd.Function):
+    """(x - mean) / sqrt(variance + eps) over a last dimension of which each rank of a group has a part.
+
+    Like PyTorch's norm it gives the type of its input, but fp32 under autocast.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, size: int, eps: float, group: dist.ProcessGroup) -> Tensor:
+        single = x.float()
+        mean, square = _means(single, single * single, size, group)
+        scale = torch.rsqrt((square - mean * mean).clamp_min(0) + eps)
+        normalized = (single - mean) * scale
+        if not torch.is_autocast_enabled(x.device.type):
+            normalized = normalized.to(x.dtype)
+        ctx.save_for_backward(normalized, scale)
+        ctx.size, ctx.group, ctx.dtype = size, group, x.dtype
+        return normalized
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        normalized, scale = ctx.saved_tensors
+        grad, normalized = grad.float(), normalized.float()
+        mean, projection = _means(grad, grad * normalized, ctx.size, ctx.group)
+        return ((grad - mean - normalized * projection) * scale).to(ctx.dtype), None, None, None
+
+
+class _ScaleAndShift3D(torch.autograd.Function):
+    """bias + weight · x, whose gradients for weight and bias are summed over ranks while the backward pass goes on."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, ids: tuple[int, int], mode: ParallelMode) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.bias_dtype, ctx.ids, ctx.mode = bias.dtype, ids, mode
+        return torch.addcmul(bias, weight, x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        all_but_last = tuple(range(grad.dim() - 1))
+        sums = ((grad * x).sum(all_but_last).to(weight.dtype), grad.sum(all_but_last).to(ctx.bias_dtype))
+        pending = []
+        for total, parameter in zip(sums, ctx.ids, strict=True):
+            work = dist.all_reduce(total, group=gpc.get_group(ctx.mode), async_op=True)
+            pending.append(push_async_grad(work, total, parameter))
+        return (grad * weight).to(x.dtype), *pending, None, None
+
+
+def forward_2d(self: nn.Module, x: Tensor) -> Tensor:
+    """`LayerNorm2D.forward`: x is (B/q, N, H/q); the weights are gathered from the ranks of a column."""
+    rows, columns = ParallelMode.PARALLEL_2D_ROW, ParallelMode.PARALLEL_2D_COL
+    normalized = _Normalize.apply(x, self.normalized_shape, self.variance_epsilon, gpc.get_group(rows))
+    weight, bias = (
+        add_bias_2d(
+            None,
+            parameter,
+            self.partitioned_partition,
+            self.row_rank,
+            self.col_rank,
+            rows,
+            columns,
+            True,
+            self.data_parallel_rank,
+            self.pipeline_parallel_rank,
+            self.pipeline_parallel_size,
+            self.tensor_parallel_size,
+        )
+        for parameter in (self.weight, self.bias)
+    )
+    return torch.addcmul(bias, weight, normalized)
+
+
+def forward_2p5d(self: nn.Module, x: Tensor) -> Tensor:
+    """`LayerNorm2p5D.forward`: as in 2D, in each of the squares."""
+    rows, columns = ParallelMode.PARALLEL_2P5D_ROW, ParallelMode.PARALLEL_2P5D_COL
+    normalized = _Normalize.apply(x, self.normalized_shape, self.variance_epsilon, gpc.get_group(rows))
+    weight, bias = (
+        add_bias_2p5d(
+            None,
+            parameter,
+            self.partitioned_partition,
+            self.tesseract_dim,
+            self.row_rank,
+            self.col_rank,
+            self.dep_rank,
+            columns,
+            True,
+            self.data_parallel_rank,
+            self.pipeline_parallel_rank,
+            self.pipeline_parallel_size,
+            self.tensor_parallel_size,
+        )
+        for parameter in (self.weight, self.bias)
+    )
+    return torch.addcmul(bias, weight, normalized)
+
+
+def forward_3d(self: nn.Module, x: Tensor) -> Tensor:
+    """`LayerNorm3D.forward`: x is (B/q², N, H/q), weight and bias are (H/q,)."""
+    group = gpc.get_group(self.output_parallel_mode)
+    normalized = _Normalize.apply(x, self.normalized_shape, self.variance_epsilon, group)
+    ids = id(self.weight), id(self.bias)  # by which their hooks find the gradients
+    return _ScaleAndShift3D.apply(normalized, self.weight, self.bias, ids, self.input_x_weight_parallel_mode)
