@@ -132,6 +132,11 @@ KEYS: dict[str, Any] = {
         "min_scale": POSITIVE,
         "max_scale": POSITIVE,
     },
+    "torch_ddp": {  # arguments of torch's DistributedDataParallel
+        "bucket_cap_mb": POSITIVE,
+        "static_graph": BOOL,
+        "find_unused_parameters": BOOL,
+    },
     "gradient_accumulation": POSITIVE_INT,
     "clip_grad_norm": NON_NEGATIVE,
     "COMPILE": BOOL,

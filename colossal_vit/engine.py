@@ -14,9 +14,11 @@ import logging
 import math
 import os
 import shutil
+import sysconfig
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -224,19 +226,30 @@ def _schedule(config: Any, dtype: torch.dtype) -> NonPipelineSchedule | Pipeline
     return PipelineSchedule(config.NUM_MICRO_BATCHES, **options)
 
 
-def _check_compilable() -> None:
-    """Refuse to compile what only works eagerly.
+def _check_compilable(device: torch.device) -> None:
+    """Refuse to compile what only works eagerly, or where a tool for it is missing.
+
+    On a GPU, Triton compiles a launcher in C for each kernel; on the CPU, the kernels are C++. Both include Python.h.
 
     Raises:
-        UserError: under pipeline or tensor parallelism, and on a machine without a C++ compiler.
+        UserError: under pipeline or tensor parallelism, and on a machine without compiler or headers.
     """
     if is_using_pp() or gpc.tensor_parallel_size > 1:
         raise UserError("COMPILE = True works with data parallelism only: leave it out, or set parallel sizes to 1")
-    compiler = os.environ.get("CXX", "g++")
-    if not shutil.which(compiler):
+    language, variable, programs, package = (
+        ("C", "CC", ("gcc", "clang", "cc"), "gcc") if device.type == "cuda" else ("C++", "CXX", ("g++",), "g++")
+    )
+    programs = (os.environ[variable],) if variable in os.environ else programs
+    if not any(map(shutil.which, programs)):
         raise UserError(
-            f"COMPILE = True needs a C++ compiler, and {compiler!r} is not on PATH: install one (Debian: "
-            f"apt-get install g++), name it in CXX, or leave COMPILE out"
+            f"COMPILE = True needs a {language} compiler, and {' or '.join(map(repr, programs))} is not on PATH: "
+            f"install one (Debian: apt-get install {package}), name it in {variable}, or leave COMPILE out"
+        )
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    if not header.exists():
+        raise UserError(
+            f"COMPILE = True needs Python's headers, and there is no {header}: install them (Debian: apt-get install "
+            f"python3-dev), or leave COMPILE out"
         )
 
 
@@ -286,7 +299,7 @@ def initialize(
     model, optimizer, criterion = precision.convert(model, optimizer, criterion, fp16, device)
 
     if config.get("COMPILE"):
-        _check_compilable()
+        _check_compilable(device)
         model.compile()  # before DDP, which then cuts the compiled backward pass at its buckets
 
     # A pipeline runs several backward passes a step, which DDP does not expect: reduce once, after the last.
@@ -300,7 +313,7 @@ def initialize(
             device_ids=[device] if device.type == "cuda" else None,
             init_sync=False,  # done above
             gradient_as_bucket_view=True,  # no second copy of the gradient
-            **config.get("torch_ddp", {}),
+            **(config.get("torch_ddp") or {}),
         )
 
     engine = Engine(

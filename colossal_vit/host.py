@@ -6,7 +6,9 @@ both for the CPU, and only inside Colossal-AI: `torch.cuda` itself stays as it i
 
 import contextlib
 import importlib
+import os
 import types
+from pathlib import Path
 
 import torch
 from colossal_vit.patches import overlay
@@ -56,6 +58,27 @@ _CUDA_ON_HOST = types.SimpleNamespace(
     manual_seed=torch.manual_seed,
     set_rng_state=lambda state, *args: torch.set_rng_state(state),
 )
+
+
+def idle_gpus(root: Path = Path("/")) -> str | None:
+    """What to tell a user whose GPUs the installed torch cannot use; None where there are none, or they are hidden.
+
+    Args:
+        root: of the file system; the NVIDIA driver lists its GPUs below `proc`, and WSL has them at `dev/dxg`.
+    """
+    listed = root / "proc/driver/nvidia/gpus"
+    found = len(list(listed.iterdir())) if listed.is_dir() else int((root / "dev/dxg").exists())
+    if not found or torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return None
+    needed = (
+        f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
+        if torch.version.cuda
+        else (f"torch {torch.__version__} is built without CUDA")
+    )
+    return (
+        f"warning: this machine has {found} NVIDIA GPU(s), but this run is on the CPU: {needed}. Compare with the CUDA "
+        f"Version in the first lines of nvidia-smi; `bash scripts/setup.sh` installs what fits the driver"
+    )
 
 
 def enable() -> None:

@@ -324,6 +324,8 @@ def start(
         f"{meeting.found}, meeting at {meeting.host}:{meeting.port}",
         ranks=None,
     )
+    if device.type == "cpu" and (warning := host.idle_gpus()):
+        log.info(warning)
     global_batch = config.BATCH_SIZE * config.gradient_accumulation * layout.data
     log.info(
         f"{layout}; global batch {global_batch} = BATCH_SIZE {config.BATCH_SIZE} × gradient_accumulation "

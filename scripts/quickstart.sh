@@ -19,10 +19,6 @@ output="$output-$number"
 processes=2
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 if [ "$gpus" = 1 ]; then processes=1; fi # a GPU holds one stage
-if [ "$gpus" = 0 ] && nvidia-smi > /dev/null 2>&1; then
-    echo "quickstart: warning: this torch cannot use the GPUs of this machine, and trains on the CPU; its CUDA 13 needs" \
-        "driver 580 or newer, for an older one see requirements-cu12.txt" >&2
-fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 cd vit_cifar10_hybrid

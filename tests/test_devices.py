@@ -1,15 +1,17 @@
 """Machines with GPUs, as far as they can be had without one: counts and launchers are faked, tensors have no data."""
 
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 import textwrap
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from colossal_vit import dry_run, host, launch, patches
+from colossal_vit import dry_run, engine, host, launch, patches
 from colossal_vit.config import Config
 from colossal_vit.errors import UserError
 from colossal_vit.rendezvous import find_rendezvous
@@ -146,3 +148,103 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
     meeting = SimpleNamespace(launcher="torch", rank=2, local_rank=2)
     with pytest.raises(UserError, match="rank 2 would be process 3 on this machine, which has 2 GPU"):
         launch._backend(SimpleNamespace(backend=None), meeting)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is installed
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("driver", "said", "installs"),
+    [
+        (None, "no NVIDIA driver: the CUDA 13 set, on the CPU", "sync --frozen"),
+        ("13.0", "a driver for CUDA 13: the CUDA 13 set", "sync --frozen"),
+        (
+            "12.4",
+            "a driver for CUDA 12: the CUDA 12 set, requirements-cu12.txt",
+            "-r requirements-cu12.txt --group dev",
+        ),
+        ("11.8", "a driver for CUDA 11, too old for either set: the CUDA 13 set, on the CPU", "sync --frozen"),
+    ],
+)
+def test_setup_installs_what_the_driver_takes(driver, said, installs, tmp_path):
+    """With a uv that only notes what it is told."""
+    programs = tmp_path / "bin"
+    for path, lines in {
+        tmp_path / ".venv/bin/uv": 'echo "$@" > "$(dirname "$0")/told"',
+        programs / "nvidia-smi": f'echo "| NVIDIA-SMI 999.9  Driver Version: 999.9  CUDA Version: {driver}  |"',
+    }.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{lines}\n")
+        path.chmod(0o755)
+    if driver is None:
+        (programs / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    (tmp_path / ".venv/bin/activate").touch()
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(world.ROOT / "scripts/setup.sh", tmp_path / "scripts")
+    command = ["bash", "-euo", "pipefail", "-c", "source scripts/setup.sh"]
+    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"setup: {said}, into {tmp_path}/.venv\n"), done.stderr
+    assert installs in (tmp_path / ".venv/bin/told").read_text()
+
+
+def test_gpus_that_torch_cannot_use_are_told_of(tmp_path, monkeypatch):
+    """Not where there are none, where they are hidden on purpose, and where they are used."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert host.idle_gpus(tmp_path) is None
+    for number in range(2):
+        (tmp_path / f"proc/driver/nvidia/gpus/{number}").mkdir(parents=True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    warning = host.idle_gpus(tmp_path)
+    assert warning.startswith("warning: this machine has 2 NVIDIA GPU(s), but this run is on the CPU: torch 2.")
+    assert "\n" not in warning
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert host.idle_gpus(tmp_path) is None
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert host.idle_gpus(tmp_path) is None
+
+
+def test_the_warning_comes_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(host, "idle_gpus", lambda: "warning: idle")
+    said = world.run(recipes.HYBRID, [*recipes.flags(), "--output", str(tmp_path), "--max-steps", "1"]).stdout[0]
+    assert said.splitlines()[1].endswith(" warning: idle")
+
+
+@pytest.mark.parametrize(
+    ("kind", "variable", "words"), [("cuda", "CC", "a C compiler"), ("cpu", "CXX", "a C++ compiler")]
+)
+def test_what_compiling_takes(kind, variable, words, tmp_path):
+    """A compiler for the language that the kernels, or on a GPU their launchers, are in; and Python's headers."""
+
+    def function():
+        device, said = torch.device(kind), []
+        engine._check_compilable(device)  # this machine has both
+        os.environ[variable] = "no-such"
+        for change in (lambda: os.environ.update({variable: "cat"}), lambda: None):
+            with pytest.raises(UserError) as error:
+                engine._check_compilable(device)
+            said.append(str(error.value))
+            change()
+            sysconfig.get_paths = lambda: {"include": str(tmp_path)}
+        return said
+
+    ((compiler, headers),) = world.call(function)
+    assert f"COMPILE = True needs {words}, and 'no-such' is not on PATH" in compiler
+    assert f"there is no {tmp_path}/Python.h: install them (Debian: apt-get install python3-dev)" in headers
+
+
+def test_arguments_of_ddp():
+    """From the config's `torch_ddp` block; what is no argument is refused."""
+
+    def function():
+        model = torch.nn.Linear(4, 4)
+        ddp, *_ = engine.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        return ddp.model.bucket_bytes_cap, ddp.model.static_graph
+
+    settings = recipes.config(recipes.flags(**{"torch_ddp.bucket_cap_mb": 3, "torch_ddp.static_graph": True}))
+    assert world.call(function, 2, **settings) == [(3 * 2**20, True)] * 2
+    with pytest.raises(UserError, match=r"unknown key torch_ddp.buckets"):
+        recipes.config(recipes.flags(**{"torch_ddp.buckets": 3}))
