@@ -172,6 +172,51 @@ def test_mixed_precision_in_every_mode(layout, amp, reference, tmp_path, random_
         assert here["loss"] != there["loss"]
 
 
+FP16 = dict(IMG_SIZE=16)  # half precision is slow on a CPU
+
+
+@pytest.fixture(scope="module")
+def fp32(tmp_path_factory):
+    """The steps of one process, by number of blocks."""
+
+    @functools.cache
+    def steps(depth):
+        return recipes.train(tmp_path_factory.mktemp("fp32"), **{**FP16, "DEPTH": depth})[0]
+
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("layout", "amp"),
+    [
+        *itertools.product(["DP 2", "1D 2", "2D 4", "2.5D 4", "3D 8"], ["NAIVE", "TORCH"]),
+        ("1D 2", "APEX"),
+        ("PP 2", "NAIVE"),
+        ("PP 2 interleaved × 2", "NAIVE"),
+        ("PP 2 × 1D 2", "NAIVE"),
+        ("PP 2 × 2D 4", "NAIVE"),
+    ],
+)
+def test_fp16_with_loss_scaling_in_every_mode(layout, amp, fp32, tmp_path, random_weights):
+    """20 steps in fp16, CUDA's default, follow fp32 within 2 %; the loss scale grows, and an overflow skips a step."""
+    world_size, values = LAYOUTS[layout]
+    scaling = {"fp16.dtype": "fp16"}
+    if amp != "APEX":  # whose scaler keeps its defaults
+        scaling |= {"fp16.growth_interval": 6, "fp16.init_scale" if amp == "TORCH" else "fp16.initial_scale": 2.0**15}
+    if amp == "NAIVE":
+        scaling["fp16.hysteresis"] = 1
+    depth = 4 if "interleaved" in layout else 2
+    steps, evaluations = recipes.train(tmp_path, world_size, amp=amp, **{**FP16, "DEPTH": depth, **values, **scaling})
+    expected = fp32(depth)
+    assert len(steps) == len(expected) == 20
+    assert steps[-1]["loss"] == pytest.approx(expected[-1]["loss"], rel=0.02)
+    assert steps[5]["loss"] != expected[5]["loss"], "the mode must be in effect"
+    assert evaluations[-1]["eval_images"] == NUM_TEST_IMAGES
+    if amp != "APEX":
+        assert any(after["loss_scale"] == 2 * before["loss_scale"] for before, after in itertools.pairwise(steps))
+        assert 1 <= sum(record["skipped"] for record in steps) <= 4
+
+
 CONFIGS = sorted((recipes.world.ROOT / "vit_cifar10_hybrid" / "configs").glob("config_*.py"))
 
 
