@@ -18,6 +18,11 @@ def sees_images() -> bool:
     return not gpc.is_initialized(ParallelMode.PIPELINE) or gpc.is_first_rank(ParallelMode.PIPELINE)
 
 
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on a device; a GPU copies while the host goes on, which it does from pinned memory only."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 class GlobalBatchSampler:
     """Indices of this rank's micro-batches, such that the k-th global batch is the same for every layout.
 

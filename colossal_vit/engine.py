@@ -22,11 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from colossal_vit import precision
 from colossal_vit.config import Layout, num_model_chunks
 from colossal_vit.errors import TrainingError, UserError
 from colossal_vit.patches import set_pipeline_dtype
 from colossal_vit.sharding import name_parameters
+from colossal_vit.waits import read
 from colossalai.accelerator import get_accelerator
 from colossalai.legacy.amp import AMP_TYPE
 from colossalai.legacy.context import ParallelMode
@@ -39,7 +41,7 @@ from colossalai.legacy.engine.schedule import (
     PipelineSchedule,
     get_tensor_shape,
 )
-from colossalai.legacy.utils import is_using_ddp, is_using_pp, sync_model_param
+from colossalai.legacy.utils import is_no_pp_or_last_stage, is_using_ddp, is_using_pp, sync_model_param
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -57,6 +59,7 @@ class Engine(ColossalEngine):
         num_steps: optimizer steps made so far, skipped ones included.
         bare_model: the model inside the wrappers for precision and data parallelism.
         grad_norm: norm of the full gradient of the last optimizer step, unscaled, before clipping.
+        loss: mean over the global batch of the last optimizer step; None where this rank does not see it.
         part: called as `with part(name):` around "forward" and "backward" of each micro-step and "update" of each
             optimizer step, for profilers.
     """
@@ -65,7 +68,8 @@ class Engine(ColossalEngine):
         super().__init__(*args, **kwargs)
         self.bare_model, self.accumulation = bare_model, accumulation
         self.num_steps = 0
-        self.grad_norm = math.nan
+        self.grad_norm, self.loss = math.nan, None
+        self._losses: list[Tensor] = []  # of the micro-steps of this step
         self.part: Callable[[str], AbstractContextManager] = record_function
         self._micro_step = 0
         self._reduce_in_backward(accumulation == 1)
@@ -113,6 +117,12 @@ class Engine(ColossalEngine):
         with self.part("backward"):
             super().backward_by_grad(tensor, grad)
 
+    def execute_schedule(self, data_iter: Iterable, forward_only: bool = False, **options: Any) -> tuple:
+        output, label, loss = super().execute_schedule(data_iter, forward_only=forward_only, **options)
+        if loss is not None and not forward_only:
+            self._losses.append(loss.detach())
+        return output, label, loss
+
     def step(self) -> None:
         """Count a micro-step; on the last one reduce, clip and update.
 
@@ -129,7 +139,15 @@ class Engine(ColossalEngine):
 
     def _update(self) -> None:
         self._all_reduce_gradients()
-        self.grad_norm = float(self.optimizer.clip_grad_by_norm(self._clip_grad_norm))
+        known = [self.optimizer.clip_grad_by_norm(self._clip_grad_norm)]
+        if self._losses and is_no_pp_or_last_stage():
+            loss = torch.stack(self._losses).mean(dtype=torch.float64)
+            if (replicas := gpc.get_world_size(ParallelMode.DATA)) > 1:
+                dist.all_reduce(loss, group=gpc.get_group(ParallelMode.DATA))
+            known.append(loss / replicas)
+        self._losses.clear()
+        self.grad_norm, *losses = read(known)
+        self.optimizer.grad_norm, self.loss = self.grad_norm, losses[0] if losses else None
         scale = self.optimizer.loss_scale
         if not math.isfinite(self.grad_norm) and (scale is None or scale <= 1):
             raise TrainingError(

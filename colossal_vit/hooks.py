@@ -27,6 +27,7 @@ from colossal_vit.ranks import RankLogger, everyone, on_one_rank
 from colossal_vit.report import draw
 from colossal_vit.sharding import split_batch
 from colossal_vit.state import Snapshot, take
+from colossal_vit.waits import WaitCounter
 from colossalai.accelerator import get_accelerator
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
@@ -139,7 +140,6 @@ class MetricsHook(BaseHook):
                 self.events = SummaryWriter(str(self.directory), purge_step=step + 1 if step else None)
             except OSError as error:
                 raise UserError(f"--output {self.directory}: cannot be written: {error.strerror or error}") from None
-        self.losses: list[Tensor] = []
         self.step_started, self.waited = time.perf_counter(), 0.0
 
     def before_train_epoch(self, trainer: Trainer) -> None:
@@ -147,24 +147,18 @@ class MetricsHook(BaseHook):
 
     def after_train_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
         engine = trainer.engine
-        if self.sees_loss:
-            self.losses.append(loss.detach())
         if not engine.finished_step:
             return
-        if self.sees_loss:
-            (total,) = _sum_over([ParallelMode.DATA], [torch.stack(self.losses).mean()], loss.device)
-            self.losses.clear()
         now = time.perf_counter()
         step_s, self.step_started = now - self.step_started, now
         if not self.writes:
             return
-        data_parallel_size = gpc.get_world_size(ParallelMode.DATA)
-        images = engine.schedule.batch_size * engine.accumulation * data_parallel_size
+        images = engine.schedule.batch_size * engine.accumulation * gpc.get_world_size(ParallelMode.DATA)
         waited = self.train_dataloader.data_s
         record = {
             "step": engine.num_steps,
             "epoch": trainer.cur_epoch,
-            "loss": total / data_parallel_size,
+            "loss": engine.loss,
             "lr": engine.optimizer.param_groups[0]["lr"],
             "grad_norm": engine.grad_norm,
             "images_per_s": images / step_s,
@@ -283,9 +277,10 @@ class ProfileHook(BaseHook):
     """`--profile`: where the time of a step goes, and a trace of one.
 
     The second optimizer step is traced by torch's profiler into `profile-rank<N>.json`, for chrome://tracing or
-    https://ui.perfetto.dev. The steps after it are timed: waiting for data, forward, backward, update (reduction of
-    gradients, clipping, optimizer). The host waits for the device at the end of each, so that its work counts where it
-    belongs; that makes a step a little longer.
+    https://ui.perfetto.dev. In the third it is counted how often the host waits for the device (see `waits`). The steps
+    after it are timed: waiting for data, forward, backward, update (reduction of gradients, clipping, optimizer). The
+    host waits for the device at the end of each, so that its work counts where it belongs; that makes a step a little
+    longer.
 
     Args:
         directory: the run directory.
@@ -293,13 +288,14 @@ class ProfileHook(BaseHook):
         log: where the times are announced.
     """
 
-    TRACED = 2
+    TRACED, COUNTED = 2, 3
 
     def __init__(self, directory: Path, train_dataloader: MicroBatches, log: RankLogger, priority: int = 3):
         super().__init__(priority)
         self.directory, self.train_dataloader, self.log = directory, train_dataloader, log
         self.seconds = dict.fromkeys(("data", "forward", "backward", "update"), 0.0)
         self.step_s, self.num_timed = 0.0, 0
+        self.waits: WaitCounter | None = None
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -331,20 +327,29 @@ class ProfileHook(BaseHook):
         engine = trainer.engine
         if not engine.finished_step:
             return
-        if engine.num_steps > self.TRACED:
+        if engine.num_steps == self.COUNTED - 1 and not gpc.config.get("COMPILE"):  # which does not know such modes
+            states = engine.optimizer.optim.state.values()
+            self.waits = WaitCounter(state["step"] for state in states if "step" in state)
+            self.waits.__enter__()
+        elif engine.num_steps == self.COUNTED and self.waits:
+            self.waits.__exit__(None, None, None)
+        if engine.num_steps > self.COUNTED:
             self.num_timed += 1
             self.step_s += time.perf_counter() - self.step_started
             self.seconds["data"] += self.train_dataloader.data_s - self.waited
         else:
             self.seconds = dict.fromkeys(self.seconds, 0.0)
-            self.profiler.step()
+            self.profiler.step()  # does no harm after the traced one
         self._restart()
 
     def after_train(self, trainer: Trainer) -> None:
         self.profiler.stop()
         if not self.num_timed:
-            self.log.info(f"--profile times steps after number {self.TRACED}: let the run make more of them")
+            self.log.info(f"--profile times steps after number {self.COUNTED}: let the run make more of them")
             return
+        if self.waits:
+            others = "".join(f", {count} for {name}" for name, count in self.waits.others.items())
+            self.log.info(f"in a step the host waits for the device: {self.waits.reads} for loss and norm{others}")
         step_s = self.step_s / self.num_timed
         means = {name: seconds / self.num_timed for name, seconds in self.seconds.items()}
         means["other"] = step_s - sum(means.values())

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from colossal_vit import norms
+from colossalai.accelerator import get_accelerator
 from colossalai.legacy import communication
 from colossalai.legacy.communication import p2p
 from colossalai.legacy.context.parallel_context import ParallelContext
@@ -100,6 +101,20 @@ def _follow_autocast(function: type[torch.autograd.Function]) -> None:
     function.follows_autocast = True
 
 
+class _NoSynchronize:
+    """An accelerator as Colossal-AI's pipeline sees it.
+
+    Mends: upstream has the host wait for the device after each exchange of the stages. The wait of the request is
+    enough: it makes the device's queue wait for the message.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(get_accelerator(), name)
+
+    def synchronize(self, device: Any = None) -> None:
+        pass
+
+
 def apply() -> None:
     """Apply all patches to this process. Call before launching; calling twice is harmless."""
     for module in (parallel_1d_operation, parallel_2d_operation, parallel_2p5d_operation, parallel_3d_operation):
@@ -107,6 +122,7 @@ def apply() -> None:
             if inspect.isclass(value) and issubclass(value, torch.autograd.Function):
                 _follow_autocast(value)
     p2p.dist = overlay(dist, batch_isend_irecv=_batch_isend_irecv)
+    p2p.get_accelerator = _NoSynchronize
     ParallelContext.init_global_dist = _init_global_dist
     parallel_3d_utils._async_grad_hook = _async_grad_hook
     parallel_2d.LayerNorm2D.forward = norms.forward_2d

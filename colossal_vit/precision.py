@@ -18,11 +18,13 @@ APEX is NVIDIA's apex, where an apex that still has `amp` is installed and there
 mostly torch does what the table says; `describe` tells which.
 
 All optimizer wrappers follow the protocol of Colossal-AI's `Engine.step`: `clip_grad_by_norm(max_norm)` on whatever
-gradients the backward passes left, then `step()`. Upstream's wrappers do not: the engine stopped calling the method
+gradients the backward passes left, then `step()`. In between the engine reads the norm, the one time in a step that the
+host waits for the device. Upstream's wrappers do not: the engine stopped calling the method
 they override, so it clips scaled gradients, by a norm that each rank takes for itself.
 """
 
 import importlib
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,11 +33,8 @@ from colossal_vit.sharding import global_norm
 from colossalai.amp.naive_amp.mixed_precision_optimizer import MixedPrecisionOptimizer
 from colossalai.interface import OptimizerWrapper
 from colossalai.legacy.amp import AMP_TYPE
-from colossalai.legacy.context import ParallelMode
-from colossalai.legacy.core import global_context as gpc
 from colossalai.legacy.utils import is_no_pp_or_last_stage
 from torch import Tensor, nn
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -101,65 +100,117 @@ def _clip(grads: list[Tensor], parameters: list[Tensor], max_norm: float, scale:
     return norm
 
 
-class FP32Optimizer(OptimizerWrapper):
-    """A plain optimizer, clipped by the global norm.
+class LossScale:
+    """What the loss is multiplied with before the backward pass, grown and lowered as overflows come.
 
-    Attributes:
-        grad_norm: L2 norm of the last full, unscaled gradient before clipping, over all ranks that share the model.
-        loss_scale: what the loss is multiplied with before the backward pass; None without loss scaling.
-        skipped: whether the last `step()` left the weights alone because of an overflow.
-        working_to_master_map: for each parameter of the model that the optimizer updates a copy of, that copy.
+    The host knows it: whether a step overflowed is known there anyway, from the norm of the gradient. The rule is
+    Colossal-AI's `DynamicGradScaler`'s, and with a hysteresis of 1 that of torch's `GradScaler`.
+
+    Args:
+        value: to begin with.
+        growth_factor, backoff_factor: what it is multiplied with when it grows and when it is lowered.
+        growth_interval: steps in a row without an overflow until it grows.
+        hysteresis: overflows since the last growth until it is lowered.
+        min_scale, max_scale: its bounds.
     """
 
-    loss_scale: float | None = None
+    def __init__(
+        self,
+        value: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        hysteresis: int = 1,
+        min_scale: float = 0.0,
+        max_scale: float = math.inf,
+    ):
+        self.value, self.growth_factor, self.backoff_factor = float(value), growth_factor, backoff_factor
+        self.growth_interval, self.hysteresis = growth_interval, hysteresis
+        self.min_scale, self.max_scale = min_scale, max_scale
+        self.growth_step = self.hysteresis_step = 0
+
+    def update(self, overflow: bool) -> None:
+        """Count a step."""
+        if overflow:
+            self.growth_step, self.hysteresis_step = 0, self.hysteresis_step + 1
+            if self.hysteresis_step >= self.hysteresis:
+                self.value = max(self.value * self.backoff_factor, self.min_scale)
+            return
+        self.growth_step += 1
+        if self.growth_step == self.growth_interval:
+            self.growth_step = self.hysteresis_step = 0
+            self.value = min(self.value * self.growth_factor, self.max_scale)
+
+    def state(self) -> dict[str, Any]:
+        """What it has to know to go on, for JSON."""
+        keys = ("growth_step", "hysteresis_step")
+        return {"loss_scale": self.value, **{key: getattr(self, key) for key in keys}}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on with what `state` returned."""
+        self.value = state["loss_scale"]
+        self.growth_step, self.hysteresis_step = state["growth_step"], state.get("hysteresis_step", 0)
+
+
+class _Scaled:
+    """What optimizers have in common that may scale the loss.
+
+    Attributes:
+        scale: None without loss scaling.
+        grad_norm: L2 norm of the last full, unscaled gradient before clipping, over all ranks that share the model; set
+            by `clip_grad_by_norm`, and by the engine to the same number on the host.
+        skipped: whether the last `step()` left the weights alone because of an overflow.
+    """
+
+    scale: LossScale | None = None
     skipped = False
-    working_to_master_map: Mapping[Tensor, Tensor] = {}
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What the loss is multiplied with before the backward pass; None without loss scaling."""
+        return self.scale and self.scale.value
 
     def scaler_state(self) -> dict[str, Any]:
         """What the loss scaler would have to know to go on: for JSON, empty without loss scaling."""
-        return {}
+        return self.scale.state() if self.scale else {}
 
-    def load_scaler_state(self, state: dict[str, Any]) -> None:
+    def load_scaler_state(self, state: Mapping[str, Any]) -> None:
         """Go on with what `scaler_state` returned, of whichever wrapper: as far as both scale the loss."""
+        if self.scale and "loss_scale" in state:
+            self.scale.load_state(state)
+
+    def _overflowed(self) -> bool:
+        """Whether to skip this step; the norm is global, so all ranks decide the same."""
+        self.skipped = self.scale is not None and not math.isfinite(self.grad_norm)
+        if self.scale:
+            self.scale.update(self.skipped)
+        return self.skipped
+
+
+class FP32Optimizer(_Scaled, OptimizerWrapper):
+    """A plain optimizer, clipped by the global norm; with a `scale` that of `AMP_TYPE.TORCH` in fp16.
+
+    Attributes:
+        working_to_master_map: for each parameter of the model that the optimizer updates a copy of, that copy.
+    """
+
+    working_to_master_map: Mapping[Tensor, Tensor] = {}
+
+    def __init__(self, optim: Optimizer, scale: LossScale | None = None):
+        super().__init__(optim)
+        self.scale = scale
+
+    def backward(self, loss: Tensor, *args, **kwargs) -> None:
+        super().backward(loss * self.scale.value if self.scale else loss, *args, **kwargs)
 
     def clip_grad_by_norm(self, max_norm: float, *args, **kwargs) -> Tensor:
         parameters = [p for p in self.parameters if p.grad is not None]
-        self.grad_norm = _clip([p.grad for p in parameters], parameters, max_norm)
+        self.grad_norm = _clip([p.grad for p in parameters], parameters, max_norm, scale=self.loss_scale or 1.0)
         return self.grad_norm
 
-
-class TorchAMPOptimizer(FP32Optimizer):
-    """The optimizer of `AMP_TYPE.TORCH` in fp16: dynamic loss scaling, the same decision on every rank of the model."""
-
-    def __init__(self, optim: Optimizer, device: torch.device, **scaling: Any):
-        super().__init__(optim)
-        self.scaler = ShardedGradScaler(device.type, process_group=gpc.get_group(ParallelMode.MODEL), **scaling)
-
-    @property
-    def loss_scale(self) -> float:
-        return self.scaler.get_scale()
-
-    def scaler_state(self) -> dict[str, Any]:
-        state = self.scaler.state_dict()
-        return {"loss_scale": state["scale"], "growth_step": state["_growth_tracker"]}
-
-    def load_scaler_state(self, state: dict[str, Any]) -> None:
-        if "loss_scale" in state:
-            own = {"scale": state["loss_scale"], "_growth_tracker": state["growth_step"]}
-            self.scaler.load_state_dict({**self.scaler.state_dict(), **own})
-
-    def backward(self, loss: Tensor, *args, **kwargs) -> None:
-        super().backward(self.scaler.scale(loss), *args, **kwargs)
-
-    def clip_grad_by_norm(self, max_norm: float, *args, **kwargs) -> Tensor:
-        self.scaler.unscale_(self.optim)
-        return super().clip_grad_by_norm(max_norm)
-
     def step(self, *args, **kwargs) -> None:
-        scale = self.loss_scale
-        self.scaler.step(self.optim)
-        self.scaler.update()
-        self.skipped = self.loss_scale < scale
+        if not self._overflowed():
+            self.optim.step(*args, **kwargs)
 
 
 class ApexOptimizer(FP32Optimizer):
@@ -168,6 +219,7 @@ class ApexOptimizer(FP32Optimizer):
     def __init__(self, optim: Optimizer, amp: Any, working: list[Tensor]):
         super().__init__(optim)
         self.amp = amp
+        self._lowered = False
         self.working_to_master_map = dict(zip(working, self.parameters, strict=True))
 
     @property
@@ -185,7 +237,7 @@ class ApexOptimizer(FP32Optimizer):
         scale = self.loss_scale
         with self.amp.scale_loss(loss, self.optim) as scaled:
             scaled.backward(*args, **kwargs)
-        self._overflowed = self.loss_scale < scale or getattr(self, "_overflowed", False)
+        self._lowered = self.loss_scale < scale or self._lowered
 
     def clip_grad_by_norm(self, max_norm: float, *args, **kwargs) -> Tensor:
         parameters = [p for p in self.amp.master_params(self.optim) if p.grad is not None]
@@ -194,44 +246,25 @@ class ApexOptimizer(FP32Optimizer):
 
     def step(self, *args, **kwargs) -> None:
         self.optim.step(*args, **kwargs)
-        self.skipped, self._overflowed = self._overflowed, False
+        self.skipped, self._lowered = self._lowered, False
 
 
-class NaiveAMPOptimizer(MixedPrecisionOptimizer):
-    """The optimizer of `AMP_TYPE.NAIVE`: Colossal-AI's fp32 master weights and loss scaler, with a global norm.
+class NaiveAMPOptimizer(_Scaled, MixedPrecisionOptimizer):
+    """The optimizer of `AMP_TYPE.NAIVE`: Colossal-AI's fp32 master weights, with a global norm.
 
-    Upstream unscales with the scale that is meant for the next step, and takes the norm on each rank by itself.
+    Upstream unscales with the scale that is meant for the next step, takes the norm on each rank by itself, and reads
+    the scale from the device for every micro-batch. So its own loss scaling stays off.
     """
 
-    skipped = False
-
-    def __init__(self, optim: Optimizer, precision: str, **scaling: Any):
-        super().__init__(optim, precision=precision, **scaling)
+    def __init__(self, optim: Optimizer, scale: LossScale | None = None):
+        super().__init__(optim, precision="bf16")  # the type without a scaler; it means nothing else
+        self.scale = scale
         for working, master in self.working_to_master_map.items():
             if hasattr(working, "shard"):
                 master.shard = working.shard
 
-    @property
-    def loss_scale(self) -> float | None:
-        return getattr(self.mixed_precision, "loss_scale", None)
-
-    def scaler_state(self) -> dict[str, Any]:
-        """See `FP32Optimizer.scaler_state`."""
-        if self.loss_scale is None:
-            return {}
-        scaler = self.mixed_precision.grad_scaler
-        return {
-            "loss_scale": self.loss_scale,
-            "growth_step": scaler._growth_step,
-            "hysteresis_step": scaler._hysteresis_step,
-        }
-
-    def load_scaler_state(self, state: dict[str, Any]) -> None:
-        """See `FP32Optimizer.load_scaler_state`."""
-        if "loss_scale" in state and self.loss_scale is not None:
-            scaler = self.mixed_precision.grad_scaler
-            scaler._scale.fill_(state["loss_scale"])
-            scaler._growth_step, scaler._hysteresis_step = state["growth_step"], state.get("hysteresis_step", 0)
+    def backward(self, loss: Tensor, *args, **kwargs) -> None:
+        super().backward(loss * self.scale.value if self.scale else loss, *args, **kwargs)
 
     def clip_grad_by_norm(self, max_norm: float, *args, **kwargs) -> Tensor:
         """Move the gradients to the master weights, in fp32, and unscale and clip them there."""
@@ -246,12 +279,9 @@ class NaiveAMPOptimizer(MixedPrecisionOptimizer):
 
     @torch.no_grad()
     def step(self, *args, **kwargs) -> None:
-        if self.loss_scale is not None:
-            self.skipped = not bool(torch.isfinite(self.grad_norm))  # the norm is global: one decision for all ranks
-            self.mixed_precision.grad_scaler.update(self.skipped)
-            if self.skipped:
-                self.zero_grad()
-                return
+        if self._overflowed():
+            self.zero_grad()
+            return
         self.optim.step(*args, **kwargs)
         for working, master in self.working_to_master_map.items():
             if master is not working:
@@ -331,8 +361,9 @@ def convert(
         return model, FP32Optimizer(optimizer), criterion
     dtype = compute_dtype(fp16, device)
     scaling = {key: value for key, value in fp16.items() if key not in ("mode", "dtype", "opt_level")}
-    if dtype != torch.float16:
-        scaling.clear()
+    # The defaults that the tutorials' scalers have: torch's GradScaler, and Colossal-AI's.
+    naive = dict(growth_interval=1000, hysteresis=2, min_scale=1.0, max_scale=2.0**32)
+    scaling["value"] = scaling.pop("initial_scale", scaling.pop("init_scale", 2.0**16))
     if mode == AMP_TYPE.APEX and (amp := _apex_amp(device)):
         working = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
@@ -340,9 +371,7 @@ def convert(
     if mode == AMP_TYPE.TORCH or (mode == AMP_TYPE.APEX and level == "O1"):
         model = Autocast(model, device, dtype)
         criterion = criterion and Autocast(criterion, device, dtype)
-        if dtype == torch.float16:
-            return model, TorchAMPOptimizer(optimizer, device, **scaling), criterion
-        return model, FP32Optimizer(optimizer), criterion
+        return model, FP32Optimizer(optimizer, LossScale(**scaling) if dtype == torch.float16 else None), criterion
     chunks = list(model) if isinstance(model, nn.ModuleList) else [model]  # several in an interleaved pipeline
     last = len(chunks) - 1 if is_no_pp_or_last_stage() else None
     chunks = [LowPrecision(chunk, dtype, output_to_fp32=number == last) for number, chunk in enumerate(chunks)]
@@ -351,4 +380,5 @@ def convert(
     model = nn.ModuleList(chunks) if isinstance(model, nn.ModuleList) else chunks[0]
     if mode == AMP_TYPE.APEX and level == "O3":
         return model, FP32Optimizer(optimizer), criterion
-    return model, NaiveAMPOptimizer(optimizer, "fp16" if dtype == torch.float16 else "bf16", **scaling), criterion
+    scale = LossScale(**{**naive, **scaling}) if dtype == torch.float16 else None
+    return model, NaiveAMPOptimizer(optimizer, scale), criterion

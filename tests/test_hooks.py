@@ -1,5 +1,6 @@
 """What a run leaves behind: metrics.jsonl, TensorBoard events, curves, the resolved config."""
 
+import itertools
 import json
 import re
 import time
@@ -13,11 +14,13 @@ from colossal_vit.errors import TrainingError
 from colossal_vit.hooks import DebugNanHook
 from colossal_vit.report import draw, read_metrics
 from colossal_vit.trainer import Trainer
+from colossal_vit.waits import WaitCounter, read
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import recipes
 import vit
 import world
+from check_layouts import LAYOUTS
 
 STEP_KEYS = ["step", "epoch", "loss", "lr", "grad_norm", "images_per_s", "data_s", "step_s", "memory_gb"]
 EVAL_KEYS = ["step", "epoch", "eval_loss", "eval_accuracy", "eval_images"]
@@ -124,8 +127,8 @@ def test_profile_says_where_the_time_goes(tmp_path):
     assert min(times[name] for name in ("forward", "backward", "update")) > 0
     assert times["other"] >= 0
     steps = read_metrics(tmp_path)[0]
-    assert int(count) == len(steps) - 2
-    assert float(step) == pytest.approx(1e3 * sum(record["step_s"] for record in steps[2:]) / int(count), rel=0.1)
+    assert int(count) == len(steps) - 3
+    assert float(step) == pytest.approx(1e3 * sum(record["step_s"] for record in steps[3:]) / int(count), rel=0.1)
     for rank in range(2):
         trace = json.loads((tmp_path / f"profile-rank{rank}.json").read_text())
         names = [event.get("name") for event in trace["traceEvents"] if event.get("cat") == "user_annotation"]
@@ -133,8 +136,61 @@ def test_profile_says_where_the_time_goes(tmp_path):
 
 
 def test_profile_of_too_few_steps_says_so(tmp_path):
-    argv = [*recipes.flags(), "--output", str(tmp_path), "--profile", "--max-steps", "2"]
-    assert "--profile times steps after number 2" in world.run(recipes.HYBRID, argv).stdout[0]
+    argv = [*recipes.flags(), "--output", str(tmp_path), "--profile", "--max-steps", "3"]
+    assert "--profile times steps after number 3" in world.run(recipes.HYBRID, argv).stdout[0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "amp", "dtype"),
+    [
+        *itertools.product(["DP 2", "2D 4"], [None, "NAIVE", "TORCH"], ["bf16", "fp16"]),
+        *itertools.product(["PP 2", "PP 2 interleaved × 2"], [None, "NAIVE"], ["bf16", "fp16"]),
+    ],
+)
+def test_the_host_waits_for_the_device_once_a_step(layout, amp, dtype, tmp_path):
+    """With clipping, accumulation and all that is recorded; once, also where a step has several micro-batches."""
+    world_size, values = LAYOUTS[layout]
+    if amp is None and dtype == "fp16":
+        return
+    batch = values.get("BATCH_SIZE", 32) // 2
+    more = {"IMG_SIZE": 16, "BATCH_SIZE": batch, "gradient_accumulation": 2}
+    more["OPTIMIZER"] = "adamw" if layout == "DP 2" else "lamb"
+    more |= {"fp16.dtype": dtype} if amp else {}
+    argv = [*recipes.flags(amp, **{**values, **more}), "--output", str(tmp_path), "--profile", "--max-steps", "4"]
+    result = world.run(recipes.HYBRID, argv, world_size)
+    assert result.codes == [0] * world_size, str(result)
+    (said,) = re.findall(r"in a step the host waits for the device: (.*)", result.stdout[0])
+    assert said == "1 for loss and norm"
+
+
+@pytest.mark.parametrize(
+    ("script", "config", "values"),
+    [
+        ("vit_caltech101_amp/train.py", "config/config_AMP_torch.py", ["SYNTHETIC=True", "DEPTH=1", "BATCH_SIZE=4"]),
+        ("vit_imagenet_dali/train.py", "config_sample.py", ["fp16.mode=AMP_TYPE.NAIVE", "DEPTH=1", "BATCH_SIZE=4"]),
+    ],
+)
+def test_so_it_is_in_the_other_examples(script, config, values, tmp_path):
+    """With their losses, Mixup among them."""
+    flags = [part for value in [*values, "IMG_SIZE=32", "HIDDEN_SIZE=32", "NUM_HEADS=2"] for part in ("--set", value)]
+    argv = ["--config", config, "--output", str(tmp_path), "--profile", "--max-steps", "4", *flags]
+    result = world.run(script, argv)
+    assert result.codes == [0], str(result)
+    assert "in a step the host waits for the device: 1 for loss and norm\n" in result.stdout[0]
+
+
+def test_other_waits_are_counted():
+    """Also where they cost nothing, on the CPU."""
+    count = torch.tensor(3.0)
+    with WaitCounter([count]) as waits:
+        values = torch.arange(4.0)
+        assert read([values.sum(), values.max()]) == [6.0, 3.0]
+        assert count.item() == 3.0
+        assert values.sum() == 6.0
+        assert float(values[1]) == 1.0
+        assert len(values[values > 1]) == 2
+        assert read([values[0]]) == [0.0]
+    assert (waits.reads, waits.others) == (2, {"_local_scalar_dense": 2, "index": 1})
 
 
 @pytest.mark.parametrize("amp", [None, "NAIVE"])

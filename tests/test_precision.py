@@ -1,6 +1,7 @@
 """Mixed precision: the loss stays close to fp32's, gradients are unscaled before they are clipped, overflows skip."""
 
 import json
+import math
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import timm
 import torch
 from colossal_vit import precision
 from colossal_vit.engine import initialize
-from colossal_vit.precision import NaiveAMPOptimizer, TorchAMPOptimizer
+from colossal_vit.precision import FP32Optimizer, LossScale, NaiveAMPOptimizer
 from colossalai.legacy.amp import AMP_TYPE
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
@@ -153,6 +154,36 @@ def test_a_scaler_goes_on_where_another_one_stopped(mode):
     assert ("fp16" in mode) == (len({scale for scale, _ in expected}) > 1)
 
 
+@pytest.mark.parametrize("hysteresis", [1, 2])
+def test_the_scale_is_the_one_that_other_scalers_have(hysteresis):
+    """After each of 200 steps, some of which overflow: torch's GradScaler's, and Colossal-AI's."""
+    from colossalai.amp.naive_amp.grad_scaler import DynamicGradScaler
+
+    overflows = torch.rand(200, generator=torch.Generator().manual_seed(0)) < 0.15
+    factors = dict(growth_factor=2.0, backoff_factor=0.5, growth_interval=5)
+    bounds = dict(min_scale=2.0**8, max_scale=2.0**12)
+
+    def function():
+        theirs = DynamicGradScaler(2.0**10, hysteresis=hysteresis, **factors, **bounds)
+        ours = LossScale(2.0**10, hysteresis=hysteresis, **factors, **bounds)
+        torchs, plain = torch.amp.GradScaler("cpu", init_scale=2.0**10, **factors), LossScale(2.0**10, **factors)
+        weight = torch.nn.Parameter(torch.zeros(()))
+        optimizer = torch.optim.SGD([weight], lr=0.0)
+        torchs.scale(weight)
+        seen = set()
+        for overflow in overflows.tolist():
+            weight.grad = torch.tensor(math.inf if overflow else 0.0)
+            torchs.step(optimizer)
+            torchs.update()
+            for scaler in (theirs, ours, plain):
+                scaler.update(overflow)
+            assert (ours.value, plain.value) == (theirs.scale.item(), torchs.get_scale())
+            seen.add(ours.value)
+        return seen
+
+    assert len(world.call(function)[0]) > 3
+
+
 def test_upstream_unscales_by_the_grown_scale():
     """The defect behind `NaiveAMPOptimizer.step`: when the scale grows, upstream halves that step's gradient."""
     from colossalai.amp.naive_amp.mixed_precision_optimizer import MixedPrecisionOptimizer
@@ -186,7 +217,7 @@ def test_masters_are_fp32_and_weights_follow():
 def test_wrappers_are_the_ones_asked_for():
     expected = {
         "NAIVE fp16": NaiveAMPOptimizer,
-        "TORCH fp16": TorchAMPOptimizer,
+        "TORCH fp16": FP32Optimizer,
     }
     for mode, wrapper in expected.items():
         (name,) = world.call(lambda: type(engine_with_gradient([1.0], None, 0.0).optimizer), fp16=MODES[mode])

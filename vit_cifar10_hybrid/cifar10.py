@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from colossal_vit.data import IGNORED, EvalSampler, GlobalBatchSampler, sees_images
+from colossal_vit.data import IGNORED, EvalSampler, GlobalBatchSampler, sees_images, to_device
 from colossal_vit.dry_run import Placeholders
 from colossal_vit.errors import UserError
 from colossal_vit.launch import Run
@@ -168,7 +168,7 @@ class Batches:
         generator = self.sampler.generator(-1 - self.sampler.epoch)  # not the numbers that the order is made of
         shifts = torch.randint(0, 2 * self.crop_padding + 1, (count, 2), generator=generator)
         mirrored = torch.rand(count, generator=generator) < 0.5
-        return shifts.to(self.device), mirrored.to(self.device)
+        return to_device(shifts, self.device), to_device(mirrored, self.device)
 
     def _augment(self, images: Tensor, shifts: Tensor, mirrored: Tensor) -> Tensor:
         if self.crop_padding:
@@ -186,7 +186,7 @@ class Batches:
         train = isinstance(self.sampler, GlobalBatchSampler)
         shifts, mirrored = self._changes() if train else (None, None)
         for indices in self.sampler:
-            indices = indices.to(self.device)
+            indices = to_device(indices, self.device)
             labels = torch.where(indices < 0, IGNORED, self.labels[indices])
             if not self.first_stage:
                 yield indices, labels

@@ -23,7 +23,7 @@ import nvidia.dali
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from colossal_vit.data import IGNORED, SyntheticBatches, sees_images
+from colossal_vit.data import IGNORED, SyntheticBatches, sees_images, to_device
 from colossal_vit.dry_run import Placeholders
 from colossal_vit.errors import UserError
 from colossal_vit.launch import Run
@@ -320,14 +320,15 @@ class DaliLoader:
             if culprit := self._culprit(str(error)):
                 raise UserError(f"{culprit}; to train without such records, set dali = dict(max_bad=...)") from None
             raise
-        labels = torch.from_dlpack(records.as_tensor()).flatten() - 1  # (B,)
-        strange = (labels < 0) | (labels >= self.num_classes)
+        numbers = records.as_array().ravel()  # (B,), on the host
+        strange = (numbers < 1) | (numbers > self.num_classes)
         if strange.any():
-            place = int(strange.nonzero()[0])
+            place = int(strange.argmax())
             where = records[place].source_info().replace(" at index ", " at byte ")
-            label, most = int(labels[place]) + 1, self.num_classes
-            raise UserError(f"{where}: image/class/label is {label}, not from 1 to NUM_CLASSES = {most}")
-        return (torch.from_dlpack(images[0].as_tensor()) if images else None), labels
+            raise UserError(
+                f"{where}: image/class/label is {numbers[place]}, not from 1 to NUM_CLASSES = {self.num_classes}"
+            )
+        return (torch.from_dlpack(images[0].as_tensor()) if images else None), torch.from_numpy(numbers - 1)
 
     def _culprit(self, message: str) -> str | None:
         """The record that DALI failed at: its shard, byte and what is wrong, as far as it can be found."""
@@ -344,7 +345,7 @@ class DaliLoader:
         return None
 
     def _deliver(self, images: Tensor | None, labels: Tensor) -> tuple[Tensor, Tensor]:
-        labels = labels.to(self.device, non_blocking=True)
+        labels = to_device(labels, self.device)
         return (labels if images is None else images), labels
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:

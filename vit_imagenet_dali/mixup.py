@@ -5,7 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
-import torch.nn.functional as F
+import torch
+from colossal_vit.data import to_device
 from torch import Tensor
 
 
@@ -24,7 +25,7 @@ def mix(images: Tensor, labels: Tensor, num_classes: int, lam: float, partner: T
     Returns:
         The blended images, of the shape and type of `images`, and float32 targets (B, num_classes).
     """
-    targets = F.one_hot(labels, num_classes).float()
+    targets = torch.zeros(len(labels), num_classes, device=labels.device).scatter_(1, labels[:, None], 1.0)
     return images.lerp(images[partner], 1 - lam), targets.lerp(targets[partner], 1 - lam)
 
 
@@ -69,5 +70,5 @@ class Mixup:
             generator = np.random.default_rng((self.seed, self.rank, self.position))
             self.position += 1
             lam = generator.beta(self.alpha, self.alpha)
-            partner = labels.new_tensor(generator.permutation(len(labels)))
+            partner = to_device(torch.from_numpy(generator.permutation(len(labels))), labels.device)
             yield mix(images, labels, self.num_classes, lam, partner)

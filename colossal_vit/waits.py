@@ -1,0 +1,61 @@
+"""Where the host waits for the device.
+
+A GPU works through its queue while the host goes on, until the host wants to know a value. Then the queue runs empty.
+
+`read` is how a training step asks, once. `WaitCounter` counts what else does: on a CPU, too, where asking costs
+nothing, so that a test can see it.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_reading = False
+
+
+def read(scalars: Iterable[Tensor]) -> list[float]:
+    """The values of scalars on a device, in one copy to the host."""
+    global _reading
+    _reading = True
+    try:
+        return [value.item() for value in torch.stack([scalar.double() for scalar in scalars]).cpu().unbind()]
+    finally:
+        _reading = False
+
+
+class WaitCounter(TorchDispatchMode):
+    """Counts the waits inside the block.
+
+    Args:
+        on_host: scalars that are on the host wherever the model is, as an optimizer's step counts.
+
+    Attributes:
+        reads: calls of `read`, each a wait.
+        others: by operator, how often a value was asked for in another way.
+    """
+
+    # What must know the values of a tensor: for the host, or for the shape of the result.
+    OPERATORS = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "_unique2", "equal")
+
+    def __init__(self, on_host: Iterable[Tensor] = ()):
+        super().__init__()
+        self.on_host = {id(scalar) for scalar in on_host}
+        self.reads, self.others = 0, {}
+        self._inside = False
+
+    def _waits(self, name: str, args: tuple) -> bool:
+        if name == "index":  # by a mask, of which the shape of the result depends
+            return any(mask is not None and mask.dtype in (torch.bool, torch.uint8) for mask in args[1])
+        return name in self.OPERATORS and id(args[0]) not in self.on_host
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name = function._schema.name.removeprefix("aten::")
+        if _reading:
+            self.reads += not self._inside
+        elif self._waits(name, args):
+            self.others[name] = self.others.get(name, 0) + 1
+        self._inside = _reading
+        return function(*args, **(kwargs or {}))
