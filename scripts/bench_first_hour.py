@@ -1,11 +1,10 @@
 """What a newcomer types first, here and at an earlier commit: the quickstart, or the whole test suite, paired.
 
-    python scripts/bench_first_hour.py quickstart|suite BASE [--runs 1] [--side-by-side]
-                                       [--output results/first_hour/quickstart]
+    python scripts/bench_first_hour.py quickstart|suite BASE [--runs 1] [--output results/first_hour/quickstart]
 
-Both commits are cloned into empty folders and set up first, which does not count. Then HEAD and BASE take turns, or run
-at the same time, HEAD on the first core alone and BASE on the second. CPU seconds are user and system time of the whole
-run, as the kernel counts it for a process and all that it has waited for; what SLURM's daemons start is in neither.
+Both commits are cloned into empty folders and set up first, which does not count. Then HEAD and BASE take turns. CPU
+seconds are user and system time of the whole run, as the kernel counts it for a process and all that it has waited for;
+what SLURM's daemons start is in neither.
 
 Writes <what>.md (the table), <what>.json (every run), log.txt (all that was printed) and provenance.json.
 """
@@ -18,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from colossal_vit.report import provenance, write_benchmark
@@ -45,7 +43,6 @@ def main() -> None:
     parser.add_argument("what", choices=COMMANDS)
     parser.add_argument("base", help="the commit to compare with")
     parser.add_argument("--runs", type=int, default=1, help="pairs (default %(default)s)")
-    parser.add_argument("--side-by-side", action="store_true", help="at the same time, on a core each")
     parser.add_argument("--output", type=Path, help="where the result goes (default results/first_hour/WHAT)")
     args = parser.parse_args()
     output = args.output or ROOT / "results/first_hour" / args.what
@@ -61,15 +58,9 @@ def main() -> None:
             subprocess.run(["git", "clone", "--quiet", str(ROOT), str(folder)], check=True)
             subprocess.run(["git", "checkout", "--quiet", commit], cwd=folder, check=True)
             subprocess.run(["bash", "-c", "source scripts/setup.sh"], cwd=folder, check=True)
-        command = ["bash", COMMANDS[args.what]]
         for number in range(args.runs):
-            if args.side_by_side:
-                with ThreadPoolExecutor() as threads:
-                    pinned = (["taskset", "-c", str(core), *command] for core in range(2))
-                    answers = list(threads.map(run, pinned, folders.values()))
-            else:
-                answers = [run(command, folder) for folder in folders.values()]
-            for commit, (wall, cpu, code, said) in zip(folders, answers, strict=True):
+            for commit, folder in folders.items():
+                wall, cpu, code, said = run(["bash", COMMANDS[args.what]], folder)
                 runs.append({"commit": commit, "wall_s": wall, "cpu_s": cpu, "exit_code": code})
                 log.append(
                     f"===== run {number} of {commit}: {wall:.0f} s, {cpu:.0f} CPU s, exit code {code} =====\n{said}"
