@@ -9,13 +9,16 @@ import textwrap
 from types import SimpleNamespace
 
 import pytest
+import timm
 import torch
 import torch.distributed as dist
 from colossal_vit import dry_run, engine, host, launch, patches
 from colossal_vit.config import Config
 from colossal_vit.errors import UserError
 from colossal_vit.rendezvous import find_rendezvous
+from colossalai.legacy.amp import AMP_TYPE
 from colossalai.legacy.context.parallel_context import ParallelContext
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import real
 import recipes
@@ -248,3 +251,58 @@ def test_arguments_of_ddp():
     assert world.call(function, 2, **settings) == [(3 * 2**20, True)] * 2
     with pytest.raises(UserError, match=r"unknown key torch_ddp.buckets"):
         recipes.config(recipes.flags(**{"torch_ddp.buckets": 3}))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How much is launched
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Operators(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def in_second_step(step):
+    """How many operators the second call of `step` dispatches."""
+    step()
+    with Operators() as operators:
+        step()
+    return operators.count
+
+
+@pytest.mark.parametrize("fp16", [None, dict(mode=AMP_TYPE.TORCH, dtype="bf16")], ids=["fp32", "TORCH"])
+def test_a_step_dispatches_about_what_a_bare_loop_does(fp16):
+    """The same timm model and optimizer, clipped: at most 5 % more operators, and each one is a launch on a GPU."""
+
+    def function():
+        images, labels = torch.randn(4, 3, 32, 32), torch.arange(4)
+        model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=4, num_classes=4)
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def bare_step():
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=fp16 is not None):
+                loss = torch.nn.functional.cross_entropy(model(images), labels)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            return loss.item()
+
+        bare = in_second_step(bare_step)
+        ours, *_ = engine.initialize(model, optimizer, torch.nn.CrossEntropyLoss())
+
+        def engine_step():
+            ours.zero_grad()
+            ours.execute_schedule(iter([(images, labels)]), return_loss=True)
+            ours.step()
+
+        ours.train()
+        return in_second_step(engine_step), bare
+
+    ((ours, bare),) = world.call(function, fp16=fp16, clip_grad_norm=1.0)
+    assert bare > 300
+    assert ours <= 1.05 * bare, (ours, bare)
