@@ -230,13 +230,17 @@ class Lamb(Optimizer):
 
 
 def build_optimizer(config: Config, parameters: Iterable[Tensor]) -> Optimizer:
-    """What OPTIMIZER names, 'sgd', 'lamb' or 'adamw', with LEARNING_RATE, WEIGHT_DECAY and for SGD MOMENTUM."""
+    """What OPTIMIZER names, 'sgd', 'lamb' or 'adamw', with LEARNING_RATE, WEIGHT_DECAY and for SGD MOMENTUM.
+
+    On a GPU AdamW updates all parameters in one kernel. PyTorch's fused SGD cannot be planned by `--dry-run`: it does
+    not know tensors without data.
+    """
     common = dict(lr=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY)
     if config.OPTIMIZER == "sgd":
         return torch.optim.SGD(parameters, momentum=config.MOMENTUM, **common)
     if config.OPTIMIZER == "lamb":
         return Lamb(parameters, **common)
-    return torch.optim.AdamW(parameters, **common)
+    return torch.optim.AdamW(parameters, fused=torch.cuda.is_available() or None, **common)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -279,7 +279,10 @@ def _load_moments(path: Path, engine: Engine, moments_step: int) -> None:
             # PyTorch's optimizers want moments of the parameter's type. Lamb has its own idea, and saved them so.
             dtype = piece.dtype if lamb else master.dtype
             optimizer.state[master][moment] = piece.to(master.device, dtype, copy=True).contiguous()
-            optimizer.state[master]["step"] = moments_step if lamb else torch.tensor(float(moments_step))
+            # PyTorch keeps the count on the host, but for the kernel that updates all parameters at once.
+            device = master.device if optimizer.defaults.get("fused") else None
+            count = moments_step if lamb else torch.tensor(float(moments_step), device=device)
+            optimizer.state[master]["step"] = count
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:

@@ -6,18 +6,20 @@ import subprocess
 import sys
 import sysconfig
 import textwrap
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import timm
 import torch
 import torch.distributed as dist
-from colossal_vit import dry_run, engine, host, launch, patches
+from colossal_vit import dry_run, engine, host, launch, optim, patches
 from colossal_vit.config import Config
 from colossal_vit.errors import UserError
 from colossal_vit.rendezvous import find_rendezvous
 from colossalai.legacy.amp import AMP_TYPE
 from colossalai.legacy.context.parallel_context import ParallelContext
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import real
@@ -259,11 +261,46 @@ def test_arguments_of_ddp():
 
 
 class Operators(TorchDispatchMode):
-    count = 0
+    def __init__(self):
+        super().__init__()
+        self.names = Counter()
+
+    @property
+    def count(self):
+        return self.names.total()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += 1
+        self.names[function._schema.name.removeprefix("aten::")] += 1
         return function(*args, **(kwargs or {}))
+
+
+def test_adamws_update_on_a_gpu_is_one_kernel(monkeypatch):
+    config = Config(dict(OPTIMIZER="adamw", LEARNING_RATE=0.1, WEIGHT_DECAY=0.1))
+    with FakeTensorMode():
+        parameters = [torch.nn.Parameter(torch.ones(5, 6, device="cuda")) for _ in range(10)]
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "is_available", lambda: True)
+            optimizer = optim.build_optimizer(config, parameters)
+        for _ in range(2):
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            with Operators() as operators:
+                optimizer.step()
+        assert operators.names["_fused_adamw_"] == 1
+        assert {state["step"].device.type for state in optimizer.state.values()} == {"cuda"}
+
+
+@pytest.mark.parametrize("amp", [None, "NAIVE"])
+def test_a_run_with_that_kernel_resumes_to_the_bit(amp, monkeypatch, tmp_path):
+    """The CPU has it, too."""
+    adamw = torch.optim.AdamW
+    monkeypatch.setattr(
+        torch.optim, "AdamW", lambda parameters, **options: adamw(parameters, **{**options, "fused": True})
+    )
+    whole, _ = recipes.train(tmp_path / "whole", steps=6, amp=amp, DEPTH=1)
+    for steps in (3, 6):
+        parts, _ = recipes.train(tmp_path / "parts", steps=steps, amp=amp, DEPTH=1)
+    assert [record["loss"] for record in parts] == [record["loss"] for record in whole]
 
 
 def in_second_step(step):
