@@ -126,12 +126,12 @@ def test_training_from_imported_weights(exported, tmp_path, capsys):
     assert all(torch.equal(model[name], given[name]) for name in same)
 
     values = dict(IMG_SIZE=48, NUM_CLASSES=12, LEARNING_RATE=1e-3)
-    result = plain(tmp_path / "run", "--resume", str(start), "--max-steps", "2", **values)
+    result = plain(tmp_path / "run", "--resume", str(start), "--max-steps", "8", **values)
     assert result.codes == [0], str(result)
     steps, _ = read_metrics(tmp_path / "run")
-    assert [record["step"] for record in steps] == [1, 2]
+    assert [record["step"] for record in steps] == list(range(1, 9))
     assert steps[0]["loss"] == pytest.approx(math.log(12), rel=1e-6)
-    assert steps[1]["loss"] < steps[0]["loss"] - 1e-3
+    assert steps[-1]["loss"] < steps[0]["loss"] - 1e-2
 
 
 @pytest.mark.parametrize("prefix", [0, 1])
