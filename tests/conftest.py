@@ -30,6 +30,9 @@ import world
 MODULES = dict(sys.modules)  # what the train scripts import, and this file
 
 torch.set_num_threads(1)
+# Autograd looks for GPUs in its first backward pass, and where it finds one no fork can use it. A FakeTensorMode with
+# CUDA tensors makes it find one, so the first pass has to come before.
+torch.ones(1, requires_grad=True).backward()
 gc.freeze()  # else each fork's first collection reads, and so copies, all that was imported
 # More ranks than cores, each waking the others all the time: a rank that is not interrupted for one that has just woken
 # up saves a third of the switches.
