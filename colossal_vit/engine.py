@@ -41,7 +41,7 @@ from colossalai.legacy.engine.schedule import (
     PipelineSchedule,
     get_tensor_shape,
 )
-from colossalai.legacy.utils import is_no_pp_or_last_stage, is_using_ddp, is_using_pp, sync_model_param
+from colossalai.legacy.utils import is_using_ddp, is_using_pp, sync_model_param
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -140,7 +140,7 @@ class Engine(ColossalEngine):
     def _update(self) -> None:
         self._all_reduce_gradients()
         known = [self.optimizer.clip_grad_by_norm(self._clip_grad_norm)]
-        if self._losses and is_no_pp_or_last_stage():
+        if self._losses:  # in the last pipeline stage only
             loss = torch.stack(self._losses).mean(dtype=torch.float64)
             if (replicas := gpc.get_world_size(ParallelMode.DATA)) > 1:
                 dist.all_reduce(loss, group=gpc.get_group(ParallelMode.DATA))

@@ -8,6 +8,9 @@ width 768), and the norm returns zeros without any sign of it; in bf16 the varia
 a pass go in one all-reduce.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from colossalai.legacy.context import ParallelMode
@@ -72,53 +75,34 @@ class _ScaleAndShift3D(torch.autograd.Function):
         return (grad * weight).to(x.dtype), *pending, None, None
 
 
+def _scale_and_shift(self: nn.Module, normalized: Tensor, gather: Callable, *place: Any) -> Tensor:
+    """bias + weight · normalized, both gathered from the ranks of a column by `add_bias_2d` or `add_bias_2p5d`."""
+    ranks = (
+        self.data_parallel_rank,
+        self.pipeline_parallel_rank,
+        self.pipeline_parallel_size,
+        self.tensor_parallel_size,
+    )
+    weight, bias = (
+        gather(None, parameter, self.partitioned_partition, *place, True, *ranks)
+        for parameter in (self.weight, self.bias)
+    )
+    return torch.addcmul(bias, weight, normalized)
+
+
 def forward_2d(self: nn.Module, x: Tensor) -> Tensor:
     """`LayerNorm2D.forward`: x is (B/q, N, H/q); the weights are gathered from the ranks of a column."""
     rows, columns = ParallelMode.PARALLEL_2D_ROW, ParallelMode.PARALLEL_2D_COL
     normalized = _Normalize.apply(x, self.normalized_shape, self.variance_epsilon, gpc.get_group(rows))
-    weight, bias = (
-        add_bias_2d(
-            None,
-            parameter,
-            self.partitioned_partition,
-            self.row_rank,
-            self.col_rank,
-            rows,
-            columns,
-            True,
-            self.data_parallel_rank,
-            self.pipeline_parallel_rank,
-            self.pipeline_parallel_size,
-            self.tensor_parallel_size,
-        )
-        for parameter in (self.weight, self.bias)
-    )
-    return torch.addcmul(bias, weight, normalized)
+    return _scale_and_shift(self, normalized, add_bias_2d, self.row_rank, self.col_rank, rows, columns)
 
 
 def forward_2p5d(self: nn.Module, x: Tensor) -> Tensor:
     """`LayerNorm2p5D.forward`: as in 2D, in each of the squares."""
     rows, columns = ParallelMode.PARALLEL_2P5D_ROW, ParallelMode.PARALLEL_2P5D_COL
     normalized = _Normalize.apply(x, self.normalized_shape, self.variance_epsilon, gpc.get_group(rows))
-    weight, bias = (
-        add_bias_2p5d(
-            None,
-            parameter,
-            self.partitioned_partition,
-            self.tesseract_dim,
-            self.row_rank,
-            self.col_rank,
-            self.dep_rank,
-            columns,
-            True,
-            self.data_parallel_rank,
-            self.pipeline_parallel_rank,
-            self.pipeline_parallel_size,
-            self.tensor_parallel_size,
-        )
-        for parameter in (self.weight, self.bias)
-    )
-    return torch.addcmul(bias, weight, normalized)
+    place = self.tesseract_dim, self.row_rank, self.col_rank, self.dep_rank, columns
+    return _scale_and_shift(self, normalized, add_bias_2p5d, *place)
 
 
 def forward_3d(self: nn.Module, x: Tensor) -> Tensor:

@@ -179,6 +179,9 @@ class _Scaled:
         if self.scale and "loss_scale" in state:
             self.scale.load_state(state)
 
+    def backward(self, loss: Tensor, *args, **kwargs) -> None:
+        super().backward(loss * self.scale.value if self.scale else loss, *args, **kwargs)
+
     def _overflowed(self) -> bool:
         """Whether to skip this step; the norm is global, so all ranks decide the same."""
         self.skipped = self.scale is not None and not math.isfinite(self.grad_norm)
@@ -199,9 +202,6 @@ class FP32Optimizer(_Scaled, OptimizerWrapper):
     def __init__(self, optim: Optimizer, scale: LossScale | None = None):
         super().__init__(optim)
         self.scale = scale
-
-    def backward(self, loss: Tensor, *args, **kwargs) -> None:
-        super().backward(loss * self.scale.value if self.scale else loss, *args, **kwargs)
 
     def clip_grad_by_norm(self, max_norm: float, *args, **kwargs) -> Tensor:
         parameters = [p for p in self.parameters if p.grad is not None]
@@ -262,9 +262,6 @@ class NaiveAMPOptimizer(_Scaled, MixedPrecisionOptimizer):
         for working, master in self.working_to_master_map.items():
             if hasattr(working, "shard"):
                 master.shard = working.shard
-
-    def backward(self, loss: Tensor, *args, **kwargs) -> None:
-        super().backward(loss * self.scale.value if self.scale else loss, *args, **kwargs)
 
     def clip_grad_by_norm(self, max_norm: float, *args, **kwargs) -> Tensor:
         """Move the gradients to the master weights, in fp32, and unscale and clip them there."""
@@ -340,6 +337,17 @@ def _keep_norms_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+# The defaults of Colossal-AI's loss scaler; those of `LossScale` itself are torch's.
+NAIVE_SCALE = dict(growth_interval=1000, hysteresis=2, min_scale=1.0, max_scale=2.0**32)
+
+
+def _loss_scale(fp16: Mapping[str, Any], defaults: Mapping[str, Any]) -> LossScale:
+    """The loss scale of a config's `fp16` block, in which each mode has its own name for the first value."""
+    names = {"initial_scale": "value", "init_scale": "value"}
+    given = {names.get(key, key): value for key, value in fp16.items() if key not in ("mode", "dtype", "opt_level")}
+    return LossScale(**{**defaults, **given})
+
+
 def convert(
     model: nn.Module,
     optimizer: Optimizer,
@@ -360,18 +368,16 @@ def convert(
     if mode is None or (mode == AMP_TYPE.APEX and level == "O0"):
         return model, FP32Optimizer(optimizer), criterion
     dtype = compute_dtype(fp16, device)
-    scaling = {key: value for key, value in fp16.items() if key not in ("mode", "dtype", "opt_level")}
-    # The defaults that the tutorials' scalers have: torch's GradScaler, and Colossal-AI's.
-    naive = dict(growth_interval=1000, hysteresis=2, min_scale=1.0, max_scale=2.0**32)
-    scaling["value"] = scaling.pop("initial_scale", scaling.pop("init_scale", 2.0**16))
     if mode == AMP_TYPE.APEX and (amp := _apex_amp(device)):
         working = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
         return model, ApexOptimizer(optimizer, amp, working), criterion
-    if mode == AMP_TYPE.TORCH or (mode == AMP_TYPE.APEX and level == "O1"):
+    autocast = mode == AMP_TYPE.TORCH or (mode == AMP_TYPE.APEX and level == "O1")
+    scale = _loss_scale(fp16, {} if autocast else NAIVE_SCALE) if dtype == torch.float16 else None
+    if autocast:
         model = Autocast(model, device, dtype)
         criterion = criterion and Autocast(criterion, device, dtype)
-        return model, FP32Optimizer(optimizer, LossScale(**scaling) if dtype == torch.float16 else None), criterion
+        return model, FP32Optimizer(optimizer, scale), criterion
     chunks = list(model) if isinstance(model, nn.ModuleList) else [model]  # several in an interleaved pipeline
     last = len(chunks) - 1 if is_no_pp_or_last_stage() else None
     chunks = [LowPrecision(chunk, dtype, output_to_fp32=number == last) for number, chunk in enumerate(chunks)]
@@ -380,5 +386,4 @@ def convert(
     model = nn.ModuleList(chunks) if isinstance(model, nn.ModuleList) else chunks[0]
     if mode == AMP_TYPE.APEX and level == "O3":
         return model, FP32Optimizer(optimizer), criterion
-    scale = LossScale(**{**naive, **scaling}) if dtype == torch.float16 else None
     return model, NaiveAMPOptimizer(optimizer, scale), criterion

@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _reading = False
+_reads = 0  # so far
 
 
 def read(scalars: Iterable[Tensor]) -> list[float]:
     """The values of scalars on a device, in one copy to the host."""
-    global _reading
-    _reading = True
+    global _reading, _reads
+    _reading, _reads = True, _reads + 1
     try:
         return [value.item() for value in torch.stack([scalar.double() for scalar in scalars]).cpu().unbind()]
     finally:
@@ -44,7 +45,14 @@ class WaitCounter(TorchDispatchMode):
         super().__init__()
         self.on_host = {id(scalar) for scalar in on_host}
         self.reads, self.others = 0, {}
-        self._inside = False
+
+    def __enter__(self) -> "WaitCounter":
+        self._reads_before = _reads
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.reads = _reads - self._reads_before
 
     def _waits(self, name: str, args: tuple) -> bool:
         if name == "index":  # by a mask, of which the shape of the result depends
@@ -53,9 +61,6 @@ class WaitCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         name = function._schema.name.removeprefix("aten::")
-        if _reading:
-            self.reads += not self._inside
-        elif self._waits(name, args):
+        if not _reading and self._waits(name, args):
             self.others[name] = self.others.get(name, 0) + 1
-        self._inside = _reading
         return function(*args, **(kwargs or {}))

@@ -18,9 +18,19 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import torch
+from colossal_vit.config import Config
+from colossal_vit.models import build_timm_vit
 from colossal_vit.report import provenance, write_benchmark
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZE = dict(IMG_SIZE=32, PATCH_SIZE=8, HIDDEN_SIZE=64, DEPTH=4, NUM_HEADS=4, BATCH_SIZE=8, DROP_RATE=0.0)
@@ -48,7 +58,7 @@ CHILD = """
 import json, os, runpy, sys
 import colossal_vit, torch
 from collections import Counter
-from colossal_vit import hooks, host
+from colossal_vit import engine, hooks, host
 from colossal_vit.engine import Engine
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -78,11 +88,8 @@ def counted(owner, name, what):
 
 counted(hooks, "_sum_over", "losses")
 counted(host.HostAccelerator, "synchronize", "synchronize")
-try:
-    from colossal_vit import engine
+if hasattr(engine, "read"):  # the earlier commit has none
     counted(engine, "read", "read")
-except AttributeError:  # the earlier commit has none
-    pass
 step = Engine.step
 
 def step_and_count(self):
@@ -129,37 +136,43 @@ def count(tree: Path, script: str, config: str, processes: int, values: dict) ->
     return waits, operators, said
 
 
+class Operators(TorchDispatchMode):
+    """Counts by name the operators that are dispatched inside the block."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.names[function._schema.name.removeprefix("aten::")] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def in_second_call(step: Callable[[], object]) -> int:
+    """How many operators the second call of `step` dispatches: the first one of an optimizer makes its state."""
+    step()
+    with Operators() as operators:
+        step()
+    return operators.names.total()
+
+
+def bare_step(model: nn.Module, optimizer: Optimizer, images: Tensor, labels: Tensor, half: bool) -> float:
+    """A step of plain PyTorch, clipped, under autocast to bf16 if asked for; returns the loss."""
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        loss = torch.nn.functional.cross_entropy(model(images), labels)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss.item()
+
+
 def bare_operators(half: bool) -> int:
     """Operators of a step of plain PyTorch on the model of the `one process` cases."""
-    import torch
-    from colossal_vit.config import Config
-    from colossal_vit.models import build_timm_vit
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Counting(TorchDispatchMode):
-        total = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            Counting.total += 1
-            return function(*args, **(kwargs or {}))
-
     model = build_timm_vit(Config(dict(SIZE, MODEL="vit_base_patch16_224", NUM_CLASSES=101, SEED=0)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     images, labels = torch.randn(SIZE["BATCH_SIZE"], 3, 32, 32), torch.arange(SIZE["BATCH_SIZE"])
-    for number in range(3):
-        mode = Counting()
-        if number == 2:
-            mode.__enter__()
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=half):
-            loss = torch.nn.functional.cross_entropy(model(images), labels)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        loss.item()
-        if number == 2:
-            mode.__exit__(None, None, None)
-    return Counting.total
+    return in_second_call(partial(bare_step, model, optimizer, images, labels, half))
 
 
 def main() -> None:

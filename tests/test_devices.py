@@ -1,12 +1,12 @@
 """Machines with GPUs, as far as they can be had without one: counts and launchers are faked, tensors have no data."""
 
+import functools
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
 import textwrap
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -20,11 +20,11 @@ from colossal_vit.rendezvous import find_rendezvous
 from colossalai.legacy.amp import AMP_TYPE
 from colossalai.legacy.context.parallel_context import ParallelContext
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import real
 import recipes
 import world
+from bench_waits import Operators, bare_step, in_second_call
 
 SCRIPTS = ["vit_cifar10_hybrid/train_hybrid.py", "vit_cifar10_hybrid/train_dp.py", "vit_caltech101_amp/train.py"]
 SCRIPTS += ["vit_imagenet_dali/train.py", "vit_caltech101_amp/benchmark.py"]
@@ -260,20 +260,6 @@ def test_arguments_of_ddp():
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Operators(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = Counter()
-
-    @property
-    def count(self):
-        return self.names.total()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names[function._schema.name.removeprefix("aten::")] += 1
-        return function(*args, **(kwargs or {}))
-
-
 def test_adamws_update_on_a_gpu_is_one_kernel(monkeypatch):
     config = Config(dict(OPTIMIZER="adamw", LEARNING_RATE=0.1, WEIGHT_DECAY=0.1))
     with FakeTensorMode():
@@ -303,14 +289,6 @@ def test_a_run_with_that_kernel_resumes_to_the_bit(amp, monkeypatch, tmp_path):
     assert [record["loss"] for record in parts] == [record["loss"] for record in whole]
 
 
-def in_second_step(step):
-    """How many operators the second call of `step` dispatches."""
-    step()
-    with Operators() as operators:
-        step()
-    return operators.count
-
-
 @pytest.mark.parametrize("fp16", [None, dict(mode=AMP_TYPE.TORCH, dtype="bf16")], ids=["fp32", "TORCH"])
 def test_a_step_dispatches_about_what_a_bare_loop_does(fp16):
     """The same timm model and optimizer, clipped: at most 5 % more operators, and each one is a launch on a GPU."""
@@ -320,16 +298,8 @@ def test_a_step_dispatches_about_what_a_bare_loop_does(fp16):
         model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=4, num_classes=4)
         optimizer = torch.optim.AdamW(model.parameters())
 
-        def bare_step():
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16, enabled=fp16 is not None):
-                loss = torch.nn.functional.cross_entropy(model(images), labels)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            return loss.item()
-
-        bare = in_second_step(bare_step)
+        half = fp16 is not None
+        bare = in_second_call(functools.partial(bare_step, model, optimizer, images, labels, half))
         ours, *_ = engine.initialize(model, optimizer, torch.nn.CrossEntropyLoss())
 
         def engine_step():
@@ -338,7 +308,7 @@ def test_a_step_dispatches_about_what_a_bare_loop_does(fp16):
             ours.step()
 
         ours.train()
-        return in_second_step(engine_step), bare
+        return in_second_call(engine_step), bare
 
     ((ours, bare),) = world.call(function, fp16=fp16, clip_grad_norm=1.0)
     assert bare > 300

@@ -38,19 +38,18 @@ def masks(model: nn.Module, layout: Layout) -> dict[str, tuple[tuple, bytes]]:
     def dropped(module):
         return torch.stack([module(ones) == 0 for _ in range(2)]).numpy().tobytes()
 
-    split = layout.tensor_mode in ("2d", "2.5d", "3d")
+    between = part if layout.tensor_mode in ("2d", "2.5d", "3d") else 0  # in 1D all have what is between the layers
     block.drop_path.rate = 0.5  # else it depends on the block, which is another one in each stage
-    images = part if split else 0
     return {
-        "between layers": ((*replica, part if split else 0), dropped(block.attn.drop)),
+        "between layers": ((*replica, between), dropped(block.attn.drop)),
         "inside the MLP": ((*replica, part), dropped(block.mlp.drop1)),
-        "drop path": ((*replica, images), dropped(block.drop_path)),
+        "drop path": ((*replica, between), dropped(block.drop_path)),
     }
 
 
-def assert_own_masks(answers, kinds=("between layers", "inside the MLP")):
+def assert_own_masks(answers):
     """The same where the activations are the same, and other ones everywhere else."""
-    for kind in kinds:
+    for kind in ("between layers", "inside the MLP"):
         whose = {answer[kind][0] for answer in answers}
         assert len({answer[kind] for answer in answers}) == len(whose), f"{kind}: same activations, other masks"
         assert len({answer[kind][1] for answer in answers}) == len(whose), f"{kind}: other activations, same mask"
