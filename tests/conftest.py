@@ -20,13 +20,16 @@ import pytest
 import timm  # noqa: F401
 import torch
 import torch.utils.tensorboard
+from colossal_vit.sample import write_cifar10
 
+import cifar10
 import real
 import train_dp  # noqa: F401
 import train_hybrid  # noqa: F401
 import vit
 import world
 
+NUM_TEST_IMAGES = 90  # for `few_test_images`: two full batches of 32 and a part of one
 MODULES = dict(sys.modules)  # what the train scripts import, and this file
 
 torch.set_num_threads(1)
@@ -66,6 +69,16 @@ def nothing_left_running():
     """Ranks of a test that failed would take the processor from all that come after it."""
     yield
     world.end_all()
+
+
+@pytest.fixture(scope="module")
+def few_test_images(tmp_path_factory):
+    """A fourth of the sample's test images, for runs that all evaluate."""
+    folder = write_cifar10(tmp_path_factory.mktemp("digits"))
+    os.truncate(folder / cifar10.TEST_FILES[0], NUM_TEST_IMAGES * cifar10.RECORD_BYTES)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DATA", str(folder.parent))
+        yield
 
 
 @pytest.fixture

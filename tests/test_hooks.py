@@ -147,7 +147,7 @@ def test_profile_of_too_few_steps_says_so(tmp_path):
         *itertools.product(["PP 2", "PP 2 interleaved × 2"], [None, "NAIVE"], ["bf16", "fp16"]),
     ],
 )
-def test_the_host_waits_for_the_device_once_a_step(layout, amp, dtype, tmp_path):
+def test_the_host_waits_for_the_device_once_a_step(layout, amp, dtype, tmp_path, few_test_images):
     """With clipping, accumulation and all that is recorded; once, also where a step has several micro-batches."""
     world_size, values = LAYOUTS[layout]
     if amp is None and dtype == "fp16":
@@ -155,6 +155,7 @@ def test_the_host_waits_for_the_device_once_a_step(layout, amp, dtype, tmp_path)
     batch = values.get("BATCH_SIZE", 32) // 2
     more = {"IMG_SIZE": 16, "BATCH_SIZE": batch, "gradient_accumulation": 2}
     more["OPTIMIZER"] = "adamw" if layout == "DP 2" else "lamb"
+    more["DEPTH"] = 1 if layout == "2D 4" else 4
     more |= {"fp16.dtype": dtype} if amp else {}
     argv = [*recipes.flags(amp, **{**values, **more}), "--output", str(tmp_path), "--profile", "--max-steps", "4"]
     result = world.run(recipes.HYBRID, argv, world_size)

@@ -43,9 +43,9 @@ def record(output):
 # ---------------------------------------------------------------------------------------------------------------------
 
 HYBRID = dict(recipes.MODEL, DEPTH=2, BATCH_SIZE=128, NUM_EPOCHS=2, WARMUP_EPOCHS=1, DROP_RATE=0.1, DROP_PATH_RATE=0.1)
-PLAIN = dict(IMG_SIZE=16, PATCH_SIZE=4, HIDDEN_SIZE=32, DEPTH=2, NUM_HEADS=4, NUM_EPOCHS=2, WARMUP_EPOCHS=1)
+PLAIN = dict(IMG_SIZE=16, PATCH_SIZE=4, HIDDEN_SIZE=32, DEPTH=1, NUM_HEADS=4, NUM_EPOCHS=2, WARMUP_EPOCHS=1)
 PLAIN |= dict(DROP_RATE=0.1, NUM_CLASSES=10, BATCH_SIZE=64)
-NAIVE = {"fp16.mode": "AMP_TYPE.NAIVE"}
+NAIVE = {"fp16.mode": "AMP_TYPE.NAIVE", "IMG_SIZE": 16}  # half precision is slow on a CPU
 FP16 = {"fp16.dtype": "fp16", "fp16.growth_interval": 3}  # the loss scale changes all the time
 
 HYBRID_RUN = ("vit_cifar10_hybrid/train_hybrid.py", "configs/config_pipeline_parallel.py", HYBRID)
@@ -60,7 +60,7 @@ RUNS = {  # script, config, its values; processes; what else
     "hybrid, 2D 4, LAMB": (
         HYBRID_RUN,
         4,
-        {**LAYOUTS["2D 4"][1], "parallel.pipeline": 1, "OPTIMIZER": "lamb", "DEPTH": 1},
+        {**LAYOUTS["2D 4"][1], "parallel.pipeline": 1, "OPTIMIZER": "lamb", "DEPTH": 1, "BATCH_SIZE": 256},
     ),
     "imagenet, 1 process": (DALI_RUN, 1, {}),
     "imagenet, 2 processes, bf16": (DALI_RUN, 2, {"fp16.mode": "AMP_TYPE.TORCH"}),
