@@ -47,6 +47,7 @@ def be_patient(tests: Path) -> None:
     """Multiply by 10 all limits in seconds in the tests of a clone and its pytest settings."""
     for path in (*tests.glob("*.py"), tests.parent / "pyproject.toml"):
         text = path.read_text()
+        text = text.replace("monotonic() + seconds", "monotonic() + 10 * seconds")
         path.write_text(re.sub(r"\b((?:timeout|seconds)(?:: float)?(?: = |=|\())(\d+)\b", r"\g<1>\g<2>0", text))
 
 
