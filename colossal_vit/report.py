@@ -54,6 +54,7 @@ def provenance(command: str, changes_allowed: bool = False) -> dict[str, Any]:
     Args:
         command: what was typed.
         changes_allowed: for users' own results: a working tree that differs from its commit is noted, not refused.
+            In a rehearsal (`scripts/gpu_check.sh --rehearse`), whose results nobody keeps, so it always is.
 
     Raises:
         RuntimeError: if the working tree differs from its commit, so that the commit would not say what ran.
@@ -61,6 +62,7 @@ def provenance(command: str, changes_allowed: bool = False) -> dict[str, Any]:
     import torch
 
     root = Path(__file__).resolve().parents[1]
+    changes_allowed = changes_allowed or "REHEARSE" in os.environ
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
@@ -72,9 +74,9 @@ def provenance(command: str, changes_allowed: bool = False) -> dict[str, Any]:
                 raise RuntimeError("commit first: a result must name the commit that made it")
             commit += ", with changes"
     except (OSError, subprocess.CalledProcessError):
-        if not changes_allowed:
-            raise RuntimeError("no git repository: a result must name the commit that made it") from None
-        commit = "unknown"
+        commit = os.environ.get("COMMIT") or "unknown"
+        if commit == "unknown" and not changes_allowed:
+            raise RuntimeError("no git repository: set COMMIT to the commit that this is a copy of") from None
     cpu = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
     packages = ("torch", "torchvision", "colossalai", "timm", "nvidia-dali-cuda130")
     installed = {distribution.name for distribution in metadata.distributions()}

@@ -1,6 +1,6 @@
 """Time a step of LAMB on the parameters of ViT-B/16: ours, Colossal-AI's and timm's, with the same rule and gradients.
 
-    python scripts/bench_lamb.py [--device cpu] [--rounds 20] [--output results/lamb_cpu]
+    python scripts/bench_lamb.py [--device cpu] [--model NAME] [--rounds 20] [--output results/lamb_cpu]
 
 A round is one step of each optimizer, in an order that changes from round to round, so that whatever else the machine
 does meets all of them alike. Prints and writes, with every round and the provenance: the median time of a step, the
@@ -53,7 +53,7 @@ def timed(optimizer: Optimizer, device: torch.device) -> float:
     return time.perf_counter() - started
 
 
-def measure(device: torch.device, num_rounds: int) -> tuple[list[dict[str, float]], dict[str, float]]:
+def measure(device: torch.device, model: str, num_rounds: int) -> tuple[list[dict[str, float]], dict[str, float]]:
     """Take the steps.
 
     Returns:
@@ -61,7 +61,7 @@ def measure(device: torch.device, num_rounds: int) -> tuple[list[dict[str, float
         final weights from ours, in the L2 norm.
     """
     torch.manual_seed(0)
-    weights = [p.detach().to(device) for p in timm.create_model("vit_base_patch16_224").parameters()]
+    weights = [p.detach().to(device) for p in timm.create_model(model).parameters()]
     gradients = [torch.randn_like(w) * 1e-3 for w in weights]
     optimizers = {}
     for name, make in CONTENDERS.items():
@@ -86,13 +86,14 @@ def measure(device: torch.device, num_rounds: int) -> tuple[list[dict[str, float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--model", default="vit_base_patch16_224", help="of timm (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=20, help="how many steps to time (default %(default)s)")
     parser.add_argument("--output", type=Path, help="folder for the result (default results/lamb_<device>)")
     args = parser.parse_args()
     output = args.output or ROOT / "results" / f"lamb_{args.device}"
     origin = provenance(shlex.join(["python", "scripts/bench_lamb.py", *sys.argv[1:]]))
 
-    rounds, differences = measure(torch.device(args.device), args.rounds)
+    rounds, differences = measure(torch.device(args.device), args.model, args.rounds)
     result = {
         name: {
             "step_ms": 1e3 * statistics.median(r[name] for r in rounds),
@@ -108,7 +109,13 @@ def main() -> None:
     print(table, end="")
     output.mkdir(parents=True, exist_ok=True)
     (output / "table.md").write_text(table)
-    details = {"device": args.device, "threads": torch.get_num_threads(), "result": result, "seconds": rounds}
+    details = {
+        "device": args.device,
+        "model": args.model,
+        "threads": torch.get_num_threads(),
+        "result": result,
+        "seconds": rounds,
+    }
     (output / "lamb.json").write_text(json.dumps(details, indent=2) + "\n")
     (output / "provenance.json").write_text(json.dumps(origin, indent=2) + "\n")
 

@@ -9,7 +9,7 @@ from collections import Counter
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: ranks are forks, and thread pools do not survive a fork
 os.environ.pop("DATA", None)
 # Forks of a process that has asked for a GPU cannot use one, and most of these tests start more ranks than there are
-# GPUs: all but those marked gpu, which start processes of their own, run on the CPU.
+# GPUs: all but test_gpu.py, which starts processes of its own, run on the CPU.
 os.environ["GPUS"] = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -23,7 +23,6 @@ import torch.utils.tensorboard
 from colossal_vit.sample import write_cifar10
 
 import cifar10
-import real
 import train_dp  # noqa: F401
 import train_hybrid  # noqa: F401
 import vit
@@ -107,13 +106,6 @@ def small_disk(tmp_path):
         pytest.skip(f"cannot mount a tmpfs: {done.stderr.strip()}")
     yield SmallDisk(folder)
     subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-def pytest_collection_modifyitems(items):
-    if not real.num_gpus():
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
 # ---- Where the time goes ----

@@ -287,23 +287,3 @@ def test_a_run_that_is_told_to_stop_goes_on_to_the_bit(tmp_path):
     assert steps < read_metrics(tmp_path / "whole")[0][-1]["step"], "stopped before its end"
     assert world.run(recipes.HYBRID, argv(config, values, output), 2).codes == [0, 0]
     assert record(output) == record(tmp_path / "whole")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["None", "AMP_TYPE.TORCH", "AMP_TYPE.NAIVE"])
-def test_on_a_gpu_to_the_bit(mode, tmp_path):
-    """With its own generator for dropout, and loss scaling."""
-    values = {**HYBRID, "parallel.pipeline": 1, "cudnn_deterministic": True}
-
-    def run(output, *more):
-        flags = argv(HYBRID_RUN[1], {**values, "fp16.mode": mode}, output)
-        code, said = real.run(
-            ["python", "train_hybrid.py", *flags, *more], gpus=True, CUBLAS_WORKSPACE_CONFIG=":4096:8"
-        )
-        assert code == 0, said
-
-    run(tmp_path / "whole")
-    for stop in ("7", "22", "30"):
-        run(tmp_path / "parts", "--max-steps", stop)
-    run(tmp_path / "parts")
-    assert record(tmp_path / "parts") == record(tmp_path / "whole")

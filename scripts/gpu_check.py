@@ -1,0 +1,250 @@
+"""Everything that only a GPU can show, most important first: correctness, then speed, then what needs several GPUs.
+
+    bash scripts/gpu_check.sh [--minutes N] [--only NAME ...] [--again] [--rehearse] [--list] [--output DIR]
+
+Each check is a process of its own with a time limit and a log. A check that has passed at this commit is not run again,
+so that a command that was cut short goes on where it stopped; one that failed is. With `--rehearse` the same list runs
+small and on the CPU: it shows that every command of the list works, and nothing about a GPU.
+
+Writes into results/<number and name of the GPUs>/: gpu_check.md (the table), gpu_check.json, provenance.json, logs/,
+and a folder for each benchmark. Exit code 0 when all checks passed or were skipped, 1 when one failed, 75 when the time
+was too short. In a copy of the repository without git, COMMIT names the commit it is of.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from colossal_vit.report import provenance, write_benchmark
+
+ROOT = Path(__file__).resolve().parents[1]
+PASSED, FAILED, SKIPPED, UNFINISHED = "passed", "failed", "skipped", "unfinished"
+TINY = ["IMG_SIZE=32", "PATCH_SIZE=8", "HIDDEN_SIZE=32", "DEPTH=1", "NUM_HEADS=2"]
+SETTLE = 15  # seconds that a process has to end after SIGTERM
+
+
+def sets(*values: str) -> list[str]:
+    return [part for value in values for part in ("--set", value)]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One entry of the list.
+
+    Attributes:
+        shows: what is known when it has passed.
+        command: after `python`; {output} is the folder for its results.
+        minutes: its limit.
+        gpus: how many it needs.
+        package: that it cannot do without.
+        small: what a rehearsal appends.
+    """
+
+    shows: str
+    command: list[str]
+    minutes: float
+    gpus: int = 1
+    package: str | None = None
+    small: list[str] = field(default_factory=list)
+
+
+def tests(words: str) -> list[str]:
+    return ["-m", "pytest", "tests/test_gpu.py", "-k", words, "-p", "no:cacheprovider"]
+
+
+CHECKS = {
+    "environment": Check("driver, GPUs and versions", ["-m", "torch.utils.collect_env"], 2),
+    "losses": Check("every mode of precision follows the CPU in fp32", tests("losses"), 8),
+    "resume": Check("a stopped run resumes to the bit, at 197 tokens", tests("resumes_to"), 8),
+    "memory": Check("a dry run says what CUDA allocates, to 10 %", tests("memory"), 5),
+    "waits": Check("one wait for the device a step", tests("waits"), 5),
+    "dali": Check("DALI decodes and trains on the GPU", tests("dali"), 6, package="nvidia.dali"),
+    "ranks": Check("with NCCL, a rank that hangs ends the others", tests("ranks"), 5, gpus=2),
+    "layouts": Check(
+        "every layout that fits these GPUs trains as one process does",
+        ["scripts/check_layouts.py"],
+        20,
+        gpus=2,
+        small=["--only", "DP 2", "--world", "2"],
+    ),
+    "amp": Check(
+        "memory and speed of the AMP modes, compiled and with TF32 too",
+        ["vit_caltech101_amp/benchmark.py", "--synthetic", "--compile", "--tf32", "--output", "{output}"],
+        15,
+        small=[
+            *("--configs", "vit_caltech101_amp/config/config_fp32.py", "--batch-size", "2"),
+            *("--steps", "1", "--warm-up", "1", *sets(*TINY)),
+        ],
+    ),
+    "imagenet": Check(
+        "images/s of the ImageNet models, with and without DALI",
+        ["scripts/bench_imagenet.py", "--rounds", "1", "--output", "{output}"],
+        15,
+        package="nvidia.dali",
+        small=["--models", "vit_tiny_patch16_224", "--batch-size", "2", "--steps", "1", "--precision", "fp32"],
+    ),
+    "engine": Check(
+        "what engine, trainer and hooks add to a bare step",
+        ["scripts/bench_engine.py", "--output", "{output}"],
+        8,
+        small=["--runs", "1", "--steps", "3", *sets(*TINY)],
+    ),
+    "parallel": Check(
+        "data, tensor and pipeline parallelism against PyTorch's",
+        ["scripts/bench_parallel.py", "--output", "{output}"],
+        15,
+        gpus=2,
+        small=["--only", "data", "--runs", "1", "--steps", "1", *sets("DEPTH=1", "HIDDEN_SIZE=32", "NUM_HEADS=2")],
+    ),
+    "lamb": Check(
+        "a step of LAMB against Colossal-AI's and timm's",
+        ["scripts/bench_lamb.py", "--output", "{output}"],
+        5,
+        small=["--rounds", "1", "--model", "vit_tiny_patch16_224"],
+    ),
+    "checkpoint": Check(
+        "how long a checkpoint stops the training",
+        ["scripts/bench_checkpoint.py", "--result", "{output}"],
+        10,
+        small=["--models", "vit_tiny_patch16_224", "--runs", "1"],
+    ),
+}
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so many (default: no limit)")
+    parser.add_argument("--only", nargs="+", choices=CHECKS, metavar="NAME", help=f"of {', '.join(CHECKS)}")
+    parser.add_argument("--again", action="store_true", help="run what has passed, too")
+    parser.add_argument("--rehearse", action="store_true", help="the same list, small, on the CPU")
+    parser.add_argument("--list", action="store_true", help="print what would run, and run nothing")
+    parser.add_argument("--output", type=Path, help="where the results go")
+    return parser.parse_args()
+
+
+def gpu_names() -> list[str]:
+    return [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+
+
+def default_output(names: list[str]) -> Path:
+    """A folder of results named after the GPUs, as `4x_NVIDIA_A100-SXM4-80GB`."""
+    return ROOT / "results" / "_and_".join(f"{names.count(n)}x_{n.replace(' ', '_')}" for n in dict.fromkeys(names))
+
+
+def reason_to_skip(check: Check, num_gpus: int) -> str | None:
+    if num_gpus < check.gpus:
+        return f"needs {check.gpus} GPUs"
+    if check.package and importlib.util.find_spec(check.package.split(".")[0]) is None:
+        return f"needs {check.package}"
+    return None
+
+
+def end(process: subprocess.Popen) -> None:
+    """End a process and all that it has started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(SETTLE)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def run(command: list[str], log: Path, environment: dict[str, str], limit: float) -> int | None:
+    """Run a command to its end, or to the limit in seconds; returns its exit code, None at the limit."""
+    with log.open("w") as said:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            return process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            end(process)
+
+
+def last_line(log: Path) -> str:
+    """What a program said in the end, without the pipes of a Markdown table."""
+    text = log.read_text(errors="replace").replace(str(ROOT), ".")
+    log.write_text(text)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1].strip("= ").replace("|", "/") if lines else ""
+
+
+def make_table(results: dict[str, dict]) -> list[str]:
+    lines = ["| check | shows | result | seconds | last line of its log |", "| --- | --- | --- | ---: | --- |"]
+    for name, check in CHECKS.items():
+        if name in results:
+            r = results[name]
+            lines.append(f"| {name} | {check.shows} | {r['result']} | {r['seconds']:.0f} | {r['said']} |")
+    return lines
+
+
+def main() -> int:
+    args = parse()
+    started = time.monotonic()
+    names = [] if args.rehearse else gpu_names()
+    if not names and not args.rehearse and not args.list:
+        sys.exit("gpu_check.py: error: no GPU here that this torch can use; --rehearse runs the list on the CPU")
+    output = (args.output or (default_output(names) if names else ROOT / "runs" / "gpu_check_rehearsal")).resolve()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.getenv("PYTHONPATH")]))}
+    if args.rehearse:
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "REHEARSE": "1", "OMP_NUM_THREADS": "1"}
+    try:
+        origin = provenance(shlex.join(["python", *sys.argv]), changes_allowed=args.rehearse or args.list)
+    except RuntimeError as error:
+        sys.exit(f"gpu_check.py: error: {error}")
+    state = output / "gpu_check.json"
+    results = json.loads(state.read_text()) if state.exists() else {}
+    cut_short = False
+
+    for name in args.only or CHECKS:
+        check = CHECKS[name]
+        arguments = [part.replace("{output}", str(output / name)) for part in check.command]
+        command = [sys.executable, *arguments, *(check.small if args.rehearse else [])]
+        typed = shlex.join(["python", *command[1:]]).replace(f"{ROOT}/", "")
+        if args.list:
+            print(f"{name}: {check.shows}, at most {check.minutes:g} minutes\n    {typed}")
+            continue
+        before = results.get(name, {})
+        if before.get("result") == PASSED and before["commit"] == origin["commit"] and not args.again:
+            print(f"{name}: has passed at this commit", flush=True)
+            continue
+        left = 60 * args.minutes - (time.monotonic() - started)
+        result = {"result": UNFINISHED, "seconds": 0.0, "said": "", "commit": origin["commit"], "command": typed}
+        if reason := None if args.rehearse else reason_to_skip(check, len(names)):
+            result |= {"result": SKIPPED, "said": reason}
+        elif left > SETTLE:
+            log, begun = output / "logs" / f"{name}.txt", time.monotonic()
+            log.parent.mkdir(parents=True, exist_ok=True)
+            code = run(command, log, environment, min(60 * check.minutes, left))
+            result |= {"seconds": time.monotonic() - begun, "said": last_line(log)}
+            if code is not None:
+                result["result"] = FAILED if code else PASSED
+            elif left > 60 * check.minutes:
+                result |= {"result": FAILED, "said": f"took longer than {check.minutes:g} minutes"}
+        cut_short |= result["result"] == UNFINISHED
+        results[name] = result
+        print(f"{name}: {result['result']} after {result['seconds']:.0f} s: {result['said']}", flush=True)
+        write_benchmark(output, "gpu_check", make_table(results), results, origin)
+    if args.list:
+        return 0
+    print("\n".join(make_table(results)))
+    failed = any(r["result"] == FAILED for r in results.values())
+    return 1 if failed else 75 if cut_short else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,264 @@
+"""What only a GPU can show. Without one these tests are a rehearsal: small, on the CPU, which proves that they work.
+
+On a machine with GPUs every run is a process of its own, as a user starts it; in a rehearsal it is a fork.
+"""
+
+import functools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from colossal_vit.report import read_metrics
+from colossal_vit.sample import write_imagenet
+
+import real
+import recipes
+import world
+from world import ROOT
+
+REHEARSAL = not real.num_gpus()
+HYBRID = dict(recipes.MODEL, DEPTH=2) if REHEARSAL else dict(recipes.MODEL)
+SIZE = dict(IMG_SIZE=16, PATCH_SIZE=8) if REHEARSAL else dict(IMG_SIZE=224, PATCH_SIZE=16)  # 197 tokens
+CALTECH = dict(IMG_SIZE=16, CACHE_SIZE=18, PATCH_SIZE=8, HIDDEN_SIZE=32, DEPTH=1, NUM_HEADS=4, BATCH_SIZE=16)
+IMAGENET = dict(IMG_SIZE=16, PATCH_SIZE=8, HIDDEN_SIZE=32, DEPTH=1, NUM_HEADS=4, BATCH_SIZE=16, gradient_accumulation=2)
+MODES = [("TORCH", "fp16"), ("TORCH", "bf16"), ("NAIVE", "fp16"), ("NAIVE", "bf16"), ("APEX", "fp16")]
+NUM_STEPS = 4 if REHEARSAL else 20
+# Of what a user's environment has, `real.environment` drops PYTHONPATH; it may be where Colossal-AI is.
+PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
+def on_cpu(script, flags, ranks=1):
+    """Run a train script on the CPU; returns what rank 0 printed."""
+    result = world.run(script, flags, ranks)
+    assert result.codes == [0] * ranks, str(result)
+    return result.stdout[0]
+
+
+def on_gpu(script, flags, ranks=1, **variables):
+    """The same on GPUs, if there are any."""
+    if REHEARSAL:
+        return on_cpu(script, flags, ranks)
+    program = ["torchrun", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else ["python"]
+    path = ROOT / script
+    variables["PYTHONPATH"] = PYTHONPATH
+    code, said = real.run([*program, path.name, *flags], cwd=path.parent, gpus=True, **variables)
+    assert code == 0, said
+    assert "(cuda:0, nccl)" in said or "--dry-run" in flags, said
+    return said
+
+
+def flags(output, steps=NUM_STEPS, amp=None, dtype=None, **values):
+    """The command line of a small run of train_hybrid.py."""
+    if dtype and REHEARSAL:
+        values["IMG_SIZE"] = 16  # half precision is slow on a CPU
+    dtypes = {"fp16.dtype": dtype} if dtype else {}
+    return [*recipes.flags(amp, **{**HYBRID, **values, **dtypes}), "--output", str(output), "--max-steps", str(steps)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The same numbers
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def fp32(tmp_path_factory):
+    """Steps of the CPU in fp32, by size of the images."""
+
+    @functools.cache
+    def steps(img_size):
+        output = tmp_path_factory.mktemp("cpu")
+        on_cpu(recipes.HYBRID, flags(output, IMG_SIZE=img_size))
+        return read_metrics(output)[0]
+
+    return steps
+
+
+@pytest.mark.parametrize(("amp", "dtype"), [(None, None), *MODES])
+def test_losses_are_those_of_the_cpu(amp, dtype, fp32, tmp_path, random_weights):
+    """In fp32 to the tolerances of the layouts, in half precision to 2 %."""
+    said = on_gpu(recipes.HYBRID, flags(tmp_path, amp=amp, dtype=dtype))
+    steps, _ = read_metrics(tmp_path)
+    expected = fp32(16 if dtype and REHEARSAL else HYBRID["IMG_SIZE"])
+    assert len(steps) == len(expected) == NUM_STEPS
+    for here, there in zip(steps, expected, strict=True):
+        tolerance = 0.02 if amp else 1e-5 if here["step"] == 1 else 1e-4
+        assert here["loss"] == pytest.approx(there["loss"], rel=tolerance), here["step"]
+    if amp:
+        assert f"AMP_TYPE.{amp} " in said
+        assert {"fp16": "float16", "bf16": "bfloat16"}[dtype] in said
+        assert [r["loss"] for r in steps] != [r["loss"] for r in expected], "the mode must be in effect"
+
+
+@pytest.mark.parametrize(
+    ("script", "config", "values"),
+    [
+        ("vit_caltech101_amp/train.py", "config/config_fp32.py", CALTECH),
+        ("vit_imagenet_dali/train.py", "config_sample.py", {**IMAGENET, "SYNTHETIC": True, "fp16": None}),
+    ],
+)
+def test_losses_of_the_other_examples(script, config, values, tmp_path):
+    """Their data go to the device in other ways, with augmentation and Mixup there."""
+    values = {**values, "DROP_RATE": 0.0}
+
+    def losses(run, output):
+        command = ["--config", config, "--output", str(output), "--max-steps", "3", *recipes.set_flags(values)]
+        run(script, command)
+        return [record["loss"] for record in read_metrics(output)[0]]
+
+    assert losses(on_gpu, tmp_path / "gpu") == pytest.approx(losses(on_cpu, tmp_path / "cpu"), rel=1e-4)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Runs
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def record(output):
+    """All that `metrics.jsonl` says, but for times and memory."""
+    gone = {"images_per_s", "data_s", "step_s", "memory_gb", "reserved_gb"}
+    lines = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
+    return [{key: value for key, value in line.items() if key not in gone} for line in lines]
+
+
+@pytest.mark.parametrize(("amp", "dtype"), [(None, None), ("TORCH", "fp16"), ("NAIVE", "fp16")])
+def test_resumes_to_the_bit(amp, dtype, tmp_path):
+    """With dropout, whose generator is the device's, and a loss scale that changes."""
+    values = {**SIZE, "DROP_RATE": 0.1, "DROP_PATH_RATE": 0.1}
+    values |= {"cudnn_deterministic": True, "checkpoint.keep": 2}
+    if amp:
+        values |= {"fp16.growth_interval": 2, "fp16.init_scale" if amp == "TORCH" else "fp16.initial_scale": 2.0**22}
+
+    def run(name, steps):
+        command = flags(tmp_path / name, steps, amp, dtype, **values)
+        on_gpu(recipes.HYBRID, command, CUBLAS_WORKSPACE_CONFIG=":4096:8")
+        return record(tmp_path / name)
+
+    for steps in (2, 3):
+        run("parts", steps)
+    assert run("parts", 6) == run("whole", 6)
+
+
+@pytest.mark.parametrize("amp", [None, "TORCH", "NAIVE"])
+def test_memory_is_what_a_dry_run_says(amp, tmp_path):
+    """Within 10 % of what CUDA has allocated, for a model of 21 M parameters."""
+    values = dict(HIDDEN_SIZE=384, NUM_HEADS=6, DEPTH=12, PATCH_SIZE=4, BATCH_SIZE=256)
+    if REHEARSAL:
+        values = dict(DEPTH=1, IMG_SIZE=16)
+    command = flags(tmp_path, 3, amp, **values)
+    on_gpu(recipes.HYBRID, command)
+    allocated = read_metrics(tmp_path)[0][-1]["memory_gb"] * 1e9
+    said = on_gpu(recipes.HYBRID, [*command, "--dry-run"])
+    peak = float(re.search(r"^stage 0 .* ([\d,.]+)$", said, re.MULTILINE)[1].replace(",", "")) * 1e6
+    if not REHEARSAL:  # there it is the memory of the whole process
+        assert peak == pytest.approx(allocated, rel=0.1)
+
+
+@pytest.mark.parametrize(("amp", "dtype"), [(None, None), ("TORCH", "fp16"), ("NAIVE", "fp16")])
+def test_of_the_waits_one_is_left(amp, dtype, tmp_path):
+    said = on_gpu(recipes.HYBRID, [*flags(tmp_path, 4, amp, dtype), "--profile"])
+    assert "in a step the host waits for the device: 1 for loss and norm\n" in said
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# DALI
+# ---------------------------------------------------------------------------------------------------------------------
+
+DECODE = """
+import sys, torch
+from pathlib import Path
+import imagenet_dali_dataloader as loaders
+data, kind, path = sys.argv[1:]
+device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
+records = loaders.find_records(Path(data), "validation")
+options = dict(seed=1, rank=0, num_ranks=1, num_threads=2, with_images=True)
+images, labels = next(iter(loaders.DaliLoader(records, False, 64, 32, 10, device, **options)))
+assert images.device.type == labels.device.type == kind
+torch.save([images.float().cpu(), labels.cpu()], path)
+"""
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """The digits as TFRecords."""
+    pytest.importorskip("nvidia.dali")
+    root = tmp_path_factory.mktemp("packed")
+    command = [sys.executable, "build_tfrecords.py", str(write_imagenet(root)), str(root / "tfrecords")]
+    code, said = real.run(command, cwd=ROOT / "vit_imagenet_dali", PYTHONPATH=PYTHONPATH)
+    assert code == 0, said
+    return root / "tfrecords"
+
+
+def test_dali_decodes_as_on_the_cpu(packed, tmp_path):
+    """nvJPEG and libjpeg round differently, in few bits."""
+    decoded = []
+    for number, kind in enumerate(("cpu", "cpu" if REHEARSAL else "cuda")):
+        command = [sys.executable, "-c", DECODE, str(packed), kind, str(tmp_path / f"{number}.pt")]
+        code, said = real.run(command, cwd=ROOT / "vit_imagenet_dali", gpus=kind == "cuda", PYTHONPATH=PYTHONPATH)
+        assert code == 0, said
+        decoded.append(torch.load(tmp_path / f"{number}.pt"))
+    (images, labels), (others, same) = decoded
+    assert labels.tolist() == same.tolist()
+    assert (images - others).abs().mean().item() < 0.02  # of a pixel whose deviation is 1
+
+
+def test_dali_trains_and_resumes(packed, tmp_path):
+    """Mixup and evaluation included; the stream of images goes on where it stopped."""
+    values = dict(IMAGENET, BATCH_SIZE=16, DATA=str(packed))
+
+    def run(name, steps):
+        command = ["--config", "config_sample.py", "--output", str(tmp_path / name), "--max-steps", str(steps)]
+        on_gpu("vit_imagenet_dali/train.py", [*command, *recipes.set_flags(values)])
+        return read_metrics(tmp_path / name)
+
+    run("parts", 2)
+    (steps, evaluations), (expected, _) = run("parts", 4), run("whole", 4)
+    assert evaluations[-1]["eval_images"] == 360
+    assert [r["loss"] for r in steps] == pytest.approx([r["loss"] for r in expected], rel=1e-3)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Several GPUs
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def ranks_of(output):
+    """Process numbers of the ranks that write to a folder, by rank."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (process / "cmdline").read_bytes().split(b"\0")
+            variables = dict(v.partition("=")[::2] for v in (process / "environ").read_text().split("\0"))
+        except (OSError, UnicodeDecodeError):
+            continue
+        if str(output).encode() in command and "RANK" in variables and b"torch.distributed.run" not in command:
+            found[int(variables["RANK"])] = int(process.name)
+    return found
+
+
+def test_ranks_end_when_one_hangs(tmp_path):
+    """On CUDA the others wait in a kernel of NCCL, which only its watchdog can end."""
+    if not REHEARSAL and real.num_gpus() < 2:
+        pytest.skip("needs 2 GPUs")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train_hybrid.py"]
+    command += [*flags(tmp_path / "run", 10_000, BATCH_SIZE=16, NUM_EPOCHS=10_000), "--timeout", "10"]
+    said = tmp_path / "log.txt"
+    environment = real.environment(gpus=True, PYTHONPATH=PYTHONPATH)
+    with said.open("w") as file:
+        job = subprocess.Popen(command, cwd=ROOT / "vit_cifar10_hybrid", env=environment, stdout=file, stderr=file)
+    try:
+        real.wait_until(lambda: real.steps_on_record(tmp_path / "run") >= 3, said.read_text)
+        hanging = ranks_of(tmp_path / "run")[1]
+        os.kill(hanging, signal.SIGSTOP)
+        stopped = real.steps_on_record(tmp_path / "run")
+        time.sleep(1)
+        assert real.steps_on_record(tmp_path / "run") <= stopped + 1
+        assert job.wait(world.PATIENCE) != 0
+    finally:
+        job.kill()
