@@ -70,14 +70,18 @@ def nothing_left_running():
     world.end_all()
 
 
-@pytest.fixture(scope="module")
-def few_test_images(tmp_path_factory):
-    """A fourth of the sample's test images, for runs that all evaluate."""
+@pytest.fixture(scope="session")
+def small_sample(tmp_path_factory):
+    """The digits with a fourth of their test images, as CIFAR-10."""
     folder = write_cifar10(tmp_path_factory.mktemp("digits"))
     os.truncate(folder / cifar10.TEST_FILES[0], NUM_TEST_IMAGES * cifar10.RECORD_BYTES)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DATA", str(folder.parent))
-        yield
+    return folder.parent
+
+
+@pytest.fixture
+def few_test_images(small_sample, monkeypatch):
+    """For runs that all evaluate."""
+    monkeypatch.setenv("DATA", str(small_sample))
 
 
 @pytest.fixture
