@@ -27,6 +27,7 @@ from colossal_vit import precision
 from colossal_vit.config import Layout, num_model_chunks
 from colossal_vit.errors import TrainingError, UserError
 from colossal_vit.patches import set_pipeline_dtype
+from colossal_vit.reduction import PipelineGradientHandler
 from colossal_vit.sharding import name_parameters
 from colossal_vit.waits import read
 from colossalai.accelerator import get_accelerator
@@ -34,7 +35,6 @@ from colossalai.legacy.amp import AMP_TYPE
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from colossalai.legacy.engine import Engine as ColossalEngine
-from colossalai.legacy.engine.gradient_handler import DataParallelGradientHandler
 from colossalai.legacy.engine.schedule import (
     InterleavedPipelineSchedule,
     NonPipelineSchedule,
@@ -320,10 +320,11 @@ def initialize(
         _check_compilable(device)
         model.compile()  # before DDP, which then cuts the compiled backward pass at its buckets
 
-    # A pipeline runs several backward passes a step, which DDP does not expect: reduce once, after the last.
     gradient_handlers = []
     if is_using_ddp() and is_using_pp():
-        gradient_handlers = [DataParallelGradientHandler(model, optimizer)]
+        num_passes = config.NUM_MICRO_BATCHES * config.gradient_accumulation
+        group = gpc.get_group(ParallelMode.DATA)
+        gradient_handlers = [PipelineGradientHandler(model.parameters(), group, num_passes)]
     elif is_using_ddp():
         model = DistributedDataParallel(
             model,

@@ -37,6 +37,7 @@ MODEL: dict[str, Any] = dict(
     WARMUP_EPOCHS=0,
     LEARNING_RATE=3e-3,
     CHECKPOINT=False,
+    NUM_MICRO_BATCHES=2,
     fp16=None,
     clip_grad_norm=0.5,
 )
@@ -55,7 +56,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # name: processes, overrides
     "PP 2, 4 micro-batches": (2, {**PIPELINE, "NUM_MICRO_BATCHES": 4}),
     "PP 2 interleaved × 2": (2, {**PIPELINE, "model.num_chunks": 2}),
     "PP 2 interleaved × 2, 4 micro-batches": (2, {**PIPELINE, "model.num_chunks": 2, "NUM_MICRO_BATCHES": 4}),
-    "PP 4": (4, {"parallel.pipeline": 4}),
+    "PP 4": (4, {"parallel.pipeline": 4, "NUM_MICRO_BATCHES": 4}),
     "1D 2": (2, tensor("1d", 2)),
     "1D 4": (4, tensor("1d", 4)),
     "2D 4": (4, tensor("2d", 4)),

@@ -77,12 +77,14 @@ def test_published_files_load_unchanged(load):
 
 
 def test_shipped_configs_have_the_published_values(load):
-    """The hybrid file is the tutorial's; the pipeline file is that without tensor parallelism."""
+    """The hybrid file is the tutorial's, but for what makes it faster and changes nothing that is learned; the pipeline
+    file is that without tensor parallelism."""
     published = load(TUTORIAL)
     hybrid = configs.load(CONFIGS / "config_hybrid_parallel.py")
-    assert hybrid == published
+    faster = {"CHECKPOINT": False, "NUM_MICRO_BATCHES": 8, "TENSOR_SHAPE": (32, 197, 768)}
+    assert hybrid == {**published, **faster}
     pipeline = configs.load(CONFIGS / "config_pipeline_parallel.py")
-    same = published.keys() - {"parallel", "TENSOR_PARALLEL_SIZE", "TENSOR_PARALLEL_MODE"}
+    same = published.keys() - faster.keys() - {"parallel", "TENSOR_PARALLEL_SIZE", "TENSOR_PARALLEL_MODE"}
     assert {key: pipeline[key] for key in same} == {key: published[key] for key in same}
     assert pipeline.parallel == {"pipeline": 2, "tensor": {"mode": None, "size": 1}}
     data_parallel = configs.load(CONFIGS / "config_data_parallel.py")

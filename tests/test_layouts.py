@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from colossal_vit import reduction
 from colossal_vit.config import Layout
 from colossal_vit.engine import initialize
 from colossalai.legacy import nn as col_nn
@@ -143,6 +144,49 @@ def test_first_gradient_of_every_parameter(layout, random_weights):
     assert set.union(*(compared for compared, _ in answers)) == answers[0][1]
 
 
+def test_replicas_of_a_pipeline_reduce_during_their_last_backward_pass(monkeypatch):
+    """And not before: each bucket once a step, in the same order on all of them, with accumulation too."""
+    world_size, values = LAYOUTS["DP 2 × PP 2"]
+    monkeypatch.setattr(reduction, "BUCKET_BYTES", 20_000)
+
+    def events():
+        config = gpc.config
+        model = vit.build_vit(config, Layout.of(config, world_size))
+        optimizer = torch.optim.SGD(model.parameters())
+        engine, *_ = initialize(model, optimizer, col_nn.CrossEntropyLoss())
+        (handler,) = engine._gradient_handlers
+        found = []
+        start = reduction._Bucket.start
+
+        def note_start(bucket, group):
+            found.append(handler.buckets.index(bucket))
+            start(bucket, group)
+
+        def note(function, *args):
+            found.append("begin")
+            function(*args)
+            found.append("end")
+
+        monkeypatch.setattr(reduction._Bucket, "start", note_start)
+        last = gpc.is_last_rank(ParallelMode.PIPELINE)
+        name = "backward" if last else "backward_by_grad"
+        backward = getattr(engine, name)
+        monkeypatch.setattr(engine, name, lambda *args: note(backward, *args))
+        batch = torch.randn(16, 3, config.IMG_SIZE, config.IMG_SIZE), torch.randint(10, (16,))
+        engine.train()
+        for _ in range(4):  # two optimizer steps
+            engine.zero_grad()
+            engine.execute_schedule(iter([batch]), forward_only=False, return_loss=True)
+            engine.step()
+        return len(handler.buckets), found
+
+    settings = recipes.config(recipes.flags(**{**values, "gradient_accumulation": 2}))
+    for num_buckets, found in world.call(events, world_size, **settings):
+        assert num_buckets > 3
+        passes = ["begin", "end"] * 3
+        assert found == 2 * [*passes, "begin", *range(num_buckets), "end"]
+
+
 @pytest.mark.parametrize(
     ("layout", "amp"),
     [
@@ -215,7 +259,7 @@ CONFIGS = sorted((recipes.world.ROOT / "vit_cifar10_hybrid" / "configs").glob("c
 def test_every_shipped_config_trains(path, tmp_path):
     """As it is, but for the size of the model, on as many processes as its docstring says."""
     processes = int(re.search(r"--nproc_per_node (\d+)", path.read_text()).group(1))
-    small = {key: value for key, value in recipes.MODEL.items() if key != "fp16"}
+    small = {key: value for key, value in recipes.MODEL.items() if key not in ("fp16", "NUM_MICRO_BATCHES")}
     argv = ["--config", str(path), "--output", str(tmp_path), "--max-steps", "1", *recipes.set_flags(small)]
     result = recipes.world.run(recipes.HYBRID, argv, processes)
     assert result.codes == [0] * processes, str(result)

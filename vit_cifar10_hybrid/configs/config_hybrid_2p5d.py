@@ -26,7 +26,7 @@ DEPTH = 12
 NUM_HEADS = 12
 MLP_RATIO = 4
 NUM_CLASSES = 10
-CHECKPOINT = True  # compute activations again in the backward pass instead of keeping them
+CHECKPOINT = False  # True, as published, computes activations again in the backward pass instead of keeping them
 SEQ_LENGTH = (IMG_SIZE // PATCH_SIZE) ** 2 + 1  # one token a patch, and the class token
 
 # ---- Layout: processes = data × pipeline × tensor ----
@@ -36,7 +36,7 @@ parallel = dict(
     pipeline=2,
     tensor=dict(mode=TENSOR_PARALLEL_MODE, size=TENSOR_PARALLEL_SIZE, depth=1),
 )
-NUM_MICRO_BATCHES = parallel["pipeline"]
+NUM_MICRO_BATCHES = 4 * parallel["pipeline"]  # published: one a stage, which leaves each idle for half of the time
 TENSOR_SHAPE = (BATCH_SIZE // NUM_MICRO_BATCHES, SEQ_LENGTH, HIDDEN_SIZE)  # what one stage hands to the next
 
 # ---- Features ----
