@@ -1,0 +1,85 @@
+"""Every train script on a GPU that is not there, in every mode: data, model, loss, update, evaluation, checkpoint."""
+
+import importlib
+
+import pytest
+import torch
+
+import check_layouts
+import cifar10
+import fake_gpu
+import recipes
+import world
+
+MODES = [None, "TORCH", "NAIVE", "APEX"]
+SMALL = dict(IMG_SIZE=32, HIDDEN_SIZE=32, DEPTH=2, NUM_HEADS=4, DROP_RATE=0.1, DROP_PATH_RATE=0.1, BATCH_SIZE=16)
+FOLDER = world.ROOT / "vit_caltech101_amp/config"
+SCRIPTS = {
+    "vit_cifar10_hybrid/train_hybrid.py": ("configs/config_pipeline_parallel.py", {**SMALL, "parallel.pipeline": 1}),
+    "vit_cifar10_hybrid/train_dp.py": ("configs/config_data_parallel.py", {**SMALL, "gradient_accumulation": 2}),
+    "vit_caltech101_amp/train.py": ("config/config_fp32.py", {**SMALL, "CACHE_SIZE": 36, "OPTIMIZER": "adamw"}),
+    "vit_imagenet_dali/train.py": ("config_sample.py", {**SMALL, "gradient_accumulation": 2, "SYNTHETIC": True}),
+}
+
+
+def on_gpu(script, amp, dtype, output, prepare=lambda: None):
+    """Two optimizer steps, an evaluation and a checkpoint; returns what is in it: (is a moment, type)."""
+    path = world.ROOT / script
+    config, values = SCRIPTS[script]
+    flags = recipes.set_flags({**values, **({"fp16.dtype": dtype} if amp else {"fp16": None})})
+    flags += ["--set", f"fp16.mode=AMP_TYPE.{amp}"] if amp else []
+    argv = ["--config", str(path.parent / config), "--output", str(output), "--max-steps", "2", *flags]
+
+    def function():
+        prepare()
+        module = importlib.import_module(path.stem) if path.stem != "train" else load(path)
+        (saved,) = fake_gpu.run(module.main, argv)
+        return {(name.partition(".")[0] == "exp_avg", str(tensor.dtype)) for name, tensor in saved.items()}
+
+    (types,) = world.call(function, launched=False)
+    return types
+
+
+def load(path):
+    """A `train.py`, of which there are two."""
+    import sys
+
+    sys.path.insert(0, str(path.parent))
+    return importlib.import_module("train")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(("amp", "dtype"), [(None, None), *((a, d) for a in MODES[1:] for d in ("fp16", "bf16"))])
+def test_a_run_leaves_nothing_on_the_cpu(script, amp, dtype, tmp_path):
+    types = on_gpu(script, amp, dtype, tmp_path)
+    assert {kind for kind, _ in types} == {False, True}
+    assert {dtype for _, dtype in types} == {"torch.float32"}, "weights and moments are kept in fp32"
+
+
+def test_what_is_left_there_is_found(tmp_path):
+    def prepare():
+        init = cifar10.Batches.__init__
+
+        def on_the_cpu(self, *args, **kwargs):
+            init(self, *args, **kwargs)
+            self.mean = torch.zeros(3, 1, 1)
+
+        cifar10.Batches.__init__ = on_the_cpu
+
+    with pytest.raises(AssertionError, match="found at least two devices, cuda:0 and cpu"):
+        on_gpu("vit_cifar10_hybrid/train_hybrid.py", None, None, tmp_path, prepare)
+
+
+@pytest.mark.parametrize("amp", [None, "NAIVE"])
+@pytest.mark.parametrize("layout", ["PP 2", "PP 2 interleaved × 2", "1D 2", "2D 4", "2.5D 8", "3D 8", "PP 2 × 2D 4"])
+def test_nor_does_a_layout(layout, amp):
+    """A step of the first rank, forward and update; collectives included."""
+    world_size, values = check_layouts.LAYOUTS[layout]
+    argv = [*recipes.flags(amp, **values), "--dry-run", "--world_size", str(world_size)]
+
+    def function():
+        import train_hybrid
+
+        fake_gpu.run(train_hybrid.main, argv)
+
+    world.call(function, launched=False)
