@@ -1,7 +1,8 @@
 """A GPU whose tensors have a device but no data: what is left on the CPU fails as it would on a real one.
 
 Two things it cannot do: a backward pass, for which autograd asks CUDA for a context, so every leaf of the graph gets a
-gradient of ones; and telling values, so the host reads 1.0, 0 and False.
+gradient of ones; and telling values, so the host reads 1.0, 0 and False. On PyTorch's device `meta`, which no operator
+mixes with the CPU either, the backward pass is the real one.
 """
 
 import sys
@@ -11,14 +12,14 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from colossal_vit import checkpoint, dry_run, launch, ranks, state
+from colossal_vit import checkpoint, dry_run, host, launch, ranks, state
 from colossalai.accelerator import set_accelerator
 from colossalai.accelerator.cuda_accelerator import CudaAccelerator
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-DEVICE = torch.device("cuda", 0)
+CUDA, META = torch.device("cuda", 0), torch.device("meta")
 ANSWERS = {
     "is_available": True,
     "device_count": 1,
@@ -74,17 +75,31 @@ class _NoThread:
         return SimpleNamespace(result=lambda: answer)
 
 
-def _on_the_gpu(build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+def _built_on(device: torch.device, build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     """A function that builds its model there: weights without data cannot be moved."""
 
     def build_there(*args, **kwargs):
-        with DEVICE:
+        with device:
             return build(*args, **kwargs)
 
     return build_there
 
 
-def run(main: Callable[[], None], argv: list[str]) -> list[dict[str, Tensor]]:
+def _pretend(mode: FakeTensorMode) -> None:
+    """Have torch.cuda and Colossal-AI find a GPU."""
+    set_accelerator(CudaAccelerator())
+    with mode:
+        torch.empty(1, device=CUDA)  # from now on, tensors can be there
+    for name, answer in ANSWERS.items():
+        setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+    for name in NOTHING:
+        setattr(torch.cuda, name, lambda *_, **__: None)
+    for name in BYTES:
+        setattr(torch.cuda, name, lambda *_, **__: 0)
+    torch.cuda.get_rng_state = lambda *_: torch.zeros(16, dtype=torch.uint8)
+
+
+def run(main: Callable[[], None], argv: list[str], device: torch.device = CUDA) -> list[dict[str, Tensor]]:
     """Call a train script's `main` on such a GPU, in a process that is good for nothing afterwards.
 
     With `--dry-run` one rank of any world makes one step, without data.
@@ -101,34 +116,30 @@ def run(main: Callable[[], None], argv: list[str]) -> list[dict[str, Tensor]]:
             assert tensor.device.type == "cpu", f"{name} of a checkpoint is on {tensor.device}"
         saved.append(tensors)
 
-    set_accelerator(CudaAccelerator())
     FakeTensorMode.avoid_device_init = True  # it would ask torch.cuda, which says below that there is a GPU
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode:
-        torch.empty(1, device=DEVICE)  # from now on, tensors can be there
-    for name, answer in ANSWERS.items():
-        setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
-    for name in NOTHING:
-        setattr(torch.cuda, name, lambda *_, **__: None)
-    for name in BYTES:
-        setattr(torch.cuda, name, lambda *_, **__: 0)
-    torch.cuda.get_rng_state = lambda *_: torch.zeros(16, dtype=torch.uint8)
+    if device == CUDA:
+        _pretend(mode)
+    else:
+        host.HostAccelerator.current_device = host.HostAccelerator.get_current_device = lambda _: device
+        launch._device = lambda _: device
     start = launch.start
 
-    def enter(device: torch.device) -> None:
-        assert device == DEVICE
+    def enter(chosen: torch.device) -> None:
+        assert chosen == device
         mode.__enter__()
         _Values().__enter__()
         nn.Module._apply = dry_run._convert
-        torch.Tensor.backward = lambda loss, *_, **__: _backward([loss])
-        torch.autograd.backward = lambda tensors, *_, **__: _backward(tensors)
+        if device == CUDA:
+            torch.Tensor.backward = lambda loss, *_, **__: _backward([loss])
+            torch.autograd.backward = lambda tensors, *_, **__: _backward(tensors)
         torch.Tensor.pin_memory = lambda tensor: tensor
         torch.Tensor.data_ptr = lambda tensor: id(tensor)  # only compared
         state._random_state = dict
         checkpoint.write = write
         for name in ("build_timm_vit", "build_vit"):
             if hasattr(script, name):
-                setattr(script, name, _on_the_gpu(getattr(script, name)))
+                setattr(script, name, _built_on(device, getattr(script, name)))
 
     def start_there(*args, **kwargs) -> launch.Run:
         run = start(*args, **kwargs)

@@ -1,6 +1,7 @@
 """Every train script on a GPU that is not there, in every mode: data, model, loss, update, evaluation, checkpoint."""
 
 import importlib
+import sys
 
 import pytest
 import torch
@@ -22,38 +23,38 @@ SCRIPTS = {
 }
 
 
-def on_gpu(script, amp, dtype, output, prepare=lambda: None):
-    """Two optimizer steps, an evaluation and a checkpoint; returns what is in it: (is a moment, type)."""
+def on_gpu(script, amp, *more, prepare=lambda: None, device=fake_gpu.CUDA):
+    """Run a script there; returns what is in its checkpoints: (is a moment, type)."""
     path = world.ROOT / script
     config, values = SCRIPTS[script]
-    flags = recipes.set_flags({**values, **({"fp16.dtype": dtype} if amp else {"fp16": None})})
+    flags = recipes.set_flags({**values, **({"fp16.dtype": "fp16"} if amp else {"fp16": None})})
     flags += ["--set", f"fp16.mode=AMP_TYPE.{amp}"] if amp else []
-    argv = ["--config", str(path.parent / config), "--output", str(output), "--max-steps", "2", *flags]
 
     def function():
         prepare()
-        module = importlib.import_module(path.stem) if path.stem != "train" else load(path)
-        (saved,) = fake_gpu.run(module.main, argv)
-        return {(name.partition(".")[0] == "exp_avg", str(tensor.dtype)) for name, tensor in saved.items()}
+        sys.path.insert(0, str(path.parent))
+        sys.modules.pop("train", None)  # there are two
+        module = importlib.import_module(path.stem)
+        saved = fake_gpu.run(module.main, ["--config", str(path.parent / config), *flags, *more], device)
+        return {(name.startswith("exp_avg."), str(t.dtype)) for tensors in saved for name, t in tensors.items()}
 
     (types,) = world.call(function, launched=False)
     return types
 
 
-def load(path):
-    """A `train.py`, of which there are two."""
-    import sys
-
-    sys.path.insert(0, str(path.parent))
-    return importlib.import_module("train")
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("amp", MODES)
+def test_a_run_leaves_nothing_on_the_cpu(script, amp, tmp_path):
+    """Two optimizer steps, an evaluation and a checkpoint."""
+    types = on_gpu(script, amp, "--output", str(tmp_path), "--max-steps", "2")
+    assert {kind for kind, _ in types} == {False, True}
+    assert {dtype for _, dtype in types} == {"torch.float32"}, "weights and moments are kept in fp32"
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize(("amp", "dtype"), [(None, None), *((a, d) for a in MODES[1:] for d in ("fp16", "bf16"))])
-def test_a_run_leaves_nothing_on_the_cpu(script, amp, dtype, tmp_path):
-    types = on_gpu(script, amp, dtype, tmp_path)
-    assert {kind for kind, _ in types} == {False, True}
-    assert {dtype for _, dtype in types} == {"torch.float32"}, "weights and moments are kept in fp32"
+@pytest.mark.parametrize("amp", [None, "NAIVE"])  # autocast does not know the device
+def test_nor_does_a_backward_pass(script, amp):
+    on_gpu(script, amp, "--dry-run", device=fake_gpu.META)
 
 
 def test_what_is_left_there_is_found(tmp_path):
@@ -67,13 +68,13 @@ def test_what_is_left_there_is_found(tmp_path):
         cifar10.Batches.__init__ = on_the_cpu
 
     with pytest.raises(AssertionError, match="found at least two devices, cuda:0 and cpu"):
-        on_gpu("vit_cifar10_hybrid/train_hybrid.py", None, None, tmp_path, prepare)
+        on_gpu(recipes.HYBRID, None, "--output", str(tmp_path), prepare=prepare)
 
 
 @pytest.mark.parametrize("amp", [None, "NAIVE"])
 @pytest.mark.parametrize("layout", ["PP 2", "PP 2 interleaved × 2", "1D 2", "2D 4", "2.5D 8", "3D 8", "PP 2 × 2D 4"])
 def test_nor_does_a_layout(layout, amp):
-    """A step of the first rank, forward and update; collectives included."""
+    """A step of the first rank, collectives included."""
     world_size, values = check_layouts.LAYOUTS[layout]
     argv = [*recipes.flags(amp, **values), "--dry-run", "--world_size", str(world_size)]
 
