@@ -25,6 +25,7 @@ from colossal_vit import config as configs
 from colossal_vit.report import read_metrics
 
 import build_tfrecords
+import gpu_check
 import real
 import warm
 from world import ROOT
@@ -273,6 +274,10 @@ def test_flags_of_a_command_that_cannot_run_here(page, command, monkeypatch):
         monkeypatch.delitem(sys.modules, "train", raising=False)  # another example's
         monkeypatch.delitem(sys.modules, "benchmark", raising=False)
         importlib.import_module("benchmark").parse()
+        return
+    elif script == "scripts/gpu_check.sh":
+        monkeypatch.setattr(sys, "argv", words[scripts[0] :])
+        gpu_check.parse()
         return
     elif not script.startswith("train"):
         assert script == "scripts/test.sh"
