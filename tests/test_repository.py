@@ -76,4 +76,4 @@ def test_test_script_passes_arguments_on():
 
 def test_config_json_is_json(tmp_path):
     path = ROOT / "vit_cifar10_hybrid" / "configs" / "config_hybrid_parallel.py"
-    assert json.loads(configs.to_json(configs.load(path)))["TENSOR_SHAPE"] == [128, 197, 768]
+    assert json.loads(configs.to_json(configs.load(path)))["TENSOR_SHAPE"] == [32, 197, 768]
