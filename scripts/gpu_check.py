@@ -143,9 +143,11 @@ def default_output(names: list[str]) -> Path:
 def reason_to_skip(check: Check, num_gpus: int) -> str | None:
     if num_gpus < check.gpus:
         return f"needs {check.gpus} GPUs"
-    if check.package and importlib.util.find_spec(check.package.split(".")[0]) is None:
-        return f"needs {check.package}"
-    return None
+    try:
+        found = check.package is None or importlib.util.find_spec(check.package)
+    except ModuleNotFoundError:  # its parent
+        found = None
+    return None if found else f"needs {check.package}"
 
 
 def end(process: subprocess.Popen) -> None:

@@ -91,6 +91,7 @@ def alive(stat):
 
 def test_what_does_not_fit_is_skipped_and_what_has_no_time_is_left_for_later(run):
     checks = {"many": python("", gpus=2), "missing": python("", package="no_such.package"), "slow": python("")}
+    checks["part missing"] = python("", package="torch.no_such")
     code, results = run(checks, "--minutes", "0.001")
     assert code == 75
     said = {name: (r["result"], r["said"]) for name, r in results.items()}
@@ -98,6 +99,7 @@ def test_what_does_not_fit_is_skipped_and_what_has_no_time_is_left_for_later(run
         "many": ("skipped", "needs 2 GPUs"),
         "missing": ("skipped", "needs no_such.package"),
         "slow": ("unfinished", ""),
+        "part missing": ("skipped", "needs torch.no_such"),
     }
     assert run(checks, gpus=2)[0] == 0
 
