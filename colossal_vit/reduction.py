@@ -16,7 +16,7 @@ class _Bucket:
 
     Attributes:
         parameters: that have them, all of one type.
-        missing: how many of them are not complete in this optimizer step.
+        missing: how many gradients of backward passes it still waits for in this optimizer step.
         sum: their gradients one after another, from when they are complete.
         work: the all-reduce of `sum`; None before it starts.
     """
@@ -42,7 +42,6 @@ class _Bucket:
             parts = self.sum.split([g.numel() for g in gradients])
             torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
         self.sum = self.work = None
-        self.missing = len(self.parameters)
 
 
 class PipelineGradientHandler(BaseGradientHandler):
@@ -60,9 +59,7 @@ class PipelineGradientHandler(BaseGradientHandler):
     def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, num_passes: int):
         self.group, self.num_passes = group, num_passes
         self.buckets: list[_Bucket] = []
-        self._passes: dict[nn.Parameter, int] = {}
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
-        self._started = 0
         open_buckets: dict[torch.dtype, tuple[_Bucket, int]] = {}
         for parameter in reversed([p for p in parameters if p.requires_grad]):
             bucket, size = open_buckets.get(parameter.dtype, (None, BUCKET_BYTES))
@@ -70,18 +67,20 @@ class PipelineGradientHandler(BaseGradientHandler):
                 bucket, size = _Bucket(), 0
                 self.buckets.append(bucket)
             bucket.parameters.append(parameter)
-            bucket.missing += 1
             open_buckets[parameter.dtype] = bucket, size + parameter.numel() * parameter.element_size()
             self._bucket_of[parameter] = bucket
-            self._passes[parameter] = 0
             parameter.register_post_accumulate_grad_hook(self._count)
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._started = 0
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.parameters) * self.num_passes
 
     def _count(self, parameter: nn.Parameter) -> None:
-        self._passes[parameter] += 1
-        if self._passes[parameter] == self.num_passes:
-            self._bucket_of[parameter].missing -= 1
-            while self._started < len(self.buckets) and not self.buckets[self._started].missing:
-                self._start_next()
+        self._bucket_of[parameter].missing -= 1
+        while self._started < len(self.buckets) and not self.buckets[self._started].missing:
+            self._start_next()
 
     def _start_next(self) -> None:
         self.buckets[self._started].start(self.group)
@@ -93,5 +92,4 @@ class PipelineGradientHandler(BaseGradientHandler):
             self._start_next()
         for bucket in self.buckets:
             bucket.finish()
-        self._passes = dict.fromkeys(self._passes, 0)
-        self._started = 0
+        self._begin_step()
