@@ -1,5 +1,6 @@
 """Small models and the runs that compare them."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from check_layouts import MODEL, set_flags
 
 HYBRID = "vit_cifar10_hybrid/train_hybrid.py"
 DATA_PARALLEL = "vit_cifar10_hybrid/train_dp.py"
+TIMES = {"images_per_s", "data_s", "step_s", "memory_gb", "reserved_gb"}  # what is allowed to differ
 PIPELINE_CONFIG = "configs/config_pipeline_parallel.py"
 
 
@@ -41,3 +43,9 @@ def train(output: Path, world_size: int = 1, steps: int = 20, amp: str | None = 
     result = world.run(HYBRID, argv, world_size)
     assert result.codes == [0] * world_size, str(result)
     return read_metrics(output)
+
+
+def record(output: Path) -> list[dict]:
+    """All that `metrics.jsonl` says, but for times and memory."""
+    lines = (output / "metrics.jsonl").read_text().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if key not in TIMES} for line in lines]

@@ -4,7 +4,6 @@ On a machine with GPUs every run is a process of its own, as a user starts it; i
 """
 
 import functools
-import json
 import os
 import re
 import signal
@@ -120,13 +119,6 @@ def test_losses_of_the_other_examples(script, config, values, tmp_path):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def record(output):
-    """All that `metrics.jsonl` says, but for times and memory."""
-    gone = {"images_per_s", "data_s", "step_s", "memory_gb", "reserved_gb"}
-    lines = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
-    return [{key: value for key, value in line.items() if key not in gone} for line in lines]
-
-
 @pytest.mark.parametrize(("amp", "dtype"), [(None, None), ("TORCH", "fp16"), ("NAIVE", "fp16")])
 def test_resumes_to_the_bit(amp, dtype, tmp_path):
     """With dropout, whose generator is the device's, and a loss scale that changes."""
@@ -138,7 +130,7 @@ def test_resumes_to_the_bit(amp, dtype, tmp_path):
     def run(name, steps):
         command = flags(tmp_path / name, steps, amp, dtype, **values)
         on_gpu(recipes.HYBRID, command, CUBLAS_WORKSPACE_CONFIG=":4096:8")
-        return record(tmp_path / name)
+        return recipes.record(tmp_path / name)
 
     for steps in (2, 3):
         run("parts", steps)

@@ -1,7 +1,6 @@
 """A run that was stopped goes on as if it had not been: to the bit on one layout, within the contract on another."""
 
 import functools
-import json
 import os
 import random
 import signal
@@ -28,15 +27,7 @@ import vit
 import world
 from check_layouts import LAYOUTS
 from conftest import random_start
-
-TIMES = {"images_per_s", "data_s", "step_s", "memory_gb", "reserved_gb"}  # what is allowed to differ
-
-
-def record(output):
-    """All that `metrics.jsonl` says, but for the times."""
-    lines = (output / "metrics.jsonl").read_text().splitlines()
-    return [{key: value for key, value in json.loads(line).items() if key not in TIMES} for line in lines]
-
+from recipes import record
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The same layout: to the bit
