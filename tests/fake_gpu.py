@@ -74,6 +74,8 @@ class _NoThread:
         answer = function(*args)
         return SimpleNamespace(result=lambda: answer)
 
+    map = staticmethod(map)
+
 
 def _built_on(device: torch.device, build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     """A function that builds its model there: weights without data cannot be moved."""
