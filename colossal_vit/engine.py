@@ -41,6 +41,8 @@ from colossalai.legacy.engine.schedule import (
     PipelineSchedule,
     get_tensor_shape,
 )
+from colossalai.legacy.nn.layer.base_layer import ParallelLayer
+from colossalai.legacy.nn.layer.vanilla import WrappedDropout
 from colossalai.legacy.utils import is_using_ddp, is_using_pp, sync_model_param
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -245,15 +247,13 @@ def _schedule(config: Any, dtype: torch.dtype) -> NonPipelineSchedule | Pipeline
 
 
 def _check_compilable(device: torch.device) -> None:
-    """Refuse to compile what only works eagerly, or where a tool for it is missing.
+    """Refuse to compile where a tool for it is missing.
 
     On a GPU, Triton compiles a launcher in C for each kernel; on the CPU, the kernels are C++. Both include Python.h.
 
     Raises:
-        UserError: under pipeline or tensor parallelism, and on a machine without compiler or headers.
+        UserError: on a machine without compiler or headers.
     """
-    if is_using_pp() or gpc.tensor_parallel_size > 1:
-        raise UserError("COMPILE = True works with data parallelism only: leave it out, or set parallel sizes to 1")
     language, variable, programs, package = (
         ("C", "CC", ("gcc", "clang", "cc"), "gcc") if device.type == "cuda" else ("C++", "CXX", ("g++",), "g++")
     )
@@ -269,6 +269,23 @@ def _check_compilable(device: torch.device) -> None:
             f"COMPILE = True needs Python's headers, and there is no {header}: install them (Debian: apt-get install "
             f"python3-dev), or leave COMPILE out"
         )
+
+
+def _compile(model: nn.Module) -> None:
+    """Compile a model in place: whole, or under tensor and pipeline parallelism each transformer block.
+
+    The blocks share one program. It is cut where a layer communicates, and where random numbers are drawn that the
+    tensor-parallel ranks have to agree on.
+    """
+    if gpc.tensor_parallel_size == 1 and not is_using_pp():
+        model.compile()
+        return
+    for module in list(model.modules()):
+        inner = getattr(module, "module", module)  # of Colossal-AI's automatic layers
+        if isinstance(inner, (ParallelLayer, WrappedDropout)) or getattr(module, "draws_together", False):
+            module.forward = torch.compiler.disable(module.forward)
+        for block in getattr(module, "blocks", nn.ModuleDict()).children():
+            block.compile()
 
 
 def initialize(
@@ -318,7 +335,7 @@ def initialize(
 
     if config.get("COMPILE"):
         _check_compilable(device)
-        model.compile()  # before DDP, which then cuts the compiled backward pass at its buckets
+        _compile(model)  # before DDP, which then cuts the compiled backward pass at its buckets
 
     gradient_handlers = []
     if is_using_ddp() and is_using_pp():

@@ -1,12 +1,14 @@
-"""Training speed of each parallelism here against plain PyTorch's: the same ViT on 2 processes, side by side.
+"""Training speed of each parallelism against plain PyTorch's, or compiled against eager: the same ViT, side by side.
 
     python scripts/bench_parallel.py [--runs N] [--steps N] [--only NAME ...] [--output DIR] [--set KEY=VALUE ...]
 
 About 15 minutes on 2 CPU cores. Three pairs: `data`, data parallel against DistributedDataParallel; `tensor`, 1D tensor
 parallel against torch.distributed.tensor.parallel; `pipeline`, 1F1B against torch.distributed.pipelining. PyTorch's
-side is timm's model. Both sides live in the same two processes, start from the same weights, get the same batches, and
-must compute the same losses before they are timed. Then they take turns step by step, so that whatever else the machine
-does slows both down alike. A ratio above 1 means that ours is faster. `--set DEPTH=4` measures a smaller model.
+side is timm's model. The other pairs, on demand, are what COMPILE gains in a layout, such as `--only compile-1d`.
+
+Both sides of a pair live in the same processes, start from the same weights, get the same batches, and must compute the
+same losses before they are timed. Then they take turns step by step, so that whatever else the machine does slows both
+down alike. A ratio above 1 means that the first is faster. `--set DEPTH=4` measures a smaller model.
 
 Writes parallel.md (the table), parallel.json (every run), log.txt and provenance.json. Exit code 0 whatever the ratios
 are, 1 when a side fails or the two disagree.
@@ -23,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,19 +43,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "vit_cifar10_hybrid"))
 
+from check_layouts import tensor
 from train_hybrid import DEFAULTS, REQUIRED
 from vit import build_vit, check_vit, full_vit, partition_blocks
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "vit_cifar10_hybrid/configs/config_pipeline_parallel.py"
-WORLD_SIZE, GLOBAL_BATCH = 2, 64
+GLOBAL_BATCH = 64
 CHECKED_STEPS, TOLERANCE = 3, 1e-4  # relative; these steps are the warm-up too
 SETTINGS = {
     **dict(IMG_SIZE=32, PATCH_SIZE=4, HIDDEN_SIZE=384, DEPTH=12, NUM_HEADS=6, CHECKPOINT=False),
     **dict(NUM_MICRO_BATCHES=4, LEARNING_RATE=1e-3, fp16=None, clip_grad_norm=0.0),
     **{"BATCH_SIZE": GLOBAL_BATCH, "parallel.pipeline": 1},
 }
-TENSOR = {"parallel.tensor.mode": "1d", "parallel.tensor.size": WORLD_SIZE}
 
 # One optimizer step on this rank's part of a batch; returns the loss where the rank sees it.
 Step = Callable[[Tensor, Tensor], Tensor | None]
@@ -64,8 +67,9 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=gpc.config.LEARNING_RATE, weight_decay=gpc.config.WEIGHT_DECAY)
 
 
-def ours(run: launch.Run, criterion: nn.Module) -> Step:
+def ours(run: launch.Run, criterion: nn.Module, compiled: bool = False) -> Step:
     """The model and the engine of train_hybrid.py, whatever the layout."""
+    run.config.COMPILE = compiled
     model = build_vit(run.config, run.layout)
     engine = initialize(model, adamw(model), criterion)[0]
 
@@ -96,30 +100,31 @@ def torch_data(run: launch.Run, model: nn.Module, criterion: nn.Module) -> Step:
 
 
 def torch_tensor(run: launch.Run, model: nn.Module, criterion: nn.Module) -> Step:
-    mesh = init_device_mesh(run.device.type, (WORLD_SIZE,))
+    world_size = dist.get_world_size()
+    mesh = init_device_mesh(run.device.type, (world_size,))
     plan = {"attn.qkv": ColwiseParallel(), "attn.proj": RowwiseParallel()}
     plan |= {"mlp.fc1": ColwiseParallel(), "mlp.fc2": RowwiseParallel()}
     for block in model.blocks:
         # timm stores all queries, then all keys, then all values, and a cut would give one rank the queries and half
         # of the keys. In the order (rank, 3, its heads) it gives each rank what timm expects of a smaller model.
         for parameter in block.attn.qkv.parameters():
-            parameter.data = parameter.data.unflatten(0, (3, WORLD_SIZE, -1)).transpose(0, 1).flatten(0, 2)
-        block.attn.num_heads //= WORLD_SIZE
-        block.attn.attn_dim //= WORLD_SIZE
+            parameter.data = parameter.data.unflatten(0, (3, world_size, -1)).transpose(0, 1).flatten(0, 2)
+        block.attn.num_heads //= world_size
+        block.attn.attn_dim //= world_size
         parallelize_module(block, mesh, plan)
     return plain(model, criterion)
 
 
 def torch_pipeline(run: launch.Run, model: nn.Module, criterion: nn.Module) -> Step:
-    rank = dist.get_rank()
-    blocks = partition_blocks(run.config, WORLD_SIZE)[rank]
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    blocks = partition_blocks(run.config, world_size)[rank]
     model.blocks = model.blocks[blocks.start : blocks.stop]
     if rank == 0:
         model.norm = model.head = nn.Identity()
         model.forward = model.forward_features
     else:  # timm leaves out an embedding that is None
         model.patch_embed, model.cls_token, model.pos_embed = nn.Identity(), None, None
-    stage = PipelineStage(model, rank, WORLD_SIZE, run.device)
+    stage = PipelineStage(model, rank, world_size, run.device)
     schedule = Schedule1F1B(stage, run.config.NUM_MICRO_BATCHES, loss_fn=criterion)
     optimizer = adamw(model)
 
@@ -136,10 +141,30 @@ def torch_pipeline(run: launch.Run, model: nn.Module, criterion: nn.Module) -> S
     return step
 
 
-PAIRS = {  # name: (what our layout adds to SETTINGS, PyTorch's side, what the table calls them)
-    "data": ({"BATCH_SIZE": GLOBAL_BATCH // WORLD_SIZE}, torch_data, "data parallel / DistributedDataParallel"),
-    "tensor": (TENSOR, torch_tensor, "1D tensor parallel / torch.distributed.tensor.parallel"),
-    "pipeline": ({"parallel.pipeline": WORLD_SIZE}, torch_pipeline, "1F1B pipeline / torch.distributed.pipelining"),
+class Pair(NamedTuple):
+    """What is compared: `torch_side` against our engine, or without it our engine's eager side against its compiled."""
+
+    title: str
+    processes: int
+    values: dict[str, Any]
+    torch_side: Callable[[launch.Run, nn.Module, nn.Module], Step] | None = None
+
+    @property
+    def sides(self) -> tuple[str, str]:
+        return ("ours", "torch") if self.torch_side else ("compiled", "eager")
+
+
+PIPELINE = {"parallel.pipeline": 2}
+PAIRS = {
+    "data": Pair("data parallel / DistributedDataParallel", 2, {"BATCH_SIZE": GLOBAL_BATCH // 2}, torch_data),
+    "tensor": Pair("1D tensor parallel / torch.distributed.tensor.parallel", 2, tensor("1d", 2), torch_tensor),
+    "pipeline": Pair("1F1B pipeline / torch.distributed.pipelining", 2, PIPELINE, torch_pipeline),
+    "compile-data": Pair("data parallel on 2, compiled / eager", 2, {"BATCH_SIZE": GLOBAL_BATCH // 2}),
+    "compile-pipeline": Pair("1F1B pipeline on 2, compiled / eager", 2, PIPELINE),
+    "compile-1d": Pair("1D on 2, compiled / eager", 2, tensor("1d", 2)),
+    "compile-2d": Pair("2D on 4, compiled / eager", 4, tensor("2d", 4)),
+    "compile-2.5d": Pair("2.5D on 4, compiled / eager", 4, tensor("2.5d", 4, depth=1)),
+    "compile-3d": Pair("3D on 8, compiled / eager", 8, {**tensor("3d", 8), "NUM_HEADS": 8}),
 }
 
 # ---- The processes of a pair -----------------------------------------------------------------------------------------
@@ -149,7 +174,7 @@ def get_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=7, help="paired runs (default %(default)s)")
     parser.add_argument("--steps", type=int, default=2, help="optimizer steps of a side in a run (default %(default)s)")
-    parser.add_argument("--only", nargs="+", choices=PAIRS, default=list(PAIRS), help="measure only these pairs")
+    parser.add_argument("--only", nargs="+", choices=PAIRS, default=["data", "tensor", "pipeline"])
     parser.add_argument("--output", type=Path, default=ROOT / "results/parallel_cpu", help="where the result goes")
     return parser
 
@@ -160,8 +185,12 @@ def compare() -> None:
     sys.argv[1:] = [*more, f"--output={args.output}"]
     run = launch.start(None, REQUIRED, DEFAULTS, check_vit)
     criterion = col_nn.CrossEntropyLoss(label_smoothing=run.config.LABEL_SMOOTHING)
-    model, generator = full_vit(run.config).to(run.device), torch.Generator().manual_seed(run.config.SEED)
-    sides = {"ours": ours(run, criterion), "torch": PAIRS[args.only[0]][1](run, model, criterion)}
+    pair, generator = PAIRS[args.only[0]], torch.Generator().manual_seed(run.config.SEED)
+    if pair.torch_side:
+        steps = ours(run, criterion), pair.torch_side(run, full_vit(run.config).to(run.device), criterion)
+    else:
+        steps = ours(run, criterion, compiled=True), ours(run, criterion)
+    sides = dict(zip(pair.sides, steps, strict=True))
 
     def next_batch() -> list[Tensor]:
         images = torch.randn(GLOBAL_BATCH, 3, run.config.IMG_SIZE, run.config.IMG_SIZE, generator=generator)
@@ -170,7 +199,7 @@ def compare() -> None:
         return [whole.chunk(run.layout.data)[replica].to(run.device) for whole in (images, labels)]
 
     def mean_loss(loss: Tensor | None) -> float:
-        losses = [None] * WORLD_SIZE
+        losses = [None] * dist.get_world_size()
         dist.all_gather_object(losses, None if loss is None else loss.item())
         return statistics.fmean(value for value in losses if value is not None)
 
@@ -200,10 +229,11 @@ def compare() -> None:
 
 def measure(name: str, args: argparse.Namespace, more: list[str], log: list[str]) -> dict:
     """Start the processes of a pair and return what they measured; their output goes to the terminal and to `log`."""
+    pair = PAIRS[name]
     with tempfile.TemporaryDirectory() as output:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={WORLD_SIZE}"]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={pair.processes}"]
         command += [__file__, f"--only={name}", f"--runs={args.runs}", f"--steps={args.steps}"]
-        command += [f"--set={key}={value!r}" for key, value in {**SETTINGS, **PAIRS[name][0]}.items()]
+        command += [f"--set={key}={value!r}" for key, value in {**SETTINGS, **pair.values}.items()]
         command += [f"--config={CONFIG}", f"--output={output}", *more]
         options = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         with subprocess.Popen(command, env={"OMP_NUM_THREADS": "1", **os.environ}, **options) as processes:
@@ -213,7 +243,7 @@ def measure(name: str, args: argparse.Namespace, more: list[str], log: list[str]
         if processes.returncode:
             sys.exit(f"{name}: a side fails, see above")
         config, result = (json.loads((Path(output) / name).read_text()) for name in ("config.json", "pair.json"))
-    if not result["images_per_s"]["ours"]:
+    if not result["images_per_s"][pair.sides[0]]:
         sys.exit(f"{name}: the two sides do not compute the same losses: {result['losses']}")
     return {"config": config, **result}
 
@@ -230,13 +260,16 @@ def main() -> None:
     results = {name: measure(name, args, more, log) for name in args.only}
 
     # ---- Result ----------------------------------------------------------------------------------------------------
-    table = ["| comparison | ours, images/s | torch, images/s | ratio: median | min | max |", "| --- |" + " ---: |" * 5]
+    table = [
+        "| comparison | first, images/s | second | ratio: median | min | max |",
+        "| --- |" + " ---: |" * 5,
+    ]
     for name, result in results.items():
         here, there = result["images_per_s"].values()
         ratios = result["ratios"] = [a / b for a, b in zip(here, there, strict=True)]
         medians = f"{statistics.median(here):.1f} | {statistics.median(there):.1f}"
         spread = " | ".join(f"{value:.3f}" for value in (statistics.median(ratios), min(ratios), max(ratios)))
-        table.append(f"| {PAIRS[name][2]} | {medians} | {spread} |")
+        table.append(f"| {PAIRS[name].title} | {medians} | {spread} |")
     print("\n".join(table))
     write_benchmark(args.output, "parallel", table, {"steps": args.steps, **results}, origin, "".join(log))
 

@@ -19,7 +19,6 @@ from PIL import Image
 from torchvision.transforms import v2
 
 import caltech101
-import recipes
 import world
 
 FOLDER = world.ROOT / "vit_caltech101_amp"
@@ -258,15 +257,6 @@ def test_what_cannot_be_compiled_is_one_line(tmp_path, monkeypatch, flags, words
     assert result.codes == [2], str(result)
     assert words in result.stderr[0]
     assert result.stderr[0].count("\n") == 1
-
-
-def test_layouts_that_cannot_be_compiled_are_one_line(tmp_path):
-    argv = [*recipes.flags(COMPILE=True, **{"parallel.pipeline": 2}), "--output", str(tmp_path)]
-    result = world.run(recipes.HYBRID, argv, 2)
-    assert result.codes == [2, 2], str(result)
-    assert "".join(result.stderr).endswith(
-        "error: COMPILE = True works with data parallelism only: leave it out, or set parallel sizes to 1\n"
-    )
 
 
 # ---- faults: one line, nothing lost, and the second run recovers ----

@@ -82,6 +82,8 @@ class DropPath(nn.Module):
         batch_parts: into how many parts the tensor-parallel ranks split a batch.
     """
 
+    draws_together = True  # and so is not compiled
+
     def __init__(self, rate: float, batch_parts: int):
         super().__init__()
         self.rate, self.batch_parts = rate, batch_parts

@@ -1,0 +1,54 @@
+"""A run directory has one writer: a lock that the kernel drops when its holder dies, whatever killed it."""
+
+import errno
+import fcntl
+import os
+import socket
+import time
+from datetime import datetime
+from pathlib import Path
+
+from colossal_vit.errors import UserError
+
+NAME = ".lock"  # in a run directory
+PATIENCE = 10.0  # seconds: ranks whose launcher was killed take a moment to end
+_CANNOT = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
+
+_held: list[int] = []  # a POSIX lock goes with the first descriptor of its file that this process closes
+
+
+def hold(directory: Path, patience: float = PATIENCE) -> str | None:
+    """Lock a run directory, which must exist, until this process ends.
+
+    The lock is a POSIX record lock: a forked child does not inherit it, and NFS knows it too.
+
+    Args:
+        directory: the run directory.
+        patience: seconds to wait for another holder.
+
+    Returns:
+        None, or why this file system cannot lock.
+
+    Raises:
+        UserError: if another process holds it, saying which.
+        OSError: if the lock file cannot be written.
+    """
+    file = os.open(directory / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            if error.errno in _CANNOT:
+                return error.strerror
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                raise
+        if time.monotonic() >= deadline:
+            holder = os.pread(file, 200, 0).decode(errors="replace").strip() or "another run"
+            raise UserError(f"{directory}: {holder} is writing here: wait until it has ended, or give another --output")
+        time.sleep(0.2)
+    os.ftruncate(file, 0)
+    os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%F %T},\n".encode(), 0)
+    _held.append(file)
+    return None

@@ -1,0 +1,77 @@
+"""COMPILE under tensor and pipeline parallelism: the blocks are compiled between the collectives."""
+
+import pytest
+import torch
+from colossal_vit import launch
+from colossal_vit.config import Layout
+from colossal_vit.engine import initialize
+from colossalai.legacy import nn as col_nn
+from colossalai.legacy.core import global_context as gpc
+from torch._dynamo.utils import counters
+
+import recipes
+import vit
+import world
+from check_layouts import LAYOUTS
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler(tmp_path_factory):
+    """Everything that is slow once, before there are ranks that would all do it; and one place for programs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+        patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+        torch.compile(torch.nn.GELU())(torch.ones(32, requires_grad=True)).sum().backward()
+        yield
+
+
+def train(world_size, compiled):
+    """Three steps on one batch; the losses and gradient norms, and a norm's weights."""
+    config = gpc.config
+    config.COMPILE = compiled
+    launch.seed_ranks(config.SEED)
+    model = vit.build_vit(config, Layout.of(config, world_size))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = initialize(model, optimizer, col_nn.CrossEntropyLoss())
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(8, 3, config.IMG_SIZE, config.IMG_SIZE, generator=generator)
+    batch = images, torch.arange(8)
+    engine.train()
+    said = []
+    for _ in range(3):
+        engine.zero_grad()
+        engine.execute_schedule(iter([batch]))
+        engine.step()
+        said += [engine.loss or 0.0, engine.grad_norm]  # the loss is the last stage's
+    return said, next(p for p in model.parameters() if p.shard.name.endswith("norm2.weight")).tolist()
+
+
+def compare(layout, **more):
+    """What `train` returns on each rank: eager, compiled, and how many programs that took."""
+    world_size, values = LAYOUTS[layout]
+
+    def function():
+        eager, before = train(world_size, False), counters["stats"]["unique_graphs"]
+        return eager, train(world_size, True), counters["stats"]["unique_graphs"] - before
+
+    return world.call(function, world_size, **recipes.config(recipes.flags(**values, BATCH_SIZE=8, **more)))
+
+
+@pytest.mark.parametrize(
+    ("layout", "depth"), [("1D 2", 2), ("2D 4", 2), ("2.5D 4", 2), ("3D 8", 1), ("PP 2 interleaved × 2", 4)]
+)
+def test_compiled_blocks_train_as_eager_ones(layout, depth, random_weights):
+    """Drop path included, which all of a replica's ranks draw together."""
+    for (eager, _), (compiled, _), programs in compare(layout, DEPTH=depth, DROP_PATH_RATE=0.2):
+        assert programs >= 3
+        assert compiled == pytest.approx(eager, rel=1e-4)
+
+
+def test_ranks_that_hold_the_same_draw_the_same(random_weights):
+    """In 1D all ranks have what is between the layers: with other masks their copies of the norms would drift apart."""
+    answers = compare("1D 2", DEPTH=1, DROP_RATE=0.5)
+    (_, here), (_, there) = (compiled for _, compiled, _ in answers)
+    assert here == there
+    for eager, compiled, programs in answers:
+        assert programs >= 3
+        assert compiled != eager, "dropped by a compiled kernel, with random numbers of its own"
