@@ -324,6 +324,11 @@ def initialize(
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.get("TF32", False)
     fp16 = config.fp16
     dtype = precision.compute_dtype(fp16, device)
+    if (config.get("torch_ddp") or {}).get("static_graph") and config.gradient_accumulation > 1:
+        raise UserError(
+            f"torch_ddp.static_graph = True does not work with gradient_accumulation = {config.gradient_accumulation}: "
+            f"PyTorch takes the first backward pass, which reduces nothing, for the pattern of all"
+        )
     if is_using_pp() and fp16 and fp16.mode != AMP_TYPE.NAIVE:
         raise UserError(f"fp16.mode = {fp16.mode} does not work with a pipeline: use AMP_TYPE.NAIVE or None")
 

@@ -251,6 +251,9 @@ def test_arguments_of_ddp():
 
     settings = recipes.config(recipes.flags(**{"torch_ddp.bucket_cap_mb": 3, "torch_ddp.static_graph": True}))
     assert world.call(function, 2, **settings) == [(3 * 2**20, True)] * 2
+    settings = recipes.config(recipes.flags(**{"gradient_accumulation": 2, "torch_ddp.static_graph": True}))
+    with pytest.raises(AssertionError, match="static_graph = True does not work with gradient_accumulation = 2"):
+        world.call(function, 2, **settings)
     with pytest.raises(UserError, match=r"unknown key torch_ddp.buckets"):
         recipes.config(recipes.flags(**{"torch_ddp.buckets": 3}))
 
