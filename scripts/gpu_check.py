@@ -69,6 +69,7 @@ CHECKS = {
     "waits": Check("one wait for the device a step", tests("waits"), 5),
     "dali": Check("DALI decodes and trains on the GPU", tests("dali"), 6, package="nvidia.dali"),
     "ranks": Check("with NCCL, a rank that hangs ends the others", tests("ranks"), 5, gpus=2),
+    "overlap": Check("replicas reduce during the backward pass", tests("overlaps"), 5, gpus=2),
     "layouts": Check(
         "every layout that fits these GPUs trains as one process does",
         ["scripts/check_layouts.py"],
@@ -101,6 +102,21 @@ CHECKS = {
     "parallel": Check(
         "data, tensor and pipeline parallelism against PyTorch's",
         ["scripts/bench_parallel.py", "--output", "{output}"],
+        15,
+        gpus=2,
+        small=["--only", "data", "--runs", "1", "--steps", "1", *sets("DEPTH=1", "HIDDEN_SIZE=32", "NUM_HEADS=2")],
+    ),
+    "compile": Check(
+        "what COMPILE gains under data, pipeline and tensor parallelism",
+        [
+            "scripts/bench_parallel.py",
+            "--only",
+            "compile-data",
+            "compile-pipeline",
+            "compile-1d",
+            "--output",
+            "{output}",
+        ],
         15,
         gpus=2,
         small=["--only", "data", "--runs", "1", "--steps", "1", *sets("DEPTH=1", "HIDDEN_SIZE=32", "NUM_HEADS=2")],

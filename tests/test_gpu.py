@@ -4,6 +4,7 @@ On a machine with GPUs every run is a process of its own, as a user starts it; i
 """
 
 import functools
+import json
 import os
 import re
 import signal
@@ -218,6 +219,33 @@ def test_dali_trains_and_resumes(packed, tmp_path):
 # ---------------------------------------------------------------------------------------------------------------------
 # Several GPUs
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_reduction_overlaps_the_backward_pass(tmp_path):
+    """In a traced step of two replicas, NCCL's kernels run beside others for a good part of their time."""
+    if not REHEARSAL and real.num_gpus() < 2:
+        pytest.skip("needs 2 GPUs")
+    values = {"BATCH_SIZE": 16, "torch_ddp.bucket_cap_mb": 0.01}
+    if not REHEARSAL:
+        values = dict(SIZE, HIDDEN_SIZE=768, NUM_HEADS=12, DEPTH=12, BATCH_SIZE=32)
+    on_gpu(recipes.HYBRID, [*flags(tmp_path, 3, **values), "--profile"], 2)
+    events = json.loads((tmp_path / "profile-rank0.json").read_text())["traceEvents"]
+    reductions, others = [], []
+    for event in events:
+        if event.get("cat") == "kernel":
+            (reductions if "nccl" in event["name"].lower() else others).append(event)
+        elif REHEARSAL and event["name"] == "gloo:all_reduce":
+            reductions.append(event)
+        elif REHEARSAL and event["name"] == "backward":
+            others.append(event)
+    together = sum(
+        max(0.0, min(a["ts"] + a["dur"], b["ts"] + b["dur"]) - max(a["ts"], b["ts"]))
+        for a in reductions
+        for b in others
+    )
+    share = together / sum(event["dur"] for event in reductions)
+    print(f"{share:.0%} of the reductions' time is beside other kernels")
+    assert share > (0.0 if REHEARSAL else 0.25)
 
 
 def ranks_of(output):
