@@ -10,6 +10,7 @@ import builtins
 import difflib
 import json
 import math
+import re
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -163,6 +164,24 @@ KEYS: dict[str, Any] = {
     },
 }
 
+_DP, _HYBRID = "vit_cifar10_hybrid/train_dp.py", "vit_cifar10_hybrid/train_hybrid.py"
+_CALTECH101, _IMAGENET = "vit_caltech101_amp/train.py", "vit_imagenet_dali/train.py"
+SCRIPTS = (_DP, _HYBRID, _CALTECH101, _IMAGENET)
+# Which scripts use a key, where it is not all of them.
+USED_BY: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("OPTIMIZER", "MOMENTUM"), (_HYBRID, _CALTECH101)),
+    "LAMB_EXCLUDE_VECTORS": (_IMAGENET,),
+    "IMAGES_PER_S": (_IMAGENET,),
+    **dict.fromkeys(("CACHE_SIZE", "TRAIN_PER_CLASS"), (_CALTECH101,)),
+    **dict.fromkeys(("SYNTHETIC", "CROP_AREA"), (_CALTECH101, _IMAGENET)),
+    "CROP_PADDING": (_DP, _HYBRID),
+    "MODEL": (_DP, _CALTECH101, _IMAGENET),
+    **dict.fromkeys(("MLP_RATIO", "DROP_PATH_RATE", "CHECKPOINT", "SEQ_LENGTH"), (_HYBRID,)),
+    **dict.fromkeys(("TENSOR_PARALLEL_SIZE", "TENSOR_PARALLEL_MODE", "NUM_MICRO_BATCHES", "NUM_CHUNKS"), (_HYBRID,)),
+    **dict.fromkeys(("TENSOR_SHAPE", "model"), (_HYBRID,)),
+    "dali": (_IMAGENET,),
+}
+
 _SCALER_KEYS = {
     AMP_TYPE.TORCH: {"init_scale", "growth_factor", "backoff_factor", "growth_interval"},
     AMP_TYPE.NAIVE: {
@@ -200,9 +219,45 @@ def _check(values: Mapping[str, Any], rules: Mapping[str, Any], prefix: str, sou
             _check(value, rule, f"{name}.", source)
 
 
+def _check_used(keys: Iterable[str], script: Path, source: str) -> None:
+    """Refuse keys that the script at hand would ignore; a script of the user's own may use any."""
+    name = "/".join(script.parts[-2:])
+    for key in keys if name in SCRIPTS else ():
+        if name not in (users := USED_BY.get(key, SCRIPTS)):
+            raise UserError(f"{source}: {key} is not used by {name}, only by {' and '.join(users)}: leave it out")
+
+
+def _check_derived(values: Mapping[str, Any], overridden: set[str], source: str) -> None:
+    """Refuse to override what `parallel` or `model` is computed from in other files, and not in this one."""
+    tensor = values["parallel"]["tensor"]
+    for key, name, used in (
+        ("TENSOR_PARALLEL_SIZE", "parallel.tensor.size", tensor["size"]),
+        ("TENSOR_PARALLEL_MODE", "parallel.tensor.mode", tensor["mode"]),
+        ("NUM_CHUNKS", "model.num_chunks", num_model_chunks(values)),
+    ):
+        if key in overridden and values[key] != used:
+            raise UserError(f"{source}: {key} = {values[key]!r}, but {name} = {used!r}, which is what counts: set that")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Overrides
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+class _DictCalls(ast.NodeTransformer):
+    """`dict(a=1)` as the literal {'a': 1}."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if not isinstance(node.func, ast.Name) or node.func.id != "dict" or node.args:
+            return node
+        keys = [keyword.arg and ast.Constant(keyword.arg) for keyword in node.keywords]
+        return ast.Dict(keys, [keyword.value for keyword in node.keywords])
+
+
+def _quotes(key: str, literal: str) -> str:
+    """The advice to quote a string, for what can have been meant as one."""
+    return f"; a string needs quotes: --set \"{key}='{literal}'\"" if re.fullmatch(r"[\w./:~ -]+", literal) else ""
 
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
@@ -229,11 +284,9 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
             names = ", ".join(f"AMP_TYPE.{mode.name}" for mode in AMP_TYPE)
             raise UserError(f"--set {text}: {literal} is none of {names}") from None
     try:
-        return path, ast.literal_eval(literal)
+        return path, ast.literal_eval(_DictCalls().visit(ast.parse(literal, mode="eval")))
     except (ValueError, SyntaxError, TypeError, MemoryError):
-        raise UserError(
-            f"--set {text}: {literal!r} is not a Python literal; a string needs quotes: --set \"{key}='{literal}'\""
-        ) from None
+        raise UserError(f"--set {text}: {literal!r} is not a Python literal{_quotes(key, literal)}") from None
 
 
 def _names_bound_by(statement: ast.stmt) -> set[str]:
@@ -309,6 +362,7 @@ def load(
     overrides: Iterable[str] = (),
     required: Iterable[str] = (),
     defaults: Mapping[str, Any] | None = None,
+    script: Path | None = None,
 ) -> Config:
     """Evaluate a config file.
 
@@ -317,6 +371,7 @@ def load(
         overrides: `KEY=VALUE` strings, see `parse_override`.
         required: keys that the file or an override must set.
         defaults: values of keys that both may leave out.
+        script: the train script, which must use every key.
 
     Returns:
         Colossal-AI's `Config`: a dict whose items are attributes too. The lowercase blocks are always there: `parallel`
@@ -364,6 +419,8 @@ def load(
             values[keys[0]] = _overridden(keys[0], None, parsed)
 
     _check(values, KEYS, "", str(path))
+    if script is not None:
+        _check_used(values, script, str(path))
     for key in required:
         if key not in values:
             raise UserError(f"{path}: {key} is missing; it must be {KEYS[key].expected}")
@@ -373,7 +430,10 @@ def load(
         raise UserError(f"{path}: WARMUP_EPOCHS = {warm_up} must be less than NUM_EPOCHS = {epochs}")
     parallel = values.get("parallel") or {}
     tensor = {"mode": None, "size": 1, **(parallel.get("tensor") or {})}
+    if tensor["mode"] == "2.5d":
+        tensor.setdefault("depth", 1)
     values["parallel"] = {"pipeline": parallel.get("pipeline", 1), "tensor": tensor}
+    _check_derived(values, {keys[0] for keys, _ in parsed}, str(path))
     fp16 = values.get("fp16") or {}
     if not fp16.get("mode"):
         values["fp16"] = None

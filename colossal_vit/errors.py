@@ -34,3 +34,9 @@ class Preempted(Exception):
     """
 
     exit_code = 75
+
+
+class Interrupted(Preempted):
+    """The same by Ctrl-C, with the exit code of a shell: whoever stops a run so does not want it started again."""
+
+    exit_code = 130

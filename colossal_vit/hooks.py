@@ -21,7 +21,7 @@ from colossal_vit import checkpoint
 from colossal_vit.config import Layout
 from colossal_vit.data import IGNORED
 from colossal_vit.engine import MicroBatches
-from colossal_vit.errors import Preempted, TrainingError, UserError
+from colossal_vit.errors import Interrupted, Preempted, TrainingError, UserError
 from colossal_vit.launch import Run
 from colossal_vit.ranks import RankLogger, everyone, on_one_rank
 from colossal_vit.report import draw
@@ -229,7 +229,8 @@ class MetricsHook(BaseHook):
     def after_train(self, trainer: Trainer) -> None:
         if self.writes:
             try:
-                os.write(self.file, self.unwritten)
+                while self.unwritten:  # a disk that is nearly full takes a part
+                    self.unwritten = self.unwritten[os.write(self.file, self.unwritten) :]
                 os.close(self.file)
                 if self.events:
                     self.events.close()
@@ -399,9 +400,10 @@ class CheckpointHook(BaseHook):
     epoch and its evaluation, and at `--max-steps`. The newest `keep` are kept, and the best by test accuracy. All ranks
     wait while rank 0 takes the state; it is written while they train on.
 
-    On SIGUSR1 or SIGTERM to any rank, all stop after the same step, with a checkpoint. SLURM sends them ahead of a time
-    limit, a preemption, a cancellation. The ranks tell each other in the background: what one hears during a step, all
-    know one step later. A second signal has its usual effect.
+    On SIGUSR1, SIGTERM or SIGINT to any rank, all stop after the same step, with a checkpoint. SLURM sends the first
+    two ahead of a time limit, a preemption, a cancellation; the last is Ctrl-C. The ranks tell each other in the
+    background: what one hears during a step, all know one step later. A second signal has its usual effect, unless it
+    comes at once: Ctrl-C reaches a rank from the terminal, and from torchrun once more.
 
     Args:
         run: of `launch.start`.
@@ -409,7 +411,8 @@ class CheckpointHook(BaseHook):
         metrics: knows the accuracy.
     """
 
-    SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+    SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+    SAME_SIGNAL = 1.0  # seconds
 
     def __init__(self, run: Run, train_dataloader: MicroBatches, metrics: MetricsHook, priority: int = 9):
         super().__init__(priority)  # the last, so that the step is on record, and its scheduler moved
@@ -426,8 +429,12 @@ class CheckpointHook(BaseHook):
     # ---- What the ranks tell each other ----
 
     def _hear(self, number: int, frame: Any) -> None:
-        self.heard = number
-        self._restore()
+        now = time.monotonic()
+        if not self.heard:
+            self.heard, self.heard_at = number, now
+        elif now - self.heard_at > self.SAME_SIGNAL:
+            self._restore()
+            os.kill(os.getpid(), number)
 
     def _restore(self) -> None:
         for number, handler in self.usual.items():
@@ -463,6 +470,8 @@ class CheckpointHook(BaseHook):
         self.metrics.sync()
         snapshot = take(trainer, self.train_dataloader, epoch, start, self.run.best)
         if snapshot is not None:
+            run = self.run
+            snapshot.state.update(data=run.data, started_from=run.started_from, changes=run.changes)
             self.writer = threading.Thread(target=self._write, args=(path, snapshot), daemon=True)
             self.writer.start()
         self.saved_at = time.monotonic()
@@ -494,7 +503,11 @@ class CheckpointHook(BaseHook):
 
     def before_train(self, trainer: Trainer) -> None:
         self.saved_at = time.monotonic()
-        self.usual = {number: signal.signal(number, self._hear) for number in self.SIGNALS}
+        self.usual = {
+            number: signal.signal(number, self._hear)
+            for number in self.SIGNALS
+            if signal.getsignal(number) != signal.SIG_IGN  # as a shell has its background jobs ignore SIGINT
+        }
 
     def after_train_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
         step, taken = trainer.engine.num_steps, self.train_dataloader.taken
@@ -506,10 +519,9 @@ class CheckpointHook(BaseHook):
             path = self._save(trainer, trainer.cur_epoch, taken)
             on_one_rank(self._finish)  # the first rank to leave takes the rest along
             kept = f"its checkpoint is not written: {self.failure}" if self.failure else f"which {path} has"
-            raise Preempted(
-                f"stopped by {signal.Signals(heard).name} after step {step}, {kept}; exit code {Preempted.exit_code} "
-                f"says: start it again"
-            )
+            kind = Interrupted if heard == signal.SIGINT else Preempted
+            meaning = "the same command resumes it" if kind is Interrupted else "exit code 75 says: start it again"
+            raise kind(f"stopped by {signal.Signals(heard).name} after step {step}, {kept}; {meaning}")
         due = due or (self.every_steps and step % self.every_steps == 0) or step == self.run.max_steps
         if due and taken < len(self.train_dataloader):  # else there is an evaluation to come before
             self._save(trainer, trainer.cur_epoch, taken)

@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,10 @@ import colossalai.legacy as colossalai
 import torch
 import torch.distributed as dist
 from colossal_vit import config as configs
-from colossal_vit import dry_run, host, patches, precision, run_directory
+from colossal_vit import dry_run, host, lock, parent, patches, precision, run_directory
 from colossal_vit.errors import Preempted, TrainingError, UserError
 from colossal_vit.peers import Peers
-from colossal_vit.ranks import RankLogger, from_rank_0, on_one_rank
+from colossal_vit.ranks import RankLogger, from_rank_0, on_one_rank, say
 from colossal_vit.rendezvous import (
     LAUNCHERS,
     Rendezvous,
@@ -39,7 +39,6 @@ from colossalai.context import Config
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.context.random import add_seed, reset_seeds, set_mode
 from colossalai.legacy.core import global_context as gpc
-from tqdm import tqdm
 
 DEFAULT_TIMEOUT = 300.0  # seconds that a rank waits for another one before it gives up
 STRANGER_GRACE = 6.0  # seconds after which a rank that cannot join looks who it is talking to
@@ -99,6 +98,11 @@ def get_parser(description: str | None = None) -> argparse.ArgumentParser:
         help="go on from the newest checkpoint in the run directory that holds (the default), begin anew, or go on "
         "from this one",
     )
+    parser.add_argument(
+        "--accept-changes",
+        action="store_true",
+        help="resume a checkpoint with other data, or other values that change what is learned; it is put on record",
+    )
     parser.add_argument("--eval-only", action="store_true", help="evaluate a checkpoint, and train nothing")
     parser.add_argument("--max-steps", type=int, metavar="N", help="stop after N optimizer steps, with a checkpoint")
     parser.add_argument(
@@ -132,7 +136,11 @@ class Run:
         layout: how the processes share the work.
         output: the run directory; exists.
         max_steps: optimizer steps to stop after, or None.
-        checkpoint: to go on from, or None; only rank 0 reads it.
+        checkpoint: to resume, or None; only rank 0 reads it.
+        started_from: the `--resume PATH` that this run began with, or None.
+        data: what identifies the images, once they are read; see `data.identify`.
+        accept_changes: whether other data, or values that change what is learned, may resume a checkpoint.
+        changes: those that were accepted, and after which step.
         best: accuracy and step of the best evaluation so far, once `state.resume` knows of one.
         eval_only: whether to evaluate that checkpoint and no more.
         stop_on_save_error: whether a checkpoint that cannot be written ends the run.
@@ -151,6 +159,10 @@ class Run:
     device: torch.device
     log: RankLogger
     checkpoint: Path | None = None
+    started_from: str | None = None
+    data: dict[str, Any] | None = None
+    accept_changes: bool = False
+    changes: list[dict[str, Any]] = field(default_factory=list)
     best: dict[str, Any] | None = None
     eval_only: bool = False
     stop_on_save_error: bool = False
@@ -289,7 +301,7 @@ def start(
     if not args.timeout > 0:
         raise UserError(f"--timeout {args.timeout:g}: must be a number of seconds above 0")
     overrides = [*args.set, "COMPILE=True"] if args.compile else args.set
-    config = configs.load(args.config, overrides, required, {"SEED": 1024, **(defaults or {})})
+    config = configs.load(args.config, overrides, required, {"SEED": 1024, **(defaults or {})}, script)
     if args.eval_only and args.resume == "never":
         raise UserError(
             "--eval-only evaluates a checkpoint, and --resume never says to take none: leave one of them out"
@@ -301,7 +313,7 @@ def start(
     if check is not None:
         check(config, layout)
     backend = _backend(args, meeting)
-    output = args.output or run_directory.default(script, Path(args.config), overrides)
+    output = args.output or run_directory.default(script, Path(args.config), overrides, args.resume)
 
     if not torch.cuda.is_available():
         host.enable()
@@ -314,6 +326,7 @@ def start(
         seed_ranks(config.SEED)
         dry_run.no_tensors(device)
         return Run(config, layout, output, 1, device, RankLogger(0), dry_run=True)
+    parent.watch(meeting.launcher != "none", args.timeout)
     _launch(config, meeting, backend, _join(meeting, args.timeout), args.timeout, device)
     global _peers
     _peers = Peers(meeting.rank, meeting.world_size, meeting.host)
@@ -334,7 +347,8 @@ def start(
     if config.fp16:
         log.info(f"mixed precision: {precision.describe(config.fp16, device)} on this device")
     found = []
-    on_one_rank(lambda: found.append(run_directory.prepare(args, output, config, log)))
+    on_one_rank(lambda: found.extend(run_directory.prepare(args, output, log)))
+    checkpoint, started_from = from_rank_0(found or None)
     return Run(
         config,
         layout,
@@ -342,7 +356,9 @@ def start(
         args.max_steps,
         device,
         log,
-        checkpoint=from_rank_0(found[0] if found else None),
+        checkpoint=checkpoint,
+        started_from=started_from,
+        accept_changes=args.accept_changes,
         eval_only=args.eval_only,
         stop_on_save_error=args.on_save_error == "stop",
         profile=args.profile,
@@ -379,8 +395,7 @@ def _may_speak(error: Exception) -> bool:
 
 
 def _print(error: Exception) -> None:
-    tqdm.write(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)  # not in the line of a progress bar
-    sys.stderr.flush()
+    say(f"{Path(sys.argv[0]).name}: error: {error}", sys.stderr)
 
 
 def _lost_connection(error: BaseException) -> bool:
@@ -389,7 +404,8 @@ def _lost_connection(error: BaseException) -> bool:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Call `main` and end the process: exit code 0, 2 for a user's mistake, 75 when told to stop, 1 for anything else.
+    """Call `main` and end the process: exit code 0, 2 for a user's mistake, 75 when told to stop, 130 by Ctrl-C, 1 for
+    anything else.
 
     A `UserError`, `TrainingError` or `Preempted` becomes one line on stderr, printed by one rank. When one rank ends
     early, all do.
@@ -405,6 +421,7 @@ def run(main: Callable[[], None]) -> None:
             gpc.destroy()
     except (UserError, TrainingError, Preempted) as error:
         code = error.exit_code
+        lock.leave_nothing()
         if _peers is not None:
             _peers.leaving.set()  # another rank's goodbye must not cut the line off
         if _may_speak(error):

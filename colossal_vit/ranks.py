@@ -1,10 +1,12 @@
 """Ranks doing things together: one log, one error for all, one rank working while the others wait."""
 
+import os
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,15 @@ from tqdm import tqdm
 tqdm.set_lock(threading.RLock())
 
 
+def say(line: str, file: TextIO) -> None:
+    """Print a line above a progress bar; to nobody if nobody reads any more, which is no reason to stop training."""
+    try:
+        with tqdm.external_write_mode(file):
+            print(line, file=file, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+
+
 class RankLogger:
     """A log on stdout that Colossal-AI's Trainer takes too: `info(message, ranks=[0])`."""
 
@@ -26,8 +37,7 @@ class RankLogger:
     def info(self, message: str, ranks: Iterable[int] | None = (0,)) -> None:
         """Log on the given ranks; `ranks=None` on every rank."""
         if ranks is None or self.rank in ranks:
-            with tqdm.external_write_mode():  # a line of its own above a progress bar
-                print(f"{datetime.now():%H:%M:%S} {message}", flush=True)
+            say(f"{datetime.now():%H:%M:%S} {message}", sys.stdout)
 
 
 def everyone(value: Any) -> list[Any]:

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from colossal_vit import checkpoint, config, launch
+from colossal_vit import checkpoint, config, launch, run_directory
+from colossal_vit.data import differences
 from colossal_vit.engine import Engine, MicroBatches
 from colossal_vit.errors import UserError
 from colossal_vit.optim import Lamb
-from colossal_vit.ranks import everyone, from_rank_0, together
+from colossal_vit.ranks import everyone, from_rank_0, on_one_rank, together
 from colossal_vit.sharding import Shard
 from colossal_vit.trainer import Trainer
 from colossalai.accelerator import get_accelerator
@@ -285,20 +286,70 @@ def _load_moments(path: Path, engine: Engine, moments_step: int) -> None:
             optimizer.state[master]["step"] = count
 
 
-def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """The values of a config that have changed, in a few words."""
+# Values that do not change what is learned, or only by rounding: layout, length, files. The batch counts as a whole.
+_FREE = {
+    *("parallel", "model", "NUM_CHUNKS", "NUM_MICRO_BATCHES", "TENSOR_PARALLEL_SIZE", "TENSOR_PARALLEL_MODE"),
+    *("TENSOR_SHAPE", "SEQ_LENGTH", "BATCH_SIZE", "gradient_accumulation", "CHECKPOINT", "COMPILE", "torch_ddp"),
+    *("cudnn_benchmark", "cudnn_deterministic", "NUM_EPOCHS", "DATA", "checkpoint", "IMAGES_PER_S"),
+}
+
+
+def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """The values of a config that have changed: key, before and after."""
     keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-    return ", ".join(f"{key} {old.get(key)} → {new.get(key)}" for key in keys)
+    return {key: [old.get(key), new.get(key)] for key in keys}
+
+
+def _say(changes: Mapping[str, list[Any]]) -> str:
+    return ", ".join(f"{key} {before} → {after}" for key, (before, after) in changes.items())
+
+
+def _check_continues(run: "launch.Run", state: Mapping[str, Any]) -> None:
+    """Refuse to resume a checkpoint with other data, or with values that change what is learned.
+
+    What `--accept-changes` lets pass goes on record.
+
+    Raises:
+        UserError: naming what is different.
+    """
+    changes = _changes(state["config"], config.plain(run.config))
+    learned = {key: change for key, change in changes.items() if key not in _FREE}
+    global_batch = run.config.BATCH_SIZE * run.config.gradient_accumulation * run.layout.data
+    if state["global_batch"] != global_batch:
+        learned["global batch"] = [state["global_batch"], global_batch]
+    other_data = differences(state.get("data") or run.data or {}, run.data or {})
+    run.changes = state.get("changes", [])
+    if (learned or other_data) and not run.accept_changes:
+        said = [f"other data ({other_data})"] if other_data else []
+        said += [f"other values ({_say(learned)})"] if learned else []
+        raise UserError(
+            f"{run.checkpoint}: was trained with {' and '.join(said)}: change that back, give another --output, or "
+            f"resume it as it is with --accept-changes"
+        )
+    if learned or other_data:
+        run.changes = [*run.changes, {"step": state["step"], "values": learned, "data": other_data}]
+    if changes:
+        run.log.info(f"changed since then: {_say(changes)}{f'; data: {other_data}' if other_data else ''}")
 
 
 def resume(run: "launch.Run", trainer: Trainer, train_dataloader: MicroBatches, lr_scheduler: Any) -> None:
-    """Bring a run to where `run.checkpoint` is; does nothing without one. All ranks call it, before `Trainer.fit`.
+    """Bring a run to where `run.checkpoint` is, if there is one. All ranks call it, before `Trainer.fit`.
+
+    The run directory is written to from here on.
 
     Raises:
-        UserError: on every rank, if the checkpoint is of another model or optimizer.
+        UserError: on every rank, if the checkpoint is of another model or optimizer, or was trained with other data or
+            other values that change what is learned.
     """
-    if run.checkpoint is None:
-        return
+    if not run.eval_only and any(data != run.data for data in everyone(run.data)):
+        raise UserError("the ranks read different data: DATA must be the same on all machines")
+    if run.checkpoint is not None:
+        _resume(run, trainer, train_dataloader, lr_scheduler)
+    if not run.eval_only:
+        on_one_rank(lambda: run_directory.begin(run.output, run.checkpoint, run.config, run.log))
+
+
+def _resume(run: "launch.Run", trainer: Trainer, train_dataloader: MicroBatches, lr_scheduler: Any) -> None:
     path, engine = run.checkpoint, trainer.engine
     state = from_rank_0(checkpoint.read_state(path) if gpc.get_global_rank() == 0 else None)
     own = type(engine.optimizer.optim).__name__
@@ -308,6 +359,8 @@ def resume(run: "launch.Run", trainer: Trainer, train_dataloader: MicroBatches, 
             f"{path}: was trained with {state['optimizer']}, but this run's optimizer is {own}: change it back, or "
             f"start from its weights alone: `python -m colossal_vit.checkpoint import`"
         )
+    if trained and state["ranks"]:  # not imported
+        _check_continues(run, state)
     if state["step"] and not run.eval_only:
         engine.settle_buckets((run.config.BATCH_SIZE, 3, run.config.IMG_SIZE, run.config.IMG_SIZE))
     _load_model(path, engine)
@@ -340,8 +393,6 @@ def resume(run: "launch.Run", trainer: Trainer, train_dataloader: MicroBatches, 
         run.log.info(
             "the layout or the batches are others than before: random numbers (dropout, DALI's order) are new ones"
         )
-    if ranks and (changed := _differences(state["config"], config.plain(run.config))):
-        run.log.info(f"changed since then: {changed}")
 
 
 def _move(lr_scheduler: Any, steps: int) -> None:

@@ -6,6 +6,17 @@ from colossal_vit.engine import MicroBatches
 from colossalai.legacy.trainer import Trainer as ColossalTrainer
 
 
+class _WithoutMaxSteps:
+    """A log without upstream's remark on `max_steps`, which are micro-steps there."""
+
+    def __init__(self, logger: Any):
+        self.logger = logger
+
+    def info(self, message: str, **options: Any) -> None:
+        if not message.startswith("Max number of steps"):
+            self.logger.info(message, **options)
+
+
 class Trainer(ColossalTrainer):
     """Colossal-AI's Trainer, beginning where `cur_epoch` and `MicroBatches.start` say; see `state.resume`.
 
@@ -18,7 +29,11 @@ class Trainer(ColossalTrainer):
         if train_dataloader.start == 0 and made >= min(max_steps or made + 1, epochs * len(train_dataloader)):
             self._logger.info(f"nothing is left to do: the run has made its {made // self.engine.accumulation} steps")
             epochs = self.cur_epoch
-        super().fit(train_dataloader, epochs, max_steps, **options)
+        logger, self._logger = self._logger, _WithoutMaxSteps(self._logger)
+        try:
+            super().fit(train_dataloader, epochs, max_steps, **options)
+        finally:
+            self._logger = logger
 
     def _train_epoch(self, train_dataloader: MicroBatches, *args: Any, **options: Any) -> None:
         whole = self._steps_per_epoch

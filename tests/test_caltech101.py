@@ -366,7 +366,7 @@ def test_half_an_archive(archive_server, tmp_path, monkeypatch):
     assert len(errors) == 1, lines
     assert "cannot be downloaded (File not found or corrupted.)" in errors[0]
     assert "unpack the archive of https://data.caltech.edu/records/mzrjq-6wc02 there by hand" in errors[0]
-    assert [entry.name for entry in data.iterdir()] == ["run"]
+    assert not any(data.iterdir())
     archive_server["bytes"] = archive_server["whole"]
     code, lines = once(data, monkeypatch=monkeypatch)
     assert code == 0, lines

@@ -506,10 +506,12 @@ def test_a_run_that_is_done_has_nothing_left_to_do(trained):
     assert read_metrics(output)[0] == steps
 
 
+ACCEPT = ["--accept-changes"]
 MISTAKES = {
-    "another size": ({"HIDDEN_SIZE": 64}, [], ["is of shape (", "but this model's is (", "checkpoint import"]),
-    "more blocks": ({"DEPTH": 3}, [], ["has no blocks.2.", "it is of another model"]),
-    "fewer blocks": ({"DEPTH": 1}, [], ["has blocks.1.", "which this model lacks"]),
+    "another size": ({"HIDDEN_SIZE": 64}, ACCEPT, ["is of shape (", "but this model's is (", "checkpoint import"]),
+    "more blocks": ({"DEPTH": 3}, ACCEPT, ["has no blocks.2.", "it is of another model"]),
+    "fewer blocks": ({"DEPTH": 1}, ACCEPT, ["has blocks.1.", "which this model lacks"]),
+    "other values": ({"DEPTH": 3, "SEED": 5}, [], ["was trained with other values (DEPTH 2 → 3, SEED 1024 → 5)"]),
     "another optimizer": ({"OPTIMIZER": "lamb"}, [], ["was trained with AdamW, but this run's optimizer is Lamb"]),
     "no such path": ({}, ["--resume", "/nowhere"], ["--resume /nowhere: /nowhere/manifest.json: No such file"]),
     "newer ones": ({}, ["--resume", "{output}/checkpoints/step-00000020"], ["has newer ones, up to step-00000044"]),
@@ -520,6 +522,7 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_one_line_and_lose_nothing(mistake, trained):
     output, steps, _ = trained
+    settings = (output / "config.json").read_bytes()
     values, more, words = MISTAKES[mistake]
     argv = [
         *recipes.flags(**{"DEPTH": 2, **values}),
@@ -533,6 +536,7 @@ def test_mistakes_are_one_line_and_lose_nothing(mistake, trained):
     assert all(word in line for word in words), line
     assert read_metrics(output)[0] == steps
     assert checkpoint.newest(output / checkpoint.FOLDER)[0].name == "step-00000044"
+    assert (output / "config.json").read_bytes() == settings
 
 
 def test_nothing_to_evaluate_is_one_line(tmp_path):

@@ -65,14 +65,14 @@ def test_evaluation_counts_each_sample_once(num_samples, num_ranks):
 
 
 def batches_of_epoch(sample, split="train", img_size=32, **kwargs):
-    images, labels = cifar10.read(sample, train=split == "train")
+    images, labels, _ = cifar10.read(sample, train=split == "train")
     sampler = GlobalBatchSampler(len(labels), 32, seed=1) if split == "train" else EvalSampler(len(labels), 32)
     return cifar10.Batches(images, labels, sampler, img_size, torch.device("cpu"), **kwargs), images, labels, sampler
 
 
 def test_sample_is_split_once_and_for_all(sample):
-    train_images, train_labels = cifar10.read(sample, train=True)
-    test_images, test_labels = cifar10.read(sample, train=False)
+    train_images, train_labels, _ = cifar10.read(sample, train=True)
+    test_images, test_labels, _ = cifar10.read(sample, train=False)
     assert train_images.shape == (1437, 3, 32, 32)
     assert test_images.shape == (360, 3, 32, 32)
     assert train_images.dtype == torch.uint8

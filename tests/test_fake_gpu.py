@@ -13,10 +13,13 @@ import recipes
 import world
 
 MODES = [None, "TORCH", "NAIVE", "APEX"]
-SMALL = dict(IMG_SIZE=32, HIDDEN_SIZE=32, DEPTH=2, NUM_HEADS=4, DROP_RATE=0.1, DROP_PATH_RATE=0.1, BATCH_SIZE=16)
+SMALL = dict(IMG_SIZE=32, HIDDEN_SIZE=32, DEPTH=2, NUM_HEADS=4, DROP_RATE=0.1, BATCH_SIZE=16)
 FOLDER = world.ROOT / "vit_caltech101_amp/config"
 SCRIPTS = {
-    "vit_cifar10_hybrid/train_hybrid.py": ("configs/config_pipeline_parallel.py", {**SMALL, "parallel.pipeline": 1}),
+    "vit_cifar10_hybrid/train_hybrid.py": (
+        "configs/config_pipeline_parallel.py",
+        {**SMALL, "parallel.pipeline": 1, "DROP_PATH_RATE": 0.1},
+    ),
     "vit_cifar10_hybrid/train_dp.py": ("configs/config_data_parallel.py", {**SMALL, "gradient_accumulation": 2}),
     "vit_caltech101_amp/train.py": ("config/config_fp32.py", {**SMALL, "CACHE_SIZE": 36, "OPTIMIZER": "adamw"}),
     "vit_imagenet_dali/train.py": ("config_sample.py", {**SMALL, "gradient_accumulation": 2, "SYNTHETIC": True}),

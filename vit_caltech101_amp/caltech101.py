@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from colossal_vit.data import IGNORED, EvalSampler, GlobalBatchSampler, SyntheticBatches
+from colossal_vit.data import IGNORED, EvalSampler, GlobalBatchSampler, SyntheticBatches, identify
 from colossal_vit.dry_run import Placeholders
 from colossal_vit.errors import UserError
 from colossal_vit.launch import Run
@@ -61,6 +61,11 @@ class Images(NamedTuple):
     classes: list[str]
     paths: list[str]
     labels: np.ndarray
+
+    def digest(self) -> str:
+        """Of names and sizes: copies of the files have the same."""
+        lines = (f"{path} {(self.root / path).stat().st_size}\n" for path in self.paths)
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def prepare(data: str | None, sample: Path, log: RankLogger) -> None:
@@ -298,6 +303,7 @@ def build_caltech101(run: Run) -> tuple[Loader, Loader | None]:
     if run.dry_run:
         return Placeholders(num_batches, shape, run.device), None
     if config.get("SYNTHETIC"):
+        run.data = identify("SYNTHETIC", (0, 0), config.NUM_CLASSES, "")
         run.log.info("SYNTHETIC: one random batch over and over")
         return tuple(SyntheticBatches(n, shape, config.NUM_CLASSES, run.device, config.SEED) for n in (10**6, 1))
     data = config.get("DATA") or os.environ.get("DATA") or None
@@ -317,6 +323,7 @@ def build_caltech101(run: Run) -> tuple[Loader, Loader | None]:
         pixels = open_cache(folder := cache_folder(images, size))
         if pixels is None:
             raise UserError(f"{folder}: made by rank 0, cannot be read here: DATA must be a disk that all nodes share")
+    run.data = identify("Caltech101", (len(train), len(test)), images.classes, images.digest())
     run.log.info(f"{len(train)} training and {len(test)} test images from {images.root}")
     pixels, labels = torch.from_numpy(pixels), torch.from_numpy(images.labels)
     common = dict(img_size=config.IMG_SIZE, device=run.device)

@@ -5,6 +5,7 @@ What augmentation does to an image depends on the seed, the epoch and the image,
 it: every layout trains on the same pictures.
 """
 
+import hashlib
 import os
 import shutil
 import tempfile
@@ -14,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from colossal_vit.data import IGNORED, EvalSampler, GlobalBatchSampler, sees_images, to_device
+from colossal_vit.data import IGNORED, EvalSampler, GlobalBatchSampler, identify, sees_images, to_device
 from colossal_vit.dry_run import Placeholders
 from colossal_vit.errors import UserError
 from colossal_vit.launch import Run
@@ -83,12 +84,13 @@ def prepare(data: str | None, sample: Path, log) -> Path:
     return root
 
 
-def read(root: Path, train: bool) -> tuple[Tensor, Tensor]:
+def read(root: Path, train: bool) -> tuple[Tensor, Tensor, str]:
     """Read one split.
 
     Returns:
         images: uint8, (N, 3, 32, 32).
         labels: int64, (N,).
+        digest: of both, the same in either version of the files.
 
     Raises:
         UserError: if a file is missing, cut off or not CIFAR-10, naming it.
@@ -98,7 +100,8 @@ def read(root: Path, train: bool) -> tuple[Tensor, Tensor]:
             dataset = CIFAR10(str(root), train=train)  # checks the MD5 of each file before it reads it
         except (OSError, RuntimeError) as error:
             raise UserError(f"{root / CIFAR10.base_folder}: {error}") from None
-        return torch.from_numpy(dataset.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(dataset.targets)
+        images, labels = dataset.data.transpose(0, 3, 1, 2), np.array(dataset.targets, dtype=np.uint8)
+        return _split_records(np.concatenate([labels[:, None], images.reshape(len(labels), -1)], axis=1))
     parts = []
     for name in TRAIN_FILES if train else TEST_FILES:
         path = root / FOLDER / name
@@ -111,11 +114,17 @@ def read(root: Path, train: bool) -> tuple[Tensor, Tensor]:
                 f"{path}: {content.size} bytes are not a whole number of {RECORD_BYTES}-byte images; cut off?"
             )
         parts.append(content.reshape(-1, RECORD_BYTES))
-    records = torch.from_numpy(np.concatenate(parts))
-    labels = records[:, 0].long()
-    if labels.max() > 9:
-        raise UserError(f"{root / FOLDER}: a label of {int(labels.max())}; CIFAR-10 has 0 to 9")
-    return records[:, 1:].reshape(-1, *IMAGE_SHAPE).contiguous(), labels
+    records = np.concatenate(parts)
+    if records[:, 0].max() > 9:
+        raise UserError(f"{root / FOLDER}: a label of {records[:, 0].max()}; CIFAR-10 has 0 to 9")
+    return _split_records(records)
+
+
+def _split_records(records: np.ndarray) -> tuple[Tensor, Tensor, str]:
+    """What `read` returns, of uint8 records (N, RECORD_BYTES)."""
+    digest = hashlib.sha256(records).hexdigest()
+    records = torch.from_numpy(records)
+    return records[:, 1:].reshape(-1, *IMAGE_SHAPE).contiguous(), records[:, 0].long(), digest
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -215,13 +224,15 @@ def build_cifar10(run: Run) -> tuple[Batches, Batches]:
     on_one_rank(lambda: prepare(data, sample, run.log))
     root = Path(data) if data else sample
     with together():
-        (train_images, train_labels), (test_images, test_labels) = read(root, True), read(root, False)
+        train_images, train_labels, digest = read(root, train=True)
+        test_images, test_labels, test_digest = read(root, train=False)
         classes = int(torch.cat([train_labels, test_labels]).max()) + 1
         if classes > config.NUM_CLASSES:
             raise UserError(f"NUM_CLASSES = {config.NUM_CLASSES}, but the images in {root} are of {classes} classes")
         samples, batch_size, accumulation = len(train_labels), config.BATCH_SIZE, config.gradient_accumulation
         train_sampler = GlobalBatchSampler(samples, batch_size, accumulation, config.SEED)
         test_sampler = EvalSampler(len(test_labels), batch_size)
+    run.data = identify("CIFAR-10", (samples, len(test_labels)), classes, f"{digest} {test_digest}")
     run.log.info(f"{samples} training and {len(test_labels)} test images from {root}")
     size, device = config.IMG_SIZE, run.device
     train = Batches(train_images, train_labels, train_sampler, size, device, config.CROP_PADDING, config.FLIP)

@@ -294,6 +294,15 @@ def check_vit(config: Config, layout: Layout) -> None:
 
     divides(config.PATCH_SIZE, "IMG_SIZE", "PATCH_SIZE")
     divides(config.NUM_HEADS, "HIDDEN_SIZE", "NUM_HEADS")
+    hidden = config.HIDDEN_SIZE
+    mlp, parts = int(hidden * config.MLP_RATIO), layout.side ** (2 if layout.hidden_parts > 1 else 1)
+    if mlp < 1 or mlp % parts:
+        units = max(round(mlp / parts), 1) * parts
+        fits = units // hidden if units % hidden == 0 else round((units + 0.5) / hidden, 4)
+        raise UserError(
+            f"MLP_RATIO = {config.MLP_RATIO} of HIDDEN_SIZE = {hidden} makes {mlp} hidden units, but it takes a "
+            f"multiple of {parts}{f' in {layout.tensor_mode}' if layout.tensor_mode else ''}: use {fits}"
+        )
     divides(layout.side, "NUM_HEADS", f"the side of parallel.tensor.size = {layout.tensor} in {layout.tensor_mode}")
     if layout.hidden_parts > 1:
         divides(layout.side**2, "HIDDEN_SIZE", f"the square of the side {layout.side} of {layout.tensor_mode}")

@@ -5,6 +5,7 @@ epoch begins where this one stopped. Evaluation has an end, and counts each imag
 """
 
 import base64
+import hashlib
 import os
 import random
 import re
@@ -23,7 +24,7 @@ import nvidia.dali
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from colossal_vit.data import IGNORED, SyntheticBatches, sees_images, to_device
+from colossal_vit.data import IGNORED, SyntheticBatches, identify, sees_images, to_device
 from colossal_vit.dry_run import Placeholders
 from colossal_vit.errors import UserError
 from colossal_vit.launch import Run
@@ -66,6 +67,19 @@ class Records(NamedTuple):
     @property
     def num_images(self) -> int:
         return sum(self.counts)
+
+    def digest(self) -> str:
+        """Of where in which shard each record is: it changes with nearly any image, and takes no look at them."""
+        digest = hashlib.sha256()
+        for shard, index in zip(self.shards, self.indices, strict=True):
+            digest.update(f"{shard.name}\n{index.read_text()}".encode())
+        return digest.hexdigest()
+
+
+def class_names(data: Path) -> list[str]:
+    """Of the classes in the order of their labels, as `build_tfrecords.py` writes them; empty without."""
+    path = data / "classes.txt"
+    return path.read_text().splitlines() if path.exists() else []
 
 
 def read_index(index: Path) -> list[tuple[int, int]]:
@@ -414,10 +428,8 @@ def prepare_sample(folder: Path) -> Path:
 
 def check_sizes(train: Records, validation: Records, data: Path, config: Config, num_ranks: int) -> None:
     """Raise `UserError` unless every rank has images for a step and a test, and the model has an output a class."""
-    classes = data / "classes.txt"
-    num_classes = len(classes.read_text().splitlines()) if classes.exists() else 0
-    if num_classes > config.NUM_CLASSES:
-        raise UserError(f"NUM_CLASSES = {config.NUM_CLASSES}, but {classes} has {num_classes}")
+    if (num_classes := len(class_names(data))) > config.NUM_CLASSES:
+        raise UserError(f"NUM_CLASSES = {config.NUM_CLASSES}, but {data / 'classes.txt'} has {num_classes}")
     batch_size, accumulation = config.BATCH_SIZE, config.gradient_accumulation
     if train.num_images // num_ranks // batch_size < accumulation:
         raise UserError(
@@ -454,6 +466,7 @@ def build_imagenet(run: Run) -> tuple[Loader, Loader | None]:
     if run.dry_run:
         return Placeholders(num_batches, shape, run.device), None
     if config.get("SYNTHETIC"):
+        run.data = identify("SYNTHETIC", (0, 0), config.NUM_CLASSES, "")
         run.log.info("SYNTHETIC: one random batch over and over, of the size of ImageNet an epoch")
         return (SyntheticBatches(n, shape, config.NUM_CLASSES, run.device, config.SEED) for n in (num_batches, 1))
     data = config.get("DATA") or os.environ.get("DATA") or None
@@ -472,6 +485,8 @@ def build_imagenet(run: Run) -> tuple[Loader, Loader | None]:
     train, validation = splits
     with together():
         check_sizes(train, validation, data, config, run.layout.data)
+    classes, counts = class_names(data), (train.num_images, validation.num_images)
+    run.data = identify("ImageNet", counts, classes or config.NUM_CLASSES, f"{train.digest()} {validation.digest()}")
     run.log.info(f"{train.num_images} training and {validation.num_images} test images from {data}")
     options = dict(
         batch_size=config.BATCH_SIZE,
