@@ -34,6 +34,8 @@ class Trainer(ColossalTrainer):
             super().fit(train_dataloader, epochs, max_steps, **options)
         finally:
             self._logger = logger
+        if max_steps and self._cur_step >= max_steps:
+            self._logger.info(f"stopped after step {max_steps // self.engine.accumulation}, as --max-steps says")
 
     def _train_epoch(self, train_dataloader: MicroBatches, *args: Any, **options: Any) -> None:
         whole = self._steps_per_epoch

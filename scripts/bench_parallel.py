@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from colossal_vit import launch
+from colossal_vit.config import plain
 from colossal_vit.engine import initialize
 from colossal_vit.report import provenance, write_benchmark
 from colossalai.legacy import nn as col_nn
@@ -224,7 +225,8 @@ def compare() -> None:
             rates.append(GLOBAL_BATCH * args.steps / seconds[side])
         run.log.info(f"run {number + 1}, images/s: {[round(rates[-1], 2) for rates in images_per_s.values()]}")
     if dist.get_rank() == 0:
-        (run.output / "pair.json").write_text(json.dumps({"losses": losses, "images_per_s": images_per_s}))
+        result = {"config": plain(run.config), "losses": losses, "images_per_s": images_per_s}
+        (run.output / "pair.json").write_text(json.dumps(result))
 
 
 def measure(name: str, args: argparse.Namespace, more: list[str], log: list[str]) -> dict:
@@ -242,10 +244,10 @@ def measure(name: str, args: argparse.Namespace, more: list[str], log: list[str]
                 log.append(line)
         if processes.returncode:
             sys.exit(f"{name}: a side fails, see above")
-        config, result = (json.loads((Path(output) / name).read_text()) for name in ("config.json", "pair.json"))
+        result = json.loads((Path(output) / "pair.json").read_text())
     if not result["images_per_s"][pair.sides[0]]:
         sys.exit(f"{name}: the two sides do not compute the same losses: {result['losses']}")
-    return {"config": config, **result}
+    return result
 
 
 def main() -> None:

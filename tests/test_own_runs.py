@@ -1,0 +1,417 @@
+"""A run directory is one run's: one writer, one config, one data set, whatever is typed, lost or killed between."""
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from colossal_vit import checkpoint, config, data, lock
+from colossal_vit.errors import UserError
+from colossal_vit.report import read_metrics
+from colossal_vit.sample import write_caltech101, write_cifar10
+
+import cifar10
+import real
+import recipes
+import warm
+import world
+from check_layouts import LAYOUTS
+from recipes import record
+
+SMALL = dict(DEPTH=1, BATCH_SIZE=128, NUM_EPOCHS=1)
+LONG = dict(DEPTH=1, BATCH_SIZE=16, NUM_EPOCHS=10_000)
+CALTECH = "vit_caltech101_amp/train.py"
+
+pytestmark = pytest.mark.usefixtures("few_test_images")
+
+
+def argv(output, *more, **values):
+    return [*recipes.flags(**{**SMALL, **values}), "--output", str(output), *more]
+
+
+def run(output, *more, world_size=1, code=0, **values):
+    """Train; returns what rank 0 printed, and its errors."""
+    result = world.run(recipes.HYBRID, argv(output, *more, **values), world_size)
+    assert result.codes == [code] * world_size, str(result)
+    return result.stdout[0] + result.stderr[0]
+
+
+def refused(output, *more, **values):
+    """The one line that a command is refused with; whatever was there is as before."""
+    before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    result = world.run(recipes.HYBRID, argv(output, *more, **values))
+    assert result.codes == [2], str(result)
+    (line,) = result.stderr[0].splitlines()
+    after = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    before.pop(output / lock.NAME, None)  # says who has looked
+    after.pop(output / lock.NAME, None)
+    assert before == after
+    return line
+
+
+def begun(output, ranks):
+    """Wait until a long run has made some steps."""
+    real.wait_until(lambda: real.steps_on_record(output) >= 3, lambda: ranks.output(0) + ranks.output(0, "err"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One writer
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path, monkeypatch):
+    """An evaluation beside it is not; and a holder that is killed stands in nobody's way."""
+    monkeypatch.setattr(lock, "hold", lambda directory, hold=lock.hold: hold(directory, patience=0.5))
+    output = tmp_path / "run"
+    more = {**LONG, "checkpoint.every_steps": 2}
+    ranks = world.start(recipes.HYBRID, argv(output, **more), [{}])
+    begun(output, ranks)
+    line = world.run(recipes.HYBRID, argv(output, "--resume", "never", **more)).stderr[0]
+    assert f"{output}: process {ranks.pids[0]} on " in line
+    assert line.count("\n") == 1
+    assert line.endswith(" is writing here: wait until it has ended, or give another --output\n")
+    real.wait_until(lambda: checkpoint.newest(output / checkpoint.FOLDER)[0], "no checkpoint")
+    assert "test accuracy" in run(output, "--eval-only", **more)
+    os.kill(ranks.pids[0], signal.SIGKILL)
+    assert ranks.wait().codes == [-signal.SIGKILL]
+    steps = read_metrics(output)[0][-1]["step"]
+    assert "going on from" in run(output, "--max-steps", str(steps + 1), **more)
+    assert [r["step"] for r in read_metrics(output)[0]] == list(range(1, steps + 2))
+
+
+def test_a_file_system_that_cannot_lock_is_named(tmp_path, monkeypatch):
+    def cannot(*_):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", cannot)
+    said = run(tmp_path, "--max-steps", "1")
+    assert f"{tmp_path}: cannot be locked (No locks available): see to it that no other run writes there" in said
+
+
+def test_a_checkpoint_is_not_imported_into_a_run_that_is_training(tmp_path, monkeypatch):
+    """Into others it is."""
+    run(tmp_path / "other", "--max-steps", "1")
+    target = tmp_path / "run" / checkpoint.FOLDER / "step-00000000"
+    monkeypatch.setattr(lock, "PATIENCE", 0.5)
+    command = ["import", str(tmp_path / "other"), str(target)]
+
+    def function():
+        lock.hold(tmp_path / "run")
+        pid = os.fork()
+        if pid == 0:
+            os._exit(checkpoint.main(command))
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    assert world.call(function, launched=False) == [2]
+    assert not target.exists()
+    assert world.call(lambda: checkpoint.main(command), launched=False) == [0]
+    assert checkpoint.verify(target)["step"] == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The end of a launcher, a terminal, a reader
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def gone(pid):
+    try:
+        return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_ranks_end_with_the_process_that_started_them(world_size, tmp_path):
+    """With a checkpoint, from which the same command resumes to the bit."""
+    values = dict(SMALL, BATCH_SIZE=16, NUM_EPOCHS=3)
+    recipe = argv(tmp_path / "parts", **values)
+    environments = world.by_torchrun(world_size)
+    said = tmp_path / "pids"
+    launcher = os.fork()
+    if launcher == 0:
+        ranks = world.start(recipes.HYBRID, recipe, environments)
+        said.with_suffix(".new").write_text(json.dumps(ranks.pids))
+        said.with_suffix(".new").rename(said)
+        time.sleep(world.PATIENCE)
+        os._exit(0)
+    real.wait_until(lambda: real.steps_on_record(tmp_path / "parts") >= 3, "does not train")
+    os.kill(launcher, signal.SIGKILL)
+    os.waitpid(launcher, 0)
+    real.wait_until(lambda: all(map(gone, json.loads(said.read_text()))), "the ranks go on")
+    steps = read_metrics(tmp_path / "parts")[0][-1]["step"]
+    newest, _ = checkpoint.newest(tmp_path / "parts" / checkpoint.FOLDER)
+    assert checkpoint.step_of(newest) == steps
+    assert world.run(recipes.HYBRID, recipe, world_size).codes == [0] * world_size
+    assert world.run(recipes.HYBRID, argv(tmp_path / "whole", **values), world_size).codes == [0] * world_size
+    assert record(tmp_path / "parts") == record(tmp_path / "whole")
+
+
+def test_a_detached_run_outlives_its_shell(tmp_path):
+    """Which nohup says: SIGHUP is ignored."""
+    code = """if True:
+        import signal, sys
+        from colossal_vit import parent
+        print(parent.is_detached())
+    """
+    environment = real.environment(PYTHONPATH=str(world.ROOT))
+
+    def detached(*prefix):
+        return subprocess.check_output([*prefix, sys.executable, "-c", code], env=environment, text=True).strip()
+
+    assert [detached(), detached("nohup"), detached("setsid", "--wait")] == ["False", "True", "True"]
+
+
+def test_ctrl_c_keeps_what_was_trained(tmp_path):
+    """It comes twice at once under torchrun: from the terminal, and from torchrun; later, the second one ends at once."""
+    output, values = tmp_path / "run", dict(LONG, NUM_EPOCHS=100)
+    ranks = world.start(recipes.HYBRID, argv(output, **values), world.by_torchrun(2))
+    begun(output, ranks)
+    for pid in ranks.pids * 2:
+        os.kill(pid, signal.SIGINT)
+    result = ranks.wait()
+    assert result.codes == [130, 130], str(result)
+    assert "stopped by SIGINT after step" in "".join(result.stderr)
+    steps = read_metrics(output)[0][-1]["step"]
+    assert checkpoint.step_of(checkpoint.newest(output / checkpoint.FOLDER)[0]) == steps
+
+
+def test_nobody_has_to_read_what_a_run_says(tmp_path):
+    """As `| head -1`: it trains on, to the end."""
+    read, write = os.pipe()
+    with warm.Warm(tmp_path / "warm") as programs:
+        environment = real.environment(PYTHONPATH=str(world.ROOT), DATA=os.environ["DATA"], **programs.environment)
+        command = [str(programs.bin / "python"), "train_hybrid.py", *argv(tmp_path / "run")]
+        process = subprocess.Popen(command, cwd=world.ROOT / "vit_cifar10_hybrid", env=environment, stdout=write)
+        os.close(write)
+        assert os.read(read, 10)
+        os.close(read)
+        assert process.wait(world.PATIENCE) == 0
+    assert read_metrics(tmp_path / "run")[1][-1]["step"] == 11
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One data set, one set of values
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trained(tmp_path):
+    output = tmp_path / "run"
+    run(output, "--max-steps", "2")
+    return output
+
+
+def state_of(output):
+    return checkpoint.read_state(checkpoint.newest(output / checkpoint.FOLDER)[0])
+
+
+def test_other_data_are_refused_or_put_on_record(trained, tmp_path, monkeypatch, small_sample):
+    """Wherever they lie: a copy is the same data."""
+    shutil.copytree(small_sample, tmp_path / "copy")
+    monkeypatch.setenv("DATA", str(tmp_path / "copy"))
+    assert "going on from" in run(trained, "--max-steps", "3")
+    folder = write_cifar10(tmp_path / "other")
+    monkeypatch.setenv("DATA", str(folder.parent))
+    line = refused(trained, "--max-steps", "4")
+    assert "step-00000003: was trained with other data (content, test images 90 → 360): change that back" in line
+    assert "changed since then: data: content" in run(trained, "--accept-changes", "--max-steps", "4").replace(
+        ": ;", ":"
+    )
+    assert state_of(trained)["changes"] == [{"step": 3, "values": {}, "data": "content, test images 90 → 360"}]
+    run(trained, "--max-steps", "5")
+    assert len(state_of(trained)["changes"]) == 1
+
+
+def test_the_two_versions_of_cifar10_are_the_same_data(tmp_path):
+    """The digest is of labels and pixels in one order."""
+    import numpy as np
+
+    records = np.random.default_rng(0).integers(0, 9, (5, cifar10.RECORD_BYTES), dtype=np.uint8)
+    images, labels, digest = cifar10._split_records(records)
+    pickled = images.permute(0, 2, 3, 1).numpy().transpose(0, 3, 1, 2)
+    again = np.concatenate([labels.numpy().astype(np.uint8)[:, None], pickled.reshape(5, -1)], axis=1)
+    assert cifar10._split_records(again)[2] == digest
+
+
+@pytest.mark.parametrize(
+    ("new", "words"),
+    [
+        ({"classes": ["a", "c"]}, "classes → 2 without b"),
+        ({"classes": ["b", "a", "c"]}, "classes in another order"),
+        ({"classes": ["a", "b", "d"]}, "without c with d"),
+        ({"training images": 5}, "training images 10 → 5"),
+        ({"content": "other"}, "content"),
+        ({"images": "ImageNet"}, "images Caltech101 → ImageNet"),
+        ({}, ""),
+    ],
+)
+def test_what_differs_is_said(new, words):
+    old = data.identify("Caltech101", (10, 2), ["a", "b", "c"], "digest")
+    assert words in data.differences(old, {**old, **new})
+    assert bool(data.differences(old, {**old, **new})) == bool(new)
+
+
+def test_a_class_that_is_gone_is_noticed(tmp_path, monkeypatch):
+    """All labels after it are others then."""
+    root = tmp_path / "data"
+    write_caltech101(root)
+    values = dict(recipes.MODEL, DEPTH=1, BATCH_SIZE=64, IMG_SIZE=16, CACHE_SIZE=16, PATCH_SIZE=8, DATA=str(root))
+    values = {key: value for key, value in values.items() if key not in ("CHECKPOINT", "NUM_MICRO_BATCHES")}
+    command = ["--config", "config/config_fp32.py", "--output", str(tmp_path / "run"), *recipes.set_flags(values)]
+    result = world.run(CALTECH, [*command, "--max-steps", "1"])
+    assert result.codes == [0], str(result)
+    shutil.rmtree(root / "caltech101/101_ObjectCategories/3")
+    result = world.run(CALTECH, [*command, "--max-steps", "2"])
+    assert result.codes == [2], str(result)
+    assert "other data (10 classes → 9 without 3, content, " in result.stderr[0]
+
+
+def test_values_that_change_what_is_learned_are_refused_or_put_on_record(trained):
+    line = refused(trained, LEARNING_RATE=1e-3, gradient_accumulation=2)
+    assert "step-00000002: was trained with other values (LEARNING_RATE 0.003 → 0.001, global batch 128 → 256)" in line
+    assert "resume it as it is with --accept-changes" in line
+    run(trained, "--accept-changes", "--max-steps", "3", LEARNING_RATE=1e-3)
+    (change,) = state_of(trained)["changes"]
+    assert change == {"step": 2, "values": {"LEARNING_RATE": [0.003, 0.001]}, "data": ""}
+    assert json.loads((trained / "config.json").read_text())["LEARNING_RATE"] == 1e-3
+
+
+def test_layout_length_and_files_may_change(trained):
+    """None of them changes what is learned."""
+    world_size, values = LAYOUTS["1D 2"]
+    more = {**values, "NUM_EPOCHS": 2, "CHECKPOINT": True, "checkpoint.keep": 1}
+    assert "going on from" in run(trained, "--max-steps", "3", world_size=world_size, **more)
+    assert state_of(trained)["changes"] == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which run it is
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_command_that_starts_from_a_checkpoint_resumes_its_own_run(trained, tmp_path):
+    output = tmp_path / "next"
+    flags = ["--resume", str(trained)]
+    assert "step 2," in run(output, *flags, "--max-steps", "4")
+    said = run(output, *flags, "--max-steps", "6")
+    assert f"going on from {output}/checkpoints/step-00000004" in said
+    assert [r["step"] for r in read_metrics(output)[0]] == [3, 4, 5, 6]
+    assert "test accuracy" in run(output, *flags, "--eval-only")
+    assert f"going on from {output}/checkpoints/step-00000006" in run(output, "--max-steps", "7")
+    assert not (tmp_path / "next.1").exists()
+    line = refused(output, "--resume", str(output / "checkpoints/step-00000004"))
+    assert "has newer ones, up to step-00000007" in line
+
+
+def test_an_old_run_is_set_aside_behind_a_link(trained, tmp_path):
+    """The link is somebody's way to a large disk."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    shutil.move(trained, disk / "run")
+    trained.symlink_to(disk / "run")
+    run(f"{trained}/", "--resume", "never", "--max-steps", "1")
+    assert trained.is_symlink()
+    assert sorted(path.name for path in disk.iterdir()) == ["run", "run.1"]
+    assert [len(read_metrics(disk / name)[0]) for name in ("run", "run.1")] == [1, 2]
+
+
+def test_nothing_is_left_of_a_command_that_is_refused(tmp_path, monkeypatch):
+    """Wherever it is refused: before the ranks meet, or when they have."""
+    output = tmp_path / "run"
+    run(output, code=2, NO_SUCH_KEY=1)
+    run(output, "--resume", str(tmp_path / "nothing"), code=2)
+    monkeypatch.setenv("DATA", str(tmp_path / "nowhere"))
+    monkeypatch.setattr(cifar10, "ARCHIVE", "http://localhost:1/no.tar.gz")
+    run(output, code=2)
+    assert not output.exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Every key counts
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("script", "override", "words"),
+    [
+        (recipes.DATA_PARALLEL, "OPTIMIZER='sgd'", "train_hybrid.py and vit_caltech101_amp/train.py"),
+        (recipes.DATA_PARALLEL, "MLP_RATIO=8", "only by vit_cifar10_hybrid/train_hybrid.py"),
+        (recipes.DATA_PARALLEL, "SYNTHETIC=True", "vit_caltech101_amp/train.py and vit_imagenet_dali/train.py"),
+        (recipes.DATA_PARALLEL, "CROP_AREA=(0.1, 0.2)", "only by vit_caltech101_amp/train.py"),
+        (recipes.DATA_PARALLEL, "TRAIN_PER_CLASS=3", "only by vit_caltech101_amp/train.py"),
+        (recipes.DATA_PARALLEL, "dali.mixup_alpha=0.5", "only by vit_imagenet_dali/train.py"),
+        (recipes.HYBRID, "LAMB_EXCLUDE_VECTORS=True", "only by vit_imagenet_dali/train.py"),
+        (CALTECH, "DROP_PATH_RATE=0.1", "only by vit_cifar10_hybrid/train_hybrid.py"),
+        ("vit_imagenet_dali/train.py", "CROP_PADDING=4", "only by vit_cifar10_hybrid/train_dp.py"),
+    ],
+)
+def test_a_key_that_the_script_does_not_use_is_refused(script, override, words):
+    path = world.ROOT / script
+    some_config = next(path.parent.rglob("config*.py"))
+    with pytest.raises(UserError) as error:
+        config.load(some_config, [override], script=path)
+    assert f"is not used by {script}, only by " in str(error.value)
+    assert words in str(error.value)
+
+
+def test_a_value_that_others_are_computed_from_is_refused_where_they_are_not():
+    path = world.ROOT / "vit_cifar10_hybrid/configs/config_pipeline_parallel.py"
+    with pytest.raises(
+        UserError, match=r"TENSOR_PARALLEL_SIZE = 2, but parallel.tensor.size = 1, which is what counts"
+    ):
+        config.load(path, ["TENSOR_PARALLEL_SIZE=2"])
+    path = path.with_name("config_tensor_1d.py")
+    assert config.load(path, ["TENSOR_PARALLEL_SIZE=4"]).parallel.tensor.size == 4
+
+
+def test_values_of_blocks():
+    """`dict(...)` is a literal too; a depth that is left out is 1."""
+    assert config.parse_override("checkpoint=dict(every_steps=20)") == (("checkpoint",), {"every_steps": 20})
+    assert config.parse_override("parallel=dict(tensor=dict(mode='1d', size=2))")[1] == {
+        "tensor": {"mode": "1d", "size": 2}
+    }
+    with pytest.raises(UserError) as error:
+        config.parse_override("checkpoint=dict(every_steps=x)")
+    assert "needs quotes" not in str(error.value)
+    path = world.ROOT / "vit_cifar10_hybrid/configs/config_pipeline_parallel.py"
+    loaded = config.load(path, ["parallel.pipeline=1", "parallel.tensor=dict(mode='2.5d', size=4)"])
+    assert loaded.parallel.tensor.depth == 1
+
+
+@pytest.mark.parametrize(
+    ("layout", "values", "words"),
+    [
+        ("2D 4", {"MLP_RATIO": 1.3, "HIDDEN_SIZE": 24}, "makes 31 hidden units, but it takes a multiple of 4 in 2d"),
+        ("1D 2", {"MLP_RATIO": 1.3, "HIDDEN_SIZE": 24}, "makes 31 hidden units, but it takes a multiple of 2 in 1d"),
+        ("1D 2", {"MLP_RATIO": 0.01}, "makes 0 hidden units"),
+    ],
+)
+def test_hidden_units_that_cannot_be_split(layout, values, words, tmp_path):
+    """One line, with a ratio that can be."""
+    world_size, where = LAYOUTS[layout]
+    command = [*recipes.flags(**where, **values), "--dry-run", "--world_size", str(world_size)]
+    result = world.run(recipes.HYBRID, command)
+    assert result.codes == [2], str(result)
+    assert words in result.stderr[0]
+    ratio = result.stderr[0].rstrip().rpartition(" ")[2]
+    command = [*recipes.flags(**where, **{**values, "MLP_RATIO": float(ratio)}), *command[-3:]]
+    assert world.run(recipes.HYBRID, command).codes == [0]
+
+
+def test_max_steps_are_optimizer_steps_in_what_is_said(tmp_path):
+    said = run(tmp_path, "--max-steps", "2", gradient_accumulation=2, BATCH_SIZE=32)
+    assert "Max number of steps" not in said
+    assert "stopped after step 2, as --max-steps says" in said
+
+
+def test_a_disk_that_takes_a_part_of_a_record_gets_the_rest_too(tmp_path, monkeypatch):
+    """Also at the end of a run."""
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, content: write(file, content[:7]))
+    run(tmp_path, "--max-steps", "2")
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 2]
