@@ -20,14 +20,14 @@ _CANNOT = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EI
 _held: dict[Path, tuple[int, bool]] = {}
 
 
-def hold(directory: Path, patience: float = PATIENCE) -> str | None:
+def hold(directory: Path, patience: float | None = None) -> str | None:
     """Lock a run directory, which is made if it is missing, until this process ends.
 
     The lock is a POSIX record lock: a forked child does not inherit it, and NFS knows it too.
 
     Args:
         directory: the run directory.
-        patience: seconds to wait for another holder.
+        patience: seconds to wait for another holder, if not PATIENCE.
 
     Returns:
         None, or why this file system cannot lock.
@@ -37,7 +37,7 @@ def hold(directory: Path, patience: float = PATIENCE) -> str | None:
         OSError: if the lock file cannot be written.
     """
     made = not directory.exists()
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + (PATIENCE if patience is None else patience)
     while True:
         directory.mkdir(parents=True, exist_ok=True)
         file = os.open(directory / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from colossal_vit import config as configs
 from colossal_vit import launch
-from colossal_vit.config import plain
 from colossal_vit.engine import initialize
 from colossal_vit.report import provenance, write_benchmark
 from colossalai.legacy import nn as col_nn
@@ -225,7 +225,7 @@ def compare() -> None:
             rates.append(GLOBAL_BATCH * args.steps / seconds[side])
         run.log.info(f"run {number + 1}, images/s: {[round(rates[-1], 2) for rates in images_per_s.values()]}")
     if dist.get_rank() == 0:
-        result = {"config": plain(run.config), "losses": losses, "images_per_s": images_per_s}
+        result = {"config": configs.plain(run.config), "losses": losses, "images_per_s": images_per_s}
         (run.output / "pair.json").write_text(json.dumps(result))
 
 

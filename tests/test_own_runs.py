@@ -66,7 +66,7 @@ def begun(output, ranks):
 
 def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path, monkeypatch):
     """An evaluation beside it is not; and a holder that is killed stands in nobody's way."""
-    monkeypatch.setattr(lock, "hold", lambda directory, hold=lock.hold: hold(directory, patience=0.5))
+    monkeypatch.setattr(lock, "PATIENCE", 0.5)
     output = tmp_path / "run"
     more = {**LONG, "checkpoint.every_steps": 2}
     ranks = world.start(recipes.HYBRID, argv(output, **more), [{}])
