@@ -9,7 +9,7 @@ from typing import Any
 
 import timm
 import torch
-from colossal_vit import checkpoint
+from colossal_vit import checkpoint, lock
 from colossal_vit.errors import UserError
 from colossal_vit.models import SHAPE
 from colossal_vit.sample import appearing
@@ -181,6 +181,8 @@ def import_timm(source: Path, path: Path, img_size: int | None, num_classes: int
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.resolve().parent.name == checkpoint.FOLDER:  # of a run
+            lock.hold(path.resolve().parents[1])
         checkpoint.write(path, weights, {}, state)
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error}") from None

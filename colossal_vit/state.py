@@ -328,8 +328,10 @@ def _check_continues(run: "launch.Run", state: Mapping[str, Any]) -> None:
         )
     if learned or other_data:
         run.changes = [*run.changes, {"step": state["step"], "values": learned, "data": other_data}]
-    if changes:
-        run.log.info(f"changed since then: {_say(changes)}{f'; data: {other_data}' if other_data else ''}")
+    said = [_say(changes)] if changes else []
+    said += [f"data ({other_data})"] if other_data else []
+    if said:
+        run.log.info(f"changed since then: {', '.join(said)}")
 
 
 def resume(run: "launch.Run", trainer: Trainer, train_dataloader: MicroBatches, lr_scheduler: Any) -> None:

@@ -70,12 +70,17 @@ def nothing_left_running():
     world.end_all()
 
 
+def small_digits(root):
+    """Write the digits with a fourth of their test images, as CIFAR-10."""
+    folder = write_cifar10(root)
+    os.truncate(folder / cifar10.TEST_FILES[0], NUM_TEST_IMAGES * cifar10.RECORD_BYTES)
+
+
 @pytest.fixture(scope="session")
 def small_sample(tmp_path_factory):
-    """The digits with a fourth of their test images, as CIFAR-10."""
-    folder = write_cifar10(tmp_path_factory.mktemp("digits"))
-    os.truncate(folder / cifar10.TEST_FILES[0], NUM_TEST_IMAGES * cifar10.RECORD_BYTES)
-    return folder.parent
+    root = tmp_path_factory.mktemp("digits")
+    small_digits(root)
+    return root
 
 
 @pytest.fixture

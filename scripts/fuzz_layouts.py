@@ -1,0 +1,268 @@
+"""Random models in random layouts against one process: losses, gradient norms, evaluation, and a change of layout.
+
+    python scripts/fuzz_layouts.py SEED N [--first K] [--output results/fuzz_layouts]
+
+Case k of a seed is always the same: a small ViT of random sizes, odd token counts, uneven stages, partial test batches,
+accumulation, micro-batches, optimizer, clipping, smoothing, recomputation, classes, precision. It makes four steps in
+one layout and four more in another one, which reads its checkpoint. Each step and the evaluation must agree with one
+process that makes all eight: in fp32 within 1e-4 (1e-5 in the first step), in bf16 within 5 %. A case that does not is
+made simpler as long as it still fails, and printed as commands. The ranks are forks of one process that has imported
+everything; at most 8 at a time.
+
+With --output it writes fuzz_layouts.md (worst deviations), fuzz_layouts.json (every case), log.txt and provenance.json.
+Exit code 1 if a case failed.
+"""
+
+import argparse
+import math
+import os
+import random
+import shlex
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), *(str(ROOT / name) for name in ("tests", "scripts", "vit_cifar10_hybrid"))]
+
+from colossal_vit.config import Layout  # noqa: E402
+from colossal_vit.errors import UserError  # noqa: E402
+from colossal_vit.report import provenance, read_metrics, write_benchmark  # noqa: E402
+
+import conftest  # noqa: E402 hides GPUs, which forks could not share, before torch is imported
+import recipes  # noqa: E402
+import vit  # noqa: E402
+import world  # noqa: E402
+from check_layouts import OPTIMIZERS, errors  # noqa: E402
+
+HALF, WHOLE = 4, 8  # optimizer steps
+TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
+FIRST_STEP = 1e-5
+MAX_RANKS = 8
+TENSOR = [(None, 1, {}), ("1d", 2, {}), ("1d", 3, {}), ("1d", 4, {}), ("2d", 4, {})]
+TENSOR += [("2.5d", 4, {"depth": 1}), ("2.5d", 8, {"depth": 2}), ("3d", 8, {})]
+
+Case = dict[str, Any]
+
+
+# ---- Drawing ---------------------------------------------------------------------------------------------------------
+
+
+def draw_layout(draw: random.Random) -> Case:
+    """Ranks and parallel sizes; `batch` is the number of images that a data-parallel rank's batch is a multiple of."""
+    while True:
+        mode, size, more = draw.choice(TENSOR)
+        pipeline, data, chunks = draw.choice([1, 1, 2, 3]), draw.choice([1, 1, 2, 3]), draw.choice([1, 1, 2])
+        if size * pipeline * data > MAX_RANKS or (chunks > 1 and pipeline == 1):
+            continue
+        micro_batches = pipeline * draw.choice([1, 2]) if chunks > 1 else draw.choice([1, 2, 3])
+        return {"mode": mode, "size": size, **more, "pipeline": pipeline, "data": data, "chunks": chunks} | {
+            "micro_batches": micro_batches if pipeline > 1 else 1
+        }
+
+
+def draw_case(seed: int, number: int) -> Case:
+    """The model, the training and two layouts; legal by construction or by trying again."""
+    draw = random.Random(f"{seed} {number}")
+    while True:
+        heads, patch = draw.choice([2, 3, 4, 6, 8, 12]), draw.choice([2, 4, 5, 8])
+        case = {
+            "PATCH_SIZE": patch,
+            "IMG_SIZE": patch * draw.randint(1, 5),
+            "NUM_HEADS": heads,
+            "HIDDEN_SIZE": heads * draw.choice([2, 3, 4, 8]),
+            "DEPTH": draw.randint(1, 6),
+            "MLP_RATIO": draw.choice([0.5, 1, 2, 2.5, 4]),
+            "NUM_CLASSES": draw.randint(10, 24),
+            "LABEL_SMOOTHING": draw.choice([0.0, 0.1]),
+            "CHECKPOINT": draw.random() < 0.3,
+            "clip_grad_norm": draw.choice([0.0, 0.1, 0.5, 5.0]),
+            "SEED": draw.randrange(10**6),
+            "optimizer": draw.choice(list(OPTIMIZERS)),
+            "amp": draw.choice([None] * 5 + ["NAIVE"]),
+            "global_batch": draw.choice([4, 6, 8, 12, 16, 24, 32]),
+            "first": {**draw_layout(draw), "accumulation": draw.randint(1, 3)},
+            "second": {**draw_layout(draw), "accumulation": draw.randint(1, 3)},
+        }
+        if is_legal(case):
+            return case
+
+
+def command(case: Case, layout: Case | None) -> tuple[int, list[str]]:
+    """Ranks and flags of `train_hybrid.py`; of one process without a layout.
+
+    Raises:
+        UserError: if the global batch cannot be split so.
+    """
+    layout = layout or {"mode": None, "size": 1, "pipeline": 1, "data": 1, "chunks": 1, "micro_batches": 1} | {
+        "accumulation": 1
+    }
+    share = layout["data"] * layout["accumulation"]
+    if case["global_batch"] % share:
+        raise UserError("the batch cannot be split")
+    values = {key: value for key, value in case.items() if key.isupper() or key == "clip_grad_norm"}
+    values |= OPTIMIZERS[case["optimizer"]]
+    values |= {"BATCH_SIZE": case["global_batch"] // share, "gradient_accumulation": layout["accumulation"]}
+    values |= {"parallel.pipeline": layout["pipeline"], "NUM_MICRO_BATCHES": layout["micro_batches"], "NUM_EPOCHS": 2}
+    if layout["mode"]:
+        sizes = {key: layout[key] for key in ("mode", "size", "depth") if key in layout}
+        values |= {f"parallel.tensor.{key}": value for key, value in sizes.items()}
+    if layout["chunks"] > 1:
+        values["model.num_chunks"] = layout["chunks"]
+    return layout["size"] * layout["pipeline"] * layout["data"], recipes.flags(case["amp"], **values)
+
+
+def is_legal(case: Case) -> bool:
+    try:
+        for layout in (None, case["first"], case["second"]):
+            ranks, flags = command(case, layout)
+            config = recipes.config(flags)
+            vit.check_vit(config, Layout.of(config, ranks))
+    except UserError:
+        return False
+    return True
+
+
+# ---- Running ---------------------------------------------------------------------------------------------------------
+
+
+def run(case: Case, layout: Case | None, output: Path, steps: int) -> str | None:
+    """Train; returns what went wrong, if anything did."""
+    ranks, flags = command(case, layout)
+    result = world.run(recipes.HYBRID, [*flags, "--output", str(output), "--max-steps", str(steps)], ranks)
+    if result.codes != [0] * ranks:
+        return f"exit codes {result.codes}: {next(filter(None, map(str.strip, result.stderr)), '')[-300:]}"
+    return None
+
+
+def deviation(case: Case) -> tuple[float, float, str | None]:
+    """Of the first step, and of the worst one or the evaluation, relative; and why that is a failure, if it is one."""
+    folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
+    try:
+        for layout, name, steps in ((None, "one", WHOLE), (case["first"], "two", HALF), (case["second"], "two", WHOLE)):
+            if fault := run(case, layout, folder / name, steps):
+                return math.inf, math.inf, fault
+        (expected, tested), (steps, evaluations) = read_metrics(folder / "one"), read_metrics(folder / "two")
+    finally:
+        shutil.rmtree(folder)
+    first, *later = errors(steps, expected)
+    images = evaluations[-1]["eval_images"]
+    loss = abs(evaluations[-1]["eval_loss"] / tested[-1]["eval_loss"] - 1)
+    worst = max(first, *later, loss)
+    fault = None
+    if images != tested[-1]["eval_images"] or images != conftest.NUM_TEST_IMAGES:
+        fault = f"{images} images evaluated"
+    elif not worst <= TOLERANCE["bf16" if case["amp"] else "fp32"]:
+        fault = f"off by {worst:.1e}"
+    elif not case["amp"] and not first <= FIRST_STEP:
+        fault = f"off by {first:.1e} in the first step"
+    return first, worst, fault
+
+
+SIMPLE_LAYOUT = {"data": 1, "pipeline": 1, "chunks": 1, "micro_batches": 1, "accumulation": 1}
+SIMPLE = {"amp": None, "optimizer": "sgd", "clip_grad_norm": 0.0, "LABEL_SMOOTHING": 0.0, "CHECKPOINT": False}
+SIMPLE |= {"MLP_RATIO": 4, "NUM_CLASSES": 10, "DEPTH": 2, "PATCH_SIZE": 4, "IMG_SIZE": 8, "NUM_HEADS": 4}
+SIMPLE |= {"HIDDEN_SIZE": 16, "global_batch": 8, "SEED": 0}
+
+
+def simpler(case: Case) -> list[Case]:
+    """All that is one value simpler."""
+    cases = [{**case, "second": case["first"]}] if case["second"] != case["first"] else []
+    cases += [{**case, key: value} for key, value in SIMPLE.items() if case[key] != value]
+    for part in ("first", "second"):
+        if case[part]["mode"]:
+            cases.append({**case, part: {**case[part], "mode": None, "size": 1}})
+        for key, value in SIMPLE_LAYOUT.items():
+            if case[part][key] != value:
+                cases.append({**case, part: {**case[part], key: value}})
+    return cases
+
+
+def shrink(case: Case) -> Case:
+    """The case made simpler as long as it fails."""
+    while True:
+        for candidate in simpler(case):
+            if is_legal(candidate) and deviation(candidate)[2]:
+                case = candidate
+                break
+        else:
+            return case
+
+
+def as_commands(case: Case) -> str:
+    """What a user would type in vit_cifar10_hybrid/."""
+    lines = []
+    for layout, name, steps in ((None, "one", WHOLE), (case["first"], "two", HALF), (case["second"], "two", WHOLE)):
+        ranks, flags = command(case, layout)
+        flags[1] = recipes.PIPELINE_CONFIG
+        flags += ["--output", f"/tmp/{name}", "--max-steps", str(steps)]
+        lines.append(f"torchrun --standalone --nproc_per_node {ranks} train_hybrid.py {shlex.join(flags)}")
+    return "\n".join(lines)
+
+
+def describe(layout: Case) -> str:
+    parts = [f"DP {layout['data']}"] if layout["data"] > 1 else []
+    chunks = f" × {layout['chunks']} chunks" if layout["chunks"] > 1 else ""
+    parts += [f"PP {layout['pipeline']}{chunks}"] if layout["pipeline"] > 1 else []
+    parts += [f"{layout['mode']} {layout['size']}"] if layout["mode"] else []
+    return ", ".join(parts) or "one process"
+
+
+# ---- Command line ----------------------------------------------------------------------------------------------------
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("seed", type=int)
+    parser.add_argument("cases", type=int)
+    parser.add_argument("--first", type=int, default=0, help="number of the first case (default %(default)s)")
+    parser.add_argument("--output", type=Path, help="where the result goes; without, it is only printed")
+    args = parser.parse_args(argv)
+    origin = provenance(shlex.join(["python", "scripts/fuzz_layouts.py", *sys.argv[1:]])) if args.output else None
+    log, results, worst = [], [], defaultdict(list)
+    folder = Path(tempfile.mkdtemp(prefix="fuzz-data-"))
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+        log.append(line)
+
+    conftest.small_digits(folder)
+    os.environ["DATA"] = str(folder)
+    with conftest.pytest.MonkeyPatch.context() as patch:
+        conftest.random_start(patch)
+        started = time.monotonic()
+        for number in range(args.first, args.first + args.cases):
+            case = draw_case(args.seed, number)
+            first, most, fault = deviation(case)
+            layouts = [describe(case[part]) for part in ("first", "second")]
+            kind = "bf16" if case["amp"] else "fp32"
+            said = f"{number}: {' → '.join(layouts)}, {case['optimizer']}, {kind}: {first:.1e}, {most:.1e}"
+            say(said + (f": {fault}" if fault else ""))
+            results.append({"number": number, "case": case, "first_step": first, "worst": most, "fault": fault})
+            for part in ("first", "second"):
+                worst[case[part]["mode"] or "no tensor parallelism", kind].append((first, most))
+            if fault:
+                say(f"{fault}; as simple as it fails:\n{as_commands(shrink(case))}")
+        say(f"{args.cases} cases in {time.monotonic() - started:.0f} s")
+    shutil.rmtree(folder)
+    failed = [r["number"] for r in results if r["fault"]]
+    table = ["| tensor mode | precision | layouts | first step: worst | any step: median | worst |"]
+    table.append("| --- | --- |" + " ---: |" * 4)
+    for (mode, kind), found in sorted(worst.items()):
+        firsts, mosts = zip(*found, strict=True)
+        numbers = " | ".join(f"{value:.1e}" for value in (max(firsts), statistics.median(mosts), max(mosts)))
+        table.append(f"| {mode} | {kind} | {len(found)} | {numbers} |")
+    table += ["", f"Seed {args.seed}: {len(results)} cases, {len(failed)} failed{f': {failed}' if failed else ''}."]
+    print("\n".join(table))
+    if args.output:
+        write_benchmark(args.output, "fuzz_layouts", table, {"cases": results}, origin, "\n".join(log) + "\n")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
