@@ -1,5 +1,6 @@
 """A run directory is one run's: one writer, one config, one data set, whatever is typed, lost or killed between."""
 
+import ast
 import fcntl
 import json
 import os
@@ -349,13 +350,28 @@ def test_nothing_is_left_of_a_command_that_is_refused(tmp_path, monkeypatch):
         ("vit_imagenet_dali/train.py", "CROP_PADDING=4", "only by vit_cifar10_hybrid/train_dp.py"),
     ],
 )
-def test_a_key_that_the_script_does_not_use_is_refused(script, override, words):
-    path = world.ROOT / script
-    some_config = next(path.parent.rglob("config*.py"))
+def test_a_key_that_the_script_does_not_use_is_refused(script, override, words, tmp_path):
+    (tmp_path / "config.py").touch()
     with pytest.raises(UserError) as error:
-        config.load(some_config, [override], script=path)
+        config.load(tmp_path / "config.py", [override], script=world.ROOT / script)
     assert f"is not used by {script}, only by " in str(error.value)
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize("script", config.SCRIPTS)
+def test_the_keys_that_a_script_names_are_its_own(script):
+    """The table of who uses what against REQUIRED and DEFAULTS, as they are written."""
+    tree = ast.parse((world.ROOT / script).read_text())
+    named = {
+        key
+        for node in tree.body
+        if isinstance(node, ast.Assign) and node.targets[0].id in ("REQUIRED", "DEFAULTS")
+        for key in ast.literal_eval(node.value)
+    }
+    assert len(named) > 8
+    assert all(script in config.USED_BY.get(key, config.SCRIPTS) for key in named)
+    missing = [key for key, scripts in config.USED_BY.items() if script in scripts and key not in config.KEYS]
+    assert not missing
 
 
 def test_a_value_that_others_are_computed_from_is_refused_where_they_are_not():
