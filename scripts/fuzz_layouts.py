@@ -1,13 +1,13 @@
 """Random models in random layouts against one process: losses, gradient norms, evaluation, and a change of layout.
 
-    python scripts/fuzz_layouts.py SEED N [--first K] [--output results/fuzz_layouts]
+    python scripts/fuzz_layouts.py SEED N [--first K] [--max-ranks 8] [--output results/fuzz_layouts]
 
 Case k of a seed is always the same: a small ViT of random sizes, odd token counts, uneven stages, partial test batches,
-accumulation, micro-batches, optimizer, clipping, smoothing, recomputation, classes, precision. It makes four steps in
-one layout and four more in another one, which reads its checkpoint. Each step and the evaluation must agree with one
-process that makes all eight: in fp32 within 1e-4 (1e-5 in the first step), in bf16 within 5 %. A case that does not is
+accumulation, micro-batches, optimizer, clipping, smoothing, recomputation, classes, precision. It makes three steps in
+one layout and three more in another one, which reads its checkpoint. Each step and the evaluation must agree with one
+process that makes all six: in fp32 within 1e-4 (1e-5 in the first step), in bf16 within 5 %. A case that does not is
 made simpler as long as it still fails, and printed as commands. The ranks are forks of one process that has imported
-everything; at most 8 at a time.
+everything. With another --max-ranks, cases are others too.
 
 With --output it writes fuzz_layouts.md (worst deviations), fuzz_layouts.json (every case), log.txt and provenance.json.
 Exit code 1 if a case failed.
@@ -40,12 +40,14 @@ import vit  # noqa: E402
 import world  # noqa: E402
 from check_layouts import OPTIMIZERS, errors  # noqa: E402
 
-HALF, WHOLE = 4, 8  # optimizer steps
+HALF, WHOLE = 3, 6  # optimizer steps
+NUM_TEST_IMAGES = 27
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 FIRST_STEP = 1e-5
-MAX_RANKS = 8
 TENSOR = [(None, 1, {}), ("1d", 2, {}), ("1d", 3, {}), ("1d", 4, {}), ("2d", 4, {})]
 TENSOR += [("2.5d", 4, {"depth": 1}), ("2.5d", 8, {"depth": 2}), ("3d", 8, {})]
+
+SIMPLE_LAYOUT = {"data": 1, "pipeline": 1, "chunks": 1, "micro_batches": 1, "accumulation": 1}
 
 Case = dict[str, Any]
 
@@ -53,27 +55,27 @@ Case = dict[str, Any]
 # ---- Drawing ---------------------------------------------------------------------------------------------------------
 
 
-def draw_layout(draw: random.Random) -> Case:
-    """Ranks and parallel sizes; `batch` is the number of images that a data-parallel rank's batch is a multiple of."""
+def draw_layout(draw: random.Random, max_ranks: int) -> Case:
+    """Parallel sizes, micro-batches and accumulation."""
     while True:
         mode, size, more = draw.choice(TENSOR)
         pipeline, data, chunks = draw.choice([1, 1, 2, 3]), draw.choice([1, 1, 2, 3]), draw.choice([1, 1, 2])
-        if size * pipeline * data > MAX_RANKS or (chunks > 1 and pipeline == 1):
+        if size * pipeline * data > max_ranks or (chunks > 1 and pipeline == 1):
             continue
         micro_batches = pipeline * draw.choice([1, 2]) if chunks > 1 else draw.choice([1, 2, 3])
-        return {"mode": mode, "size": size, **more, "pipeline": pipeline, "data": data, "chunks": chunks} | {
-            "micro_batches": micro_batches if pipeline > 1 else 1
-        }
+        where = {"mode": mode, "size": size, **more, "pipeline": pipeline, "data": data, "chunks": chunks}
+        how = {"micro_batches": micro_batches if pipeline > 1 else 1, "accumulation": draw.randint(1, 3)}
+        return where | how
 
 
-def draw_case(seed: int, number: int) -> Case:
+def draw_case(seed: int, number: int, max_ranks: int = 8) -> Case:
     """The model, the training and two layouts; legal by construction or by trying again."""
     draw = random.Random(f"{seed} {number}")
     while True:
         heads, patch = draw.choice([2, 3, 4, 6, 8, 12]), draw.choice([2, 4, 5, 8])
         case = {
             "PATCH_SIZE": patch,
-            "IMG_SIZE": patch * draw.randint(1, 5),
+            "IMG_SIZE": patch * draw.randint(1, 4),
             "NUM_HEADS": heads,
             "HIDDEN_SIZE": heads * draw.choice([2, 3, 4, 8]),
             "DEPTH": draw.randint(1, 6),
@@ -84,10 +86,10 @@ def draw_case(seed: int, number: int) -> Case:
             "clip_grad_norm": draw.choice([0.0, 0.1, 0.5, 5.0]),
             "SEED": draw.randrange(10**6),
             "optimizer": draw.choice(list(OPTIMIZERS)),
-            "amp": draw.choice([None] * 5 + ["NAIVE"]),
+            "amp": draw.choice([None] * 9 + ["NAIVE"]),
             "global_batch": draw.choice([4, 6, 8, 12, 16, 24, 32]),
-            "first": {**draw_layout(draw), "accumulation": draw.randint(1, 3)},
-            "second": {**draw_layout(draw), "accumulation": draw.randint(1, 3)},
+            "first": draw_layout(draw, max_ranks),
+            "second": draw_layout(draw, max_ranks),
         }
         if is_legal(case):
             return case
@@ -99,9 +101,7 @@ def command(case: Case, layout: Case | None) -> tuple[int, list[str]]:
     Raises:
         UserError: if the global batch cannot be split so.
     """
-    layout = layout or {"mode": None, "size": 1, "pipeline": 1, "data": 1, "chunks": 1, "micro_batches": 1} | {
-        "accumulation": 1
-    }
+    layout = layout or {"mode": None, "size": 1, **SIMPLE_LAYOUT}
     share = layout["data"] * layout["accumulation"]
     if case["global_batch"] % share:
         raise UserError("the batch cannot be split")
@@ -155,7 +155,7 @@ def deviation(case: Case) -> tuple[float, float, str | None]:
     loss = abs(evaluations[-1]["eval_loss"] / tested[-1]["eval_loss"] - 1)
     worst = max(first, *later, loss)
     fault = None
-    if images != tested[-1]["eval_images"] or images != conftest.NUM_TEST_IMAGES:
+    if images != tested[-1]["eval_images"] or images != NUM_TEST_IMAGES:
         fault = f"{images} images evaluated"
     elif not worst <= TOLERANCE["bf16" if case["amp"] else "fp32"]:
         fault = f"off by {worst:.1e}"
@@ -164,23 +164,27 @@ def deviation(case: Case) -> tuple[float, float, str | None]:
     return first, worst, fault
 
 
-SIMPLE_LAYOUT = {"data": 1, "pipeline": 1, "chunks": 1, "micro_batches": 1, "accumulation": 1}
 SIMPLE = {"amp": None, "optimizer": "sgd", "clip_grad_norm": 0.0, "LABEL_SMOOTHING": 0.0, "CHECKPOINT": False}
 SIMPLE |= {"MLP_RATIO": 4, "NUM_CLASSES": 10, "DEPTH": 2, "PATCH_SIZE": 4, "IMG_SIZE": 8, "NUM_HEADS": 4}
 SIMPLE |= {"HIDDEN_SIZE": 16, "global_batch": 8, "SEED": 0}
 
 
+def complexity(case: Case) -> int:
+    """How much there is in a case that a simpler one has not."""
+    parts = case["first"], case["second"]
+    values = sum(case[key] != value for key, value in SIMPLE.items())
+    sizes = sum(part[key] != value for part in parts for key, value in SIMPLE_LAYOUT.items())
+    return values + sizes + sum(part["mode"] is not None for part in parts) + (parts[0] != parts[1])
+
+
 def simpler(case: Case) -> list[Case]:
-    """All that is one value simpler."""
-    cases = [{**case, "second": case["first"]}] if case["second"] != case["first"] else []
-    cases += [{**case, key: value} for key, value in SIMPLE.items() if case[key] != value]
-    for part in ("first", "second"):
-        if case[part]["mode"]:
-            cases.append({**case, part: {**case[part], "mode": None, "size": 1}})
-        for key, value in SIMPLE_LAYOUT.items():
-            if case[part][key] != value:
-                cases.append({**case, part: {**case[part], key: value}})
-    return cases
+    """All that is one value simpler, in one of its layouts or in both."""
+    cases = [{**case, "second": case["first"]}]
+    cases += [{**case, key: value} for key, value in SIMPLE.items()]
+    for change in ({"mode": None, "size": 1}, *({key: value} for key, value in SIMPLE_LAYOUT.items())):
+        first, second = ({**case[part], **change} for part in ("first", "second"))
+        cases += [{**case, "first": first, "second": second}, {**case, "first": first}, {**case, "second": second}]
+    return [candidate for candidate in cases if complexity(candidate) < complexity(case)]
 
 
 def shrink(case: Case) -> Case:
@@ -221,6 +225,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("seed", type=int)
     parser.add_argument("cases", type=int)
     parser.add_argument("--first", type=int, default=0, help="number of the first case (default %(default)s)")
+    parser.add_argument("--max-ranks", type=int, default=8, help="of a layout (default %(default)s)")
     parser.add_argument("--output", type=Path, help="where the result goes; without, it is only printed")
     args = parser.parse_args(argv)
     origin = provenance(shlex.join(["python", "scripts/fuzz_layouts.py", *sys.argv[1:]])) if args.output else None
@@ -231,13 +236,13 @@ def main(argv: list[str] | None = None) -> int:
         print(line, flush=True)
         log.append(line)
 
-    conftest.small_digits(folder)
+    conftest.small_digits(folder, NUM_TEST_IMAGES)
     os.environ["DATA"] = str(folder)
     with conftest.pytest.MonkeyPatch.context() as patch:
         conftest.random_start(patch)
         started = time.monotonic()
         for number in range(args.first, args.first + args.cases):
-            case = draw_case(args.seed, number)
+            case = draw_case(args.seed, number, args.max_ranks)
             first, most, fault = deviation(case)
             layouts = [describe(case[part]) for part in ("first", "second")]
             kind = "bf16" if case["amp"] else "fp32"

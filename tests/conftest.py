@@ -70,10 +70,10 @@ def nothing_left_running():
     world.end_all()
 
 
-def small_digits(root):
-    """Write the digits with a fourth of their test images, as CIFAR-10."""
+def small_digits(root, num_test_images=NUM_TEST_IMAGES):
+    """Write the digits with some of their test images, as CIFAR-10."""
     folder = write_cifar10(root)
-    os.truncate(folder / cifar10.TEST_FILES[0], NUM_TEST_IMAGES * cifar10.RECORD_BYTES)
+    os.truncate(folder / cifar10.TEST_FILES[0], num_test_images * cifar10.RECORD_BYTES)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,56 @@
+"""Random models in random layouts: new ones each time."""
+
+import random
+
+import fuzz_layouts
+import recipes
+
+
+def test_new_cases_agree_with_one_process(capsys):
+    """The seed is printed, and with it the cases are the same again."""
+    seed = random.randrange(10**9)
+    code = fuzz_layouts.main([str(seed), "15", "--max-ranks", "4"])
+    said = capsys.readouterr().out
+    assert code == 0, f"python scripts/fuzz_layouts.py {seed} 15 --max-ranks 4\n{said}"
+    assert f"Seed {seed}: 15 cases, 0 failed" in said
+
+
+def test_a_case_that_disagrees_is_found(monkeypatch, capsys):
+    """Another learning rate in the second layout."""
+    command = fuzz_layouts.command
+
+    def wrong(case, layout):
+        ranks, flags = command(case, layout)
+        return ranks, [*flags, "--set", "LEARNING_RATE=0.5", "--accept-changes"] if layout is case["second"] else flags
+
+    alone = {"mode": None, "size": 1, **fuzz_layouts.SIMPLE_LAYOUT}
+    monkeypatch.setattr(fuzz_layouts, "draw_layout", lambda draw, max_ranks: dict(alone))
+    monkeypatch.setattr(fuzz_layouts, "shrink", lambda case: case)
+    case = fuzz_layouts.draw_case(1, 0)
+    monkeypatch.setattr(fuzz_layouts, "draw_case", lambda *_: case)
+    monkeypatch.setattr(fuzz_layouts, "command", wrong)
+    assert fuzz_layouts.main(["1", "1"]) == 1
+    said = capsys.readouterr().out
+    assert "off by " in said
+    assert "torchrun --standalone --nproc_per_node 1 train_hybrid.py --config configs/config_pipeline" in said
+
+
+def test_what_fails_is_made_simpler(monkeypatch):
+    """Down to the one thing that matters."""
+    monkeypatch.setattr(
+        fuzz_layouts, "deviation", lambda case: (0, 0, "wrong" if case["first"]["mode"] == "1d" else None)
+    )
+    number = next(n for n in range(100) if fuzz_layouts.draw_case(1, n)["first"]["mode"] == "1d")
+    simple = fuzz_layouts.shrink(fuzz_layouts.draw_case(1, number))
+    assert simple["second"]["mode"] in (None, "1d")
+    assert simple["first"]["mode"] == "1d"
+    assert {key: simple["first"][key] for key in fuzz_layouts.SIMPLE_LAYOUT} == fuzz_layouts.SIMPLE_LAYOUT
+    assert simple["optimizer"] == "sgd"
+    assert simple["DEPTH"] == 2
+
+
+def test_a_case_is_what_its_number_says():
+    assert fuzz_layouts.draw_case(3, 7) == fuzz_layouts.draw_case(3, 7) != fuzz_layouts.draw_case(3, 8)
+    ranks, flags = fuzz_layouts.command(fuzz_layouts.draw_case(3, 7), None)
+    assert ranks == 1
+    assert recipes.config(flags).gradient_accumulation == 1
