@@ -5,9 +5,9 @@
 Case k of a seed is always the same: a small ViT of random sizes, odd token counts, uneven stages, partial test batches,
 accumulation, micro-batches, optimizer, clipping, smoothing, recomputation, classes, precision. It makes three steps in
 one layout and three more in another one, which reads its checkpoint. Each step and the evaluation must agree with one
-process that makes all six: in fp32 within 1e-4 (1e-5 in the first step), in bf16 within 5 %. A case that does not is
-made simpler as long as it still fails, and printed as commands. The ranks are forks of one process that has imported
-everything. With another --max-ranks, cases are others too.
+process that makes all six: in fp32 within 1e-4 (1e-5 in the first step), in bf16 losses within 2 % and norms within
+10 %. A case that does not is made simpler as long as it still fails, and printed as commands. The ranks are forks of
+one process that has imported everything. With another --max-ranks, cases are others too.
 
 With --output it writes fuzz_layouts.md (worst deviations), fuzz_layouts.json (every case), log.txt and provenance.json.
 Exit code 1 if a case failed.
@@ -42,8 +42,8 @@ from check_layouts import OPTIMIZERS, errors  # noqa: E402
 
 HALF, WHOLE = 3, 6  # optimizer steps
 NUM_TEST_IMAGES = 27
-TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
-FIRST_STEP = 1e-5
+TOLERANCE = {"fp32": {"loss": 1e-4, "grad_norm": 1e-4}, "bf16": {"loss": 2e-2, "grad_norm": 1e-1}}  # relative
+FIRST_STEP = 1e-5  # in fp32
 TENSOR = [(None, 1, {}), ("1d", 2, {}), ("1d", 3, {}), ("1d", 4, {}), ("2d", 4, {})]
 TENSOR += [("2.5d", 4, {"depth": 1}), ("2.5d", 8, {"depth": 2}), ("3d", 8, {})]
 
@@ -151,13 +151,18 @@ def deviation(case: Case) -> tuple[float, float, str | None]:
     finally:
         shutil.rmtree(folder)
     first, *later = errors(steps, expected)
+    limits = TOLERANCE["bf16" if case["amp"] else "fp32"]
     images = evaluations[-1]["eval_images"]
     loss = abs(evaluations[-1]["eval_loss"] / tested[-1]["eval_loss"] - 1)
     worst = max(first, *later, loss)
     fault = None
     if images != tested[-1]["eval_images"] or images != NUM_TEST_IMAGES:
         fault = f"{images} images evaluated"
-    elif not worst <= TOLERANCE["bf16" if case["amp"] else "fp32"]:
+    elif not loss <= limits["loss"] or not all(
+        abs(here[key] / there[key] - 1) <= limit
+        for here, there in zip(steps, expected, strict=True)
+        for key, limit in limits.items()
+    ):
         fault = f"off by {worst:.1e}"
     elif not case["amp"] and not first <= FIRST_STEP:
         fault = f"off by {first:.1e} in the first step"

@@ -8,6 +8,7 @@ import subprocess
 import threading
 
 import pytest
+from colossal_vit import checkpoint
 from colossal_vit.report import read_metrics
 
 import real
@@ -58,6 +59,30 @@ def test_torchs_own(launcher, references, programs, tmp_path):
     assert code == 0, said
     assert "started by torchrun, meeting at" in said
     assert real.losses(tmp_path / "run") == references[2]
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    ["torchrun --standalone --nproc_per_node 2", "mpirun --allow-run-as-root --oversubscribe -n 2 python"],
+    ids=["torchrun", "mpirun"],
+)
+def test_ranks_end_with_their_launcher(launcher, tmp_path):
+    """Killed so that it can tell nobody: with a checkpoint, and the same command does not find them in its way."""
+    if "mpirun" in launcher:
+        real.need(["openmpi-bin"], "mpirun")
+    output = tmp_path / "run"
+    flags = [*real.small(output, BATCH_SIZE=16, NUM_EPOCHS=1000), "--max-steps", "20000", "--timeout", "120"]
+    port = ["--port", str(world.free_port())] if "mpirun" in launcher else []
+    command = [*launcher.split(), *PIPELINE, *flags, *port]
+    with open(tmp_path / "log", "w") as log:
+        job = subprocess.Popen(command, cwd=real.FOLDER, env=real.environment(), stdout=log, stderr=log)
+    real.wait_until(lambda: real.steps_on_record(output) > 5, (tmp_path / "log").read_text)
+    job.kill()
+    job.wait()
+    ranks = ["pgrep", "-f", str(output)]
+    real.wait_until(lambda: subprocess.run(ranks, stdout=subprocess.DEVNULL).returncode, (tmp_path / "log").read_text)
+    last = read_metrics(output)[0][-1]["step"]
+    assert checkpoint.step_of(checkpoint.newest(output / checkpoint.FOLDER)[0]) == last
 
 
 def test_a_restarted_group_goes_on(tmp_path):
