@@ -503,11 +503,9 @@ class CheckpointHook(BaseHook):
 
     def before_train(self, trainer: Trainer) -> None:
         self.saved_at = time.monotonic()
-        self.usual = {
-            number: signal.signal(number, self._hear)
-            for number in self.SIGNALS
-            if signal.getsignal(number) != signal.SIG_IGN  # as a shell has its background jobs ignore SIGINT
-        }
+        ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # as in the background jobs of a shell
+        heard = [number for number in self.SIGNALS if not (ignored and number == signal.SIGINT)]
+        self.usual = {number: signal.signal(number, self._hear) for number in heard}
 
     def after_train_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
         step, taken = trainer.engine.num_steps, self.train_dataloader.taken

@@ -24,7 +24,7 @@ import world
 
 SMALL = dict(recipes.MODEL, DEPTH=2, DROP_RATE=0.1)
 HYBRID = dict(SMALL, MLP_RATIO=3, DROP_PATH_RATE=0.1)
-PLAIN = {key: value for key, value in SMALL.items() if key != "CHECKPOINT"}
+PLAIN = {key: value for key, value in SMALL.items() if key not in ("CHECKPOINT", "NUM_MICRO_BATCHES")}
 PLAIN |= dict(MODEL="vit_small_patch16_224", NUM_CLASSES=10, gradient_accumulation=1)
 PLAIN_CONFIG = ["--config", "configs/config_data_parallel.py"]
 

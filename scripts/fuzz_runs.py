@@ -1,0 +1,201 @@
+"""Random commands one after another on the same run directories: after each, every directory must be one valid run.
+
+    python scripts/fuzz_runs.py SEED N [--first K]
+
+Case k of a seed is always the same: two train commands with config values, data, processes, `--output`, `--resume` and
+other flags drawn at random, and a signal to a rank at a random step. After each command:
+
+- a directory has one config.json; its steps are on record without gap or repetition, from 1 or from the checkpoint that
+  it was started from;
+- every checkpoint is valid, of a step on record, and its config is the directory's but for what may change at will or
+  is on record as accepted;
+- a command that was refused has changed nothing, and every exit code is one of those that README.md names.
+
+The ranks are forks of one process that has imported everything. Exit code 1 if a case failed.
+"""
+
+import argparse
+import json
+import os
+import random
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), *(str(ROOT / name) for name in ("tests", "scripts", "vit_cifar10_hybrid"))]
+
+from colossal_vit import checkpoint, lock, state  # noqa: E402
+from colossal_vit.errors import UserError  # noqa: E402
+from colossal_vit.report import read_metrics  # noqa: E402
+
+import conftest  # noqa: E402 hides GPUs, which forks could not share, before torch is imported
+import real  # noqa: E402
+import recipes  # noqa: E402
+import world  # noqa: E402
+
+LAYOUTS = [(1, {}), (2, {"BATCH_SIZE": 32}), (2, {"parallel.pipeline": 2})]
+SIGNALS = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGKILL]
+ENDS = {0, 2, 75, 130}  # of a command that nobody killed
+
+Command = dict[str, Any]
+
+
+def draw_command(draw: random.Random) -> Command:
+    """A train command, mostly like the other one."""
+    values = {"LEARNING_RATE": draw.choice([3e-3] * 5 + [1e-3]), "NUM_EPOCHS": draw.choice([1, 2])}
+    values |= {"checkpoint.every_steps": draw.choice([1, 3, 100]), "checkpoint.keep": draw.choice([1, 3])}
+    return {
+        "values": values,
+        "layout": draw.choice(LAYOUTS),
+        "data": draw.choice(["digits"] * 5 + ["others"]),
+        "output": draw.choice(["a", "a", "b", "link", "a/"]),
+        "resume": draw.choice(["auto"] * 5 + ["never", "a", "b"]),
+        "max_steps": draw.choice([None, 2, 5, 9, 30]),
+        "accept": draw.random() < 0.3,
+        "eval_only": draw.random() < 0.1,
+        "signal": draw.choice([None] * 3 + SIGNALS),
+        "at": draw.randint(1, 8),
+    }
+
+
+def flags_of(command: Command, folder: Path) -> list[str]:
+    values = {"DEPTH": 1, "BATCH_SIZE": 64, **command["values"], **command["layout"][1]}
+    flags = [*recipes.flags(**values), "--output", f"{folder}/{command['output']}"]
+    if command["resume"] in ("auto", "never"):
+        flags += ["--resume", command["resume"]]
+    else:
+        flags += ["--resume", str(folder / command["resume"])]
+    flags += ["--max-steps", str(command["max_steps"])] if command["max_steps"] else []
+    flags += ["--accept-changes"] if command["accept"] else []
+    return flags + (["--eval-only"] if command["eval_only"] else [])
+
+
+def execute(command: Command, folder: Path, data: dict[str, Path]) -> tuple[list[int], str]:
+    """Run it, with its signal; returns exit codes and errors."""
+    os.environ["DATA"] = str(data[command["data"]])
+    ranks = command["layout"][0]
+    environments = world.by_torchrun(ranks) if ranks > 1 else [{}]
+    output = folder / command["output"]
+    before = real.steps_on_record(output)
+    running = world.start(recipes.HYBRID, flags_of(command, folder), environments)
+    if command["signal"]:
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline and real.steps_on_record(output) < before + command["at"]:
+            if all(os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) for pid in running.pids):
+                break
+            time.sleep(0.01)
+        os.kill(running.pids[command["at"] % ranks], command["signal"])  # a zombie, if it has ended
+    result = running.wait()
+    return result.codes, "".join(result.stderr)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != lock.NAME)
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def faults_of_directory(run: Path) -> list[str]:
+    """What is wrong with a run directory."""
+    if not (run / "metrics.jsonl").exists():
+        return []
+    if not (run / "config.json").exists():
+        return ["no config.json"]
+    config = json.loads((run / "config.json").read_text())
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    steps = [record["step"] for record in read_metrics(run)[0]]
+    found = []
+    if steps and steps != list(range(steps[0], steps[-1] + 1)):
+        found.append(f"steps on record: {steps}")
+    if len(lines) != len(set(lines)):
+        found.append("a record twice")
+    for path in checkpoint.list_steps(run / checkpoint.FOLDER):
+        try:
+            saved = checkpoint.verify(path)
+        except UserError as error:
+            found.append(str(error))
+            continue
+        if saved["step"] not in [*steps, steps[0] - 1 if steps else saved["step"]]:
+            found.append(f"{path.name}, but {len(steps)} steps on record, up to {steps[-1:]}")
+        if not saved["started_from"] and steps and steps[0] != 1:
+            found.append(f"begins with step {steps[0]}")
+        changed = state._changes(saved["config"], config).keys() - state._FREE
+        accepted = {key for change in latest_changes(run) for key in change["values"]}
+        if changed - accepted:
+            found.append(f"{path.name}: {changed} is not the run's")
+    return found
+
+
+def latest_changes(run: Path) -> list[dict[str, Any]]:
+    newest, _ = checkpoint.newest(run / checkpoint.FOLDER)
+    return checkpoint.read_state(newest)["changes"] if newest else []
+
+
+def faults(command: Command, codes: list[int], errors: str, folder: Path, before: dict[str, bytes]) -> list[str]:
+    found = []
+    killed = command["signal"] == signal.SIGKILL
+    allowed = ENDS | ({1, -signal.SIGKILL} if killed else set()) | {-(command["signal"] or 0)}  # before it trains
+    if command["signal"] and not killed:
+        allowed |= {1}  # of the others, if a rank had no handler yet
+    if not set(codes) <= allowed:
+        found.append(f"exit codes {codes}")
+    if "Traceback" in errors and not command["signal"]:
+        found.append("a traceback")
+    after = contents(folder)
+    if set(codes) == {2} and before != after:
+        changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
+        found.append(f"refused, but changed {changed}")
+    for run in sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()):
+        found += [f"{run.name}: {fault}" for fault in faults_of_directory(run)]
+    return found
+
+
+def check(seed: int, number: int, data: dict[str, Path]) -> list[str]:
+    """A case; returns what was typed and what was wrong with it, if anything was."""
+    draw = random.Random(f"{seed} {number}")
+    folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
+    (folder / "disk").mkdir()
+    (folder / "link").symlink_to(folder / "disk")
+    typed = []
+    try:
+        for _ in range(2):
+            command, before = draw_command(draw), contents(folder)
+            codes, errors = execute(command, folder, data)
+            name = command["signal"] and command["signal"].name
+            said = shlex.join(flags_of(command, folder)[2:])
+            typed.append(f"{command['layout'][0]} ranks, data {command['data']}, {name}: {said} → {codes}")
+            if found := faults(command, codes, errors, folder, before):
+                return [*typed, *found, errors]
+    finally:
+        shutil.rmtree(folder)
+    return []
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("seed", type=int)
+    parser.add_argument("cases", type=int)
+    parser.add_argument("--first", type=int, default=0, help="number of the first case (default %(default)s)")
+    args = parser.parse_args(argv)
+    scratch = Path(tempfile.mkdtemp(prefix="fuzz-data-"))
+    data = {"digits": scratch / "digits", "others": scratch / "others"}
+    conftest.small_digits(data["digits"], 27)
+    conftest.small_digits(data["others"], 20)
+    lock.PATIENCE = 2.0
+    failed = []
+    for number in range(args.first, args.first + args.cases):
+        if found := check(args.seed, number, data):
+            failed.append(number)
+            print(f"{number}:", *found, sep="\n  ", flush=True)
+    shutil.rmtree(scratch)
+    print(f"Seed {args.seed}: {args.cases} cases, {len(failed)} failed{f': {failed}' if failed else ''}")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
