@@ -412,7 +412,7 @@ class CheckpointHook(BaseHook):
     """
 
     SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
-    SAME_SIGNAL = 1.0  # seconds
+    SAME_SIGNAL = 2.0  # seconds
 
     def __init__(self, run: Run, train_dataloader: MicroBatches, metrics: MetricsHook, priority: int = 9):
         super().__init__(priority)  # the last, so that the step is on record, and its scheduler moved

@@ -1,6 +1,6 @@
 """Random models in random layouts against one process: losses, gradient norms, evaluation, and a change of layout.
 
-    python scripts/fuzz_layouts.py SEED N [--first K] [--max-ranks 8] [--output results/fuzz_layouts]
+    python scripts/fuzz_layouts.py SEED N [--first K] [--max-ranks 8] [--fp32] [--output results/fuzz_layouts]
 
 Case k of a seed is always the same: a small ViT of random sizes, odd token counts, uneven stages, partial test batches,
 accumulation, micro-batches, optimizer, clipping, smoothing, recomputation, classes, precision. It makes three steps in
@@ -231,6 +231,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("cases", type=int)
     parser.add_argument("--first", type=int, default=0, help="number of the first case (default %(default)s)")
     parser.add_argument("--max-ranks", type=int, default=8, help="of a layout (default %(default)s)")
+    parser.add_argument("--fp32", action="store_true", help="leave mixed precision out")
     parser.add_argument("--output", type=Path, help="where the result goes; without, it is only printed")
     args = parser.parse_args(argv)
     origin = provenance(shlex.join(["python", "scripts/fuzz_layouts.py", *sys.argv[1:]])) if args.output else None
@@ -248,6 +249,7 @@ def main(argv: list[str] | None = None) -> int:
         started = time.monotonic()
         for number in range(args.first, args.first + args.cases):
             case = draw_case(args.seed, number, args.max_ranks)
+            case["amp"] = None if args.fp32 else case["amp"]
             first, most, fault = deviation(case)
             layouts = [describe(case[part]) for part in ("first", "second")]
             kind = "bf16" if case["amp"] else "fp32"

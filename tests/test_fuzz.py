@@ -9,9 +9,9 @@ import recipes
 def test_new_cases_agree_with_one_process(capsys):
     """The seed is printed, and with it the cases are the same again."""
     seed = random.randrange(10**9)
-    code = fuzz_layouts.main([str(seed), "15", "--max-ranks", "4"])
+    code = fuzz_layouts.main([str(seed), "15", "--max-ranks", "4", "--fp32"])
     said = capsys.readouterr().out
-    assert code == 0, f"python scripts/fuzz_layouts.py {seed} 15 --max-ranks 4\n{said}"
+    assert code == 0, f"python scripts/fuzz_layouts.py {seed} 15 --max-ranks 4 --fp32\n{said}"
     assert f"Seed {seed}: 15 cases, 0 failed" in said
 
 
