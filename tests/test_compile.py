@@ -8,6 +8,7 @@ from colossal_vit.engine import initialize
 from colossalai.legacy import nn as col_nn
 from colossalai.legacy.core import global_context as gpc
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor
 
 import recipes
 import vit
@@ -20,7 +21,7 @@ def compiler(tmp_path_factory):
     """Everything that is slow once, before there are ranks that would all do it; and one place for programs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
-        patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+        patch.setattr(inductor, "compile_threads", 1)  # else its pool of threads, which no fork has, is waited for
         torch.compile(torch.nn.GELU())(torch.ones(32, requires_grad=True)).sum().backward()
         yield
 
