@@ -86,6 +86,7 @@ def measure(name: str, num_runs: int, scratch: Path) -> dict[str, Any]:
     engine.train()
     times: dict[str, list[float]] = {key: [] for key in ("take", "write", "verify", "resume", "alone", "beside")}
     path = run.checkpoint = run.output / checkpoint.FOLDER / "step-00000001"
+    path.parent.mkdir(exist_ok=True)
 
     def step() -> None:
         engine.zero_grad()
