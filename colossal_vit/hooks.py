@@ -114,11 +114,14 @@ class MetricsHook(BaseHook):
         self.last: dict[str, Any] | None = None
         self.batch_parts = Layout.of(gpc.config, gpc.get_world_size(ParallelMode.GLOBAL)).batch_parts
 
+    def _flush(self) -> None:
+        while self.unwritten:  # a disk that is nearly full takes a part
+            self.unwritten = self.unwritten[os.write(self.file, self.unwritten) :]
+
     def _write(self, record: dict[str, Any]) -> None:
         self.unwritten += json.dumps(record).encode() + b"\n"
         try:
-            while self.unwritten:
-                self.unwritten = self.unwritten[os.write(self.file, self.unwritten) :]
+            self._flush()
         except OSError as error:  # there may be space again later, when a checkpoint that did not fit is gone
             self.log.info(f"{self.directory}: metrics.jsonl has to wait: {error.strerror}", ranks=None)
         try:
@@ -229,8 +232,7 @@ class MetricsHook(BaseHook):
     def after_train(self, trainer: Trainer) -> None:
         if self.writes:
             try:
-                while self.unwritten:  # a disk that is nearly full takes a part
-                    self.unwritten = self.unwritten[os.write(self.file, self.unwritten) :]
+                self._flush()
                 os.close(self.file)
                 if self.events:
                     self.events.close()

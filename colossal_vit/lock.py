@@ -12,7 +12,7 @@ from pathlib import Path
 from colossal_vit.errors import UserError
 
 NAME = ".lock"  # in a run directory
-PATIENCE = 10.0  # seconds: ranks whose launcher was killed take a moment to end
+PATIENCE = 10.0  # seconds to wait for another holder: ranks whose launcher was killed take a moment to end
 _CANNOT = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
 
 # The descriptors of this process's locks, and whether it made the directory. A POSIX lock goes with the first
@@ -20,14 +20,13 @@ _CANNOT = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EI
 _held: dict[Path, tuple[int, bool]] = {}
 
 
-def hold(directory: Path, patience: float | None = None) -> str | None:
+def hold(directory: Path) -> str | None:
     """Lock a run directory, which is made if it is missing, until this process ends.
 
     The lock is a POSIX record lock: a forked child does not inherit it, and NFS knows it too.
 
     Args:
         directory: the run directory.
-        patience: seconds to wait for another holder, if not PATIENCE.
 
     Returns:
         None, or why this file system cannot lock.
@@ -37,7 +36,7 @@ def hold(directory: Path, patience: float | None = None) -> str | None:
         OSError: if the lock file cannot be written.
     """
     made = not directory.exists()
-    deadline = time.monotonic() + (PATIENCE if patience is None else patience)
+    deadline = time.monotonic() + PATIENCE
     while True:
         directory.mkdir(parents=True, exist_ok=True)
         file = os.open(directory / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -63,7 +63,7 @@ def _holds_a_run(directory: Path) -> bool:
 
 
 def _set_aside(directory: Path) -> Path:
-    """Rename a directory that holds an earlier run to `<name>.1`, `<name>.2`, ..., and make it anew.
+    """Rename a directory that holds an earlier run to `<name>.1`, `<name>.2`, ..., and create an empty one.
 
     What this run itself has written stays. A link goes on pointing to where it did.
 

@@ -131,6 +131,11 @@ def is_legal(case: Case) -> bool:
 # ---- Running ---------------------------------------------------------------------------------------------------------
 
 
+def commands(case: Case) -> list[tuple[Case | None, str, int]]:
+    """Layout, run directory and last step of each command of a case."""
+    return [(None, "one", WHOLE), (case["first"], "two", HALF), (case["second"], "two", WHOLE)]
+
+
 def run(case: Case, layout: Case | None, output: Path, steps: int) -> str | None:
     """Train; returns what went wrong, if anything did."""
     ranks, flags = command(case, layout)
@@ -144,7 +149,7 @@ def deviation(case: Case) -> tuple[float, float, str | None]:
     """Of the first step, and of the worst one or the evaluation, relative; and why that is a failure, if it is one."""
     folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
     try:
-        for layout, name, steps in ((None, "one", WHOLE), (case["first"], "two", HALF), (case["second"], "two", WHOLE)):
+        for layout, name, steps in commands(case):
             if fault := run(case, layout, folder / name, steps):
                 return math.inf, math.inf, fault
         (expected, tested), (steps, evaluations) = read_metrics(folder / "one"), read_metrics(folder / "two")
@@ -206,7 +211,7 @@ def shrink(case: Case) -> Case:
 def as_commands(case: Case) -> str:
     """What a user would type in vit_cifar10_hybrid/."""
     lines = []
-    for layout, name, steps in ((None, "one", WHOLE), (case["first"], "two", HALF), (case["second"], "two", WHOLE)):
+    for layout, name, steps in commands(case):
         ranks, flags = command(case, layout)
         flags[1] = recipes.PIPELINE_CONFIG
         flags += ["--output", f"/tmp/{name}", "--max-steps", str(steps)]

@@ -109,6 +109,9 @@ def faults_of_directory(run: Path) -> list[str]:
     config = json.loads((run / "config.json").read_text())
     lines = (run / "metrics.jsonl").read_text().splitlines()
     steps = [record["step"] for record in read_metrics(run)[0]]
+    newest, _ = checkpoint.newest(run / checkpoint.FOLDER)
+    changes = checkpoint.read_state(newest)["changes"] if newest else []
+    accepted = {key for change in changes for key in change["values"]}
     found = []
     if steps and steps != list(range(steps[0], steps[-1] + 1)):
         found.append(f"steps on record: {steps}")
@@ -125,15 +128,9 @@ def faults_of_directory(run: Path) -> list[str]:
         if not saved["started_from"] and steps and steps[0] != 1:
             found.append(f"begins with step {steps[0]}")
         changed = state._changes(saved["config"], config).keys() - state._FREE
-        accepted = {key for change in latest_changes(run) for key in change["values"]}
         if changed - accepted:
             found.append(f"{path.name}: {changed} is not the run's")
     return found
-
-
-def latest_changes(run: Path) -> list[dict[str, Any]]:
-    newest, _ = checkpoint.newest(run / checkpoint.FOLDER)
-    return checkpoint.read_state(newest)["changes"] if newest else []
 
 
 def faults(command: Command, codes: list[int], errors: str, folder: Path, before: dict[str, bytes]) -> list[str]:

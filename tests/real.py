@@ -96,6 +96,14 @@ def wait_until(condition, what):
     return answer
 
 
+def has_ended(pid):
+    """Whether a process that need not be a child is gone, or nobody has waited for it yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
 def steps_on_record(output):
     path = Path(output) / "metrics.jsonl"
     return path.read_text().count("\n") if path.exists() else 0

@@ -119,13 +119,6 @@ def test_a_checkpoint_is_not_imported_into_a_run_that_is_training(tmp_path, monk
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def gone(pid):
-    try:
-        return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_ranks_end_with_the_process_that_started_them(world_size, tmp_path):
     """With a checkpoint, from which the same command resumes to the bit."""
@@ -143,7 +136,7 @@ def test_ranks_end_with_the_process_that_started_them(world_size, tmp_path):
     real.wait_until(lambda: real.steps_on_record(tmp_path / "parts") >= 3, "does not train")
     os.kill(launcher, signal.SIGKILL)
     os.waitpid(launcher, 0)
-    real.wait_until(lambda: all(map(gone, json.loads(said.read_text()))), "the ranks go on")
+    real.wait_until(lambda: all(map(real.has_ended, json.loads(said.read_text()))), "the ranks go on")
     steps = read_metrics(tmp_path / "parts")[0][-1]["step"]
     newest, _ = checkpoint.newest(tmp_path / "parts" / checkpoint.FOLDER)
     assert checkpoint.step_of(newest) == steps
