@@ -248,8 +248,8 @@ def main(argv: list[str] | None = None) -> int:
         log.append(line)
 
     conftest.small_digits(folder, NUM_TEST_IMAGES)
-    os.environ["DATA"] = str(folder)
     with conftest.pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DATA", str(folder))
         conftest.random_start(patch)
         started = time.monotonic()
         for number in range(args.first, args.first + args.cases):

@@ -4,14 +4,14 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 
 python=
-for candidate in python3 python3.13 python3.12 python3.11; do
-    if command -v "$candidate" > /dev/null && "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+for candidate in python3 python3.14 python3.13 python3.12 python3.11; do
+    if command -v "$candidate" > /dev/null && "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))'; then
         python=$candidate
         break
     fi
 done
 if [ -z "$python" ]; then
-    echo "setup: Python 3.11 or newer is needed, and none is on PATH" >&2
+    echo "setup: Python 3.11 to 3.14 is needed, and none is on PATH" >&2
     exit 2
 fi
 

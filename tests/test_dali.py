@@ -340,15 +340,19 @@ def test_a_flipped_bit_ends_training_with_the_records_place(copied):
     fails(copied, shard, damage(shard))
 
 
+def cut_last_image(shard, end_marker=b""):
+    """Cut the last record's image in half, and write a record of what is left; returns its offset."""
+    content, (offset, _) = shard.read_bytes(), lines(shard)[-1]
+    image, label = list(examples(shard))[-1]
+    shard.write_bytes(content[:offset] + tfrecord.encode_record(image[: len(image) // 2] + end_marker, label))
+    tfrecords.index_shard(shard, tfrecords.index_path(shard.parents[1], "train", shard.name))
+    return offset
+
+
 @in_fork
 def test_what_looks_like_a_jpeg_but_is_none_is_named(copied):
     shard = tfrecords.find_shards(copied, "train")[3]
-    content, (offset, _) = shard.read_bytes(), lines(shard)[-1]
-    image, label = list(examples(shard))[-1]
-    record = tfrecord.encode_record(image[: len(image) // 2], label)
-    shard.write_bytes(content[:offset] + record)
-    tfrecords.index_shard(shard, tfrecords.index_path(copied, "train", shard.name))
-    fails(copied, shard, offset)
+    fails(copied, shard, cut_last_image(shard))
 
 
 @in_fork
@@ -360,14 +364,15 @@ def test_a_record_that_is_no_example_is_named(copied):
 @in_fork
 def test_bad_records_are_left_out(copied, tmp_path, capfd):
     shards = tfrecords.find_shards(copied, "train")
-    places = [(shard, damage(shard, record)) for shard, record in ((shards[0], 0), (shards[3], -1))]
+    places = [(shards[0], damage(shards[0], 0)), (shards[3], cut_last_image(shards[3], end_marker=b"\xff\xd9"))]
     splits = [loaders.find_records(copied, split) for split in tfrecords.NUM_SHARDS]
     with pytest.raises(UserError, match=r"dali.max_bad = 1, but 2 records are bad; .*train-00000-of-00004 at byte 0: "):
         loaders.leave_out(splits, tmp_path, NUM_CLASSES, 1, RankLogger())
     loaders.leave_out(splits, tmp_path, NUM_CLASSES, 2, RankLogger())
     log = capfd.readouterr().out
     assert "2 bad records of 1797 are left out" in log
-    assert all(f"left out: {shard} at byte {offset}: the CRC" in log for shard, offset in places)
+    for (shard, offset), reason in zip(places, ("the CRC", "cannot be decoded: Corrupt JPEG data"), strict=True):
+        assert f"left out: {shard} at byte {offset}: {reason}" in log
     indices = [loaders.filtered_index(tmp_path, index) for index in splits[0].indices]
     kept = loaders.list_records(splits[0].shards, indices, whole=False)
     assert kept.num_images == 1435

@@ -425,8 +425,25 @@ def test_bad_images_are_listed(raw, tmp_path, capfd):
 
 def test_trailing_bytes_and_fill_bytes_are_no_fault():
     data = jpeg()
-    for odd in (data + bytes(100), data[:2] + b"\xff\xff" + data[2:], data[:2] + b"\xff\xe1\x00\x04??" + data[2:]):
+    inside = data[:-2] + bytes(40) + data[-2:]
+    for odd in (data + bytes(100), inside, data[:2] + b"\xff\xff" + data[2:], data[:2] + b"\xff\xe1\0\4??" + data[2:]):
         assert image_files.prepare_image(odd, check="decode") == odd
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+def test_damage_that_decoders_fill_with_grey_is_found(mode, progressive):
+    """Cut at nine tenths, or overwritten from one third on; the header and an end marker are there."""
+    data = jpeg(mode, (500, 370), progressive=progressive)
+    image_files.prepare_image(data, check="decode")
+    third, most = len(data) // 3, len(data) * 9 // 10
+    lost = len(data) - third - 2
+    noise = np.random.default_rng(0).integers(0, 255, lost, dtype=np.uint8).tobytes()
+    for start in (data[:most], data[:third], data[:third] + bytes(lost), data[:third] + noise):
+        with pytest.raises(
+            ValueError, match=r"cannot be decoded: Corrupt JPEG data: (premature|bad Huff|\d+ extraneous)"
+        ):
+            image_files.prepare_image(start + b"\xff\xd9", check="decode")
 
 
 def test_decoding_finds_more(raw, tmp_path, capfd):

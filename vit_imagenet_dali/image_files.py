@@ -5,6 +5,7 @@ import re
 import struct
 import warnings
 
+import simplejpeg
 from PIL import Image, ImageOps
 
 QUALITY = 95  # of JPEGs that have to be encoded anew
@@ -38,6 +39,23 @@ def jpeg_components(data: bytes) -> int:
     return components
 
 
+def check_scan(data: bytes, components: int) -> None:
+    """Decode a JPEG as strictly as libjpeg can: Pillow and DALI fill what is missing with grey.
+
+    Bytes between the image and its end marker are let pass, as cameras write them: libjpeg calls them extraneous. Only
+    where they are more than a quarter of the file are they taken for an image that was overwritten.
+
+    Raises:
+        ValueError: if pixels are missing or a code is not in the Huffman table.
+    """
+    try:  # at an eighth of the size and without colours, since the entropy coding alone can break
+        simplejpeg.decode_jpeg(data, "CMYK" if components == 4 else "GRAY", min_height=1, min_width=1, min_factor=8)
+    except ValueError as error:
+        extraneous = re.search(r"(\d+) extraneous bytes", str(error))
+        if not extraneous or int(extraneous[1]) > len(data) / 4:
+            raise
+
+
 def prepare_image(data: bytes, resize: int | None = None, quality: int | None = None, check: str = "header") -> bytes:
     """What to store of an image file: its bytes, or an RGB JPEG made from a PNG, a CMYK JPEG or as the options ask.
 
@@ -47,19 +65,20 @@ def prepare_image(data: bytes, resize: int | None = None, quality: int | None = 
         data: the file's content.
         resize: shorten the shorter side to this, in pixels.
         quality: encode every image anew, with this JPEG quality from 1 to 100.
-        check: "decode" decodes also images whose bytes are kept.
+        check: "decode" decodes also images whose bytes are kept, and refuses what lacks pixels.
 
     Raises:
         ValueError: if it is neither JPEG nor PNG, or broken; says why.
     """
-    kept = not data.startswith(PNG_START) and jpeg_components(data) in (1, 3)
+    components = 0 if data.startswith(PNG_START) else jpeg_components(data)
+    kept = components in (1, 3)
     if kept and not resize and not quality and check == "header":
         return data
     try:
+        if components:
+            check_scan(data, components)
         with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(data), formats=("JPEG", "PNG")) as image:
             scale = min(1.0, resize / min(image.size)) if resize else 1.0
-            if check == "decode":
-                image.load()
             if kept and not quality and scale == 1.0:
                 return data
             image = ImageOps.exif_transpose(image).convert("RGB")
