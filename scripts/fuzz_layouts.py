@@ -15,7 +15,6 @@ Exit code 1 if a case failed.
 
 import argparse
 import math
-import os
 import random
 import shlex
 import shutil
