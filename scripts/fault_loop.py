@@ -1,13 +1,14 @@
-"""Kill -9 of a random rank at a random moment, many times in one run: it must end as one that nothing happened to.
+"""Kill -9 of a random rank or of the launcher, many times in one run: it must end as one that nothing happened to.
 
     python scripts/fault_loop.py [--rounds 50] [--seed N] [--result results/fault_loop]
 
-About 15 minutes on 2 CPU cores. Two pipeline stages train a small ViT with dropout on the digits sample and save every
-second step. In each round they are started with the same command and one of them is killed: up to 0.7 s after the
-run has made a step that no checkpoint has; in every second round in the middle of a save; in every fifth one while the
-ranks start. After each round the other rank must have ended by itself, every checkpoint must be whole, and none be
-lost. Then the run is left alone to its end, and compared with one that nobody disturbed: all that `metrics.jsonl`
-says but for the times, and the final weights and moments, to the bit.
+About 20 minutes on 2 CPU cores. Two pipeline stages train a small ViT with dropout on the digits sample and save every
+second step. In each round they are started with the same command and one of them is killed, or the torchrun that has
+started them, each as often as the others: up to 0.7 s after the run has made a step that no checkpoint has; in every
+second round in the middle of a save; in every fifth one while the ranks start. After each round the other ranks must
+have ended by themselves, every checkpoint must be valid, and none be lost. Then the run is left alone to its end, and
+compared with one that nobody disturbed: all that `metrics.jsonl` says but for the times, and the final weights and
+moments, to the bit.
 
 Prints a line a round and a table. With `--result` also writes fault_loop.md (the table), fault_loop.json (every round),
 log.txt (with all that the ranks said) and provenance.json. Exit code 1 when something is not as it must be.
@@ -29,9 +30,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
 from colossal_vit import checkpoint
 from colossal_vit.errors import UserError
 from colossal_vit.report import provenance, write_benchmark
@@ -39,6 +42,7 @@ from colossal_vit.report import provenance, write_benchmark
 from check_layouts import CONFIG, FOLDER, MODEL, PIPELINE, set_flags
 
 WORLD_SIZE = 2
+LAUNCHER = "launcher"
 EVERY_STEPS, KEEP = 2, 3
 SETTINGS: dict[str, Any] = {
     **{**MODEL, **PIPELINE, "DROP_RATE": 0.1},
@@ -67,8 +71,11 @@ class Ended(Protocol):
     codes: list[int]
 
 
+Start = Callable[[bool], "Attempt"]  # called with whether a launcher starts the ranks
+
+
 class Attempt(Protocol):
-    """Ranks that were started; process ids by rank."""
+    """Ranks that were started; process ids by rank, or that of their launcher alone."""
 
     pids: list[int]
 
@@ -91,24 +98,29 @@ class Ranks:
     """The `Attempt` of plain processes, each in a session of its own, with the environment that torchrun gives.
 
     Args:
-        command: of each.
+        command: what follows `python`, for each.
         log: what they say is appended to this file.
+        launched: start them by torchrun instead.
     """
 
-    def __init__(self, command: list[str], log: Path):
+    def __init__(self, command: list[str], log: Path, launched: bool):
         self.log = log
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = str(free.getsockname()[1])
         place = {"WORLD_SIZE": str(WORLD_SIZE), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
         inherited = {key: value for key, value in os.environ.items() if key != "DATA"}
+        environments = [{**place, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(WORLD_SIZE)]
+        if launched:
+            command = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={WORLD_SIZE}", *command]
+            environments = [{}]
         self.processes = []
         with open(log, "ab") as out:
             self.said_from = out.tell()
-            for rank in range(WORLD_SIZE):
-                own = {"OMP_NUM_THREADS": "1", **inherited, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                options = dict(stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
-                self.processes.append(subprocess.Popen(command, cwd=FOLDER, env=own, **options))
+            options = dict(stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, cwd=FOLDER)
+            for own in environments:
+                environment = {"OMP_NUM_THREADS": "1", **inherited, **own}
+                self.processes.append(subprocess.Popen([sys.executable, *command], env=environment, **options))
         self.pids = [process.pid for process in self.processes]
 
     def wait(self, timeout: float) -> Result:
@@ -124,9 +136,9 @@ class Ranks:
 
 
 @contextmanager
-def _started(start: Callable[[], Attempt]) -> Iterator[Attempt]:
+def _started(start: Start, launched: bool = False) -> Iterator[Attempt]:
     """Ranks that do not outlive an error of ours; an `AssertionError` then says what they said."""
-    attempt = start()
+    attempt = start(launched)
     try:
         yield attempt
     except AssertionError as error:
@@ -234,18 +246,18 @@ class Round:
     """A start and a kill.
 
     Attributes:
-        victim: the rank.
+        victim: the rank, or "launcher".
         moment: what the kill was meant for: "start-up", "save" or "any".
         saving: whether a checkpoint was being written just before the kill.
         half_written: whether one was left half-written, under its hidden name.
         end_s: seconds from the kill until all other ranks had ended.
-        codes: exit codes by rank.
+        codes: exit codes by rank, or that of the launcher.
         begun, reached, newest: step that the attempt went on from, the last one it has put on record (not before
             `begun`), and the one of the newest checkpoint after it.
         verified: number of checkpoints after it.
     """
 
-    victim: int
+    victim: int | str
     moment: str
     saving: bool
     half_written: bool
@@ -257,32 +269,45 @@ class Round:
     verified: int
 
 
-def _round(
-    start: Callable[[], Attempt], output: Path, moment: str, begun: int, delays: dict, draw: random.Random
-) -> Round:
-    """Start the ranks, kill one, and look at what is left; `delays` are the longest ones, by moment."""
+def _kill(pid: int) -> list[psutil.Process]:
+    """Kill a process, and return those that it had started."""
+    os.kill(pid, signal.SIGSTOP)  # so that it starts no more
+    children = psutil.Process(pid).children(recursive=True)
+    os.kill(pid, signal.SIGKILL)
+    return children
+
+
+def _round(start: Start, output: Path, moment: str, begun: int, delays: dict, draw: random.Random) -> Round:
+    """Start the ranks, kill one or their launcher, and look at what is left; `delays` are the longest ones."""
     folder, record = output / checkpoint.FOLDER, _Record(output)
     earlier, fraction = _hidden(folder), draw.random()
     delay = fraction * delays[moment]
+    victim = draw.choice([*range(WORLD_SIZE), LAUNCHER])
+    index = 0 if victim == LAUNCHER else victim
+    name = victim if victim == LAUNCHER else f"rank {victim}"
     started = time.monotonic()
-    with _started(start) as attempt:
-        victim = draw.randrange(len(attempt.pids))
+    with _started(start, victim == LAUNCHER) as attempt:
         if moment != "start-up":
             _wait_for_step(attempt, record, begun)
-            delays["start-up"] = min(delays["start-up"], time.monotonic() - started)
+            if victim != LAUNCHER:  # which takes longer
+                delays["start-up"] = min(delays["start-up"], time.monotonic() - started)
         if moment == "save":
             _wait_for_save(folder, earlier, delay)
         else:
             time.sleep(delay)
         saving = bool(_hidden(folder) - earlier)
-        os.kill(attempt.pids[victim], signal.SIGKILL)
         killed = time.monotonic()
+        orphans = _kill(attempt.pids[index])
+        _, alive = psutil.wait_procs(orphans, END_LIMIT) if orphans else ([], [])
+        for process in alive:
+            process.kill()
         ended = attempt.wait(END_LIMIT)
     end_s = time.monotonic() - killed
-    assert ended.codes[victim] == -signal.SIGKILL, f"rank {victim} had ended before it was killed: {ended}"
-    others = [code for rank, code in enumerate(ended.codes) if rank != victim]
-    assert -signal.SIGKILL not in others, f"not all ended within {END_LIMIT:g} s of rank {victim}: {ended}"
-    assert all(others), f"exit code 0 after rank {victim} was killed: {ended}"
+    assert ended.codes[index] == -signal.SIGKILL, f"{name} had ended before it was killed: {ended}"
+    others = [code for rank, code in enumerate(ended.codes) if rank != index]
+    outlived = alive or -signal.SIGKILL in others
+    assert not outlived, f"not all ended within {END_LIMIT:g} s of {name}: {ended}"
+    assert all(others), f"exit code 0 after {name} was killed: {ended}"
     half_written = bool(_hidden(folder) - earlier)
     verified, newest = _check_checkpoints(folder, begun)
     reached = max(record.last_step(), begun)
@@ -290,15 +315,13 @@ def _round(
     return Round(victim, moment, saving, half_written, end_s, ended.codes, begun, reached, newest, verified)
 
 
-def fault_loop(
-    start: Callable[[], Attempt], output: Path, rounds: int, seed: int, say: Callable[[str], None]
-) -> list[Round]:
-    """Start a run and kill a rank of it, again and again; then let it come to its end.
+def fault_loop(start: Start, output: Path, rounds: int, seed: int, say: Callable[[str], None]) -> list[Round]:
+    """Start a run and kill a rank of it or its launcher, again and again; then let it come to its end.
 
     Args:
         start: starts the ranks, always with the same command.
         output: their run directory.
-        rounds: how often a rank is killed.
+        rounds: how often one is killed.
         seed: of which one, and when.
         say: called with a line for each round.
 
@@ -320,7 +343,8 @@ def fault_loop(
         done.append(this)
         during = ", in a save" * this.saving + ", left half-written" * this.half_written
         say(
-            f"round {number}: rank {this.victim} killed ({moment}{during}) after steps {this.begun} to {this.reached}; "
+            f"round {number}: {'' if this.victim == LAUNCHER else 'rank '}{this.victim} killed ({moment}{during}) "
+            f"after steps {this.begun} to {this.reached}; "
             f"the others ended after {this.end_s:.2f} s; {this.verified} checkpoints hold, the newest of step {newest}"
         )
     with _started(start) as attempt:
@@ -362,8 +386,9 @@ def make_table(done: list[Round], records: list[dict]) -> list[str]:
     made = sum(this.reached - this.begun for this in done) + steps - done[-1].newest
     rows = {
         "rounds": len(done),
-        "rank killed": ", ".join(
-            f"{sum(this.victim == rank for this in done)} × rank {rank}" for rank in range(WORLD_SIZE)
+        "killed": ", ".join(
+            f"{sum(this.victim == victim for this in done)} × {name}"
+            for victim, name in [*((rank, f"rank {rank}") for rank in range(WORLD_SIZE)), (LAUNCHER, LAUNCHER)]
         ),
         "killed during start-up": sum(this.moment == "start-up" for this in done),
         "killed while a checkpoint was being written": sum(this.saving for this in done),
@@ -371,7 +396,7 @@ def make_table(done: list[Round], records: list[dict]) -> list[str]:
         "steps made in all / of the run": f"{made} / {steps}",
         "most steps lost by a kill": max(this.reached - this.newest for this in done),
         "checkpoints verified / not whole / lost": f"{sum(this.verified for this in done)} / 0 / 0",
-        "longest time until the other rank had ended": f"{max(this.end_s for this in done):.1f} s",
+        "longest time until the other ranks had ended": f"{max(this.end_s for this in done):.1f} s",
         "records as in the undisturbed run": f"all {len(records)}, to the bit",
         "final weights and moments as in the undisturbed run": "to the bit",
     }
@@ -380,7 +405,7 @@ def make_table(done: list[Round], records: list[dict]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=50, help="how often a rank is killed (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=50, help="how often one is killed (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of victims and moments (default %(default)s)")
     parser.add_argument("--result", type=Path, help="folder for the result (default: it is printed only)")
     args = parser.parse_args()
@@ -394,10 +419,10 @@ def main() -> int:
     scratch = Path(tempfile.mkdtemp(prefix="fault-loop-"))
     log = scratch / "log.txt"
     settings = {**SETTINGS, "NUM_EPOCHS": math.ceil(args.rounds / ROUNDS_AN_EPOCH)}
-    command = [sys.executable, "train_hybrid.py", "--config", CONFIG, "--timeout", str(TIMEOUT), *set_flags(settings)]
+    command = ["train_hybrid.py", "--config", CONFIG, "--timeout", str(TIMEOUT), *set_flags(settings)]
 
-    def start(output: Path) -> Ranks:
-        return Ranks([*command, "--output", str(output)], log)
+    def start(name: str, launched: bool = False) -> Ranks:
+        return Ranks([*command, "--output", str(scratch / name)], log, launched)
 
     def say(line: str) -> None:
         print(line, flush=True)
@@ -405,8 +430,8 @@ def main() -> int:
             file.write(f"fault_loop.py: {line}\n")
 
     try:
-        done = fault_loop(lambda: start(scratch / "run"), scratch / "run", args.rounds, args.seed, say)
-        with _started(lambda: start(scratch / "undisturbed")) as attempt:
+        done = fault_loop(partial(start, "run"), scratch / "run", args.rounds, args.seed, say)
+        with _started(partial(start, "undisturbed")) as attempt:
             ended = attempt.wait(FINISH_LIMIT)
         assert not any(ended.codes), f"the undisturbed run failed: {ended}"
         records = compare(scratch / "run", scratch / "undisturbed")

@@ -3,7 +3,10 @@
 import json
 import os
 import signal
+import tempfile
 import time
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,28 +18,42 @@ import recipes
 import world
 
 
-def test_five_kills(tmp_path, monkeypatch):
-    """A run killed five times, once while it starts, is to the bit the run that nobody disturbs."""
+def launcher(*arguments):
+    """A process that starts the ranks and waits for them, as a launcher does."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            world.start(*arguments).wait()
+        finally:
+            os._exit(1)
+    world.running.add(pid)
+    return world.World([pid], Path(tempfile.mkdtemp(prefix="launcher-")))
+
+
+def test_six_kills(tmp_path, monkeypatch):
+    """A run killed six times, once while it starts, is to the bit the run that nobody disturbs."""
     monkeypatch.setattr(fault_loop, "LONGEST_DELAY", 0.3)
     for limit in ("PROGRESS_LIMIT", "END_LIMIT"):
         monkeypatch.setattr(fault_loop, limit, world.PATIENCE)
     settings = {**fault_loop.SETTINGS, "BATCH_SIZE": 64, "NUM_EPOCHS": 2}
     argv = ["--config", recipes.PIPELINE_CONFIG, "--timeout", "20", *recipes.set_flags(settings)]
 
-    def start(name):
-        return world.start(recipes.HYBRID, [*argv, "--output", str(tmp_path / name)], world.by_torchrun(2))
+    def start(name, launched=False):
+        return (launcher if launched else world.start)(
+            recipes.HYBRID, [*argv, "--output", str(tmp_path / name)], world.by_torchrun(2)
+        )
 
     said = []
-    done = fault_loop.fault_loop(lambda: start("run"), tmp_path / "run", 5, 35, said.append)
+    done = fault_loop.fault_loop(partial(start, "run"), tmp_path / "run", 6, 35, said.append)
     result = start("undisturbed").wait()
     assert result.codes == [0, 0], str(result)
     records = fault_loop.compare(tmp_path / "run", tmp_path / "undisturbed")
 
-    assert [this.moment for this in done] == ["any", "save", "any", "save", "start-up"]
-    assert all(this.codes[this.victim] == -signal.SIGKILL for this in done)
+    assert [this.moment for this in done] == ["any", "save", "any", "save", "start-up", "save"]
+    assert all(-signal.SIGKILL in this.codes for this in done)
     assert any(this.saving for this in done)
-    assert {this.victim for this in done} == {0, 1}
-    assert len(said) == 6
+    assert {this.victim for this in done} == {0, 1, "launcher"}
+    assert len(said) == 7
     assert len(read_metrics(tmp_path / "run")[0]) == records[-1]["step"] == 44
     table = "\n".join(fault_loop.make_table(done, records))
     assert "| steps made in all / of the run | " in table
@@ -87,7 +104,7 @@ def pretend(output, fault=None, step_s=0.0):
 class Pretended:
     """An `Attempt` of two ranks, only the first of which does something; the survivor ends as `fault` has it."""
 
-    def __init__(self, output, fault):
+    def __init__(self, output, fault, launched):
         self.fault, self.pids = fault, []
         for work in (lambda: pretend(output, fault, 0.02), signal.pause):
             pid = os.fork()
@@ -116,15 +133,15 @@ class Pretended:
         "damaged": r"checkpoints did not hold when the run was started: damaged-step-\d+",
         "behind": r"step \d+ is on record, but the newest checkpoint is of step \d+",
         "ends": r"a rank ended before step \d+ was made: exit codes \[0, 0\]\nwhat they said",
-        "content": r"exit code 0 after rank \d was killed: exit codes ",
-        "outlives": r"not all ended within 30 s of rank \d: exit codes ",
+        "content": r"exit code 0 after (rank \d|launcher) was killed: exit codes ",
+        "outlives": r"not all ended within 30 s of (rank \d|launcher): exit codes ",
     }.items(),
 )
 def test_the_loop_sees_it(fault, words, tmp_path, monkeypatch):
     for name in ("LONGEST_DELAY", "SAVE_LIMIT"):
         monkeypatch.setattr(fault_loop, name, 0.2)
     with pytest.raises(AssertionError, match=r"^round \d \(\w+\), seed 0: " + words):
-        fault_loop.fault_loop(lambda: Pretended(tmp_path / "run", fault), tmp_path / "run", 4, 0, print)
+        fault_loop.fault_loop(partial(Pretended, tmp_path / "run", fault), tmp_path / "run", 4, 0, print)
 
 
 def test_the_comparison_sees_it(tmp_path):
