@@ -1,6 +1,6 @@
 """Random models in random layouts against one process: losses, gradient norms, evaluation, and a change of layout.
 
-    python scripts/fuzz_layouts.py SEED N [--first K] [--max-ranks 8] [--fp32] [--output results/fuzz_layouts]
+    python scripts/fuzz_layouts.py SEED N [--first K] [--max-ranks 8] [--fp32] [--no-shrink] [--output DIRECTORY]
 
 Case k of a seed is always the same: a small ViT of random sizes, odd token counts, uneven stages, partial test batches,
 accumulation, micro-batches, optimizer, clipping, smoothing, recomputation, classes, precision. It makes three steps in
@@ -236,6 +236,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="number of the first case (default %(default)s)")
     parser.add_argument("--max-ranks", type=int, default=8, help="of a layout (default %(default)s)")
     parser.add_argument("--fp32", action="store_true", help="leave mixed precision out")
+    parser.add_argument("--no-shrink", action="store_true", help="leave cases that fail as they are")
     parser.add_argument("--output", type=Path, help="where the result goes; without, it is only printed")
     args = parser.parse_args(argv)
     origin = provenance(shlex.join(["python", "scripts/fuzz_layouts.py", *sys.argv[1:]])) if args.output else None
@@ -263,7 +264,7 @@ def main(argv: list[str] | None = None) -> int:
             for part in ("first", "second"):
                 worst[case[part]["mode"] or "no tensor parallelism", kind].append((first, most))
             if fault:
-                say(f"{fault}; as simple as it fails:\n{as_commands(shrink(case))}")
+                say(as_commands(case) if args.no_shrink else f"as simple as it fails:\n{as_commands(shrink(case))}")
         say(f"{args.cases} cases in {time.monotonic() - started:.0f} s")
     shutil.rmtree(folder)
     failed = [r["number"] for r in results if r["fault"]]

@@ -1,6 +1,6 @@
 """Random commands one after another on the same run directories: after each, every directory must be one valid run.
 
-    python scripts/fuzz_runs.py SEED N [--first K]
+    python scripts/fuzz_runs.py SEED N [--first K] [--output DIRECTORY]
 
 Case k of a seed is always the same: two train commands with config values, data, processes, `--output`, `--resume` and
 other flags drawn at random, and a signal to a rank at a random step. After each command:
@@ -11,7 +11,8 @@ other flags drawn at random, and a signal to a rank at a random step. After each
   is on record as accepted;
 - a command that was refused has changed nothing, and every exit code is one of those that README.md names.
 
-The ranks are forks of one process that has imported everything. Exit code 1 if a case failed.
+The ranks are forks of one process that has imported everything. With --output it writes fuzz_runs.md (how the commands
+ended), fuzz_runs.json (every command), log.txt and provenance.json. Exit code 1 if a case failed.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ sys.path[:0] = [str(ROOT), *(str(ROOT / name) for name in ("tests", "scripts", "
 
 from colossal_vit import checkpoint, lock, state  # noqa: E402
 from colossal_vit.errors import UserError  # noqa: E402
-from colossal_vit.report import read_metrics  # noqa: E402
+from colossal_vit.report import provenance, read_metrics, write_benchmark  # noqa: E402
 
 import conftest  # noqa: E402 hides GPUs, which forks could not share, before torch is imported
 import real  # noqa: E402
@@ -78,9 +80,9 @@ def flags_of(command: Command, folder: Path) -> list[str]:
 
 def execute(command: Command, folder: Path, data: dict[str, Path]) -> tuple[list[int], str]:
     """Run it, with its signal; returns exit codes and errors."""
-    os.environ["DATA"] = str(data[command["data"]])
     ranks = command["layout"][0]
     environments = world.by_torchrun(ranks) if ranks > 1 else [{}]
+    environments = [{**environment, "DATA": str(data[command["data"]])} for environment in environments]
     output = folder / command["output"]
     before = real.steps_on_record(output)
     running = world.start(recipes.HYBRID, flags_of(command, folder), environments)
@@ -152,25 +154,41 @@ def faults(command: Command, codes: list[int], errors: str, folder: Path, before
     return found
 
 
-def check(seed: int, number: int, data: dict[str, Path]) -> list[str]:
-    """A case; returns what was typed and what was wrong with it, if anything was."""
+def check(seed: int, number: int, data: dict[str, Path]) -> tuple[list[Command], list[str]]:
+    """A case.
+
+    Returns:
+        The commands: the arguments, processes, data, signal and exit codes of each; what was wrong, if anything was.
+    """
     draw = random.Random(f"{seed} {number}")
     folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
     (folder / "disk").mkdir()
     (folder / "link").symlink_to(folder / "disk")
-    typed = []
+    done = []
     try:
         for _ in range(2):
             command, before = draw_command(draw), contents(folder)
             codes, errors = execute(command, folder, data)
             name = command["signal"] and command["signal"].name
-            said = shlex.join(flags_of(command, folder)[2:])
-            typed.append(f"{command['layout'][0]} ranks, data {command['data']}, {name}: {said} → {codes}")
+            said = shlex.join(flags_of(command, folder)[2:]).replace(f"{folder}/", "")
+            done.append({"ranks": command["layout"][0], "data": command["data"], "signal": name, "arguments": said})
+            done[-1] |= {"codes": codes}
             if found := faults(command, codes, errors, folder, before):
-                return [*typed, *found, errors]
+                return done, [*found, errors]
     finally:
         shutil.rmtree(folder)
-    return []
+    return done, []
+
+
+def how_they_ended(commands: list[Command]) -> list[str]:
+    """A table of exit codes by signal."""
+
+    def end(codes: list[int]) -> str:
+        return " and ".join(str(code) for code in sorted(set(codes)))
+
+    counts = Counter((command["signal"] or "none", end(command["codes"])) for command in commands)
+    rows = [f"| {sent} | {codes} | {count} |" for (sent, codes), count in sorted(counts.items())]
+    return ["| signal | exit codes of the ranks | commands |", "| --- | --- | ---: |", *rows]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -178,19 +196,30 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("seed", type=int)
     parser.add_argument("cases", type=int)
     parser.add_argument("--first", type=int, default=0, help="number of the first case (default %(default)s)")
+    parser.add_argument("--output", type=Path, help="where the result goes; without, it is only printed")
     args = parser.parse_args(argv)
+    origin = provenance(shlex.join(["python", "scripts/fuzz_runs.py", *sys.argv[1:]])) if args.output else None
     scratch = Path(tempfile.mkdtemp(prefix="fuzz-data-"))
     data = {"digits": scratch / "digits", "others": scratch / "others"}
     conftest.small_digits(data["digits"], 27)
     conftest.small_digits(data["others"], 20)
-    lock.PATIENCE = 2.0
-    failed = []
-    for number in range(args.first, args.first + args.cases):
-        if found := check(args.seed, number, data):
-            failed.append(number)
-            print(f"{number}:", *found, sep="\n  ", flush=True)
+    cases, failed, log = [], [], []
+    with conftest.pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lock, "PATIENCE", 2.0)
+        for number in range(args.first, args.first + args.cases):
+            done, found = check(args.seed, number, data)
+            cases.append({"number": number, "commands": done, "faults": found})
+            if found:
+                failed.append(number)
+            for line in (f"{number}:", *(f"  {command}" for command in done), *(f"  {fault}" for fault in found)):
+                print(line, flush=True)
+                log.append(line)
     shutil.rmtree(scratch)
-    print(f"Seed {args.seed}: {args.cases} cases, {len(failed)} failed{f': {failed}' if failed else ''}")
+    table = how_they_ended([command for case in cases for command in case["commands"]])
+    table += ["", f"Seed {args.seed}: {args.cases} pairs, {len(failed)} failed{f': {failed}' if failed else ''}."]
+    print("\n".join(table))
+    if args.output:
+        write_benchmark(args.output, "fuzz_runs", table, {"cases": cases}, origin, "\n".join(log) + "\n")
     return int(bool(failed))
 
 

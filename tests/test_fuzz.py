@@ -1,15 +1,21 @@
-"""Random models in random layouts: new ones each time."""
+"""Random models in random layouts, and random commands on shared run directories: new ones each time."""
 
+import json
 import random
+import shutil
+
+import pytest
+from colossal_vit import checkpoint
 
 import fuzz_layouts
+import fuzz_runs
 import recipes
 
 
 def test_new_cases_agree_with_one_process(capsys):
     """The seed is printed, and with it the cases are the same again."""
     seed = random.randrange(10**9)
-    code = fuzz_layouts.main([str(seed), "15", "--max-ranks", "4", "--fp32"])
+    code = fuzz_layouts.main([str(seed), "15", "--max-ranks", "4", "--fp32", "--no-shrink"])
     said = capsys.readouterr().out
     assert code == 0, f"python scripts/fuzz_layouts.py {seed} 15 --max-ranks 4 --fp32\n{said}"
     assert f"Seed {seed}: 15 cases, 0 failed" in said
@@ -54,3 +60,62 @@ def test_a_case_is_what_its_number_says():
     ranks, flags = fuzz_layouts.command(fuzz_layouts.draw_case(3, 7), None)
     assert ranks == 1
     assert recipes.config(flags).gradient_accumulation == 1
+
+
+def test_new_pairs_of_commands_leave_valid_runs(capsys):
+    seed = random.randrange(10**9)
+    code = fuzz_runs.main([str(seed), "20"])
+    said = capsys.readouterr().out
+    assert code == 0, f"python scripts/fuzz_runs.py {seed} 20\n{said}"
+    assert f"Seed {seed}: 20 pairs, 0 failed" in said
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of five steps with two checkpoints."""
+    output = tmp_path_factory.mktemp("five") / "run"
+    values = {"DEPTH": 1, "BATCH_SIZE": 64, "checkpoint.every_steps": 2, "checkpoint.keep": 2}
+    recipes.train(output, 1, steps=5, **values)
+    return output
+
+
+def drop_a_step(run):
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:2] + lines[3:]))
+
+
+def repeat_a_record(run):
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join([*lines, lines[-1]]))
+
+
+def drop_the_first_steps(run):
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[2:]))
+
+
+def change_the_config(run):
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps({**config, "LEARNING_RATE": 7.0}))
+
+
+def damage_a_checkpoint(run):
+    checkpoint.list_steps(run / checkpoint.FOLDER)[0].joinpath(checkpoint.MODEL).write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (drop_a_step, "steps on record: "),
+        (repeat_a_record, "a record twice"),
+        (drop_the_first_steps, "begins with step 3"),
+        (change_the_config, "'LEARNING_RATE'} is not the run's"),
+        (damage_a_checkpoint, "model.safetensors"),
+        (lambda run: (run / "config.json").unlink(), "no config.json"),
+    ],
+)
+def test_what_is_no_valid_run_is_found(run, tmp_path, damage, words):
+    assert fuzz_runs.faults_of_directory(run) == []
+    copy = shutil.copytree(run, tmp_path / "run")
+    damage(copy)
+    assert any(words in fault for fault in fuzz_runs.faults_of_directory(copy))
