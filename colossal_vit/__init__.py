@@ -8,7 +8,7 @@ examples never use, and silences warnings. The patches to Colossal-AI are in `co
 import warnings
 
 import colossal_vit.parent  # noqa: F401 knows who started this process
-from colossal_vit.stand_ins import install
+from colossal_vit.compat.stand_ins import install
 
 for _module in (r"colossalai\.", r"torch\.jit\._script"):
     warnings.filterwarnings("ignore", module=_module)

@@ -1,5 +1,10 @@
 """The ways a run ends early on purpose. Every other exception is a bug and keeps its traceback."""
 
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
 
 class UserError(Exception):
     """Something only the user can put right; the message names the key, the value and what would be right.
@@ -40,3 +45,20 @@ class Interrupted(Preempted):
     """The same by Ctrl-C, with the exit code of a shell: whoever stops a run so does not want it started again."""
 
     exit_code = 130
+
+
+def error_line(error: Exception) -> str:
+    """The one line that an error is to the user."""
+    return f"{Path(sys.argv[0]).name}: error: {error}"
+
+
+def end_process(code: int, message: str | None = None) -> NoReturn:
+    """End this process from any of its threads, even while another one waits for a rank that is gone.
+
+    Nothing is cleaned up: the destructor of a process group whose other members are gone may hang.
+    """
+    if message:
+        print(message, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 import timm
 import torch
-from colossal_vit.config import Layout
 from colossal_vit.errors import UserError
+from colossal_vit.parallel.layout import Layout
 from colossalai.context import Config
 from torch import nn
 

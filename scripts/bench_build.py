@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from colossal_vit.report import provenance, write_benchmark
+from colossal_vit.results import provenance, write_benchmark
 
 from bench_loader import write_images
 

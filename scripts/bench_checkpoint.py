@@ -31,14 +31,16 @@ from threading import Thread
 from typing import Any
 
 import torch
-from colossal_vit import checkpoint, launch
-from colossal_vit.data import SyntheticBatches
-from colossal_vit.engine import initialize
+from colossal_vit import launch
+from colossal_vit.checkpoint import storage
+from colossal_vit.checkpoint.capture import Snapshot, capture
+from colossal_vit.checkpoint.restore import resume
+from colossal_vit.data.batches import SyntheticBatches
+from colossal_vit.engine.initialize import initialize
+from colossal_vit.engine.optim import Lamb
+from colossal_vit.engine.trainer import Trainer
 from colossal_vit.models import build_timm_vit
-from colossal_vit.optim import Lamb
-from colossal_vit.report import provenance, write_benchmark
-from colossal_vit.state import Snapshot, resume, take
-from colossal_vit.trainer import Trainer
+from colossal_vit.results import provenance, write_benchmark
 from colossalai.accelerator import get_accelerator
 from colossalai.nn.lr_scheduler import LinearWarmupLR
 
@@ -85,7 +87,7 @@ def measure(name: str, num_runs: int, scratch: Path) -> dict[str, Any]:
     trainer = Trainer(engine, logger=run.log)
     engine.train()
     times: dict[str, list[float]] = {key: [] for key in ("take", "write", "verify", "resume", "alone", "beside")}
-    path = run.checkpoint = run.output / checkpoint.FOLDER / "step-00000001"
+    path = run.checkpoint = run.output / storage.FOLDER / "step-00000001"
     path.parent.mkdir(exist_ok=True)
 
     def step() -> None:
@@ -95,11 +97,11 @@ def measure(name: str, num_runs: int, scratch: Path) -> dict[str, Any]:
         scheduler.step()
 
     def state() -> Snapshot:
-        return take(trainer, loader, 0, engine.num_steps, None)
+        return capture(trainer, loader, 0, engine.num_steps, None)
 
     def write(snapshot: Snapshot) -> None:
         started = time.perf_counter()
-        checkpoint.write(path, *snapshot)
+        storage.write(path, *snapshot)
         times["write"].append(time.perf_counter() - started)
 
     for _ in range(2):  # the first one makes the moments
@@ -118,7 +120,7 @@ def measure(name: str, num_runs: int, scratch: Path) -> dict[str, Any]:
         times["beside"] += beside[:-1] or beside  # the write ended during the last one
         num_alone = len(beside)
         forget(path)
-        times["verify"].append(seconds(lambda: checkpoint.verify(path)))
+        times["verify"].append(seconds(lambda: storage.verify(path)))
         times["resume"].append(seconds(lambda: resume(run, trainer, loader, scheduler)))
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -140,7 +142,7 @@ def make_table(results: dict[str, dict]) -> list[str]:
         size = {key: value / 1e6 for key, value in result["bytes"].items()}
         s = {key: statistics.median(values) for key, values in result["seconds"].items()}
         cells = [name, f"{result['parameters'] / 1e6:.1f}", f"{sum(size.values()):.1f}"]
-        cells += [f"{size[checkpoint.MODEL]:.1f}", f"{size[checkpoint.OPTIMIZER]:.1f}"]
+        cells += [f"{size[storage.MODEL]:.1f}", f"{size[storage.OPTIMIZER]:.1f}"]
         cells += [f"{s['take']:.2f}", f"{max(s['take'] / GOAL, s['write']):.0f}"]
         cells += [f"{s[key]:.1f}" for key in ("write", "verify", "resume")]
         cells += [f"{s['alone']:.2f}", f"{s['beside']:.2f}", f"{s['beside'] / s['alone'] - 1:+.0%}"]

@@ -28,12 +28,12 @@ from pathlib import Path
 
 import torch
 from colossal_vit import launch
-from colossal_vit.data import SyntheticBatches
-from colossal_vit.engine import initialize
-from colossal_vit.hooks import standard_hooks
+from colossal_vit.data.batches import SyntheticBatches
+from colossal_vit.engine.initialize import initialize
+from colossal_vit.engine.optim import build_optimizer
+from colossal_vit.hooks.standard import standard_hooks
 from colossal_vit.models import build_timm_vit
-from colossal_vit.optim import build_optimizer
-from colossal_vit.report import provenance, read_metrics, write_benchmark
+from colossal_vit.results import provenance, read_metrics, write_benchmark
 from colossalai.accelerator import get_accelerator
 from colossalai.legacy.trainer import Trainer
 from colossalai.legacy.trainer.hooks import BaseHook

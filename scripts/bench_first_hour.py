@@ -24,7 +24,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from colossal_vit.report import provenance, write_benchmark
+from colossal_vit.results import provenance, write_benchmark
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = {"quickstart": "scripts/quickstart.sh", "suite": "scripts/test.sh"}

@@ -28,7 +28,7 @@ import torch
 from colossal_vit import config as configs
 from colossal_vit.mfu import peak_of, training_flops
 from colossal_vit.models import build_timm_vit
-from colossal_vit.report import provenance, read_metrics, write_benchmark
+from colossal_vit.results import provenance, read_metrics, write_benchmark
 
 from bench_loader import write_images
 

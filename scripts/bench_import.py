@@ -18,7 +18,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from colossal_vit.report import provenance, write_benchmark
+from colossal_vit.results import provenance, write_benchmark
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = (

@@ -19,8 +19,8 @@ from pathlib import Path
 import colossal_vit  # noqa: F401 silences the import of Colossal-AI
 import timm
 import torch
-from colossal_vit.optim import Lamb
-from colossal_vit.report import provenance
+from colossal_vit.engine.optim import Lamb
+from colossal_vit.results import provenance
 from colossalai.nn.optimizer import Lamb as ColossalLamb
 from timm.optim import Lamb as TimmLamb
 from torch.optim import Optimizer

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from colossal_vit.report import provenance, write_benchmark
+from colossal_vit.results import provenance, write_benchmark
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler

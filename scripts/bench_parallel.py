@@ -31,8 +31,9 @@ import torch
 import torch.distributed as dist
 from colossal_vit import config as configs
 from colossal_vit import launch
-from colossal_vit.engine import initialize
-from colossal_vit.report import provenance, write_benchmark
+from colossal_vit.engine.initialize import initialize
+from colossal_vit.results import provenance, write_benchmark
+from colossal_vit.run import Run
 from colossalai.legacy import nn as col_nn
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
@@ -68,7 +69,7 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=gpc.config.LEARNING_RATE, weight_decay=gpc.config.WEIGHT_DECAY)
 
 
-def ours(run: launch.Run, criterion: nn.Module, compiled: bool = False) -> Step:
+def ours(run: Run, criterion: nn.Module, compiled: bool = False) -> Step:
     """The model and the engine of train_hybrid.py, whatever the layout."""
     run.config.COMPILE = compiled
     model = build_vit(run.config, run.layout)
@@ -96,11 +97,11 @@ def plain(model: nn.Module, criterion: nn.Module) -> Step:
     return step
 
 
-def torch_data(run: launch.Run, model: nn.Module, criterion: nn.Module) -> Step:
+def torch_data(run: Run, model: nn.Module, criterion: nn.Module) -> Step:
     return plain(DistributedDataParallel(model), criterion)
 
 
-def torch_tensor(run: launch.Run, model: nn.Module, criterion: nn.Module) -> Step:
+def torch_tensor(run: Run, model: nn.Module, criterion: nn.Module) -> Step:
     world_size = dist.get_world_size()
     mesh = init_device_mesh(run.device.type, (world_size,))
     plan = {"attn.qkv": ColwiseParallel(), "attn.proj": RowwiseParallel()}
@@ -116,7 +117,7 @@ def torch_tensor(run: launch.Run, model: nn.Module, criterion: nn.Module) -> Ste
     return plain(model, criterion)
 
 
-def torch_pipeline(run: launch.Run, model: nn.Module, criterion: nn.Module) -> Step:
+def torch_pipeline(run: Run, model: nn.Module, criterion: nn.Module) -> Step:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     blocks = partition_blocks(run.config, world_size)[rank]
     model.blocks = model.blocks[blocks.start : blocks.stop]
@@ -148,7 +149,7 @@ class Pair(NamedTuple):
     title: str
     processes: int
     values: dict[str, Any]
-    torch_side: Callable[[launch.Run, nn.Module, nn.Module], Step] | None = None
+    torch_side: Callable[[Run, nn.Module, nn.Module], Step] | None = None
 
     @property
     def sides(self) -> tuple[str, str]:

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from colossal_vit.config import Config
 from colossal_vit.models import build_timm_vit
-from colossal_vit.report import provenance, write_benchmark
+from colossal_vit.results import provenance, write_benchmark
+from colossalai.context import Config
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -18,7 +18,7 @@ from typing import Any
 
 import colossal_vit  # noqa: F401 silences the import of Colossal-AI
 import torch
-from colossal_vit.report import read_metrics
+from colossal_vit.results import read_metrics
 
 FOLDER = Path(__file__).resolve().parents[1] / "vit_cifar10_hybrid"
 CONFIG = "configs/config_pipeline_parallel.py"

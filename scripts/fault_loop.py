@@ -35,9 +35,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
-from colossal_vit import checkpoint
+from colossal_vit.checkpoint import storage
 from colossal_vit.errors import UserError
-from colossal_vit.report import provenance, write_benchmark
+from colossal_vit.results import provenance, write_benchmark
 
 from check_layouts import CONFIG, FOLDER, MODEL, PIPELINE, set_flags
 
@@ -227,7 +227,7 @@ def _check_checkpoints(folder: Path, newest: int) -> tuple[int, int]:
     found = {}
     for path in folder.glob("step-*"):
         try:
-            found[checkpoint.verify(path)["step"]] = path.name
+            found[storage.verify(path)["step"]] = path.name
         except UserError as error:
             raise AssertionError(f"a checkpoint is not whole: {error}") from None
     assert all(name == f"step-{step:08d}" for step, name in found.items()), f"steps under other names: {found}"
@@ -279,7 +279,7 @@ def _kill(pid: int) -> list[psutil.Process]:
 
 def _round(start: Start, output: Path, moment: str, begun: int, delays: dict, draw: random.Random) -> Round:
     """Start the ranks, kill one or their launcher, and look at what is left; `delays` are the longest ones."""
-    folder, record = output / checkpoint.FOLDER, _Record(output)
+    folder, record = output / storage.FOLDER, _Record(output)
     earlier, fraction = _hidden(folder), draw.random()
     delay = fraction * delays[moment]
     victim = draw.choice([*range(WORLD_SIZE), LAUNCHER])
@@ -350,7 +350,7 @@ def fault_loop(start: Start, output: Path, rounds: int, seed: int, say: Callable
     with _started(start) as attempt:
         ended = attempt.wait(FINISH_LIMIT)
     assert not any(ended.codes), f"left alone after {rounds} rounds, the run failed: {ended}"
-    _check_checkpoints(output / checkpoint.FOLDER, newest)
+    _check_checkpoints(output / storage.FOLDER, newest)
     say("left alone, the run has come to its end")
     return done
 
@@ -371,10 +371,10 @@ def compare(output: Path, undisturbed: Path) -> list[dict]:
     for here, there in zip(records, expected, strict=False):
         assert here == there, f"{here} is on record, but {there} in the undisturbed run"
     assert len(records) == len(expected), f"{len(records)} records, but {len(expected)} in the undisturbed run"
-    last, wanted = (checkpoint.newest(directory / checkpoint.FOLDER)[0] for directory in (output, undisturbed))
+    last, wanted = (storage.newest(directory / storage.FOLDER)[0] for directory in (output, undisturbed))
     names = [path and path.name for path in (last, wanted)]
     assert names[0] == names[1] is not None, f"the last checkpoint is {names[0]}, and {names[1]} undisturbed"
-    for name in (checkpoint.MODEL, checkpoint.OPTIMIZER):
+    for name in (storage.MODEL, storage.OPTIMIZER):
         same = (last / name).read_bytes() == (wanted / name).read_bytes()
         assert same, f"{name} of {last.name} is not that of the undisturbed run"
     return records

@@ -29,14 +29,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), *(str(ROOT / name) for name in ("tests", "scripts", "vit_cifar10_hybrid"))]
 
-from colossal_vit.config import Layout  # noqa: E402
 from colossal_vit.errors import UserError  # noqa: E402
-from colossal_vit.report import provenance, read_metrics, write_benchmark  # noqa: E402
+from colossal_vit.parallel.layout import Layout  # noqa: E402
+from colossal_vit.results import provenance, read_metrics, write_benchmark  # noqa: E402
 
 import conftest  # noqa: E402 hides GPUs, which forks could not share, before torch is imported
+import fork_ranks  # noqa: E402
 import recipes  # noqa: E402
 import vit  # noqa: E402
-import world  # noqa: E402
 from check_layouts import OPTIMIZERS, errors  # noqa: E402
 
 HALF, WHOLE = 3, 6  # optimizer steps
@@ -138,7 +138,7 @@ def commands(case: Case) -> list[tuple[Case | None, str, int]]:
 def run(case: Case, layout: Case | None, output: Path, steps: int) -> str | None:
     """Train; returns what went wrong, if anything did."""
     ranks, flags = command(case, layout)
-    result = world.run(recipes.HYBRID, [*flags, "--output", str(output), "--max-steps", str(steps)], ranks)
+    result = fork_ranks.run(recipes.HYBRID, [*flags, "--output", str(output), "--max-steps", str(steps)], ranks)
     if result.codes != [0] * ranks:
         return f"exit codes {result.codes}: {next(filter(None, map(str.strip, result.stderr)), '')[-300:]}"
     return None

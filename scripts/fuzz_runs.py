@@ -32,14 +32,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), *(str(ROOT / name) for name in ("tests", "scripts", "vit_cifar10_hybrid"))]
 
-from colossal_vit import checkpoint, lock, state  # noqa: E402
+from colossal_vit.checkpoint import lock, restore, storage  # noqa: E402
 from colossal_vit.errors import UserError  # noqa: E402
-from colossal_vit.report import provenance, read_metrics, write_benchmark  # noqa: E402
+from colossal_vit.results import provenance, read_metrics, write_benchmark  # noqa: E402
 
 import conftest  # noqa: E402 hides GPUs, which forks could not share, before torch is imported
-import real  # noqa: E402
+import fork_ranks  # noqa: E402
+import launchers  # noqa: E402
 import recipes  # noqa: E402
-import world  # noqa: E402
 
 LAYOUTS = [(1, {}), (2, {"BATCH_SIZE": 32}), (2, {"parallel.pipeline": 2})]
 SIGNALS = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGKILL]
@@ -81,14 +81,14 @@ def flags_of(command: Command, folder: Path) -> list[str]:
 def execute(command: Command, folder: Path, data: dict[str, Path]) -> tuple[list[int], str]:
     """Run it, with its signal; returns exit codes and errors."""
     ranks = command["layout"][0]
-    environments = world.by_torchrun(ranks) if ranks > 1 else [{}]
+    environments = fork_ranks.by_torchrun(ranks) if ranks > 1 else [{}]
     environments = [{**environment, "DATA": str(data[command["data"]])} for environment in environments]
     output = folder / command["output"]
-    before = real.steps_on_record(output)
-    running = world.start(recipes.HYBRID, flags_of(command, folder), environments)
+    before = launchers.steps_on_record(output)
+    running = fork_ranks.start(recipes.HYBRID, flags_of(command, folder), environments)
     if command["signal"]:
         deadline = time.monotonic() + 5
-        while time.monotonic() < deadline and real.steps_on_record(output) < before + command["at"]:
+        while time.monotonic() < deadline and launchers.steps_on_record(output) < before + command["at"]:
             if all(os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) for pid in running.pids):
                 break
             time.sleep(0.01)
@@ -111,17 +111,17 @@ def faults_of_directory(run: Path) -> list[str]:
     config = json.loads((run / "config.json").read_text())
     lines = (run / "metrics.jsonl").read_text().splitlines()
     steps = [record["step"] for record in read_metrics(run)[0]]
-    newest, _ = checkpoint.newest(run / checkpoint.FOLDER)
-    changes = checkpoint.read_state(newest)["changes"] if newest else []
+    newest, _ = storage.newest(run / storage.FOLDER)
+    changes = storage.read_state(newest)["changes"] if newest else []
     accepted = {key for change in changes for key in change["values"]}
     found = []
     if steps and steps != list(range(steps[0], steps[-1] + 1)):
         found.append(f"steps on record: {steps}")
     if len(lines) != len(set(lines)):
         found.append("a record twice")
-    for path in checkpoint.list_steps(run / checkpoint.FOLDER):
+    for path in storage.list_steps(run / storage.FOLDER):
         try:
-            saved = checkpoint.verify(path)
+            saved = storage.verify(path)
         except UserError as error:
             found.append(str(error))
             continue
@@ -129,7 +129,7 @@ def faults_of_directory(run: Path) -> list[str]:
             found.append(f"{path.name}, but {len(steps)} steps on record, up to {steps[-1:]}")
         if not saved["started_from"] and steps and steps[0] != 1:
             found.append(f"begins with step {steps[0]}")
-        changed = state._changes(saved["config"], config).keys() - state._FREE
+        changed = restore._changes(saved["config"], config).keys() - restore._FREE
         if changed - accepted:
             found.append(f"{path.name}: {changed} is not the run's")
     return found

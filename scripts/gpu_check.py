@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from colossal_vit.report import provenance, write_benchmark
+from colossal_vit.results import provenance, write_benchmark
 
 ROOT = Path(__file__).resolve().parents[1]
 PASSED, FAILED, SKIPPED, UNFINISHED = "passed", "failed", "skipped", "unfinished"

@@ -9,7 +9,7 @@ folders that vit_imagenet_dali/build_tfrecords.py packs.
 import argparse
 from pathlib import Path
 
-from colossal_vit.sample import write_cifar10, write_imagenet
+from colossal_vit.data.digits import write_cifar10, write_imagenet
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -20,13 +20,13 @@ import pytest
 import timm  # noqa: F401
 import torch
 import torch.utils.tensorboard
-from colossal_vit.sample import write_cifar10
+from colossal_vit.data.digits import write_cifar10
 
 import cifar10
+import fork_ranks
 import train_dp  # noqa: F401
 import train_hybrid  # noqa: F401
 import vit
-import world
 
 NUM_TEST_IMAGES = 90  # for `few_test_images`: two full batches of 32 and a part of one
 MODULES = dict(sys.modules)  # what the train scripts import, and this file
@@ -67,7 +67,7 @@ def fresh_modules():
 def nothing_left_running():
     """Ranks of a test that failed would take the processor from all that come after it."""
     yield
-    world.end_all()
+    fork_ranks.end_all()
 
 
 def small_digits(root, num_test_images=NUM_TEST_IMAGES):

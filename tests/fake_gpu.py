@@ -12,7 +12,13 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from colossal_vit import checkpoint, dry_run, host, launch, ranks, state
+from colossal_vit import launch
+from colossal_vit.checkpoint import state, storage
+from colossal_vit.compat import cpu
+from colossal_vit.launch import groups
+from colossal_vit.parallel import ranks
+from colossal_vit.plan import fakes
+from colossal_vit.run import Run
 from colossalai.accelerator import set_accelerator
 from colossalai.accelerator.cuda_accelerator import CudaAccelerator
 from torch import Tensor, nn
@@ -123,27 +129,27 @@ def run(main: Callable[[], None], argv: list[str], device: torch.device = CUDA) 
     if device == CUDA:
         _pretend(mode)
     else:
-        host.HostAccelerator.current_device = host.HostAccelerator.get_current_device = lambda _: device
-        launch._device = lambda _: device
+        cpu.HostAccelerator.current_device = cpu.HostAccelerator.get_current_device = lambda _: device
+        groups.choose_device = lambda _: device
     start = launch.start
 
     def enter(chosen: torch.device) -> None:
         assert chosen == device
         mode.__enter__()
         _Values().__enter__()
-        nn.Module._apply = dry_run._convert
+        nn.Module._apply = fakes._convert
         if device == CUDA:
             torch.Tensor.backward = lambda loss, *_, **__: _backward([loss])
             torch.autograd.backward = lambda tensors, *_, **__: _backward(tensors)
         torch.Tensor.pin_memory = lambda tensor: tensor
         torch.Tensor.data_ptr = lambda tensor: id(tensor)  # only compared
         state._random_state = dict
-        checkpoint.write = write
+        storage.write = write
         for name in ("build_timm_vit", "build_vit"):
             if hasattr(script, name):
                 setattr(script, name, _built_on(device, getattr(script, name)))
 
-    def start_there(*args, **kwargs) -> launch.Run:
+    def start_there(*args, **kwargs) -> Run:
         run = start(*args, **kwargs)
         if not run.dry_run:
             enter(run.device)
@@ -152,14 +158,14 @@ def run(main: Callable[[], None], argv: list[str], device: torch.device = CUDA) 
     # A world of one rank, whose messages to itself must keep their values.
     dist.all_gather_object = lambda values, value, **_: values.__setitem__(0, value)
     dist.broadcast_object_list = lambda *_, **__: None
-    on_one_rank = ranks.on_one_rank
+    run_on_rank_0 = ranks.run_on_rank_0
     for module in list(sys.modules.values()):
-        if getattr(module, "on_one_rank", None) is on_one_rank:
+        if getattr(module, "on_one_rank", None) is run_on_rank_0:
             module.on_one_rank = lambda work: work()
     if reader := sys.modules.get("caltech101"):
         reader.ThreadPoolExecutor = _NoThread
-    launch.start, dry_run.no_tensors = start_there, enter
+    launch.start, fakes.fake_tensors = start_there, enter
     sys.argv = [script.__file__, *argv]
-    with nullcontext() if "--dry-run" in argv else dry_run.no_peers():  # which a dry run has anyway
+    with nullcontext() if "--dry-run" in argv else fakes.fake_process_groups():  # which a dry run has anyway
         main()
     return saved

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from colossal_vit import config as configs
-from colossal_vit.report import read_metrics
+from colossal_vit.results import read_metrics
 from colossalai.context import Config
 
+import fork_ranks
 import train_hybrid
-import world
 from check_layouts import MODEL, set_flags
 
 HYBRID = "vit_cifar10_hybrid/train_hybrid.py"
@@ -24,7 +24,7 @@ def flags(amp: str | None = None, **values) -> list[str]:
     if amp:
         settings.pop("fp16")
     amp_flags = ["--set", f"fp16.mode=AMP_TYPE.{amp}"] if amp else []
-    return ["--config", str(world.ROOT / "vit_cifar10_hybrid" / PIPELINE_CONFIG), *set_flags(settings), *amp_flags]
+    return ["--config", str(fork_ranks.ROOT / "vit_cifar10_hybrid" / PIPELINE_CONFIG), *set_flags(settings), *amp_flags]
 
 
 def config(argv: Sequence[str]) -> Config:
@@ -40,7 +40,7 @@ def train(output: Path, world_size: int = 1, steps: int = 20, amp: str | None = 
         The records of steps, and those of evaluations.
     """
     argv = [*flags(amp, **values), "--output", str(output), "--max-steps", str(steps)]
-    result = world.run(HYBRID, argv, world_size)
+    result = fork_ranks.run(HYBRID, argv, world_size)
     assert result.codes == [0] * world_size, str(result)
     return read_metrics(output)
 

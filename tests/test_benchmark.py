@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-import world
+import fork_ranks
 
-FOLDER = world.ROOT / "vit_caltech101_amp"
+FOLDER = fork_ranks.ROOT / "vit_caltech101_amp"
 
 
 @pytest.fixture
@@ -90,5 +90,5 @@ def test_a_failed_run_says_why(benchmark):
 
 
 def test_the_readme_has_the_measured_table():
-    measured = (world.ROOT / "results" / "caltech101_amp_cpu" / "amp.md").read_text()
+    measured = (fork_ranks.ROOT / "results" / "caltech101_amp_cpu" / "amp.md").read_text()
     assert measured in (FOLDER / "README.md").read_text()

@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from colossal_vit.data import EvalSampler, GlobalBatchSampler
-from colossal_vit.ranks import RankLogger
-from colossal_vit.report import read_metrics
-from colossal_vit.sample import write_caltech101
+from colossal_vit.data.digits import write_caltech101
+from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
+from colossal_vit.parallel.ranks import RankLogger
+from colossal_vit.results import read_metrics
 from PIL import Image
 from torchvision.transforms import v2
 
 import caltech101
-import world
+import fork_ranks
 
-FOLDER = world.ROOT / "vit_caltech101_amp"
+FOLDER = fork_ranks.ROOT / "vit_caltech101_amp"
 CONFIGS = sorted((FOLDER / "config").glob("config_*.py"))
 # A rate at which runs that differ by a rounding stay together, and yet learn to read.
 SMALL = dict(
@@ -51,7 +51,7 @@ def few(sample, tmp_path):
 
 def train(output, *argv, world_size=1, **values):
     flags = [part for key, value in {**SMALL, **values}.items() for part in ("--set", f"{key}={value!r}")]
-    result = world.run("vit_caltech101_amp/train.py", [*argv, "--output", str(output), *flags], world_size)
+    result = fork_ranks.run("vit_caltech101_amp/train.py", [*argv, "--output", str(output), *flags], world_size)
     assert result.codes == [0] * world_size, str(result)
     return (*read_metrics(output), result.stdout[0])
 
@@ -253,7 +253,7 @@ def test_compiled_is_the_same(tmp_path, monkeypatch, compiled, name, world_size)
 def test_what_cannot_be_compiled_is_one_line(tmp_path, monkeypatch, flags, words):
     monkeypatch.setenv("CXX", "no-such")
     argv = ["--config", str(CONFIGS[-1]), "--output", str(tmp_path), "--set", "SYNTHETIC=True", "--set", "DEPTH=1"]
-    result = world.run("vit_caltech101_amp/train.py", [*argv, *flags])
+    result = fork_ranks.run("vit_caltech101_amp/train.py", [*argv, *flags])
     assert result.codes == [2], str(result)
     assert words in result.stderr[0]
     assert result.stderr[0].count("\n") == 1
@@ -268,7 +268,7 @@ def once(data, *more, monkeypatch, world_size=2):
     flags = [part for key, value in SMALL.items() for part in ("--set", f"{key}={value!r}")]
     small = ["--set", "BATCH_SIZE=2", "--set", "TRAIN_PER_CLASS=4", "--set", "DEPTH=1", *more]
     argv = ["--config", str(CONFIGS[-1]), "--output", str(data / "run"), "--max-steps", "1", *flags, *small]
-    result = world.run("vit_caltech101_amp/train.py", argv, world_size)
+    result = fork_ranks.run("vit_caltech101_amp/train.py", argv, world_size)
     assert len(set(result.codes)) == 1, str(result)
     return result.codes[0], "".join(result.stderr).splitlines()
 

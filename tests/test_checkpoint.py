@@ -15,27 +15,27 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from colossal_vit import checkpoint
+from colossal_vit.checkpoint import storage
 from colossal_vit.errors import UserError
-from colossal_vit.hooks import MetricsHook
-from colossal_vit.report import read_metrics
+from colossal_vit.hooks.metrics import MetricsHook
+from colossal_vit.results import read_metrics
 
 import caltech101
 import cifar10
-import real
+import fork_ranks
+import launchers
 import recipes
 import vit
-import world
 from check_layouts import OPTIMIZERS
 
-STATE = dict.fromkeys(checkpoint._STATE_KEYS)
+STATE = dict.fromkeys(storage._STATE_KEYS)
 
 
 def save(folder, step, size=100):
     """A small checkpoint of `step`, filled with that number."""
     path = folder / f"step-{step:08d}"
     tensors = {"a.weight": torch.full((size,), float(step)), "b": torch.zeros(3, 2)}
-    checkpoint.write(path, tensors, {"exp_avg.a.weight": torch.ones(size)}, {**STATE, "step": step})
+    storage.write(path, tensors, {"exp_avg.a.weight": torch.ones(size)}, {**STATE, "step": step})
     return path
 
 
@@ -58,9 +58,9 @@ def forked(function):
 
 def test_what_is_written_is_read(tmp_path):
     path = save(tmp_path, 7)
-    assert sorted(file.name for file in path.iterdir()) == sorted([*checkpoint.CONTENTS, checkpoint.MANIFEST])
-    assert checkpoint.verify(path) == {**STATE, "step": 7}
-    assert safetensors.torch.load_file(path / checkpoint.MODEL)["a.weight"].unique().tolist() == [7]
+    assert sorted(file.name for file in path.iterdir()) == sorted([*storage.CONTENTS, storage.MANIFEST])
+    assert storage.verify(path) == {**STATE, "step": 7}
+    assert safetensors.torch.load_file(path / storage.MODEL)["a.weight"].unique().tolist() == [7]
     assert os.listdir(tmp_path) == ["step-00000007"], "nothing else is left"
     assert {oct(file.stat().st_mode)[-3:] for file in path.iterdir()} == {"644"}
 
@@ -116,14 +116,14 @@ def test_killed_at_any_moment_of_a_save_the_newest_whole_one_loads(tmp_path, mon
             monkeypatch.setattr(Path, "rename", kill(Path.rename))
             monkeypatch.setattr(shutil, "rmtree", kill(shutil.rmtree))
             save(folder, 3)
-            checkpoint.prune(folder, 2, None)
+            storage.prune(folder, 2, None)
 
         status = forked(third)
-        path, passed_over = checkpoint.newest(folder)
-        assert passed_over == [], "half a checkpoint under its final name"
-        step = checkpoint.verify(path)["step"]
-        results.add((step, len(checkpoint.list_steps(folder))))
-        checkpoint.clean(folder)
+        path, skipped = storage.newest(folder)
+        assert skipped == [], "half a checkpoint under its final name"
+        step = storage.verify(path)["step"]
+        results.add((step, len(storage.list_steps(folder))))
+        storage.clean(folder)
         assert all(name.startswith("step-") for name in os.listdir(folder))
         assert save(folder, 4).exists(), "and the next save works"
         if status == 0:
@@ -137,8 +137,8 @@ def test_killed_at_any_moment_of_a_save_the_newest_whole_one_loads(tmp_path, mon
 def test_the_newest_and_the_best_are_kept(tmp_path):
     for step in range(1, 7):
         save(tmp_path, step)
-    checkpoint.prune(tmp_path, 2, best_step=3)
-    assert [checkpoint.step_of(path) for path in checkpoint.list_steps(tmp_path)] == [6, 5, 3]
+    storage.prune(tmp_path, 2, best_step=3)
+    assert [storage.step_of(path) for path in storage.list_steps(tmp_path)] == [6, 5, 3]
 
 
 def test_a_run_keeps_the_newest_and_the_best(tmp_path, monkeypatch):
@@ -153,16 +153,16 @@ def test_a_run_keeps_the_newest_and_the_best(tmp_path, monkeypatch):
     values = {"parallel.pipeline": 2, "DEPTH": 2, "BATCH_SIZE": 128, "NUM_EPOCHS": 4, "checkpoint.keep": 1}
     recipes.train(tmp_path, 2, steps=30, **values)
     recipes.train(tmp_path, 2, steps=1000, **values)
-    kept = checkpoint.list_steps(tmp_path / checkpoint.FOLDER)
-    assert [checkpoint.step_of(path) for path in kept] == [44, 22]
-    assert checkpoint.read_state(kept[0])["best"] == {"accuracy": 0.6, "step": 22}
+    kept = storage.list_steps(tmp_path / storage.FOLDER)
+    assert [storage.step_of(path) for path in kept] == [44, 22]
+    assert storage.read_state(kept[0])["best"] == {"accuracy": 0.6, "step": 22}
 
 
 def test_the_clock_makes_a_checkpoint_due(tmp_path):
     """A hundredth of a second after the last one, found by rank 0 and heard by the other a step later."""
     values = {"checkpoint.every_minutes": 1e-4, "checkpoint.keep": 1000, "parallel.pipeline": 2}
     recipes.train(tmp_path, 2, steps=20, **values)
-    steps = [checkpoint.step_of(path) for path in checkpoint.list_steps(tmp_path / checkpoint.FOLDER)]
+    steps = [storage.step_of(path) for path in storage.list_steps(tmp_path / storage.FOLDER)]
     assert 20 in steps
     assert len(steps) > 5
 
@@ -190,41 +190,41 @@ def test_timm_takes_the_weights_as_they_are(tmp_path, random_weights):
 def refused(folder, path, words):
     """One line that names the file, and the earlier checkpoint is taken."""
     with pytest.raises(UserError, match=words) as caught:
-        checkpoint.verify(path)
+        storage.verify(path)
     assert "\n" not in str(caught.value)
-    taken, passed_over = checkpoint.newest(folder)
+    taken, skipped = storage.newest(folder)
     assert taken.name == "step-00000001"
-    assert passed_over == [str(caught.value)]
+    assert skipped == [str(caught.value)]
 
 
-@pytest.mark.parametrize("name", [*checkpoint.CONTENTS, checkpoint.MANIFEST])
+@pytest.mark.parametrize("name", [*storage.CONTENTS, storage.MANIFEST])
 def test_one_flipped_bit_is_found(tmp_path, name):
     """Every bit of the manifest, and fifty of each of the others."""
     save(tmp_path, 1)
     file = save(tmp_path, 2) / name
     good = file.read_bytes()
     bits = range(len(good) * 8)
-    for bit in bits if name == checkpoint.MANIFEST else random.Random(0).sample(bits, 50):
+    for bit in bits if name == storage.MANIFEST else random.Random(0).sample(bits, 50):
         bad = bytearray(good)
         bad[bit // 8] ^= 1 << bit % 8
         file.write_bytes(bad)
         with pytest.raises(UserError) as caught:
-            checkpoint.verify(file.parent)
-        assert str(file) in str(caught.value) or name == checkpoint.MANIFEST, "names the file"
-    refused(tmp_path, file.parent, re.escape(f"{file}: its SHA-256" if name != checkpoint.MANIFEST else str(file)))
+            storage.verify(file.parent)
+        assert str(file) in str(caught.value) or name == storage.MANIFEST, "names the file"
+    refused(tmp_path, file.parent, re.escape(f"{file}: its SHA-256" if name != storage.MANIFEST else str(file)))
 
 
 def rewrite(path, change):
     """Change a manifest as its writer would have written it."""
-    manifest = json.loads((path / checkpoint.MANIFEST).read_text())
+    manifest = json.loads((path / storage.MANIFEST).read_text())
     change(manifest)
-    (path / checkpoint.MANIFEST).write_text(checkpoint._to_text(manifest))
+    (path / storage.MANIFEST).write_text(storage._to_text(manifest))
 
 
 def forge(path, name, content):
     """Replace a file and have the manifest vouch for it, as somebody would who means harm."""
     (path / name).write_bytes(content)
-    rewrite(path, lambda manifest: manifest["files"].update({name: checkpoint._fingerprint(path / name)}))
+    rewrite(path, lambda manifest: manifest["files"].update({name: storage._fingerprint(path / name)}))
 
 
 DAMAGES = {
@@ -263,17 +263,17 @@ def test_a_run_passes_over_what_is_damaged_and_goes_on(tmp_path):
     values = {"checkpoint.every_steps": 4, "DEPTH": 1}
     steps, _ = recipes.train(tmp_path, steps=8, **values)
     damaged = tmp_path / "checkpoints/step-00000008"
-    os.truncate(damaged / checkpoint.OPTIMIZER, 10)
+    os.truncate(damaged / storage.OPTIMIZER, 10)
     argv = [*recipes.flags(**values), "--output", str(tmp_path), "--max-steps", "10"]
-    result = world.run(recipes.HYBRID, argv)
+    result = fork_ranks.run(recipes.HYBRID, argv)
     assert result.codes == [0], str(result)
-    assert f"passed over: {damaged}/optimizer.safetensors: has 10 bytes" in result.stdout[0]
+    assert f"skipped: {damaged}/optimizer.safetensors: has 10 bytes" in result.stdout[0]
     assert "going on from" in result.stdout[0]
     assert "step 4, epoch 0, image 128 of it" in result.stdout[0]
     again = read_metrics(tmp_path)[0]
     assert [record["loss"] for record in again[:8]] == [record["loss"] for record in steps]
-    assert (damaged.with_name("damaged-step-00000008") / checkpoint.MODEL).exists()
-    assert checkpoint.verify(damaged)["step"] == 8
+    assert (damaged.with_name("damaged-step-00000008") / storage.MODEL).exists()
+    assert storage.verify(damaged)["step"] == 8
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -302,14 +302,14 @@ def payload(tmp_path):
     assert marker.exists(), "and the test could have seen it"
 
 
-@pytest.mark.parametrize("name", [*checkpoint.CONTENTS, checkpoint.MANIFEST])
+@pytest.mark.parametrize("name", [*storage.CONTENTS, storage.MANIFEST])
 @pytest.mark.parametrize("forged", [False, True])
 def test_a_pickle_in_a_checkpoint_does_not_run(name, forged, payload, tmp_path):
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     save(folder, 1)
     path = save(folder, 2)
-    if forged and name != checkpoint.MANIFEST:
+    if forged and name != storage.MANIFEST:
         forge(path, name, payload)
     else:
         (path / name).write_bytes(payload)
@@ -353,11 +353,11 @@ def dangers(source):
 def test_no_program_here_runs_what_it_reads():
     """But for the config loader, which is there to do so."""
     listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "*.py"], cwd=world.ROOT, capture_output=True
+        ["git", "ls-files", "-co", "--exclude-standard", "*.py"], cwd=fork_ranks.ROOT, capture_output=True
     )
     files = [name for name in listed.stdout.decode().split() if not name.startswith("tests/")]
     assert len(files) > 40
-    found = {name: danger for name in files if (danger := list(dangers((world.ROOT / name).read_text())))}
+    found = {name: danger for name in files if (danger := list(dangers((fork_ranks.ROOT / name).read_text())))}
     assert found == {"colossal_vit/config.py": ["exec"]}
 
 
@@ -394,43 +394,43 @@ def test_a_full_disk_ends_the_run_if_it_is_told_to(processes, small_disk):
     """Rank 0 writes; the other, a pipeline stage, keeps the record on the same disk."""
     values = {"parallel.pipeline": processes, "DEPTH": 2}
     argv = flags(small_disk.path / "run", "--on-save-error", "stop", **values)
-    result = world.run(recipes.HYBRID, argv, processes)
+    result = fork_ranks.run(recipes.HYBRID, argv, processes)
     assert result.codes == [1] * processes, str(result)
     (line,) = "".join(result.stderr).splitlines()
     assert re.search(
         r"step-\d+: cannot be written: .*No space left on device.*; earlier checkpoints are as they were", line
     )
     assert not list((small_disk.path / "run").glob("checkpoints/.*")), "what did not fit is gone"
-    kept = checkpoint.list_steps(small_disk.path / "run" / checkpoint.FOLDER)
+    kept = storage.list_steps(small_disk.path / "run" / storage.FOLDER)
     assert kept
-    assert all(checkpoint.verify(path) for path in kept)
+    assert all(storage.verify(path) for path in kept)
 
 
 def test_a_run_goes_on_with_a_full_disk(small_disk):
     """Checkpoints fail and training goes on; when there is space again they are written, and the record is whole."""
     output = small_disk.path / "run"
-    ranks = world.start(recipes.HYBRID, flags(output), [{}])
-    real.wait_until(lambda: "No space left on device" in ranks.output(0), lambda: ranks.output(0, "err"))
+    ranks = fork_ranks.start(recipes.HYBRID, flags(output), [{}])
+    launchers.wait_until(lambda: "No space left on device" in ranks.output(0), lambda: ranks.output(0, "err"))
     small_disk.resize("64m")
     result = ranks.wait()
     assert result.codes == [0], str(result)
     assert re.search(r"step-\d+: cannot be written: .*No space left on device.*; training goes on", result.stdout[0])
     assert [record["step"] for record in read_metrics(output)[0]] == list(range(1, 133))
-    newest, passed_over = checkpoint.newest(output / checkpoint.FOLDER)
-    assert (newest.name, passed_over) == ("step-00000132", [])
+    newest, skipped = storage.newest(output / storage.FOLDER)
+    assert (newest.name, skipped) == ("step-00000132", [])
 
 
 def test_a_run_whose_last_checkpoint_is_missing_has_failed(small_disk):
-    result = world.run(recipes.HYBRID, flags(small_disk.path / "run"))
+    result = fork_ranks.run(recipes.HYBRID, flags(small_disk.path / "run"))
     assert result.codes == [1], str(result)
     (line,) = result.stderr[0].splitlines()
     assert "the last checkpoint of the run is missing, the others are as they were" in line
-    assert checkpoint.newest(small_disk.path / "run" / checkpoint.FOLDER)[0]
+    assert storage.newest(small_disk.path / "run" / storage.FOLDER)[0]
 
 
 def test_a_disk_that_cannot_be_written_is_refused_before_training(small_disk):
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk.path)], check=True)
-    result = world.run(recipes.HYBRID, flags(small_disk.path / "run"), 2)
+    result = fork_ranks.run(recipes.HYBRID, flags(small_disk.path / "run"), 2)
     assert result.codes == [2, 2], str(result)
     (line,) = "".join(result.stderr).splitlines()
     assert line.endswith(f"--output {small_disk.path}/run: cannot be written: Read-only file system")
@@ -448,10 +448,10 @@ def test_a_rank_that_stands_still_ends_all_in_time(tmp_path):
         "10",
         *recipes.set_flags(values),
     ]
-    ranks = world.start(recipes.HYBRID, argv, world.by_torchrun(2))
-    real.wait_until(lambda: real.steps_on_record(tmp_path) >= 3, lambda: ranks.output(0, "err"))
+    ranks = fork_ranks.start(recipes.HYBRID, argv, fork_ranks.by_torchrun(2))
+    launchers.wait_until(lambda: launchers.steps_on_record(tmp_path) >= 3, lambda: ranks.output(0, "err"))
     os.kill(ranks.pids[1], signal.SIGSTOP)
-    real.wait_until(lambda: not alive(ranks.pids[0]), "rank 0 goes on")
+    launchers.wait_until(lambda: not alive(ranks.pids[0]), "rank 0 goes on")
     os.kill(ranks.pids[1], signal.SIGCONT)
     result = ranks.wait()
     assert all(code not in (0, -signal.SIGKILL) for code in result.codes), str(result)
@@ -488,7 +488,7 @@ def test_eval_only_is_exact_on_any_world_size(processes, values, trained):
     output, _, evaluations = trained
     before = sorted((path, path.stat().st_mtime_ns) for path in output.rglob("*"))
     argv = [*recipes.flags(DEPTH=2, **values), "--output", str(output), "--eval-only"]
-    result = world.run(recipes.HYBRID, argv, processes)
+    result = fork_ranks.run(recipes.HYBRID, argv, processes)
     assert result.codes == [0] * processes, str(result)
     (said,) = re.findall(r"test accuracy (\S+)% \((\d+) of 360 images\), loss (\S+)", "".join(result.stdout))
     assert int(said[1]) == round(evaluations[-1]["eval_accuracy"] * 360)
@@ -498,7 +498,7 @@ def test_eval_only_is_exact_on_any_world_size(processes, values, trained):
 
 def test_a_run_that_is_done_has_nothing_left_to_do(trained):
     output, steps, _ = trained
-    result = world.run(
+    result = fork_ranks.run(
         recipes.HYBRID, [*recipes.flags(DEPTH=2, **{"checkpoint.every_steps": 20}), "--output", str(output)]
     )
     assert result.codes == [0], str(result)
@@ -530,17 +530,17 @@ def test_mistakes_are_one_line_and_lose_nothing(mistake, trained):
         str(output),
         *(flag.format(output=output) for flag in more),
     ]
-    result = world.run(recipes.HYBRID, argv)
+    result = fork_ranks.run(recipes.HYBRID, argv)
     assert result.codes == [2], str(result)
     (line,) = result.stderr[0].splitlines()
     assert all(word in line for word in words), line
     assert read_metrics(output)[0] == steps
-    assert checkpoint.newest(output / checkpoint.FOLDER)[0].name == "step-00000044"
+    assert storage.newest(output / storage.FOLDER)[0].name == "step-00000044"
     assert (output / "config.json").read_bytes() == settings
 
 
 def test_nothing_to_evaluate_is_one_line(tmp_path):
-    result = world.run(recipes.HYBRID, [*recipes.flags(), "--output", str(tmp_path / "run"), "--eval-only"])
+    result = fork_ranks.run(recipes.HYBRID, [*recipes.flags(), "--output", str(tmp_path / "run"), "--eval-only"])
     assert result.codes == [2], str(result)
     assert f"--eval-only: no checkpoint in {tmp_path}/run/checkpoints" in result.stderr[0]
     assert not (tmp_path / "run").exists()
@@ -552,12 +552,12 @@ def test_a_run_begins_anew_when_it_is_told_to(trained, tmp_path):
     copy = tmp_path / "run"
     shutil.copytree(output, copy)
     argv = [*recipes.flags(DEPTH=2), "--output", str(copy), "--max-steps", "2"]
-    assert world.run(recipes.HYBRID, [*argv, "--resume", "never"]).codes == [0]
+    assert fork_ranks.run(recipes.HYBRID, [*argv, "--resume", "never"]).codes == [0]
     assert read_metrics(tmp_path / "run.1")[0] == steps
     assert len(read_metrics(copy)[0]) == 2
     argv = [*recipes.flags(DEPTH=2), "--output", str(tmp_path / "other"), "--max-steps", "24"]
-    assert world.run(recipes.HYBRID, [*argv, "--resume", str(tmp_path / "run.1/checkpoints/step-00000020")]).codes == [
-        0
-    ]
+    assert fork_ranks.run(
+        recipes.HYBRID, [*argv, "--resume", str(tmp_path / "run.1/checkpoints/step-00000020")]
+    ).codes == [0]
     losses = [(record["step"], record["loss"]) for record in read_metrics(tmp_path / "other")[0]]
     assert losses == [(record["step"], record["loss"]) for record in steps[20:24]]

@@ -10,17 +10,17 @@ import sys
 import pytest
 import timm
 import torch
-from colossal_vit import checkpoint
+from colossal_vit.checkpoint import __main__, storage
 from colossal_vit.models import build_timm_vit
-from colossal_vit.report import read_metrics
+from colossal_vit.results import read_metrics
 from colossalai.context import Config
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 import cifar10
+import fork_ranks
 import recipes
 import vit
-import world
 
 SMALL = dict(recipes.MODEL, DEPTH=2, DROP_RATE=0.1)
 HYBRID = dict(SMALL, MLP_RATIO=3, DROP_PATH_RATE=0.1)
@@ -45,24 +45,24 @@ def exported(runs):
     """The runs' newest checkpoints as timm has them."""
     folder = runs / "exported"
     for name in ("hybrid", "plain"):
-        assert checkpoint.main(["export", str(runs / name), str(folder / name)]) == 0
+        assert __main__.main(["export", str(runs / name), str(folder / name)]) == 0
     return folder
 
 
 def plain(output, *more, **values):
     """Train, or evaluate, with train_dp.py."""
-    return world.run(
+    return fork_ranks.run(
         recipes.DATA_PARALLEL, [*PLAIN_CONFIG, *recipes.set_flags(PLAIN | values), "--output", str(output), *more]
     )
 
 
 def newest(run):
-    return checkpoint.list_steps(run / "checkpoints")[0]
+    return storage.list_steps(run / "checkpoints")[0]
 
 
 def verb(capsys, *argv):
     """Exit code, and what was printed on stdout and stderr."""
-    code = checkpoint.main([str(arg) for arg in argv])
+    code = __main__.main([str(arg) for arg in argv])
     return code, *capsys.readouterr()
 
 
@@ -73,7 +73,7 @@ def verb(capsys, *argv):
 
 @pytest.mark.parametrize(("name", "build"), [("hybrid", vit.full_vit), ("plain", build_timm_vit)])
 def test_timm_builds_what_was_trained(name, build, runs, exported):
-    state = checkpoint.read_state(newest(runs / name))
+    state = storage.read_state(newest(runs / name))
     trained = build(Config(state["config"])).eval()
     trained.load_state_dict(load_file(newest(runs / name) / "model.safetensors"))
     model = timm.create_model(f"local-dir:{exported / name}", pretrained=True).eval()
@@ -141,7 +141,7 @@ def test_import_of_other_files(prefix, tmp_path, capsys):
     save_file({name: tensor.half() for name, tensor in weights.items()}, tmp_path / "some.safetensors")
     flags = ["--img-size", "16", "--num-classes", "5"]
     assert verb(capsys, "import", tmp_path / "some.safetensors", tmp_path / "start", *flags)[0] == 0
-    assert checkpoint.verify(tmp_path / "start")["step"] == 0
+    assert storage.verify(tmp_path / "start")["step"] == 0
     model = load_file(tmp_path / "start" / "model.safetensors")
     shapes = {name: tuple(tensor.shape) for name, tensor in model.items()}
     assert shapes == {
@@ -168,11 +168,11 @@ def damaged(runs, tmp_path):
 
 def test_ls(runs, tmp_path, capsys):
     """A run whose second epoch was the best one, as its first had been until then."""
-    state = checkpoint.read_state(newest(runs / "plain"))
+    state = storage.read_state(newest(runs / "plain"))
     (folder := tmp_path / "checkpoints").mkdir()
     for epoch, accuracy, best_step in ((1, 0.25, 10), (2, 0.5, 20), (3, 0.5, 20)):
         state |= dict(step=10 * epoch, epoch=epoch, best=dict(accuracy=accuracy, step=best_step))
-        checkpoint.write(folder / f"step-{10 * epoch:08d}", {"weight": torch.ones(400_000)}, {}, state)
+        storage.write(folder / f"step-{10 * epoch:08d}", {"weight": torch.ones(400_000)}, {}, state)
     third, second, first = (
         "step-00000030  epoch 3  1.6 MB",
         "step-00000020  epoch 2  1.6 MB  best: 50.00%",
@@ -232,7 +232,7 @@ def mistakes(runs, exported, damaged, tmp_path):
     save_file({"layer.weight": torch.ones(1)}, tmp_path / "other.safetensors")
     save_file({**embedding, "head.weight": torch.ones(2, 8)}, tmp_path / "no-positions.safetensors")
     save_file({**embedding, "pos_embed": torch.ones(1, 12, 8)}, tmp_path / "oblong.safetensors")
-    checkpoint.main(["import", str(weights), str(tmp_path / "imported")])
+    __main__.main(["import", str(weights), str(tmp_path / "imported")])
     return [
         ([], ["required: verb"]),
         (["show", runs], ["show", "ls"]),

@@ -2,17 +2,17 @@
 
 import pytest
 import torch
-from colossal_vit import launch
-from colossal_vit.config import Layout
-from colossal_vit.engine import initialize
+from colossal_vit.engine.initialize import initialize
+from colossal_vit.parallel.layout import Layout
+from colossal_vit.parallel.seeds import seed_ranks
 from colossalai.legacy import nn as col_nn
 from colossalai.legacy.core import global_context as gpc
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 
+import fork_ranks
 import recipes
 import vit
-import world
 from check_layouts import LAYOUTS
 
 
@@ -30,7 +30,7 @@ def train(world_size, compiled):
     """Three steps on one batch; the losses and gradient norms, and a norm's weights."""
     config = gpc.config
     config.COMPILE = compiled
-    launch.seed_ranks(config.SEED)
+    seed_ranks(config.SEED)
     model = vit.build_vit(config, Layout.of(config, world_size))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine, *_ = initialize(model, optimizer, col_nn.CrossEntropyLoss())
@@ -55,7 +55,7 @@ def compare(layout, **more):
         eager, before = train(world_size, False), counters["stats"]["unique_graphs"]
         return eager, train(world_size, True), counters["stats"]["unique_graphs"] - before
 
-    return world.call(function, world_size, **recipes.config(recipes.flags(**values, BATCH_SIZE=8, **more)))
+    return fork_ranks.call(function, world_size, **recipes.config(recipes.flags(**values, BATCH_SIZE=8, **more)))
 
 
 @pytest.mark.parametrize(

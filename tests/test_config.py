@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from colossal_vit import config as configs
 from colossal_vit.errors import UserError
+from colossal_vit.parallel.layout import Layout
 from colossalai.legacy.amp import AMP_TYPE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -204,9 +205,9 @@ def test_layouts(load, parallel, world_size, expected):
     config = load(f"parallel = {parallel!r}")
     if "start" in expected or "needs" in expected:
         with pytest.raises(UserError, match=re.escape(expected)):
-            configs.Layout.of(config, world_size)
+            Layout.of(config, world_size)
     else:
-        assert str(configs.Layout.of(config, world_size)) == expected
+        assert str(Layout.of(config, world_size)) == expected
 
 
 def test_json(load):

@@ -11,17 +11,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from colossal_vit.data import IGNORED
+from colossal_vit.data.batches import IGNORED
+from colossal_vit.data.digits import write_imagenet
 from colossal_vit.errors import UserError
-from colossal_vit.ranks import RankLogger
-from colossal_vit.sample import write_imagenet
+from colossal_vit.parallel.ranks import RankLogger
 from colossalai.context import Config
 from PIL import Image
 
 import build_tfrecords as tfrecords
+import fork_ranks
 import imagenet_dali_dataloader as loaders
 import tfrecord
-import world
 
 SIZE, NUM_CLASSES = 48, 10
 MEAN, STD = (torch.tensor(values).view(3, 1, 1) for values in (loaders.MEAN, loaders.STD))
@@ -29,7 +29,7 @@ MEAN, STD = (torch.tensor(values).view(3, 1, 1) for values in (loaders.MEAN, loa
 
 def in_fork(test):
     """Run a test in a process of its own: once DALI has run in a process, its forks, which ranks are, hang in it."""
-    return functools.wraps(test)(lambda **fixtures: world.call(lambda: test(**fixtures), launched=False) and None)
+    return functools.wraps(test)(lambda **fixtures: fork_ranks.call(lambda: test(**fixtures), launched=False) and None)
 
 
 @pytest.fixture(scope="module")
@@ -410,7 +410,7 @@ def test_a_run_gets_its_loaders_and_every_rank_its_mistakes(copied, tmp_path):
             loaders.build_imagenet(run)
         return train.records.num_images, len(train), counted, labels.tolist()
 
-    first, second = world.call(function, 2)
+    first, second = fork_ranks.call(function, 2)
     assert first[:2] == second[:2] == (1436, 1436 // 2 // 8)
     assert first[2] + second[2] == 360
     assert first[3] != second[3]

@@ -9,15 +9,16 @@ import time
 
 import pytest
 import torch
-from colossal_vit.data import IGNORED, EvalSampler, GlobalBatchSampler
+from colossal_vit.data.batches import IGNORED
+from colossal_vit.data.digits import write_cifar10
+from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.errors import UserError
-from colossal_vit.ranks import RankLogger, on_one_rank
-from colossal_vit.sample import write_cifar10
+from colossal_vit.parallel.ranks import RankLogger, run_on_rank_0
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 
 import cifar10
-import world
+import fork_ranks
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +92,7 @@ def test_batches_without_augmentation_are_the_normalised_images(sample):
             torch.testing.assert_close(batch, (images[index].float() - mean) / std)
             assert torch.equal(batch_labels, labels[index])
 
-    world.call(function)
+    fork_ranks.call(function)
 
 
 def test_augmentation_shifts_and_mirrors(sample):
@@ -111,7 +112,7 @@ def test_augmentation_shifts_and_mirrors(sample):
         assert set(map(tuple, shifts.tolist())) == {(row, column) for row in range(5) for column in range(5)}
         assert 0.4 < mirrored.float().mean() < 0.6
 
-    world.call(function)
+    fork_ranks.call(function)
 
 
 def test_augmentation_does_not_depend_on_the_layout(sample):
@@ -124,8 +125,8 @@ def test_augmentation_does_not_depend_on_the_layout(sample):
         images = torch.cat([images for images, _ in batches])
         return {index: image.sum().item() for index, image in zip(order.tolist(), images, strict=True)}
 
-    (alone,) = world.call(function)
-    first, second = world.call(function, 2)
+    (alone,) = fork_ranks.call(function)
+    first, second = fork_ranks.call(function, 2)
     assert first.keys().isdisjoint(second)
     for index, value in {**first, **second}.items():
         assert alone.get(index, value) == value
@@ -136,11 +137,11 @@ def test_each_epoch_is_augmented_anew(sample):
         batches, *_ = batches_of_epoch(sample, crop_padding=4)
         return not torch.equal(batches._changes()[0], (list(batches), batches._changes())[1][0])
 
-    assert world.call(function) == [True]
+    assert fork_ranks.call(function) == [True]
 
 
 def test_images_are_resized_for_the_model(sample):
-    assert world.call(lambda: next(iter(batches_of_epoch(sample, img_size=48)[0]))[0].shape) == [(32, 3, 48, 48)]
+    assert fork_ranks.call(lambda: next(iter(batches_of_epoch(sample, img_size=48)[0]))[0].shape) == [(32, 3, 48, 48)]
 
 
 def test_places_left_over_are_ignored(sample):
@@ -149,7 +150,7 @@ def test_places_left_over_are_ignored(sample):
         seen = torch.cat([batch_labels for _, batch_labels in batches])
         return torch.equal(seen[seen != IGNORED], labels), int((seen == IGNORED).sum())
 
-    assert world.call(function) == [(True, 24)]
+    assert fork_ranks.call(function) == [(True, 24)]
 
 
 def test_only_the_first_stage_makes_images(sample):
@@ -157,7 +158,7 @@ def test_only_the_first_stage_makes_images(sample):
         batch = next(iter(batches_of_epoch(sample)[0]))[0]
         return gpc.get_local_rank(ParallelMode.PIPELINE), batch.shape
 
-    answers = world.call(function, 2, parallel={"pipeline": 2, "tensor": {"mode": None, "size": 1}})
+    answers = fork_ranks.call(function, 2, parallel={"pipeline": 2, "tensor": {"mode": None, "size": 1}})
     assert answers == [(0, (32, 3, 32, 32)), (1, (32,))]
 
 
@@ -228,15 +229,15 @@ def test_one_rank_works_while_the_others_wait(tmp_path):
             time.sleep(1.5)
             (tmp_path / str(torch.distributed.get_rank())).touch()
 
-        on_one_rank(work)
+        run_on_rank_0(work)
         assert [path.name for path in tmp_path.iterdir()] == ["0"]
 
         def fail():
             raise UserError("no space")
 
         try:
-            on_one_rank(fail)
+            run_on_rank_0(fail)
         except UserError as error:
             return str(error)
 
-    assert world.call(function, 2) == ["no space"] * 2
+    assert fork_ranks.call(function, 2) == ["no space"] * 2

@@ -13,17 +13,21 @@ import pytest
 import timm
 import torch
 import torch.distributed as dist
-from colossal_vit import dry_run, engine, host, launch, optim, patches
-from colossal_vit.config import Config
+from colossal_vit.compat import cpu, patches
+from colossal_vit.engine import initialize, optim
 from colossal_vit.errors import UserError
-from colossal_vit.rendezvous import find_rendezvous
+from colossal_vit.launch import groups
+from colossal_vit.launch.flags import get_parser
+from colossal_vit.launch.launchers import find_rendezvous
+from colossal_vit.plan import fakes, report
+from colossalai.context import Config
 from colossalai.legacy.amp import AMP_TYPE
 from colossalai.legacy.context.parallel_context import ParallelContext
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import real
+import fork_ranks
+import launchers
 import recipes
-import world
 from bench_waits import Operators, bare_step, in_second_call
 
 SCRIPTS = ["vit_cifar10_hybrid/train_hybrid.py", "vit_cifar10_hybrid/train_dp.py", "vit_caltech101_amp/train.py"]
@@ -49,8 +53,8 @@ def test_importing_a_script_asks_for_no_gpu():
             with suppress(SystemExit):
                 runpy.run_path(script, run_name="__main__")
     """
-    command = [sys.executable, "-c", textwrap.dedent(program), *(str(world.ROOT / script) for script in SCRIPTS)]
-    done = subprocess.run(command, env=real.environment(), capture_output=True, text=True)
+    command = [sys.executable, "-c", textwrap.dedent(program), *(str(fork_ranks.ROOT / script) for script in SCRIPTS)]
+    done = subprocess.run(command, env=launchers.environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("usage:") == len(SCRIPTS)
 
@@ -65,10 +69,10 @@ def test_a_dry_run_asks_for_a_gpu_in_its_forks_only():
         sys.argv = ["train_hybrid.py", *recipes.flags(), "--dry-run"]
         import train_hybrid
 
-        dry_run.plan(train_hybrid.main)
+        report.plan(train_hybrid.main)
         return asked
 
-    assert world.call(function, launched=False) == [[]]
+    assert fork_ranks.call(function, launched=False) == [[]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -111,16 +115,16 @@ def launched_on_gpus(variables, visible, backend=None):
         for name in [name for name in os.environ if name.startswith(("SLURM_", "OMPI_"))]:
             del os.environ[name]
         os.environ.update(variables)
-        host.enable()  # Colossal-AI's tensors are on the CPU; it and we find these GPUs when we ask torch
+        cpu.enable()  # Colossal-AI's tensors are on the CPU; it and we find these GPUs when we ask torch
         torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: visible
         torch.cuda.set_device = lambda device: events.append(("device", getattr(device, "index", device)))
         patches.apply()
-        args = launch.get_parser().parse_args(["--config", "x", *(["--backend", backend] if backend else [])])
-        meeting = find_rendezvous(args)
+        args = get_parser().parse_args(["--config", "x", *(["--backend", backend] if backend else [])])
+        rendezvous = find_rendezvous(args)
         config = Config(dict(SEED=1, parallel=dict(pipeline=1, tensor=dict(mode=None, size=1))))
         set_seed = ParallelContext.set_seed
         ParallelContext.set_seed = lambda self, seed: (events.append(("seeds",)), set_seed(self, seed))
-        with dry_run.no_peers():
+        with fakes.fake_process_groups():
             without_peers = dist.init_process_group
 
             def init_process_group(*args, backend, device_id=None, **options):
@@ -128,12 +132,17 @@ def launched_on_gpus(variables, visible, backend=None):
                 without_peers(*args, backend=backend, **options)
 
             dist.init_process_group = init_process_group
-            launch._launch(
-                config, meeting, launch._backend(args, meeting), dist.HashStore(), 10.0, launch._device(meeting)
+            groups.launch_groups(
+                config,
+                rendezvous,
+                groups.choose_backend(args, rendezvous),
+                dist.HashStore(),
+                10.0,
+                groups.choose_device(rendezvous),
             )
         return events
 
-    return world.call(function, launched=False)[0]
+    return fork_ranks.call(function, launched=False)[0]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -150,9 +159,9 @@ def test_gloo_is_bound_to_no_gpu():
 def test_more_processes_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    meeting = SimpleNamespace(launcher="torch", rank=2, local_rank=2)
+    rendezvous = SimpleNamespace(launcher="torch", rank=2, local_rank=2)
     with pytest.raises(UserError, match="rank 2 would be process 3 on this machine, which has 2 GPU"):
-        launch._backend(SimpleNamespace(backend=None), meeting)
+        groups.choose_backend(SimpleNamespace(backend=None), rendezvous)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -187,7 +196,7 @@ def test_setup_installs_what_the_driver_takes(driver, said, installs, tmp_path):
         (programs / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
     (tmp_path / ".venv/bin/activate").touch()
     (tmp_path / "scripts").mkdir()
-    shutil.copy(world.ROOT / "scripts/setup.sh", tmp_path / "scripts")
+    shutil.copy(fork_ranks.ROOT / "scripts/setup.sh", tmp_path / "scripts")
     command = ["bash", "-euo", "pipefail", "-c", "source scripts/setup.sh"]
     environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
@@ -198,23 +207,23 @@ def test_setup_installs_what_the_driver_takes(driver, said, installs, tmp_path):
 def test_gpus_that_torch_cannot_use_are_told_of(tmp_path, monkeypatch):
     """Not where there are none, where they are hidden on purpose, and where they are used."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert host.idle_gpus(tmp_path) is None
+    assert cpu.idle_gpus(tmp_path) is None
     for number in range(2):
         (tmp_path / f"proc/driver/nvidia/gpus/{number}").mkdir(parents=True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    warning = host.idle_gpus(tmp_path)
+    warning = cpu.idle_gpus(tmp_path)
     assert warning.startswith("warning: this machine has 2 NVIDIA GPU(s), but this run is on the CPU: torch 2.")
     assert "\n" not in warning
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert host.idle_gpus(tmp_path) is None
+    assert cpu.idle_gpus(tmp_path) is None
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert host.idle_gpus(tmp_path) is None
+    assert cpu.idle_gpus(tmp_path) is None
 
 
 def test_the_warning_comes_first(tmp_path, monkeypatch):
-    monkeypatch.setattr(host, "idle_gpus", lambda: "warning: idle")
-    said = world.run(recipes.HYBRID, [*recipes.flags(), "--output", str(tmp_path), "--max-steps", "1"]).stdout[0]
+    monkeypatch.setattr(cpu, "idle_gpus", lambda: "warning: idle")
+    said = fork_ranks.run(recipes.HYBRID, [*recipes.flags(), "--output", str(tmp_path), "--max-steps", "1"]).stdout[0]
     assert said.splitlines()[1].endswith(" warning: idle")
 
 
@@ -226,17 +235,17 @@ def test_what_compiling_takes(kind, variable, words, tmp_path):
 
     def function():
         device, said = torch.device(kind), []
-        engine._check_compilable(device)  # this machine has both
+        initialize._check_compilable(device)  # this machine has both
         os.environ[variable] = "no-such"
         for change in (lambda: os.environ.update({variable: "cat"}), lambda: None):
             with pytest.raises(UserError) as error:
-                engine._check_compilable(device)
+                initialize._check_compilable(device)
             said.append(str(error.value))
             change()
             sysconfig.get_paths = lambda: {"include": str(tmp_path)}
         return said
 
-    ((compiler, headers),) = world.call(function)
+    ((compiler, headers),) = fork_ranks.call(function)
     assert f"COMPILE = True needs {words}, and 'no-such' is not on PATH" in compiler
     assert f"there is no {tmp_path}/Python.h: install them (Debian: apt-get install python3-dev)" in headers
 
@@ -246,14 +255,14 @@ def test_arguments_of_ddp():
 
     def function():
         model = torch.nn.Linear(4, 4)
-        ddp, *_ = engine.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        ddp, *_ = initialize.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0))
         return ddp.model.bucket_bytes_cap, ddp.model.static_graph
 
     settings = recipes.config(recipes.flags(**{"torch_ddp.bucket_cap_mb": 3, "torch_ddp.static_graph": True}))
-    assert world.call(function, 2, **settings) == [(3 * 2**20, True)] * 2
+    assert fork_ranks.call(function, 2, **settings) == [(3 * 2**20, True)] * 2
     settings = recipes.config(recipes.flags(**{"gradient_accumulation": 2, "torch_ddp.static_graph": True}))
     with pytest.raises(AssertionError, match="static_graph = True does not work with gradient_accumulation = 2"):
-        world.call(function, 2, **settings)
+        fork_ranks.call(function, 2, **settings)
     with pytest.raises(UserError, match=r"unknown key torch_ddp.buckets"):
         recipes.config(recipes.flags(**{"torch_ddp.buckets": 3}))
 
@@ -303,7 +312,7 @@ def test_a_step_dispatches_about_what_a_bare_loop_does(fp16):
 
         half = fp16 is not None
         bare = in_second_call(functools.partial(bare_step, model, optimizer, images, labels, half))
-        ours, *_ = engine.initialize(model, optimizer, torch.nn.CrossEntropyLoss())
+        ours, *_ = initialize.initialize(model, optimizer, torch.nn.CrossEntropyLoss())
 
         def engine_step():
             ours.zero_grad()
@@ -313,6 +322,6 @@ def test_a_step_dispatches_about_what_a_bare_loop_does(fp16):
         ours.train()
         return in_second_call(engine_step), bare
 
-    ((ours, bare),) = world.call(function, fp16=fp16, clip_grad_norm=1.0)
+    ((ours, bare),) = fork_ranks.call(function, fp16=fp16, clip_grad_norm=1.0)
     assert bare > 300
     assert ours <= 1.05 * bare, (ours, bare)

@@ -4,16 +4,19 @@ import sys
 
 import pytest
 import torch
-from colossal_vit import config as configs
-from colossal_vit import dry_run
-from colossal_vit.engine import initialize
+from colossal_vit.engine.initialize import initialize
+from colossal_vit.parallel.layout import Layout
+from colossal_vit.plan import report
+from colossal_vit.plan.fakes import FakeBatches
+from colossal_vit.plan.meter import StepPlan
+from colossal_vit.plan.report import plan_rank
 from colossalai.legacy import nn as col_nn
 from colossalai.legacy.core import global_context as gpc
 
+import fork_ranks
 import recipes
 import train_hybrid
 import vit
-import world
 from check_layouts import LAYOUTS
 
 CASES = {
@@ -32,34 +35,34 @@ CASES = {
 }
 
 
-def planned(argv: list[str], world_size: int) -> dict[int, dry_run.StepPlan]:
+def planned(argv: list[str], world_size: int) -> dict[int, StepPlan]:
     """By rank: what a dry run says of the first rank of each stage, and where ranks differ, of two more."""
 
     def plan():
         sys.argv = ["train_hybrid.py", *argv, "--dry-run", "--world_size", str(world_size)]
-        plans = dry_run.plan(train_hybrid.main)
+        plans = report.plan(train_hybrid.main)
         ranks = plans[0].stage_ranks
         if plans[0].layout.batch_parts > 1 and len(plans) == 1:
             ranks = [0, 1, plans[0].layout.tensor - 2]  # in 2.5D and 3D also one that owns no piece of a head
-            plans += [dry_run.plan_rank(train_hybrid.main, rank) for rank in ranks[1:]]
+            plans += [plan_rank(train_hybrid.main, rank) for rank in ranks[1:]]
         return dict(zip(ranks, plans, strict=True))
 
-    return world.call(plan, launched=False)[0]
+    return fork_ranks.call(plan, launched=False)[0]
 
 
-def really(argv: list[str], world_size: int) -> list[dry_run.StepPlan]:
+def really(argv: list[str], world_size: int) -> list[StepPlan]:
     """What every rank measures of a step with real tensors and peers."""
 
     def measure():
-        layout = configs.Layout.of(gpc.config, world_size)
+        layout = Layout.of(gpc.config, world_size)
         model = vit.build_vit(gpc.config, layout)
         optimizer = torch.optim.AdamW(model.parameters())
         engine, *_ = initialize(model, optimizer, col_nn.CrossEntropyLoss(label_smoothing=0.1))
         size = gpc.config.IMG_SIZE
-        batches = dry_run.Placeholders(4, (gpc.config.BATCH_SIZE, 3, size, size), torch.device("cpu"))
-        return dry_run.measure(engine, batches)
+        batches = FakeBatches(4, (gpc.config.BATCH_SIZE, 3, size, size), torch.device("cpu"))
+        return measure(engine, batches)
 
-    return world.call(measure, world_size, **recipes.config(argv))
+    return fork_ranks.call(measure, world_size, **recipes.config(argv))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -97,7 +100,7 @@ def test_the_report(tmp_path, monkeypatch):
         "--output",
         str(tmp_path / "run"),
     ]
-    result = world.run(recipes.HYBRID, argv)
+    result = fork_ranks.run(recipes.HYBRID, argv)
     assert result.codes == [0], str(result)
     said = result.stdout[0]
     assert "1024 process(es): data 256 × pipeline 2 × tensor 2 (1d)" in said
@@ -108,12 +111,12 @@ def test_the_report(tmp_path, monkeypatch):
 
 
 def test_the_fewest_processes_are_the_default():
-    result = world.run(recipes.HYBRID, [*recipes.flags(**LAYOUTS["3D 8"][1]), "--dry-run"])
+    result = fork_ranks.run(recipes.HYBRID, [*recipes.flags(**LAYOUTS["3D 8"][1]), "--dry-run"])
     assert "8 process(es): data 1 × pipeline 1 × tensor 8 (3d)" in result.stdout[0], str(result)
 
 
 def test_under_a_launcher_one_process_reports():
-    result = world.run(recipes.HYBRID, [*recipes.flags(**LAYOUTS["DP 2"][1]), "--dry-run"], world_size=2)
+    result = fork_ranks.run(recipes.HYBRID, [*recipes.flags(**LAYOUTS["DP 2"][1]), "--dry-run"], world_size=2)
     assert result.codes == [0, 0], str(result)
     assert "2 process(es): data 2" in result.stdout[0]
     assert result.stdout[1] == ""
@@ -128,7 +131,7 @@ def test_under_a_launcher_one_process_reports():
     ],
 )
 def test_a_mistake_is_one_line(more, expected):
-    result = world.run(recipes.HYBRID, [*recipes.flags(**LAYOUTS["1D 2"][1]), "--dry-run", *more])
+    result = fork_ranks.run(recipes.HYBRID, [*recipes.flags(**LAYOUTS["1D 2"][1]), "--dry-run", *more])
     assert result.codes == [2], str(result)
     assert expected in result.stderr[0]
     assert result.stderr[0].count("\n") == 1
@@ -136,6 +139,8 @@ def test_a_mistake_is_one_line(more, expected):
 
 def test_of_the_data_parallel_script():
     config = "configs/config_data_parallel.py"
-    result = world.run(recipes.DATA_PARALLEL, ["--config", config, "--dry-run", "--set", "gradient_accumulation=1"])
+    result = fork_ranks.run(
+        recipes.DATA_PARALLEL, ["--config", config, "--dry-run", "--set", "gradient_accumulation=1"]
+    )
     assert result.codes == [0], str(result)
     assert "cls_token, pos_embed, patch_embed, blocks 0-11, norm, head; 85,806,346 parameters" in result.stdout[0]

@@ -9,12 +9,12 @@ import torch
 import check_layouts
 import cifar10
 import fake_gpu
+import fork_ranks
 import recipes
-import world
 
 MODES = [None, "TORCH", "NAIVE", "APEX"]
 SMALL = dict(IMG_SIZE=32, HIDDEN_SIZE=32, DEPTH=2, NUM_HEADS=4, DROP_RATE=0.1, BATCH_SIZE=16)
-FOLDER = world.ROOT / "vit_caltech101_amp/config"
+FOLDER = fork_ranks.ROOT / "vit_caltech101_amp/config"
 SCRIPTS = {
     "vit_cifar10_hybrid/train_hybrid.py": (
         "configs/config_pipeline_parallel.py",
@@ -28,7 +28,7 @@ SCRIPTS = {
 
 def on_gpu(script, amp, *more, prepare=lambda: None, device=fake_gpu.CUDA):
     """Run a script there; returns what is in its checkpoints: (is a moment, type)."""
-    path = world.ROOT / script
+    path = fork_ranks.ROOT / script
     config, values = SCRIPTS[script]
     flags = recipes.set_flags({**values, **({"fp16.dtype": "fp16"} if amp else {"fp16": None})})
     flags += ["--set", f"fp16.mode=AMP_TYPE.{amp}"] if amp else []
@@ -41,7 +41,7 @@ def on_gpu(script, amp, *more, prepare=lambda: None, device=fake_gpu.CUDA):
         saved = fake_gpu.run(module.main, ["--config", str(path.parent / config), *flags, *more], device)
         return {(name.startswith("exp_avg."), str(t.dtype)) for tensors in saved for name, t in tensors.items()}
 
-    (types,) = world.call(function, launched=False)
+    (types,) = fork_ranks.call(function, launched=False)
     return types
 
 
@@ -86,4 +86,4 @@ def test_nor_does_a_layout(layout, amp):
 
         fake_gpu.run(train_hybrid.main, argv)
 
-    world.call(function, launched=False)
+    fork_ranks.call(function, launched=False)

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from colossal_vit import checkpoint
-from colossal_vit.report import read_metrics
+from colossal_vit.checkpoint import storage
+from colossal_vit.results import read_metrics
 
 import fault_loop
+import fork_ranks
 import recipes
-import world
 
 
 def launcher(*arguments):
@@ -23,24 +23,24 @@ def launcher(*arguments):
     pid = os.fork()
     if pid == 0:
         try:
-            world.start(*arguments).wait()
+            fork_ranks.start(*arguments).wait()
         finally:
             os._exit(1)
-    world.running.add(pid)
-    return world.World([pid], Path(tempfile.mkdtemp(prefix="launcher-")))
+    fork_ranks.running.add(pid)
+    return fork_ranks.World([pid], Path(tempfile.mkdtemp(prefix="launcher-")))
 
 
 def test_six_kills(tmp_path, monkeypatch):
     """A run killed six times, once while it starts, is to the bit the run that nobody disturbs."""
     monkeypatch.setattr(fault_loop, "LONGEST_DELAY", 0.3)
     for limit in ("PROGRESS_LIMIT", "END_LIMIT"):
-        monkeypatch.setattr(fault_loop, limit, world.PATIENCE)
+        monkeypatch.setattr(fault_loop, limit, fork_ranks.PATIENCE)
     settings = {**fault_loop.SETTINGS, "BATCH_SIZE": 64, "NUM_EPOCHS": 2}
     argv = ["--config", recipes.PIPELINE_CONFIG, "--timeout", "20", *recipes.set_flags(settings)]
 
     def start(name, launched=False):
-        return (launcher if launched else world.start)(
-            recipes.HYBRID, [*argv, "--output", str(tmp_path / name)], world.by_torchrun(2)
+        return (launcher if launched else fork_ranks.start)(
+            recipes.HYBRID, [*argv, "--output", str(tmp_path / name)], fork_ranks.by_torchrun(2)
         )
 
     said = []
@@ -68,22 +68,22 @@ def test_six_kills(tmp_path, monkeypatch):
 def save(folder, step):
     path = folder / f"step-{step:08d}"
     weights = {"weight": torch.full((2,), float(step))}
-    checkpoint.write(path, weights, weights, {**dict.fromkeys(checkpoint._STATE_KEYS), "step": step})
+    storage.write(path, weights, weights, {**dict.fromkeys(storage._STATE_KEYS), "step": step})
     return path
 
 
 def pretend(output, fault=None, step_s=0.0):
     """What a run of 60 steps leaves, without training; `fault` is what is wrong with it once it goes on."""
-    folder, metrics = output / checkpoint.FOLDER, output / "metrics.jsonl"
+    folder, metrics = output / storage.FOLDER, output / "metrics.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
-    saved = checkpoint.list_steps(folder)
-    step = checkpoint.step_of(saved[0]) if saved else 0
+    saved = storage.list_steps(folder)
+    step = storage.step_of(saved[0]) if saved else 0
     if not saved:
         fault = None
     if fault == "damaged":
         save(folder, step + 1).rename(folder / f"damaged-step-{step + 1:08d}")
     if fault == "lost":
-        checkpoint._remove(saved[0])
+        storage._remove(saved[0])
     if fault == "ends":
         return
     lines = metrics.read_text().splitlines(keepends=True)[:step] if metrics.exists() else []
@@ -95,7 +95,7 @@ def pretend(output, fault=None, step_s=0.0):
             file.write(json.dumps({"step": step, "loss": 1 / step, "step_s": time.monotonic()}) + "\n")
         if fault == "half-written":
             path = save(folder, step)
-            (path / checkpoint.MANIFEST).unlink()
+            (path / storage.MANIFEST).unlink()
         elif fault not in ("lost", "behind"):
             save(folder, step)
         time.sleep(step_s)
@@ -159,12 +159,12 @@ def test_the_comparison_sees_it(tmp_path):
     with pytest.raises(AssertionError, match="59 records, but 60"):
         fault_loop.compare(run, undisturbed)
     (run / "metrics.jsonl").write_text(whole)
-    last = checkpoint.newest(run / checkpoint.FOLDER)[0]
-    weights, state = {"weight": torch.tensor([60.0, 60.000004])}, checkpoint.read_state(last)
-    checkpoint._remove(last)
-    checkpoint.write(last, weights, weights, state)
+    last = storage.newest(run / storage.FOLDER)[0]
+    weights, state = {"weight": torch.tensor([60.0, 60.000004])}, storage.read_state(last)
+    storage._remove(last)
+    storage.write(last, weights, weights, state)
     with pytest.raises(AssertionError, match=r"model.safetensors of step-00000060 is not that of the undisturbed run"):
         fault_loop.compare(run, undisturbed)
-    checkpoint._remove(last)
+    storage._remove(last)
     with pytest.raises(AssertionError, match="the last checkpoint is step-00000059, and step-00000060 undisturbed"):
         fault_loop.compare(run, undisturbed)

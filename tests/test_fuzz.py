@@ -5,7 +5,7 @@ import random
 import shutil
 
 import pytest
-from colossal_vit import checkpoint
+from colossal_vit.checkpoint import storage
 
 import fuzz_layouts
 import fuzz_runs
@@ -100,7 +100,7 @@ def change_the_config(run):
 
 
 def damage_a_checkpoint(run):
-    checkpoint.list_steps(run / checkpoint.FOLDER)[0].joinpath(checkpoint.MODEL).write_bytes(b"")
+    storage.list_steps(run / storage.FOLDER)[0].joinpath(storage.MODEL).write_bytes(b"")
 
 
 @pytest.mark.parametrize(

@@ -15,28 +15,28 @@ from pathlib import Path
 
 import pytest
 import torch
-from colossal_vit.report import read_metrics
-from colossal_vit.sample import write_imagenet
+from colossal_vit.data.digits import write_imagenet
+from colossal_vit.results import read_metrics
 
-import real
+import fork_ranks
+import launchers
 import recipes
-import world
-from world import ROOT
+from fork_ranks import ROOT
 
-REHEARSAL = not real.num_gpus()
+REHEARSAL = not launchers.num_gpus()
 HYBRID = dict(recipes.MODEL, DEPTH=2) if REHEARSAL else dict(recipes.MODEL)
 SIZE = dict(IMG_SIZE=16, PATCH_SIZE=8) if REHEARSAL else dict(IMG_SIZE=224, PATCH_SIZE=16)  # 197 tokens
 CALTECH = dict(IMG_SIZE=16, CACHE_SIZE=18, PATCH_SIZE=8, HIDDEN_SIZE=32, DEPTH=1, NUM_HEADS=4, BATCH_SIZE=16)
 IMAGENET = dict(IMG_SIZE=16, PATCH_SIZE=8, HIDDEN_SIZE=32, DEPTH=1, NUM_HEADS=4, BATCH_SIZE=16, gradient_accumulation=2)
 MODES = [("TORCH", "fp16"), ("TORCH", "bf16"), ("NAIVE", "fp16"), ("NAIVE", "bf16"), ("APEX", "fp16")]
 NUM_STEPS = 4 if REHEARSAL else 20
-# Of what a user's environment has, `real.environment` drops PYTHONPATH; it may be where Colossal-AI is.
+# Of what a user's environment has, `launchers.environment` drops PYTHONPATH; it may be where Colossal-AI is.
 PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
 def on_cpu(script, flags, ranks=1):
     """Run a train script on the CPU; returns what rank 0 printed."""
-    result = world.run(script, flags, ranks)
+    result = fork_ranks.run(script, flags, ranks)
     assert result.codes == [0] * ranks, str(result)
     return result.stdout[0]
 
@@ -48,7 +48,7 @@ def on_gpu(script, flags, ranks=1, **variables):
     program = ["torchrun", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else ["python"]
     path = ROOT / script
     variables["PYTHONPATH"] = PYTHONPATH
-    code, said = real.run([*program, path.name, *flags], cwd=path.parent, gpus=True, **variables)
+    code, said = launchers.run([*program, path.name, *flags], cwd=path.parent, gpus=True, **variables)
     assert code == 0, said
     assert "(cuda:0, nccl)" in said or "--dry-run" in flags, said
     return said
@@ -183,7 +183,7 @@ def packed(tmp_path_factory):
     pytest.importorskip("nvidia.dali")
     root = tmp_path_factory.mktemp("packed")
     command = [sys.executable, "build_tfrecords.py", str(write_imagenet(root)), str(root / "tfrecords")]
-    code, said = real.run(command, cwd=ROOT / "vit_imagenet_dali", PYTHONPATH=PYTHONPATH)
+    code, said = launchers.run(command, cwd=ROOT / "vit_imagenet_dali", PYTHONPATH=PYTHONPATH)
     assert code == 0, said
     return root / "tfrecords"
 
@@ -193,7 +193,7 @@ def test_dali_decodes_as_on_the_cpu(packed, tmp_path):
     decoded = []
     for number, kind in enumerate(("cpu", "cpu" if REHEARSAL else "cuda")):
         command = [sys.executable, "-c", DECODE, str(packed), kind, str(tmp_path / f"{number}.pt")]
-        code, said = real.run(command, cwd=ROOT / "vit_imagenet_dali", gpus=kind == "cuda", PYTHONPATH=PYTHONPATH)
+        code, said = launchers.run(command, cwd=ROOT / "vit_imagenet_dali", gpus=kind == "cuda", PYTHONPATH=PYTHONPATH)
         assert code == 0, said
         decoded.append(torch.load(tmp_path / f"{number}.pt"))
     (images, labels), (others, same) = decoded
@@ -223,7 +223,7 @@ def test_dali_trains_and_resumes(packed, tmp_path):
 
 def test_reduction_overlaps_the_backward_pass(tmp_path):
     """In a traced step of two replicas, NCCL's kernels run beside others for a good part of their time."""
-    if not REHEARSAL and real.num_gpus() < 2:
+    if not REHEARSAL and launchers.num_gpus() < 2:
         pytest.skip("needs 2 GPUs")
     values = {"BATCH_SIZE": 16, "torch_ddp.bucket_cap_mb": 0.01}
     if not REHEARSAL:
@@ -238,12 +238,12 @@ def test_reduction_overlaps_the_backward_pass(tmp_path):
             reductions.append(event)
         elif REHEARSAL and event["name"] == "backward":
             others.append(event)
-    together = sum(
+    raise_on_all_ranks = sum(
         max(0.0, min(a["ts"] + a["dur"], b["ts"] + b["dur"]) - max(a["ts"], b["ts"]))
         for a in reductions
         for b in others
     )
-    share = together / sum(event["dur"] for event in reductions)
+    share = raise_on_all_ranks / sum(event["dur"] for event in reductions)
     print(f"{share:.0%} of the reductions' time is beside other kernels")
     assert share > (0.0 if REHEARSAL else 0.25)
 
@@ -264,21 +264,21 @@ def ranks_of(output):
 
 def test_ranks_end_when_one_hangs(tmp_path):
     """On CUDA the others wait in a kernel of NCCL, which only its watchdog can end."""
-    if not REHEARSAL and real.num_gpus() < 2:
+    if not REHEARSAL and launchers.num_gpus() < 2:
         pytest.skip("needs 2 GPUs")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train_hybrid.py"]
     command += [*flags(tmp_path / "run", 10_000, BATCH_SIZE=16, NUM_EPOCHS=10_000), "--timeout", "10"]
     said = tmp_path / "log.txt"
-    environment = real.environment(gpus=True, PYTHONPATH=PYTHONPATH)
+    environment = launchers.environment(gpus=True, PYTHONPATH=PYTHONPATH)
     with said.open("w") as file:
         job = subprocess.Popen(command, cwd=ROOT / "vit_cifar10_hybrid", env=environment, stdout=file, stderr=file)
     try:
-        real.wait_until(lambda: real.steps_on_record(tmp_path / "run") >= 3, said.read_text)
+        launchers.wait_until(lambda: launchers.steps_on_record(tmp_path / "run") >= 3, said.read_text)
         hanging = ranks_of(tmp_path / "run")[1]
         os.kill(hanging, signal.SIGSTOP)
-        stopped = real.steps_on_record(tmp_path / "run")
+        stopped = launchers.steps_on_record(tmp_path / "run")
         time.sleep(1)
-        assert real.steps_on_record(tmp_path / "run") <= stopped + 1
-        assert job.wait(world.PATIENCE) != 0
+        assert launchers.steps_on_record(tmp_path / "run") <= stopped + 1
+        assert job.wait(fork_ranks.PATIENCE) != 0
     finally:
         job.kill()

@@ -7,11 +7,11 @@ import sys
 import pytest
 
 import gpu_check
-import real
+import launchers
 import test_gpu
 import warm
+from fork_ranks import ROOT
 from gpu_check import CHECKS, Check
-from world import ROOT
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_every_check_is_rehearsed(tmp_path):
     names = [name for name, check in CHECKS.items() if "tests/test_gpu.py" not in check.command]
     with warm.Warm(tmp_path / "warm") as programs:
         command = [str(programs.bin / "python"), "scripts/gpu_check.py", "--rehearse", "--output", str(tmp_path)]
-        environment = real.environment(PYTHONPATH=str(ROOT), **programs.environment)
+        environment = launchers.environment(PYTHONPATH=str(ROOT), **programs.environment)
         done = subprocess.run([*command, "--only", *names], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "gpu_check.json").read_text())
@@ -79,7 +79,7 @@ def test_a_check_that_hangs_is_ended_with_what_it_started(run, tmp_path):
     assert results["hanging"]["said"] == "took longer than 0.05 minutes"
     assert results["next"]["result"] == "passed"
     child = (tmp_path / "child").read_text()
-    real.wait_until(lambda: real.has_ended(child), "the child goes on")
+    launchers.wait_until(lambda: launchers.has_ended(child), "the child goes on")
 
 
 def test_what_does_not_fit_is_skipped_and_what_has_no_time_is_left_for_later(run):
@@ -98,6 +98,6 @@ def test_what_does_not_fit_is_skipped_and_what_has_no_time_is_left_for_later(run
 
 
 def test_without_a_gpu_it_says_so():
-    code, said = real.run([sys.executable, "scripts/gpu_check.py"], cwd=ROOT, PYTHONPATH=str(ROOT))
+    code, said = launchers.run([sys.executable, "scripts/gpu_check.py"], cwd=ROOT, PYTHONPATH=str(ROOT))
     assert code == 1
     assert "no GPU here that this torch can use; --rehearse runs the list on the CPU" in said

@@ -9,17 +9,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from colossal_vit.engine import initialize
+from colossal_vit.engine.initialize import initialize
+from colossal_vit.engine.trainer import Trainer
+from colossal_vit.engine.waits import WaitCounter, read
 from colossal_vit.errors import TrainingError
-from colossal_vit.hooks import DebugNanHook
-from colossal_vit.report import draw, read_metrics
-from colossal_vit.trainer import Trainer
-from colossal_vit.waits import WaitCounter, read
+from colossal_vit.hooks.debug_nan import DebugNanHook
+from colossal_vit.results import draw, read_metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import fork_ranks
 import recipes
 import vit
-import world
 from check_layouts import LAYOUTS
 
 STEP_KEYS = ["step", "epoch", "loss", "lr", "grad_norm", "images_per_s", "data_s", "step_s", "memory_gb"]
@@ -118,7 +118,7 @@ def test_profile_says_where_the_time_goes(tmp_path):
         str(tmp_path),
         "--profile",
     ]
-    result = world.run(recipes.HYBRID, argv, 2)
+    result = fork_ranks.run(recipes.HYBRID, argv, 2)
     assert result.codes == [0, 0], str(result)
     step, count, said = re.search(r"a step takes (\S+) ms, the mean of (\d+): (.*)", result.stdout[0]).groups()
     times = {name: float(ms) for name, ms in re.findall(r"(\w+) (-?[\d.]+) ms", said)}
@@ -137,7 +137,7 @@ def test_profile_says_where_the_time_goes(tmp_path):
 
 def test_profile_of_too_few_steps_says_so(tmp_path):
     argv = [*recipes.flags(), "--output", str(tmp_path), "--profile", "--max-steps", "3"]
-    assert "--profile times steps after number 3" in world.run(recipes.HYBRID, argv).stdout[0]
+    assert "--profile times steps after number 3" in fork_ranks.run(recipes.HYBRID, argv).stdout[0]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_the_host_waits_for_the_device_once_a_step(layout, amp, dtype, tmp_path,
     more["DEPTH"] = 1 if layout == "2D 4" else 4
     more |= {"fp16.dtype": dtype} if amp else {}
     argv = [*recipes.flags(amp, **{**values, **more}), "--output", str(tmp_path), "--profile", "--max-steps", "4"]
-    result = world.run(recipes.HYBRID, argv, world_size)
+    result = fork_ranks.run(recipes.HYBRID, argv, world_size)
     assert result.codes == [0] * world_size, str(result)
     (said,) = re.findall(r"in a step the host waits for the device: (.*)", result.stdout[0])
     assert said == "1 for loss and norm"
@@ -175,7 +175,7 @@ def test_so_it_is_in_the_other_examples(script, config, values, tmp_path):
     """With their losses, Mixup among them."""
     flags = [part for value in [*values, "IMG_SIZE=32", "HIDDEN_SIZE=32", "NUM_HEADS=2"] for part in ("--set", value)]
     argv = ["--config", config, "--output", str(tmp_path), "--profile", "--max-steps", "4", *flags]
-    result = world.run(script, argv)
+    result = fork_ranks.run(script, argv)
     assert result.codes == [0], str(result)
     assert "in a step the host waits for the device: 1 for loss and norm\n" in result.stdout[0]
 
@@ -206,7 +206,7 @@ def test_debug_nan_names_the_module(tmp_path, monkeypatch, amp):
 
     monkeypatch.setattr(vit, "full_vit", full_vit)
     argv = [*recipes.flags(amp, **{"parallel.pipeline": 2}), "--output", str(tmp_path), "--debug-nan"]
-    result = world.run(recipes.HYBRID, argv, 2)
+    result = fork_ranks.run(recipes.HYBRID, argv, 2)
     assert result.codes == [1, 1], str(result)
     line = "".join(result.stderr)
     assert re.search(r"step 1, rank 1: the output of blocks\.3\.mlp\.fc2\S* \(\w+\) is not finite: 272 of 8704", line)
@@ -230,5 +230,5 @@ def test_debug_nan_names_the_module_whose_gradient_overflows():
             engine.backward(loss)
         return str(caught.value)
 
-    (said,) = world.call(function)
+    (said,) = fork_ranks.call(function)
     assert said.startswith("step 1, rank 0: the gradient at the output of 0 (Linear) is not finite: 2 of 2 values")

@@ -7,15 +7,15 @@ import statistics
 import pytest
 import torch
 from colossal_vit import config as configs
-from colossal_vit import optim
-from colossal_vit.report import read_metrics
+from colossal_vit.engine import optim
+from colossal_vit.results import read_metrics
 from colossalai.legacy.amp import AMP_TYPE
 from colossalai.nn.lr_scheduler import LinearWarmupLR
 
+import fork_ranks
 import planning
-import world
 
-FOLDER = world.ROOT / "vit_imagenet_dali"
+FOLDER = fork_ranks.ROOT / "vit_imagenet_dali"
 RECIPES = {"config.py": "B/16 78.58 h", "config_vit_b32.py": "B/32 14.58 h", "config_vit_l32.py": "L/32 37.83 h"}
 
 
@@ -62,7 +62,7 @@ def test_plan_keeps_the_global_batch(num_gpus, expected):
 
 
 def train(world_size, *argv):
-    result = world.run("vit_imagenet_dali/train.py", argv, world_size)
+    result = fork_ranks.run("vit_imagenet_dali/train.py", argv, world_size)
     assert result.codes == [0] * world_size, str(result)
     return result.stdout[0]
 
@@ -115,9 +115,9 @@ def test_vectors_can_be_left_out_of_lamb(exclude, sizes, tmp_path, monkeypatch):
 
 def test_numbers_of_the_readme_are_those_of_the_results():
     def result(name):
-        return json.loads((world.ROOT / "results" / name).read_text())
+        return json.loads((fork_ranks.ROOT / "results" / name).read_text())
 
-    evaluations = read_metrics(world.ROOT / "results" / "imagenet_sample")[1]
+    evaluations = read_metrics(fork_ranks.ROOT / "results" / "imagenet_sample")[1]
     lamb = result("lamb_cpu/lamb.json")["result"]
     times = [lamb[name]["times_ours"] for name in ("Colossal-AI", "timm, foreach=True")]
     build = result("build_cpu/build.json")["ratios"]

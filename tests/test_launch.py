@@ -11,20 +11,23 @@ import time
 
 import pytest
 import torch
-from colossal_vit import checkpoint, launch, rendezvous
+from colossal_vit.checkpoint import storage
+from colossal_vit.data.digits import write_cifar10
 from colossal_vit.errors import UserError
-from colossal_vit.hooks import MetricsHook
-from colossal_vit.peers import Peers
-from colossal_vit.report import read_metrics
-from colossal_vit.sample import write_cifar10
+from colossal_vit.hooks.metrics import MetricsHook
+from colossal_vit.launch import rendezvous
+from colossal_vit.launch.flags import get_parser
+from colossal_vit.launch.launchers import find_rendezvous, first_slurm_host
+from colossal_vit.launch.watchdog import Watchdog
+from colossal_vit.results import read_metrics
 from colossalai.legacy import get_default_parser
 
 import cifar10
-import real
+import fork_ranks
+import launchers
 import recipes
-import world
 
-FOLDER = world.ROOT / "vit_cifar10_hybrid"
+FOLDER = fork_ranks.ROOT / "vit_cifar10_hybrid"
 SMALL_PIPELINE = recipes.set_flags({**recipes.MODEL, "parallel.pipeline": 2})
 
 
@@ -135,7 +138,7 @@ class Mistakes:
 
     def start(self, name):
         given, _ = self.cases[name]
-        port = given.get("port") or world.free_port()
+        port = given.get("port") or fork_ranks.free_port()
         if port == "used":
             self.occupant = socket.create_server(("localhost", 0))
             port = self.occupant.getsockname()[1]
@@ -145,16 +148,21 @@ class Mistakes:
             own = ["--launcher", "none", "--rank", rank, "--world_size", 2, "--host", "localhost", "--port", port]
             if (path := given.get("config", recipes.PIPELINE_CONFIG)) is not None:
                 own += ["--config", path]
-            own += ["--output", given.get("output", self.output), *given.get("common", SMALL_PIPELINE), *world.FOREVER]
+            own += [
+                "--output",
+                given.get("output", self.output),
+                *given.get("common", SMALL_PIPELINE),
+                *fork_ranks.FOREVER,
+            ]
             argv.append([str(part) for part in own + given.get("more", [])])
-        return world.start(script, argv, [{}] * len(argv))
+        return fork_ranks.start(script, argv, [{}] * len(argv))
 
 
 @pytest.fixture(scope="module")
 def mistakes(tmp_path_factory):
     """The results of all mistakes, made at the same time: most of each is waiting."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(cifar10, "ARCHIVE", f"http://localhost:{world.free_port()}/cifar-10-binary.tar.gz")
+    patch.setattr(cifar10, "ARCHIVE", f"http://localhost:{fork_ranks.free_port()}/cifar-10-binary.tar.gz")
     made = Mistakes(tmp_path_factory.mktemp("mistakes"))
     results = {}
     names = list(made.cases)
@@ -196,18 +204,18 @@ def test_thirty_mistakes_are_one_line_each(mistakes):
 
 
 def test_takes_every_flag_of_colossalai():
-    ours = {flag for action in launch.get_parser()._actions for flag in action.option_strings}
+    ours = {flag for action in get_parser()._actions for flag in action.option_strings}
     theirs = {flag for action in get_default_parser()._actions for flag in action.option_strings}
     assert theirs <= ours
-    assert launch.get_parser().parse_args(["--local-rank", "3"]).local_rank == 3
+    assert get_parser().parse_args(["--local-rank", "3"]).local_rank == 3
 
 
 def found(monkeypatch, argv=(), **environment):
-    for name in (*world.LAUNCHER_VARIABLES, "HOST"):
+    for name in (*fork_ranks.LAUNCHER_VARIABLES, "HOST"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, str(value))
-    return rendezvous.find_rendezvous(launch.get_parser().parse_args(argv))
+    return find_rendezvous(get_parser().parse_args(argv))
 
 
 SLURM = dict(SLURM_STEP_ID=0, SLURM_PROCID=5, SLURM_LOCALID=1, SLURM_NTASKS=8, SLURM_JOB_ID=123456)
@@ -250,7 +258,7 @@ def test_rendezvous(monkeypatch, argv, environment, expected):
     [("gpu7", "gpu7"), ("gpu[03-05,9],login", "gpu03"), ("a,b", "a"), ("n[1,3]", "n1"), ("r1-n[2-4]x", "r1-n2x")],
 )
 def test_first_slurm_host(node_list, host):
-    assert rendezvous.first_slurm_host(node_list) == host
+    assert first_slurm_host(node_list) == host
 
 
 @pytest.mark.parametrize(
@@ -306,10 +314,10 @@ def test_openmpi_on_several_nodes_needs_a_host(monkeypatch):
 
 
 def test_processes_started_by_hand(tmp_path):
-    port = world.free_port()
+    port = fork_ranks.free_port()
     common = ["--config", recipes.PIPELINE_CONFIG, "--output", str(tmp_path / "run"), "--max-steps", "2"]
     common += ["--world_size", "2", "--host", "localhost", "--port", str(port), *SMALL_PIPELINE]
-    result = world.start(recipes.HYBRID, [[*common, "--rank", str(rank)] for rank in range(2)], [{}, {}]).wait()
+    result = fork_ranks.start(recipes.HYBRID, [[*common, "--rank", str(rank)] for rank in range(2)], [{}, {}]).wait()
     assert result.codes == [0, 0], str(result)
     assert len(read_metrics(tmp_path / "run")[0]) == 2
 
@@ -317,7 +325,7 @@ def test_processes_started_by_hand(tmp_path):
 def test_an_earlier_run_is_set_aside(tmp_path):
     for _ in range(3):
         argv = [*recipes.flags(), "--output", str(tmp_path / "run"), "--max-steps", "1", "--resume", "never"]
-        assert world.run(recipes.HYBRID, argv).codes == [0]
+        assert fork_ranks.run(recipes.HYBRID, argv).codes == [0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.1", "run.2"]
     assert all(len(read_metrics(path)[0]) == 1 for path in tmp_path.iterdir())
 
@@ -329,14 +337,14 @@ def test_an_earlier_run_is_set_aside(tmp_path):
 
 def training_world(world_size, tmp_path):
     """Ranks started by hand that train for long, running."""
-    port = world.free_port()
+    port = fork_ranks.free_port()
     values = {**recipes.MODEL, "parallel.pipeline": 2, "NUM_EPOCHS": 1000, "BATCH_SIZE": 16}
     common = ["--config", recipes.PIPELINE_CONFIG, "--output", str(tmp_path), "--world_size", str(world_size)]
-    common += ["--host", "localhost", "--port", str(port), *recipes.set_flags(values), *world.FOREVER]
+    common += ["--host", "localhost", "--port", str(port), *recipes.set_flags(values), *fork_ranks.FOREVER]
     argv = [[*common, "--rank", str(rank)] for rank in range(world_size)]
-    ranks = world.start(recipes.HYBRID, argv, [{}] * world_size)
+    ranks = fork_ranks.start(recipes.HYBRID, argv, [{}] * world_size)
     said = lambda: [ranks.output(rank, "err") for rank in range(world_size)]  # noqa: E731
-    real.wait_until(lambda: real.steps_on_record(tmp_path) >= 3, said)
+    launchers.wait_until(lambda: launchers.steps_on_record(tmp_path) >= 3, said)
     return ranks
 
 
@@ -373,7 +381,7 @@ def test_told_to_stop_all_ranks_end_after_the_same_step(number, tmp_path, monkey
     saved = tmp_path / "checkpoints" / f"step-{step:08d}"
     said = f"stopped by {number.name} after step {step}, which {saved} has; exit code 75 says: start it again"
     assert line == f"train_hybrid.py: error: {said}"
-    assert checkpoint.verify(saved)["step"] == step
+    assert storage.verify(saved)["step"] == step
 
 
 def test_killed_rank_ends_the_job_under_torchrun(tmp_path):
@@ -386,17 +394,17 @@ def test_killed_rank_ends_the_job_under_torchrun(tmp_path):
         "--output",
         str(tmp_path),
         *recipes.set_flags(values),
-        *world.FOREVER,
+        *fork_ranks.FOREVER,
     ]
     log = tmp_path / "log"
     with (
         open(log, "w") as out,
-        subprocess.Popen(argv, cwd=FOLDER, env=real.environment(), stdout=out, stderr=out) as job,
+        subprocess.Popen(argv, cwd=FOLDER, env=launchers.environment(), stdout=out, stderr=out) as job,
     ):
-        real.wait_until(lambda: real.steps_on_record(tmp_path) >= 3, log.read_text)
+        launchers.wait_until(lambda: launchers.steps_on_record(tmp_path) >= 3, log.read_text)
         workers = {int(r): int(p) for p, r in processes_of(job.pid)}
         os.kill(workers[1], signal.SIGKILL)
-        code = job.wait(timeout=world.PATIENCE)
+        code = job.wait(timeout=fork_ranks.PATIENCE)
     assert code != 0
     said = r"rank 1 \(.*\) died|rank +: 1 \(local_rank: 1\)\s+exitcode +: -9"  # by rank 0, or by torchrun's summary
     assert re.search(said, log.read_text()), log.read_text()
@@ -414,12 +422,12 @@ def test_training_goes_on_where_rank_0_cannot_listen():
     """The host may be an address that is not the machine's own, behind a router for example."""
 
     def function():
-        peers = Peers(torch.distributed.get_rank(), 2, "192.0.2.1")  # reserved for documentation: nobody's address
+        peers = Watchdog(torch.distributed.get_rank(), 2, "192.0.2.1")  # reserved for documentation: nobody's address
         peers.leave()
         torch.distributed.barrier()  # rank 0 keeps the store that the other still asks
         return peers.connections
 
-    assert world.call(function, 2) == [[], []]
+    assert fork_ranks.call(function, 2) == [[], []]
 
 
 def test_a_bug_on_one_rank_ends_the_others(tmp_path, monkeypatch):
@@ -432,8 +440,8 @@ def test_a_bug_on_one_rank_ends_the_others(tmp_path, monkeypatch):
         return original(root, train)
 
     monkeypatch.setattr(cifar10, "read", read)
-    argv = ["--config", recipes.PIPELINE_CONFIG, "--output", str(tmp_path), *SMALL_PIPELINE, *world.FOREVER]
-    result = world.run(recipes.HYBRID, argv, 2)
+    argv = ["--config", recipes.PIPELINE_CONFIG, "--output", str(tmp_path), *SMALL_PIPELINE, *fork_ranks.FOREVER]
+    result = fork_ranks.run(recipes.HYBRID, argv, 2)
     assert result.codes == [1, 1], str(result)
     assert "RuntimeError: a bug" in result.stderr[1]
     assert "Traceback" not in result.stderr[0]
@@ -442,7 +450,7 @@ def test_a_bug_on_one_rank_ends_the_others(tmp_path, monkeypatch):
 def test_gradient_that_is_not_finite_stops_all_before_the_update(tmp_path):
     values = {**recipes.MODEL, "parallel.pipeline": 2, "LEARNING_RATE": 1e30, "clip_grad_norm": 0}
     argv = ["--config", recipes.PIPELINE_CONFIG, "--output", str(tmp_path), *recipes.set_flags(values)]
-    result = world.run(recipes.HYBRID, argv, 2)
+    result = fork_ranks.run(recipes.HYBRID, argv, 2)
     lines = "".join(result.stderr).splitlines()
     assert result.codes == [1, 1], str(result)
     assert len(lines) == 1, str(result)

@@ -7,18 +7,18 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from colossal_vit import reduction
-from colossal_vit.config import Layout
-from colossal_vit.engine import initialize
+from colossal_vit.engine import reduction
+from colossal_vit.engine.initialize import initialize
+from colossal_vit.parallel.layout import Layout
 from colossalai.legacy import nn as col_nn
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 
 import check_layouts
+import fork_ranks
 import recipes
 import vit
 import warm
-import world
 from check_layouts import LAYOUTS, OPTIMIZERS
 from conftest import NUM_TEST_IMAGES
 
@@ -134,13 +134,13 @@ def test_first_gradient_of_every_parameter(layout, random_weights):
             engine._all_reduce_gradients()
             for parameter in model.parameters():
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                full, name = parameter.shard.join(gradient), parameter.shard.name
+                full, name = parameter.shard.gather(gradient), parameter.shard.name
                 error = ((full - expected[name]).abs().max() / expected[name].abs().max()).item()
                 assert error < 1e-5, f"{name}, CHECKPOINT = {config.CHECKPOINT}: relative error {error}"
                 compared.add(name)
         return compared, set(expected)
 
-    answers = world.call(compare, world_size, **recipes.config(recipes.flags(**values)))
+    answers = fork_ranks.call(compare, world_size, **recipes.config(recipes.flags(**values)))
     assert set.union(*(compared for compared, _ in answers)) == answers[0][1]
 
 
@@ -181,7 +181,7 @@ def test_replicas_of_a_pipeline_reduce_during_their_last_backward_pass(monkeypat
         return len(handler.buckets), found
 
     settings = recipes.config(recipes.flags(**{**values, "gradient_accumulation": 2}))
-    for num_buckets, found in world.call(events, world_size, **settings):
+    for num_buckets, found in fork_ranks.call(events, world_size, **settings):
         assert num_buckets > 3
         passes = ["begin", "end"] * 3
         assert found == 2 * [*passes, "begin", *range(num_buckets), "end"]
@@ -250,7 +250,7 @@ def test_fp16_with_loss_scaling_in_every_mode(layout, amp, fp32, tmp_path, rando
         assert 1 <= sum(record["skipped"] for record in steps) <= 4
 
 
-CONFIGS = sorted((recipes.world.ROOT / "vit_cifar10_hybrid" / "configs").glob("config_*.py"))
+CONFIGS = sorted((recipes.fork_ranks.ROOT / "vit_cifar10_hybrid" / "configs").glob("config_*.py"))
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_every_shipped_config_trains(path, tmp_path):
     processes = int(re.search(r"--nproc_per_node (\d+)", path.read_text()).group(1))
     small = {key: value for key, value in recipes.MODEL.items() if key not in ("fp16", "NUM_MICRO_BATCHES")}
     argv = ["--config", str(path), "--output", str(tmp_path), "--max-steps", "1", *recipes.set_flags(small)]
-    result = recipes.world.run(recipes.HYBRID, argv, processes)
+    result = recipes.fork_ranks.run(recipes.HYBRID, argv, processes)
     assert result.codes == [0] * processes, str(result)
     assert recipes.read_metrics(tmp_path)[1][-1]["eval_images"] == NUM_TEST_IMAGES
     assert "AMP_TYPE.NAIVE in bfloat16" in result.stdout[0]
@@ -272,7 +272,7 @@ def test_the_command_checks_layouts(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("sys.argv", ["check_layouts.py", "--only", "DP 2", "3D 8", "--world", "2"])
     with warm.Warm(tmp_path) as programs, monkeypatch.context() as patch:
         patch.setattr("sys.executable", str(programs.bin / "python"))
-        patch.setenv("PYTHONPATH", str(world.ROOT))
+        patch.setenv("PYTHONPATH", str(fork_ranks.ROOT))
         for key, value in programs.environment.items():
             patch.setenv(key, value)
         assert check_layouts.main() == 0

@@ -8,13 +8,13 @@ import subprocess
 import threading
 
 import pytest
-from colossal_vit import checkpoint
-from colossal_vit.report import read_metrics
+from colossal_vit.checkpoint import storage
+from colossal_vit.results import read_metrics
 
-import real
+import fork_ranks
+import launchers
 import recipes
 import warm
-import world
 
 PIPELINE = ["train_hybrid.py", "--config", recipes.PIPELINE_CONFIG]
 
@@ -22,27 +22,35 @@ PIPELINE = ["train_hybrid.py", "--config", recipes.PIPELINE_CONFIG]
 @pytest.fixture(scope="module")
 def references(tmp_path_factory):
     """Losses of 2 and of 4 processes started as forks."""
-    return {size: real.reference(tmp_path_factory.mktemp("reference") / "run", size) for size in (2, 4)}
+    return {size: launchers.reference(tmp_path_factory.mktemp("reference") / "run", size) for size in (2, 4)}
 
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
     """The variables of a shell whose `python` and `torchrun` start at once."""
     with warm.Warm(tmp_path_factory.mktemp("warm")) as started:
-        path = f"{started.bin}:{real.environment()['PATH']}"
-        yield dict(started.environment, PATH=path, PYTHONPATH=str(world.ROOT))
+        path = f"{started.bin}:{launchers.environment()['PATH']}"
+        yield dict(started.environment, PATH=path, PYTHONPATH=str(fork_ranks.ROOT))
 
 
 @pytest.mark.parametrize(("size", "host"), [(2, []), (4, ["--host", "127.0.0.1"])])
 def test_mpirun(size, host, references, programs, tmp_path):
-    real.need(["openmpi-bin"], "mpirun")
+    launchers.need(["openmpi-bin"], "mpirun")
     mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(size)]
-    command = [*mpirun, "python", *PIPELINE, *real.small(tmp_path / "run"), "--port", str(world.free_port()), *host]
-    code, said = real.run(command, **(programs if size == 4 else {}))  # of two processes, as a user starts them
+    command = [
+        *mpirun,
+        "python",
+        *PIPELINE,
+        *launchers.small(tmp_path / "run"),
+        "--port",
+        str(fork_ranks.free_port()),
+        *host,
+    ]
+    code, said = launchers.run(command, **(programs if size == 4 else {}))  # of two processes, as a user starts them
     assert code == 0, said
     assert f"rank {size - 1} of {size} on " in said
-    assert "started by mpirun, meeting at" in said
-    assert real.losses(tmp_path / "run") == references[size]
+    assert "started by mpirun, rendezvous at" in said
+    assert launchers.losses(tmp_path / "run") == references[size]
 
 
 @pytest.mark.parametrize(
@@ -54,11 +62,11 @@ def test_mpirun(size, host, references, programs, tmp_path):
     ],
 )
 def test_torchs_own(launcher, references, programs, tmp_path):
-    command = [*launcher.format(port=world.free_port()).split(), *PIPELINE, *real.small(tmp_path / "run")]
-    code, said = real.run(command, **programs)
+    command = [*launcher.format(port=fork_ranks.free_port()).split(), *PIPELINE, *launchers.small(tmp_path / "run")]
+    code, said = launchers.run(command, **programs)
     assert code == 0, said
-    assert "started by torchrun, meeting at" in said
-    assert real.losses(tmp_path / "run") == references[2]
+    assert "started by torchrun, rendezvous at" in said
+    assert launchers.losses(tmp_path / "run") == references[2]
 
 
 @pytest.mark.parametrize(
@@ -69,20 +77,22 @@ def test_torchs_own(launcher, references, programs, tmp_path):
 def test_ranks_end_with_their_launcher(launcher, tmp_path):
     """Killed so that it can tell nobody: with a checkpoint, and the same command does not find them in its way."""
     if "mpirun" in launcher:
-        real.need(["openmpi-bin"], "mpirun")
+        launchers.need(["openmpi-bin"], "mpirun")
     output = tmp_path / "run"
-    flags = [*real.small(output, BATCH_SIZE=16, NUM_EPOCHS=1000), "--max-steps", "20000", "--timeout", "120"]
-    port = ["--port", str(world.free_port())] if "mpirun" in launcher else []
+    flags = [*launchers.small(output, BATCH_SIZE=16, NUM_EPOCHS=1000), "--max-steps", "20000", "--timeout", "120"]
+    port = ["--port", str(fork_ranks.free_port())] if "mpirun" in launcher else []
     command = [*launcher.split(), *PIPELINE, *flags, *port]
     with open(tmp_path / "log", "w") as log:
-        job = subprocess.Popen(command, cwd=real.FOLDER, env=real.environment(), stdout=log, stderr=log)
-    real.wait_until(lambda: real.steps_on_record(output) > 5, (tmp_path / "log").read_text)
+        job = subprocess.Popen(command, cwd=launchers.FOLDER, env=launchers.environment(), stdout=log, stderr=log)
+    launchers.wait_until(lambda: launchers.steps_on_record(output) > 5, (tmp_path / "log").read_text)
     job.kill()
     job.wait()
     ranks = ["pgrep", "-f", str(output)]
-    real.wait_until(lambda: subprocess.run(ranks, stdout=subprocess.DEVNULL).returncode, (tmp_path / "log").read_text)
+    launchers.wait_until(
+        lambda: subprocess.run(ranks, stdout=subprocess.DEVNULL).returncode, (tmp_path / "log").read_text
+    )
     last = read_metrics(output)[0][-1]["step"]
-    assert checkpoint.step_of(checkpoint.newest(output / checkpoint.FOLDER)[0]) == last
+    assert storage.step_of(storage.newest(output / storage.FOLDER)[0]) == last
 
 
 def test_a_restarted_group_goes_on(tmp_path):
@@ -93,11 +103,11 @@ def test_a_restarted_group_goes_on(tmp_path):
     values |= {"checkpoint.every_steps": 2}
     command = [*torchrun, "train_hybrid.py", *flags, *recipes.set_flags(values)]
     with open(tmp_path / "log", "w") as log:
-        job = subprocess.Popen(command, cwd=real.FOLDER, env=real.environment(), stdout=log, stderr=log)
-    real.wait_until(lambda: real.steps_on_record(tmp_path / "run") > 5, (tmp_path / "log").read_text)
+        job = subprocess.Popen(command, cwd=launchers.FOLDER, env=launchers.environment(), stdout=log, stderr=log)
+    launchers.wait_until(lambda: launchers.steps_on_record(tmp_path / "run") > 5, (tmp_path / "log").read_text)
     children = subprocess.run(["pgrep", "-P", str(job.pid)], capture_output=True, text=True).stdout.split()
     os.kill(int(children[-1]), 9)
-    assert job.wait(timeout=world.PATIENCE) == 0, (tmp_path / "log").read_text()
+    assert job.wait(timeout=fork_ranks.PATIENCE) == 0, (tmp_path / "log").read_text()
     assert re.search(r"going on from \S+step-\d+: step \d+", (tmp_path / "log").read_text())
     assert [record["step"] for record in read_metrics(tmp_path / "run")[0]] == list(range(1, 61))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "run"], "nothing was set aside"
@@ -110,7 +120,15 @@ def test_a_restarted_group_goes_on(tmp_path):
 
 def by_hand(output, world_sizes, ranks, host, port, *more, **values):
     """The command lines of processes started by hand."""
-    common = ["--config", recipes.PIPELINE_CONFIG, "--host", host, "--port", str(port), *real.small(output, **values)]
+    common = [
+        "--config",
+        recipes.PIPELINE_CONFIG,
+        "--host",
+        host,
+        "--port",
+        str(port),
+        *launchers.small(output, **values),
+    ]
     return [
         [*common, "--rank", str(rank), "--world_size", str(size), *more]
         for rank, size in zip(ranks, world_sizes, strict=True)
@@ -123,17 +141,17 @@ def by_hand(output, world_sizes, ranks, host, port, *more, **values):
         (
             [2],
             [0],
-            r"rank 0 of 2 cannot meet the others at localhost:\d+: .*(1/2|waiting for clients).* \(--timeout 4\)",
+            r"rank 0 of 2 cannot reach the others at localhost:\d+: .*(1/2|waiting for clients).* \(--timeout 4\)",
         ),
-        ([2], [1], r"rank 1 of 2 cannot meet the others at localhost:\d+: .*"),
+        ([2], [1], r"rank 1 of 2 cannot reach the others at localhost:\d+: .*"),
         ([2, 3], [0, 1], r"rank 0 was started for a world of 2 processes, rank 1 for one of 3: give all the same"),
         ([3, 3, 3], [0, 1, 1], r"rank 1 is there twice: give each process a --rank of its own"),
     ],
     ids=["missing", "nobody", "sizes", "twice"],
 )
 def test_ranks_that_do_not_fit_end_in_time(sizes, ranks, words, tmp_path):
-    argv = by_hand(tmp_path, sizes, ranks, "localhost", world.free_port(), "--timeout", "4", stages=1)
-    result = world.start(recipes.HYBRID, argv, [{}] * len(argv)).wait()
+    argv = by_hand(tmp_path, sizes, ranks, "localhost", fork_ranks.free_port(), "--timeout", "4", stages=1)
+    result = fork_ranks.start(recipes.HYBRID, argv, [{}] * len(argv)).wait()
     assert set(result.codes) == {2}, str(result)
     assert re.search(words, "".join(result.stderr)), str(result)
     assert sum("error: " in line for text in result.stderr for line in text.splitlines()) == 1, str(result)
@@ -142,9 +160,9 @@ def test_ranks_that_do_not_fit_end_in_time(sizes, ranks, words, tmp_path):
 
 def test_only_the_address_in_use_is_listened_on(tmp_path):
     """Of this machine's addresses, rank 0's port is open at the one that the others were given."""
-    port = world.free_port()
-    argv = by_hand(tmp_path, [2], [0], "127.0.0.1", port, *world.FOREVER)
-    rank = world.start(recipes.HYBRID, argv, [{}])
+    port = fork_ranks.free_port()
+    argv = by_hand(tmp_path, [2], [0], "127.0.0.1", port, *fork_ranks.FOREVER)
+    rank = fork_ranks.start(recipes.HYBRID, argv, [{}])
 
     def connects(address):
         try:
@@ -154,7 +172,7 @@ def test_only_the_address_in_use_is_listened_on(tmp_path):
         return True
 
     try:
-        real.wait_until(lambda: connects("127.0.0.1"), lambda: rank.output(0, "err"))
+        launchers.wait_until(lambda: connects("127.0.0.1"), lambda: rank.output(0, "err"))
         assert not connects("127.0.0.2")
         assert not connects("::1")
     finally:
@@ -212,7 +230,7 @@ class Nodes:
 
 @pytest.fixture
 def nodes():
-    real.need(["iproute2"], "ip")
+    launchers.need(["iproute2"], "ip")
     if (done := subprocess.run(["ip", "netns", "add", "probe"], capture_output=True, text=True)).returncode:
         pytest.skip(f"cannot make network namespaces: {done.stderr.strip()}")
     ip("netns", "del", "probe")
@@ -237,7 +255,7 @@ def move_to(name):
 def start_by_hand(pair, argv):
     """Forks of this process, the first half of the ranks on the first node; returns the world."""
     nodes = [pair.names[rank >= len(argv) // 2] for rank in range(len(argv))]
-    return world.start(recipes.HYBRID, argv, [{}] * len(argv), enter=lambda rank: move_to(nodes[rank]))
+    return fork_ranks.start(recipes.HYBRID, argv, [{}] * len(argv), enter=lambda rank: move_to(nodes[rank]))
 
 
 @pytest.mark.parametrize("kind", ADDRESSES)
@@ -245,8 +263,8 @@ def test_by_hand_on_two_nodes(nodes, kind, references, tmp_path):
     argv = by_hand(tmp_path / "run", [4] * 4, range(4), ADDRESSES[kind], 29500)
     result = start_by_hand(nodes, argv).wait()
     assert result.codes == [0] * 4, str(result)
-    assert f"meeting at {ADDRESSES[kind]}:29500" in result.stdout[3]
-    assert real.losses(tmp_path / "run") == references[4]
+    assert f"rendezvous at {ADDRESSES[kind]}:29500" in result.stdout[3]
+    assert launchers.losses(tmp_path / "run") == references[4]
 
 
 def on_both(pair, commands):
@@ -254,7 +272,7 @@ def on_both(pair, commands):
     answers = [None, None]
 
     def one(number):
-        answers[number] = real.run(["ip", "netns", "exec", pair.names[number], *commands[number]])
+        answers[number] = launchers.run(["ip", "netns", "exec", pair.names[number], *commands[number]])
 
     threads = [threading.Thread(target=one, args=(number,)) for number in range(2)]
     for thread in threads:
@@ -268,16 +286,16 @@ def test_torchrun_on_two_nodes(nodes, references, tmp_path):
     """By IPv6; started by hand there are IPv4 and a name, too."""
     torchrun = ["torchrun", "--nnodes", "2", "--nproc_per_node", "2", "--master_addr", ADDRESSES["IPv6"]]
     torchrun += ["--master_port", "29500", "--node_rank"]
-    answers = on_both(nodes, [[*torchrun, node, *PIPELINE, *real.small(tmp_path / "run")] for node in "01"])
+    answers = on_both(nodes, [[*torchrun, node, *PIPELINE, *launchers.small(tmp_path / "run")] for node in "01"])
     assert [code for code, _ in answers] == [0, 0], "\n".join(said for _, said in answers)
-    assert real.losses(tmp_path / "run") == references[4]
+    assert launchers.losses(tmp_path / "run") == references[4]
 
 
 def test_a_cable_that_is_cut_ends_every_rank_in_time(nodes, tmp_path):
     argv = by_hand(tmp_path / "run", [4] * 4, range(4), "10.77.0.1", 29500, "--timeout", "8", NUM_EPOCHS=1000)
     argv = [[*line, "--max-steps", "100000"] for line in argv]
     ranks = start_by_hand(nodes, argv)
-    real.wait_until(lambda: real.steps_on_record(tmp_path / "run") > 3, lambda: ranks.output(0, "err"))
+    launchers.wait_until(lambda: launchers.steps_on_record(tmp_path / "run") > 3, lambda: ranks.output(0, "err"))
     nodes.cut()
     result = ranks.wait()
     assert all(code not in (0, -9) for code in result.codes), str(result)

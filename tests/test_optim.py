@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from colossal_vit import config as configs
-from colossal_vit import optim
-from colossal_vit.engine import initialize
-from colossal_vit.optim import Lamb, parameter_groups
+from colossal_vit.engine import optim
+from colossal_vit.engine.initialize import initialize
+from colossal_vit.engine.optim import Lamb, parameter_groups
+from colossal_vit.parallel.layout import Layout
 from colossalai.legacy import nn as col_nn
 from colossalai.legacy.amp import AMP_TYPE
 from colossalai.legacy.context import ParallelMode
@@ -20,8 +20,8 @@ from timm.optim import Lamb as TimmLamb
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fork_ranks
 import vit
-import world
 from test_precision import MODES
 from test_vit import LAYOUTS, MODEL
 
@@ -115,7 +115,7 @@ def test_parameter_groups_of_a_vit(layout):
         groups = [{p.shard.name for p in group["params"]} for group in parameter_groups(model, 0.1)]
         return groups, list(dict(reference.named_parameters()))
 
-    for (adapted, excluded), every in world.call(names, world_size, parallel=parallel, **MODEL):
+    for (adapted, excluded), every in fork_ranks.call(names, world_size, parallel=parallel, **MODEL):
         assert adapted | excluded == set(every)
         assert adapted == {name for name in every if name.endswith(".weight") and "norm" not in name}
 
@@ -307,7 +307,7 @@ def test_reads_nothing_back_and_asks_for_few_kernels():
 
 
 def build():
-    layout = configs.Layout.of(gpc.config, dist.get_world_size())
+    layout = Layout.of(gpc.config, dist.get_world_size())
     return vit.build_vit(gpc.config, layout), vit.full_vit(gpc.config), gpc.config
 
 
@@ -320,13 +320,13 @@ def give_pieces(parameters, reference, step, dtype=torch.float32):
         p.grad = full[name].float()
     for p in parameters:
         unused = torch.ones_like(p) if step % 2 else None
-        p.grad = p.shard.cut(full[p.shard.name]) if p.shard.in_use else unused
+        p.grad = p.shard.split(full[p.shard.name]) if p.shard.in_use else unused
 
 
 def assert_joined(parameters, reference):
     full = dict(reference.named_parameters())
     for p in parameters:
-        assert_same([p.shard.join(p.detach())], [full[p.shard.name]], 1e-6)
+        assert_same([p.shard.gather(p.detach())], [full[p.shard.name]], 1e-6)
 
 
 PIECES = ["1D 2", "1D 4", "2D 4", "2.5D 8", "3D 8"]
@@ -355,7 +355,7 @@ def test_norms_are_those_of_whole_parameters(layout, random_weights, monkeypatch
         assert_joined(parameters, reference)
         return len([p for p in parameters if p.grad is None])
 
-    unused = world.call(function, world_size, parallel=parallel, **MODEL)
+    unused = fork_ranks.call(function, world_size, parallel=parallel, **MODEL)
     assert any(unused) == (layout in ("2.5D 8", "3D 8"))
 
 
@@ -384,7 +384,7 @@ def test_trains_as_one_process_does(layout, random_weights):
             assert loss.item() == pytest.approx(same.item(), rel=1e-4)
             assert engine.grad_norm == pytest.approx(norm.item(), rel=1e-4)
 
-    world.call(function, world_size, parallel=parallel, **{**MODEL, "clip_grad_norm": 1.0})
+    fork_ranks.call(function, world_size, parallel=parallel, **{**MODEL, "clip_grad_norm": 1.0})
 
 
 @pytest.mark.parametrize("layout", ["one process", "2.5D 8"])
@@ -409,7 +409,7 @@ def test_master_weights_have_the_norms_of_whole_parameters(layout, random_weight
         assert all(torch.equal(p, m.bfloat16()) for p, m in zip(parameters, masters, strict=True))
 
     values = {**MODEL, "clip_grad_norm": 0.0, "fp16": dict(mode=AMP_TYPE.NAIVE, dtype="bf16")}
-    world.call(function, world_size, parallel=parallel, **values)
+    fork_ranks.call(function, world_size, parallel=parallel, **values)
 
 
 def test_trains_in_mixed_precision(random_weights):
@@ -427,10 +427,10 @@ def test_trains_in_mixed_precision(random_weights):
             engine.step()
         return [loss.item() for loss in found]
 
-    (expected,) = world.call(losses, **MODEL)
+    (expected,) = fork_ranks.call(losses, **MODEL)
     assert expected[-1] < 0.5 * expected[0]
     for name, mode in MODES.items():
-        (found,) = world.call(losses, **{**MODEL, "fp16": mode})
+        (found,) = fork_ranks.call(losses, **{**MODEL, "fp16": mode})
         assert found == pytest.approx(expected, abs=0.05), name
         assert found != expected, f"{name} must be in effect"
 
@@ -443,5 +443,5 @@ def test_a_parameter_without_shard_is_whole_on_every_rank():
         return [p.detach() for p in take_steps(Lamb(weights(), **OPTIONS), range(3))]
 
     alone = take_steps(Lamb(weights(), **OPTIONS), range(3))
-    for parameters in world.call(function, 2, parallel=parallel):
+    for parameters in fork_ranks.call(function, 2, parallel=parallel):
         assert_same(parameters, alone, 1e-6)

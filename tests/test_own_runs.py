@@ -11,16 +11,19 @@ import sys
 import time
 
 import pytest
-from colossal_vit import checkpoint, config, data, lock
+from colossal_vit import config
+from colossal_vit.checkpoint import __main__, lock, storage
+from colossal_vit.config import schema
+from colossal_vit.data import identity
+from colossal_vit.data.digits import write_caltech101, write_cifar10
 from colossal_vit.errors import UserError
-from colossal_vit.report import read_metrics
-from colossal_vit.sample import write_caltech101, write_cifar10
+from colossal_vit.results import read_metrics
 
 import cifar10
-import real
+import fork_ranks
+import launchers
 import recipes
 import warm
-import world
 from check_layouts import LAYOUTS
 from recipes import record
 
@@ -37,7 +40,7 @@ def argv(output, *more, **values):
 
 def run(output, *more, world_size=1, code=0, **values):
     """Train; returns what rank 0 printed, and its errors."""
-    result = world.run(recipes.HYBRID, argv(output, *more, **values), world_size)
+    result = fork_ranks.run(recipes.HYBRID, argv(output, *more, **values), world_size)
     assert result.codes == [code] * world_size, str(result)
     return result.stdout[0] + result.stderr[0]
 
@@ -45,7 +48,7 @@ def run(output, *more, world_size=1, code=0, **values):
 def refused(output, *more, **values):
     """The one line that a command is refused with; whatever was there is as before."""
     before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
-    result = world.run(recipes.HYBRID, argv(output, *more, **values))
+    result = fork_ranks.run(recipes.HYBRID, argv(output, *more, **values))
     assert result.codes == [2], str(result)
     (line,) = result.stderr[0].splitlines()
     after = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
@@ -57,7 +60,9 @@ def refused(output, *more, **values):
 
 def begun(output, ranks):
     """Wait until a long run has made some steps."""
-    real.wait_until(lambda: real.steps_on_record(output) >= 3, lambda: ranks.output(0) + ranks.output(0, "err"))
+    launchers.wait_until(
+        lambda: launchers.steps_on_record(output) >= 3, lambda: ranks.output(0) + ranks.output(0, "err")
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -70,13 +75,13 @@ def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "PATIENCE", 0.5)
     output = tmp_path / "run"
     more = {**LONG, "checkpoint.every_steps": 2}
-    ranks = world.start(recipes.HYBRID, argv(output, **more), [{}])
+    ranks = fork_ranks.start(recipes.HYBRID, argv(output, **more), [{}])
     begun(output, ranks)
-    line = world.run(recipes.HYBRID, argv(output, "--resume", "never", **more)).stderr[0]
+    line = fork_ranks.run(recipes.HYBRID, argv(output, "--resume", "never", **more)).stderr[0]
     assert f"{output}: process {ranks.pids[0]} on " in line
     assert line.count("\n") == 1
     assert line.endswith(" is writing here: wait until it has ended, or give another --output\n")
-    real.wait_until(lambda: checkpoint.newest(output / checkpoint.FOLDER)[0], "no checkpoint")
+    launchers.wait_until(lambda: storage.newest(output / storage.FOLDER)[0], "no checkpoint")
     assert "test accuracy" in run(output, "--eval-only", **more)
     os.kill(ranks.pids[0], signal.SIGKILL)
     assert ranks.wait().codes == [-signal.SIGKILL]
@@ -97,7 +102,7 @@ def test_a_file_system_that_cannot_lock_is_named(tmp_path, monkeypatch):
 def test_a_checkpoint_is_not_imported_into_a_run_that_is_training(tmp_path, monkeypatch):
     """Into others it is."""
     run(tmp_path / "other", "--max-steps", "1")
-    target = tmp_path / "run" / checkpoint.FOLDER / "step-00000000"
+    target = tmp_path / "run" / storage.FOLDER / "step-00000000"
     monkeypatch.setattr(lock, "PATIENCE", 0.5)
     command = ["import", str(tmp_path / "other"), str(target)]
 
@@ -105,13 +110,13 @@ def test_a_checkpoint_is_not_imported_into_a_run_that_is_training(tmp_path, monk
         lock.hold(tmp_path / "run")
         pid = os.fork()
         if pid == 0:
-            os._exit(checkpoint.main(command))
+            os._exit(__main__.main(command))
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
-    assert world.call(function, launched=False) == [2]
+    assert fork_ranks.call(function, launched=False) == [2]
     assert not target.exists()
-    assert world.call(lambda: checkpoint.main(command), launched=False) == [0]
-    assert checkpoint.verify(target)["step"] == 0
+    assert fork_ranks.call(lambda: __main__.main(command), launched=False) == [0]
+    assert storage.verify(target)["step"] == 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -124,24 +129,24 @@ def test_ranks_end_with_the_process_that_started_them(world_size, tmp_path):
     """With a checkpoint, from which the same command resumes to the bit."""
     values = dict(SMALL, BATCH_SIZE=16, NUM_EPOCHS=3)
     recipe = argv(tmp_path / "parts", **values)
-    environments = world.by_torchrun(world_size)
+    environments = fork_ranks.by_torchrun(world_size)
     said = tmp_path / "pids"
     launcher = os.fork()
     if launcher == 0:
-        ranks = world.start(recipes.HYBRID, recipe, environments)
+        ranks = fork_ranks.start(recipes.HYBRID, recipe, environments)
         said.with_suffix(".new").write_text(json.dumps(ranks.pids))
         said.with_suffix(".new").rename(said)
-        time.sleep(world.PATIENCE)
+        time.sleep(fork_ranks.PATIENCE)
         os._exit(0)
-    real.wait_until(lambda: real.steps_on_record(tmp_path / "parts") >= 3, "does not train")
+    launchers.wait_until(lambda: launchers.steps_on_record(tmp_path / "parts") >= 3, "does not train")
     os.kill(launcher, signal.SIGKILL)
     os.waitpid(launcher, 0)
-    real.wait_until(lambda: all(map(real.has_ended, json.loads(said.read_text()))), "the ranks go on")
+    launchers.wait_until(lambda: all(map(launchers.has_ended, json.loads(said.read_text()))), "the ranks go on")
     steps = read_metrics(tmp_path / "parts")[0][-1]["step"]
-    newest, _ = checkpoint.newest(tmp_path / "parts" / checkpoint.FOLDER)
-    assert checkpoint.step_of(newest) == steps
-    assert world.run(recipes.HYBRID, recipe, world_size).codes == [0] * world_size
-    assert world.run(recipes.HYBRID, argv(tmp_path / "whole", **values), world_size).codes == [0] * world_size
+    newest, _ = storage.newest(tmp_path / "parts" / storage.FOLDER)
+    assert storage.step_of(newest) == steps
+    assert fork_ranks.run(recipes.HYBRID, recipe, world_size).codes == [0] * world_size
+    assert fork_ranks.run(recipes.HYBRID, argv(tmp_path / "whole", **values), world_size).codes == [0] * world_size
     assert record(tmp_path / "parts") == record(tmp_path / "whole")
 
 
@@ -152,7 +157,7 @@ def test_a_detached_run_outlives_its_shell(tmp_path):
         from colossal_vit import parent
         print(parent.is_detached())
     """
-    environment = real.environment(PYTHONPATH=str(world.ROOT))
+    environment = launchers.environment(PYTHONPATH=str(fork_ranks.ROOT))
 
     def detached(*prefix):
         return subprocess.check_output([*prefix, sys.executable, "-c", code], env=environment, text=True).strip()
@@ -163,7 +168,7 @@ def test_a_detached_run_outlives_its_shell(tmp_path):
 def test_ctrl_c_keeps_what_was_trained(tmp_path):
     """It comes twice at once under torchrun, which passes on what the terminal has sent already."""
     output, values = tmp_path / "run", dict(LONG, NUM_EPOCHS=100)
-    ranks = world.start(recipes.HYBRID, argv(output, **values), world.by_torchrun(2))
+    ranks = fork_ranks.start(recipes.HYBRID, argv(output, **values), fork_ranks.by_torchrun(2))
     begun(output, ranks)
     for pid in ranks.pids * 2:
         os.kill(pid, signal.SIGINT)
@@ -171,20 +176,22 @@ def test_ctrl_c_keeps_what_was_trained(tmp_path):
     assert result.codes == [130, 130], str(result)
     assert "stopped by SIGINT after step" in "".join(result.stderr)
     steps = read_metrics(output)[0][-1]["step"]
-    assert checkpoint.step_of(checkpoint.newest(output / checkpoint.FOLDER)[0]) == steps
+    assert storage.step_of(storage.newest(output / storage.FOLDER)[0]) == steps
 
 
 def test_nobody_has_to_read_what_a_run_says(tmp_path):
     """As `| head -1`: it trains on, to the end."""
     read, write = os.pipe()
     with warm.Warm(tmp_path / "warm") as programs:
-        environment = real.environment(PYTHONPATH=str(world.ROOT), DATA=os.environ["DATA"], **programs.environment)
+        environment = launchers.environment(
+            PYTHONPATH=str(fork_ranks.ROOT), DATA=os.environ["DATA"], **programs.environment
+        )
         command = [str(programs.bin / "python"), "train_hybrid.py", *argv(tmp_path / "run")]
-        process = subprocess.Popen(command, cwd=world.ROOT / "vit_cifar10_hybrid", env=environment, stdout=write)
+        process = subprocess.Popen(command, cwd=fork_ranks.ROOT / "vit_cifar10_hybrid", env=environment, stdout=write)
         os.close(write)
         assert os.read(read, 10)
         os.close(read)
-        assert process.wait(world.PATIENCE) == 0
+        assert process.wait(fork_ranks.PATIENCE) == 0
     assert read_metrics(tmp_path / "run")[1][-1]["step"] == 11
 
 
@@ -201,7 +208,7 @@ def trained(tmp_path):
 
 
 def state_of(output):
-    return checkpoint.read_state(checkpoint.newest(output / checkpoint.FOLDER)[0])
+    return storage.read_state(storage.newest(output / storage.FOLDER)[0])
 
 
 def test_other_data_are_refused_or_put_on_record(trained, tmp_path, monkeypatch, small_sample):
@@ -244,9 +251,9 @@ def test_the_two_versions_of_cifar10_are_the_same_data(tmp_path):
     ],
 )
 def test_what_differs_is_said(new, words):
-    old = data.identify("Caltech101", (10, 2), ["a", "b", "c"], "digest")
-    assert words in data.differences(old, {**old, **new})
-    assert bool(data.differences(old, {**old, **new})) == bool(new)
+    old = identity.identify("Caltech101", (10, 2), ["a", "b", "c"], "digest")
+    assert words in identity.differences(old, {**old, **new})
+    assert bool(identity.differences(old, {**old, **new})) == bool(new)
 
 
 def test_a_class_that_is_gone_is_noticed(tmp_path, monkeypatch):
@@ -256,10 +263,10 @@ def test_a_class_that_is_gone_is_noticed(tmp_path, monkeypatch):
     values = dict(recipes.MODEL, DEPTH=1, BATCH_SIZE=64, IMG_SIZE=16, CACHE_SIZE=16, PATCH_SIZE=8, DATA=str(root))
     values = {key: value for key, value in values.items() if key not in ("CHECKPOINT", "NUM_MICRO_BATCHES")}
     command = ["--config", "config/config_fp32.py", "--output", str(tmp_path / "run"), *recipes.set_flags(values)]
-    result = world.run(CALTECH, [*command, "--max-steps", "1"])
+    result = fork_ranks.run(CALTECH, [*command, "--max-steps", "1"])
     assert result.codes == [0], str(result)
     shutil.rmtree(root / "caltech101/101_ObjectCategories/3")
-    result = world.run(CALTECH, [*command, "--max-steps", "2"])
+    result = fork_ranks.run(CALTECH, [*command, "--max-steps", "2"])
     assert result.codes == [2], str(result)
     assert "other data (10 classes → 9 without 3, content, " in result.stderr[0]
 
@@ -346,15 +353,15 @@ def test_nothing_is_left_of_a_command_that_is_refused(tmp_path, monkeypatch):
 def test_a_key_that_the_script_does_not_use_is_refused(script, override, words, tmp_path):
     (tmp_path / "config.py").touch()
     with pytest.raises(UserError) as error:
-        config.load(tmp_path / "config.py", [override], script=world.ROOT / script)
+        config.load(tmp_path / "config.py", [override], script=fork_ranks.ROOT / script)
     assert f"is not used by {script}, only by " in str(error.value)
     assert words in str(error.value)
 
 
-@pytest.mark.parametrize("script", config.SCRIPTS)
+@pytest.mark.parametrize("script", schema.SCRIPTS)
 def test_the_keys_that_a_script_names_are_its_own(script):
     """The table of who uses what against REQUIRED and DEFAULTS, as they are written."""
-    tree = ast.parse((world.ROOT / script).read_text())
+    tree = ast.parse((fork_ranks.ROOT / script).read_text())
     named = {
         key
         for node in tree.body
@@ -362,13 +369,13 @@ def test_the_keys_that_a_script_names_are_its_own(script):
         for key in ast.literal_eval(node.value)
     }
     assert len(named) > 8
-    assert all(script in config.USED_BY.get(key, config.SCRIPTS) for key in named)
-    missing = [key for key, scripts in config.USED_BY.items() if script in scripts and key not in config.KEYS]
+    assert all(script in schema.USED_BY.get(key, schema.SCRIPTS) for key in named)
+    missing = [key for key, scripts in schema.USED_BY.items() if script in scripts and key not in schema.SCHEMA]
     assert not missing
 
 
 def test_a_value_that_others_are_computed_from_is_refused_where_they_are_not():
-    path = world.ROOT / "vit_cifar10_hybrid/configs/config_pipeline_parallel.py"
+    path = fork_ranks.ROOT / "vit_cifar10_hybrid/configs/config_pipeline_parallel.py"
     with pytest.raises(
         UserError, match=r"TENSOR_PARALLEL_SIZE = 2, but parallel.tensor.size = 1, which is what counts"
     ):
@@ -386,7 +393,7 @@ def test_values_of_blocks():
     with pytest.raises(UserError) as error:
         config.parse_override("checkpoint=dict(every_steps=x)")
     assert "needs quotes" not in str(error.value)
-    path = world.ROOT / "vit_cifar10_hybrid/configs/config_pipeline_parallel.py"
+    path = fork_ranks.ROOT / "vit_cifar10_hybrid/configs/config_pipeline_parallel.py"
     loaded = config.load(path, ["parallel.pipeline=1", "parallel.tensor=dict(mode='2.5d', size=4)"])
     assert loaded.parallel.tensor.depth == 1
 
@@ -403,12 +410,12 @@ def test_hidden_units_that_cannot_be_split(layout, values, words, tmp_path):
     """One line, with a ratio that can be."""
     world_size, where = LAYOUTS[layout]
     command = [*recipes.flags(**where, **values), "--dry-run", "--world_size", str(world_size)]
-    result = world.run(recipes.HYBRID, command)
+    result = fork_ranks.run(recipes.HYBRID, command)
     assert result.codes == [2], str(result)
     assert words in result.stderr[0]
     ratio = result.stderr[0].rstrip().rpartition(" ")[2]
     command = [*recipes.flags(**where, **{**values, "MLP_RATIO": float(ratio)}), *command[-3:]]
-    assert world.run(recipes.HYBRID, command).codes == [0]
+    assert fork_ranks.run(recipes.HYBRID, command).codes == [0]
 
 
 def test_max_steps_are_optimizer_steps_in_what_is_said(tmp_path):

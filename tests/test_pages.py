@@ -20,15 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from colossal_vit import checkpoint, launch
 from colossal_vit import config as configs
-from colossal_vit.report import read_metrics
+from colossal_vit.checkpoint import storage
+from colossal_vit.launch.flags import get_parser
+from colossal_vit.results import read_metrics
 
 import build_tfrecords
 import gpu_check
-import real
+import launchers
 import warm
-from world import ROOT
+from fork_ranks import ROOT
 
 TRACKED = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
 FILES = [ROOT / name for name in TRACKED.stdout.split("\n") if name and (ROOT / name).exists()]
@@ -171,7 +172,7 @@ def quickstart(clone):
     terminal, end = pty.openpty()
     fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
     command = ["bash", "scripts/quickstart.sh"]
-    process = subprocess.Popen(command, cwd=ROOT, env=real.environment(), stdin=end, stdout=end, stderr=end)
+    process = subprocess.Popen(command, cwd=ROOT, env=launchers.environment(), stdin=end, stdout=end, stderr=end)
     os.close(end)
     said = b""
     while process.poll() is None or said[-1:]:
@@ -205,17 +206,17 @@ def test_quickstart(quickstart, clone):
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
-    cluster = real.Slurm(tmp_path_factory.mktemp("slurm"))
+    cluster = launchers.Slurm(tmp_path_factory.mktemp("slurm"))
     yield cluster
     cluster.stop()
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_of_a_page(page, clone, quickstart, slurm, tmp_path):
-    real.need(["openmpi-bin"], "mpirun")
+    launchers.need(["openmpi-bin"], "mpirun")
     shown = [block for block in blocks(page) if block.reason is None and "quickstart.sh" not in block.text]
     with warm.Warm(tmp_path / "warm") as programs:
-        environment = real.environment(
+        environment = launchers.environment(
             PYTHONPATH=str(clone),
             OMPI_ALLOW_RUN_AS_ROOT="1",
             OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
@@ -282,7 +283,7 @@ def test_flags_of_a_command_that_cannot_run_here(page, command, monkeypatch):
     elif not script.startswith("train"):
         assert script == "scripts/test.sh"
         return
-    given = launch.get_parser().parse_args(argv)
+    given = get_parser().parse_args(argv)
     configs.load(folder / given.config, given.set)
 
 
@@ -294,7 +295,7 @@ def test_the_walk_covers_every_config():
 
 def test_a_checkpoint_of_the_quickstart_is_valid(quickstart, clone):
     """What the page verifies is what the run left."""
-    assert checkpoint.newest(clone / "runs" / "quickstart-1" / checkpoint.FOLDER)[0]
+    assert storage.newest(clone / "runs" / "quickstart-1" / storage.FOLDER)[0]
 
 
 def test_every_kind_of_appended_flag_is_used():

@@ -12,11 +12,11 @@ from pathlib import Path
 import colossalai.legacy as colossalai
 import pytest
 import torch
-from colossal_vit import host, patches
-from colossal_vit.data import GlobalBatchSampler
-from colossal_vit.engine import initialize
-from colossal_vit.hooks import LRSchedulerHook
-from colossal_vit.optim import CosineAnnealingWarmupLR
+from colossal_vit.compat import cpu, patches
+from colossal_vit.data.samplers import GlobalBatchSampler
+from colossal_vit.engine.initialize import initialize
+from colossal_vit.engine.optim import CosineAnnealingWarmupLR
+from colossal_vit.hooks.standard import LRSchedulerHook
 from colossalai.legacy import nn as col_nn
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
@@ -27,7 +27,7 @@ from colossalai.nn import lr_scheduler as col_schedulers
 from packaging.version import Version
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import world
+import fork_ranks
 from test_vit import LAYOUTS
 
 LAYOUT_1D = {"pipeline": 1, "tensor": {"mode": "1d", "size": 2}}
@@ -38,13 +38,13 @@ LAYOUT_1D = {"pipeline": 1, "tensor": {"mode": "1d", "size": 2}}
 
 def launch_at(address, patched):
     def function():
-        host.enable()
+        cpu.enable()
         if patched:
             patches.apply()
-        colossalai.launch({}, 0, 1, address, world.free_port(), backend="gloo", verbose=False)
+        colossalai.launch({}, 0, 1, address, fork_ranks.free_port(), backend="gloo", verbose=False)
         return torch.distributed.get_world_size()
 
-    return world.call(function, launched=False)
+    return fork_ranks.call(function, launched=False)
 
 
 @pytest.mark.parametrize("address", ["localhost", "127.0.0.1"])
@@ -78,7 +78,7 @@ def weight_change(initialize_with):
         engine.step()
         return (model.weight - before).abs().max().item()
 
-    return world.call(function)[0]
+    return fork_ranks.call(function)[0]
 
 
 def test_upstream_trains_nothing_without_clipping():
@@ -104,7 +104,7 @@ def test_upstream_torch_amp_dies_on_torch_2():
         real_torch_amp().TorchAMPOptimizer(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0))
 
     with pytest.raises(AssertionError, match="major"):
-        world.call(function)
+        fork_ranks.call(function)
 
 
 def test_upstream_engine_clips_scaled_gradients():
@@ -116,7 +116,7 @@ def test_upstream_engine_clips_scaled_gradients():
         upstream = (real_torch_amp().TorchAMPOptimizer, NaiveAMPOptimizer)
         return [optimizer.clip_grad_by_norm is OptimizerWrapper.clip_grad_by_norm for optimizer in upstream]
 
-    assert world.call(function) == [[True, True]]
+    assert fork_ranks.call(function) == [[True, True]]
 
 
 def clipped_update(initialize_with):
@@ -125,7 +125,7 @@ def clipped_update(initialize_with):
     def function():
         rank = gpc.get_local_rank(ParallelMode.TENSOR)
         weight = torch.nn.Parameter(torch.zeros(2))
-        from colossal_vit.sharding import Shard
+        from colossal_vit.parallel.sharding import Shard
 
         weight.shard = Shard("weight", ((0, ParallelMode.PARALLEL_1D),))
         model = torch.nn.Module()
@@ -135,7 +135,7 @@ def clipped_update(initialize_with):
         engine.step()
         return rank, weight.detach().norm().item()
 
-    return world.call(function, 2, parallel=LAYOUT_1D, clip_grad_norm=1.0)
+    return fork_ranks.call(function, 2, parallel=LAYOUT_1D, clip_grad_norm=1.0)
 
 
 def test_upstream_clips_by_each_ranks_own_norm():
@@ -171,7 +171,7 @@ def backward_passes_per_update(initialize_with):
 
     parallel = {"pipeline": 2, "tensor": {"mode": None, "size": 1}}
     config = dict(NUM_MICRO_BATCHES=2, TENSOR_SHAPE=(2, 4), gradient_accumulation=2, clip_grad_norm=1e9)
-    return world.call(function, 2, parallel=parallel, **config)
+    return fork_ranks.call(function, 2, parallel=parallel, **config)
 
 
 def test_upstream_accumulation_counts_backward_passes():
@@ -196,12 +196,12 @@ def test_upstream_needs_cuda():
             except RuntimeError:
                 refused.append(call)
         patches.apply()
-        colossalai.launch({}, 0, 1, "localhost", world.free_port(), backend="gloo", verbose=False)
+        colossalai.launch({}, 0, 1, "localhost", fork_ranks.free_port(), backend="gloo", verbose=False)
         from colossalai.legacy.context.random import get_seeds
 
         return refused, dict(get_seeds())
 
-    refused, seeds = world.call(function, launched=False)[0]
+    refused, seeds = fork_ranks.call(function, launched=False)[0]
     assert refused == ["synchronize", "current_device", "empty_cache", "device_count"]
     assert seeds == {}
 
@@ -220,7 +220,7 @@ def test_host_answers_for_cuda():
             inside = torch.rand(1).item()
         return {mode.name for mode in get_seeds()}, inside, torch.rand(1).item()
 
-    answers = world.call(function, 2, parallel=LAYOUT_1D)
+    answers = fork_ranks.call(function, 2, parallel=LAYOUT_1D)
     assert all(modes == {"DATA", "TENSOR"} for modes, _, _ in answers)
     assert answers[0][1] != answers[1][1], "split activations need other masks on each tensor-parallel rank"
     assert answers[0][2] == answers[1][2], "common activations need the same masks on each tensor-parallel rank"
@@ -238,7 +238,7 @@ def test_upstream_1d_layers_do_not_fit_a_vit():
             return choice, type(error).__name__
         return choice, "works"
 
-    for choice, norm in world.call(function, 2, parallel=LAYOUT_1D):
+    for choice, norm in fork_ranks.call(function, 2, parallel=LAYOUT_1D):
         assert choice == "Linear1D_Col", "upstream would make the attention's projection a row layer now"
         assert norm != "works"
 
@@ -268,11 +268,11 @@ def test_3d_hook_takes_a_missing_gradient():
 
     def with_upstream():
         original = _utils._async_grad_hook
-        world._launch(0, 1, world.free_port(), {})
+        fork_ranks._launch(0, 1, fork_ranks.free_port(), {})
         _utils._async_grad_hook = original
         return function()
 
-    results, alone = world.call(with_upstream, launched=False)[0]
+    results, alone = fork_ranks.call(with_upstream, launched=False)[0]
     assert results == ["dies", [1.0, 1.0]]
     assert alone == [1.0, 1.0]
 
@@ -328,7 +328,7 @@ def norm_errors(layout, dtype, upstream=False, autocast=False):
                 errors[name] = max(errors[name], ((here - own).abs().max() / own.abs().max()).item())
         return errors
 
-    answers = world.call(function, world_size, parallel=parallel)
+    answers = fork_ranks.call(function, world_size, parallel=parallel)
     return {name: max(errors[name] for errors in answers) for name in INPUTS}
 
 
@@ -369,12 +369,12 @@ def test_upstream_swaps_activations_and_gradients_between_two_stages():
         p2p.dist = torch.distributed
         return exchanged()
 
-    assert world.call(function, 2, parallel=PIPELINE_2) == [[11.0, 2.0], [10.0, 1.0]]
+    assert fork_ranks.call(function, 2, parallel=PIPELINE_2) == [[11.0, 2.0], [10.0, 1.0]]
 
 
 def test_two_stages_get_what_was_meant_for_them():
     """Activations from the previous stage, gradients from the next one, which here is the same rank."""
-    assert world.call(exchanged, 2, parallel=PIPELINE_2) == [[2.0, 11.0], [1.0, 10.0]]
+    assert fork_ranks.call(exchanged, 2, parallel=PIPELINE_2) == [[2.0, 11.0], [1.0, 10.0]]
 
 
 def test_upstream_interleaved_schedule_looks_for_a_module_that_is_gone():
@@ -387,7 +387,7 @@ def test_upstream_interleaved_schedule_looks_for_a_module_that_is_gone():
 
 
 def test_upstream_gives_images_to_every_chunk_of_the_first_rank():
-    from colossal_vit.engine import _stage_input
+    from colossal_vit.engine.initialize import _stage_input
     from colossalai.legacy.engine.schedule import InterleavedPipelineSchedule
 
     def function():
@@ -397,7 +397,7 @@ def test_upstream_gives_images_to_every_chunk_of_the_first_rank():
         upstream = schedule._get_data_label_for_current_step("activations", batch, None, None)[0]
         return upstream, _stage_input("activations", batch)[0]
 
-    assert world.call(function, 2, parallel=PIPELINE_2)[0] == ("images", "activations")
+    assert fork_ranks.call(function, 2, parallel=PIPELINE_2)[0] == ("images", "activations")
 
 
 # ---- autocast in 2D, 2.5D and 3D ----
@@ -417,11 +417,11 @@ LAYOUT_2D = {"pipeline": 1, "tensor": {"mode": "2d", "size": 4}}
 
 def test_upstream_operations_do_not_follow_autocast(monkeypatch):
     monkeypatch.setattr(patches, "_follow_autocast", lambda function: None)
-    assert all("same dtype" in said for said in world.call(product_under_autocast, 4, parallel=LAYOUT_2D))
+    assert all("same dtype" in said for said in fork_ranks.call(product_under_autocast, 4, parallel=LAYOUT_2D))
 
 
 def test_operations_follow_autocast():
-    assert set(world.call(product_under_autocast, 4, parallel=LAYOUT_2D)) == {"torch.bfloat16"}
+    assert set(fork_ranks.call(product_under_autocast, 4, parallel=LAYOUT_2D)) == {"torch.bfloat16"}
 
 
 # ---- which samples a rank sees ----
@@ -433,7 +433,7 @@ def test_upstream_shuffles_without_a_seed_of_its_own():
         torch.manual_seed(torch.distributed.get_rank())  # two pipeline stages whose other code drew differently
         return [batch[0].tolist() for batch in get_dataloader(data, shuffle=True, batch_size=16)]
 
-    first, second = world.call(function, 2, parallel={"pipeline": 2, "tensor": {"mode": None, "size": 1}})
+    first, second = fork_ranks.call(function, 2, parallel={"pipeline": 2, "tensor": {"mode": None, "size": 1}})
     assert first != second
 
 
@@ -442,7 +442,7 @@ def test_stages_of_a_pipeline_see_the_same_samples():
         torch.manual_seed(torch.distributed.get_rank())
         return [indices.tolist() for indices in GlobalBatchSampler(64, 16, seed=5)]
 
-    first, second = world.call(function, 2, parallel={"pipeline": 2, "tensor": {"mode": None, "size": 1}})
+    first, second = fork_ranks.call(function, 2, parallel={"pipeline": 2, "tensor": {"mode": None, "size": 1}})
     assert first == second
 
 
@@ -495,7 +495,7 @@ def learning_rates(hook):
         Trainer(engine).fit(loader, epochs=2, hooks=[Record(None, priority=0), hook(scheduler)])
         return rates
 
-    return world.call(function, gradient_accumulation=2)[0]
+    return fork_ranks.call(function, gradient_accumulation=2)[0]
 
 
 def test_upstream_hook_steps_per_batch():
@@ -525,7 +525,7 @@ def shapes_of_a_backward_pass(replaced):
             options = None, [2, 2], [0, 0], [1, 1], False, [0, 0], 1, [False, True, False]
             return tuple(torch.ops.aten.convolution_backward(*tensors, *options)[1].shape)
 
-    return world.call(function, launched=False)
+    return fork_ranks.call(function, launched=False)
 
 
 def test_upstream_replaces_pytorchs_shape_functions_by_old_ones():

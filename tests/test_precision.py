@@ -8,16 +8,16 @@ from types import SimpleNamespace
 import pytest
 import timm
 import torch
-from colossal_vit import precision
-from colossal_vit.engine import initialize
-from colossal_vit.precision import FP32Optimizer, LossScale, NaiveAMPOptimizer
+from colossal_vit.engine import precision
+from colossal_vit.engine.initialize import initialize
+from colossal_vit.engine.precision import ClippedOptimizer, LossScale, NaiveAMPOptimizer
 from colossalai.legacy.amp import AMP_TYPE
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from timm.layers import Attention
 
+import fork_ranks
 import recipes
-import world
 
 MODES = {
     "NAIVE bf16": dict(mode=AMP_TYPE.NAIVE, dtype="bf16"),
@@ -83,7 +83,7 @@ def test_clips_the_unscaled_gradient(mode):
         engine.step()
         return engine.grad_norm, engine.optimizer.param_groups[0]["params"][0].flatten().tolist()
 
-    ((norm, weight),) = world.call(function, fp16=MODES[mode], clip_grad_norm=5.0)
+    ((norm, weight),) = fork_ranks.call(function, fp16=MODES[mode], clip_grad_norm=5.0)
     assert norm == pytest.approx(50.0, rel=1e-3)
     assert weight == pytest.approx([-3.0, -4.0], rel=1e-3)
 
@@ -103,7 +103,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all(mode):
 
     scaling = {"hysteresis": 1} if "NAIVE" in mode else {}
     parallel = {"pipeline": 1, "tensor": {"mode": "1d", "size": 2}}
-    answers = world.call(function, 2, parallel=parallel, fp16={**MODES[mode], **scaling})
+    answers = fork_ranks.call(function, 2, parallel=parallel, fp16={**MODES[mode], **scaling})
     for skipped, before, after, weights in answers:
         assert skipped
         assert after == before / 2
@@ -119,7 +119,7 @@ def test_scale_grows_and_its_growth_does_not_touch_the_gradient(mode):
         growth = engine.optimizer.loss_scale / before
         return growth, engine.grad_norm, engine.optimizer.param_groups[0]["params"][0].flatten().tolist()
 
-    ((growth, norm, weight),) = world.call(function, fp16={**MODES[mode], "growth_interval": 1})
+    ((growth, norm, weight),) = fork_ranks.call(function, fp16={**MODES[mode], "growth_interval": 1})
     assert growth == 2
     assert norm == pytest.approx(5.0, rel=1e-3)
     assert weight == pytest.approx([-3.0, -4.0], rel=1e-3)
@@ -149,7 +149,7 @@ def test_a_scaler_goes_on_where_another_one_stopped(mode):
         return expected, stopped + go_on(second, steps[3:])
 
     scaling = {"growth_interval": 2} if "fp16" in mode else {}
-    ((expected, found),) = world.call(function, fp16={**MODES[mode], **scaling})
+    ((expected, found),) = fork_ranks.call(function, fp16={**MODES[mode], **scaling})
     assert found == expected
     assert ("fp16" in mode) == (len({scale for scale, _ in expected}) > 1)
 
@@ -181,7 +181,7 @@ def test_the_scale_is_the_one_that_other_scalers_have(hysteresis):
             seen.add(ours.value)
         return seen
 
-    assert len(world.call(function)[0]) > 3
+    assert len(fork_ranks.call(function)[0]) > 3
 
 
 def test_upstream_unscales_by_the_grown_scale():
@@ -195,7 +195,7 @@ def test_upstream_unscales_by_the_grown_scale():
         optimizer.step()
         return weight.tolist()
 
-    assert world.call(function) == [[-1.5, -2.0]]
+    assert fork_ranks.call(function) == [[-1.5, -2.0]]
 
 
 def test_masters_are_fp32_and_weights_follow():
@@ -208,7 +208,7 @@ def test_masters_are_fp32_and_weights_follow():
         master = engine.optimizer.param_groups[0]["params"][0]
         return master.dtype, master.flatten()[0].item(), next(engine.model.parameters()).flatten()[0].item()
 
-    ((dtype, master, working),) = world.call(function, fp16=MODES["NAIVE bf16"])
+    ((dtype, master, working),) = fork_ranks.call(function, fp16=MODES["NAIVE bf16"])
     assert dtype == torch.float32
     assert master == 1.0 - 3 * 2**-12, "steps too small for bf16 must add up in the master"
     assert working == 1.0
@@ -217,10 +217,10 @@ def test_masters_are_fp32_and_weights_follow():
 def test_wrappers_are_the_ones_asked_for():
     expected = {
         "NAIVE fp16": NaiveAMPOptimizer,
-        "TORCH fp16": FP32Optimizer,
+        "TORCH fp16": ClippedOptimizer,
     }
     for mode, wrapper in expected.items():
-        (name,) = world.call(lambda: type(engine_with_gradient([1.0], None, 0.0).optimizer), fp16=MODES[mode])
+        (name,) = fork_ranks.call(lambda: type(engine_with_gradient([1.0], None, 0.0).optimizer), fp16=MODES[mode])
         assert name is wrapper
 
 
@@ -254,7 +254,7 @@ def test_norm_and_softmax_accumulate_in_fp32(mode, dtype):
             answers.append(engine(torch.ones(1, 4096, 64)).tolist())
         return answers
 
-    for answer in world.call(function, fp16=MODES[f"{mode} {dtype}"])[0]:
+    for answer in fork_ranks.call(function, fp16=MODES[f"{mode} {dtype}"])[0]:
         assert answer == pytest.approx([1.0] * 64, abs=2e-2)
 
 
@@ -277,7 +277,7 @@ def after_steps(fp16, steps=3):
         types = {name: parameter.dtype for name, parameter in engine.model.named_parameters()}
         return losses, types, masters
 
-    return world.call(function, fp16=fp16)[0]
+    return fork_ranks.call(function, fp16=fp16)[0]
 
 
 def test_apex_levels_are_what_the_table_says():
@@ -309,7 +309,7 @@ def test_norms_of_o2_compute_in_fp32():
         inputs = torch.linspace(1, 2, 256)[None].bfloat16()
         return engine(inputs)[0], torch.nn.functional.layer_norm(inputs[0].float(), (256,)).bfloat16().float()
 
-    ((output, expected),) = world.call(function, fp16=APEX["O2"])
+    ((output, expected),) = fork_ranks.call(function, fp16=APEX["O2"])
     torch.testing.assert_close(output, expected, rtol=0, atol=0)
 
 
@@ -353,7 +353,7 @@ def test_an_installed_apex_is_used(monkeypatch):
             answers.append((weight, engine.optimizer.skipped, engine.optimizer.loss_scale))
         return answers, fake.calls, precision.describe(APEX["O1"], torch.device("cpu"))
 
-    (((first, second), calls, said),) = world.call(function, fp16=APEX["O1"], clip_grad_norm=5.0)
+    (((first, second), calls, said),) = fork_ranks.call(function, fp16=APEX["O1"], clip_grad_norm=5.0)
     assert first == (pytest.approx([-3.0, -4.0]), False, 8.0)
     assert second == ([0.0, 0.0], True, 4.0)
     assert calls == [{"opt_level": "O1", "verbosity": 0}] * 2

@@ -8,16 +8,19 @@ import itertools
 
 import pytest
 import torch
-from colossal_vit import checkpoint, launch, models
-from colossal_vit.config import Config, Layout
+from colossal_vit import models
+from colossal_vit.checkpoint import storage
+from colossal_vit.parallel.layout import Layout
+from colossal_vit.parallel.seeds import seed_ranks
+from colossalai.context import Config
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from torch import nn
 
+import fork_ranks
 import recipes
 import test_resume
 import vit
-import world
 from check_layouts import LAYOUTS
 
 DROPPED = {"DROP_RATE": 0.5, "DROP_PATH_RATE": 0.5, "DEPTH": 4}
@@ -64,10 +67,10 @@ def test_masks_of_every_layout(name):
         layout = Layout.of(gpc.config, world_size)
         model = vit.build_vit(gpc.config, layout)
         first = masks(model, layout)
-        launch.seed_ranks(gpc.config.SEED + 7)  # what `state.resume` does then
+        seed_ranks(gpc.config.SEED + 7)  # what `state.resume` does then
         return first, masks(model, layout)
 
-    answers = world.call(function, world_size, **recipes.config(recipes.flags(**{**values, **DROPPED})))
+    answers = fork_ranks.call(function, world_size, **recipes.config(recipes.flags(**{**values, **DROPPED})))
     for moment in zip(*answers, strict=True):
         assert_own_masks(moment)
         paths = {}
@@ -89,7 +92,7 @@ def test_masks_of_replicas_of_a_timm_model():
         weights = model.blocks[0].mlp.fc1.weight[0, :4].tolist()
         return weights, (model.train().pos_drop(torch.ones(64)) == 0).tolist()
 
-    (weights, first), (same, second) = world.call(function, 2)
+    (weights, first), (same, second) = fork_ranks.call(function, 2)
     assert weights == same
     assert first != second
 
@@ -103,7 +106,7 @@ def test_masks_after_resuming(tmp_path, random_weights):
         _, trainer, loader, _ = test_resume.begin()
         snapshot = test_resume.take(trainer, loader, 0, 2, None)
         if snapshot is not None:
-            checkpoint.write(tmp_path / "there", *snapshot)
+            storage.write(tmp_path / "there", *snapshot)
         return masks(trainer.engine.bare_model, Layout.of(gpc.config, size))
 
     def load(world_size):
@@ -112,9 +115,9 @@ def test_masks_after_resuming(tmp_path, random_weights):
         test_resume.resume(run, trainer, loader, scheduler)
         return masks(trainer.engine.bare_model, Layout.of(gpc.config, world_size))
 
-    expected = world.call(save, size, **settings)
+    expected = fork_ranks.call(save, size, **settings)
     assert_own_masks(expected)
-    assert world.call(functools.partial(load, size), size, **settings) == expected
+    assert fork_ranks.call(functools.partial(load, size), size, **settings) == expected
     others, values = LAYOUTS["DP 2 × 2D 4"]
     settings = recipes.config(recipes.flags(**{**values, **DROPPED}))
-    assert_own_masks(world.call(functools.partial(load, others), others, **settings))
+    assert_own_masks(fork_ranks.call(functools.partial(load, others), others, **settings))

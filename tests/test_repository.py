@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 from colossal_vit import config as configs
+from colossal_vit.parallel.layout import Layout
+from colossalai.context import Config
 
 import vit
 
@@ -47,10 +49,10 @@ def test_docstring_of_a_config_runs_it(path):
     assert re.search(rf"--config \./(configs?/)?{path.name}$", docstring, re.MULTILINE)
     processes = int(re.search(r"--nproc_per_node (\d+)", docstring).group(1))
     config = configs.load(path)
-    layout = configs.Layout.of(config, processes)
+    layout = Layout.of(config, processes)
     assert layout.data == 1 or layout.pipeline == layout.tensor == 1
     if "train_hybrid" in docstring:
-        vit.check_vit(configs.Config({"CHECKPOINT": False, **config}), layout)
+        vit.check_vit(Config({"CHECKPOINT": False, **config}), layout)
     for word in ("Processes:", "accuracy", "measured"):
         assert word in docstring
 

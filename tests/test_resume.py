@@ -9,22 +9,25 @@ from types import SimpleNamespace
 import pytest
 import safetensors.torch
 import torch
-from colossal_vit import checkpoint, launch, optim, run_directory
-from colossal_vit.config import Layout
-from colossal_vit.engine import initialize
-from colossal_vit.ranks import RankLogger
-from colossal_vit.report import read_metrics
-from colossal_vit.state import resume, take
-from colossal_vit.trainer import Trainer
+from colossal_vit.checkpoint import run_directory, storage
+from colossal_vit.checkpoint.capture import capture
+from colossal_vit.checkpoint.restore import resume
+from colossal_vit.engine import optim
+from colossal_vit.engine.initialize import initialize
+from colossal_vit.engine.trainer import Trainer
+from colossal_vit.parallel.layout import Layout
+from colossal_vit.parallel.ranks import RankLogger
+from colossal_vit.results import read_metrics
+from colossal_vit.run import Run
 from colossalai.legacy import nn as col_nn
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from colossalai.legacy.utils import is_using_pp
 
-import real
+import fork_ranks
+import launchers
 import recipes
 import vit
-import world
 from check_layouts import LAYOUTS
 from conftest import random_start
 from recipes import record
@@ -79,7 +82,7 @@ def test_stopped_and_resumed_runs_record_the_same_bits(name, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
 
     def run(output, *flags):
-        result = world.run(script, argv(config, {**values, **more}, output, *flags), processes)
+        result = fork_ranks.run(script, argv(config, {**values, **more}, output, *flags), processes)
         assert result.codes == [0] * processes, str(result)
         return result.stdout[0]
 
@@ -94,7 +97,7 @@ def test_stopped_and_resumed_runs_record_the_same_bits(name, tmp_path):
     said = run(parts)
     assert f"going on from {parts}/checkpoints/step-{stops[-1]:08d}: step {stops[-1]}" in said
     assert record(parts) == expected
-    assert checkpoint.list_steps(parts / "checkpoints")[0].name == f"step-{total:08d}"
+    assert storage.list_steps(parts / "checkpoints")[0].name == f"step-{total:08d}"
     if "loss scaling" in name:
         assert len({line["loss_scale"] for line in expected if "loss" in line}) > 2, (
             "else the scaler's state is nothing"
@@ -144,7 +147,7 @@ def begin():
     loader = Fixed(config, layout.data, gpc.get_local_rank(ParallelMode.DATA))
     engine, loader, *_ = initialize(model, optimizer, col_nn.CrossEntropyLoss(), loader, None, scheduler)
     log = RankLogger(1)
-    run = launch.Run(config, layout, None, None, torch.device("cpu"), log, accept_changes=True, stop_on_save_error=True)
+    run = Run(config, layout, None, None, torch.device("cpu"), log, accept_changes=True, stop_on_save_error=True)
     run_directory.begin = lambda *_: None  # in this fork: it has none
     return run, Trainer(engine, logger=run.log), loader, scheduler
 
@@ -172,9 +175,9 @@ def save_after_two_steps(path):
     batches = iter(loader)
     for _ in range(2):
         step(trainer.engine, batches, scheduler)
-    snapshot = take(trainer, loader, 0, 2, None)
+    snapshot = capture(trainer, loader, 0, 2, None)
     if snapshot is not None:
-        checkpoint.write(path, *snapshot)
+        storage.write(path, *snapshot)
     return step(trainer.engine, batches, scheduler)
 
 
@@ -185,14 +188,14 @@ def load_each(paths):
         run, trainer, loader, scheduler = begin()
         run.checkpoint = path
         resume(run, trainer, loader, scheduler)
-        snapshot = take(trainer, loader, 0, 2, None)
+        snapshot = capture(trainer, loader, 0, 2, None)
         same = None
         if snapshot is not None:
-            for file, tensors in ((checkpoint.MODEL, snapshot.model), (checkpoint.OPTIMIZER, snapshot.optimizer)):
+            for file, tensors in ((storage.MODEL, snapshot.model), (storage.OPTIMIZER, snapshot.optimizer)):
                 there = safetensors.torch.load_file(path / file)
                 wrong = [key for key in there.keys() | tensors.keys() if not torch.equal(there[key], tensors[key])]
                 same = (same or []) + wrong
-            state = checkpoint.verify(path)
+            state = storage.verify(path)
             assert [snapshot.state[key] for key in ("step", "images", "moments_step")] == [2, 64, 2]
             assert [state[key] for key in ("step", "images", "moments_step")] == [2, 64, 2]
         rate = scheduler.get_last_lr()
@@ -210,7 +213,10 @@ def saved(tmp_path_factory):
         for name, (processes, values, amp) in MODES.items():
             path = folder / name.replace(" ", "-")
             settings = recipes.config(recipes.flags(amp, **values))
-            losses[name] = path, mean(world.call(functools.partial(save_after_two_steps, path), processes, **settings))
+            losses[name] = (
+                path,
+                mean(fork_ranks.call(functools.partial(save_after_two_steps, path), processes, **settings)),
+            )
     return losses
 
 
@@ -219,7 +225,7 @@ def test_every_layout_reads_every_layout(reader, saved):
     processes, values, amp = MODES[reader]
     settings = recipes.config(recipes.flags(amp, **values))
     paths = {name: path for name, (path, _) in saved.items()}
-    answers = world.call(functools.partial(load_each, paths), processes, **settings)
+    answers = fork_ranks.call(functools.partial(load_each, paths), processes, **settings)
     for writer, (_, expected) in saved.items():
         wrong, _, rate = answers[0][writer]
         assert wrong == [], f"written by {writer}: not the same after reading: {wrong}"
@@ -233,7 +239,7 @@ def test_every_layout_reads_every_layout(reader, saved):
 def test_moments_matter(saved):
     """What the test above must see: without moments the next losses would be other ones, weights being the same."""
     path, _ = saved["DP 2"]
-    optimizer = safetensors.torch.load_file(path / checkpoint.OPTIMIZER)
+    optimizer = safetensors.torch.load_file(path / storage.OPTIMIZER)
     assert all(tensor.abs().max() > 0 for tensor in optimizer.values())
     assert {key.split(".", 1)[0] for key in optimizer} == {"exp_avg", "exp_avg_sq"}
 
@@ -268,15 +274,15 @@ def test_the_place_in_the_epoch_counts_in_images(tmp_path, random_weights):
 def test_a_run_that_is_told_to_stop_goes_on_to_the_bit(tmp_path):
     """A signal to one rank, twice, wherever it finds the run; then no more."""
     config, values = HYBRID_RUN[1], {**HYBRID, "BATCH_SIZE": 16, "NUM_EPOCHS": 3}
-    assert world.run(recipes.HYBRID, argv(config, values, tmp_path / "whole"), 2).codes == [0, 0]
+    assert fork_ranks.run(recipes.HYBRID, argv(config, values, tmp_path / "whole"), 2).codes == [0, 0]
     output, steps = tmp_path / "parts", 0
     for victim, number in ((1, signal.SIGUSR1), (0, signal.SIGTERM)):
-        ranks = world.start(recipes.HYBRID, argv(config, values, output), world.by_torchrun(2))
-        real.wait_until(lambda steps=steps: real.steps_on_record(output) >= steps + 3, ranks.output(0, "err"))
+        ranks = fork_ranks.start(recipes.HYBRID, argv(config, values, output), fork_ranks.by_torchrun(2))
+        launchers.wait_until(lambda steps=steps: launchers.steps_on_record(output) >= steps + 3, ranks.output(0, "err"))
         os.kill(ranks.pids[victim], number)
         result = ranks.wait()
         assert result.codes == [75, 75], str(result)
         steps = read_metrics(output)[0][-1]["step"]
     assert steps < read_metrics(tmp_path / "whole")[0][-1]["step"], "stopped before its end"
-    assert world.run(recipes.HYBRID, argv(config, values, output), 2).codes == [0, 0]
+    assert fork_ranks.run(recipes.HYBRID, argv(config, values, output), 2).codes == [0, 0]
     assert record(output) == record(tmp_path / "whole")

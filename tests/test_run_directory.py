@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from colossal_vit.run_directory import MAX_NAME, default
-from colossal_vit.stand_ins import STAND_INS
+from colossal_vit.checkpoint.run_directory import MAX_NAME, default
+from colossal_vit.compat.stand_ins import STAND_INS
 
+import fork_ranks
 import recipes
-import world
 
-FOLDER = world.ROOT / "vit_cifar10_hybrid"
+FOLDER = fork_ranks.ROOT / "vit_cifar10_hybrid"
 SCRIPT, CONFIG = FOLDER / "train_hybrid.py", FOLDER / "configs" / "config_tensor_2d.py"
 
 
@@ -22,7 +22,7 @@ def name(*overrides, script=SCRIPT, config=CONFIG):
 
 
 def test_a_directory_reads_like_its_command():
-    runs = world.ROOT / "runs" / "vit_cifar10_hybrid"
+    runs = fork_ranks.ROOT / "runs" / "vit_cifar10_hybrid"
     assert name() == runs / "train_hybrid" / "config_tensor_2d"
     overrides = ("parallel.pipeline=1", "BATCH_SIZE=16", "OPTIMIZER='adamw'", "fp16.mode=AMP_TYPE.NAIVE")
     said = "config_tensor_2d,BATCH_SIZE=16,OPTIMIZER=adamw,fp16.mode=NAIVE,parallel.pipeline=1"
@@ -74,7 +74,7 @@ def test_two_commands_do_not_continue_each_other(tmp_path):
     argv = recipes.flags(DEPTH=1, BATCH_SIZE=128)
 
     def run(*more):
-        result = world.run(script, [*argv, *more, "--max-steps", "1"])
+        result = fork_ranks.run(script, [*argv, *more, "--max-steps", "1"])
         assert result.codes == [0], str(result)
         return result.stdout[0]
 
@@ -116,7 +116,7 @@ def test_a_deferred_module_is_there_when_it_is_wanted(statement, fresh_modules):
         exec(statement, found)
         return found["ZeroRedundancyOptimizer"].__name__
 
-    assert world.call(function, launched=False) == ["ZeroRedundancyOptimizer"]
+    assert fork_ranks.call(function, launched=False) == ["ZeroRedundancyOptimizer"]
 
 
 def test_colossalai_imports_from_a_stand_in_what_it_holds(fresh_modules):

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-import real
+import fork_ranks
+import launchers
 import recipes
-import world
 
 TEMPLATE = "scripts/slurm/train.sbatch"
 NO_GPU = ["--gpus-per-node=0", "--cpus-per-task=1"]
@@ -26,12 +26,14 @@ signal.pause()
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
     """A cluster with one job in it, `cluster.timed`, that will run out of time."""
-    cluster = real.Slurm(tmp_path_factory.mktemp("slurm"))
+    cluster = launchers.Slurm(tmp_path_factory.mktemp("slurm"))
     project = tmp_path_factory.mktemp("project")
     (project / "example").mkdir()
     (project / "example/train.py").write_text(IDLE)
     options = ["--ntasks-per-node=1", *NO_GPU, f"--output={project}/log", "--time=3", "--signal=B:USR1@75"]
-    cluster.timed = cluster.submit(*options, str(world.ROOT / TEMPLATE), "example/train.py", "config.py", cwd=project)
+    cluster.timed = cluster.submit(
+        *options, str(fork_ranks.ROOT / TEMPLATE), "example/train.py", "config.py", cwd=project
+    )
     cluster.timed_log = project / "log"
     yield cluster
     cluster.stop()
@@ -39,7 +41,7 @@ def slurm(tmp_path_factory):
 
 def submit(slurm, tasks, output, *argv, options=(), style=(), **values):
     """A job of the template on the pipeline config."""
-    flags = real.small(output, **values)
+    flags = launchers.small(output, **values)
     command = ["vit_cifar10_hybrid/train_hybrid.py", recipes.PIPELINE_CONFIG, *flags, *argv]
     log = f"--output={output}-%j.log"
     return slurm.submit(f"--ntasks-per-node={tasks}", *NO_GPU, log, *options, TEMPLATE, *style, *command)
@@ -47,7 +49,7 @@ def submit(slurm, tasks, output, *argv, options=(), style=(), **values):
 
 def workers(output):
     """The training processes that write to a run directory."""
-    code, said = real.run(["pgrep", "-f", rf"^\S*python\S* (-u )?train_hybrid\.py .*--output {output} "])
+    code, said = launchers.run(["pgrep", "-f", rf"^\S*python\S* (-u )?train_hybrid\.py .*--output {output} "])
     return said.split() if code == 0 else []
 
 
@@ -59,7 +61,7 @@ def test_sbatch(slurm, tasks, style, tmp_path):
     said = (tmp_path / f"run-{job}.log").read_text()
     assert f"rank {tasks - 1} of {tasks}" in said
     assert ("started by torchrun in a SLURM job" if style else f"started by srun in job {job}") in said
-    assert real.losses(tmp_path / "run") == real.reference(tmp_path / "reference", tasks)
+    assert launchers.losses(tmp_path / "run") == launchers.reference(tmp_path / "reference", tasks)
 
 
 def test_sbatch_without_arguments_says_what_to_type(slurm, tmp_path):
@@ -73,20 +75,20 @@ LONG = dict(NUM_EPOCHS=1000)
 
 def test_a_cancelled_job_ends_between_two_steps(slurm, tmp_path):
     job = submit(slurm, 2, tmp_path / "run", "--max-steps", "100000", **LONG)
-    real.wait_until(lambda: real.steps_on_record(tmp_path / "run") > 3, slurm.logs)
+    launchers.wait_until(lambda: launchers.steps_on_record(tmp_path / "run") > 3, slurm.logs)
     assert len(workers(tmp_path / "run")) == 2
     assert slurm("scancel", job)[0] == 0
     assert slurm.ended(job) == "CANCELLED"
-    said = real.wait_until(lambda: (tmp_path / f"run-{job}.log").read_text(), "no log")
+    said = launchers.wait_until(lambda: (tmp_path / f"run-{job}.log").read_text(), "no log")
     assert re.search(r"train_hybrid\.py: error: stopped by SIGTERM after step \d+", said), said
     assert "Traceback" not in said
-    real.wait_until(lambda: not workers(tmp_path / "run"), "something of the job is left")
+    launchers.wait_until(lambda: not workers(tmp_path / "run"), "something of the job is left")
 
 
 def queued_again(slurm, job, log):
     """Wait until a job has stopped and is in the queue again; returns what it said."""
-    real.wait_until(lambda: log.exists() and "is queued again" in log.read_text(), slurm.logs)
-    real.wait_until(lambda: re.search(r"Restarts=[1-9]", slurm("scontrol", "show", "job", job)[1]), slurm.logs)
+    launchers.wait_until(lambda: log.exists() and "is queued again" in log.read_text(), slurm.logs)
+    launchers.wait_until(lambda: re.search(r"Restarts=[1-9]", slurm("scontrol", "show", "job", job)[1]), slurm.logs)
     slurm("scancel", "--full", job)
     slurm.ended(job)
     return log.read_text()
@@ -94,18 +96,21 @@ def queued_again(slurm, job, log):
 
 @pytest.mark.parametrize(
     ("style", "ready"),
-    [([], lambda output: real.steps_on_record(output) > 1), (["--torchrun"], lambda output: len(workers(output)) == 2)],
+    [
+        ([], lambda output: launchers.steps_on_record(output) > 1),
+        (["--torchrun"], lambda output: len(workers(output)) == 2),
+    ],
     ids=["a task a process, training", "one torchrun a node, importing"],
 )
 def test_a_job_that_is_told_to_stop_is_queued_again(slurm, style, ready, tmp_path):
     """The batch script hands USR1 on to the training, also to one that cannot hear it yet, and puts the job back."""
     output = tmp_path / "run"
     job = submit(slurm, 2, output, "--max-steps", "100000", style=style, **LONG)
-    real.wait_until(lambda: ready(output), slurm.logs)
+    launchers.wait_until(lambda: ready(output), slurm.logs)
     assert slurm("scancel", "--batch", "--signal=USR1", job)[0] == 0
     said = queued_again(slurm, job, Path(f"{output}-{job}.log"))
     assert len(re.findall(r"error: stopped by SIGUSR1 after step \d+, which \S+ has; exit code 75", said)) == 1
-    assert real.losses(output)
+    assert launchers.losses(output)
 
 
 def test_a_job_out_of_time_is_queued_again(slurm):
@@ -116,6 +121,6 @@ def test_a_job_out_of_time_is_queued_again(slurm):
 def test_a_shell_in_an_allocation_is_told_to_use_srun(slurm, tmp_path):
     """salloc leaves a shell with SLURM's variables, and one process of it is not the job."""
     command = ["salloc", "--ntasks=4", "python", "train_hybrid.py", "--config", recipes.PIPELINE_CONFIG]
-    code, said = slurm(*command, *real.small(tmp_path / "run"), cwd=real.FOLDER)
+    code, said = slurm(*command, *launchers.small(tmp_path / "run"), cwd=launchers.FOLDER)
     assert code == 2, said
     assert "this is a SLURM job of 4 tasks, but srun did not start this process: type `srun bash" in said

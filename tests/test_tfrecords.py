@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from colossal_vit.sample import digits, write_imagenet
+from colossal_vit.data.digits import digits, write_imagenet
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from PIL import Image
 

@@ -3,14 +3,15 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from colossal_vit import config as configs
 from colossal_vit.errors import UserError
-from colossal_vit.sharding import full_parameters, global_norm, split_batch
+from colossal_vit.parallel.layout import Layout
+from colossal_vit.parallel.sharding import full_parameters, global_norm, split_batch
+from colossalai.context import Config
 from colossalai.legacy import nn as col_nn
 
+import fork_ranks
 import recipes
 import vit
-import world
 
 
 def layout(world_size, pipeline=1, mode=None, size=1, **more):
@@ -42,7 +43,7 @@ MODEL = {
 def build():
     from colossalai.legacy.core import global_context as gpc
 
-    layout = configs.Layout.of(gpc.config, torch.distributed.get_world_size())
+    layout = Layout.of(gpc.config, torch.distributed.get_world_size())
     return vit.build_vit(gpc.config, layout), vit.full_vit(gpc.config), gpc.config
 
 
@@ -68,13 +69,13 @@ def test_equals_timm(layout, random_weights):
         torch.testing.assert_close(norm, expected_norm, rtol=1e-5, atol=0)
         for parameter in model.parameters():
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            full, same = parameter.shard.join(gradient), references.pop(parameter.shard.name).grad
+            full, same = parameter.shard.gather(gradient), references.pop(parameter.shard.name).grad
             torch.testing.assert_close(
                 full, same, rtol=1e-5, atol=1e-5, msg=lambda m, name=parameter.shard.name: f"{name}: {m}"
             )
         assert not references, f"parameters that our model lacks: {list(references)}"
 
-    world.call(compare, world_size, parallel=parallel, **MODEL)
+    fork_ranks.call(compare, world_size, parallel=parallel, **MODEL)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -87,19 +88,19 @@ def test_timm_names_in_and_out(layout, random_weights):
         full, expected = full_parameters(model), reference.state_dict()
         return {name: (full[name] - expected[name]).abs().max().item() for name in full}, list(expected)
 
-    answers = world.call(names_and_errors, world_size, parallel=parallel, **MODEL)
+    answers = fork_ranks.call(names_and_errors, world_size, parallel=parallel, **MODEL)
     differences = {name: error for errors, _ in answers for name, error in errors.items()}
     assert sorted(differences) == sorted(answers[0][1])
     assert set(differences.values()) == {0.0}
 
 
 def test_full_initialisation_depends_on_the_seed_only():
-    config = configs.Config({**MODEL, "SEED": 3})
+    config = Config({**MODEL, "SEED": 3})
     torch.manual_seed(0)
     first = vit.full_vit(config).state_dict()
     torch.manual_seed(1)
     second = vit.full_vit(config).state_dict()
-    other = vit.full_vit(configs.Config({**MODEL, "SEED": 4})).state_dict()
+    other = vit.full_vit(Config({**MODEL, "SEED": 4})).state_dict()
     name = "blocks.0.attn.qkv.weight"
     assert torch.equal(first[name], second[name])
     assert not torch.equal(first[name], other[name])
@@ -122,15 +123,15 @@ def test_full_initialisation_depends_on_the_seed_only():
     ],
 )
 def test_refuses_a_model_that_does_not_fit(values, world_size, words):
-    config = configs.Config({"parallel": LAYOUTS["one process"][1], **MODEL, **values})
+    config = Config({"parallel": LAYOUTS["one process"][1], **MODEL, **values})
     with pytest.raises(UserError) as error:
-        vit.check_vit(config, configs.Layout.of(config, world_size))
+        vit.check_vit(config, Layout.of(config, world_size))
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
 def test_refuses_recomputation_in_3d_where_it_is_wrong(monkeypatch):
-    config = configs.Config({**MODEL, "CHECKPOINT": True, "parallel": LAYOUTS["3D 8"][1]})
-    layout = configs.Layout.of(config, 8)
+    config = Config({**MODEL, "CHECKPOINT": True, "parallel": LAYOUTS["3D 8"][1]})
+    layout = Layout.of(config, 8)
     monkeypatch.setattr(torch, "__version__", "2.14.1")
     vit.check_vit(config, layout)
     monkeypatch.setattr(torch, "__version__", "2.5.1+cu121")
@@ -157,7 +158,7 @@ def logits_in_training():
 def test_ranks_with_the_same_activations_drop_the_same(layout, same, random_weights):
     """In 1D all ranks have the whole logits; in 2.5D those of the second depth are copies of the first."""
     world_size, parallel = LAYOUTS[layout]
-    answers = world.call(logits_in_training, world_size, parallel=parallel, **DROPPED)
+    answers = fork_ranks.call(logits_in_training, world_size, parallel=parallel, **DROPPED)
     for first, second in same:
         for here, there in zip(answers[first][0], answers[second][0], strict=True):
             torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-5)
@@ -166,7 +167,7 @@ def test_ranks_with_the_same_activations_drop_the_same(layout, same, random_weig
 @pytest.mark.parametrize(("layout", "different"), [("1D 4", 4), ("2D 4", 4), ("2.5D 8", 4), ("3D 8", 8)])
 def test_ranks_with_different_activations_drop_others(layout, different, random_weights):
     world_size, parallel = LAYOUTS[layout]
-    answers = world.call(logits_in_training, world_size, parallel=parallel, **DROPPED)
+    answers = fork_ranks.call(logits_in_training, world_size, parallel=parallel, **DROPPED)
     assert len({mask.numpy().tobytes() for _, mask in answers}) == different
 
 
@@ -178,14 +179,14 @@ def test_drop_path_leaves_out_whole_images(layout):
     def function():
         from colossalai.legacy.core import global_context as gpc
 
-        parts = configs.Layout.of(gpc.config, world_size).batch_parts
+        parts = Layout.of(gpc.config, world_size).batch_parts
         dropped = vit.DropPath(0.25, parts).train()(torch.ones(64 // parts, 3, 2))
         state = torch.get_rng_state()
         chosen = torch.rand(64)  # the stream that all tensor-parallel ranks share has moved by one batch on each
         torch.set_rng_state(state)
         return dropped, chosen, vit.DropPath(0.25, parts).eval()(torch.ones(1, 1, 1)).item()
 
-    answers = world.call(function, world_size, parallel=parallel)
+    answers = fork_ranks.call(function, world_size, parallel=parallel)
     for dropped, chosen, in_evaluation in answers:
         per_image = dropped.flatten(1)
         assert all(row.unique().numel() == 1 for row in per_image), "an image as a whole"
@@ -210,8 +211,8 @@ def test_recomputation_drops_the_same(layout, random_weights):
             col_nn.CrossEntropyLoss()(model(images), labels).backward()
         return [p.grad for p in model.parameters()]
 
-    kept = world.call(gradients, world_size, parallel=parallel, **DROPPED)
-    recomputed = world.call(gradients, world_size, parallel=parallel, **{**DROPPED, "CHECKPOINT": True})
+    kept = fork_ranks.call(gradients, world_size, parallel=parallel, **DROPPED)
+    recomputed = fork_ranks.call(gradients, world_size, parallel=parallel, **{**DROPPED, "CHECKPOINT": True})
     for here, there in zip(kept, recomputed, strict=True):
         for expected, gradient in zip(here, there, strict=True):
             torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-6)

@@ -16,7 +16,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-import world
+import fork_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = ROOT / ".venv"
@@ -69,7 +69,7 @@ def _run(argv: list[str], environment: dict[str, str], cwd: str, files: list[int
         os.chdir(cwd)
         _become(argv)
 
-    world.end_as(program)
+    fork_ranks.end_as(program)
 
 
 def _answer(connection: socket.socket) -> None:
@@ -133,7 +133,7 @@ class Warm:
         listener.listen(64)
         self.pid = os.fork()
         if self.pid == 0:
-            world.end_as(lambda: _serve(listener))
+            fork_ranks.end_as(lambda: _serve(listener))
         listener.close()
         return self
 

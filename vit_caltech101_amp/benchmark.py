@@ -31,11 +31,12 @@ from typing import Any, NamedTuple
 import colossal_vit  # noqa: F401 silences the import of Colossal-AI
 import torch
 from colossal_vit import config as configs
-from colossal_vit import precision
+from colossal_vit.engine import precision
 from colossal_vit.errors import UserError
 from colossal_vit.mfu import peak_of, training_flops
 from colossal_vit.models import build_timm_vit
-from colossal_vit.report import provenance, read_metrics, write_benchmark
+from colossal_vit.results import provenance, read_metrics, write_benchmark
+from colossalai.context import Config
 
 from train import DEFAULTS, REQUIRED
 
@@ -200,7 +201,7 @@ def find_batch_size(mode: Mode, args: argparse.Namespace, start: int) -> int:
     return good
 
 
-def describe(mode: Mode, args: argparse.Namespace) -> tuple[configs.Config, str, float | None]:
+def describe(mode: Mode, args: argparse.Namespace) -> tuple[Config, str, float | None]:
     """The resolved config, what its mode runs as, and the FLOPs of an image over a device's peak, if that is known."""
     changed = overrides(mode, args, args.batch_size)
     resolved = configs.load(mode.config, changed, REQUIRED, {"SEED": 1024, **DEFAULTS})

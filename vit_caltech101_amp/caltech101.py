@@ -21,12 +21,15 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from colossal_vit.data import IGNORED, EvalSampler, GlobalBatchSampler, SyntheticBatches, identify
-from colossal_vit.dry_run import Placeholders
+from colossal_vit.data.batches import IGNORED, SyntheticBatches
+from colossal_vit.data.digits import write_caltech101
+from colossal_vit.data.identity import identify
+from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.errors import UserError
-from colossal_vit.launch import Run
-from colossal_vit.ranks import RankLogger, on_one_rank, together
-from colossal_vit.sample import appearing, write_caltech101
+from colossal_vit.files import appearing
+from colossal_vit.parallel.ranks import RankLogger, raise_on_all_ranks, run_on_rank_0
+from colossal_vit.plan.fakes import FakeBatches
+from colossal_vit.run import Run
 from colossalai.context import Config
 from PIL import Image
 from torch import Tensor
@@ -288,7 +291,7 @@ class Batches:
                 yield images, labels
 
 
-Loader = Batches | SyntheticBatches | Placeholders
+Loader = Batches | SyntheticBatches | FakeBatches
 
 
 def build_caltech101(run: Run) -> tuple[Loader, Loader | None]:
@@ -301,16 +304,16 @@ def build_caltech101(run: Run) -> tuple[Loader, Loader | None]:
     shape = (config.BATCH_SIZE, 3, config.IMG_SIZE, config.IMG_SIZE)
     num_batches = NUM_TRAINING_IMAGES // (config.BATCH_SIZE * run.layout.data)
     if run.dry_run:
-        return Placeholders(num_batches, shape, run.device), None
+        return FakeBatches(num_batches, shape, run.device), None
     if config.get("SYNTHETIC"):
         run.data = identify("SYNTHETIC", (0, 0), config.NUM_CLASSES, "")
         run.log.info("SYNTHETIC: one random batch over and over")
         return tuple(SyntheticBatches(n, shape, config.NUM_CLASSES, run.device, config.SEED) for n in (10**6, 1))
     data = config.get("DATA") or os.environ.get("DATA") or None
     sample = Path(__file__).resolve().parents[1] / "data" / "sample"
-    on_one_rank(lambda: prepare(data, sample, run.log))
+    run_on_rank_0(lambda: prepare(data, sample, run.log))
     size = config.get("CACHE_SIZE", round(config.IMG_SIZE * 8 / 7))  # 256 for 224, as in the tutorial
-    with together():
+    with raise_on_all_ranks():
         images = find_images(Path(data) if data else sample)
         if len(images.classes) > config.NUM_CLASSES:
             raise UserError(f"NUM_CLASSES = {config.NUM_CLASSES}, but {images.root} has {len(images.classes)} classes")
@@ -318,8 +321,8 @@ def build_caltech101(run: Run) -> tuple[Loader, Loader | None]:
             raise UserError(f"CACHE_SIZE = {size}: must be at least IMG_SIZE = {config.IMG_SIZE}")
         train, test = split(images.labels, config.get("TRAIN_PER_CLASS"))
         train_sampler = GlobalBatchSampler(len(train), config.BATCH_SIZE, config.gradient_accumulation, config.SEED)
-    on_one_rank(lambda: fill_cache(images, size, run.log))
-    with together():
+    run_on_rank_0(lambda: fill_cache(images, size, run.log))
+    with raise_on_all_ranks():
         pixels = open_cache(folder := cache_folder(images, size))
         if pixels is None:
             raise UserError(f"{folder}: made by rank 0, cannot be read here: DATA must be a disk that all nodes share")

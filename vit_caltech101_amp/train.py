@@ -6,13 +6,14 @@ Data parallel: every process holds the whole model.
 """
 
 import torch
-from colossal_vit import dry_run, launch
-from colossal_vit.engine import initialize
-from colossal_vit.hooks import standard_hooks
+from colossal_vit import launch
+from colossal_vit.checkpoint.restore import resume
+from colossal_vit.engine.initialize import initialize
+from colossal_vit.engine.optim import build_optimizer
+from colossal_vit.engine.trainer import Trainer
+from colossal_vit.hooks.standard import standard_hooks
 from colossal_vit.models import build_timm_vit, check_timm_vit
-from colossal_vit.optim import build_optimizer
-from colossal_vit.state import resume
-from colossal_vit.trainer import Trainer
+from colossal_vit.plan.meter import StepPlan, measure
 from colossalai.nn.lr_scheduler import LinearWarmupLR
 
 from caltech101 import build_caltech101
@@ -34,7 +35,7 @@ DEFAULTS = {
 }
 
 
-def main() -> dry_run.StepPlan | None:
+def main() -> StepPlan | None:
     # ---- Launch: flags, config file, process groups ----------------------------------------------------------------
     run = launch.start(__doc__, REQUIRED, DEFAULTS, check_timm_vit)
     config = run.config
@@ -61,7 +62,7 @@ def main() -> dry_run.StepPlan | None:
         model, optimizer, criterion, train_dataloader, test_dataloader, lr_scheduler
     )
     if run.dry_run:
-        return dry_run.measure(engine, train_dataloader)
+        return measure(engine, train_dataloader)
 
     # ---- Train, from the newest checkpoint on if there is one ------------------------------------------------------
     trainer = Trainer(engine, logger=run.log)

@@ -15,12 +15,14 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from colossal_vit.data import IGNORED, EvalSampler, GlobalBatchSampler, identify, sees_images, to_device
-from colossal_vit.dry_run import Placeholders
+from colossal_vit.data.batches import IGNORED, sees_images, to_device
+from colossal_vit.data.digits import write_cifar10
+from colossal_vit.data.identity import identify
+from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.errors import UserError
-from colossal_vit.launch import Run
-from colossal_vit.ranks import on_one_rank, together
-from colossal_vit.sample import write_cifar10
+from colossal_vit.parallel.ranks import raise_on_all_ranks, run_on_rank_0
+from colossal_vit.plan.fakes import FakeBatches
+from colossal_vit.run import Run
 from colossalai.context import Config
 from torch import Tensor
 from torchvision.datasets import CIFAR10
@@ -218,12 +220,12 @@ def build_cifar10(run: Run) -> tuple[Batches, Batches]:
     config: Config = run.config
     if run.dry_run:
         shape = (config.BATCH_SIZE, 3, config.IMG_SIZE, config.IMG_SIZE)
-        return Placeholders(50_000 // (config.BATCH_SIZE * run.layout.data), shape, run.device), None
+        return FakeBatches(50_000 // (config.BATCH_SIZE * run.layout.data), shape, run.device), None
     data = config.get("DATA") or os.environ.get("DATA") or None
     sample = Path(__file__).resolve().parents[1] / "data" / "sample"
-    on_one_rank(lambda: prepare(data, sample, run.log))
+    run_on_rank_0(lambda: prepare(data, sample, run.log))
     root = Path(data) if data else sample
-    with together():
+    with raise_on_all_ranks():
         train_images, train_labels, digest = read(root, train=True)
         test_images, test_labels, test_digest = read(root, train=False)
         classes = int(torch.cat([train_labels, test_labels]).max()) + 1

@@ -5,12 +5,13 @@
 The layout is in the config file: processes = data × parallel.pipeline × parallel.tensor.size.
 """
 
-from colossal_vit import dry_run, launch
-from colossal_vit.engine import initialize
-from colossal_vit.hooks import standard_hooks
-from colossal_vit.optim import CosineAnnealingWarmupLR, build_optimizer
-from colossal_vit.state import resume
-from colossal_vit.trainer import Trainer
+from colossal_vit import launch
+from colossal_vit.checkpoint.restore import resume
+from colossal_vit.engine.initialize import initialize
+from colossal_vit.engine.optim import CosineAnnealingWarmupLR, build_optimizer
+from colossal_vit.engine.trainer import Trainer
+from colossal_vit.hooks.standard import standard_hooks
+from colossal_vit.plan.meter import StepPlan, measure
 from colossalai.legacy import nn as col_nn
 
 from cifar10 import build_cifar10
@@ -33,7 +34,7 @@ DEFAULTS = {
 }
 
 
-def main() -> dry_run.StepPlan | None:
+def main() -> StepPlan | None:
     # ---- Launch: flags, config file, process groups ----------------------------------------------------------------
     run = launch.start(__doc__, REQUIRED, DEFAULTS, check_vit)
     config = run.config
@@ -60,7 +61,7 @@ def main() -> dry_run.StepPlan | None:
         model, optimizer, criterion, train_dataloader, test_dataloader, lr_scheduler
     )
     if run.dry_run:
-        return dry_run.measure(engine, train_dataloader)
+        return measure(engine, train_dataloader)
 
     # ---- Train, from the newest checkpoint on if there is one ------------------------------------------------------
     trainer = Trainer(engine, logger=run.log)

@@ -13,10 +13,11 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from colossal_vit.config import Layout, num_model_chunks
+from colossal_vit.config.load import num_model_chunks
 from colossal_vit.errors import UserError
 from colossal_vit.models import cpu_seed
-from colossal_vit.sharding import annotate, load_full, split_batch
+from colossal_vit.parallel.layout import Layout
+from colossal_vit.parallel.sharding import annotate, load_full, split_batch
 from colossalai.context import Config
 from colossalai.legacy import nn as col_nn
 from colossalai.legacy.context import ParallelMode

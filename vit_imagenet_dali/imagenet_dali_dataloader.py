@@ -22,14 +22,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import nvidia.dali
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from colossal_vit.data import IGNORED, SyntheticBatches, identify, sees_images, to_device
-from colossal_vit.dry_run import Placeholders
+from colossal_vit.data.batches import IGNORED, SyntheticBatches, sees_images, to_device
+from colossal_vit.data.digits import write_imagenet
+from colossal_vit.data.identity import identify
 from colossal_vit.errors import UserError
-from colossal_vit.launch import Run
-from colossal_vit.ranks import RankLogger, on_one_rank, together
-from colossal_vit.sample import write_imagenet
+from colossal_vit.parallel.ranks import RankLogger, all_gather_object, raise_on_all_ranks, run_on_rank_0
+from colossal_vit.plan.fakes import FakeBatches
+from colossal_vit.run import Run
 from colossalai.context import Config
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
@@ -445,12 +445,11 @@ def check_sizes(train: Records, validation: Records, data: Path, config: Config,
 def threads_per_rank() -> int:
     """CPU cores that this rank may use, shared fairly with the ranks that may use the same ones."""
     cores = sorted(os.sched_getaffinity(0))
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (socket.gethostname(), cores), group=gpc.get_cpu_group(ParallelMode.GLOBAL))
-    return max(1, len(cores) // everyone.count((socket.gethostname(), cores)))
+    place = socket.gethostname(), cores
+    return max(1, len(cores) // all_gather_object(place).count(place))
 
 
-Loader = DaliLoader | SyntheticBatches | Placeholders
+Loader = DaliLoader | SyntheticBatches | FakeBatches
 
 
 def build_imagenet(run: Run) -> tuple[Loader, Loader | None]:
@@ -464,7 +463,7 @@ def build_imagenet(run: Run) -> tuple[Loader, Loader | None]:
     shape = (config.BATCH_SIZE, 3, config.IMG_SIZE, config.IMG_SIZE)
     num_batches = NUM_IMAGES // run.layout.data // config.BATCH_SIZE
     if run.dry_run:
-        return Placeholders(num_batches, shape, run.device), None
+        return FakeBatches(num_batches, shape, run.device), None
     if config.get("SYNTHETIC"):
         run.data = identify("SYNTHETIC", (0, 0), config.NUM_CLASSES, "")
         run.log.info("SYNTHETIC: one random batch over and over, of the size of ImageNet an epoch")
@@ -472,18 +471,18 @@ def build_imagenet(run: Run) -> tuple[Loader, Loader | None]:
     data = config.get("DATA") or os.environ.get("DATA") or None
     sample = Path(__file__).resolve().parents[1] / "data" / "sample"
     if data is None:
-        on_one_rank(lambda: prepare_sample(sample))
+        run_on_rank_0(lambda: prepare_sample(sample))
         run.log.info(f"DATA is not set: this is the sample, 1,797 scanned digits in ImageNet's format, in {sample}")
     data = Path(data) if data else sample / "imagenet_tfrecords"
-    with together():
+    with raise_on_all_ranks():
         splits = [find_records(data, split) for split in tfrecords.NUM_SHARDS]
     if dali.get("max_bad") is not None:
-        on_one_rank(lambda: leave_out(splits, run.output, config.NUM_CLASSES, dali["max_bad"], run.log))
+        run_on_rank_0(lambda: leave_out(splits, run.output, config.NUM_CLASSES, dali["max_bad"], run.log))
         filtered = partial(filtered_index, run.output)
-        with together():
+        with raise_on_all_ranks():
             splits = [list_records(r.shards, list(map(filtered, r.indices)), whole=False) for r in splits]
     train, validation = splits
-    with together():
+    with raise_on_all_ranks():
         check_sizes(train, validation, data, config, run.layout.data)
     classes, counts = class_names(data), (train.num_images, validation.num_images)
     run.data = identify("ImageNet", counts, classes or config.NUM_CLASSES, f"{train.digest()} {validation.digest()}")

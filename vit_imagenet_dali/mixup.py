@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from colossal_vit.data import to_device
+from colossal_vit.data.batches import to_device
 from torch import Tensor
 
 

@@ -3,10 +3,10 @@
 import statistics
 
 import torch
-from colossal_vit import precision
-from colossal_vit.hooks import MetricsHook
+from colossal_vit.engine import precision
+from colossal_vit.hooks.metrics import MetricsHook
 from colossal_vit.mfu import peak_of, training_flops
-from colossal_vit.ranks import RankLogger
+from colossal_vit.parallel.ranks import RankLogger
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from colossalai.legacy.trainer import Trainer

@@ -4,8 +4,8 @@ import json
 import statistics
 from pathlib import Path
 
-from colossal_vit.dry_run import format_table
-from colossal_vit.report import read_metrics
+from colossal_vit.plan.report import format_table
+from colossal_vit.results import read_metrics
 from colossalai.context import Config
 
 NUM_IMAGES = 1_281_167  # ImageNet-1K's training set

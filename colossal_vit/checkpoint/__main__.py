@@ -1,0 +1,180 @@
+"""Checkpoints from the command line.
+
+python -m colossal_vit.checkpoint ls RUN_DIRECTORY
+python -m colossal_vit.checkpoint verify RUN_DIRECTORY|CHECKPOINT ...
+python -m colossal_vit.checkpoint export CHECKPOINT FOLDER [--dtype fp16]
+python -m colossal_vit.checkpoint import WEIGHTS.safetensors CHECKPOINT [--img-size 384] [--num-classes 10]
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from colossal_vit.checkpoint.storage import (
+    _NAME,
+    FOLDER,
+    MANIFEST,
+    MODEL,
+    OPTIMIZER,
+    STATE,
+    _first_valid,
+    list_steps,
+    verify,
+)
+from colossal_vit.errors import UserError
+
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        raise UserError(f"{message} (--help lists the verbs and their flags)")
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether a folder is a checkpoint, whole or not; timm's folders have a MODEL too, but none of the others."""
+    return bool(_NAME.fullmatch(path.name)) or any((path / name).exists() for name in (OPTIMIZER, STATE, MANIFEST))
+
+
+def _checkpoints(path: Path) -> list[Path]:
+    """The checkpoints that a path on the command line means: itself, or all of a run, newest first.
+
+    Raises:
+        UserError: if there are none.
+    """
+    if not path.exists():
+        raise UserError(f"{path}: no such file or directory")
+    if _is_checkpoint(path):
+        return [path]
+    folder = path / FOLDER if (path / FOLDER).is_dir() else path
+    if not (found := list_steps(folder)):
+        raise UserError(f"{folder}: is no checkpoint, and there are none in it")
+    return found
+
+
+def _one_valid(path: Path) -> Path:
+    """The checkpoint that a path on the command line means: itself, or the newest of a run that holds.
+
+    Raises:
+        UserError: if it does not hold, or none does.
+    """
+    found, faults = _first_valid(_checkpoints(path))
+    if found is None:
+        raise UserError(faults[0])
+    return found
+
+
+def _weights(source: Path) -> Path:
+    """The file that `import` is to read: one of ours has been checked.
+
+    Raises:
+        UserError: if there is none, or it is of another format.
+    """
+    if source.is_dir():
+        if (source / MODEL).exists() and not _is_checkpoint(source):
+            return source / MODEL
+        return _one_valid(source) / MODEL
+    if source.suffix != ".safetensors":
+        raise UserError(
+            f"{source}: only .safetensors files are read, and folders with one: files of other formats (.bin, .pth, "
+            f".pt, .ckpt, .npz) can run code when they are opened"
+        )
+    return source
+
+
+def _ls(args: argparse.Namespace) -> int:
+    best = None
+    for path in _checkpoints(args.run):
+        try:
+            state = verify(path)
+        except UserError as error:
+            print(f"{path.name}  damaged: {error}")
+            continue
+        best = best or state["best"]  # the newest one knows
+        size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
+        mark = f"  best: {best['accuracy']:.2%}" if best and best["step"] == state["step"] else ""
+        print(f"{path.name}  epoch {state['epoch']}  {size:.1f} MB{mark}")
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    code = 0
+    for path in [each for named in args.paths for each in _checkpoints(named)]:
+        try:
+            print(f"{path}: good, step {verify(path)['step']}")
+        except UserError as error:
+            print(error)
+            code = 1
+    return code
+
+
+def _export(args: argparse.Namespace) -> int:
+    path = _one_valid(args.checkpoint)
+    from colossal_vit.checkpoint.timm_weights import export_timm
+
+    export_timm(path, args.folder, _DTYPES[args.dtype])
+    print(f'{path} is in {args.folder}: timm.create_model("local-dir:{args.folder}", pretrained=True)')
+    return 0
+
+
+def _import(args: argparse.Namespace) -> int:
+    source = _weights(args.source)
+    from colossal_vit.checkpoint.timm_weights import import_timm
+
+    import_timm(source, args.checkpoint, args.img_size, args.num_classes)
+    print(f"{source} is in {args.checkpoint}: start from it with --resume {args.checkpoint}")
+    return 0
+
+
+def _get_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m colossal_vit.checkpoint",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True)
+
+    verb = verbs.add_parser("ls", help="list the checkpoints of a run, newest first")
+    verb.add_argument("run", type=Path, metavar="RUN_DIRECTORY")
+    verb.set_defaults(act=_ls)
+
+    verb = verbs.add_parser("verify", help="check every byte; the exit code is 1 if any is damaged")
+    verb.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="a checkpoint, or a run directory for all")
+    verb.set_defaults(act=_verify)
+
+    verb = verbs.add_parser("export", help="write a folder that timm.create_model takes")
+    verb.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="or a run directory for the newest")
+    verb.add_argument("folder", type=Path, metavar="FOLDER", help="must not exist, or be empty")
+    verb.add_argument("--dtype", choices=_DTYPES, default="fp32", help="of the weights (default %(default)s)")
+    verb.set_defaults(act=_export)
+
+    verb = verbs.add_parser("import", help="make a checkpoint to start from of weights that timm has")
+    verb.add_argument("source", type=Path, metavar="SOURCE", help="a .safetensors file, a folder with one, or a run")
+    verb.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="must not exist")
+    verb.add_argument("--img-size", type=int, metavar="N", help="resample the position embedding for images of N px")
+    verb.add_argument(
+        "--num-classes", type=int, metavar="N", help="start with a head of zeros, unless it has N already"
+    )
+    verb.set_defaults(act=_import)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line, by default this process's; a user's mistake becomes one line on stderr.
+
+    Returns:
+        The exit code: 0, 1 if `verify` found damage, 2 for a user's mistake.
+    """
+    try:
+        args = _get_parser().parse_args(argv)
+        return args.act(args)
+    except UserError as error:
+        print(f"checkpoint: error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

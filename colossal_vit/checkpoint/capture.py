@@ -1,0 +1,121 @@
+"""The state of a run, gathered from the ranks of any layout."""
+
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from colossal_vit import config
+from colossal_vit.checkpoint.state import _buffers, _layout, _random_state, _slots
+from colossal_vit.engine.engine import Engine
+from colossal_vit.engine.micro_batches import MicroBatches
+from colossal_vit.engine.trainer import Trainer
+from colossal_vit.parallel.ranks import all_gather_object
+from colossal_vit.parallel.sharding import Shard
+from colossalai.legacy.context import ParallelMode
+from colossalai.legacy.core import global_context as gpc
+from torch import Tensor
+
+_PACKAGES = ("torch", "colossalai", "timm")
+
+
+class Snapshot(NamedTuple):
+    """What `checkpoint.write` takes, all of it on the CPU."""
+
+    model: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    state: dict[str, Any]
+
+
+def _moment_names(engine: Engine) -> set[str]:
+    states = engine.optimizer.optim.state.values()
+    return {key for state in states for key, value in state.items() if isinstance(value, Tensor) and value.ndim}
+
+
+def _moments_step(engine: Engine) -> int:
+    """How many updates the moments have seen: fewer than optimizer steps if some were skipped."""
+    return max((int(state.get("step", 0)) for state in engine.optimizer.optim.state.values()), default=0)
+
+
+def _own_pieces(engine: Engine, moments: list[str]) -> Iterator[tuple[str, Shard, Tensor]]:
+    """Every tensor of this rank in the order of all ranks of its stage: weights under "", moments under their names."""
+    for slot in _slots(engine):
+        yield "", slot.shard, slot.master
+        state = engine.optimizer.optim.state.get(slot.master, {})
+        for key in moments:  # a piece that is not used has none
+            yield key, slot.shard, state[key] if key in state else torch.zeros_like(slot.master)
+
+
+def _key(moment: str, name: str) -> str:
+    return f"{moment}.{name}" if moment else name
+
+
+@torch.no_grad()
+def capture(trainer: Trainer, train_dataloader: MicroBatches, epoch: int, start: int, best: Any) -> Snapshot | None:
+    """The state of the run, on rank 0; None on the others. All ranks call it, between two optimizer steps.
+
+    Args:
+        trainer: of the run.
+        train_dataloader: what `engine.initialize` returned.
+        epoch: to go on with.
+        start: the micro-batch of it to go on with.
+        best: accuracy and step of the best evaluation so far, or None.
+    """
+    engine = trainer.engine
+    rank, replica = gpc.get_global_rank(), gpc.get_local_rank(ParallelMode.DATA)
+    speaks = replica == 0 and gpc.get_local_rank(ParallelMode.TENSOR) == 0  # for its stage
+    own = {
+        "rng": _random_state(),
+        "data": train_dataloader.state_dict(),
+        "speaks": speaks,
+        "moments": _moment_names(engine),
+        "moments_step": _moments_step(engine),
+        "names": [(slot.shard.name, slot.shard.full_shape(slot.master.shape)) for slot in _slots(engine)],
+    }
+    ranks = all_gather_object(own)
+    moments = sorted(set().union(*(own["moments"] for own in ranks)))
+    group = gpc.get_cpu_group(ParallelMode.GLOBAL)
+    full: dict[str, dict[str, Tensor]] = {key: {} for key in ("", *moments)}
+    if replica == 0:
+        for moment, shard, piece in _own_pieces(engine, moments):
+            tensor = shard.gather(piece)
+            if rank == 0:
+                copied = tensor.to("cpu", copy=tensor.data_ptr() == piece.data_ptr()).contiguous()
+                full[moment][_key(moment, shard.name)] = copied
+            elif speaks:
+                dist.send(tensor.cpu().contiguous(), 0, group=group)
+    if rank > 0:
+        return None
+    for sender, theirs in enumerate(ranks):
+        if sender > 0 and theirs["speaks"]:
+            for name, shape in theirs["names"]:
+                for moment in ("", *moments):
+                    tensor = torch.empty(shape, dtype=_dtype(engine, moment))
+                    dist.recv(tensor, sender, group=group)
+                    full[moment][_key(moment, name)] = tensor
+    model = {**full.pop(""), **{name: buffer.to("cpu", copy=True) for name, buffer in _buffers(engine).items()}}
+    global_batch = gpc.config.BATCH_SIZE * gpc.config.gradient_accumulation * gpc.get_world_size(ParallelMode.DATA)
+    state = {
+        "step": engine.num_steps,
+        "epoch": epoch,
+        "images": start // engine.accumulation * global_batch,  # of this epoch
+        "global_batch": global_batch,
+        "optimizer": type(engine.optimizer.optim).__name__,
+        "moments_step": max(own["moments_step"] for own in ranks),
+        "scaler": engine.optimizer.scaler_state(),
+        "best": best,
+        "layout": _layout(),
+        "ranks": [{"rng": own["rng"], "data": own["data"]} for own in ranks],
+        "config": config.plain(gpc.config),
+        "normalization": getattr(train_dataloader, "normalization", None),
+        "versions": {name: metadata.version(name) for name in _PACKAGES},
+    }
+    return Snapshot(model, {name: tensor for part in full.values() for name, tensor in part.items()}, state)
+
+
+def _dtype(engine: Engine, moment: str) -> torch.dtype:
+    """Of weights or moments: the same on every stage."""
+    if not moment:
+        return _slots(engine)[0].master.dtype
+    return next(state[moment].dtype for state in engine.optimizer.optim.state.values() if moment in state)

@@ -1,0 +1,185 @@
+"""The run directory: which one a command writes to, what of an earlier run it finds there, and making it ready."""
+
+import argparse
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Iterable
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from colossal_vit import config as configs
+from colossal_vit.checkpoint import lock, storage
+from colossal_vit.errors import UserError
+from colossal_vit.parallel.ranks import RankLogger
+from colossalai.context import Config
+
+INDEX_FILES = "idx_files"  # of DALI, when records are left out
+MAX_NAME = 200  # bytes of a folder's name; file systems allow 255
+
+
+def default(script: Path, config: Path, overrides: Iterable[str], resume: str = "auto") -> Path:
+    """The run directory of a command that names none: `runs/<example>/<script>/<config>,KEY=VALUE,...`.
+
+    The same command always gets the same directory, in whatever order it gives its overrides and wherever it is typed;
+    a command with another script, config file or override gets another one.
+
+    Args:
+        script: the train script, in its example's folder.
+        config: the config file.
+        overrides: the `KEY=VALUE` strings of `--set`.
+        resume: the value of `--resume`; a run that starts from a checkpoint is another one.
+
+    Raises:
+        UserError: if an override is malformed.
+    """
+    folder, config = script.resolve().parent, config.resolve()
+    parts = {".".join(path): value for path, value in map(configs.parse_override, overrides)}
+    if resume not in ("auto", "never"):
+        parts["resume"] = str(Path(resume).resolve())
+    inside = config.is_relative_to(folder)
+    named = config.relative_to(folder) if inside else config
+    words = [part for part in named.parts[:-1] if inside and part not in ("config", "configs")]
+    exact = [str(named), *(f"{key}={parts[key]!r}" for key in sorted(parts))]
+    name = ",".join(["-".join([*words, config.stem]), *(f"{key}={_plain(parts[key])}" for key in sorted(parts))])
+    readable = re.sub(r"[^\w.,=+-]+", "_", re.sub(r"[\s()\[\]{}'\"]", "", name), flags=re.ASCII)
+    if readable != name or not inside or len(readable) > MAX_NAME:  # the name alone may fit another command too
+        readable = f"{readable[:MAX_NAME]}~{hashlib.sha256(repr(exact).encode()).hexdigest()[:8]}"
+    return folder.parent / "runs" / folder.name / script.stem / readable
+
+
+def _plain(value: Any) -> str:
+    """A value of an override as a name shows it: strings and AMP modes without quotes and prefix."""
+    if isinstance(value, Enum):
+        return value.name
+    return value if isinstance(value, str) else repr(value)
+
+
+def _has_a_run(directory: Path) -> bool:
+    folder = directory / storage.FOLDER
+    return (directory / "metrics.jsonl").exists() or (folder.is_dir() and any(folder.iterdir()))
+
+
+def _set_aside(directory: Path) -> Path:
+    """Rename a directory that holds an earlier run to `<name>.1`, `<name>.2`, ..., and create an empty one.
+
+    What this run itself has written stays. A link goes on pointing to where it did.
+
+    Returns:
+        Where the earlier run is now.
+    """
+    directory, number = directory.resolve(), 1
+    while (older := directory.with_name(f"{directory.name}.{number}")).exists():
+        number += 1
+    directory.rename(older)
+    directory.mkdir()
+    lock.hold(directory)
+    if (older / INDEX_FILES).exists():
+        (older / INDEX_FILES).rename(directory / INDEX_FILES)
+    return older
+
+
+def _newer_than(path: Path, own: Path) -> list[Path]:
+    """The checkpoints in `own` that are newer than `path`, if that is one of them."""
+    steps = storage.list_steps(own)
+    names = [step.name for step in steps]
+    return steps[: names.index(path.name)] if path.resolve().parent == own.resolve() and path.name in names else []
+
+
+def _find_checkpoint(args: argparse.Namespace, own: Path, log: RankLogger) -> Path | None:
+    """What `--resume` means, with `own` the folder of the run's own checkpoints.
+
+    Raises:
+        UserError: if a checkpoint that was named is not valid, or resuming it would lose newer ones.
+    """
+    restarts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    restarted = any(count.isdigit() and int(count) for count in restarts)  # the same command, which has begun before
+    if args.resume == "never" and not restarted:
+        return None
+    newest, skipped = storage.newest(own)
+    if args.resume == "auto" or restarted or (newest and _began_so(args, newest)):
+        for reason in skipped:
+            log.info(f"skipped: {reason}")
+        if newest or args.resume == "auto":
+            return newest
+    if args.resume == "never":
+        return None
+    path = Path(args.resume)
+    if (path / storage.FOLDER).is_dir():
+        path, skipped = storage.newest(named := path / storage.FOLDER)
+        if path is None:
+            raise UserError(f"--resume {args.resume}: {skipped[0] if skipped else f'{named} is empty'}")
+    else:
+        try:
+            storage.verify(path)
+        except UserError as error:
+            raise UserError(f"--resume {args.resume}: {error}") from None
+    if (newer := _newer_than(path, own)) and not args.eval_only:
+        raise UserError(
+            f"--resume {args.resume}: {own} has newer ones, up to {newer[0].name}: give another --output, or move them "
+            f"away"
+        )
+    return path
+
+
+def _began_so(args: argparse.Namespace, newest: Path) -> bool:
+    """Whether the run in its directory was started by the same `--resume PATH`; an evaluation means PATH itself."""
+    return not args.eval_only and started_from(newest) == _start(args.resume)
+
+
+def _start(resume: str) -> str | None:
+    """What `--resume` names, wherever the command is typed."""
+    return None if resume in ("auto", "never") else str(Path(resume).resolve())
+
+
+def started_from(path: Path) -> str | None:
+    """The `--resume PATH` that the run of a checkpoint was last started with."""
+    return storage.read_state(path).get("started_from")
+
+
+def prepare(args: argparse.Namespace, output: Path, log: RankLogger) -> tuple[Path | None, str | None]:
+    """Find the checkpoint to resume, and make sure that this run alone writes to its directory. Writes nothing else.
+
+    Returns:
+        The checkpoint, or None; and what `started_from` is to be in checkpoints of this run.
+
+    Raises:
+        UserError: if the checkpoint cannot be found, or the directory not be written, or another run writes to it.
+    """
+    own = output / storage.FOLDER
+    if not args.eval_only:
+        try:
+            if reason := lock.hold(output):
+                log.info(f"{output}: cannot be locked ({reason}): see to it that no other run writes there")
+            tempfile.TemporaryFile(dir=output).close()
+        except OSError as error:
+            raise UserError(f"--output {output}: cannot be written: {error.strerror or error}") from None
+    path = _find_checkpoint(args, own, log)
+    if args.eval_only and path is None:
+        raise UserError(f"--eval-only: no checkpoint in {own}; name one with --resume PATH, or its --output")
+    inherited = started_from(path) if path and path.resolve().parent == own.resolve() else None
+    return path, _start(args.resume) or inherited
+
+
+def begin(output: Path, path: Path | None, config: Config, log: RankLogger) -> None:
+    """Make a run directory ready for the steps after checkpoint `path`, once everything about the run is checked.
+
+    Raises:
+        UserError: if it cannot be written.
+    """
+    own = output / storage.FOLDER
+    try:
+        if path and path.resolve().parent == own.resolve():
+            storage.clean(own)
+            for newer in _newer_than(path, own):
+                log.info(f"{newer} is {storage.set_aside(newer).name} now")
+        elif _has_a_run(output):
+            log.info(f"an earlier run was in {output}; it is in {_set_aside(output)} now")
+        own.mkdir(exist_ok=True)
+        scratch = output / ".config.json"
+        scratch.write_text(configs.to_json(config) + "\n")
+        scratch.replace(output / "config.json")
+    except OSError as error:
+        raise UserError(f"--output {output}: cannot be written: {error.strerror or error}") from None

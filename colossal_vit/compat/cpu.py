@@ -1,0 +1,91 @@
+"""Colossal-AI's legacy engine on a machine without CUDA: tensors on the CPU, gloo between processes.
+
+Colossal-AI asks its accelerator object for a device in some places and `torch.cuda` in others. `enable()` answers
+both for the CPU, and only inside Colossal-AI: `torch.cuda` itself stays as it is.
+"""
+
+import contextlib
+import importlib
+import os
+import types
+from pathlib import Path
+
+import torch
+from colossal_vit.compat.patches import overlay
+from colossalai.accelerator import set_accelerator
+from colossalai.accelerator.cpu_accelerator import CpuAccelerator
+
+# Modules of Colossal-AI that call torch.cuda whatever the device is.
+_MODULES_CALLING_CUDA = (
+    "colossalai.legacy.context.random._helper",
+    "colossalai.legacy.context.random.seed_manager",
+    "colossalai.legacy.communication.utils",
+    "colossalai.legacy.nn.layer.parallel_3d._utils",
+)
+
+
+class HostAccelerator(CpuAccelerator):
+    """The CPU accelerator with the answers that the legacy engine needs and `CpuAccelerator` refuses."""
+
+    def synchronize(self, device=None) -> None:
+        """Nothing to wait for: CPU operations are finished when they return."""
+
+    def empty_cache(self) -> None:
+        """The CPU allocator keeps no cache of its own."""
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def set_rng_state(self, new_state: torch.Tensor, device=None) -> None:
+        torch.set_rng_state(new_state)
+
+    def get_rng_state(self, device=None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+
+# `torch.cuda` as far as Colossal-AI calls it, meaning the CPU.
+_CUDA_ON_HOST = types.SimpleNamespace(
+    current_device=lambda: torch.device("cpu"),
+    default_stream=lambda *args: types.SimpleNamespace(synchronize=lambda: None),
+    get_rng_state=lambda *args: torch.get_rng_state(),
+    is_available=lambda: False,
+    manual_seed=torch.manual_seed,
+    set_rng_state=lambda state, *args: torch.set_rng_state(state),
+)
+
+
+def idle_gpus(root: Path = Path("/")) -> str | None:
+    """What to tell a user whose GPUs the installed torch cannot use; None where there are none, or they are hidden.
+
+    Args:
+        root: of the file system; the NVIDIA driver lists its GPUs below `proc`, and WSL has them at `dev/dxg`.
+    """
+    listed = root / "proc/driver/nvidia/gpus"
+    found = len(list(listed.iterdir())) if listed.is_dir() else int((root / "dev/dxg").exists())
+    if not found or torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return None
+    needed = (
+        f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
+        if torch.version.cuda
+        else (f"torch {torch.__version__} is built without CUDA")
+    )
+    return (
+        f"warning: this machine has {found} NVIDIA GPU(s), but this run is on the CPU: {needed}. Compare with the CUDA "
+        f"Version in the first lines of nvidia-smi; `bash scripts/setup.sh` installs what fits the driver"
+    )
+
+
+def enable() -> None:
+    """Make Colossal-AI run on the CPU in this process. Call before launching; calling twice is harmless."""
+    set_accelerator(HostAccelerator())
+    torch_on_host = overlay(torch, cuda=_CUDA_ON_HOST)
+    for name in _MODULES_CALLING_CUDA:
+        module = importlib.import_module(name)
+        with contextlib.suppress(AttributeError):
+            module.torch = torch_on_host

@@ -1,0 +1,149 @@
+"""Config files: plain Python, as the Colossal-AI tutorials have them, loaded, overridden and checked.
+
+UPPERCASE names are hyper-parameters, lowercase ones switch features of Colossal-AI (`parallel`, `fp16`, ...). A file
+is evaluated once, with every `--set KEY=VALUE` applied at the assignment of KEY, so that values computed further down
+follow the override.
+"""
+
+import ast
+import builtins
+import json
+import math
+import types
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from colossal_vit.config.overrides import _ApplyOverrides, _overridden, parse_override
+from colossal_vit.config.schema import _SCALER_KEYS, SCHEMA, _check, _check_used, _nearest
+from colossal_vit.errors import UserError
+from colossalai.context import Config
+from colossalai.legacy.amp import AMP_TYPE
+
+
+def _check_derived(values: Mapping[str, Any], overridden: set[str], source: str) -> None:
+    """Refuse to override what `parallel` or `model` is computed from in other files, and not in this one."""
+    tensor = values["parallel"]["tensor"]
+    for key, name, used in (
+        ("TENSOR_PARALLEL_SIZE", "parallel.tensor.size", tensor["size"]),
+        ("TENSOR_PARALLEL_MODE", "parallel.tensor.mode", tensor["mode"]),
+        ("NUM_CHUNKS", "model.num_chunks", num_model_chunks(values)),
+    ):
+        if key in overridden and values[key] != used:
+            raise UserError(f"{source}: {key} = {values[key]!r}, but {name} = {used!r}, which is what counts: set that")
+
+
+def _import_for_configs(name: str, globals=None, locals=None, fromlist=(), level=0):
+    """`import` as a config sees it: `colossalai.amp`, where the tutorials find AMP_TYPE, still has it."""
+    if name in ("colossalai.amp", "colossalai.amp.amp_type"):
+        return types.SimpleNamespace(AMP_TYPE=AMP_TYPE)
+    return builtins.__import__(name, globals, locals, fromlist, level)
+
+
+def load(
+    path: str | Path,
+    overrides: Iterable[str] = (),
+    required: Iterable[str] = (),
+    defaults: Mapping[str, Any] | None = None,
+    script: Path | None = None,
+) -> Config:
+    """Evaluate a config file.
+
+    Args:
+        path: the Python file.
+        overrides: `KEY=VALUE` strings, see `parse_override`.
+        required: keys that the file or an override must set.
+        defaults: values of keys that both may leave out.
+        script: the train script, which must use every key.
+
+    Returns:
+        Colossal-AI's `Config`: a dict whose items are attributes too. The lowercase blocks are always there: `parallel`
+        filled in completely, `fp16` None without mixed precision, `gradient_accumulation` 1 and `clip_grad_norm` 0
+        where the file is silent.
+
+    Raises:
+        UserError: if the file is missing or fails, a key is unknown or missing, or a value has the wrong type.
+    """
+    path = Path(path)
+    parsed = [parse_override(text) for text in overrides]
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    except OSError as error:
+        raise UserError(f"--config {path}: {error.strerror or error}") from None
+    except (SyntaxError, ValueError) as error:
+        where = f"{path}:{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else str(path)
+        raise UserError(f"--config {where}: not valid Python: {getattr(error, 'msg', error)}") from None
+
+    tree = ast.fix_missing_locations(_ApplyOverrides({keys[0] for keys, _ in parsed}).visit(tree))
+    namespace: dict[str, Any] = {
+        "__builtins__": {**vars(builtins), "__import__": _import_for_configs},
+        "__file__": str(path.resolve()),
+        "__name__": path.stem,
+        _ApplyOverrides.HELPER: lambda name, value: _overridden(name, value, parsed),
+    }
+    try:
+        exec(compile(tree, str(path), "exec"), namespace)
+    except Exception as error:
+        trace, line = error.__traceback__, None
+        while trace is not None:
+            if trace.tb_frame.f_code.co_filename == str(path):
+                line = trace.tb_lineno
+            trace = trace.tb_next
+        where = f"{path}:{line}" if line else str(path)
+        raise UserError(f"--config {where}: {type(error).__name__}: {error}") from None
+
+    values = {
+        key: value
+        for key, value in namespace.items()
+        if not key.startswith("_") and not isinstance(value, types.ModuleType) and not callable(value)
+    }
+    for keys, _ in parsed:  # keys that the file does not mention
+        if keys[0] not in values:
+            values[keys[0]] = _overridden(keys[0], None, parsed)
+
+    _check(values, SCHEMA, "", str(path))
+    if script is not None:
+        _check_used(values, script, str(path))
+    for key in required:
+        if key not in values:
+            raise UserError(f"{path}: {key} is missing; it must be {SCHEMA[key].expected}")
+    values = {"gradient_accumulation": 1, "clip_grad_norm": 0.0, **(defaults or {}), **values}
+    warm_up, epochs = values.get("WARMUP_EPOCHS", 0), values.get("NUM_EPOCHS", math.inf)
+    if warm_up >= epochs:
+        raise UserError(f"{path}: WARMUP_EPOCHS = {warm_up} must be less than NUM_EPOCHS = {epochs}")
+    parallel = values.get("parallel") or {}
+    tensor = {"mode": None, "size": 1, **(parallel.get("tensor") or {})}
+    if tensor["mode"] == "2.5d":
+        tensor.setdefault("depth", 1)
+    values["parallel"] = {"pipeline": parallel.get("pipeline", 1), "tensor": tensor}
+    _check_derived(values, {keys[0] for keys, _ in parsed}, str(path))
+    fp16 = values.get("fp16") or {}
+    if not fp16.get("mode"):
+        values["fp16"] = None
+    else:
+        allowed = _SCALER_KEYS[fp16["mode"]]
+        for key in fp16.keys() - {"mode", "dtype"} - allowed:
+            raise UserError(f"{path}: fp16.{key} is not an option of {fp16['mode']}{_nearest(key, allowed)}")
+    return Config(values)
+
+
+def plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The resolved config as it is read back from `to_json`."""
+    return json.loads(to_json(config))
+
+
+def to_json(config: Mapping[str, Any]) -> str:
+    """The resolved config as JSON; AMP modes by name."""
+
+    def encode(value: Any) -> Any:
+        if isinstance(value, Enum):
+            return f"{type(value).__name__}.{value.name}"
+        raise TypeError(f"{value!r} has no JSON form")
+
+    return json.dumps(config, indent=2, default=encode)
+
+
+def num_model_chunks(config: Config) -> int:
+    """Into how many chunks `model = dict(num_chunks=...)` cuts each pipeline stage; 1 is the plain 1F1B schedule."""
+    return (config.get("model") or {}).get("num_chunks", 1)

@@ -1,0 +1,56 @@
+"""Batches, and which rank needs them."""
+
+from collections.abc import Iterator, Mapping
+from itertools import repeat
+from typing import Any
+
+import torch
+from colossalai.legacy.context import ParallelMode
+from colossalai.legacy.core import global_context as gpc
+from torch import Tensor
+
+IGNORED = -100  # the label that torch's cross entropy passes over
+
+
+def sees_images() -> bool:
+    """Whether this rank is in the pipeline stage that images go into; the others look at labels only, if at all."""
+    return not gpc.is_initialized(ParallelMode.PIPELINE) or gpc.is_first_rank(ParallelMode.PIPELINE)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on a device; a GPU copies while the host goes on, which it does from pinned memory only."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+class SyntheticBatches:
+    """The same random batch over and over, on the device: what training takes without its data.
+
+    Args:
+        num_batches: in an epoch, on this rank.
+        shape: of a batch of images, (B, 3, H, W); normally distributed.
+        num_classes: labels are from 0 up to it.
+        device: where they are.
+        seed: of what is drawn.
+    """
+
+    def __init__(self, num_batches: int, shape: tuple[int, ...], num_classes: int, device: torch.device, seed: int):
+        generator = torch.Generator().manual_seed(seed)
+        self.num_batches = num_batches
+        self.batch = (
+            torch.randn(shape, generator=generator).to(device),
+            torch.randint(num_classes, shape[:1], generator=generator).to(device),
+        )
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing, since all batches are one."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Go on; the batches are the same."""
+        return True
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return repeat(self.batch, self.num_batches)

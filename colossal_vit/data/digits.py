@@ -1,0 +1,114 @@
+"""Small real data sets in the formats of the big ones, for laptops and tests.
+
+The images are the 1,797 scanned handwritten digits that ship inside scikit-learn (8 x 8 pixels, 17 shades of grey;
+E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998).
+"""
+
+from pathlib import Path
+
+import numpy as np
+from colossal_vit.files import appearing
+
+TEST_FRACTION = 0.2
+SPLIT_SEED = 0
+
+
+def digits(side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The digits, enlarged smoothly, split once and for all into 1,437 for training and 360 for testing.
+
+    The split is stratified: each digit has the same share of both parts.
+
+    Args:
+        side: height and width of the images, in pixels.
+
+    Returns:
+        train_images, train_labels, test_images, test_labels: images are uint8 of shape (N, side, side).
+    """
+    from PIL import Image
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    data = load_digits()
+    grey = (data.images * (255 / 16)).round().astype(np.uint8)
+    images = np.stack([np.asarray(Image.fromarray(image).resize((side, side), Image.BICUBIC)) for image in grey])
+    train_images, test_images, train_labels, test_labels = train_test_split(
+        images, data.target, test_size=TEST_FRACTION, stratify=data.target, random_state=SPLIT_SEED
+    )
+    return train_images, train_labels, test_images, test_labels
+
+
+def write_cifar10(root: Path) -> Path:
+    """Write the digits in CIFAR-10's binary format to `root/cifar-10-batches-bin`, which appears in one rename.
+
+    Each record is a label byte and three planes of 32 x 32 bytes; the three are equal, since the scans are grey.
+
+    Returns:
+        The folder; one that exists is left as it is.
+    """
+    folder = root / "cifar-10-batches-bin"
+    if folder.is_dir():
+        return folder
+    train_images, train_labels, test_images, test_labels = digits(32)
+    with appearing(folder) as scratch:
+
+        def write(name: str, images: np.ndarray, labels: np.ndarray) -> None:
+            planes = np.repeat(images.reshape(len(images), 1, -1), 3, axis=1).reshape(len(images), -1)
+            np.concatenate([labels[:, None].astype(np.uint8), planes], axis=1).tofile(scratch / name)
+
+        parts = zip(np.array_split(train_images, 5), np.array_split(train_labels, 5), strict=True)
+        for number, (images, labels) in enumerate(parts, start=1):
+            write(f"data_batch_{number}.bin", images, labels)
+        write("test_batch.bin", test_images, test_labels)
+        (scratch / "batches.meta.txt").write_text("".join(f"{digit}\n" for digit in range(10)))
+    return folder
+
+
+def write_imagenet(root: Path) -> Path:
+    """Write the digits as ImageNet's folders to `root/imagenet`, which appears in one rename.
+
+    `train/<wnid>/<wnid>_<number>.JPEG` and `val/<wnid>/ILSVRC2012_val_<number>.JPEG`, RGB of 64 x 64 pixels, with the
+    wnids n00000000 to n00000009 for the digits 0 to 9; the split is that of `digits`.
+
+    Returns:
+        The folder; one that exists is left as it is.
+    """
+    from PIL import Image
+
+    folder = root / "imagenet"
+    if folder.is_dir():
+        return folder
+    train_images, train_labels, test_images, test_labels = digits(64)
+    with appearing(folder) as scratch:
+        for split, images, labels in (("train", train_images, train_labels), ("val", test_images, test_labels)):
+            for number, (image, label) in enumerate(zip(images, labels, strict=True), start=1):
+                wnid = f"n{label:08d}"
+                stem = f"{wnid}_{number}" if split == "train" else f"ILSVRC2012_val_{number:08d}"
+                path = scratch / split / wnid / f"{stem}.JPEG"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(image).convert("RGB").save(path, "JPEG", quality=95)
+    return folder
+
+
+def write_caltech101(root: Path) -> Path:
+    """Write the digits as Caltech101's folders to `root/caltech101`, which appears in one rename.
+
+    `101_ObjectCategories/<digit>/image_<number>.jpg`, grey, of 64 x 64 pixels, numbered from 1 in each class.
+    Caltech101 has no split of its own: this is all 1,797 of them.
+
+    Returns:
+        The folder; one that exists is left as it is.
+    """
+    from PIL import Image
+
+    folder = root / "caltech101"
+    if folder.is_dir():
+        return folder
+    train_images, train_labels, test_images, test_labels = digits(64)
+    images, labels = np.concatenate([train_images, test_images]), np.concatenate([train_labels, test_labels])
+    with appearing(folder) as scratch:
+        for label in range(10):
+            part = scratch / "101_ObjectCategories" / str(label)
+            part.mkdir(parents=True)
+            for number, image in enumerate(images[labels == label], start=1):
+                Image.fromarray(image).save(part / f"image_{number:04d}.jpg", "JPEG", quality=95)
+    return folder

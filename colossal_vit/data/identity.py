@@ -1,0 +1,40 @@
+"""What a run's data are, so that no other data resume it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def identify(images: str, counts: tuple[int, int], classes: Sequence[str] | int, digest: str) -> dict[str, Any]:
+    """What a run's data are, wherever they lie; a checkpoint keeps it, and no other data resume that checkpoint.
+
+    Args:
+        images: what kind of files.
+        counts: of images for training and for testing.
+        classes: their names in the order of their labels, or how many there are.
+        digest: of the content, or of what changes with it.
+    """
+    return {
+        "images": images,
+        "training images": counts[0],
+        "test images": counts[1],
+        "classes": classes if isinstance(classes, int) else list(classes),
+        "content": digest,
+    }
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """In what two identities differ, in a few words; empty if they are the same."""
+    said = []
+    for key in old.keys() | new.keys():
+        before, after = old.get(key), new.get(key)
+        if before == after:
+            continue
+        if key == "classes" and isinstance(before, list) and isinstance(after, list):
+            gone, came = ([name for name in a if name not in b][:3] for a, b in ((before, after), (after, before)))
+            words = [f"{len(before)} classes → {len(after)}"] if len(before) != len(after) else []
+            words += [f"without {', '.join(gone)}"] if gone else []
+            words += [f"with {', '.join(came)}"] if came else []
+            said.append(" ".join(words) or "classes in another order")
+        else:
+            said.append("content" if key == "content" else f"{key} {before} → {after}")
+    return ", ".join(sorted(said))

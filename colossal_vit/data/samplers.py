@@ -1,0 +1,92 @@
+"""Which sample goes where: the same in every layout, and each test image exactly once."""
+
+from collections.abc import Iterator
+
+import torch
+from colossal_vit.errors import UserError
+from colossalai.legacy.context import ParallelMode
+from colossalai.legacy.core import global_context as gpc
+from torch import Tensor
+
+
+class GlobalBatchSampler:
+    """Indices of this rank's micro-batches, such that the k-th global batch is the same for every layout.
+
+    The order of an epoch depends on the seed and the epoch only. Cut into global batches, it gives optimizer step k
+    the same set of samples however many ranks share it and however many micro-batches it is made of. All ranks of one
+    model (its pipeline stages and tensor-parallel ranks) get the same indices.
+
+    Args:
+        num_samples: size of the data set.
+        batch_size: samples in a micro-batch of one data-parallel rank.
+        accumulation: micro-batches of a rank in an optimizer step.
+        seed: decides the order of every epoch.
+        rank: data-parallel rank; default: this process's.
+        num_ranks: data-parallel size; default: that of the running layout.
+
+    Attributes:
+        epoch: the next one.
+        start: the micro-batch that it starts with.
+
+    Raises:
+        UserError: if the data set is smaller than one global batch.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        accumulation: int = 1,
+        seed: int = 0,
+        rank: int | None = None,
+        num_ranks: int | None = None,
+    ):
+        self.num_samples, self.batch_size, self.accumulation, self.seed = num_samples, batch_size, accumulation, seed
+        self.rank = gpc.get_local_rank(ParallelMode.DATA) if rank is None else rank
+        self.num_ranks = gpc.get_world_size(ParallelMode.DATA) if num_ranks is None else num_ranks
+        self.global_batch_size = batch_size * accumulation * self.num_ranks
+        self.epoch = self.start = 0
+        if num_samples < self.global_batch_size:
+            raise UserError(
+                f"a global batch of {self.global_batch_size} (BATCH_SIZE {batch_size} × gradient_accumulation "
+                f"{accumulation} × data parallel {self.num_ranks}) is larger than the training set of {num_samples}: "
+                f"lower BATCH_SIZE or gradient_accumulation, or set DATA to a larger data set"
+            )
+
+    def __len__(self) -> int:
+        """Micro-batches of this rank in an epoch; the last samples that fill no global batch are left out."""
+        return self.num_samples // self.global_batch_size * self.accumulation
+
+    def generator(self, epoch: int) -> torch.Generator:
+        """Random numbers of an epoch, the same on every rank."""
+        return torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Index tensors of shape (batch_size,) of `self.epoch`, from number `self.start` on; the epoch moves on."""
+        order = torch.randperm(self.num_samples, generator=self.generator(self.epoch))
+        steps = self.num_samples // self.global_batch_size
+        order = order[: steps * self.global_batch_size].view(-1, self.num_ranks, self.batch_size)[self.start :]
+        self.epoch, self.start = self.epoch + 1, 0
+        return iter(order[:, self.rank])
+
+
+class EvalSampler:
+    """Indices of this rank's evaluation batches: every sample once over all ranks, every batch full.
+
+    Full batches keep the shapes that a pipeline has agreed on; the places left over are filled with index -1, whose
+    label is to be `IGNORED`.
+    """
+
+    def __init__(self, num_samples: int, batch_size: int, rank: int | None = None, num_ranks: int | None = None):
+        self.num_samples, self.batch_size = num_samples, batch_size
+        self.rank = gpc.get_local_rank(ParallelMode.DATA) if rank is None else rank
+        self.num_ranks = gpc.get_world_size(ParallelMode.DATA) if num_ranks is None else num_ranks
+
+    def __len__(self) -> int:
+        return -(-self.num_samples // (self.batch_size * self.num_ranks))
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Index tensors of shape (batch_size,)."""
+        indices = torch.full((len(self) * self.num_ranks * self.batch_size,), -1)
+        indices[: self.num_samples] = torch.arange(self.num_samples)
+        return iter(indices.view(-1, self.num_ranks, self.batch_size)[:, self.rank])

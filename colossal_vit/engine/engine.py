@@ -1,0 +1,136 @@
+"""Colossal-AI's Engine, put together so that one optimizer step means the same in every layout.
+
+`initialize` has the signature of `colossalai.initialize` and returns its `Engine`. What differs from upstream 0.5.0:
+
+- without `clip_grad_norm` nothing is clipped (upstream clips to 0, which sets every gradient to zero);
+- clipping happens once per optimizer step, on unscaled gradients, by the norm over all ranks that share the model;
+- `gradient_accumulation` counts steps, not backward passes, of which a pipeline makes several a step; gradients are
+  reduced over the data-parallel ranks once per optimizer step;
+- AMP works on torch 2 and on the CPU;
+- a loss or gradient that is not finite stops every rank before the weights are touched.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from colossal_vit.engine.waits import read
+from colossal_vit.errors import TrainingError
+from colossalai.legacy.context import ParallelMode
+from colossalai.legacy.core import global_context as gpc
+from colossalai.legacy.engine import Engine as ColossalEngine
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import record_function
+
+
+class Engine(ColossalEngine):
+    """Colossal-AI's Engine with gradient accumulation of its own.
+
+    The caller makes the same calls for every micro-step: `zero_grad`, forward and `backward` (or `execute_schedule`),
+    `step`. Every `accumulation`-th `step` updates the weights.
+
+    Attributes:
+        accumulation: micro-steps in an optimizer step.
+        num_steps: optimizer steps made so far, skipped ones included.
+        bare_model: the model inside the wrappers for precision and data parallelism.
+        grad_norm: norm of the full gradient of the last optimizer step, unscaled, before clipping.
+        loss: mean over the global batch of the last optimizer step; None where this rank does not see it.
+        part: called as `with part(name):` around "forward" and "backward" of each micro-step and "update" of each
+            optimizer step, for profilers.
+    """
+
+    def __init__(self, *args: Any, bare_model: nn.Module, accumulation: int = 1, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.bare_model, self.accumulation = bare_model, accumulation
+        self.num_steps = 0
+        self.grad_norm, self.loss = math.nan, None
+        self._losses: list[Tensor] = []  # of the micro-steps of this step
+        self.part: Callable[[str], AbstractContextManager] = record_function
+        self._micro_step = 0
+        self._reduce_in_backward(accumulation == 1)
+
+    @property
+    def finished_step(self) -> bool:
+        """Whether the last call of `step` completed an optimizer step."""
+        return self._micro_step == 0
+
+    def _reduce_in_backward(self, enabled: bool) -> None:
+        """Let DDP reduce the gradients of the coming micro-step, or keep them local (what `no_sync` does)."""
+        if isinstance(self.model, DistributedDataParallel):
+            self.model.require_backward_grad_sync = enabled
+
+    def settle_buckets(self, shape: tuple[int, ...]) -> None:
+        """Bring DDP to where it is after the first step of a run, by a backward pass on images of zeros.
+
+        Once it has seen in which order gradients come, DDP sorts them into other buckets, and where in a bucket a
+        gradient lies decides in which order four ranks or more add it up. Weights stay; buffers and random numbers do
+        not.
+
+        Args:
+            shape: of a batch of images.
+        """
+        if isinstance(self.model, DistributedDataParallel):
+            self.train()
+            self._reduce_in_backward(True)
+            self.model(torch.zeros(shape, device=next(self.model.parameters()).device)).float().sum().backward()
+            self.optimizer.zero_grad()
+            self._reduce_in_backward(self.accumulation == 1)
+
+    def zero_grad(self) -> None:
+        if self._micro_step == 0:
+            super().zero_grad()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.part("forward"):
+            return super().__call__(*args, **kwargs)
+
+    def backward(self, loss: Tensor) -> None:
+        with self.part("backward"):
+            super().backward(loss / self.accumulation)
+
+    def backward_by_grad(self, tensor: Tensor, grad: Tensor) -> None:
+        with self.part("backward"):
+            super().backward_by_grad(tensor, grad)
+
+    def execute_schedule(self, data_iter: Iterable, forward_only: bool = False, **options: Any) -> tuple:
+        output, label, loss = super().execute_schedule(data_iter, forward_only=forward_only, **options)
+        if loss is not None and not forward_only:
+            self._losses.append(loss.detach())
+        return output, label, loss
+
+    def step(self) -> None:
+        """Count a micro-step; on the last one reduce, clip and update.
+
+        Raises:
+            TrainingError: on every rank, before the update, if the gradient is not finite.
+        """
+        self._micro_step = (self._micro_step + 1) % self.accumulation
+        self._reduce_in_backward(self._micro_step == self.accumulation - 1)
+        if not self.finished_step:
+            return
+        self.num_steps += 1
+        with self.part("update"):
+            self._update()
+
+    def _update(self) -> None:
+        self._all_reduce_gradients()
+        known = [self.optimizer.clip_grad_by_norm(self._clip_grad_norm)]
+        if self._losses:  # in the last pipeline stage only
+            loss = torch.stack(self._losses).mean(dtype=torch.float64)
+            if (replicas := gpc.get_world_size(ParallelMode.DATA)) > 1:
+                dist.all_reduce(loss, group=gpc.get_group(ParallelMode.DATA))
+            known.append(loss / replicas)
+        self._losses.clear()
+        self.grad_norm, *losses = read(known)
+        self.optimizer.grad_norm, self.loss = self.grad_norm, losses[0] if losses else None
+        scale = self.optimizer.loss_scale
+        if not math.isfinite(self.grad_norm) and (scale is None or scale <= 1):
+            raise TrainingError(
+                f"step {self.num_steps}: the gradient is not finite (norm {self.grad_norm}); the weights are as after "
+                f"step {self.num_steps - 1}. Lower LEARNING_RATE, lengthen the warm-up or set clip_grad_norm."
+            )
+        self.optimizer.step()

@@ -1,0 +1,61 @@
+"""A data loader as the engine takes it."""
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from colossal_vit.errors import UserError
+from torch.profiler import record_function
+
+
+class MicroBatches:
+    """A data loader as the Engine wants it: whole optimizer steps only, and the time spent waiting for data known.
+
+    Attributes:
+        data_s: seconds spent waiting for batches since the start.
+        start: the micro-batch that the next epoch starts with, see `seek`.
+        taken: how many micro-batches of the current epoch are behind.
+    """
+
+    def __init__(self, loader: Iterable, accumulation: int):
+        self.loader = loader
+        self.num_micro_batches = len(loader) // accumulation * accumulation
+        if not self.num_micro_batches:
+            raise UserError(
+                f"gradient_accumulation = {accumulation}, but an epoch has only {len(loader)} batches on each rank: "
+                f"lower gradient_accumulation or BATCH_SIZE"
+            )
+        self.data_s, self.start, self.taken = 0.0, 0, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+    def __len__(self) -> int:
+        return self.num_micro_batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the loader must know to go on, beside epoch and micro-batch: for JSON, mostly nothing."""
+        return self.loader.state_dict() if hasattr(self.loader, "state_dict") else {}
+
+    def seek(self, epoch: int, start: int, state: dict[str, Any]) -> bool:
+        """Go on with micro-batch `start` of `epoch`; returns whether the batches are those of `state_dict`'s run."""
+        self.start = start
+        if hasattr(self.loader, "load_state_dict"):
+            return self.loader.load_state_dict(state)
+        if (sampler := getattr(self.loader, "sampler", None)) is not None:
+            sampler.epoch, sampler.start = epoch, start
+        return True
+
+    def __iter__(self) -> Iterator:
+        self.taken, self.start = self.start, 0
+        return self._batches()
+
+    def _batches(self) -> Iterator:
+        batches = iter(self.loader)
+        while self.taken < self.num_micro_batches:
+            started = time.perf_counter()
+            with record_function("data"):
+                batch = next(batches)
+            self.data_s += time.perf_counter() - started
+            self.taken += 1
+            yield batch

@@ -1,0 +1,48 @@
+"""Colossal-AI's Trainer, which can also go on in the middle of an epoch."""
+
+from typing import Any
+
+from colossal_vit.engine.micro_batches import MicroBatches
+from colossalai.legacy.trainer import Trainer as ColossalTrainer
+
+
+class _WithoutMaxSteps:
+    """A log without upstream's remark on `max_steps`, which are micro-steps there."""
+
+    def __init__(self, logger: Any):
+        self.logger = logger
+
+    def info(self, message: str, **options: Any) -> None:
+        if not message.startswith("Max number of steps"):
+            self.logger.info(message, **options)
+
+
+class Trainer(ColossalTrainer):
+    """Colossal-AI's Trainer, beginning where `cur_epoch` and `MicroBatches.start` say; see `state.resume`.
+
+    Upstream knows whole epochs only, and makes a step more than `max_steps` when it begins with all of them made.
+    """
+
+    def fit(self, train_dataloader: MicroBatches, epochs: int, max_steps: int | None = None, **options: Any) -> None:
+        """Train; the arguments are upstream's, and `max_steps` counts micro-steps since the start of the run."""
+        made = self.cur_epoch * len(train_dataloader)
+        if train_dataloader.start == 0 and made >= min(max_steps or made + 1, epochs * len(train_dataloader)):
+            self._logger.info(f"nothing is left to do: the run has made its {made // self.engine.accumulation} steps")
+            epochs = self.cur_epoch
+        logger, self._logger = self._logger, _WithoutMaxSteps(self._logger)
+        try:
+            super().fit(train_dataloader, epochs, max_steps, **options)
+        finally:
+            self._logger = logger
+        if max_steps and self._cur_step >= max_steps:
+            self._logger.info(f"stopped after step {max_steps // self.engine.accumulation}, as --max-steps says")
+
+    def _train_epoch(self, train_dataloader: MicroBatches, *args: Any, **options: Any) -> None:
+        whole = self._steps_per_epoch
+        self._cur_step += train_dataloader.start
+        left = whole - train_dataloader.start
+        self._steps_per_epoch = left if self._max_steps is None else min(left, self._max_steps - self._cur_step)
+        try:
+            super()._train_epoch(train_dataloader, *args, **options)
+        finally:
+            self._steps_per_epoch = whole

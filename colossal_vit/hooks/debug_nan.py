@@ -1,0 +1,47 @@
+"""`--debug-nan`: the first module whose output is not finite."""
+
+import re
+from functools import partial
+from typing import Any
+
+from colossal_vit.errors import TrainingError
+from colossalai.legacy.core import global_context as gpc
+from colossalai.legacy.trainer import Trainer
+from colossalai.legacy.trainer.hooks import BaseHook
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+
+class DebugNanHook(BaseHook):
+    """`--debug-nan`: ends the run at the first module whose output is not finite, or the gradient of its output.
+
+    Looking costs a wait for the device after every module. Gradients are not looked at when the loss is scaled: then
+    some overflow now and then, and the step is skipped.
+    """
+
+    def __init__(self, priority: int = 3):
+        super().__init__(priority)
+
+    def before_train(self, trainer: Trainer) -> None:
+        self.engine = trainer.engine
+        wrappers = r"^(module(\.|$))?(model(\.|$))?"  # DDP, and what changes the precision
+        self.names = {module: re.sub(wrappers, "", name) for name, module in self.engine.model.named_modules()}
+        for module in self.names:
+            module.register_forward_hook(self._check_output)
+
+    def _check(self, what: str, module: nn.Module, tensors: Any) -> None:
+        for tensor in tree_leaves(tensors):
+            if isinstance(tensor, Tensor) and tensor.is_floating_point() and not tensor.isfinite().all():
+                bad = int((~tensor.isfinite()).sum())
+                raise TrainingError(
+                    f"step {self.engine.num_steps + 1}, rank {gpc.get_global_rank()}: {what} "
+                    f"{self.names[module] or 'the model'} ({type(module).__name__}) is not finite: {bad} of "
+                    f"{tensor.numel()} values of shape {tuple(tensor.shape)}"
+                )
+
+    def _check_output(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._check("the output of", module, output)
+        if self.engine.optimizer.loss_scale is None:
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(partial(self._check, "the gradient at the output of", module))

@@ -1,0 +1,100 @@
+"""`--profile`: where the time of a step goes."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from colossal_vit.engine.micro_batches import MicroBatches
+from colossal_vit.engine.waits import WaitCounter
+from colossal_vit.parallel.ranks import RankLogger
+from colossalai.accelerator import get_accelerator
+from colossalai.legacy.core import global_context as gpc
+from colossalai.legacy.trainer import Trainer
+from colossalai.legacy.trainer.hooks import BaseHook
+from torch import Tensor
+from torch.profiler import profile, record_function, schedule
+
+
+class ProfileHook(BaseHook):
+    """`--profile`: where the time of a step goes, and a trace of one.
+
+    The second optimizer step is traced by torch's profiler into `profile-rank<N>.json`, for chrome://tracing or
+    https://ui.perfetto.dev. In the third it is counted how often the host waits for the device (see `waits`). The steps
+    after it are timed: waiting for data, forward, backward, update (reduction of gradients, clipping, optimizer). The
+    host waits for the device at the end of each, so that its work counts where it belongs; that makes a step a little
+    longer.
+
+    Args:
+        directory: the run directory.
+        train_dataloader: what `engine.initialize` returned; it knows how long it was waited for.
+        log: where the times are announced.
+    """
+
+    TRACED, COUNTED = 2, 3
+
+    def __init__(self, directory: Path, train_dataloader: MicroBatches, log: RankLogger, priority: int = 3):
+        super().__init__(priority)
+        self.directory, self.train_dataloader, self.log = directory, train_dataloader, log
+        self.seconds = dict.fromkeys(("data", "forward", "backward", "update"), 0.0)
+        self.step_s, self.num_timed = 0.0, 0
+        self.waits: WaitCounter | None = None
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        with record_function(name):
+            yield
+            get_accelerator().synchronize()
+        if self.engine.model.training:  # not evaluating
+            self.seconds[name] += time.perf_counter() - started
+
+    def _export(self, profiler: profile) -> None:
+        profiler.export_chrome_trace(str(self.directory / f"profile-rank{gpc.get_global_rank()}.json"))
+
+    def before_train(self, trainer: Trainer) -> None:
+        self.engine = trainer.engine
+        self.engine.part = self._timed
+        steps = schedule(wait=0, warmup=self.TRACED - 1, active=1, repeat=1)
+        self.profiler = profile(schedule=steps, on_trace_ready=self._export)
+        self.profiler.start()
+        self._restart()
+
+    def before_train_epoch(self, trainer: Trainer) -> None:
+        self._restart()
+
+    def _restart(self) -> None:
+        self.step_started, self.waited = time.perf_counter(), self.train_dataloader.data_s
+
+    def after_train_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
+        engine = trainer.engine
+        if not engine.finished_step:
+            return
+        if engine.num_steps == self.COUNTED - 1 and not gpc.config.get("COMPILE"):  # which does not know such modes
+            states = engine.optimizer.optim.state.values()
+            self.waits = WaitCounter(state["step"] for state in states if "step" in state)
+            self.waits.__enter__()
+        elif engine.num_steps == self.COUNTED and self.waits:
+            self.waits.__exit__(None, None, None)
+        if engine.num_steps > self.COUNTED:
+            self.num_timed += 1
+            self.step_s += time.perf_counter() - self.step_started
+            self.seconds["data"] += self.train_dataloader.data_s - self.waited
+        else:
+            self.seconds = dict.fromkeys(self.seconds, 0.0)
+            self.profiler.step()  # does no harm after the traced one
+        self._restart()
+
+    def after_train(self, trainer: Trainer) -> None:
+        self.profiler.stop()
+        if not self.num_timed:
+            self.log.info(f"--profile times steps after number {self.COUNTED}: let the run make more of them")
+            return
+        if self.waits:
+            others = "".join(f", {count} for {name}" for name, count in self.waits.others.items())
+            self.log.info(f"in a step the host waits for the device: {self.waits.reads} for loss and norm{others}")
+        step_s = self.step_s / self.num_timed
+        means = {name: seconds / self.num_timed for name, seconds in self.seconds.items()}
+        means["other"] = step_s - sum(means.values())
+        said = ", ".join(f"{name} {1e3 * mean:.1f} ms ({mean / step_s:.1%})" for name, mean in means.items())
+        self.log.info(f"a step takes {1e3 * step_s:.1f} ms, the mean of {self.num_timed}: {said}")

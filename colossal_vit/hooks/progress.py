@@ -1,0 +1,44 @@
+"""The progress bar."""
+
+from colossal_vit.engine.micro_batches import MicroBatches
+from colossal_vit.hooks.metrics import MetricsHook
+from colossal_vit.run import Run
+from colossalai.legacy.trainer import Trainer
+from colossalai.legacy.trainer.hooks import BaseHook
+from torch import Tensor
+from tqdm import tqdm
+
+
+class ProgressHook(BaseHook):
+    """A progress bar over the steps of the run, with the time left, where stderr is a terminal.
+
+    Args:
+        run: of `launch.start`.
+        train_dataloader: what `engine.initialize` returned.
+        metrics: knows the last step; the rank that records it shows the bar.
+    """
+
+    def __init__(self, run: Run, train_dataloader: MicroBatches, metrics: MetricsHook, priority: int = 3):
+        super().__init__(priority)
+        self.run, self.train_dataloader, self.metrics = run, train_dataloader, metrics
+
+    def before_train(self, trainer: Trainer) -> None:
+        steps = self.run.config.NUM_EPOCHS * (len(self.train_dataloader) // trainer.engine.accumulation)
+        self.bar = tqdm(
+            total=min(steps, self.run.max_steps or steps),
+            initial=trainer.engine.num_steps,
+            unit="step",
+            dynamic_ncols=True,
+            disable=None if self.metrics.writes else True,  # None: unless stderr is a terminal
+        )
+
+    def after_train_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
+        if trainer.engine.finished_step and not self.bar.disable:
+            last = self.metrics.last
+            self.bar.set_postfix_str(
+                f"epoch {last['epoch']}, loss {last['loss']:.4f}, {last['images_per_s']:.0f} images/s", refresh=False
+            )
+            self.bar.update()
+
+    def after_train(self, trainer: Trainer) -> None:
+        self.bar.close()

@@ -1,0 +1,9 @@
+"""From the command line to process groups, and every way a run ends.
+
+Every train script is `launch.run(main)`, and `main` begins with `launch.start(...)`.
+"""
+
+from colossal_vit.launch.exits import run
+from colossal_vit.launch.start import start
+
+__all__ = ["run", "start"]

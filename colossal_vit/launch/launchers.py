@@ -1,0 +1,177 @@
+"""What started this process, and which one of how many it is: torchrun, srun, mpirun, or a hand."""
+
+import argparse
+import os
+import re
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from colossal_vit.errors import UserError
+from colossalai.context import Config
+
+DEFAULT_PORT = 29500
+SLURM_NO_STEP = 0xFFFFFFF0  # SLURM's step numbers from here on are shells and scripts, not what srun started
+
+
+@dataclass
+class Rendezvous:
+    """This process among the others: what the launcher told it.
+
+    Attributes:
+        launcher: a key of `LAUNCHERS`.
+        rank, world_size: this process, and how many there are.
+        local_rank: this process among those of this machine.
+        host, port: where rank 0 listens.
+        found: the launcher, in words.
+    """
+
+    launcher: str
+    rank: int
+    local_rank: int
+    world_size: int
+    host: str
+    port: int
+    found: str = "nobody"
+
+
+def _environ(*names: str) -> list[int]:
+    try:
+        return [int(os.environ[name]) for name in names]
+    except (KeyError, ValueError):
+        raise UserError(f"--launcher: the environment lacks a number in one of {', '.join(names)}", own=True) from None
+
+
+def _slurm_step() -> int | None:
+    """The number of the job step that srun started this process in; None where srun did not."""
+    step = os.environ.get("SLURM_STEP_ID", "")
+    return int(step) if step.isdigit() and int(step) < SLURM_NO_STEP else None
+
+
+def first_slurm_host(node_list: str) -> str:
+    """The first host name of a SLURM node list: `gpu[03-05,9],login` gives `gpu03`."""
+    match = re.match(r"([^,\[]+)(?:\[([^\]]+)\])?([^,]*)", node_list)
+    if not match:
+        raise UserError(f"SLURM_NODELIST = {node_list!r}: no host name in it; give --host")
+    prefix, numbers, suffix = match.groups()
+    return prefix + (re.split(r"[,-]", numbers)[0] if numbers else "") + suffix
+
+
+def _from_torch(args: argparse.Namespace) -> Rendezvous:
+    rank, local_rank, world_size, port = _environ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
+    where = " in a SLURM job" if "SLURM_JOB_ID" in os.environ else ""
+    host = os.environ.get("MASTER_ADDR", "localhost")
+    return Rendezvous("torch", rank, local_rank, world_size, host, port, f"torchrun{where}")
+
+
+def _from_slurm(args: argparse.Namespace) -> Rendezvous:
+    rank, local_rank, world_size, job = _environ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_JOB_ID")
+    if world_size > 1 and "SLURM_PTY_PORT" in os.environ:
+        raise UserError(
+            f"this is the shell of an `srun --pty` of {world_size} tasks, only one of which runs it: leave the shell "
+            f"and type `srun --ntasks {world_size} bash ./scripts/train_slurm.sh`, or add --launcher none",
+            own=True,
+        )
+    name = os.environ.get("HOST") or first_slurm_host(os.environ.get("SLURM_NODELIST", "localhost"))
+    return Rendezvous("slurm", rank, local_rank, world_size, name, 20000 + job % 20000, f"srun in job {job}")
+
+
+def _from_openmpi(args: argparse.Namespace) -> Rendezvous:
+    rank, local_rank, world_size, local_size = _environ(
+        *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE"))
+    )
+    host = args.host or ("localhost" if local_size == world_size else os.environ.get("MASTER_ADDR"))
+    if not host and (nodes := os.environ.get("SLURM_NODELIST")):
+        host = first_slurm_host(nodes)  # mpirun starts rank 0 on the first node of the job
+    if not host:
+        raise UserError("mpirun on several nodes needs --host, the node of rank 0")
+    return Rendezvous("openmpi", rank, local_rank, world_size, host, DEFAULT_PORT, "mpirun")
+
+
+def _from_flags(args: argparse.Namespace) -> Rendezvous:
+    given = {key: getattr(args, key) for key in ("rank", "world_size", "host", "port")}
+    missing = [f"--{key}" for key, value in given.items() if value is None]
+    if args.world_size in (None, 1) and args.rank in (None, 0):
+        tasks = os.environ.get("SLURM_NTASKS", "1")
+        if args.launcher == "auto" and "SLURM_JOB_ID" in os.environ and tasks != "1":
+            raise UserError(
+                f"this is a SLURM job of {tasks} tasks, but srun did not start this process: type `srun bash "
+                f"./scripts/train_slurm.sh`, or add --launcher none for a single process"
+            )
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        return Rendezvous("none", 0, args.local_rank or 0, 1, "localhost", port, "nobody, so this is the only process")
+    if missing:
+        raise UserError(f"starting processes by hand needs {' '.join(missing)} too", own=True)
+    if not 0 <= args.rank < args.world_size:
+        raise UserError(
+            f"--rank {args.rank} does not fit --world_size {args.world_size}: it must be 0 to {args.world_size - 1}",
+            own=True,
+        )
+    local_rank = args.local_rank if args.local_rank is not None else args.rank % max(torch.cuda.device_count(), 1)
+    return Rendezvous("none", args.rank, local_rank, args.world_size, args.host, args.port, "hand")
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """How to see that a launcher started this process, and how to read what it says."""
+
+    started: Callable[[], bool]
+    read: Callable[[argparse.Namespace], Rendezvous]
+
+
+# The innermost first: srun may start torchrun or mpirun's daemons, and mpirun may start torchrun, but not the reverse.
+LAUNCHERS = {
+    "torch": Launcher(lambda: "LOCAL_RANK" in os.environ, _from_torch),
+    "openmpi": Launcher(lambda: "OMPI_COMM_WORLD_RANK" in os.environ, _from_openmpi),
+    "slurm": Launcher(lambda: _slurm_step() is not None, _from_slurm),
+    "none": Launcher(lambda: True, _from_flags),
+}
+
+
+def find_rendezvous(args: argparse.Namespace) -> Rendezvous:
+    """Read the launcher's word for this process; `--host` and `--port` override it.
+
+    Raises:
+        UserError: if it is incomplete, or the host is unknown.
+    """
+    name = args.launcher
+    if name == "auto":
+        name = next(key for key, launcher in LAUNCHERS.items() if launcher.started())
+    rendezvous = LAUNCHERS[name].read(args)
+    rendezvous.host = args.host or rendezvous.host
+    rendezvous.port = args.port or rendezvous.port
+    if not 0 < rendezvous.port < 65536:
+        raise UserError(f"--port {rendezvous.port}: a port is a number from 1 to 65535")
+    try:
+        socket.getaddrinfo(rendezvous.host, rendezvous.port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"--host {rendezvous.host}: {getattr(error, 'strerror', None) or error}") from None
+    return rendezvous
+
+
+def rank_host_port() -> tuple[int, str | None, str | None]:
+    """Rank, host and port of this process, as far as they can be told when the command line is wrong."""
+    flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("rank", "host", "port"):
+        flags.add_argument(f"--{name}")
+    given = flags.parse_known_args()[0]
+    ranks = (os.environ.get(name) for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"))
+    rank = next((r for r in (given.rank, *ranks) if r and r.isdigit()), "0")
+    return int(rank), given.host or os.environ.get("MASTER_ADDR"), given.port or os.environ.get("MASTER_PORT")
+
+
+def planned_rendezvous(args: argparse.Namespace, config: Config) -> Rendezvous:
+    """The rank that `--rank` names among `--world_size`, or the launcher's number, or the fewest that the layout takes.
+
+    Raises:
+        UserError: if there are none.
+    """
+    launched = [os.environ.get(name) for name in ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")]
+    fewest = config.parallel.pipeline * config.parallel.tensor.size
+    world_size = args.world_size if args.world_size is not None else int(next(filter(None, launched), fewest))
+    if world_size < 1:
+        raise UserError(f"--world_size {world_size}: must be at least 1")
+    return Rendezvous("none", args.rank or 0, 0, world_size, "nowhere", 0)

@@ -1,0 +1,183 @@
+"""Where the ranks come together: addresses, the store that they share, and the check that all mean the same world."""
+
+import errno
+import os
+import socket
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+
+import psutil
+import torch.distributed as dist
+from colossal_vit.errors import UserError, end_process, error_line
+from colossal_vit.launch.launchers import Rendezvous
+
+DOCUMENTATION_ADDRESS = "192.0.2.1"  # RFC 5737: nobody's; the way to it is the way out of this machine
+FOREIGN_GRACE = 6.0  # seconds after which a rank that cannot join looks who it is talking to
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
+def _is_local(host: str) -> bool:
+    """Whether `host` means this machine whoever asks, unlike a name that happens to lead to a loopback address."""
+    return _is_loopback(host) or host == "localhost"
+
+
+def is_own(host: str) -> bool:
+    """Whether `host` is an address of this machine's, not a router's, say, that leads to it."""
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind(address)
+        except OSError:
+            return False
+    return True
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens at `host` as the others see it, and at no other address where that can be told.
+
+    It cannot where `host` is no address of this machine's, nor where it is this machine's name and means 127.0.1.1 to
+    itself, as Debian has it, and something else to the others.
+
+    Raises:
+        OSError: if the port is in use.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    if is_own(host) and (_is_local(host) or not _is_loopback(address[0])):
+        return socket.create_server(address[:2], family=family, backlog=4096)
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    return socket.create_server(("", port), family=family, dualstack_ipv6=dual, backlog=4096)
+
+
+def interface_towards(host: str) -> str | None:
+    """The network interface of this machine that leads to `host`, such as `eth0`; None where none does."""
+    for target in (host, DOCUMENTATION_ADDRESS):
+        with suppress(OSError):
+            family, _, _, _, address = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(address)  # sends nothing
+                own = probe.getsockname()[0]
+            if _is_loopback(own) and not _is_local(host):
+                continue  # this machine's own name, see `listen`
+            for name, addresses in psutil.net_if_addrs().items():
+                if any(entry.address.split("%")[0] == own for entry in addresses):
+                    return name
+    return None
+
+
+def _connect(rendezvous: Rendezvous, timeout: float) -> dist.Store:
+    """`join_store` with errors of torch and of the operating system."""
+    patience = timedelta(seconds=timeout)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun keeps a store for its workers
+    options = {"world_size": rendezvous.world_size, "timeout": patience}
+    if rendezvous.rank == 0 and not (rendezvous.launcher == "torch" and by_agent):
+        listener = listen(rendezvous.host, rendezvous.port).detach()  # the store closes it
+        store = dist.TCPStore(rendezvous.host, rendezvous.port, is_master=True, master_listen_fd=listener, **options)
+    else:
+        store = dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, **options)
+    store = dist.PrefixStore(f"attempt-{attempt}", store)
+    store.set(f"world-size-{rendezvous.rank}", str(rendezvous.world_size))
+    if store.add(f"rank-{rendezvous.rank}", 1) > 1:
+        store.set("problem", f"rank {rendezvous.rank} is there twice: give each process a --rank of its own")
+    if rendezvous.rank == 0:
+        store.set("verdict", _verdict(store, rendezvous.world_size, timeout))
+    if verdict := store.get("verdict").decode():
+        if rendezvous.rank == 0:
+            time.sleep(1.0)  # the store ends with this process, and the others are to read it
+        raise UserError(verdict)
+    return store
+
+
+def _verdict(store: dist.Store, world_size: int, timeout: float) -> str:
+    """What is wrong with the world, in rank 0's eyes; empty if nothing is."""
+    keys = [f"world-size-{rank}" for rank in range(world_size)]
+    deadline = time.monotonic() + timeout
+    while not store.check(keys) and not store.check(["problem"]):
+        if time.monotonic() > deadline:
+            missing = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
+            return f"rank {missing} of {world_size} did not come within {timeout:g} s (--timeout)"
+        time.sleep(0.01)
+    if store.check(["problem"]):
+        return store.get("problem").decode()
+    for rank, key in enumerate(keys):
+        if (said := int(store.get(key))) != world_size:
+            return (
+                f"rank 0 was started for a world of {world_size} processes, rank {rank} for one of {said}: give all "
+                f"the same --world_size"
+            )
+    return ""
+
+
+def foreign_listener(rendezvous: Rendezvous) -> UserError | None:
+    """The error to end with if a program other than rank 0 holds the port; None if nothing does, or rank 0.
+
+    Joining a process group there would wait out the whole timeout.
+    """
+    try:
+        socket.create_connection((rendezvous.host, rendezvous.port), timeout=2).close()
+    except OSError:
+        return None
+
+    def join() -> None:
+        with suppress(dist.DistError, RuntimeError):
+            dist.TCPStore(rendezvous.host, rendezvous.port, timeout=timedelta(seconds=4), wait_for_workers=False)
+            joined.set()
+
+    joined = threading.Event()
+    threading.Thread(target=join, daemon=True).start()  # a program that never answers would block it for good
+    if joined.wait(timeout=4):
+        return None
+    return UserError(
+        f"rank {rendezvous.rank} cannot reach rank 0 at {rendezvous.host}:{rendezvous.port}: the port is in use by "
+        f"something else; choose another --port",
+        own=True,
+    )
+
+
+def _end_at_foreign_listener(rendezvous: Rendezvous, joined: threading.Event) -> None:
+    """End this process if joining takes suspiciously long, and something that is not rank 0 is why."""
+    if not joined.wait(timeout=FOREIGN_GRACE):
+        error = foreign_listener(rendezvous)
+        if error is not None and not joined.is_set():
+            end_process(error.exit_code, error_line(error))
+
+
+def join_store(rendezvous: Rendezvous, timeout: float) -> dist.Store:
+    """Wait until all ranks are there, and make sure that they mean the same world.
+
+    Args:
+        rendezvous: this process, and where rank 0 listens.
+        timeout: seconds to wait.
+
+    Returns:
+        The store that the ranks share.
+
+    Raises:
+        UserError: if they are not all there in time, or not as they should be.
+    """
+    place = f"{rendezvous.host}:{rendezvous.port}"
+    if (interface := interface_towards(rendezvous.host)) is not None:
+        for library in ("GLOO", "NCCL"):  # which else take the first interface, or what the machine's name means
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
+    joined = threading.Event()
+    if rendezvous.rank > 0 and rendezvous.launcher != "torch":  # torchrun itself keeps the store of its workers
+        threading.Thread(target=_end_at_foreign_listener, args=(rendezvous, joined), daemon=True).start()
+    try:
+        return _connect(rendezvous, timeout)
+    except dist.DistNetworkError as error:
+        reason = str(error).splitlines()[0]
+    except dist.DistStoreError as error:
+        reason = f"{str(error).splitlines()[0]} (--timeout {timeout:g})"
+    except OSError as error:
+        reason = "the port is already in use" if error.errno == errno.EADDRINUSE else error.strerror
+    finally:
+        joined.set()
+    raise UserError(
+        f"rank {rendezvous.rank} of {rendezvous.world_size} cannot reach the others at {place}: {reason}", own=True
+    )

@@ -1,0 +1,120 @@
+"""`launch.start`: the beginning of every train script."""
+
+import socket
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from colossal_vit import config as configs
+from colossal_vit import parent
+from colossal_vit.checkpoint import run_directory
+from colossal_vit.compat import cpu, patches
+from colossal_vit.engine import precision
+from colossal_vit.errors import UserError
+from colossal_vit.launch import watchdog
+from colossal_vit.launch.flags import get_parser
+from colossal_vit.launch.groups import choose_backend, choose_device, launch_groups
+from colossal_vit.launch.launchers import find_rendezvous, planned_rendezvous
+from colossal_vit.launch.rendezvous import join_store
+from colossal_vit.parallel.layout import Layout
+from colossal_vit.parallel.ranks import RankLogger, broadcast_object, run_on_rank_0
+from colossal_vit.parallel.seeds import seed_ranks
+from colossal_vit.plan import fakes
+from colossal_vit.run import Run
+from colossalai.context import Config
+
+
+def start(
+    description: str | None = None,
+    required: Iterable[str] = (),
+    defaults: Mapping[str, Any] | None = None,
+    check: Callable[[Config, Layout], None] | None = None,
+) -> Run:
+    """Parse the command line, load and check the config, join the process groups, seed, make the run directory.
+
+    Args:
+        description: for `--help`; the first lines of the script's docstring.
+        required: config keys that the script cannot do without.
+        defaults: config keys it has a default for.
+        check: raises `UserError` if config and layout do not fit the script's model.
+
+    Raises:
+        UserError: for everything that is wrong with what the user gave.
+    """
+    script = Path(sys.argv[0]).resolve()
+    args = get_parser(description).parse_args()
+    rendezvous = None if args.dry_run else find_rendezvous(args)
+    if args.config is None:
+        raise UserError(
+            "--config FILE is missing: the Python file with the hyper-parameters, for example from configs/"
+        )
+    if args.max_steps is not None and args.max_steps < 1:
+        raise UserError(f"--max-steps {args.max_steps}: must be at least 1")
+    if not args.timeout > 0:
+        raise UserError(f"--timeout {args.timeout:g}: must be a number of seconds above 0")
+    overrides = [*args.set, "COMPILE=True"] if args.compile else args.set
+    config = configs.load(args.config, overrides, required, {"SEED": 1024, **(defaults or {})}, script)
+    if args.eval_only and args.resume == "never":
+        raise UserError(
+            "--eval-only evaluates a checkpoint, and --resume never says to take none: leave one of them out"
+        )
+    if args.debug_nan and config.get("COMPILE"):
+        raise UserError("--debug-nan looks into the model, which COMPILE merges into one piece: leave one of them out")
+    rendezvous = rendezvous or planned_rendezvous(args, config)
+    layout = Layout.of(config, rendezvous.world_size)
+    if check is not None:
+        check(config, layout)
+    backend = choose_backend(args, rendezvous)
+    output = args.output or run_directory.default(script, Path(args.config), overrides, args.resume)
+
+    if not torch.cuda.is_available():
+        cpu.enable()
+    patches.apply()
+    device = choose_device(rendezvous)
+    if args.dry_run:
+        config.pop("COMPILE", None)  # does not change what is held and sent
+        with fakes.fake_process_groups():
+            launch_groups(config, rendezvous, backend, dist.HashStore(), args.timeout, device)
+        seed_ranks(config.SEED)
+        fakes.fake_tensors(device)
+        return Run(config, layout, output, 1, device, RankLogger(0), dry_run=True)
+    parent.watch(rendezvous.launcher != "none", args.timeout)
+    launch_groups(config, rendezvous, backend, join_store(rendezvous, args.timeout), args.timeout, device)
+    watchdog.begin(rendezvous.rank, rendezvous.world_size, rendezvous.host)
+    seed_ranks(config.SEED)
+    log = RankLogger(rendezvous.rank)
+    log.info(
+        f"rank {rendezvous.rank} of {rendezvous.world_size} on {socket.gethostname()} ({device}, {backend}), started "
+        f"by {rendezvous.found}, rendezvous at {rendezvous.host}:{rendezvous.port}",
+        ranks=None,
+    )
+    if device.type == "cpu" and (warning := cpu.idle_gpus()):
+        log.info(warning)
+    global_batch = config.BATCH_SIZE * config.gradient_accumulation * layout.data
+    log.info(
+        f"{layout}; global batch {global_batch} = BATCH_SIZE {config.BATCH_SIZE} × gradient_accumulation "
+        f"{config.gradient_accumulation} × data parallel {layout.data}"
+    )
+    if config.fp16:
+        log.info(f"mixed precision: {precision.describe(config.fp16, device)} on this device")
+    found = []
+    run_on_rank_0(lambda: found.extend(run_directory.prepare(args, output, log)))
+    checkpoint, started_from = broadcast_object(found or None)
+    return Run(
+        config,
+        layout,
+        output,
+        args.max_steps,
+        device,
+        log,
+        checkpoint=checkpoint,
+        started_from=started_from,
+        accept_changes=args.accept_changes,
+        eval_only=args.eval_only,
+        stop_on_save_error=args.on_save_error == "stop",
+        profile=args.profile,
+        debug_nan=args.debug_nan,
+    )

@@ -1,0 +1,137 @@
+"""When one rank ends, all end: a TCP connection from every rank to rank 0, kept open while training runs.
+
+The kernel closes the connections of a process that dies, whatever killed it, so that the others learn of it at once
+and under every launcher; waiting inside a collective operation they would learn of it from gloo soon, from NCCL after
+minutes. The messages are lines of text: `hello <rank> <host> <pid>` and `bye` or `end <code>` from a rank, `end <code>`
+or `bye` from rank 0.
+"""
+
+import os
+import selectors
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch.distributed as dist
+from colossal_vit.errors import end_process
+from colossal_vit.launch.rendezvous import is_own, listen
+
+CONNECT_TIMEOUT = 10.0  # seconds
+END_TIMEOUT = 2.0  # seconds that rank 0 leaves each of the others to end
+
+
+current: "Watchdog | None" = None  # this process's, once the ranks have joined
+
+
+def begin(rank: int, world_size: int, host: str) -> None:
+    """Make the `current` watchdog; the arguments are those of `Watchdog`."""
+    global current
+    current = Watchdog(rank, world_size, host)
+
+
+class Watchdog:
+    """This rank's end of the connections.
+
+    Args:
+        rank: this process.
+        world_size: all of them.
+        host: where rank 0 is, as the other ranks know it.
+    """
+
+    def __init__(self, rank: int, world_size: int, host: str):
+        self.rank = rank
+        self.leaving = threading.Event()
+        self.connections: list[socket.socket] = []
+        if world_size == 1:
+            return
+        store = dist.distributed_c10d._get_default_store()
+        watch = self._accept(store, world_size, host) if rank == 0 else self._connect(store, host)
+        if watch is not None:
+            threading.Thread(target=watch, daemon=True, name="watchdog").start()
+
+    def _accept(self, store: dist.Store, world_size: int, host: str) -> Callable[[], None] | None:
+        """Rank 0: take the connections of the others; None where `host` is no address of this machine's."""
+        if not is_own(host):
+            store.set("watchdog-port", "0")
+            return None
+        listener = listen(host, 0)
+        store.set("watchdog-port", str(listener.getsockname()[1]))
+        listener.settimeout(CONNECT_TIMEOUT)
+        names = {}
+        with listener, suppress(TimeoutError):  # a rank that cannot connect is missed by the others' timeout only
+            for _ in range(world_size - 1):
+                connection, _ = listener.accept()
+                connection.settimeout(CONNECT_TIMEOUT)
+                hello = connection.makefile("r").readline().split()
+                connection.settimeout(None)
+                names[connection] = f"rank {hello[1]} ({hello[2]}, process {hello[3]})"
+        self.connections = list(names)
+        return lambda: self._watch_all(names)
+
+    def _connect(self, store: dist.Store, host: str) -> Callable[[], None] | None:
+        """Any other rank: connect to rank 0; None where that is not possible."""
+        port = int(store.get("watchdog-port"))
+        if port == 0:
+            return None
+        try:
+            connection = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT)
+        except OSError:
+            return None
+        connection.settimeout(None)
+        connection.sendall(f"hello {self.rank} {socket.gethostname()} {os.getpid()}\n".encode())
+        self.connections = [connection]
+        return self._watch_first
+
+    def _watch_all(self, names: dict[socket.socket, str]) -> None:
+        """Rank 0: wait for a rank that ends, and have the others end too."""
+        selector = selectors.DefaultSelector()
+        for connection in names:
+            selector.register(connection, selectors.EVENT_READ)
+        while selector.get_map():
+            for key, _ in selector.select():
+                connection = key.fileobj
+                try:
+                    word, *code = connection.recv(64).decode().split() or ["died"]
+                except OSError:
+                    word, code = "died", []
+                if self.leaving.is_set():
+                    return
+                selector.unregister(connection)
+                if word == "end":
+                    self._tell("end", code[0])
+                    end_process(int(code[0]))
+                elif word == "died":
+                    self._tell("end", "1")
+                    end_process(1, f"{names[connection]} died; the other ranks end too")
+
+    def _watch_first(self) -> None:
+        """Any other rank: wait for rank 0's word, or for its end."""
+        try:
+            word, *code = self.connections[0].recv(64).decode().split() or ["died"]
+        except OSError:
+            word, code = "died", []
+        if self.leaving.is_set() or word == "bye":
+            return
+        if word == "end":
+            end_process(int(code[0]))
+        end_process(1, "rank 0 died; the other ranks end too" if self.rank == 1 else None)
+
+    def _tell(self, *words: str) -> None:
+        for connection in self.connections:
+            with suppress(OSError):
+                connection.sendall((" ".join(words) + "\n").encode())
+
+    def leave(self, code: int = 0) -> None:
+        """Say goodbye: with code 0 the others go on, with another they end too, with that exit code.
+
+        When it ends the others, rank 0 waits for them, since it keeps the store that they may still ask.
+        """
+        self.leaving.set()
+        self._tell(*(("end", str(code)) if code else ("bye",)))
+        if code and self.rank == 0:
+            for connection in self.connections:
+                with suppress(OSError):
+                    connection.settimeout(END_TIMEOUT)
+                    while connection.recv(64):
+                        pass

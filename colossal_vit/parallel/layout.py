@@ -1,0 +1,84 @@
+"""How the processes share the work: data × pipeline × tensor."""
+
+from dataclasses import dataclass
+
+from colossal_vit.errors import UserError
+from colossalai.context import Config
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many processes share the work, and along which axis: data × pipeline × tensor = world size.
+
+    Attributes:
+        data, pipeline, tensor: sizes.
+        tensor_mode: None, '1d', '2d', '2.5d' or '3d'.
+        side: q, into how many parts the tensor-parallel ranks split heads and hidden size: all of them in 1D, the side
+            of the square in 2D and 2.5D, of the cube in 3D.
+    """
+
+    data: int
+    pipeline: int
+    tensor: int
+    tensor_mode: str | None
+    side: int
+
+    @property
+    def batch_parts(self) -> int:
+        """Into how many parts the tensor-parallel ranks split a batch."""
+        return {"2d": self.side, "2.5d": self.side, "3d": self.side**2}.get(self.tensor_mode, 1)
+
+    @property
+    def hidden_parts(self) -> int:
+        """Into how many parts they split the hidden size of activations between layers; in 1D each has it whole."""
+        return self.side if self.tensor_mode in ("2d", "2.5d", "3d") else 1
+
+    @classmethod
+    def of(cls, config: Config, world_size: int) -> "Layout":
+        """The layout that `config.parallel` gives on `world_size` processes.
+
+        Raises:
+            UserError: if the sizes do not fit each other or the world.
+        """
+        pipeline, tensor = config.parallel.pipeline, config.parallel.tensor
+        side = _side(tensor.mode, tensor.size, tensor.get("depth"))
+        model = pipeline * tensor.size
+        if world_size % model:
+            nearest = [size for size in (world_size // model * model, (world_size // model + 1) * model) if size]
+            raise UserError(
+                f"world size {world_size} does not fit parallel.pipeline = {pipeline} × parallel.tensor.size = "
+                f"{tensor.size}: start {' or '.join(map(str, nearest))} processes (a multiple of {model})"
+            )
+        return cls(world_size // model, pipeline, tensor.size, tensor.mode, side)
+
+    def __str__(self) -> str:
+        tensor = f" ({self.tensor_mode})" if self.tensor_mode else ""
+        return f"data {self.data} × pipeline {self.pipeline} × tensor {self.tensor}{tensor}"
+
+
+def _side(mode: str | None, size: int, depth: int | None) -> int:
+    """The side of the tensor-parallel ranks' arrangement; see `Layout`."""
+    if depth is not None and mode != "2.5d":
+        raise UserError(f"parallel.tensor.depth = {depth} is for mode '2.5d' only, but the mode is {mode!r}")
+    if mode is None:
+        if size > 1:
+            raise UserError(
+                f"parallel.tensor.size = {size} needs parallel.tensor.mode = '1d', '2d', '2.5d' or '3d'; None needs 1"
+            )
+        return 1
+    if mode == "1d":
+        return size
+    depth = depth or 1
+    power, shape = {
+        "2d": (2, "a square, q² processes"),
+        "2.5d": (2, f"depth × q², and depth is {depth}"),
+        "3d": (3, "a cube, q³ processes"),
+    }[mode]
+    sizes = [depth * q**power for q in range(2, 65)]
+    if size not in sizes:
+        below, above = [s for s in sizes if s < size][-1:], [s for s in sizes if s > size][:1]
+        raise UserError(
+            f"parallel.tensor.size = {size}, but mode '{mode}' needs {shape}: use "
+            f"{' or '.join(map(str, below + above))}"
+        )
+    return sizes.index(size) + 2

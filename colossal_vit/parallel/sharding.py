@@ -1,0 +1,216 @@
+"""Which piece of which full parameter a rank holds, and what follows from it: initial weights, global norms.
+
+A model built from Colossal-AI layers is annotated once, by `annotate`; from then on each parameter carries a `Shard`.
+The names of full parameters are timm's.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from colossalai.legacy.context import ParallelMode
+from colossalai.legacy.core import global_context as gpc
+from colossalai.legacy.global_variables import tensor_parallel_env
+from colossalai.legacy.nn.layer.parallel_1d import Classifier1D, Linear1D_Col, Linear1D_Row
+from colossalai.legacy.nn.layer.parallel_2d import Classifier2D, LayerNorm2D, Linear2D, PatchEmbedding2D, split_batch_2d
+from colossalai.legacy.nn.layer.parallel_2p5d import (
+    Classifier2p5D,
+    LayerNorm2p5D,
+    Linear2p5D,
+    PatchEmbedding2p5D,
+    split_batch_2p5d,
+)
+from colossalai.legacy.nn.layer.parallel_3d import Classifier3D, LayerNorm3D, Linear3D, PatchEmbedding3D, split_batch_3d
+from torch import Tensor, nn
+
+# A split: the dimension of the full parameter that is cut, and the group of ranks whose members take a piece each.
+Split = tuple[int, ParallelMode]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's piece of a full parameter.
+
+    Attributes:
+        name: timm's name of the full parameter.
+        splits: how it is cut, in order.
+        transposed: whether the layer stores the transpose of the full matrix; `splits` count the layer's dimensions.
+        owner: a group, and the number of the one rank in it whose piece is used; the others' gets no gradient.
+        num_heads: set for the fused query/key/value projection. timm stores all queries, then all keys, then all
+            values; here each head's query, key and value lie together, so that a cut by rows keeps heads whole.
+    """
+
+    name: str
+    splits: tuple[Split, ...] = ()
+    transposed: bool = False
+    owner: tuple[ParallelMode, int] | None = None
+    num_heads: int | None = None
+
+    def split(self, full: Tensor) -> Tensor:
+        """This rank's piece of `full`, a parameter as timm stores it."""
+        piece = full
+        if self.num_heads:
+            piece = piece.unflatten(0, (3, self.num_heads, -1)).transpose(0, 1).flatten(0, 2)
+        if self.transposed:
+            piece = piece.t()
+        for dim, mode in self.splits:
+            piece = piece.chunk(gpc.get_world_size(mode), dim)[gpc.get_local_rank(mode)]
+        return piece
+
+    def gather(self, piece: Tensor) -> Tensor:
+        """The inverse of `split`: the full tensor, from the pieces that all ranks call this with, as timm stores it."""
+        full = piece.contiguous()
+        if self.owner is not None:
+            mode, number = self.owner
+            full = full.clone()
+            dist.broadcast(full, gpc.get_ranks_in_group(mode)[number], group=gpc.get_group(mode))
+        for dim, mode in reversed(self.splits):
+            pieces = [torch.empty_like(full) for _ in range(gpc.get_world_size(mode))]
+            dist.all_gather(pieces, full, group=gpc.get_group(mode))
+            full = torch.cat(pieces, dim)
+        if self.transposed:
+            full = full.t()
+        if self.num_heads:
+            full = full.unflatten(0, (self.num_heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+        return full
+
+    def full_shape(self, piece: Sequence[int]) -> list[int]:
+        """The shape of the full parameter, from that of this rank's piece."""
+        shape = list(piece)
+        for dim, mode in self.splits:
+            shape[dim] *= gpc.get_world_size(mode)
+        return shape[::-1] if self.transposed else shape
+
+    @property
+    def num_holders(self) -> int:
+        """How many ranks it takes to have every element of the full parameter, and its gradient, once."""
+        modes = [mode for _, mode in self.splits] + ([self.owner[0]] if self.owner else [])
+        return math.prod(gpc.get_world_size(mode) for mode in modes)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether this rank's piece is used."""
+        return self.owner is None or gpc.get_local_rank(self.owner[0]) == self.owner[1]
+
+
+def _splits_of(layer: nn.Module) -> dict[str, dict]:
+    """How a layer of Colossal-AI holds its parameters: arguments for `Shard`, by the parameter's name in the layer.
+
+    What is not named is held whole by every rank. Sources: the `_load_from_global_state_dict` of each layer, except
+    for `LayerNorm2p5D`, whose own does not fit its shape, and `LayerNorm3D`, whose own transposes a vector.
+    """
+    match layer:
+        case Linear1D_Col():
+            split = dict(splits=((0, ParallelMode.PARALLEL_1D),))
+            return {"weight": split, "bias": split}
+        case Linear1D_Row() | Classifier1D():
+            return {"weight": dict(splits=((1, ParallelMode.PARALLEL_1D),))}
+        case Linear2D() | LayerNorm2D() | PatchEmbedding2D() | Classifier2D():
+            row, column = ParallelMode.PARALLEL_2D_ROW, ParallelMode.PARALLEL_2D_COL
+        case Linear2p5D() | LayerNorm2p5D() | PatchEmbedding2p5D() | Classifier2p5D():
+            row, column = ParallelMode.PARALLEL_2P5D_ROW, ParallelMode.PARALLEL_2P5D_COL
+        case Linear3D():  # which groups are its input's and its output's alternates from layer to layer
+            modes = (layer.output_parallel_mode, layer.input_parallel_mode, layer.weight_parallel_mode)
+            weight = dict(transposed=True, splits=tuple(zip((0, 1, 0), modes, strict=True)))
+            return {"weight": weight, "bias": dict(splits=((0, layer.input_parallel_mode),))}
+        case LayerNorm3D() | PatchEmbedding3D() | Classifier3D():
+            first = dict(splits=((0, layer.output_parallel_mode),))
+            last = dict(splits=((-1, layer.output_parallel_mode),))
+            if isinstance(layer, Classifier3D):  # broadcast in each forward pass, from the diagonal
+                diagonal = (layer.input_parallel_mode, gpc.get_local_rank(layer.output_parallel_mode))
+                return {"weight": dict(owner=diagonal, **last)}
+            return {"weight": first, "bias": first, "cls_token": last, "pos_embed": last}
+        case _:
+            return {}
+    first, last = dict(splits=((0, row), (0, column))), dict(splits=((-1, row), (-1, column)))
+    first_row = dict(splits=((0, row),), owner=(column, 0))  # broadcast down the columns in each forward pass
+    match layer:
+        case Linear2D() | Linear2p5D():
+            weight = dict(transposed=True, splits=((1, row), (0, column)))
+            return {"weight": weight, "bias": first_row if isinstance(layer, Linear2p5D) else first}
+        case LayerNorm2p5D():
+            return {"weight": first_row, "bias": first_row}
+        case Classifier2D() | Classifier2p5D():
+            return {"weight": last}
+    return {"weight": first, "bias": first, "cls_token": last, "pos_embed": last}
+
+
+def split_batch(batch: Tensor, dim: int = 0) -> Tensor:
+    """This rank's part of a batch that the tensor-parallel ranks split among them; in 1D all have the whole."""
+    split = {"2d": split_batch_2d, "2.5d": split_batch_2p5d, "3d": split_batch_3d}.get(tensor_parallel_env.mode)
+    return split(batch, dim) if split else batch
+
+
+def annotate(model: nn.Module, rename: Callable[[str], str] = str, num_heads: int | None = None) -> None:
+    """Give every parameter of a model made of Colossal-AI layers its `Shard`, as attribute `shard`.
+
+    Args:
+        model: this rank's part of the model, with module names as in timm.
+        rename: from a parameter's name in `model`, without Colossal-AI's `.module`, to timm's.
+        num_heads: attention heads of the full model; parameters named `*.qkv.*` are stored head by head.
+    """
+    for path, module in model.named_modules():
+        splits = _splits_of(module)
+        prefix = path.replace(".module", "") + "."
+        for key, parameter in module.named_parameters(recurse=False):
+            heads = num_heads if ".qkv." in prefix else None
+            parameter.shard = Shard(rename(prefix + key), num_heads=heads, **splits.get(key, {}))
+
+
+def name_parameters(model: nn.Module) -> None:
+    """Give every parameter that `annotate` has not seen a `Shard` which says that this rank holds it whole."""
+    for name, parameter in model.named_parameters():
+        if not hasattr(parameter, "shard"):
+            parameter.shard = Shard(name)
+
+
+@torch.no_grad()
+def load_full(model: nn.Module, full: Mapping[str, Tensor]) -> None:
+    """Fill an annotated model with this rank's pieces of full parameters.
+
+    Raises:
+        KeyError: if `full` lacks a parameter of the model.
+    """
+    for parameter in model.parameters():
+        parameter.copy_(parameter.shard.split(full[parameter.shard.name]))
+
+
+@torch.no_grad()
+def full_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """The full parameters of which this rank holds pieces, by timm's names; to be called on all ranks of a stage."""
+    return {p.shard.name: p.shard.gather(p) for p in model.parameters()}
+
+
+def num_replicas(parameter: Tensor) -> int:
+    """How many ranks of the tensor-parallel group hold, and use, the same piece."""
+    shard = getattr(parameter, "shard", None)
+    return gpc.tensor_parallel_size // (shard.num_holders if shard else 1)
+
+
+@torch.no_grad()
+def global_norm(tensors: Iterable[Tensor], parameters: Iterable[Tensor]) -> Tensor:
+    """L2 norm over all ranks that share the model, each element of the full model counted once.
+
+    Args:
+        tensors: this rank's pieces, for example gradients.
+        parameters: the parameters they belong to, in the same order.
+
+    Returns:
+        A float32 scalar on the device of the tensors, equal on every rank of the model-parallel group.
+    """
+    device = torch.device("cpu")
+    squared: dict[int, list[Tensor]] = {}
+    for tensor, parameter in zip(tensors, parameters, strict=True):
+        device = tensor.device
+        if hasattr(parameter, "shard") and not parameter.shard.in_use:
+            continue
+        squared.setdefault(num_replicas(parameter), []).append(tensor)
+    total = torch.zeros((), dtype=torch.float32, device=device)
+    for replicas, group in squared.items():
+        norms = torch._foreach_norm(group, 2, dtype=torch.float32)
+        total += torch.stack(norms).square().sum() / replicas
+    if gpc.is_initialized(ParallelMode.MODEL) and gpc.get_world_size(ParallelMode.MODEL) > 1:
+        dist.all_reduce(total, group=gpc.get_group(ParallelMode.MODEL))
+    return total.sqrt()

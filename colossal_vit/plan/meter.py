@@ -1,0 +1,180 @@
+"""`--dry-run`: what each rank of a layout would hold and send in an optimizer step, without the other ranks.
+
+The train script runs as it is, once for a rank of each pipeline stage, up to the engine's first optimizer step. Its
+tensors are PyTorch's fake ones, which have a shape and a type but no data, and its process groups have members that
+never answer: any model in any world fits a laptop. `measure` also takes real tensors and groups, which is how the
+tests check what a dry run says.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from colossal_vit.engine.engine import Engine
+from colossal_vit.parallel.layout import Layout
+from colossalai.legacy.context import ParallelMode
+from colossalai.legacy.core import global_context as gpc
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+# What a rank sends with a ring algorithm, as a multiple of the message, by the number of ranks n. The message is what
+# nccl-tests calls the size: the tensor, or where the ranks' pieces are put together or taken apart, the whole of them.
+_SENT: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "broadcast": lambda n: (n - 1) / n,
+    "reduce": lambda n: (n - 1) / n,
+    "send": lambda n: 1.0,
+}
+# PyTorch's operators: the kind of collective, and which argument is the message.
+_COLLECTIVES = {
+    "allreduce_": ("all_reduce", 0),
+    "allgather_": ("all_gather", 0),
+    "_allgather_base_": ("all_gather", 0),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "broadcast_": ("broadcast", 0),
+    "reduce_": ("reduce", 0),
+    "send": ("send", 0),
+}
+
+
+def _num_bytes(tensors: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in tree_leaves(tensors) if isinstance(t, Tensor))
+
+
+def _storages(tensors: Any) -> list[torch.UntypedStorage]:
+    return [t.untyped_storage() for t in tree_leaves(tensors) if isinstance(t, Tensor)]
+
+
+class StepMeter(TorchDispatchMode):
+    """Watches every operator: memory that comes and goes, and messages to other ranks.
+
+    Attributes:
+        live, peak: bytes in tensors now, and at most so far.
+        calls, sent: by kind of collective, how many calls, and bytes that this rank sends (see `_SENT`).
+    """
+
+    def __init__(self, existing: Iterable[Tensor]):
+        super().__init__()
+        self.live = self.peak = 0
+        self.calls: dict[str, int] = {}
+        self.sent: dict[str, float] = {}
+        self._seen = WeakIdKeyDictionary()
+        self._watch(list(existing))
+
+    def _watch(self, tensors: Any) -> None:
+        for storage in _storages(tensors):
+            if storage not in self._seen:
+                self._seen[storage] = _Release(self, storage.nbytes())
+                self.live += storage.nbytes()
+        self.peak = max(self.peak, self.live)
+
+    def _count(self, name: str, args: tuple) -> None:
+        if name in _COLLECTIVES:
+            kind, message = _COLLECTIVES[name]
+            group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
+            size = dist.ProcessGroup.unbox(group).size()
+            self.calls[kind] = self.calls.get(kind, 0) + 1
+            self.sent[kind] = self.sent.get(kind, 0.0) + _num_bytes(args[message]) * _SENT[kind](size)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function.namespace == "c10d":
+            self._count(function._schema.name.removeprefix("c10d::"), args)
+        self._watch(result)
+        return result
+
+
+class _Release:
+    """Gives a storage's bytes back to the meter when the storage, whose entry it is, goes."""
+
+    def __init__(self, meter: StepMeter, size: int):
+        self.meter, self.size = meter, size
+
+    def __del__(self):
+        self.meter.live -= self.size
+
+
+@dataclass
+class StepPlan:
+    """What one rank holds and sends in an optimizer step. Memory in bytes.
+
+    Attributes:
+        layers: names of the full parameters of which this rank has a piece.
+        parameters: how many numbers those pieces are.
+        memory: of `weights`, `gradients`, `optimizer` (moments, and fp32 copies of half-precision weights),
+            `activations` (whatever else there is at the peak) and the `peak` that these make together.
+        calls, sent: see `StepMeter`.
+        stage_ranks: a rank of each pipeline stage; those with the same data and tensor coordinates.
+        notes: what else the script has to say.
+    """
+
+    layers: list[str]
+    parameters: int
+    memory: dict[str, int]
+    calls: dict[str, int]
+    sent: dict[str, float]
+    layout: Layout
+    config: dict[str, Any] = field(repr=False)
+    stage_ranks: list[int] = field(default_factory=lambda: [0])
+    notes: list[str] = field(default_factory=list)
+
+
+def measure(engine: Engine, batches: Iterable) -> StepPlan:
+    """Run one optimizer step of a fresh engine, and say what it took.
+
+    Every step sends as much as the first, but DDP reduces in several calls from the second on.
+
+    Args:
+        engine: that has not made a step yet.
+        batches: enough micro-batches for one.
+    """
+    config = gpc.config
+    model = engine.model
+    optimizer = engine.optimizer.optim
+    weights = [p for p in model.parameters() if p.requires_grad]
+    trained = [p for group in optimizer.param_groups for p in group["params"]]  # the weights, or fp32 copies of them
+    copies = [p for p in trained if p not in set(weights)]
+    memory: dict[str, int] = {}
+
+    with StepMeter([*model.parameters(), *model.buffers(), *copies]) as meter:
+
+        def before_update(*_: Any) -> None:
+            memory["gradients"] = _num_bytes([p.grad for p in trained])
+            memory["before update"], meter.peak = meter.peak, meter.live
+
+        hook = optimizer.register_step_pre_hook(before_update)
+        data_iter = iter(batches)
+        engine.train()
+        for _ in range(engine.accumulation):
+            engine.zero_grad()
+            engine.execute_schedule(data_iter, forward_only=False, return_loss=True)
+            engine.step()
+        hook.remove()
+
+    moments = _num_bytes([list(state.values()) for state in optimizer.state.values()])
+    memory["weights"] = _num_bytes(weights)
+    memory["optimizer"] = moments + _num_bytes(copies)
+    # From the second step on the moments are there during forward and backward too.
+    memory["peak"] = max(memory.pop("before update") + moments, meter.peak)
+    known = sum(memory[part] for part in ("weights", "gradients", "optimizer"))
+    memory["activations"] = max(memory["peak"] - known, 0)
+    pipelined = gpc.is_initialized(ParallelMode.PIPELINE)
+    return StepPlan(
+        layers=list(
+            dict.fromkeys(p.shard.name if hasattr(p, "shard") else name for name, p in model.named_parameters())
+        ),
+        parameters=sum(p.numel() for p in weights),
+        memory=memory,
+        calls=meter.calls,
+        sent=meter.sent,
+        layout=Layout.of(config, gpc.get_world_size(ParallelMode.GLOBAL)),
+        config=dict(config),
+        stage_ranks=list(gpc.get_ranks_in_group(ParallelMode.PIPELINE)) if pipelined else [0],
+    )

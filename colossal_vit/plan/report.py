@@ -1,0 +1,132 @@
+"""`--dry-run`: the plans of all pipeline stages, as text."""
+
+import multiprocessing
+import re
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import redirect_stdout
+
+import torch
+from colossal_vit.config.load import num_model_chunks
+from colossal_vit.errors import TrainingError, UserError
+from colossal_vit.plan.meter import _SENT, StepPlan
+from colossalai.context import Config
+
+
+def _in_fork(function: Callable[[], StepPlan]) -> StepPlan:
+    """Call a function in a child process; its mistakes are raised here."""
+    fork = multiprocessing.get_context("fork")
+    receive, send = fork.Pipe(duplex=False)
+
+    def child() -> None:
+        torch.set_num_threads(torch.get_num_threads())  # mends PyTorch's thread pool after the fork, before autograd's
+        try:
+            with redirect_stdout(None):
+                answer = function()
+        except (UserError, TrainingError) as error:
+            answer = error
+        send.send(answer)
+
+    process = fork.Process(target=child)
+    process.start()
+    send.close()
+    try:
+        answer = receive.recv()
+    except EOFError:
+        sys.exit(1)  # the child has printed its traceback
+    finally:
+        process.join()
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def plan_rank(main: Callable[[], StepPlan | None], rank: int) -> StepPlan:
+    """What a train script's `main`, started with `--dry-run`, plans for one rank."""
+
+    def of_rank() -> StepPlan:
+        sys.argv += ["--rank", str(rank)]
+        return main()
+
+    return _in_fork(of_rank)
+
+
+def plan(main: Callable[[], StepPlan | None]) -> list[StepPlan]:
+    """The plans for the first rank of each pipeline stage."""
+    first = plan_rank(main, 0)
+    return [first] + [plan_rank(main, rank) for rank in first.stage_ranks[1:]]
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """0, 1, 2, 5 as `0-2, 5`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _layers(names: Iterable[str]) -> str:
+    """Parameter names as the layers they are of: `patch_embed, blocks 0-5`."""
+    blocks, others = set(), {}
+    for name in names:
+        block = re.search(r"\bblocks\.(\d+)\.", name)
+        if block:
+            blocks.add(int(block[1]))
+            others.setdefault("blocks")
+        else:
+            others.setdefault(name.removeprefix("module.").removeprefix("model.").split(".")[0])
+    return ", ".join(f"blocks {_ranges(blocks)}" if name == "blocks" else name for name in others)
+
+
+def format_table(header: list[str], rows: list[list[str]]) -> list[str]:
+    """Lines of a table whose first column is aligned to the left and all others to the right."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    return [
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in (header, *rows)
+    ]
+
+
+def format_report(plans: list[StepPlan]) -> str:
+    """The plans of all pipeline stages as text."""
+    layout, config = plans[0].layout, Config(plans[0].config)
+    world = layout.data * layout.pipeline * layout.tensor
+    replica = layout.pipeline * layout.tensor
+    lines = [f"{world} process(es): {layout}"]
+    for stage, stage_plan in enumerate(plans):
+        ranks = (replica * d + layout.tensor * stage + t for d in range(layout.data) for t in range(layout.tensor))
+        lines.append(
+            f"stage {stage}, rank(s) {_ranges(ranks)}: {_layers(stage_plan.layers)}; "
+            f"{stage_plan.parameters:,} parameters on each"
+        )
+    parts = ["weights", "gradients", "optimizer", "activations", "peak"]
+    memory = [[f"stage {s}"] + [f"{p.memory[part] / 1e6:,.1f}" for part in parts] for s, p in enumerate(plans)]
+    lines += ["", *format_table(["memory of a rank, MB", *parts], memory)]
+
+    kinds = [kind for kind in _SENT if any(kind in p.calls for p in plans)]
+    if kinds:
+        traffic = [
+            [f"stage {s}"] + [f"{p.sent.get(kind, 0) / 1e6:,.2f} ({p.calls.get(kind, 0)})" for kind in kinds]
+            for s, p in enumerate(plans)
+        ]
+        lines += ["", *format_table(["MB sent a step (calls)", *kinds], traffic)]
+    if layout.pipeline > 1:
+        chunks, micro_batches = num_model_chunks(config), config.NUM_MICRO_BATCHES
+        bubble = (layout.pipeline - 1) / (chunks * micro_batches)
+        lines += [
+            "",
+            f"pipeline bubble: (stages - 1) / (chunks × micro-batches) = ({layout.pipeline} - 1) / "
+            f"({chunks} × {micro_batches}) = {bubble:.1%} of the time spent computing",
+        ]
+    return "\n".join([*lines, "", *plans[0].notes] if plans[0].notes else lines)
+
+
+def report(main: Callable[[], StepPlan | None], prints: bool = True) -> None:
+    """Print the plans of all pipeline stages; of several processes that a launcher started, only one `prints` them."""
+    if prints:
+        print(format_report(plan(main)))

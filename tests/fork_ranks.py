@@ -1,0 +1,222 @@
+"""Run train scripts as a user does, many times over, without paying 7 seconds of imports for every process.
+
+The test process imports everything once; each rank is a fork of it with its own command line, environment and output.
+"""
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import runpy
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from colossal_vit.compat import cpu, patches
+from colossal_vit.launch import groups
+from colossal_vit.launch.launchers import Rendezvous
+from colossal_vit.launch.rendezvous import join_store
+from colossal_vit.parallel.seeds import seed_ranks
+from colossalai.context import Config
+
+ROOT = Path(__file__).resolve().parents[1]
+# Seconds after which something that is waited for counts as hanging. Nothing has to be faster than that: where a run is
+# to end of itself, its --timeout is longer.
+PATIENCE = 600
+FOREVER = ["--timeout", str(10 * PATIENCE)]
+running: set[int] = set()  # ranks that nobody has waited for yet
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass
+class Result:
+    """What the ranks of a world left behind, by rank."""
+
+    codes: list[int]
+    stdout: list[str]
+    stderr: list[str]
+
+    def __str__(self) -> str:
+        return f"exit codes {self.codes}\n" + "\n".join(self.stdout + self.stderr)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("localhost", 0))
+        return sock.getsockname()[1]
+
+
+def by_torchrun(world_size: int) -> list[dict[str, str]]:
+    """The environment that torchrun gives each rank."""
+    port = str(free_port())
+    return [
+        dict(RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE=str(world_size), MASTER_ADDR="localhost", MASTER_PORT=port)
+        for r in range(world_size)
+    ]
+
+
+def end_as(program: Callable[[], object]) -> NoReturn:
+    """In a fork whose files 0, 1 and 2 are its own: run `program`, and end with the exit code that Python gives it."""
+    code = 1
+    try:
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115 the process's own, as long as it lives
+        sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+        program()
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _become(script: Path, argv: Sequence[str], env: Mapping[str, str | None], cwd: Path, out: Path, err: Path) -> None:
+    """In a fresh fork: be `python script argv...`; never returns."""
+    os.setsid()
+    for path, number in ((os.devnull, 0), (out, 1), (err, 2)):
+        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644), number)
+
+    def program() -> None:
+        for key in LAUNCHER_VARIABLES:
+            os.environ.pop(key, None)
+        for key, value in env.items():
+            os.environ.pop(key, None) if value is None else os.environ.update({key: value})
+        os.chdir(cwd)
+        sys.argv = [str(script), *argv]
+        runpy.run_path(str(script), run_name="__main__")
+
+    end_as(program)
+
+
+def start(
+    script: Path | str,
+    argv: Sequence[str] | Sequence[Sequence[str]],
+    environments: Sequence[Mapping[str, str | None]],
+    cwd: Path | None = None,
+    enter: Callable[[int], None] = lambda rank: None,
+) -> "World":
+    """Fork one process per environment. `argv` is shared, or one list per rank. Each first calls `enter(rank)`."""
+    script = ROOT / script
+    shared = not argv or isinstance(argv[0], str)
+    directory = Path(tempfile.mkdtemp(prefix="world-"))
+    world = World([], directory)
+    for rank, env in enumerate(environments):
+        pid = os.fork()
+        if pid == 0:
+            enter(rank)
+            own = argv if shared else argv[rank]
+            _become(script, own, env, cwd or script.parent, directory / f"{rank}.out", directory / f"{rank}.err")
+        world.pids.append(pid)
+        running.add(pid)
+    return world
+
+
+@dataclass
+class World:
+    """Running ranks."""
+
+    pids: list[int]
+    directory: Path
+
+    def output(self, rank: int, stream: str = "out") -> str:
+        path = self.directory / f"{rank}.{stream}"
+        return path.read_text() if path.exists() else ""
+
+    def wait(self, timeout: float = PATIENCE) -> Result:
+        """Wait for all ranks to end; those that hang are killed and count as code -9."""
+        codes: dict[int, int] = {}
+        deadline = time.monotonic() + timeout
+        while len(codes) < len(self.pids):
+            for pid in set(self.pids) - codes.keys():
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    codes[pid] = os.waitstatus_to_exitcode(status)
+                    running.discard(pid)
+            if time.monotonic() > deadline:
+                for pid in set(self.pids) - codes.keys():
+                    os.kill(pid, signal.SIGKILL)
+                deadline = float("inf")
+            time.sleep(0.02)
+        ranks = range(len(self.pids))
+        outputs = [[self.output(rank, stream) for rank in ranks] for stream in ("out", "err")]
+        shutil.rmtree(self.directory)
+        return Result([codes[pid] for pid in self.pids], *outputs)
+
+
+def end_all() -> None:
+    """Kill the ranks that a test has left behind."""
+    for pid in list(running):
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        running.discard(pid)
+
+
+def run(script: Path | str, argv: Sequence[str], world_size: int = 1, **start_args) -> Result:
+    """Run a script on `world_size` ranks as torchrun would, or as a single plain process."""
+    environments = by_torchrun(world_size) if world_size > 1 else [{}]
+    return start(script, argv, environments, **start_args).wait()
+
+
+def _launch(rank: int, world_size: int, port: int, config: Mapping) -> None:
+    cpu.enable()
+    patches.apply()
+    layout = {"pipeline": 1, "tensor": {"mode": None, "size": 1}}
+    always = {"SEED": 0, "parallel": layout, "fp16": None, "gradient_accumulation": 1, "clip_grad_norm": 0.0}
+    settings = Config({**always, **config})
+    rendezvous = Rendezvous("none", rank, rank, world_size, "localhost", port)
+    groups.launch_groups(settings, rendezvous, "gloo", join_store(rendezvous, PATIENCE), PATIENCE, torch.device("cpu"))
+    seed_ranks(settings.SEED)
+
+
+def call(function, world_size: int = 1, launched: bool = True, **config) -> list:
+    """Call `function()` on every rank of a world; returns what each rank returned, or fails with what one raised.
+
+    Args:
+        function: called in a fork of this process.
+        launched: whether Colossal-AI is patched and launched before.
+        config: the run's config; `parallel` and all else as in a config file.
+    """
+    pipes, pids = [], []
+    port = free_port()
+    for rank in range(world_size):
+        receive, send = multiprocessing.Pipe(duplex=False)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                faulthandler.dump_traceback_later(PATIENCE, exit=True)
+                if launched:
+                    _launch(rank, world_size, port, config)
+                send.send_bytes(pickle.dumps((True, function())))
+            except BaseException as error:
+                text = "".join(traceback.format_exception(error))
+                send.send_bytes(pickle.dumps((False, f"rank {rank}: {text}")))
+            finally:
+                os._exit(0)
+        send.close()
+        pipes.append(receive)
+        pids.append(pid)
+    answers = []
+    for rank, receive in enumerate(pipes):
+        try:
+            answers.append(pickle.loads(receive.recv_bytes()))  # by value: the rank is gone by now
+        except EOFError:
+            answers.append((False, f"rank {rank} ended without an answer"))
+    for pid in pids:
+        os.waitpid(pid, 0)
+    failures = [text for good, text in answers if not good]
+    assert not failures, "\n".join(failures)
+    return [value for _, value in answers]

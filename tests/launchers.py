@@ -1,0 +1,195 @@
+"""Real launchers for tests: Debian packages they come in, a SLURM of one node, and the losses that all must give."""
+
+import functools
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from colossal_vit.results import read_metrics
+
+import fork_ranks
+import recipes
+
+FOLDER = fork_ranks.ROOT / "vit_cifar10_hybrid"
+PYTHON_FOLDER = os.path.dirname(sys.executable)
+STEPS = 3
+
+
+def need(packages, *programs):
+    """Install Debian packages unless their programs are there; skip the test where that is not possible.
+
+    In CI it must be.
+    """
+
+    def missing():
+        return [name for name in programs if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")]
+
+    if missing() and os.geteuid() == 0 and shutil.which("apt-get"):
+        quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        subprocess.run(["apt-get", "update"], **quiet)
+        environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+        subprocess.run(["apt-get", "install", "-y", "--no-install-recommends", *packages], env=environment, **quiet)
+    if missing():
+        reason = f"{', '.join(missing())} cannot be installed"
+        pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
+
+
+def environment(gpus=False, **more):
+    """A user's environment: nothing of the test's own, the installed Python first, and GPUs, which conftest hides."""
+    gone = (*fork_ranks.LAUNCHER_VARIABLES, "DATA", "PYTHONPATH", "HOST", "GPUS", *(["CUDA_VISIBLE_DEVICES"] * gpus))
+    clean = {key: value for key, value in os.environ.items() if key not in gone}
+    if gpus and os.environ["GPUS"] != "all":
+        clean["CUDA_VISIBLE_DEVICES"] = os.environ["GPUS"]
+    path = f"{PYTHON_FOLDER}:{os.environ['PATH']}:/usr/sbin:/sbin"
+    return {**clean, "PATH": path, "OMP_NUM_THREADS": "1", **more}
+
+
+@functools.cache
+def num_gpus():
+    """How many GPUs a process of its own sees."""
+    if not shutil.which("nvidia-smi"):
+        return 0
+    command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    return int(subprocess.check_output(command, env=environment(gpus=True)))
+
+
+def small(output, stages=2, **values):
+    """Flags of a run of the pipeline config that takes a second."""
+    settings = {**recipes.MODEL, "BATCH_SIZE": 16, "parallel.pipeline": stages, **values}
+    return ["--output", str(output), "--max-steps", str(STEPS), *recipes.set_flags(settings)]
+
+
+def losses(output):
+    """The losses of a run, by step."""
+    return [record["loss"] for record in read_metrics(output)[0]]
+
+
+def reference(output, world_size, **values):
+    """The losses that every launcher must give for `small`."""
+    argv = ["--config", recipes.PIPELINE_CONFIG, *small(output, **values)]
+    result = fork_ranks.run(recipes.HYBRID, argv, world_size)
+    assert result.codes == [0] * world_size, str(result)
+    return losses(output)
+
+
+def run(command, cwd=FOLDER, **variables):
+    """A command to its end, with the arguments of `environment`; returns its exit code and what it said."""
+    done = subprocess.run(
+        command, cwd=cwd, env=environment(**variables), capture_output=True, text=True, timeout=fork_ranks.PATIENCE
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def wait_until(condition, what):
+    """Wait for something to become true, and return it."""
+    deadline = time.monotonic() + fork_ranks.PATIENCE
+    while not (answer := condition()):
+        assert time.monotonic() < deadline, what() if callable(what) else what
+        time.sleep(0.2)
+    return answer
+
+
+def has_ended(pid):
+    """Whether a process that need not be a child is gone, or nobody has waited for it yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def steps_on_record(output):
+    path = Path(output) / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+class Slurm:
+    """SLURM on this machine alone, with its state in a folder, until `stop`."""
+
+    def __init__(self, folder):
+        need(["slurm-wlm", "munge"], "srun", "sbatch", "slurmctld", "slurmd", "munged")
+        folder.chmod(0o755)
+        name = socket.gethostname().split(".")[0]
+        munge, ports = folder / "munge.socket", (fork_ranks.free_port(), fork_ranks.free_port())
+        (folder / "munge.key").write_bytes(os.urandom(128))
+        (folder / "munge.key").chmod(0o400)
+        for part in ("state", "spool"):
+            (folder / part).mkdir()
+        (folder / "slurm.conf").write_text(
+            f"""
+            ClusterName=test
+            SlurmctldHost={name}(127.0.0.1)
+            SlurmctldPort={ports[0]}
+            SlurmdPort={ports[1]}
+            FirstJobId={random.randrange(1, 10_000)}  # ports follow from it, and another cluster may be on this machine
+            SlurmUser=root
+            SlurmdUser=root
+            AuthType=auth/munge
+            AuthInfo=socket={munge},cred_expire=5
+            StateSaveLocation={folder}/state
+            SlurmdSpoolDir={folder}/spool
+            SlurmctldPidFile={folder}/slurmctld.pid
+            SlurmdPidFile={folder}/slurmd.pid
+            ProctrackType=proctrack/linuxproc
+            TaskPlugin=task/none
+            SlurmdParameters=config_overrides
+            ReturnToService=2
+            SelectType=select/cons_tres
+            SelectTypeParameters=CR_Core
+            NodeName={name} NodeAddr=127.0.0.1 CPUs=8
+            PartitionName=all Nodes=ALL Default=YES State=UP
+        """.replace("            ", "")
+        )
+        self.folder, self.variables = folder, {"SLURM_CONF": str(folder / "slurm.conf")}
+        files = [f"--{what}-file={folder}/munge.{what}" for what in ("key", "pid", "log", "seed")]
+        self.daemons = []
+        self._start("munged", "--foreground", "--force", f"--socket={munge}", *files)
+        wait_until(munge.exists, "munged does not start")
+        self._start("slurmctld", "-D")
+        self._start("slurmd", "-D")
+        wait_until(lambda: self("sinfo", "-h", "-o", "%T")[1].strip() == "idle", self.logs)
+
+    def _start(self, program, *argv):
+        log = open(self.folder / f"{program}.out", "w")  # noqa: SIM115 the daemon's, as long as it lives
+        self.daemons.append(
+            subprocess.Popen([program, *argv], env=environment(**self.variables), stdout=log, stderr=log)
+        )
+
+    def __call__(self, *command, **options):
+        """Run a command of SLURM's; returns its exit code and what it said."""
+        return run(command, **options, **self.variables)
+
+    def logs(self):
+        return "\n".join(path.read_text() for path in self.folder.glob("*.out"))
+
+    def submit(self, *argv, cwd=fork_ranks.ROOT):
+        """sbatch; returns the number of the job."""
+        code, said = self("sbatch", "--parsable", *argv, cwd=cwd)
+        assert code == 0, said
+        return said.strip()
+
+    def state(self, job):
+        return self("squeue", "-h", "-j", job, "-t", "all", "-o", "%T")[1].strip()
+
+    def ended(self, job):
+        """Wait for the end of a job; returns its state."""
+        ends = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        return wait_until(lambda: next((s for s in ends if s == self.state(job)), None), self.logs)
+
+    def stop(self):
+        self("scancel", "--full", "--signal=KILL", "--user=root")
+        self("scancel", "--user=root")  # those that are queued again
+        wait_until(lambda: not self("squeue", "-h")[1].strip(), self.logs)
+        for daemon in reversed(self.daemons):
+            daemon.send_signal(signal.SIGTERM)
+        for daemon in reversed(self.daemons):
+            try:
+                daemon.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
