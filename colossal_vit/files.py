@@ -1,10 +1,35 @@
-"""Files and folders that appear whole or not at all."""
+"""Files and folders that appear whole or not at all, and names that are free."""
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+
+def sync(path: Path) -> None:
+    """Have the disk hold what the kernel still keeps of a file, or of a folder's list of names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that replaces the one of its name in one rename."""
+    scratch = path.with_name(f".{path.name}")
+    scratch.write_text(text)
+    scratch.replace(path)
+
+
+def free_name(path: Path) -> Path:
+    """`<name>.1`, or the next number that no file has."""
+    number = 1
+    while (free := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    return free
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Curves of a run, drawn from its `metrics.jsonl`, and results with their provenance.
 
-python -m colossal_vit.report draw RUN_DIRECTORY ...
-python -m colossal_vit.report record RUN_DIRECTORY results/NAME --command "..." --log FILE
+python -m colossal_vit.results draw RUN_DIRECTORY ...
+python -m colossal_vit.results record RUN_DIRECTORY results/NAME --command "..." --log FILE
 """
 
 import argparse
@@ -16,10 +16,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+METRICS = "metrics.jsonl"  # in a run directory
+
 
 def read_metrics(directory: Path) -> tuple[list[dict], list[dict]]:
     """The records of a run's `metrics.jsonl`: those of steps, and those of evaluations."""
-    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (directory / METRICS).read_text().splitlines()]
     return [r for r in records if "loss" in r], [r for r in records if "eval_loss" in r]
 
 
@@ -128,7 +130,7 @@ def record(directory: Path, result: Path, command: str, log: Path) -> None:
     """
     origin = provenance(command)
     result.mkdir(parents=True, exist_ok=True)
-    for name in ("metrics.jsonl", "loss.png", "accuracy.png", "config.json"):
+    for name in (METRICS, "loss.png", "accuracy.png", "config.json"):
         shutil.copy(directory / name, result / name)
     _write_origin(result, origin, log.read_text())
 

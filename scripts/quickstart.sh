@@ -32,7 +32,7 @@ python - "$output" << 'PYTHON'
 import sys
 from pathlib import Path
 
-from colossal_vit.report import read_metrics
+from colossal_vit.results import read_metrics
 
 output = Path(sys.argv[1])
 last = read_metrics(output)[1][-1]

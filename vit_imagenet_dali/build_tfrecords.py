@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from colossal_vit.errors import UserError
+from colossal_vit.files import sync
 from tqdm import tqdm
 
 from image_files import prepare_image
@@ -178,21 +179,15 @@ def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp")
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-
-
 def _publish(path: Path, text: str | None = None) -> None:
     """Give a file its name once it is on disk; `text` is its content, if it is not there under its temporary name."""
     with _blame(path):
         if text is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             _temporary(path).write_bytes(os.fsencode(text))
-        _sync(_temporary(path))
+        sync(_temporary(path))
         os.replace(_temporary(path), path)
-        _sync(path.parent)
+        sync(path.parent)
 
 
 @contextmanager

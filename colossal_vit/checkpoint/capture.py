@@ -11,6 +11,7 @@ from colossal_vit.checkpoint.state import _buffers, _layout, _random_state, _slo
 from colossal_vit.engine.engine import Engine
 from colossal_vit.engine.micro_batches import MicroBatches
 from colossal_vit.engine.trainer import Trainer
+from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.ranks import all_gather_object
 from colossal_vit.parallel.sharding import Shard
 from colossalai.legacy.context import ParallelMode
@@ -95,7 +96,7 @@ def capture(trainer: Trainer, train_dataloader: MicroBatches, epoch: int, start:
                     dist.recv(tensor, sender, group=group)
                     full[moment][_key(moment, name)] = tensor
     model = {**full.pop(""), **{name: buffer.to("cpu", copy=True) for name, buffer in _buffers(engine).items()}}
-    global_batch = gpc.config.BATCH_SIZE * gpc.config.gradient_accumulation * gpc.get_world_size(ParallelMode.DATA)
+    global_batch = Layout.current().global_batch(gpc.config)
     state = {
         "step": engine.num_steps,
         "epoch": epoch,

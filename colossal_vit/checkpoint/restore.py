@@ -133,7 +133,7 @@ def _check_continues(run: Run, state: Mapping[str, Any]) -> None:
     """
     changes = _changes(state["config"], config.plain(run.config))
     learned = {key: change for key, change in changes.items() if key not in _FREE}
-    global_batch = run.config.BATCH_SIZE * run.config.gradient_accumulation * run.layout.data
+    global_batch = run.layout.global_batch(run.config)
     if state["global_batch"] != global_batch:
         learned["global batch"] = [state["global_batch"], global_batch]
     other_data = differences(state.get("data") or run.data or {}, run.data or {})
@@ -172,7 +172,7 @@ def resume(run: Run, trainer: Trainer, train_dataloader: MicroBatches, lr_schedu
 
 def _resume(run: Run, trainer: Trainer, train_dataloader: MicroBatches, lr_scheduler: Any) -> None:
     path, engine = run.checkpoint, trainer.engine
-    state = broadcast_object(storage.read_state(path) if gpc.get_global_rank() == 0 else None)
+    state = run_on_rank_0(lambda: storage.read_state(path))
     own = type(engine.optimizer.optim).__name__
     trained = state["optimizer"] is not None and not run.eval_only
     if trained and state["optimizer"] != own:
@@ -193,8 +193,7 @@ def _resume(run: Run, trainer: Trainer, train_dataloader: MicroBatches, lr_sched
         return
 
     # The position in the epoch counts in images: it is the same however many ranks share them.
-    batch_size = run.config.BATCH_SIZE * run.config.gradient_accumulation * run.layout.data
-    steps, rest = divmod(state["images"], batch_size)
+    steps, rest = divmod(state["images"], run.layout.global_batch(run.config))
     steps_per_epoch = len(train_dataloader) // engine.accumulation
     start = min(steps, steps_per_epoch) * engine.accumulation
     rank, same = gpc.get_global_rank(), state["layout"] == _layout() and not rest

@@ -13,7 +13,9 @@ from typing import Any
 from colossal_vit import config as configs
 from colossal_vit.checkpoint import lock, storage
 from colossal_vit.errors import UserError
+from colossal_vit.files import free_name, write_text
 from colossal_vit.parallel.ranks import RankLogger
+from colossal_vit.results import METRICS
 from colossalai.context import Config
 
 INDEX_FILES = "idx_files"  # of DALI, when records are left out
@@ -59,7 +61,7 @@ def _plain(value: Any) -> str:
 
 def _has_a_run(directory: Path) -> bool:
     folder = directory / storage.FOLDER
-    return (directory / "metrics.jsonl").exists() or (folder.is_dir() and any(folder.iterdir()))
+    return (directory / METRICS).exists() or (folder.is_dir() and any(folder.iterdir()))
 
 
 def _set_aside(directory: Path) -> Path:
@@ -70,10 +72,8 @@ def _set_aside(directory: Path) -> Path:
     Returns:
         Where the earlier run is now.
     """
-    directory, number = directory.resolve(), 1
-    while (older := directory.with_name(f"{directory.name}.{number}")).exists():
-        number += 1
-    directory.rename(older)
+    directory = directory.resolve()
+    older = directory.rename(free_name(directory))
     directory.mkdir()
     lock.hold(directory)
     if (older / INDEX_FILES).exists():
@@ -178,8 +178,6 @@ def begin(output: Path, path: Path | None, config: Config, log: RankLogger) -> N
         elif _has_a_run(output):
             log.info(f"an earlier run was in {output}; it is in {_set_aside(output)} now")
         own.mkdir(exist_ok=True)
-        scratch = output / ".config.json"
-        scratch.write_text(configs.to_json(config) + "\n")
-        scratch.replace(output / "config.json")
+        write_text(output / "config.json", configs.to_json(config) + "\n")
     except OSError as error:
         raise UserError(f"--output {output}: cannot be written: {error.strerror or error}") from None

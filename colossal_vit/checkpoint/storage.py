@@ -16,17 +16,17 @@ Nothing that is read here can run code: tensors are safetensors, the rest is JSO
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 from colossal_vit.errors import UserError
+from colossal_vit.files import free_name, sync
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -39,15 +39,6 @@ _STATE_KEYS = {
     *("step", "epoch", "images", "global_batch", "best", "optimizer", "moments_step", "scaler"),
     *("layout", "ranks", "config"),
 }
-
-
-def _sync(path: Path) -> None:
-    """Have the disk hold what the kernel still keeps of a file, or of a folder's list of names."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _to_text(value: Any) -> str:
@@ -87,14 +78,14 @@ def write(path: Path, model: Mapping[str, Tensor], optimizer: Mapping[str, Tenso
         (scratch / STATE).write_text(_to_text(state))
         for name in CONTENTS:
             (scratch / name).chmod(0o644)
-            _sync(scratch / name)
+            sync(scratch / name)
         files = {name: _fingerprint(scratch / name) for name in CONTENTS}
         (scratch / MANIFEST).write_text(_to_text({"version": VERSION, "files": files}))
-        _sync(scratch / MANIFEST)
+        sync(scratch / MANIFEST)
         scratch.chmod(0o755)
-        _sync(scratch)
+        sync(scratch)
         scratch.rename(path)
-        _sync(path.parent)
+        sync(path.parent)
     except SafetensorError as error:
         raise OSError(None, str(error)) from None
     finally:
@@ -192,10 +183,6 @@ def _first_valid(paths: list[Path]) -> tuple[Path | None, list[str]]:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a checkpoint that does not hold to `damaged-<name>`, out of the way; returns the new name."""
-    number = 0
-    while (target := path.with_name(f"damaged-{path.name}" + (f".{number}" if number else ""))).exists():
-        number += 1
-    with suppress(OSError):
-        path.rename(target)
-    return target
+    """Rename a checkpoint that is not valid to `damaged-<name>`, out of the way; returns the new name."""
+    target = path.with_name(f"damaged-{path.name}")
+    return path.rename(free_name(target) if target.exists() else target)

@@ -54,7 +54,7 @@ def _schedule(config: Any, dtype: torch.dtype) -> NonPipelineSchedule | Pipeline
         return NonPipelineSchedule()
     # TENSOR_SHAPE is that of the whole activation between two stages; 2D, 2.5D and 3D split batch and hidden size.
     shape = get_tensor_shape()
-    layout = Layout.of(config, gpc.get_world_size(ParallelMode.GLOBAL))
+    layout = Layout.current()
     if shape is not None:
         batch, *sequence, hidden = shape
         shape = (batch // layout.batch_parts, *sequence, hidden // layout.hidden_parts)

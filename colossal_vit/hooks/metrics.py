@@ -1,11 +1,8 @@
-"""The record of a run: `metrics.jsonl` and TensorBoard events."""
+"""What is measured in each optimizer step and each evaluation."""
 
-import json
-import os
 import resource
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +11,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from colossal_vit.data.batches import IGNORED
 from colossal_vit.engine.micro_batches import MicroBatches
-from colossal_vit.errors import TrainingError, UserError
+from colossal_vit.hooks.recorder import Recorder
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.ranks import RankLogger
 from colossal_vit.parallel.sharding import split_batch
-from colossal_vit.results import draw
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from colossalai.legacy.trainer import Trainer
@@ -43,30 +39,14 @@ def _memory_gb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9  # Linux counts in KiB
 
 
-def _cut(path: Path, step: int, epoch: int) -> None:
-    """Leave in a `metrics.jsonl` what a run has recorded that is to go on after `step`, in `epoch`."""
-    kept = []
-    for line in path.read_text().splitlines(keepends=True):
-        with suppress(ValueError):  # a line that was cut off
-            record = json.loads(line)
-            if record["epoch"] < epoch if "eval_loss" in record else record["step"] <= step:
-                kept.append(line)
-    scratch = path.with_name(f".{path.name}")
-    scratch.write_text("".join(kept))
-    scratch.replace(path)
-
-
 class MetricsHook(BaseHook):
-    """Writes `metrics.jsonl` and TensorBoard events.
+    """Measures each optimizer step and each evaluation, and gives the records to a `Recorder`.
 
     One object per optimizer step: `step, epoch, loss, lr, grad_norm, images_per_s, data_s, step_s, memory_gb`, with
     loss scaling also `loss_scale, skipped`, on a GPU also `reserved_gb`, the peak of torch's allocator. One per
     evaluation: `step, epoch, eval_loss, eval_accuracy, eval_images`.
     `loss` is the mean over the whole global batch. Only the rank that sees the loss, in the last pipeline stage of
     the first replica, writes.
-
-    At the end of the training the same rank draws the curves. A run that goes on from a checkpoint goes on with the
-    same file; records of what came after the checkpoint are taken out, since they will be made again.
 
     Args:
         directory: the run directory; None writes nothing.
@@ -80,40 +60,14 @@ class MetricsHook(BaseHook):
         self.sees_loss = is_no_pp_or_last_stage()
         self.writes = self.sees_loss and is_dp_rank_0() and is_tp_rank_0()
         self.log = log
-        self.directory = directory
+        self.recorder = Recorder(directory, log) if directory else None
         self.accuracy = -1.0  # of the last evaluation, on the ranks that have seen it
         self.last: dict[str, Any] | None = None
-        self.batch_parts = Layout.of(gpc.config, gpc.get_world_size(ParallelMode.GLOBAL)).batch_parts
-
-    def _flush(self) -> None:
-        while self.unwritten:  # a disk that is nearly full takes a part
-            self.unwritten = self.unwritten[os.write(self.file, self.unwritten) :]
-
-    def _write(self, record: dict[str, Any]) -> None:
-        self.unwritten += json.dumps(record).encode() + b"\n"
-        try:
-            self._flush()
-        except OSError as error:  # there may be space again later, when a checkpoint that did not fit is gone
-            self.log.info(f"{self.directory}: metrics.jsonl has to wait: {error.strerror}", ranks=None)
-        try:
-            for key in (record.keys() - {"step", "epoch", "eval_images"}) if self.events else ():
-                self.events.add_scalar(key, record[key], record["step"])
-        except OSError as error:
-            self.events = None
-            self.log.info(f"{self.directory}: TensorBoard's events end here: {error.strerror}", ranks=None)
+        self.batch_parts = Layout.current().batch_parts
 
     def before_train(self, trainer: Trainer) -> None:
         if self.writes:
-            from torch.utils.tensorboard import SummaryWriter  # imports for seconds; one rank needs it
-
-            path, step = self.directory / "metrics.jsonl", trainer.engine.num_steps
-            try:
-                if path.exists():
-                    _cut(path, step, trainer.cur_epoch)
-                self.file, self.unwritten = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644), b""
-                self.events = SummaryWriter(str(self.directory), purge_step=step + 1 if step else None)
-            except OSError as error:
-                raise UserError(f"--output {self.directory}: cannot be written: {error.strerror or error}") from None
+            self.recorder.open(trainer.engine.num_steps, trainer.cur_epoch)
         self.step_started, self.waited = time.perf_counter(), 0.0
 
     def before_train_epoch(self, trainer: Trainer) -> None:
@@ -145,7 +99,7 @@ class MetricsHook(BaseHook):
             record["reserved_gb"] = torch.cuda.max_memory_reserved(loss.device) / 1e9
         if engine.optimizer.loss_scale is not None:
             record |= {"loss_scale": engine.optimizer.loss_scale, "skipped": engine.optimizer.skipped}
-        self._write(record)
+        self.recorder.write(record)
         self.last = record
 
     def after_train_epoch(self, trainer: Trainer) -> None:
@@ -185,10 +139,10 @@ class MetricsHook(BaseHook):
                 "eval_accuracy": self.accuracy,
                 "eval_images": int(images),
             }
-            if self.directory:
-                self._write(record)
+            if self.recorder:
+                self.recorder.write(record)
             # With --eval-only what is printed is all that there is.
-            epoch, digits = (f"epoch {record['epoch']}: ", 4) if self.directory else ("", 8)
+            epoch, digits = (f"epoch {record['epoch']}: ", 4) if self.recorder else ("", 8)
             self.log.info(
                 f"{epoch}test accuracy {record['eval_accuracy']:.2%} "
                 f"({int(correct)} of {record['eval_images']} images), loss {record['eval_loss']:.{digits}f}",
@@ -198,15 +152,8 @@ class MetricsHook(BaseHook):
     def sync(self) -> None:
         """Have the disk hold the records so far."""
         if self.writes:
-            os.fsync(self.file)
+            self.recorder.sync()
 
     def after_train(self, trainer: Trainer) -> None:
         if self.writes:
-            try:
-                self._flush()
-                os.close(self.file)
-                if self.events:
-                    self.events.close()
-                draw(self.directory)
-            except OSError as error:
-                raise TrainingError(f"{self.directory}: cannot be written: {error.strerror or error}") from None
+            self.recorder.close()

@@ -20,7 +20,7 @@ from colossal_vit.launch.groups import choose_backend, choose_device, launch_gro
 from colossal_vit.launch.launchers import find_rendezvous, planned_rendezvous
 from colossal_vit.launch.rendezvous import join_store
 from colossal_vit.parallel.layout import Layout
-from colossal_vit.parallel.ranks import RankLogger, broadcast_object, run_on_rank_0
+from colossal_vit.parallel.ranks import RankLogger, run_on_rank_0
 from colossal_vit.parallel.seeds import seed_ranks
 from colossal_vit.plan import fakes
 from colossal_vit.run import Run
@@ -93,16 +93,13 @@ def start(
     )
     if device.type == "cpu" and (warning := cpu.idle_gpus()):
         log.info(warning)
-    global_batch = config.BATCH_SIZE * config.gradient_accumulation * layout.data
     log.info(
-        f"{layout}; global batch {global_batch} = BATCH_SIZE {config.BATCH_SIZE} × gradient_accumulation "
-        f"{config.gradient_accumulation} × data parallel {layout.data}"
+        f"{layout}; global batch {layout.global_batch(config)} = BATCH_SIZE {config.BATCH_SIZE} × "
+        f"gradient_accumulation {config.gradient_accumulation} × data parallel {layout.data}"
     )
     if config.fp16:
         log.info(f"mixed precision: {precision.describe(config.fp16, device)} on this device")
-    found = []
-    run_on_rank_0(lambda: found.extend(run_directory.prepare(args, output, log)))
-    checkpoint, started_from = broadcast_object(found or None)
+    checkpoint, started_from = run_on_rank_0(lambda: run_directory.prepare(args, output, log))
     return Run(
         config,
         layout,

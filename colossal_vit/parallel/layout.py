@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from colossal_vit.errors import UserError
 from colossalai.context import Config
+from colossalai.legacy.context import ParallelMode
+from colossalai.legacy.core import global_context as gpc
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,15 @@ class Layout:
                 f"{tensor.size}: start {' or '.join(map(str, nearest))} processes (a multiple of {model})"
             )
         return cls(world_size // model, pipeline, tensor.size, tensor.mode, side)
+
+    @classmethod
+    def current(cls) -> "Layout":
+        """The layout of the process groups that this process is in."""
+        return cls.of(gpc.config, gpc.get_world_size(ParallelMode.GLOBAL))
+
+    def global_batch(self, config: Config) -> int:
+        """Images in an optimizer step: BATCH_SIZE × gradient_accumulation × data-parallel size."""
+        return config.BATCH_SIZE * config.gradient_accumulation * self.data
 
     def __str__(self) -> str:
         tensor = f" ({self.tensor_mode})" if self.tensor_mode else ""

@@ -1,4 +1,4 @@
-"""Ranks doing things together: one log, one error for all, one rank working while the others wait."""
+"""Objects, errors and log lines of all ranks; rank 0 working while the others wait."""
 
 import os
 import sys
@@ -41,14 +41,14 @@ class RankLogger:
 
 
 def all_gather_object(value: Any) -> list[Any]:
-    """What each rank calls this with, by rank."""
+    """The values that all ranks call this with, by rank."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group=gpc.get_cpu_group(ParallelMode.GLOBAL))
     return values
 
 
 def broadcast_object(value: Any) -> Any:
-    """What rank 0 calls this with."""
+    """The value that rank 0 calls this with."""
     box = [value]
     dist.broadcast_object_list(box, 0, group=gpc.get_cpu_group(ParallelMode.GLOBAL))
     return box[0]
@@ -66,17 +66,22 @@ def raise_on_all_ranks() -> Iterator[None]:
         raise UserError(spoken)
 
 
-def run_on_rank_0(work: Callable[[], Any]) -> None:
+def run_on_rank_0(work: Callable[[], Any]) -> Any:
     """Have rank 0 do `work` while the others wait, however long it takes; its `UserError` is raised on every rank.
 
-    The ranks keep talking every second meanwhile, so that the timeout of the process group bounds a hang and not the
-    work: a download may take an hour.
+    The ranks exchange a message every second meanwhile, so that the timeout of the process group bounds a hang and not
+    the work: a download may take an hour.
+
+    Returns:
+        On every rank, what `work` returned.
     """
     errors: list[BaseException] = []
+    result = None
 
     def guarded() -> None:
+        nonlocal result
         try:
-            work()
+            result = work()
         except BaseException as error:  # carried over to the thread that waits
             errors.append(error)
 
@@ -93,3 +98,4 @@ def run_on_rank_0(work: Callable[[], Any]) -> None:
     with raise_on_all_ranks():
         if errors:
             raise errors[0]
+    return broadcast_object(result)

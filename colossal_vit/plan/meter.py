@@ -174,7 +174,7 @@ def measure(engine: Engine, batches: Iterable) -> StepPlan:
         memory=memory,
         calls=meter.calls,
         sent=meter.sent,
-        layout=Layout.of(config, gpc.get_world_size(ParallelMode.GLOBAL)),
+        layout=Layout.current(),
         config=dict(config),
         stage_ranks=list(gpc.get_ranks_in_group(ParallelMode.PIPELINE)) if pipelined else [0],
     )
