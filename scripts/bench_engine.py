@@ -41,10 +41,6 @@ from colossalai.nn.lr_scheduler import LinearWarmupLR
 from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "vit_caltech101_amp"))
-
-from train import DEFAULTS, REQUIRED  # noqa: E402
-
 CONFIG = ROOT / "vit_caltech101_amp/config/config_fp32.py"
 MODES = {"fp32": [], "autocast to bf16": ["fp16.mode=AMP_TYPE.TORCH", "fp16.dtype='bf16'"]}
 SIDES = ("bare_s", "ours_s")
@@ -121,7 +117,7 @@ def measure(args: argparse.Namespace, output: Path, settings: list[str]) -> list
         fixed.append("BATCH_SIZE=4")
     flags = [part for text in [*fixed, *settings, *args.set] for part in ("--set", text)]
     sys.argv = [sys.argv[0], "--config", str(CONFIG), "--output", str(output), *flags]
-    run = launch.start(None, REQUIRED, DEFAULTS)
+    run = launch.start(script="caltech101")
     config = run.config
     model = build_timm_vit(config).to(run.device)
     step = bare_step(copy.deepcopy(model), bool(config.fp16), config, run.device)

@@ -46,7 +46,6 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.append(str(Path(__file__).resolve().parents[1] / "vit_cifar10_hybrid"))
 
 from check_layouts import tensor
-from train_hybrid import DEFAULTS, REQUIRED
 from vit import build_vit, check_vit, full_vit, partition_blocks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -185,7 +184,7 @@ def compare() -> None:
     """On each rank of a pair: check that the sides agree, time them, write `pair.json` into the run directory."""
     args, more = get_parser().parse_known_args()
     sys.argv[1:] = [*more, f"--output={args.output}"]
-    run = launch.start(None, REQUIRED, DEFAULTS, check_vit)
+    run = launch.start(script="train_hybrid", check=check_vit)
     criterion = col_nn.CrossEntropyLoss(label_smoothing=run.config.LABEL_SMOOTHING)
     pair, generator = PAIRS[args.only[0]], torch.Generator().manual_seed(run.config.SEED)
     if pair.torch_side:

@@ -9,7 +9,6 @@ from colossal_vit.results import read_metrics
 from colossalai.context import Config
 
 import fork_ranks
-import train_hybrid
 from check_layouts import MODEL, set_flags
 
 HYBRID = "vit_cifar10_hybrid/train_hybrid.py"
@@ -30,7 +29,7 @@ def flags(amp: str | None = None, **values) -> list[str]:
 def config(argv: Sequence[str]) -> Config:
     """The config that the train script makes of `flags`."""
     _, path, *rest = argv
-    return configs.load(path, rest[1::2], train_hybrid.REQUIRED, {"SEED": 1024, **train_hybrid.DEFAULTS})
+    return configs.load(path, rest[1::2], "train_hybrid")
 
 
 def train(output: Path, world_size: int = 1, steps: int = 20, amp: str | None = None, **values):

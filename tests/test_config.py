@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 from colossal_vit import config as configs
+from colossal_vit.config import schema
+from colossal_vit.config.__main__ import reference
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.layout import Layout
 from colossalai.legacy.amp import AMP_TYPE
@@ -134,8 +136,7 @@ def test_overrides_apply_wherever_a_name_is_bound(load):
 
 def test_helpers_are_not_settings(load):
     text = "import math\nfrom math import sqrt\n_side = 4\ndef f(): return 2\nBATCH_SIZE = int(sqrt(16)) * _side"
-    always = {"parallel", "fp16", "gradient_accumulation", "clip_grad_norm"}
-    assert set(load(text)) == {"BATCH_SIZE", *always}
+    assert set(load(text)) == {"BATCH_SIZE", "parallel", "fp16", *schema.defaults(None)}
 
 
 @pytest.mark.parametrize(
@@ -185,9 +186,17 @@ def test_mistakes_are_named(load, text, overrides, words):
 
 def test_missing_keys_and_defaults(load):
     with pytest.raises(UserError, match="NUM_EPOCHS is missing; it must be a whole number of at least 1"):
-        load("BATCH_SIZE = 1", required=["BATCH_SIZE", "NUM_EPOCHS"])
-    config = load("BATCH_SIZE = 1", defaults={"BATCH_SIZE": 2, "SEED": 3})
-    assert (config.BATCH_SIZE, config.SEED) == (1, 3)
+        load("BATCH_SIZE = 1", script="imagenet")
+    caltech101 = "BATCH_SIZE = 1\nNUM_EPOCHS = 2\nNUM_CLASSES = 3\nMOMENTUM = 0.5"
+    config = load(caltech101, script="caltech101")
+    assert (config.MOMENTUM, config.OPTIMIZER, config.SEED, config.SYNTHETIC) == (0.5, "sgd", 1024, False)
+    assert "MLP_RATIO" not in config
+
+
+def test_the_page_of_all_keys_is_what_the_schema_says():
+    """`python -m colossal_vit.config > docs/configuration.md` writes it."""
+    assert (ROOT / "docs/configuration.md").read_text() == reference()
+    assert all(f"| `{key}` |" in reference() for key in schema.SCHEMA)
 
 
 @pytest.mark.parametrize(

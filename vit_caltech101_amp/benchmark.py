@@ -38,8 +38,6 @@ from colossal_vit.models import build_timm_vit
 from colossal_vit.results import provenance, read_metrics, write_benchmark
 from colossalai.context import Config
 
-from train import DEFAULTS, REQUIRED
-
 FOLDER = Path(__file__).resolve().parent
 OUT_OF_MEMORY = re.compile(r"out of memory|not enough memory|MemoryError|SIGKILL|exitcode *: *-9", re.IGNORECASE)
 COLUMNS = {
@@ -204,7 +202,7 @@ def find_batch_size(mode: Mode, args: argparse.Namespace, start: int) -> int:
 def describe(mode: Mode, args: argparse.Namespace) -> tuple[Config, str, float | None]:
     """The resolved config, what its mode runs as, and the FLOPs of an image over a device's peak, if that is known."""
     changed = overrides(mode, args, args.batch_size)
-    resolved = configs.load(mode.config, changed, REQUIRED, {"SEED": 1024, **DEFAULTS})
+    resolved = configs.load(mode.config, changed, "caltech101")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     peak = peak_of(device, precision.compute_dtype(resolved.fp16, device), resolved.get("TF32", False))
     with torch.device("meta"):

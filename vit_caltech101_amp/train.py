@@ -18,26 +18,10 @@ from colossalai.nn.lr_scheduler import LinearWarmupLR
 
 from caltech101 import build_caltech101
 
-REQUIRED = ("BATCH_SIZE", "NUM_EPOCHS", "NUM_CLASSES")
-DEFAULTS = {
-    "MODEL": "vit_base_patch16_224",
-    "IMG_SIZE": 224,
-    "OPTIMIZER": "sgd",
-    "LEARNING_RATE": 1e-2,
-    "MOMENTUM": 0.0,
-    "WEIGHT_DECAY": 0.1,
-    "WARMUP_EPOCHS": 1,
-    "LABEL_SMOOTHING": 0.0,
-    "DROP_RATE": 0.0,
-    "CROP_AREA": (0.08, 1.0),
-    "FLIP": True,
-    "SYNTHETIC": False,
-}
-
 
 def main() -> StepPlan | None:
     # ---- Launch: flags, config file, process groups ----------------------------------------------------------------
-    run = launch.start(__doc__, REQUIRED, DEFAULTS, check_timm_vit)
+    run = launch.start(__doc__, "caltech101", check_timm_vit)
     config = run.config
 
     # ---- Data: the same global batches for any number of processes -------------------------------------------------

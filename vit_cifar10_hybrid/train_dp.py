@@ -18,23 +18,10 @@ from colossalai.nn.lr_scheduler import LinearWarmupLR
 
 from cifar10 import build_cifar10
 
-REQUIRED = ("BATCH_SIZE", "NUM_EPOCHS", "NUM_CLASSES")
-DEFAULTS = {
-    "MODEL": "vit_base_patch16_224",
-    "LEARNING_RATE": 1.8e-2,
-    "WEIGHT_DECAY": 0.1,
-    "WARMUP_EPOCHS": 50,
-    "LABEL_SMOOTHING": 0.0,
-    "DROP_RATE": 0.0,
-    "IMG_SIZE": 224,
-    "CROP_PADDING": 4,
-    "FLIP": True,
-}
-
 
 def main() -> StepPlan | None:
     # ---- Launch: flags, config file, process groups ----------------------------------------------------------------
-    run = launch.start(__doc__, REQUIRED, DEFAULTS, check_timm_vit)
+    run = launch.start(__doc__, "train_dp", check_timm_vit)
     config = run.config
 
     # ---- Data: the same global batches for any number of processes -------------------------------------------------

@@ -17,26 +17,10 @@ from colossalai.legacy import nn as col_nn
 from cifar10 import build_cifar10
 from vit import build_vit, check_vit
 
-REQUIRED = ("BATCH_SIZE", "NUM_EPOCHS", "IMG_SIZE", "PATCH_SIZE", "HIDDEN_SIZE", "DEPTH", "NUM_HEADS", "NUM_CLASSES")
-DEFAULTS = {
-    "OPTIMIZER": "adamw",
-    "MOMENTUM": 0.9,  # of SGD
-    "LEARNING_RATE": 3e-3,
-    "WEIGHT_DECAY": 0.3,
-    "WARMUP_EPOCHS": 0,
-    "LABEL_SMOOTHING": 0.1,
-    "MLP_RATIO": 4,
-    "DROP_RATE": 0.0,
-    "DROP_PATH_RATE": 0.0,
-    "CHECKPOINT": False,
-    "CROP_PADDING": 4,
-    "FLIP": True,
-}
-
 
 def main() -> StepPlan | None:
     # ---- Launch: flags, config file, process groups ----------------------------------------------------------------
-    run = launch.start(__doc__, REQUIRED, DEFAULTS, check_vit)
+    run = launch.start(__doc__, "train_hybrid", check_vit)
     config = run.config
 
     # ---- Data: the same global batches in every layout -------------------------------------------------------------

@@ -23,25 +23,10 @@ from mixup import Mixup
 from myhooks import ThroughputHook
 from planning import schedule
 
-REQUIRED = ("BATCH_SIZE", "NUM_EPOCHS", "NUM_CLASSES", "MODEL")
-DEFAULTS = {
-    "LEARNING_RATE": 1.8e-2,
-    "WEIGHT_DECAY": 0.1,
-    "LAMB_EXCLUDE_VECTORS": False,
-    "WARMUP_EPOCHS": 0,
-    "LABEL_SMOOTHING": 0.0,
-    "DROP_RATE": 0.0,
-    "IMG_SIZE": 224,
-    "CROP_AREA": (0.08, 1.0),
-    "FLIP": True,
-    "SYNTHETIC": False,
-    "dali": {},
-}
-
 
 def main() -> StepPlan | None:
     # ---- Launch: flags, config file, process groups ----------------------------------------------------------------
-    run = launch.start(__doc__, REQUIRED, DEFAULTS, check_timm_vit)
+    run = launch.start(__doc__, "imagenet", check_timm_vit)
     config = run.config
 
     # ---- Data: DALI reads TFRecords, Mixup on the device -----------------------------------------------------------

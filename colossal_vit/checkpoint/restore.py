@@ -9,6 +9,7 @@ import torch.distributed as dist
 from colossal_vit import config
 from colossal_vit.checkpoint import run_directory, storage
 from colossal_vit.checkpoint.state import _buffers, _layout, _load_random_state, _slots
+from colossal_vit.config.schema import is_default
 from colossal_vit.data.identity import differences
 from colossal_vit.engine.engine import Engine
 from colossal_vit.engine.micro_batches import MicroBatches
@@ -116,7 +117,8 @@ _FREE = {
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list[Any]]:
     """The values of a config that have changed: key, before and after."""
     keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-    return {key: [old.get(key), new.get(key)] for key in keys}
+    known = [key for key in keys if key in old or not is_default(key, new[key])]  # a new key with its default is none
+    return {key: [old.get(key), new.get(key)] for key in known}
 
 
 def _say(changes: Mapping[str, list[Any]]) -> str:

@@ -15,8 +15,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from colossal_vit.config import schema
 from colossal_vit.config.overrides import _ApplyOverrides, _overridden, parse_override
-from colossal_vit.config.schema import _SCALER_KEYS, SCHEMA, _check, _check_used, _nearest
 from colossal_vit.errors import UserError
 from colossalai.context import Config
 from colossalai.legacy.amp import AMP_TYPE
@@ -44,23 +44,18 @@ def _import_for_configs(name: str, globals=None, locals=None, fromlist=(), level
 def load(
     path: str | Path,
     overrides: Iterable[str] = (),
-    required: Iterable[str] = (),
-    defaults: Mapping[str, Any] | None = None,
-    script: Path | None = None,
+    script: str | None = None,
 ) -> Config:
     """Evaluate a config file.
 
     Args:
         path: the Python file.
         overrides: `KEY=VALUE` strings, see `parse_override`.
-        required: keys that the file or an override must set.
-        defaults: values of keys that both may leave out.
-        script: the train script, which must use every key.
+        script: one of `schema.SCRIPTS`, which must use every key and has defaults of its own; None for any other one.
 
     Returns:
-        Colossal-AI's `Config`: a dict whose items are attributes too. The lowercase blocks are always there: `parallel`
-        filled in completely, `fp16` None without mixed precision, `gradient_accumulation` 1 and `clip_grad_norm` 0
-        where the file is silent.
+        Colossal-AI's `Config`: a dict whose items are attributes too. It has all defaults (see `schema`), `parallel` is
+        complete, and `fp16` is None without mixed precision.
 
     Raises:
         UserError: if the file is missing or fails, a key is unknown or missing, or a value has the wrong type.
@@ -102,13 +97,10 @@ def load(
         if keys[0] not in values:
             values[keys[0]] = _overridden(keys[0], None, parsed)
 
-    _check(values, SCHEMA, "", str(path))
+    schema.check(values, str(path))
     if script is not None:
-        _check_used(values, script, str(path))
-    for key in required:
-        if key not in values:
-            raise UserError(f"{path}: {key} is missing; it must be {SCHEMA[key].expected}")
-    values = {"gradient_accumulation": 1, "clip_grad_norm": 0.0, **(defaults or {}), **values}
+        schema.check_script(values, script, str(path))
+    values = {**schema.defaults(script), **values}
     warm_up, epochs = values.get("WARMUP_EPOCHS", 0), values.get("NUM_EPOCHS", math.inf)
     if warm_up >= epochs:
         raise UserError(f"{path}: WARMUP_EPOCHS = {warm_up} must be less than NUM_EPOCHS = {epochs}")
@@ -122,9 +114,9 @@ def load(
     if not fp16.get("mode"):
         values["fp16"] = None
     else:
-        allowed = _SCALER_KEYS[fp16["mode"]]
+        allowed = schema.SCALER_KEYS[fp16["mode"]]
         for key in fp16.keys() - {"mode", "dtype"} - allowed:
-            raise UserError(f"{path}: fp16.{key} is not an option of {fp16['mode']}{_nearest(key, allowed)}")
+            raise UserError(f"{path}: fp16.{key} is not an option of {fp16['mode']}{schema.nearest(key, allowed)}")
     return Config(values)
 
 

@@ -1,14 +1,17 @@
-"""What may stand in a config file: every key with its rule, and which scripts use it."""
+"""Every key that a config file may have: what it means, what it must be, its default, and which scripts use it."""
 
 import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 from colossal_vit.errors import UserError
 from colossalai.legacy.amp import AMP_TYPE
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rules
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -16,7 +19,7 @@ class Rule:
     """What a value must be: `expected` completes the sentence 'must be ...'."""
 
     expected: str
-    holds: Callable[[Any], bool]
+    allows: Callable[[Any], bool]
 
 
 def _is_int(value: Any) -> bool:
@@ -43,127 +46,255 @@ SHAPE = Rule(
     "a sequence of whole numbers",
     lambda value: isinstance(value, (list, tuple)) and all(_is_int(size) and size > 0 for size in value),
 )
-# Every key that an example or a published tutorial has. A nested table is a block such as `parallel = dict(...)`.
-SCHEMA: dict[str, Any] = {
-    # training
-    "SEED": NON_NEGATIVE_INT,
-    "BATCH_SIZE": POSITIVE_INT,
-    "NUM_EPOCHS": POSITIVE_INT,
-    "WARMUP_EPOCHS": NON_NEGATIVE_INT,
-    "OPTIMIZER": _one_of("adamw", "sgd", "lamb"),
-    "MOMENTUM": FRACTION,
-    "LEARNING_RATE": POSITIVE,
-    "WEIGHT_DECAY": NON_NEGATIVE,
-    "LAMB_EXCLUDE_VECTORS": BOOL,
-    "LABEL_SMOOTHING": FRACTION,
-    "IMAGES_PER_S": POSITIVE,
-    # data
-    "DATA": TEXT,
-    "CACHE_SIZE": POSITIVE_INT,
-    "TRAIN_PER_CLASS": POSITIVE_INT,
-    "SYNTHETIC": BOOL,
-    "CROP_PADDING": NON_NEGATIVE_INT,
-    "FLIP": BOOL,
-    "CROP_AREA": Rule(
-        "the smallest and the largest share of an image that a crop may be, 0 < smallest <= largest <= 1",
-        lambda value: (
-            isinstance(value, (list, tuple))
-            and len(value) == 2
-            and all(map(_is_number, value))
-            and 0 < value[0] <= value[1] <= 1
-        ),
+AREA = Rule(
+    "the smallest and the largest share of an image that a crop may be, 0 < smallest <= largest <= 1",
+    lambda value: (
+        isinstance(value, (list, tuple))
+        and len(value) == 2
+        and all(map(_is_number, value))
+        and 0 < value[0] <= value[1] <= 1
     ),
-    # model
-    "MODEL": TEXT,
-    "IMG_SIZE": POSITIVE_INT,
-    "PATCH_SIZE": POSITIVE_INT,
-    "HIDDEN_SIZE": POSITIVE_INT,
-    "DEPTH": POSITIVE_INT,
-    "NUM_HEADS": POSITIVE_INT,
-    "MLP_RATIO": POSITIVE,
-    "NUM_CLASSES": POSITIVE_INT,
-    "DROP_RATE": FRACTION,
-    "DROP_PATH_RATE": FRACTION,
-    "CHECKPOINT": BOOL,
-    "SEQ_LENGTH": POSITIVE_INT,
-    # layout
-    "TENSOR_PARALLEL_SIZE": POSITIVE_INT,
-    "TENSOR_PARALLEL_MODE": TENSOR_MODE,
-    "NUM_MICRO_BATCHES": POSITIVE_INT,
-    "NUM_CHUNKS": POSITIVE_INT,
-    "TENSOR_SHAPE": SHAPE,
-    "parallel": {
-        "pipeline": POSITIVE_INT,
-        "tensor": {"mode": TENSOR_MODE, "size": POSITIVE_INT, "depth": POSITIVE_INT},
-    },
-    "model": {"num_chunks": POSITIVE_INT},
-    # features
-    "checkpoint": {"every_steps": POSITIVE_INT, "every_minutes": POSITIVE, "keep": POSITIVE_INT},
-    "fp16": {
-        # beside these two, what the mode's loss scaler takes: see _SCALER_KEYS
-        "mode": Rule(
-            "AMP_TYPE.TORCH, AMP_TYPE.NAIVE, AMP_TYPE.APEX or None",
-            lambda value: value in (AMP_TYPE.TORCH, AMP_TYPE.NAIVE, AMP_TYPE.APEX, None),
+)
+RAND_AUGMENT = Rule(
+    "a dict(n=..., m=...): n operations an image, of magnitude m, a whole number from 0 to 30",
+    lambda value: (
+        value is None
+        or (
+            isinstance(value, Mapping)
+            and value.keys() == {"n", "m"}
+            and all(map(_is_int, value.values()))
+            and value["n"] >= 1
+            and 0 <= value["m"] <= 30
+        )
+    ),
+)
+MODE = Rule(
+    "AMP_TYPE.TORCH, AMP_TYPE.NAIVE, AMP_TYPE.APEX or None",
+    lambda value: value in (AMP_TYPE.TORCH, AMP_TYPE.NAIVE, AMP_TYPE.APEX, None),
+)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Settings
+# ---------------------------------------------------------------------------------------------------------------------
+
+DP, HYBRID, CALTECH101, IMAGENET = "train_dp", "train_hybrid", "caltech101", "imagenet"
+PATHS = {  # of the example scripts
+    DP: "vit_cifar10_hybrid/train_dp.py",
+    HYBRID: "vit_cifar10_hybrid/train_hybrid.py",
+    CALTECH101: "vit_caltech101_amp/train.py",
+    IMAGENET: "vit_imagenet_dali/train.py",
+}
+SCRIPTS = tuple(PATHS)
+
+REQUIRED, OPTIONAL = object(), object()  # in the place of a default
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A key with a value.
+
+    Attributes:
+        rule: what the value must be.
+        meaning: what it does, with its unit.
+        default: the value where the file has none; or one for each script, in the order of `scripts`; REQUIRED if there
+            must be one; OPTIONAL if without one nothing happens, or what `meaning` says.
+        scripts: that use it.
+    """
+
+    rule: Rule
+    meaning: str
+    default: Any = OPTIONAL
+    scripts: tuple[str, ...] = SCRIPTS
+
+    def default_for(self, script: str | None) -> Any:
+        """The default in a script; one that is not listed has those that all scripts have in common."""
+        return _default_for(self, script)
+
+
+class Each(tuple):
+    """A default for each script."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A key whose value is a dict of settings, or None to switch the feature off."""
+
+    meaning: str
+    settings: Mapping[str, "Setting | Block"] = field(repr=False)
+    default: Any = OPTIONAL
+    scripts: tuple[str, ...] = SCRIPTS
+
+    def default_for(self, script: str | None) -> Any:
+        """The default in a script."""
+        return _default_for(self, script)
+
+
+def _default_for(setting: Setting | Block, script: str | None) -> Any:
+    if isinstance(setting.default, Each):
+        return setting.default[setting.scripts.index(script)] if script in setting.scripts else OPTIONAL
+    return setting.default if script in setting.scripts or setting.scripts == SCRIPTS else OPTIONAL
+
+
+GROUPS: dict[str, dict[str, Setting | Block]] = {
+    "Training": {
+        "SEED": Setting(NON_NEGATIVE_INT, "seed of weights, order of images and random numbers", 1024),
+        "BATCH_SIZE": Setting(
+            POSITIVE_INT,
+            "images that a data-parallel rank takes at a time; global batch = BATCH_SIZE × gradient_accumulation × "
+            "data-parallel size",
+            REQUIRED,
         ),
-        "dtype": _one_of("fp16", "bf16"),
-        "opt_level": _one_of("O0", "O1", "O2", "O3"),
-        "initial_scale": POSITIVE,
-        "init_scale": POSITIVE,
-        "growth_factor": POSITIVE,
-        "backoff_factor": POSITIVE,
-        "growth_interval": POSITIVE_INT,
-        "hysteresis": POSITIVE_INT,
-        "min_scale": POSITIVE,
-        "max_scale": POSITIVE,
-    },
-    "torch_ddp": {  # arguments of torch's DistributedDataParallel
-        "bucket_cap_mb": POSITIVE,
-        "static_graph": BOOL,
-        "find_unused_parameters": BOOL,
-    },
-    "gradient_accumulation": POSITIVE_INT,
-    "clip_grad_norm": NON_NEGATIVE,
-    "COMPILE": BOOL,
-    "TF32": BOOL,
-    "cudnn_benchmark": BOOL,
-    "cudnn_deterministic": BOOL,
-    "dali": {
-        "gpu_aug": BOOL,
-        "mixup_alpha": NON_NEGATIVE,
-        "rand_augment": Rule(
-            "a dict(n=..., m=...): n operations an image, of magnitude m, a whole number from 0 to 30",
-            lambda value: (
-                value is None
-                or (
-                    isinstance(value, Mapping)
-                    and value.keys() == {"n", "m"}
-                    and all(map(_is_int, value.values()))
-                    and value["n"] >= 1
-                    and 0 <= value["m"] <= 30
-                )
-            ),
+        "NUM_EPOCHS": Setting(POSITIVE_INT, "length of the training, in epochs", REQUIRED),
+        "WARMUP_EPOCHS": Setting(
+            NON_NEGATIVE_INT, "epochs of linear warm-up, part of NUM_EPOCHS; a cosine to 0 follows", Each((50, 0, 1, 0))
         ),
-        "max_bad": NON_NEGATIVE_INT,
+        "OPTIMIZER": Setting(
+            _one_of("adamw", "sgd", "lamb"), "the optimizer", Each(("adamw", "sgd")), (HYBRID, CALTECH101)
+        ),
+        "MOMENTUM": Setting(FRACTION, "momentum of SGD", Each((0.9, 0.0)), (HYBRID, CALTECH101)),
+        "LEARNING_RATE": Setting(POSITIVE, "the rate after the warm-up", Each((1.8e-2, 3e-3, 1e-2, 1.8e-2))),
+        "WEIGHT_DECAY": Setting(
+            NON_NEGATIVE, "weight decay: decoupled in AdamW and LAMB, L2 in SGD", Each((0.1, 0.3, 0.1, 0.1))
+        ),
+        "LAMB_EXCLUDE_VECTORS": Setting(
+            BOOL,
+            "leave biases, norms, class token and position embedding out of weight decay and trust ratio",
+            False,
+            (IMAGENET,),
+        ),
+        "LABEL_SMOOTHING": Setting(FRACTION, "share of the target that all classes divide", Each((0.0, 0.1, 0.0, 0.0))),
+        "IMAGES_PER_S": Setting(
+            POSITIVE, "images/s of one GPU, from which `--dry-run` computes hours", OPTIONAL, (IMAGENET,)
+        ),
+    },
+    "Data": {
+        "DATA": Setting(TEXT, "folder of the data set; else the environment's DATA, else the digits sample"),
+        "SYNTHETIC": Setting(BOOL, "train on one random batch, without data", False, (CALTECH101, IMAGENET)),
+        "CACHE_SIZE": Setting(
+            POSITIVE_INT, "side of the decoded images that are kept, in pixels; IMG_SIZE × 8/7", OPTIONAL, (CALTECH101,)
+        ),
+        "TRAIN_PER_CLASS": Setting(
+            POSITIVE_INT, "training images of each class; four fifths of them", OPTIONAL, (CALTECH101,)
+        ),
+        "CROP_PADDING": Setting(
+            NON_NEGATIVE_INT, "pixels of border, of 32, that a random crop may reach into", 4, (DP, HYBRID)
+        ),
+        "CROP_AREA": Setting(
+            AREA, "smallest and largest share of an image that a random crop is", (0.08, 1.0), (CALTECH101, IMAGENET)
+        ),
+        "FLIP": Setting(BOOL, "mirror training images at random", True),
+        "dali": Block(
+            "the ImageNet pipeline",
+            {
+                "gpu_aug": Setting(BOOL, "decode and augment on the GPU, where there is one", True),
+                "mixup_alpha": Setting(NON_NEGATIVE, "α of Mixup; 0 is off"),
+                "rand_augment": Setting(RAND_AUGMENT, "RandAugment"),
+                "max_bad": Setting(
+                    NON_NEGATIVE_INT, "check all records first, and leave out up to so many damaged ones"
+                ),
+            },
+            {},
+            (IMAGENET,),
+        ),
+    },
+    "Model": {
+        "MODEL": Setting(
+            TEXT,
+            "a Vision Transformer of timm",
+            Each(("vit_base_patch16_224", "vit_base_patch16_224", REQUIRED)),
+            (DP, CALTECH101, IMAGENET),
+        ),
+        "IMG_SIZE": Setting(POSITIVE_INT, "side of the images, in pixels", Each((224, REQUIRED, 224, 224))),
+        "PATCH_SIZE": Setting(
+            POSITIVE_INT, "side of a patch, in pixels", Each((OPTIONAL, REQUIRED, OPTIONAL, OPTIONAL))
+        ),
+        "HIDDEN_SIZE": Setting(POSITIVE_INT, "width", Each((OPTIONAL, REQUIRED, OPTIONAL, OPTIONAL))),
+        "DEPTH": Setting(POSITIVE_INT, "transformer blocks", Each((OPTIONAL, REQUIRED, OPTIONAL, OPTIONAL))),
+        "NUM_HEADS": Setting(POSITIVE_INT, "attention heads", Each((OPTIONAL, REQUIRED, OPTIONAL, OPTIONAL))),
+        "MLP_RATIO": Setting(POSITIVE, "hidden units of an MLP ÷ HIDDEN_SIZE", 4, (HYBRID,)),
+        "NUM_CLASSES": Setting(POSITIVE_INT, "classes", REQUIRED),
+        "DROP_RATE": Setting(FRACTION, "dropout", 0.0),
+        "DROP_PATH_RATE": Setting(FRACTION, "stochastic depth of the last block; linear from 0", 0.0, (HYBRID,)),
+        "CHECKPOINT": Setting(
+            BOOL, "compute activations again in the backward pass instead of keeping them", False, (HYBRID,)
+        ),
+        "SEQ_LENGTH": Setting(POSITIVE_INT, "tokens; checked against the model", OPTIONAL, (HYBRID,)),
+    },
+    "Layout": {
+        "parallel": Block(
+            "processes = data × pipeline × tensor",
+            {
+                "pipeline": Setting(POSITIVE_INT, "pipeline stages", 1),
+                "tensor": Block(
+                    "tensor parallelism",
+                    {
+                        "mode": Setting(TENSOR_MODE, "how matrices are split", None),
+                        "size": Setting(POSITIVE_INT, "ranks: q² in 2D, depth × q² in 2.5D, q³ in 3D", 1),
+                        "depth": Setting(POSITIVE_INT, "of 2.5D; 1"),
+                    },
+                ),
+            },
+        ),
+        "NUM_MICRO_BATCHES": Setting(
+            POSITIVE_INT, "micro-batches that a pipeline makes of BATCH_SIZE images", OPTIONAL, (HYBRID,)
+        ),
+        "model": Block(
+            "interleaved pipeline",
+            {"num_chunks": Setting(POSITIVE_INT, "parts of the model on each stage", 1)},
+            OPTIONAL,
+            (HYBRID,),
+        ),
+        "TENSOR_SHAPE": Setting(
+            SHAPE, "what a stage hands to the next, (micro-batch, tokens, width); checked", OPTIONAL, (HYBRID,)
+        ),
+        "TENSOR_PARALLEL_SIZE": Setting(POSITIVE_INT, "the tutorials' name for tensor.size", OPTIONAL, (HYBRID,)),
+        "TENSOR_PARALLEL_MODE": Setting(TENSOR_MODE, "the tutorials' name for tensor.mode", OPTIONAL, (HYBRID,)),
+        "NUM_CHUNKS": Setting(POSITIVE_INT, "the tutorials' name for model.num_chunks", OPTIONAL, (HYBRID,)),
+    },
+    "Features": {
+        "gradient_accumulation": Setting(POSITIVE_INT, "batches of BATCH_SIZE in an optimizer step", 1),
+        "clip_grad_norm": Setting(NON_NEGATIVE, "largest norm of the gradient; 0 does not clip", 0.0),
+        "fp16": Block(
+            "mixed precision; None for fp32",
+            {
+                "mode": Setting(MODE, "what computes in half precision, see the README"),
+                "dtype": Setting(_one_of("fp16", "bf16"), "fp16 on CUDA, bf16 on a CPU"),
+                "opt_level": Setting(_one_of("O0", "O1", "O2", "O3"), "of APEX; O1"),
+                "initial_scale": Setting(POSITIVE, "loss scale to begin with, NAIVE; 2¹⁶"),
+                "init_scale": Setting(POSITIVE, "loss scale to begin with, TORCH; 2¹⁶"),
+                "growth_factor": Setting(POSITIVE, "of the loss scale; 2"),
+                "backoff_factor": Setting(POSITIVE, "of the loss scale after an overflow; ½"),
+                "growth_interval": Setting(POSITIVE_INT, "steps without overflow until it grows; 2000, NAIVE 1000"),
+                "hysteresis": Setting(POSITIVE_INT, "overflows until it is lowered, NAIVE; 2"),
+                "min_scale": Setting(POSITIVE, "smallest loss scale, NAIVE; 1"),
+                "max_scale": Setting(POSITIVE, "largest loss scale, NAIVE; 2³²"),
+            },
+        ),
+        "checkpoint": Block(
+            "when to save; also after each epoch",
+            {
+                "every_steps": Setting(POSITIVE_INT, "optimizer steps from one checkpoint to the next"),
+                "every_minutes": Setting(POSITIVE, "minutes from one checkpoint to the next", 30),
+                "keep": Setting(POSITIVE_INT, "newest checkpoints to keep, beside the best one", 3),
+            },
+        ),
+        "torch_ddp": Block(
+            "arguments of DistributedDataParallel",
+            {
+                "bucket_cap_mb": Setting(POSITIVE, "MB of gradients that are reduced together; 25"),
+                "static_graph": Setting(BOOL, "the same operations in every step"),
+                "find_unused_parameters": Setting(BOOL, "some parameters have no gradient"),
+            },
+        ),
+        "COMPILE": Setting(BOOL, "torch.compile", False),
+        "TF32": Setting(BOOL, "TensorFloat-32 in matrix products and convolutions in fp32", False),
+        "cudnn_benchmark": Setting(BOOL, "let cuDNN try its algorithms", False),
+        "cudnn_deterministic": Setting(BOOL, "deterministic algorithms of cuDNN only", False),
     },
 }
-_DP, _HYBRID = "vit_cifar10_hybrid/train_dp.py", "vit_cifar10_hybrid/train_hybrid.py"
-_CALTECH101, _IMAGENET = "vit_caltech101_amp/train.py", "vit_imagenet_dali/train.py"
-SCRIPTS = (_DP, _HYBRID, _CALTECH101, _IMAGENET)
-# Which scripts use a key, where it is not all of them.
-USED_BY: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("OPTIMIZER", "MOMENTUM"), (_HYBRID, _CALTECH101)),
-    "LAMB_EXCLUDE_VECTORS": (_IMAGENET,),
-    "IMAGES_PER_S": (_IMAGENET,),
-    **dict.fromkeys(("CACHE_SIZE", "TRAIN_PER_CLASS"), (_CALTECH101,)),
-    **dict.fromkeys(("SYNTHETIC", "CROP_AREA"), (_CALTECH101, _IMAGENET)),
-    "CROP_PADDING": (_DP, _HYBRID),
-    "MODEL": (_DP, _CALTECH101, _IMAGENET),
-    **dict.fromkeys(("MLP_RATIO", "DROP_PATH_RATE", "CHECKPOINT", "SEQ_LENGTH"), (_HYBRID,)),
-    **dict.fromkeys(("TENSOR_PARALLEL_SIZE", "TENSOR_PARALLEL_MODE", "NUM_MICRO_BATCHES", "NUM_CHUNKS"), (_HYBRID,)),
-    **dict.fromkeys(("TENSOR_SHAPE", "model"), (_HYBRID,)),
-    "dali": (_IMAGENET,),
-}
-_SCALER_KEYS = {
+SCHEMA = {key: setting for group in GROUPS.values() for key, setting in group.items()}
+
+SCALER_KEYS = {
     AMP_TYPE.TORCH: {"init_scale", "growth_factor", "backoff_factor", "growth_interval"},
     AMP_TYPE.NAIVE: {
         "initial_scale",
@@ -178,31 +309,76 @@ _SCALER_KEYS = {
 }
 
 
-def _nearest(name: str, names: Iterable[str]) -> str:
+def default(block: str, key: str) -> Any:
+    """The default of a setting in a block."""
+    return SCHEMA[block].settings[key].default
+
+
+def defaults(script: str | None) -> dict[str, Any]:
+    """The keys that a script has defaults for, with these.
+
+    Args:
+        script: one of SCRIPTS; None, for any other one, means the defaults that all scripts share.
+    """
+    found = {key: setting.default_for(script) for key, setting in SCHEMA.items()}
+    return {key: value for key, value in found.items() if value is not REQUIRED and value is not OPTIONAL}
+
+
+def is_default(key: str, value: Any) -> bool:
+    """Whether a value is the default of a key in some script."""
+    setting = SCHEMA.get(key)
+    return setting is not None and any(setting.default_for(script) == value for script in SCRIPTS)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checks
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The end of a line about an unknown name: what was meant, or what there is."""
     by_folded = {candidate.lower(): candidate for candidate in names}
     close = difflib.get_close_matches(name.lower(), by_folded, n=1, cutoff=0.5)
     return f"; did you mean {by_folded[close[0]]}?" if close else f"; known are {', '.join(sorted(by_folded.values()))}"
 
 
-def _check(values: Mapping[str, Any], rules: Mapping[str, Any], prefix: str, source: str) -> None:
+def check(values: Mapping[str, Any], source: str, settings: Mapping[str, Setting | Block] = SCHEMA, prefix: str = ""):
+    """Refuse unknown keys, and values that break their rules.
+
+    Args:
+        values: of a config file, or of a block in it.
+        source: the file.
+        settings: what is allowed.
+        prefix: of the block.
+
+    Raises:
+        UserError: naming the key, the value and what would be right.
+    """
     for key, value in values.items():
         name = prefix + key
-        if key not in rules:
+        if key not in settings:
             helper = "" if prefix else " (a helper's name starts with _)"
-            raise UserError(f"{source}: unknown key {name}{_nearest(key, rules)}{helper}")
-        rule = rules[key]
-        if isinstance(rule, Rule):
-            if not rule.holds(value):
-                raise UserError(f"{source}: {name} = {value!r}, but it must be {rule.expected}")
-        elif value is not None:  # a block; None switches the feature off
+            raise UserError(f"{source}: unknown key {name}{nearest(key, settings)}{helper}")
+        setting = settings[key]
+        if isinstance(setting, Setting):
+            if not setting.rule.allows(value):
+                raise UserError(f"{source}: {name} = {value!r}, but it must be {setting.rule.expected}")
+        elif value is not None:
             if not isinstance(value, Mapping):
-                raise UserError(f"{source}: {name} = {value!r}, but it must be a dict({', '.join(rule)})")
-            _check(value, rule, f"{name}.", source)
+                raise UserError(f"{source}: {name} = {value!r}, but it must be a dict({', '.join(setting.settings)})")
+            check(value, source, setting.settings, f"{name}.")
 
 
-def _check_used(keys: Iterable[str], script: Path, source: str) -> None:
-    """Refuse keys that the script at hand would ignore; a script of the user's own may use any."""
-    name = "/".join(script.parts[-2:])
-    for key in keys if name in SCRIPTS else ():
-        if name not in (users := USED_BY.get(key, SCRIPTS)):
-            raise UserError(f"{source}: {key} is not used by {name}, only by {' and '.join(users)}: leave it out")
+def check_script(values: Mapping[str, Any], script: str, source: str) -> None:
+    """Refuse keys that one of SCRIPTS would ignore, and missing ones.
+
+    Raises:
+        UserError: naming the key.
+    """
+    for key in values:
+        if script not in (users := SCHEMA[key].scripts):
+            others = " and ".join(PATHS[user] for user in users)
+            raise UserError(f"{source}: {key} is not used by {PATHS[script]}, only by {others}: leave it out")
+    for key, setting in SCHEMA.items():
+        if key not in values and setting.default_for(script) is REQUIRED:
+            raise UserError(f"{source}: {key} is missing; it must be {setting.rule.expected}")

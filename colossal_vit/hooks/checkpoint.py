@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from colossal_vit.checkpoint import storage
 from colossal_vit.checkpoint.capture import Snapshot, capture
+from colossal_vit.config.schema import default
 from colossal_vit.engine.micro_batches import MicroBatches
 from colossal_vit.errors import Interrupted, Preempted, TrainingError
 from colossal_vit.hooks.metrics import MetricsHook
@@ -47,9 +48,10 @@ class CheckpointHook(BaseHook):
     def __init__(self, run: Run, train_dataloader: MicroBatches, metrics: MetricsHook, priority: int = 9):
         super().__init__(priority)  # the last, so that the step is on record, and its scheduler moved
         self.run, self.train_dataloader, self.metrics = run, train_dataloader, metrics
-        settings = run.config.get("checkpoint") or {}
-        self.every_steps, self.keep = settings.get("every_steps"), settings.get("keep", 3)
-        self.every_s = 60.0 * settings.get("every_minutes", 30)
+        settings = {key: default("checkpoint", key) for key in ("every_minutes", "keep")}
+        settings |= run.config.get("checkpoint") or {}
+        self.every_steps, self.keep = settings.get("every_steps"), settings["keep"]
+        self.every_s = 60.0 * settings["every_minutes"]
         self.group, self.alone = gpc.get_cpu_group(ParallelMode.GLOBAL), gpc.get_world_size(ParallelMode.GLOBAL) == 1
         self.heard = 0
         self.asked: tuple[Tensor, dist.Work] | None = None

@@ -2,9 +2,8 @@
 
 import socket
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,22 +28,19 @@ from colossalai.context import Config
 
 def start(
     description: str | None = None,
-    required: Iterable[str] = (),
-    defaults: Mapping[str, Any] | None = None,
+    script: str | None = None,
     check: Callable[[Config, Layout], None] | None = None,
 ) -> Run:
     """Parse the command line, load and check the config, join the process groups, seed, make the run directory.
 
     Args:
         description: for `--help`; the first lines of the script's docstring.
-        required: config keys that the script cannot do without.
-        defaults: config keys it has a default for.
+        script: one of `schema.SCRIPTS`, whose config keys and defaults count; None takes any key.
         check: raises `UserError` if config and layout do not fit the script's model.
 
     Raises:
         UserError: for everything that is wrong with what the user gave.
     """
-    script = Path(sys.argv[0]).resolve()
     args = get_parser(description).parse_args()
     rendezvous = None if args.dry_run else find_rendezvous(args)
     if args.config is None:
@@ -56,7 +52,7 @@ def start(
     if not args.timeout > 0:
         raise UserError(f"--timeout {args.timeout:g}: must be a number of seconds above 0")
     overrides = [*args.set, "COMPILE=True"] if args.compile else args.set
-    config = configs.load(args.config, overrides, required, {"SEED": 1024, **(defaults or {})}, script)
+    config = configs.load(args.config, overrides, script)
     if args.eval_only and args.resume == "never":
         raise UserError(
             "--eval-only evaluates a checkpoint, and --resume never says to take none: leave one of them out"
@@ -68,7 +64,7 @@ def start(
     if check is not None:
         check(config, layout)
     backend = choose_backend(args, rendezvous)
-    output = args.output or run_directory.default(script, Path(args.config), overrides, args.resume)
+    output = args.output or run_directory.default(Path(sys.argv[0]), Path(args.config), overrides, args.resume)
 
     if not torch.cuda.is_available():
         cpu.enable()
