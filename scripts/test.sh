@@ -8,7 +8,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 ruff check .
 ruff format --check .
-lint-imports
+lint-imports --no-logo
 if [ "${1:-}" = --fast ]; then
     set -- "${@:2}" tests/test_{config,data,mfu,mixup,patches,run_directory}.py \
         "tests/test_layouts.py::test_same_curve_as_one_process["{"DP 2","PP 2","1D 2"}"]" \

@@ -8,7 +8,7 @@ from colossal_vit.engine.initialize import initialize
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.plan import report
 from colossal_vit.plan.fakes import FakeBatches
-from colossal_vit.plan.meter import StepPlan
+from colossal_vit.plan.meter import StepPlan, measure
 from colossal_vit.plan.report import plan_rank
 from colossalai.legacy import nn as col_nn
 from colossalai.legacy.core import global_context as gpc
@@ -53,7 +53,7 @@ def planned(argv: list[str], world_size: int) -> dict[int, StepPlan]:
 def really(argv: list[str], world_size: int) -> list[StepPlan]:
     """What every rank measures of a step with real tensors and peers."""
 
-    def measure():
+    def make_a_step():
         layout = Layout.of(gpc.config, world_size)
         model = vit.build_vit(gpc.config, layout)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -62,7 +62,7 @@ def really(argv: list[str], world_size: int) -> list[StepPlan]:
         batches = FakeBatches(4, (gpc.config.BATCH_SIZE, 3, size, size), torch.device("cpu"))
         return measure(engine, batches)
 
-    return fork_ranks.call(measure, world_size, **recipes.config(argv))
+    return fork_ranks.call(make_a_step, world_size, **recipes.config(argv))
 
 
 @pytest.mark.parametrize("case", CASES)
