@@ -21,7 +21,7 @@ if [ $# -gt 0 ]; then exec python -m pytest "$@"; fi
 
 # In two parts side by side: real launchers are waited for more than they work, and much of the rest uses one core. What
 # installs Debian packages is in the second.
-second=(tests/test_caltech101.py tests/test_nodes.py tests/test_pages.py tests/test_slurm.py tests/test_tfrecords.py)
+second=(tests/test_{caltech101,layouts,nodes,pages,slurm,tfrecords}.py)
 said=$(mktemp)
 trap 'kill $(jobs -p) 2> /dev/null || true; rm -f "$said"' EXIT
 code=0

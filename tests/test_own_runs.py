@@ -159,7 +159,14 @@ def test_a_detached_run_outlives_its_shell(tmp_path):
     environment = launchers.environment(PYTHONPATH=str(fork_ranks.ROOT))
 
     def detached(*prefix):
-        return subprocess.check_output([*prefix, sys.executable, "-c", code], env=environment, text=True).strip()
+        process = subprocess.Popen(
+            [*prefix, sys.executable, "-c", code],
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # these tests may run under nohup
+        )
+        return process.communicate()[0].strip()
 
     assert [detached(), detached("nohup"), detached("setsid", "--wait")] == ["False", "True", "True"]
 

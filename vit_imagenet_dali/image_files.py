@@ -5,7 +5,6 @@ import re
 import struct
 import warnings
 
-import simplejpeg
 from PIL import Image, ImageOps
 
 QUALITY = 95  # of JPEGs that have to be encoded anew
@@ -48,6 +47,8 @@ def check_scan(data: bytes, components: int) -> None:
     Raises:
         ValueError: if pixels are missing or a code is not in the Huffman table.
     """
+    import simplejpeg  # and with it NumPy: packing without a check needs neither
+
     try:  # at an eighth of the size and without colours, since the entropy coding alone can break
         simplejpeg.decode_jpeg(data, "CMYK" if components == 4 else "GRAY", min_height=1, min_width=1, min_factor=8)
     except ValueError as error:
