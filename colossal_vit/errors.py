@@ -1,9 +1,10 @@
 """The ways a run ends early on purpose. Every other exception is a bug and keeps its traceback."""
 
+import argparse
 import os
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 class UserError(Exception):
@@ -24,7 +25,7 @@ class UserError(Exception):
 
 
 class TrainingError(Exception):
-    """Training cannot go on although nothing was set wrongly, for example a loss that is not finite.
+    """Training cannot continue although nothing was set wrongly, for example a loss that is not finite.
 
     Ends every rank with that one line on stderr and exit code 1.
     """
@@ -45,6 +46,16 @@ class Interrupted(Preempted):
     """The same by Ctrl-C, with the exit code of a shell: whoever stops a run so does not want it started again."""
 
     exit_code = 130
+
+
+class Parser(argparse.ArgumentParser):
+    """A command line whose mistakes are a `UserError`, and whose flags cannot be abbreviated."""
+
+    def __init__(self, **options: Any):
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (--help lists the flags)")
 
 
 def error_line(error: Exception) -> str:

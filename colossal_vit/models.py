@@ -16,7 +16,7 @@ SHAPE = {"PATCH_SIZE": "patch_size", "HIDDEN_SIZE": "embed_dim", "DEPTH": "depth
 
 @contextmanager
 def cpu_seed(seed: int) -> Iterator[None]:
-    """Draw what is drawn on the CPU inside the block from `seed`; every generator goes on after it as if nothing was.
+    """Draw what is drawn on the CPU inside the block from `seed`; outside, every generator continues as before.
 
     `torch.manual_seed` would seed the GPU's generator too, for good, and give all ranks the same dropout masks.
     """

@@ -11,6 +11,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -59,7 +60,7 @@ def provenance(command: str, changes_allowed: bool = False) -> dict[str, Any]:
             In a rehearsal (`scripts/gpu_check.sh --rehearse`), whose results nobody keeps, so it always is.
 
     Raises:
-        RuntimeError: if the working tree differs from its commit, so that the commit would not say what ran.
+        SystemExit: with one line, if the working tree differs from its commit, which then would not say what ran.
     """
     import torch
 
@@ -73,12 +74,12 @@ def provenance(command: str, changes_allowed: bool = False) -> dict[str, Any]:
         commit = git("rev-parse", "HEAD")
         if git("status", "--porcelain", "--untracked-files=no"):
             if not changes_allowed:
-                raise RuntimeError("commit first: a result must name the commit that made it")
+                sys.exit("error: commit first: a result must name the commit that made it")
             commit += ", with changes"
     except (OSError, subprocess.CalledProcessError):
         commit = os.environ.get("COMMIT") or "unknown"
         if commit == "unknown" and not changes_allowed:
-            raise RuntimeError("no git repository: set COMMIT to the commit that this is a copy of") from None
+            sys.exit("error: no git repository: set COMMIT to the commit that this is a copy of")
     cpu = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
     packages = ("torch", "torchvision", "colossalai", "timm", "nvidia-dali-cuda130")
     installed = {distribution.name for distribution in metadata.distributions()}

@@ -103,10 +103,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=30, help="batches a side and run (default %(default)s)")
     parser.add_argument("--output", type=Path, default=ROOT / "results/loader_cpu", help="where the result goes")
     args = parser.parse_args()
-    try:
-        origin = provenance(shlex.join(["python", *sys.argv]))
-    except RuntimeError as error:
-        sys.exit(f"{parser.prog}: error: {error}")
+    origin = provenance(shlex.join(["python", *sys.argv]))
     log: list[str] = []
 
     def say(line: str) -> None:

@@ -252,10 +252,7 @@ def measure(name: str, args: argparse.Namespace, more: list[str], log: list[str]
 
 def main() -> None:
     args, more = get_parser().parse_known_args()
-    try:
-        origin = provenance(shlex.join(["python", "scripts/bench_parallel.py", *sys.argv[1:]]))
-    except RuntimeError as error:
-        sys.exit(f"bench_parallel.py: error: {error}")
+    origin = provenance(shlex.join(["python", "scripts/bench_parallel.py", *sys.argv[1:]]))
 
     # ---- Measure ---------------------------------------------------------------------------------------------------
     log: list[str] = []

@@ -268,7 +268,7 @@ def test_a_run_passes_over_what_is_damaged_and_goes_on(tmp_path):
     result = fork_ranks.run(recipes.HYBRID, argv)
     assert result.codes == [0], str(result)
     assert f"skipped: {damaged}/optimizer.safetensors: has 10 bytes" in result.stdout[0]
-    assert "going on from" in result.stdout[0]
+    assert "resuming from" in result.stdout[0]
     assert "step 4, epoch 0, image 128 of it" in result.stdout[0]
     again = read_metrics(tmp_path)[0]
     assert [record["loss"] for record in again[:8]] == [record["loss"] for record in steps]
@@ -414,7 +414,7 @@ def test_a_run_goes_on_with_a_full_disk(small_disk):
     small_disk.resize("64m")
     result = ranks.wait()
     assert result.codes == [0], str(result)
-    assert re.search(r"step-\d+: cannot be written: .*No space left on device.*; training goes on", result.stdout[0])
+    assert re.search(r"step-\d+: cannot be written: .*No space left on device.*; training continues", result.stdout[0])
     assert [record["step"] for record in read_metrics(output)[0]] == list(range(1, 133))
     newest, skipped = storage.newest(output / storage.FOLDER)
     assert (newest.name, skipped) == ("step-00000132", [])

@@ -134,7 +134,7 @@ class Pretended:
         "behind": r"step \d+ is on record, but the newest checkpoint is of step \d+",
         "ends": r"a rank ended before step \d+ was made: exit codes \[0, 0\]\nwhat they said",
         "content": r"exit code 0 after (rank \d|launcher) was killed: exit codes ",
-        "outlives": r"not all ended within 30 s of (rank \d|launcher): exit codes ",
+        "outlives": r"not all ended within 120 s of (rank \d|launcher): exit codes ",
     }.items(),
 )
 def test_the_loop_sees_it(fault, words, tmp_path, monkeypatch):

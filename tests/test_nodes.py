@@ -108,7 +108,7 @@ def test_a_restarted_group_goes_on(tmp_path):
     children = subprocess.run(["pgrep", "-P", str(job.pid)], capture_output=True, text=True).stdout.split()
     os.kill(int(children[-1]), 9)
     assert job.wait(timeout=fork_ranks.PATIENCE) == 0, (tmp_path / "log").read_text()
-    assert re.search(r"going on from \S+step-\d+: step \d+", (tmp_path / "log").read_text())
+    assert re.search(r"resuming from \S+step-\d+: step \d+", (tmp_path / "log").read_text())
     assert [record["step"] for record in read_metrics(tmp_path / "run")[0]] == list(range(1, 61))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "run"], "nothing was set aside"
 

@@ -85,7 +85,7 @@ def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path, monkeypatch):
     os.kill(ranks.pids[0], signal.SIGKILL)
     assert ranks.wait().codes == [-signal.SIGKILL]
     steps = read_metrics(output)[0][-1]["step"]
-    assert "going on from" in run(output, "--max-steps", str(steps + 1), **more)
+    assert "resuming from" in run(output, "--max-steps", str(steps + 1), **more)
     assert [r["step"] for r in read_metrics(output)[0]] == list(range(1, steps + 2))
 
 
@@ -221,7 +221,7 @@ def test_other_data_are_refused_or_put_on_record(trained, tmp_path, monkeypatch,
     """Wherever they lie: a copy is the same data."""
     shutil.copytree(small_sample, tmp_path / "copy")
     monkeypatch.setenv("DATA", str(tmp_path / "copy"))
-    assert "going on from" in run(trained, "--max-steps", "3")
+    assert "resuming from" in run(trained, "--max-steps", "3")
     folder = write_cifar10(tmp_path / "other")
     monkeypatch.setenv("DATA", str(folder.parent))
     line = refused(trained, "--max-steps", "4")
@@ -291,7 +291,7 @@ def test_layout_length_and_files_may_change(trained):
     """None of them changes what is learned."""
     world_size, values = LAYOUTS["1D 2"]
     more = {**values, "NUM_EPOCHS": 2, "CHECKPOINT": True, "checkpoint.keep": 1}
-    assert "going on from" in run(trained, "--max-steps", "3", world_size=world_size, **more)
+    assert "resuming from" in run(trained, "--max-steps", "3", world_size=world_size, **more)
     assert state_of(trained)["changes"] == []
 
 
@@ -305,10 +305,10 @@ def test_a_command_that_starts_from_a_checkpoint_resumes_its_own_run(trained, tm
     flags = ["--resume", str(trained)]
     assert "step 2," in run(output, *flags, "--max-steps", "4")
     said = run(output, *flags, "--max-steps", "6")
-    assert f"going on from {output}/checkpoints/step-00000004" in said
+    assert f"resuming from {output}/checkpoints/step-00000004" in said
     assert [r["step"] for r in read_metrics(output)[0]] == [3, 4, 5, 6]
     assert "test accuracy" in run(output, *flags, "--eval-only")
-    assert f"going on from {output}/checkpoints/step-00000006" in run(output, "--max-steps", "7")
+    assert f"resuming from {output}/checkpoints/step-00000006" in run(output, "--max-steps", "7")
     assert not (tmp_path / "next.1").exists()
     line = refused(output, "--resume", str(output / "checkpoints/step-00000004"))
     assert "has newer ones, up to step-00000007" in line

@@ -95,7 +95,7 @@ def test_stopped_and_resumed_runs_record_the_same_bits(name, tmp_path):
         run(parts, "--max-steps", str(stop))
         assert read_metrics(parts)[0][-1]["step"] == stop
     said = run(parts)
-    assert f"going on from {parts}/checkpoints/step-{stops[-1]:08d}: step {stops[-1]}" in said
+    assert f"resuming from {parts}/checkpoints/step-{stops[-1]:08d}: step {stops[-1]}" in said
     assert record(parts) == expected
     assert storage.list_steps(parts / "checkpoints")[0].name == f"step-{total:08d}"
     if "loss scaling" in name:

@@ -78,9 +78,9 @@ def test_two_commands_do_not_continue_each_other(tmp_path):
         assert result.codes == [0], str(result)
         return result.stdout[0]
 
-    assert "going on from" not in run()
-    assert "going on from" not in run("--set", "DEPTH=2")
-    assert "going on from" in run()
+    assert "resuming from" not in run()
+    assert "resuming from" not in run("--set", "DEPTH=2")
+    assert "resuming from" in run()
     runs = sorted((tmp_path / "runs" / "example" / "train_hybrid").iterdir())
     assert len(runs) == 2
     assert all(run.name.startswith("config_pipeline_parallel,BATCH_SIZE=128,") for run in runs)

@@ -586,7 +586,7 @@ def test_ctrl_c(slow_build, tmp_path):
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
-    assert errors == "build_tfrecords.py: error: interrupted; the same command goes on from here\n"
+    assert errors == "build_tfrecords.py: error: interrupted; the same command resumes from here\n"
     assert gone(workers)
     assert len(list((tmp_path / "out").glob("*/*-of-*"))) < 22, "what was not begun is left"
 

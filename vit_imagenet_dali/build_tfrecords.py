@@ -8,7 +8,7 @@ OUTPUT gets `train/train-00000-of-01024`, `validation/validation-00000-of-00128`
 line `offset size` a record), `classes.txt` (line N is the wnid of label N; they are sorted), `build.json` (what was
 asked for) and, if any image was bad, `skipped.txt` (path, tab, reason). A record is a tf.train.Example with
 `image/encoded` and `image/class/label`, from 1. Training images are shuffled over all shards by --seed, so that none
-is of one class; validation images stay in order. Killed at any moment, the same command goes on, and the result is the
+is of one class; validation images stay in order. Killed at any moment, the same command resumes, and the result is the
 same to the byte: a shard gets its name once it is on disk whole.
 """
 
@@ -33,7 +33,7 @@ from itertools import repeat, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from colossal_vit.errors import UserError
+from colossal_vit.errors import Parser, UserError
 from colossal_vit.files import sync
 from tqdm import tqdm
 
@@ -273,10 +273,10 @@ def check_plan(output: Path, plan: dict[str, Any]) -> None:
     """Write `build.json`; if there is one, make sure that it says the same."""
     if begun := read_plan(output):
         if other := [f"{key} {begun.get(key)} instead of {plan[key]}" for key in plan if begun.get(key) != plan[key]]:
-            raise UserError(f"{output}: was begun with {other[0]}; go on with the same, or take an empty folder")
+            raise UserError(f"{output}: was begun with {other[0]}; resume with the same, or use an empty folder")
         return
     if there := [name for name in (*NUM_SHARDS, "idx_files") if (output / name).exists()]:
-        raise UserError(f"{output}: has {there[0]}/ but no build.json to go on with; take an empty folder")
+        raise UserError(f"{output}: has {there[0]}/ but no build.json to resume; use an empty folder")
     _publish(output / "build.json", json.dumps(plan, indent=1) + "\n")
 
 
@@ -288,7 +288,7 @@ def read_skipped(output: Path) -> dict[str, str]:
 
 
 def build(args: argparse.Namespace) -> int:
-    """Pack `args.source` into `args.output`, or go on with it."""
+    """Pack `args.source` into `args.output`, or resume that."""
     output, start = args.output, time.monotonic()
     wnids, images, digest = scan(args.source, args.synset_map)
     asked = {"train": args.train_shards, "validation": args.validation_shards}
@@ -318,7 +318,7 @@ def build(args: argparse.Namespace) -> int:
                 if len(skipped) > total * args.max_bad / 100:
                     raise UserError(
                         f"{output / 'skipped.txt'}: {len(skipped)} bad images so far, more than --max-bad "
-                        f"{args.max_bad:g} % of {total}; mend them, or allow more and go on"
+                        f"{args.max_bad:g} % of {total}; repair them, or allow more and resume"
                     )
                 if len(bad) == len(shard.images):
                     raise UserError(f"{shard.path}: would be empty, all of its images are bad; make fewer shards")
@@ -474,14 +474,9 @@ def verify(args: argparse.Namespace) -> int:
 # ---- Command line ----
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:
-        raise UserError(f"{message} (--help lists the flags)")
-
-
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = _Parser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     add = parser.add_argument
     add("source", type=Path, nargs="?", metavar="SOURCE")
     add("output", type=Path, nargs="?", metavar="OUTPUT")
@@ -493,7 +488,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         add(f"--{split}-shards", type=int, metavar="N", help=usual)
     add("--seed", type=int, default=0, help="of the order of the training images; default 0")
     add("--resize", type=int, metavar="N", help="shorten the shorter side of larger images to N pixels")
-    add("--quality", type=int, metavar="Q", help="encode every image anew, as a JPEG of this quality, up to 100")
+    add("--quality", type=int, metavar="Q", help="encode every image again, as a JPEG of this quality, up to 100")
     add("--check", choices=("header", "decode"), default="header", help="decode: of every image all pixels")
     add("--max-bad", type=float, default=0.1, metavar="PERCENT", help="how many images may be bad; default 0.1")
     add("--workers", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="processes; default one a CPU")
@@ -519,9 +514,9 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         message = str(error)
     except BrokenProcessPool:
-        code, message = 1, "a worker was killed, perhaps for lack of memory; the same command goes on from here"
+        code, message = 1, "a worker was killed, perhaps for lack of memory; the same command resumes from here"
     except KeyboardInterrupt:
-        code, message = 130, "interrupted; the same command goes on from here"
+        code, message = 130, "interrupted; the same command resumes from here"
     print(f"{Path(__file__).name}: error: {message}", file=sys.stderr)
     return code
 

@@ -7,7 +7,7 @@ import warnings
 
 from PIL import Image, ImageOps
 
-QUALITY = 95  # of JPEGs that have to be encoded anew
+QUALITY = 95  # of JPEGs that have to be encoded again
 PNG_START = b"\x89PNG\r\n\x1a\n"
 JPEG_MARKER = re.compile(rb"\xff+([^\xff\x00])")  # decoders skip what lies between two segments
 START_OF_SCAN, FRAME_HEADERS = 0xDA, {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
@@ -65,7 +65,7 @@ def prepare_image(data: bytes, resize: int | None = None, quality: int | None = 
     Args:
         data: the file's content.
         resize: shorten the shorter side to this, in pixels.
-        quality: encode every image anew, with this JPEG quality from 1 to 100.
+        quality: encode every image again, with this JPEG quality from 1 to 100.
         check: "decode" decodes also images whose bytes are kept, and refuses what lacks pixels.
 
     Raises:

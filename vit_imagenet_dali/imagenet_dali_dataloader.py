@@ -1,6 +1,6 @@
 """ImageNet from TFRecords through DALI: decoded, augmented and batched ahead of the training, on the GPU if it can be.
 
-A training epoch does not end the stream of a rank's images: DALI goes on shuffling and reading ahead, and the next
+A training epoch does not end the stream of a rank's images: DALI keeps shuffling and reading ahead, and the next
 epoch begins where this one stopped. Evaluation has an end, and counts each image once however many ranks share it.
 """
 
@@ -183,8 +183,8 @@ class DaliLoader:
     Images are float32 of shape (B, 3, img_size, img_size), normalised; labels are int64 of shape (B,), from 0. Only the
     first pipeline stage looks at images; the others get the labels in their place.
 
-    For training each `iter()` goes on, for `len()` batches, with a stream that has no end: the rank's part of the
-    records over and over, each pass in another order. For evaluation it starts anew; all ranks make the same number
+    For training each `iter()` continues, for `len()` batches, a stream that has no end: the rank's part of the
+    records over and over, each pass in another order. For evaluation it starts over; all ranks make the same number
     of full batches, and what fills up the last ones has the label `IGNORED`.
 
     Args:
@@ -377,7 +377,7 @@ class DaliLoader:
             yield self._deliver(images, labels)
 
     def _identity(self) -> dict[str, Any]:
-        """What must be the same for a stream to go on."""
+        """What must be the same for a stream to resume."""
         return {
             "seed": self.seed,
             "place": [self.rank, self.num_ranks, self.with_images, self.on_gpu],
@@ -400,7 +400,7 @@ class DaliLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Go on from a `state_dict`.
+        """Resume from a `state_dict`.
 
         Returns:
             Whether the stream is the same from here on, to the bit. If the state is of another rank, layout, batch size

@@ -61,7 +61,7 @@ class Mixup:
         return {"position": self.position, "loader": self.loader.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Go on from a `state_dict`; returns what the loader's answers."""
+        """Resume from a `state_dict`; returns what the loader's answers."""
         self.position = state["position"]
         return self.loader.load_state_dict(state["loader"])
 

@@ -23,14 +23,9 @@ from colossal_vit.checkpoint.storage import (
     list_steps,
     verify,
 )
-from colossal_vit.errors import UserError
+from colossal_vit.errors import Parser, UserError
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:
-        raise UserError(f"{message} (--help lists the verbs and their flags)")
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -55,10 +50,10 @@ def _checkpoints(path: Path) -> list[Path]:
 
 
 def _one_valid(path: Path) -> Path:
-    """The checkpoint that a path on the command line means: itself, or the newest of a run that holds.
+    """The checkpoint that a path on the command line means: itself, or the newest valid one of a run.
 
     Raises:
-        UserError: if it does not hold, or none does.
+        UserError: if it is not valid, or none is.
     """
     found, faults = _first_valid(_checkpoints(path))
     if found is None:
@@ -129,11 +124,9 @@ def _import(args: argparse.Namespace) -> int:
 
 
 def _get_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m colossal_vit.checkpoint",
         description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
 

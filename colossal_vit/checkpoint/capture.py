@@ -59,8 +59,8 @@ def capture(trainer: Trainer, train_dataloader: MicroBatches, epoch: int, start:
     Args:
         trainer: of the run.
         train_dataloader: what `engine.initialize` returned.
-        epoch: to go on with.
-        start: the micro-batch of it to go on with.
+        epoch: to resume with.
+        start: the micro-batch of it to resume with.
         best: accuracy and step of the best evaluation so far, or None.
     """
     engine = trainer.engine

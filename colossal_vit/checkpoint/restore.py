@@ -128,7 +128,7 @@ def _say(changes: Mapping[str, list[Any]]) -> str:
 def _check_continues(run: Run, state: Mapping[str, Any]) -> None:
     """Refuse to resume a checkpoint with other data, or with values that change what is learned.
 
-    What `--accept-changes` lets pass goes on record.
+    What `--accept-changes` lets pass is recorded.
 
     Raises:
         UserError: naming what is different.
@@ -210,7 +210,7 @@ def _resume(run: Run, trainer: Trainer, train_dataloader: MicroBatches, lr_sched
     trainer.cur_epoch, run.best = state["epoch"], state["best"]
     engine.optimizer.load_scaler_state(state["scaler"])
     _set_scheduler_step(lr_scheduler, state["epoch"] * steps_per_epoch + min(steps, steps_per_epoch))
-    run.log.info(f"going on from {path}: step {state['step']}, epoch {state['epoch']}, image {state['images']} of it")
+    run.log.info(f"resuming from {path}: step {state['step']}, epoch {state['epoch']}, image {state['images']} of it")
     if ranks and not same:
         run.log.info(
             "the layout or the batches are others than before: random numbers (dropout, DALI's order) are new ones"

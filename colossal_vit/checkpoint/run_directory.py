@@ -67,7 +67,7 @@ def _has_a_run(directory: Path) -> bool:
 def _set_aside(directory: Path) -> Path:
     """Rename a directory that holds an earlier run to `<name>.1`, `<name>.2`, ..., and create an empty one.
 
-    What this run itself has written stays. A link goes on pointing to where it did.
+    What this run itself has written stays. A link keeps pointing to where it did.
 
     Returns:
         Where the earlier run is now.

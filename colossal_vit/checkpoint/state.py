@@ -1,8 +1,8 @@
-"""What a run needs to go on: taken from the ranks of any layout, given to the ranks of any other.
+"""What each rank holds of a run: pieces of parameters, buffers, random numbers.
 
 Weights and moments are gathered whole, one tensor at a time, on rank 0, which alone reads and writes checkpoints; they
-are cut again for whoever loads them. On the same layout a run goes on to the bit; on another one, random numbers and
-the order of DALI's stream begin anew.
+are split again for whoever loads them. On the same layout a run resumes bit for bit; on another one, random numbers
+and the order of DALI's stream start from scratch.
 """
 
 import base64

@@ -1,9 +1,9 @@
-"""Checkpoints on disk: written so that a crash leaves whole ones only, and checked before they are read.
+"""Checkpoints on disk: written so that a crash leaves only valid ones, and checked before they are read.
 
     <run directory>/checkpoints/step-00000042/
         model.safetensors       full weights in fp32 under timm's parameter names, whatever the layout was
         optimizer.safetensors   full moments, `<moment>.<name of the parameter>`
-        state.json              all else that a run needs to go on, see `state.py`
+        state.json              all else that a run needs to resume, see `capture.py`
         manifest.json           format version, size and SHA-256 of the other files
 
 Nothing that is read here can run code: tensors are safetensors, the rest is JSON.
@@ -166,12 +166,12 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def newest(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint in a folder that holds, and why each newer one does not."""
+    """The newest valid checkpoint in a folder, and why each newer one is not valid."""
     return _first_valid(list_steps(folder))
 
 
 def _first_valid(paths: list[Path]) -> tuple[Path | None, list[str]]:
-    """The first of some checkpoints that holds, and why each before it does not."""
+    """The first valid one of some checkpoints, and why each before it is not valid."""
     skipped = []
     for path in paths:
         try:

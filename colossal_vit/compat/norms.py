@@ -55,7 +55,7 @@ class _Normalize(torch.autograd.Function):
 
 
 class _ScaleAndShift3D(torch.autograd.Function):
-    """bias + weight · x, whose gradients for weight and bias are summed over ranks while the backward pass goes on."""
+    """bias + weight · x, whose gradients for weight and bias are summed over ranks during the backward pass."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, ids: tuple[int, int], mode: ParallelMode) -> Tensor:

@@ -1,8 +1,8 @@
-"""Every change made to Colossal-AI 0.5.0 itself, in one place. Each names the defect it mends; tests/test_patches.py
-shows that each defect is real by taking the mend out. Two are long and stand in files of their own, `stand_ins.py`,
+"""Every change made to Colossal-AI 0.5.0 itself, in one place. Each names the defect it fixes; tests/test_patches.py
+shows that each defect is real by taking the fix out. Two are long and stand in files of their own, `stand_ins.py`,
 which has to come before Colossal-AI's import, and `norms.py`.
 
-What is mended by using Colossal-AI differently, rather than by changing it, stands with its user: `engine.py` (step,
+What is fixed by using Colossal-AI differently, rather than by changing it, stands with its user: `engine.py` (step,
 clipping, accumulation, schedule), `precision.py` (mixed precision), `host.py` (machines without CUDA), `data.py`
 (order of the samples).
 """
@@ -34,7 +34,7 @@ from colossalai.legacy.nn.layer.parallel_3d import _utils as parallel_3d_utils
 def _init_global_dist(self, rank: int, world_size: int, backend: str, host: str, port: int) -> None:
     """Join the global process group at `host`:`port`.
 
-    Mends: upstream builds `tcp://[host]:port` whatever the host is. Brackets are for IPv6 literals only, and Python
+    Fixes: upstream builds `tcp://[host]:port` whatever the host is. Brackets are for IPv6 literals only, and Python
     from 3.11.4 on refuses them around anything else, so every launcher dies at once.
     """
     address = f"[{host}]" if ":" in host else host
@@ -48,7 +48,7 @@ def _init_global_dist(self, rank: int, world_size: int, backend: str, host: str,
 def _async_grad_hook(grad, param_id):
     """Hand the gradient that a 3D layer is still reducing to the parameter it belongs to.
 
-    Mends: from torch 2.0 on the hook is called with `grad=None` when the layer returned none, and upstream's adds
+    Fixes: from torch 2.0 on the hook is called with `grad=None` when the layer returned none, and upstream's adds
     to it.
     """
     pending = parallel_3d_utils.pop_async_grad(param_id)
@@ -68,7 +68,7 @@ def overlay(module: types.ModuleType, **changes: Any) -> types.ModuleType:
 def _batch_isend_irecv(operations: list[dist.P2POp]) -> list[dist.Work]:
     """Exchange tensors with the neighbouring stages, such that messages meet who they are meant for.
 
-    Mends: in a pipeline of two stages the previous and the next stage are the same rank. It sends to its previous stage
+    Fixes: in a pipeline of two stages the previous and the next stage are the same rank. It sends to its previous stage
     first and to its next one second, and messages between two ranks arrive in order, but upstream receives from the
     previous stage first: activations and gradients are swapped.
     """
@@ -80,7 +80,7 @@ def _batch_isend_irecv(operations: list[dist.P2POp]) -> list[dist.Work]:
 def _follow_autocast(function: type[torch.autograd.Function]) -> None:
     """Make a layer's operation compute in the data type of the autocast region it runs in, on any device.
 
-    Mends: upstream's operations cast to float16 whenever CUDA's autocast is on, also when that is bfloat16, and on the
+    Fixes: upstream's operations cast to float16 whenever CUDA's autocast is on, also when that is bfloat16, and on the
     CPU not at all, which mixes types and fails. Those upstream computes in float32 (norms, losses) stay so.
     """
     forward, backward = inspect.unwrap(function.forward), inspect.unwrap(function.backward)
@@ -104,7 +104,7 @@ def _follow_autocast(function: type[torch.autograd.Function]) -> None:
 class _NoSynchronize:
     """An accelerator as Colossal-AI's pipeline sees it.
 
-    Mends: upstream has the host wait for the device after each exchange of the stages. The wait of the request is
+    Fixes: upstream has the host wait for the device after each exchange of the stages. The wait of the request is
     enough: it makes the device's queue wait for the message.
     """
 
@@ -133,7 +133,7 @@ def apply() -> None:
 def set_pipeline_dtype(dtype: torch.dtype) -> None:
     """Tell the pipeline's communication the data type of activations.
 
-    Mends: the interleaved schedule asks for its last gradients without saying their type, and gets float32.
+    Fixes: the interleaved schedule asks for its last gradients without saying their type, and gets float32.
     """
     communication.recv_backward = functools.partial(p2p.recv_backward, dtype=dtype)
 
@@ -142,7 +142,7 @@ def set_pipeline_dtype(dtype: torch.dtype) -> None:
 def groups(store: dist.Store, seconds: float, device: torch.device) -> Iterator[None]:
     """Have the process groups made inside the block meet in `store`, each with a timeout, and on this rank's device.
 
-    Mends: upstream passes no timeout, so a rank that waits for a dead one waits 10 minutes (NCCL) or 30 (gloo). The
+    Fixes: upstream passes no timeout, so a rank that waits for a dead one waits 10 minutes (NCCL) or 30 (gloo). The
     store that it has torch make listens at every address of the machine. And it chooses the device once the groups are
     made, by the rank modulo the number of GPUs under srun, and by the local rank under mpirun, whatever GPUs the
     process sees.

@@ -9,7 +9,7 @@ from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from torch import Tensor
 
-IGNORED = -100  # the label that torch's cross entropy passes over
+IGNORED = -100  # the label that torch's cross entropy ignores
 
 
 def sees_images() -> bool:
@@ -18,7 +18,7 @@ def sees_images() -> bool:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on a device; a GPU copies while the host goes on, which it does from pinned memory only."""
+    """A tensor of the host on a device; a GPU copies in the background, which it does from pinned memory only."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
@@ -49,7 +49,7 @@ class SyntheticBatches:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Go on; the batches are the same."""
+        """Resume; the batches are the same."""
         return True
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:

@@ -34,11 +34,11 @@ class MicroBatches:
         return self.num_micro_batches
 
     def state_dict(self) -> dict[str, Any]:
-        """What the loader must know to go on, beside epoch and micro-batch: for JSON, mostly nothing."""
+        """What the loader must know to resume, beside epoch and micro-batch: for JSON, mostly nothing."""
         return self.loader.state_dict() if hasattr(self.loader, "state_dict") else {}
 
     def seek(self, epoch: int, start: int, state: dict[str, Any]) -> bool:
-        """Go on with micro-batch `start` of `epoch`; returns whether the batches are those of `state_dict`'s run."""
+        """Resume with micro-batch `start` of `epoch`; returns whether the batches are those of `state_dict`'s run."""
         self.start = start
         if hasattr(self.loader, "load_state_dict"):
             return self.loader.load_state_dict(state)

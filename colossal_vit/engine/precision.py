@@ -142,12 +142,12 @@ class LossScale:
             self.value = min(self.value * self.growth_factor, self.max_scale)
 
     def state(self) -> dict[str, Any]:
-        """What it has to know to go on, for JSON."""
+        """What it has to know to resume, for JSON."""
         keys = ("growth_step", "hysteresis_step")
         return {"loss_scale": self.value, **{key: getattr(self, key) for key in keys}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on with what `state` returned."""
+        """Resume from what `state` returned."""
         self.value = state["loss_scale"]
         self.growth_step, self.hysteresis_step = state["growth_step"], state.get("hysteresis_step", 0)
 
@@ -171,11 +171,11 @@ class _Scaled:
         return self.scale and self.scale.value
 
     def scaler_state(self) -> dict[str, Any]:
-        """What the loss scaler would have to know to go on: for JSON, empty without loss scaling."""
+        """What the loss scaler would have to know to resume: for JSON, empty without loss scaling."""
         return self.scale.state() if self.scale else {}
 
     def load_scaler_state(self, state: Mapping[str, Any]) -> None:
-        """Go on with what `scaler_state` returned, of whichever wrapper: as far as both scale the loss."""
+        """Resume from what `scaler_state` returned, of whichever wrapper: as far as both scale the loss."""
         if self.scale and "loss_scale" in state:
             self.scale.load_state(state)
 

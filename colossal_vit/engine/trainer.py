@@ -1,4 +1,4 @@
-"""Colossal-AI's Trainer, which can also go on in the middle of an epoch."""
+"""Colossal-AI's Trainer, which can also resume in the middle of an epoch."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
 """Where the host waits for the device.
 
-A GPU works through its queue while the host goes on, until the host wants to know a value. Then the queue runs empty.
+A GPU works through its queue while the host continues, until the host wants to know a value. Then the queue runs empty.
 
 `read` is how a training step asks, once. `WaitCounter` counts what else does: on a CPU, too, where asking costs
 nothing, so that a test can see it.

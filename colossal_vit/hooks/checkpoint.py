@@ -1,4 +1,4 @@
-"""Checkpoints while training, and the end of a run that is told to stop."""
+"""Checkpoints while training, and the end of a run that is asked to stop."""
 
 import os
 import signal
@@ -96,7 +96,7 @@ class CheckpointHook(BaseHook):
     # ---- Saving ----
 
     def _save(self, trainer: Trainer, epoch: int, start: int) -> Path:
-        """Save what it takes to go on with micro-batch `start` of `epoch`; returns where it will be."""
+        """Save what it takes to resume with micro-batch `start` of `epoch`; returns where it will be."""
         path = self.run.output / storage.FOLDER / f"step-{trainer.engine.num_steps:08d}"
         run_on_rank_0(self._finish)
         self.metrics.sync()
@@ -119,7 +119,7 @@ class CheckpointHook(BaseHook):
         except OSError as error:
             self.failure = f"{path}: cannot be written: {error.strerror or error}"
             if not self.run.stop_on_save_error:
-                self.run.log.info(f"{self.failure}; training goes on")
+                self.run.log.info(f"{self.failure}; training continues")
 
     def _finish(self) -> None:
         """Rank 0: wait for the checkpoint that is being written."""

@@ -49,7 +49,7 @@ def _lost_connection(error: BaseException) -> bool:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Call `main` and end the process: exit code 0, 2 for a user's mistake, 75 when told to stop, 130 by Ctrl-C, 1 for
+    """Call `main` and end the process: exit code 0, 2 for a user's mistake, 75 when asked to stop, 130 by Ctrl-C, 1 for
     anything else.
 
     A `UserError`, `TrainingError` or `Preempted` becomes one line on stderr, printed by one rank. When one rank ends

@@ -4,25 +4,18 @@ import argparse
 from pathlib import Path
 
 import colossalai.legacy as colossalai
-from colossal_vit.errors import UserError
+from colossal_vit.errors import Parser
 from colossal_vit.launch.launchers import LAUNCHERS
 
 DEFAULT_TIMEOUT = 300.0  # seconds that a rank waits for another one before it gives up
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:
-        raise UserError(f"{message} (--help lists the flags)")
-
-
 def get_parser(description: str | None = None) -> argparse.ArgumentParser:
     """Colossal-AI's own flags and those that every train script here adds."""
-    parser = _Parser(
+    parser = Parser(
         description=description,
         parents=[colossalai.get_default_parser()],
         add_help=False,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(backend=None)
     parser.add_argument("--local-rank", dest="local_rank", type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
@@ -53,8 +46,8 @@ def get_parser(description: str | None = None) -> argparse.ArgumentParser:
         "--resume",
         default="auto",
         metavar="auto|never|PATH",
-        help="go on from the newest checkpoint in the run directory that holds (the default), begin anew, or go on "
-        "from this one",
+        help="resume the newest valid checkpoint in the run directory (the default), start from scratch, or start "
+        "from this checkpoint",
     )
     parser.add_argument(
         "--accept-changes",

@@ -123,7 +123,7 @@ class Watchdog:
                 connection.sendall((" ".join(words) + "\n").encode())
 
     def leave(self, code: int = 0) -> None:
-        """Say goodbye: with code 0 the others go on, with another they end too, with that exit code.
+        """Say goodbye: with code 0 the others continue, with another they end too, with that exit code.
 
         When it ends the others, rank 0 waits for them, since it keeps the store that they may still ask.
         """

@@ -19,7 +19,9 @@ def _in_fork(function: Callable[[], StepPlan]) -> StepPlan:
     receive, send = fork.Pipe(duplex=False)
 
     def child() -> None:
-        torch.set_num_threads(torch.get_num_threads())  # mends PyTorch's thread pool after the fork, before autograd's
+        torch.set_num_threads(
+            torch.get_num_threads()
+        )  # repairs PyTorch's thread pool after the fork, before autograd's
         try:
             with redirect_stdout(None):
                 answer = function()
