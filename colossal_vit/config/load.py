@@ -15,7 +15,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from colossal_vit.config import schema
+from colossal_vit.config import check, schema
 from colossal_vit.config.overrides import _ApplyOverrides, _overridden, parse_override
 from colossal_vit.errors import UserError
 from colossalai.context import Config
@@ -97,9 +97,9 @@ def load(
         if keys[0] not in values:
             values[keys[0]] = _overridden(keys[0], None, parsed)
 
-    schema.check(values, str(path))
+    check.check(values, str(path))
     if script is not None:
-        schema.check_script(values, script, str(path))
+        check.check_script(values, script, str(path))
     values = {**schema.defaults(script), **values}
     warm_up, epochs = values.get("WARMUP_EPOCHS", 0), values.get("NUM_EPOCHS", math.inf)
     if warm_up >= epochs:
@@ -116,7 +116,7 @@ def load(
     else:
         allowed = schema.SCALER_KEYS[fp16["mode"]]
         for key in fp16.keys() - {"mode", "dtype"} - allowed:
-            raise UserError(f"{path}: fp16.{key} is not an option of {fp16['mode']}{schema.nearest(key, allowed)}")
+            raise UserError(f"{path}: fp16.{key} is not an option of {fp16['mode']}{check.nearest(key, allowed)}")
     return Config(values)
 
 

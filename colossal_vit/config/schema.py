@@ -1,81 +1,26 @@
 """Every key that a config file may have: what it means, what it must be, its default, and which scripts use it."""
 
-import difflib
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from colossal_vit.errors import UserError
+from colossal_vit.config.rules import (
+    AREA,
+    BOOL,
+    FRACTION,
+    MODE,
+    NON_NEGATIVE,
+    NON_NEGATIVE_INT,
+    POSITIVE,
+    POSITIVE_INT,
+    RAND_AUGMENT,
+    SHAPE,
+    TENSOR_MODE,
+    TEXT,
+    Rule,
+    one_of,
+)
 from colossalai.legacy.amp import AMP_TYPE
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Rules
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Rule:
-    """What a value must be: `expected` completes the sentence 'must be ...'."""
-
-    expected: str
-    allows: Callable[[Any], bool]
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _one_of(*allowed: Any) -> Rule:
-    return Rule(f"one of {', '.join(map(repr, allowed))}", lambda value: value in allowed)
-
-
-POSITIVE_INT = Rule("a whole number of at least 1", lambda value: _is_int(value) and value >= 1)
-NON_NEGATIVE_INT = Rule("a whole number of at least 0", lambda value: _is_int(value) and value >= 0)
-POSITIVE = Rule("a number above 0", lambda value: _is_number(value) and value > 0)
-NON_NEGATIVE = Rule("a number of at least 0", lambda value: _is_number(value) and value >= 0)
-FRACTION = Rule("a number from 0 up to, not including, 1", lambda value: _is_number(value) and 0 <= value < 1)
-BOOL = Rule("True or False", lambda value: isinstance(value, bool))
-TEXT = Rule("a string", lambda value: isinstance(value, str))
-TENSOR_MODE = _one_of(None, "1d", "2d", "2.5d", "3d")
-SHAPE = Rule(
-    "a sequence of whole numbers",
-    lambda value: isinstance(value, (list, tuple)) and all(_is_int(size) and size > 0 for size in value),
-)
-AREA = Rule(
-    "the smallest and the largest share of an image that a crop may be, 0 < smallest <= largest <= 1",
-    lambda value: (
-        isinstance(value, (list, tuple))
-        and len(value) == 2
-        and all(map(_is_number, value))
-        and 0 < value[0] <= value[1] <= 1
-    ),
-)
-RAND_AUGMENT = Rule(
-    "a dict(n=..., m=...): n operations an image, of magnitude m, a whole number from 0 to 30",
-    lambda value: (
-        value is None
-        or (
-            isinstance(value, Mapping)
-            and value.keys() == {"n", "m"}
-            and all(map(_is_int, value.values()))
-            and value["n"] >= 1
-            and 0 <= value["m"] <= 30
-        )
-    ),
-)
-MODE = Rule(
-    "AMP_TYPE.TORCH, AMP_TYPE.NAIVE, AMP_TYPE.APEX or None",
-    lambda value: value in (AMP_TYPE.TORCH, AMP_TYPE.NAIVE, AMP_TYPE.APEX, None),
-)
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Settings
-# ---------------------------------------------------------------------------------------------------------------------
 
 DP, HYBRID, CALTECH101, IMAGENET = "train_dp", "train_hybrid", "caltech101", "imagenet"
 PATHS = {  # of the example scripts
@@ -149,7 +94,7 @@ GROUPS: dict[str, dict[str, Setting | Block]] = {
             NON_NEGATIVE_INT, "epochs of linear warm-up, part of NUM_EPOCHS; a cosine to 0 follows", Each((50, 0, 1, 0))
         ),
         "OPTIMIZER": Setting(
-            _one_of("adamw", "sgd", "lamb"), "the optimizer", Each(("adamw", "sgd")), (HYBRID, CALTECH101)
+            one_of("adamw", "sgd", "lamb"), "the optimizer", Each(("adamw", "sgd")), (HYBRID, CALTECH101)
         ),
         "MOMENTUM": Setting(FRACTION, "momentum of SGD", Each((0.9, 0.0)), (HYBRID, CALTECH101)),
         "LEARNING_RATE": Setting(POSITIVE, "the rate after the warm-up", Each((1.8e-2, 3e-3, 1e-2, 1.8e-2))),
@@ -258,8 +203,8 @@ GROUPS: dict[str, dict[str, Setting | Block]] = {
             "mixed precision; None for fp32",
             {
                 "mode": Setting(MODE, "what computes in half precision, see the README"),
-                "dtype": Setting(_one_of("fp16", "bf16"), "fp16 on CUDA, bf16 on a CPU"),
-                "opt_level": Setting(_one_of("O0", "O1", "O2", "O3"), "of APEX; O1"),
+                "dtype": Setting(one_of("fp16", "bf16"), "fp16 on CUDA, bf16 on a CPU"),
+                "opt_level": Setting(one_of("O0", "O1", "O2", "O3"), "of APEX; O1"),
                 "initial_scale": Setting(POSITIVE, "loss scale to begin with, NAIVE; 2¹⁶"),
                 "init_scale": Setting(POSITIVE, "loss scale to begin with, TORCH; 2¹⁶"),
                 "growth_factor": Setting(POSITIVE, "of the loss scale; 2"),
@@ -328,57 +273,3 @@ def is_default(key: str, value: Any) -> bool:
     """Whether a value is the default of a key in some script."""
     setting = SCHEMA.get(key)
     return setting is not None and any(setting.default_for(script) == value for script in SCRIPTS)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Checks
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def nearest(name: str, names: Iterable[str]) -> str:
-    """The end of a line about an unknown name: what was meant, or what there is."""
-    by_folded = {candidate.lower(): candidate for candidate in names}
-    close = difflib.get_close_matches(name.lower(), by_folded, n=1, cutoff=0.5)
-    return f"; did you mean {by_folded[close[0]]}?" if close else f"; known are {', '.join(sorted(by_folded.values()))}"
-
-
-def check(values: Mapping[str, Any], source: str, settings: Mapping[str, Setting | Block] = SCHEMA, prefix: str = ""):
-    """Refuse unknown keys, and values that break their rules.
-
-    Args:
-        values: of a config file, or of a block in it.
-        source: the file.
-        settings: what is allowed.
-        prefix: of the block.
-
-    Raises:
-        UserError: naming the key, the value and what would be right.
-    """
-    for key, value in values.items():
-        name = prefix + key
-        if key not in settings:
-            helper = "" if prefix else " (a helper's name starts with _)"
-            raise UserError(f"{source}: unknown key {name}{nearest(key, settings)}{helper}")
-        setting = settings[key]
-        if isinstance(setting, Setting):
-            if not setting.rule.allows(value):
-                raise UserError(f"{source}: {name} = {value!r}, but it must be {setting.rule.expected}")
-        elif value is not None:
-            if not isinstance(value, Mapping):
-                raise UserError(f"{source}: {name} = {value!r}, but it must be a dict({', '.join(setting.settings)})")
-            check(value, source, setting.settings, f"{name}.")
-
-
-def check_script(values: Mapping[str, Any], script: str, source: str) -> None:
-    """Refuse keys that one of SCRIPTS would ignore, and missing ones.
-
-    Raises:
-        UserError: naming the key.
-    """
-    for key in values:
-        if script not in (users := SCHEMA[key].scripts):
-            others = " and ".join(PATHS[user] for user in users)
-            raise UserError(f"{source}: {key} is not used by {PATHS[script]}, only by {others}: leave it out")
-    for key, setting in SCHEMA.items():
-        if key not in values and setting.default_for(script) is REQUIRED:
-            raise UserError(f"{source}: {key} is missing; it must be {setting.rule.expected}")
