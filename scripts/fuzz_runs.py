@@ -129,7 +129,7 @@ def faults_of_directory(run: Path) -> list[str]:
             found.append(f"{path.name}, but {len(steps)} steps on record, up to {steps[-1:]}")
         if not saved["started_from"] and steps and steps[0] != 1:
             found.append(f"begins with step {steps[0]}")
-        changed = restore._changes(saved["config"], config).keys() - restore._FREE
+        changed = restore.changed_values(saved["config"], config).keys() - restore.FREE_KEYS
         if changed - accepted:
             found.append(f"{path.name}: {changed} is not the run's")
     return found

@@ -13,9 +13,8 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from colossal_vit import launch
-from colossal_vit.checkpoint import state, storage
+from colossal_vit.checkpoint import capture, storage
 from colossal_vit.compat import cpu
-from colossal_vit.launch import groups
 from colossal_vit.parallel import ranks
 from colossal_vit.plan import fakes
 from colossal_vit.run import Run
@@ -130,7 +129,7 @@ def run(main: Callable[[], None], argv: list[str], device: torch.device = CUDA) 
         _pretend(mode)
     else:
         cpu.HostAccelerator.current_device = cpu.HostAccelerator.get_current_device = lambda _: device
-        groups.choose_device = lambda _: device
+        sys.modules["colossal_vit.launch.start"].choose_device = lambda _: device
     start = launch.start
 
     def enter(chosen: torch.device) -> None:
@@ -143,7 +142,7 @@ def run(main: Callable[[], None], argv: list[str], device: torch.device = CUDA) 
             torch.autograd.backward = lambda tensors, *_, **__: _backward(tensors)
         torch.Tensor.pin_memory = lambda tensor: tensor
         torch.Tensor.data_ptr = lambda tensor: id(tensor)  # only compared
-        state._random_state = dict
+        capture.random_state = dict
         storage.write = write
         for name in ("build_timm_vit", "build_vit"):
             if hasattr(script, name):
@@ -160,8 +159,8 @@ def run(main: Callable[[], None], argv: list[str], device: torch.device = CUDA) 
     dist.broadcast_object_list = lambda *_, **__: None
     run_on_rank_0 = ranks.run_on_rank_0
     for module in list(sys.modules.values()):
-        if getattr(module, "on_one_rank", None) is run_on_rank_0:
-            module.on_one_rank = lambda work: work()
+        if getattr(module, "run_on_rank_0", None) is run_on_rank_0:
+            module.run_on_rank_0 = lambda work: work()
     if reader := sys.modules.get("caltech101"):
         reader.ThreadPoolExecutor = _NoThread
     launch.start, fakes.fake_tensors = start_there, enter

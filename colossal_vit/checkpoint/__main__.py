@@ -13,13 +13,13 @@ from pathlib import Path
 
 import torch
 from colossal_vit.checkpoint.storage import (
-    _NAME,
     FOLDER,
     MANIFEST,
     MODEL,
     OPTIMIZER,
     STATE,
-    _first_valid,
+    STEP_NAME,
+    first_valid,
     list_steps,
     verify,
 )
@@ -30,7 +30,7 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 def _is_checkpoint(path: Path) -> bool:
     """Whether a folder is a checkpoint, whole or not; timm's folders have a MODEL too, but none of the others."""
-    return bool(_NAME.fullmatch(path.name)) or any((path / name).exists() for name in (OPTIMIZER, STATE, MANIFEST))
+    return bool(STEP_NAME.fullmatch(path.name)) or any((path / name).exists() for name in (OPTIMIZER, STATE, MANIFEST))
 
 
 def _checkpoints(path: Path) -> list[Path]:
@@ -55,7 +55,7 @@ def _one_valid(path: Path) -> Path:
     Raises:
         UserError: if it is not valid, or none is.
     """
-    found, faults = _first_valid(_checkpoints(path))
+    found, faults = first_valid(_checkpoints(path))
     if found is None:
         raise UserError(faults[0])
     return found

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from colossal_vit import config
-from colossal_vit.checkpoint.state import _buffers, _layout, _random_state, _slots
+from colossal_vit.checkpoint.state import model_buffers, parameter_slots, random_state, rank_layout
 from colossal_vit.engine.engine import Engine
 from colossal_vit.engine.micro_batches import MicroBatches
 from colossal_vit.engine.trainer import Trainer
@@ -41,7 +41,7 @@ def _moments_step(engine: Engine) -> int:
 
 def _own_pieces(engine: Engine, moments: list[str]) -> Iterator[tuple[str, Shard, Tensor]]:
     """Every tensor of this rank in the order of all ranks of its stage: weights under "", moments under their names."""
-    for slot in _slots(engine):
+    for slot in parameter_slots(engine):
         yield "", slot.shard, slot.master
         state = engine.optimizer.optim.state.get(slot.master, {})
         for key in moments:  # a piece that is not used has none
@@ -67,12 +67,12 @@ def capture(trainer: Trainer, train_dataloader: MicroBatches, epoch: int, start:
     rank, replica = gpc.get_global_rank(), gpc.get_local_rank(ParallelMode.DATA)
     speaks = replica == 0 and gpc.get_local_rank(ParallelMode.TENSOR) == 0  # for its stage
     own = {
-        "rng": _random_state(),
+        "rng": random_state(),
         "data": train_dataloader.state_dict(),
         "speaks": speaks,
         "moments": _moment_names(engine),
         "moments_step": _moments_step(engine),
-        "names": [(slot.shard.name, slot.shard.full_shape(slot.master.shape)) for slot in _slots(engine)],
+        "names": [(slot.shard.name, slot.shard.full_shape(slot.master.shape)) for slot in parameter_slots(engine)],
     }
     ranks = all_gather_object(own)
     moments = sorted(set().union(*(own["moments"] for own in ranks)))
@@ -95,7 +95,7 @@ def capture(trainer: Trainer, train_dataloader: MicroBatches, epoch: int, start:
                     tensor = torch.empty(shape, dtype=_dtype(engine, moment))
                     dist.recv(tensor, sender, group=group)
                     full[moment][_key(moment, name)] = tensor
-    model = {**full.pop(""), **{name: buffer.to("cpu", copy=True) for name, buffer in _buffers(engine).items()}}
+    model = {**full.pop(""), **{name: buffer.to("cpu", copy=True) for name, buffer in model_buffers(engine).items()}}
     global_batch = Layout.current().global_batch(gpc.config)
     state = {
         "step": engine.num_steps,
@@ -106,7 +106,7 @@ def capture(trainer: Trainer, train_dataloader: MicroBatches, epoch: int, start:
         "moments_step": max(own["moments_step"] for own in ranks),
         "scaler": engine.optimizer.scaler_state(),
         "best": best,
-        "layout": _layout(),
+        "layout": rank_layout(),
         "ranks": [{"rng": own["rng"], "data": own["data"]} for own in ranks],
         "config": config.plain(gpc.config),
         "normalization": getattr(train_dataloader, "normalization", None),
@@ -118,5 +118,5 @@ def capture(trainer: Trainer, train_dataloader: MicroBatches, epoch: int, start:
 def _dtype(engine: Engine, moment: str) -> torch.dtype:
     """Of weights or moments: the same on every stage."""
     if not moment:
-        return _slots(engine)[0].master.dtype
+        return parameter_slots(engine)[0].master.dtype
     return next(state[moment].dtype for state in engine.optimizer.optim.state.values() if moment in state)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from colossal_vit import config
 from colossal_vit.checkpoint import run_directory, storage
-from colossal_vit.checkpoint.state import _buffers, _layout, _load_random_state, _slots
+from colossal_vit.checkpoint.state import load_random_state, model_buffers, parameter_slots, rank_layout
 from colossal_vit.config.schema import is_default
 from colossal_vit.data.identity import differences
 from colossal_vit.engine.engine import Engine
@@ -55,8 +55,8 @@ def _check_fits(path: Path, shapes: Mapping[str, list[int]], engine: Engine) -> 
     Raises:
         UserError: on every rank, naming a parameter, the values and what would be right.
     """
-    needed = {slot.shard.name: slot.shard.full_shape(slot.master.shape) for slot in _slots(engine)}
-    needed |= {name: list(buffer.shape) for name, buffer in _buffers(engine).items()}
+    needed = {slot.shard.name: slot.shard.full_shape(slot.master.shape) for slot in parameter_slots(engine)}
+    needed |= {name: list(buffer.shape) for name, buffer in model_buffers(engine).items()}
     everywhere = {name for names in all_gather_object(list(needed)) for name in names}
     with raise_on_all_ranks():
         for name, shape in needed.items():
@@ -74,7 +74,7 @@ def _check_fits(path: Path, shapes: Mapping[str, list[int]], engine: Engine) -> 
 @torch.no_grad()
 def _load_model(path: Path, engine: Engine) -> None:
     """Fill this rank's part of the model, and the copies of it that the optimizer updates, from a checkpoint."""
-    slots, buffers = {slot.shard.name: slot for slot in _slots(engine)}, _buffers(engine)
+    slots, buffers = {slot.shard.name: slot for slot in parameter_slots(engine)}, model_buffers(engine)
     file = _Distributed(path / storage.MODEL)
     _check_fits(path, {name: list(shape) for name, (shape, _) in file.listing.items()}, engine)
     for name, tensor in file.tensors():
@@ -88,7 +88,7 @@ def _load_model(path: Path, engine: Engine) -> None:
 @torch.no_grad()
 def _load_moments(path: Path, engine: Engine, moments_step: int) -> None:
     """Give the optimizer this rank's pieces of the moments in a checkpoint, which have seen `moments_step` updates."""
-    slots, optimizer = {slot.shard.name: slot for slot in _slots(engine)}, engine.optimizer.optim
+    slots, optimizer = {slot.shard.name: slot for slot in parameter_slots(engine)}, engine.optimizer.optim
     lamb = isinstance(optimizer, Lamb)
     for key, tensor in _Distributed(path / storage.OPTIMIZER).tensors():
         moment, _, name = key.partition(".")
@@ -107,14 +107,14 @@ def _load_moments(path: Path, engine: Engine, moments_step: int) -> None:
 
 
 # Values that do not change what is learned, or only by rounding: layout, length, files. The batch counts as a whole.
-_FREE = {
+FREE_KEYS = {
     *("parallel", "model", "NUM_CHUNKS", "NUM_MICRO_BATCHES", "TENSOR_PARALLEL_SIZE", "TENSOR_PARALLEL_MODE"),
     *("TENSOR_SHAPE", "SEQ_LENGTH", "BATCH_SIZE", "gradient_accumulation", "CHECKPOINT", "COMPILE", "torch_ddp"),
     *("cudnn_benchmark", "cudnn_deterministic", "NUM_EPOCHS", "DATA", "checkpoint", "IMAGES_PER_S"),
 }
 
 
-def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list[Any]]:
+def changed_values(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list[Any]]:
     """The values of a config that have changed: key, before and after."""
     keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
     known = [key for key in keys if key in old or not is_default(key, new[key])]  # a new key with its default is none
@@ -133,8 +133,8 @@ def _check_continues(run: Run, state: Mapping[str, Any]) -> None:
     Raises:
         UserError: naming what is different.
     """
-    changes = _changes(state["config"], config.plain(run.config))
-    learned = {key: change for key, change in changes.items() if key not in _FREE}
+    changes = changed_values(state["config"], config.plain(run.config))
+    learned = {key: change for key, change in changes.items() if key not in FREE_KEYS}
     global_batch = run.layout.global_batch(run.config)
     if state["global_batch"] != global_batch:
         learned["global batch"] = [state["global_batch"], global_batch]
@@ -198,12 +198,12 @@ def _resume(run: Run, trainer: Trainer, train_dataloader: MicroBatches, lr_sched
     steps, rest = divmod(state["images"], run.layout.global_batch(run.config))
     steps_per_epoch = len(train_dataloader) // engine.accumulation
     start = min(steps, steps_per_epoch) * engine.accumulation
-    rank, same = gpc.get_global_rank(), state["layout"] == _layout() and not rest
+    rank, same = gpc.get_global_rank(), state["layout"] == rank_layout() and not rest
     ranks = state["ranks"]
     if ranks:
         same_data = train_dataloader.seek(state["epoch"], start, ranks[rank % len(ranks)]["data"])
         if same:
-            _load_random_state(ranks[rank]["rng"])
+            load_random_state(ranks[rank]["rng"])
         else:
             seed_ranks(run.config.SEED + state["step"])
         same = all(all_gather_object(same and same_data))

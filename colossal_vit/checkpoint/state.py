@@ -28,21 +28,21 @@ def _decode(text: str) -> Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
-def _random_state() -> dict[str, str]:
+def random_state() -> dict[str, str]:
     """The generators of this rank: PyTorch's on the CPU, and one for each parallel mode of Colossal-AI's."""
     states = get_states(copy=True)
     states[get_current_mode()] = get_accelerator().get_rng_state()
     return {"CPU": _encode(torch.get_rng_state()), **{mode.name: _encode(state) for mode, state in states.items()}}
 
 
-def _load_random_state(states: Mapping[str, str]) -> None:
+def load_random_state(states: Mapping[str, str]) -> None:
     torch.set_rng_state(_decode(states["CPU"]))
     for mode in get_states():
         set_seed_states(mode, _decode(states[mode.name]))
     get_accelerator().set_rng_state(get_states()[get_current_mode()])
 
 
-def _layout() -> dict[str, Any]:
+def rank_layout() -> dict[str, Any]:
     """What must be the same for a rank's random numbers to mean the same."""
     return {
         "world_size": gpc.get_world_size(ParallelMode.GLOBAL),
@@ -52,7 +52,7 @@ def _layout() -> dict[str, Any]:
     }
 
 
-class _Slot(NamedTuple):
+class ParameterSlot(NamedTuple):
     """A parameter that this rank holds a piece of: the model's own, and what the optimizer updates, mostly the same."""
 
     shard: Shard
@@ -60,12 +60,12 @@ class _Slot(NamedTuple):
     master: Tensor
 
 
-def _slots(engine: Engine) -> list[_Slot]:
+def parameter_slots(engine: Engine) -> list[ParameterSlot]:
     masters = engine.optimizer.working_to_master_map
-    return [_Slot(p.shard, p, masters.get(p, p)) for p in engine.bare_model.parameters()]
+    return [ParameterSlot(p.shard, p, masters.get(p, p)) for p in engine.bare_model.parameters()]
 
 
-def _buffers(engine: Engine) -> dict[str, Tensor]:
+def model_buffers(engine: Engine) -> dict[str, Tensor]:
     """What the model keeps beside its parameters, such as the running means of batch norms.
 
     That is what `state_dict` has, which Colossal-AI's layers make by communication.

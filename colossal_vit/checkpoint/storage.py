@@ -34,7 +34,7 @@ FOLDER = "checkpoints"  # in a run directory
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
 CONTENTS = (MODEL, OPTIMIZER, STATE)  # what the manifest vouches for
 VERSION = 1
-_NAME = re.compile(r"step-(\d{8,})")
+STEP_NAME = re.compile(r"step-(\d{8,})")
 _STATE_KEYS = {
     *("step", "epoch", "images", "global_batch", "best", "optimizer", "moments_step", "scaler"),
     *("layout", "ranks", "config"),
@@ -107,12 +107,12 @@ def clean(folder: Path) -> None:
 
 def step_of(path: Path) -> int:
     """The optimizer step that a checkpoint's name says."""
-    return int(_NAME.fullmatch(path.name)[1])
+    return int(STEP_NAME.fullmatch(path.name)[1])
 
 
 def list_steps(folder: Path) -> list[Path]:
     """The checkpoints in a folder, newest first, whole or not."""
-    found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)]
+    found = [path for path in folder.glob("step-*") if STEP_NAME.fullmatch(path.name)]
     return sorted(found, key=step_of, reverse=True)
 
 
@@ -167,10 +167,10 @@ def read_state(path: Path) -> dict[str, Any]:
 
 def newest(folder: Path) -> tuple[Path | None, list[str]]:
     """The newest valid checkpoint in a folder, and why each newer one is not valid."""
-    return _first_valid(list_steps(folder))
+    return first_valid(list_steps(folder))
 
 
-def _first_valid(paths: list[Path]) -> tuple[Path | None, list[str]]:
+def first_valid(paths: list[Path]) -> tuple[Path | None, list[str]]:
     """The first valid one of some checkpoints, and why each before it is not valid."""
     skipped = []
     for path in paths:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from colossal_vit.config import check, schema
-from colossal_vit.config.overrides import _ApplyOverrides, _overridden, parse_override
+from colossal_vit.config.overrides import ApplyOverrides, apply_overrides, parse_override
 from colossal_vit.errors import UserError
 from colossalai.context import Config
 from colossalai.legacy.amp import AMP_TYPE
@@ -70,12 +70,12 @@ def load(
         where = f"{path}:{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else str(path)
         raise UserError(f"--config {where}: not valid Python: {getattr(error, 'msg', error)}") from None
 
-    tree = ast.fix_missing_locations(_ApplyOverrides({keys[0] for keys, _ in parsed}).visit(tree))
+    tree = ast.fix_missing_locations(ApplyOverrides({keys[0] for keys, _ in parsed}).visit(tree))
     namespace: dict[str, Any] = {
         "__builtins__": {**vars(builtins), "__import__": _import_for_configs},
         "__file__": str(path.resolve()),
         "__name__": path.stem,
-        _ApplyOverrides.HELPER: lambda name, value: _overridden(name, value, parsed),
+        ApplyOverrides.HELPER: lambda name, value: apply_overrides(name, value, parsed),
     }
     try:
         exec(compile(tree, str(path), "exec"), namespace)
@@ -95,7 +95,7 @@ def load(
     }
     for keys, _ in parsed:  # keys that the file does not mention
         if keys[0] not in values:
-            values[keys[0]] = _overridden(keys[0], None, parsed)
+            values[keys[0]] = apply_overrides(keys[0], None, parsed)
 
     check.check(values, str(path))
     if script is not None:

@@ -67,7 +67,7 @@ def _names_bound_by(statement: ast.stmt) -> set[str]:
     return {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
 
 
-class _ApplyOverrides(ast.NodeTransformer):
+class ApplyOverrides(ast.NodeTransformer):
     """After each statement that binds an overridden NAME, put `NAME = <override>("NAME", NAME)`."""
 
     HELPER = "__override__"
@@ -93,7 +93,7 @@ class _ApplyOverrides(ast.NodeTransformer):
         return followed
 
 
-def _overridden(name: str, value: Any, overrides: list[tuple[tuple[str, ...], Any]]) -> Any:
+def apply_overrides(name: str, value: Any, overrides: list[tuple[tuple[str, ...], Any]]) -> Any:
     """`value` of `name` with every override of it, or of something inside it, applied in order."""
     for (first, *rest), new in overrides:
         if first != name:

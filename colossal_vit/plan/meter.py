@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 # What a rank sends with a ring algorithm, as a multiple of the message, by the number of ranks n. The message is what
 # nccl-tests calls the size: the tensor, or where the ranks' pieces are put together or taken apart, the whole of them.
-_SENT: dict[str, Callable[[int], float]] = {
+SENT_SHARE: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n,
@@ -81,7 +81,7 @@ class StepMeter(TorchDispatchMode):
             group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
             size = dist.ProcessGroup.unbox(group).size()
             self.calls[kind] = self.calls.get(kind, 0) + 1
-            self.sent[kind] = self.sent.get(kind, 0.0) + _num_bytes(args[message]) * _SENT[kind](size)
+            self.sent[kind] = self.sent.get(kind, 0.0) + _num_bytes(args[message]) * SENT_SHARE[kind](size)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))

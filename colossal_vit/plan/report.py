@@ -9,7 +9,7 @@ from contextlib import redirect_stdout
 import torch
 from colossal_vit.config.load import num_model_chunks
 from colossal_vit.errors import TrainingError, UserError
-from colossal_vit.plan.meter import _SENT, StepPlan
+from colossal_vit.plan.meter import SENT_SHARE, StepPlan
 from colossalai.context import Config
 
 
@@ -110,7 +110,7 @@ def format_report(plans: list[StepPlan]) -> str:
     memory = [[f"stage {s}"] + [f"{p.memory[part] / 1e6:,.1f}" for part in parts] for s, p in enumerate(plans)]
     lines += ["", *format_table(["memory of a rank, MB", *parts], memory)]
 
-    kinds = [kind for kind in _SENT if any(kind in p.calls for p in plans)]
+    kinds = [kind for kind in SENT_SHARE if any(kind in p.calls for p in plans)]
     if kinds:
         traffic = [
             [f"stage {s}"] + [f"{p.sent.get(kind, 0) / 1e6:,.2f} ({p.calls.get(kind, 0)})" for kind in kinds]
