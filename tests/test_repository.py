@@ -11,6 +11,7 @@ from colossal_vit import config as configs
 from colossal_vit.parallel.layout import Layout
 from colossalai.context import Config
 
+import draw_rooms
 import vit
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -66,6 +67,16 @@ def test_examples_do_not_import_each_other():
             others = {m for folder, names in modules.items() if folder != own for m in names} - modules[own]
             imported = set(re.findall(r"^(?:from|import) (\w+)", path.read_text(), re.MULTILINE))
             assert not imported & others, path
+
+
+def test_the_diagram_of_the_rooms_is_what_the_imports_say():
+    """`python scripts/draw_rooms.py --write` draws it."""
+    assert draw_rooms.diagram() in (ROOT / "docs/architecture.md").read_text()
+
+
+def test_arrows_that_follow_from_others_are_left_out():
+    arrows = {"a": {"b", "c", "d"}, "b": {"c"}, "c": {"d"}, "d": set()}
+    assert draw_rooms.reduce(arrows) == {"a": {"b"}, "b": {"c"}, "c": {"d"}, "d": set()}
 
 
 def test_test_script_passes_arguments_on():
