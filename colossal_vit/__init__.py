@@ -1,8 +1,7 @@
 """What the three examples share: launching, configs, Colossal-AI's engine put together correctly, data, hooks, reports.
 
 Import this package before `colossalai`: it puts stand-ins in the place of modules that Colossal-AI imports and the
-examples never use, and silences warnings. The patches to Colossal-AI are in `colossal_vit.patches`, which
-`colossal_vit.launch` applies.
+examples never use, and silences warnings. docs/architecture.md says what is where.
 """
 
 import warnings

@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 from colossal_vit import launch
 from colossal_vit.data.batches import SyntheticBatches
-from colossal_vit.engine.initialize import initialize
+from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.optim import build_optimizer
 from colossal_vit.hooks.standard import standard_hooks
 from colossal_vit.models import build_timm_vit

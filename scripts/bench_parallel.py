@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from colossal_vit import config as configs
 from colossal_vit import launch
-from colossal_vit.engine.initialize import initialize
+from colossal_vit.engine.assembly import initialize
 from colossal_vit.results import provenance, write_benchmark
 from colossal_vit.run import Run
 from colossalai.legacy import nn as col_nn

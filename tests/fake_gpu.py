@@ -129,7 +129,7 @@ def run(main: Callable[[], None], argv: list[str], device: torch.device = CUDA) 
         _pretend(mode)
     else:
         cpu.HostAccelerator.current_device = cpu.HostAccelerator.get_current_device = lambda _: device
-        sys.modules["colossal_vit.launch.start"].choose_device = lambda _: device
+        sys.modules["colossal_vit.launch.startup"].choose_device = lambda _: device
     start = launch.start
 
     def enter(chosen: torch.device) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from colossal_vit.engine.initialize import initialize
+from colossal_vit.engine.assembly import initialize
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.seeds import seed_ranks
 from colossalai.legacy import nn as col_nn

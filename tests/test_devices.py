@@ -14,7 +14,7 @@ import timm
 import torch
 import torch.distributed as dist
 from colossal_vit.compat import cpu, patches
-from colossal_vit.engine import initialize, optim
+from colossal_vit.engine import assembly, initialize, optim
 from colossal_vit.errors import UserError
 from colossal_vit.launch import groups
 from colossal_vit.launch.flags import get_parser
@@ -235,11 +235,11 @@ def test_what_compiling_takes(kind, variable, words, tmp_path):
 
     def function():
         device, said = torch.device(kind), []
-        initialize._check_compilable(device)  # this machine has both
+        assembly._check_compilable(device)  # this machine has both
         os.environ[variable] = "no-such"
         for change in (lambda: os.environ.update({variable: "cat"}), lambda: None):
             with pytest.raises(UserError) as error:
-                initialize._check_compilable(device)
+                assembly._check_compilable(device)
             said.append(str(error.value))
             change()
             sysconfig.get_paths = lambda: {"include": str(tmp_path)}

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from colossal_vit.engine.initialize import initialize
+from colossal_vit.engine.assembly import initialize
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.plan import report
 from colossal_vit.plan.fakes import FakeBatches

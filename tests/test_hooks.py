@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from colossal_vit.engine.initialize import initialize
+from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.trainer import Trainer
 from colossal_vit.engine.waits import WaitCounter, read
 from colossal_vit.errors import TrainingError

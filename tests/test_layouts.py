@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from colossal_vit.engine import reduction
-from colossal_vit.engine.initialize import initialize
+from colossal_vit.engine.assembly import initialize
 from colossal_vit.parallel.layout import Layout
 from colossalai.legacy import nn as col_nn
 from colossalai.legacy.context import ParallelMode

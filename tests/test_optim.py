@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from colossal_vit.engine import optim
-from colossal_vit.engine.initialize import initialize
+from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.optim import Lamb, parameter_groups
 from colossal_vit.parallel.layout import Layout
 from colossalai.legacy import nn as col_nn

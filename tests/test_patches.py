@@ -14,7 +14,7 @@ import pytest
 import torch
 from colossal_vit.compat import cpu, patches
 from colossal_vit.data.samplers import GlobalBatchSampler
-from colossal_vit.engine.initialize import initialize
+from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.optim import CosineAnnealingWarmupLR
 from colossal_vit.hooks.standard import LRSchedulerHook
 from colossalai.legacy import nn as col_nn
@@ -387,7 +387,7 @@ def test_upstream_interleaved_schedule_looks_for_a_module_that_is_gone():
 
 
 def test_upstream_gives_images_to_every_chunk_of_the_first_rank():
-    from colossal_vit.engine.initialize import _stage_input
+    from colossal_vit.engine.assembly import _stage_input
     from colossalai.legacy.engine.schedule import InterleavedPipelineSchedule
 
     def function():

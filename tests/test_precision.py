@@ -10,7 +10,7 @@ import timm
 import torch
 from colossal_vit.engine import precision
 from colossal_vit.engine.amp_optimizers import ClippedOptimizer, LossScale, NaiveAMPOptimizer
-from colossal_vit.engine.initialize import initialize
+from colossal_vit.engine.assembly import initialize
 from colossalai.legacy.amp import AMP_TYPE
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc

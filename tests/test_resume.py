@@ -13,7 +13,7 @@ from colossal_vit.checkpoint import run_directory, storage
 from colossal_vit.checkpoint.capture import capture
 from colossal_vit.checkpoint.restore import resume
 from colossal_vit.engine import optim
-from colossal_vit.engine.initialize import initialize
+from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.trainer import Trainer
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.ranks import RankLogger

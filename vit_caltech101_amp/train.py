@@ -8,10 +8,8 @@ Data parallel: every process holds the whole model.
 import torch
 from colossal_vit import launch
 from colossal_vit.checkpoint.restore import resume
-from colossal_vit.engine.initialize import initialize
-from colossal_vit.engine.optim import build_optimizer
-from colossal_vit.engine.trainer import Trainer
-from colossal_vit.hooks.standard import standard_hooks
+from colossal_vit.engine import Trainer, build_optimizer, initialize
+from colossal_vit.hooks import standard_hooks
 from colossal_vit.models import build_timm_vit, check_timm_vit
 from colossal_vit.plan.meter import StepPlan, measure
 from colossalai.nn.lr_scheduler import LinearWarmupLR

@@ -7,10 +7,8 @@ The layout is in the config file: processes = data × parallel.pipeline × paral
 
 from colossal_vit import launch
 from colossal_vit.checkpoint.restore import resume
-from colossal_vit.engine.initialize import initialize
-from colossal_vit.engine.optim import CosineAnnealingWarmupLR, build_optimizer
-from colossal_vit.engine.trainer import Trainer
-from colossal_vit.hooks.standard import standard_hooks
+from colossal_vit.engine import CosineAnnealingWarmupLR, Trainer, build_optimizer, initialize
+from colossal_vit.hooks import standard_hooks
 from colossal_vit.plan.meter import StepPlan, measure
 from colossalai.legacy import nn as col_nn
 

@@ -1,0 +1,1 @@
+"""The state of a run to disk and back, in any layout."""

@@ -1,4 +1,7 @@
-"""The state of a run, gathered from the ranks of any layout."""
+"""The state of a run, gathered from the ranks of any layout.
+
+Weights and moments are gathered as full tensors, one at a time, on rank 0, which alone reads and writes checkpoints.
+"""
 
 from collections.abc import Iterator
 from importlib import metadata

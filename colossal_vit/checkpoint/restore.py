@@ -1,4 +1,8 @@
-"""A checkpoint, given to the ranks of any layout."""
+"""A checkpoint, loaded by the ranks of any layout.
+
+Rank 0 broadcasts one full tensor at a time, and each rank keeps its piece. On the layout that has written the
+checkpoint a run resumes bit for bit; on another one, random numbers and the order of DALI's stream start from scratch.
+"""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path

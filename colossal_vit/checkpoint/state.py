@@ -1,9 +1,4 @@
-"""What each rank holds of a run: pieces of parameters, buffers, random numbers.
-
-Weights and moments are gathered whole, one tensor at a time, on rank 0, which alone reads and writes checkpoints; they
-are split again for whoever loads them. On the same layout a run resumes bit for bit; on another one, random numbers
-and the order of DALI's stream start from scratch.
-"""
+"""What each rank holds of a run: pieces of parameters, buffers, random numbers."""
 
 import base64
 from collections.abc import Mapping

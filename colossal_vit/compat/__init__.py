@@ -1,0 +1,1 @@
+"""Colossal-AI 0.5.0 corrected, run without CUDA, and imported quickly."""

@@ -2,8 +2,8 @@
 shows that each defect is real by taking the fix out. Two are long and stand in files of their own, `stand_ins.py`,
 which has to come before Colossal-AI's import, and `norms.py`.
 
-What is fixed by using Colossal-AI differently, rather than by changing it, stands with its user: `engine.py` (step,
-clipping, accumulation, schedule), `precision.py` (mixed precision), `host.py` (machines without CUDA), `data.py`
+What is fixed by using Colossal-AI differently, rather than by changing it, is in the room that needs it: `engine/`
+(step, clipping, accumulation, schedule, mixed precision), `compat/cpu.py` (machines without CUDA), `data/samplers.py`
 (order of the samples).
 """
 

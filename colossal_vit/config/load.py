@@ -1,9 +1,4 @@
-"""Config files: plain Python, as the Colossal-AI tutorials have them, loaded, overridden and checked.
-
-UPPERCASE names are hyper-parameters, lowercase ones switch features of Colossal-AI (`parallel`, `fp16`, ...). A file
-is evaluated once, with every `--set KEY=VALUE` applied at the assignment of KEY, so that values computed further down
-follow the override.
-"""
+"""A config file evaluated, overridden, checked and filled in."""
 
 import ast
 import builtins

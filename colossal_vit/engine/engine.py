@@ -1,6 +1,6 @@
-"""Colossal-AI's Engine, put together so that one optimizer step means the same in every layout.
+"""Colossal-AI's Engine, changed so that one optimizer step means the same in every layout.
 
-`initialize` has the signature of `colossalai.initialize` and returns its `Engine`. What differs from upstream 0.5.0:
+What differs from upstream 0.5.0:
 
 - without `clip_grad_norm` nothing is clipped (upstream clips to 0, which sets every gradient to zero);
 - clipping happens once per optimizer step, on unscaled gradients, by the norm over all ranks that share the model;

@@ -1,7 +1,7 @@
-"""When one rank ends, all end: a TCP connection from every rank to rank 0, kept open while training runs.
+"""When one rank ends, all end: a TCP connection from every rank to rank 0, kept open during training.
 
 The kernel closes the connections of a process that dies, whatever killed it, so that the others learn of it at once
-and under every launcher; waiting inside a collective operation they would learn of it from gloo soon, from NCCL after
+and under every launcher. Inside a collective operation, gloo reports a dead rank soon, NCCL after
 minutes. The messages are lines of text: `hello <rank> <host> <pid>` and `bye` or `end <code>` from a rank, `end <code>`
 or `bye` from rank 0.
 """

@@ -1,0 +1,1 @@
+"""An optimizer step without data, tensors and the other ranks."""

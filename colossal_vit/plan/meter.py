@@ -1,9 +1,5 @@
-"""`--dry-run`: what each rank of a layout would hold and send in an optimizer step, without the other ranks.
-
-The train script runs as it is, once for a rank of each pipeline stage, up to the engine's first optimizer step. Its
-tensors are PyTorch's fake ones, which have a shape and a type but no data, and its process groups have members that
-never answer: any model in any world fits a laptop. `measure` also takes real tensors and groups, which is how the
-tests check what a dry run says.
+"""What one rank holds and sends in an optimizer step: of fake tensors and process groups, or of real ones, which is how
+the tests check what a dry run says.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,4 +1,9 @@
-"""`--dry-run`: the plans of all pipeline stages, as text."""
+"""`--dry-run`: what the ranks of a layout would hold and send in an optimizer step, as text.
+
+The train script runs as it is, once for a rank of each pipeline stage, up to the engine's first optimizer step. Its
+tensors are PyTorch's fake ones, which have a shape and a type but no data, and the other members of its process groups
+do not exist: any model in any world fits a laptop.
+"""
 
 import multiprocessing
 import re

@@ -1,4 +1,4 @@
-"""Colossal-AI's Engine, put together for the layout and the features of a config."""
+"""`initialize`, the counterpart of `colossalai.initialize`: the engine for the layout and the features of a config."""
 
 import logging
 import os
