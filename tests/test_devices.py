@@ -255,7 +255,7 @@ def test_arguments_of_ddp():
 
     def function():
         model = torch.nn.Linear(4, 4)
-        ddp, *_ = initialize.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        ddp, *_ = initialize(model, torch.optim.SGD(model.parameters(), lr=1.0))
         return ddp.model.bucket_bytes_cap, ddp.model.static_graph
 
     settings = recipes.config(recipes.flags(**{"torch_ddp.bucket_cap_mb": 3, "torch_ddp.static_graph": True}))
@@ -312,7 +312,7 @@ def test_a_step_dispatches_about_what_a_bare_loop_does(fp16):
 
         half = fp16 is not None
         bare = in_second_call(functools.partial(bare_step, model, optimizer, images, labels, half))
-        ours, *_ = initialize.initialize(model, optimizer, torch.nn.CrossEntropyLoss())
+        ours, *_ = initialize(model, optimizer, torch.nn.CrossEntropyLoss())
 
         def engine_step():
             ours.zero_grad()

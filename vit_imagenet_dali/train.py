@@ -8,8 +8,7 @@
 import torch
 from colossal_vit import launch
 from colossal_vit.checkpoint.restore import resume
-from colossal_vit.engine import Lamb, Trainer, initialize
-from colossal_vit.engine.optim import parameter_groups
+from colossal_vit.engine import Lamb, Trainer, initialize, parameter_groups
 from colossal_vit.hooks import standard_hooks
 from colossal_vit.models import build_timm_vit, check_timm_vit
 from colossal_vit.plan.meter import StepPlan, measure
