@@ -118,10 +118,7 @@ def run(main: Callable[[], None], argv: list[str], device: torch.device = CUDA) 
     saved = []
 
     def write(path, model, optimizer, _):
-        tensors = {**model, **optimizer}
-        for name, tensor in tensors.items():
-            assert tensor.device.type == "cpu", f"{name} of a checkpoint is on {tensor.device}"
-        saved.append(tensors)
+        saved.append({**model, **optimizer})  # in a thread, which sees another device while an operator runs
 
     FakeTensorMode.avoid_device_init = True  # it would ask torch.cuda, which says below that there is a GPU
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -167,4 +164,7 @@ def run(main: Callable[[], None], argv: list[str], device: torch.device = CUDA) 
     sys.argv = [script.__file__, *argv]
     with nullcontext() if "--dry-run" in argv else fakes.fake_process_groups():  # which a dry run has anyway
         main()
+    for tensors in saved:
+        for name, tensor in tensors.items():
+            assert tensor.device.type == "cpu", f"{name} of a checkpoint is on {tensor.device}"
     return saved
