@@ -102,7 +102,7 @@ def test_augmentation_shifts_and_mirrors(sample):
         batches, images, _, sampler = batches_of_epoch(sample, crop_padding=2, flip=True)
         order = next(iter(sampler))
         sampler.epoch = 0
-        shifts, mirrored = batches.changed_values()
+        shifts, mirrored = batches.draw_augmentation()
         batch = (next(iter(batches))[0] * batches.std + batches.mean).round().to(torch.uint8)
         padded = torch.nn.functional.pad(images, [2] * 4)
         for image, index in zip(batch, order.tolist(), strict=True):
@@ -135,7 +135,7 @@ def test_augmentation_does_not_depend_on_the_layout(sample):
 def test_each_epoch_is_augmented_anew(sample):
     def function():
         batches, *_ = batches_of_epoch(sample, crop_padding=4)
-        return not torch.equal(batches.changed_values()[0], (list(batches), batches.changed_values())[1][0])
+        return not torch.equal(batches.draw_augmentation()[0], (list(batches), batches.draw_augmentation())[1][0])
 
     assert fork_ranks.call(function) == [True]
 

@@ -173,7 +173,7 @@ class Batches:
     def __len__(self) -> int:
         return len(self.sampler)
 
-    def changed_values(self) -> tuple[Tensor, Tensor]:
+    def draw_augmentation(self) -> tuple[Tensor, Tensor]:
         """For each image of the data set: how far it is shifted in this epoch (N, 2), and whether it is mirrored."""
         count = len(self.labels)
         generator = self.sampler.generator(-1 - self.sampler.epoch)  # not the numbers that the order is made of
@@ -195,7 +195,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         train = isinstance(self.sampler, GlobalBatchSampler)
-        shifts, mirrored = self.changed_values() if train else (None, None)
+        shifts, mirrored = self.draw_augmentation() if train else (None, None)
         for indices in self.sampler:
             indices = to_device(indices, self.device)
             labels = torch.where(indices < 0, IGNORED, self.labels[indices])
