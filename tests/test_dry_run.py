@@ -71,6 +71,11 @@ def test_says_what_happens(case):
     depth = 2 if values.get("parallel.tensor.mode", "1d") != "1d" else 4
     argv = recipes.flags(**{"HIDDEN_SIZE": 64, "DEPTH": depth, **values})
     plans, measured = planned(argv, world_size), really(argv, world_size)
+    peaks = [real.memory["peak"] for real in measured]
+    for _ in range(4):  # gloo may let go of a message later than a collective returns, and never earlier
+        if all(peaks[rank] == pytest.approx(said.memory["peak"], rel=0.05) for rank, said in plans.items()):
+            break
+        peaks = [min(peak, real.memory["peak"]) for peak, real in zip(peaks, really(argv, world_size), strict=True)]
     for rank, said in plans.items():
         real = measured[rank]
         assert (said.layers, said.parameters) == (real.layers, real.parameters), rank
@@ -78,8 +83,7 @@ def test_says_what_happens(case):
         assert said.sent == real.sent, rank
         for part in ("weights", "gradients", "optimizer"):
             assert said.memory[part] == real.memory[part], (rank, part)
-        # gloo may let go of a message a little later than a collective returns
-        assert said.memory["peak"] == pytest.approx(real.memory["peak"], rel=0.05), rank
+        assert said.memory["peak"] == pytest.approx(peaks[rank], rel=0.05), rank
     whole = {name for said in plans.values() for name in said.layers}
     assert {
         "cls_token",
