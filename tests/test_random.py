@@ -104,7 +104,7 @@ def test_masks_after_resuming(tmp_path, random_weights):
 
     def save():
         _, trainer, loader, _ = test_resume.begin()
-        snapshot = test_resume.take(trainer, loader, 0, 2, None)
+        snapshot = test_resume.capture(trainer, loader, 0, 2, None)
         if snapshot is not None:
             storage.write(tmp_path / "there", *snapshot)
         return masks(trainer.engine.bare_model, Layout.of(gpc.config, size))
