@@ -270,6 +270,10 @@ class Round:
     verified: int
 
 
+def _name(victim: int | str) -> str:
+    return victim if victim == LAUNCHER else f"rank {victim}"
+
+
 def _kill(pid: int) -> list[psutil.Process]:
     """Kill a process, and return those that it had started."""
     os.kill(pid, signal.SIGSTOP)  # so that it starts no more
@@ -285,7 +289,7 @@ def _round(start: Start, output: Path, moment: str, begun: int, delays: dict, dr
     delay = fraction * delays[moment]
     victim = draw.choice([*range(WORLD_SIZE), LAUNCHER])
     index = 0 if victim == LAUNCHER else victim
-    name = victim if victim == LAUNCHER else f"rank {victim}"
+    name = _name(victim)
     started = time.monotonic()
     with _started(start, victim == LAUNCHER) as attempt:
         if moment != "start-up":
@@ -299,7 +303,7 @@ def _round(start: Start, output: Path, moment: str, begun: int, delays: dict, dr
         saving = bool(_hidden(folder) - earlier)
         killed = time.monotonic()
         orphans = _kill(attempt.pids[index])
-        _, alive = psutil.wait_procs(orphans, END_LIMIT) if orphans else ([], [])
+        _, alive = psutil.wait_procs(orphans, END_LIMIT)
         for process in alive:
             process.kill()
         ended = attempt.wait(END_LIMIT)
@@ -344,7 +348,7 @@ def fault_loop(start: Start, output: Path, rounds: int, seed: int, say: Callable
         done.append(this)
         during = ", in a save" * this.saving + ", left half-written" * this.half_written
         say(
-            f"round {number}: {'' if this.victim == LAUNCHER else 'rank '}{this.victim} killed ({moment}{during}) "
+            f"round {number}: {_name(this.victim)} killed ({moment}{during}) "
             f"after steps {this.begun} to {this.reached}; "
             f"the others ended after {this.end_s:.2f} s; {this.verified} checkpoints hold, the newest of step {newest}"
         )
@@ -388,8 +392,8 @@ def make_table(done: list[Round], records: list[dict]) -> list[str]:
     rows = {
         "rounds": len(done),
         "killed": ", ".join(
-            f"{sum(this.victim == victim for this in done)} × {name}"
-            for victim, name in [*((rank, f"rank {rank}") for rank in range(WORLD_SIZE)), (LAUNCHER, LAUNCHER)]
+            f"{sum(this.victim == victim for this in done)} × {_name(victim)}"
+            for victim in (*range(WORLD_SIZE), LAUNCHER)
         ),
         "killed during start-up": sum(this.moment == "start-up" for this in done),
         "killed while a checkpoint was being written": sum(this.saving for this in done),

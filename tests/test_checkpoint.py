@@ -407,7 +407,7 @@ def test_a_full_disk_ends_the_run_if_it_is_told_to(processes, small_disk):
 
 
 def test_a_run_goes_on_with_a_full_disk(small_disk):
-    """Checkpoints fail and training goes on; when there is space again they are written, and the record is whole."""
+    """Checkpoints fail and training continues; when there is space again they are written, and the record is whole."""
     output = small_disk.path / "run"
     ranks = fork_ranks.start(recipes.HYBRID, flags(output), [{}])
     launchers.wait_until(lambda: "No space left on device" in ranks.output(0), lambda: ranks.output(0, "err"))
@@ -451,7 +451,7 @@ def test_a_rank_that_stands_still_ends_all_in_time(tmp_path):
     ranks = fork_ranks.start(recipes.HYBRID, argv, fork_ranks.by_torchrun(2))
     launchers.wait_until(lambda: launchers.steps_on_record(tmp_path) >= 3, lambda: ranks.output(0, "err"))
     os.kill(ranks.pids[1], signal.SIGSTOP)
-    launchers.wait_until(lambda: not alive(ranks.pids[0]), "rank 0 goes on")
+    launchers.wait_until(lambda: not alive(ranks.pids[0]), "rank 0 keeps running")
     os.kill(ranks.pids[1], signal.SIGCONT)
     result = ranks.wait()
     assert all(code not in (0, -signal.SIGKILL) for code in result.codes), str(result)

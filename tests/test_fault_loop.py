@@ -73,7 +73,7 @@ def save(folder, step):
 
 
 def pretend(output, fault=None, step_s=0.0):
-    """What a run of 60 steps leaves, without training; `fault` is what is wrong with it once it goes on."""
+    """What a run of 60 steps leaves, without training; `fault` is what is wrong with it once it resumes."""
     folder, metrics = output / storage.FOLDER, output / "metrics.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
     saved = storage.list_steps(folder)

@@ -202,7 +202,7 @@ def test_dali_decodes_as_on_the_cpu(packed, tmp_path):
 
 
 def test_dali_trains_and_resumes(packed, tmp_path):
-    """Mixup and evaluation included; the stream of images goes on where it stopped."""
+    """Mixup and evaluation included; the stream of images resumes where it stopped."""
     values = dict(IMAGENET, BATCH_SIZE=16, DATA=str(packed))
 
     def run(name, steps):

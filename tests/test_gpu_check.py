@@ -79,7 +79,7 @@ def test_a_check_that_hangs_is_ended_with_what_it_started(run, tmp_path):
     assert results["hanging"]["said"] == "took longer than 0.05 minutes"
     assert results["next"]["result"] == "passed"
     child = (tmp_path / "child").read_text()
-    launchers.wait_until(lambda: launchers.has_ended(child), "the child goes on")
+    launchers.wait_until(lambda: launchers.has_ended(child), "the child keeps running")
 
 
 def test_what_does_not_fit_is_skipped_and_what_has_no_time_is_left_for_later(run):

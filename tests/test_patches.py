@@ -1,6 +1,6 @@
-"""Each defect of Colossal-AI 0.5.0 that is mended here, shown twice: upstream's behaviour, and ours in its place.
+"""Each defect of Colossal-AI 0.5.0 that is fixed here, shown twice: upstream's behaviour, and ours in its place.
 
-When an upstream half fails, upstream has changed, and the mend may go.
+When an upstream half fails, upstream has changed, and the fix may go.
 """
 
 import importlib

@@ -60,7 +60,7 @@ def assert_own_masks(answers):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_masks_of_every_layout(name):
-    """As the run starts, and as it goes on from another layout's checkpoint."""
+    """As the run starts, and as it resumes from another layout's checkpoint."""
     world_size, values = LAYOUTS[name]
 
     def function():

@@ -1,4 +1,4 @@
-"""A run that was stopped goes on as if it had not been: to the bit on one layout, within the contract on another."""
+"""A run that was stopped resumes as if it had not been: to the bit on one layout, within the contract on another."""
 
 import functools
 import os

@@ -13,7 +13,7 @@ TEMPLATE = "scripts/slurm/train.sbatch"
 NO_GPU = ["--gpus-per-node=0", "--cpus-per-task=1"]
 
 
-# A train script as far as a time limit goes: it does nothing until it is told to stop.
+# A train script as far as a time limit goes: it does nothing until it is asked to stop.
 IDLE = """
 import signal
 import sys

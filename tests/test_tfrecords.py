@@ -366,7 +366,7 @@ def test_resize_and_quality():
     large, small = jpeg(size=(300, 200)), jpeg(size=(90, 200))
     sizes = [Image.open(io.BytesIO(image_files.prepare_image(data, resize=100))).size for data in (large, small)]
     assert sizes == [(150, 100), (90, 200)]
-    assert image_files.prepare_image(small, resize=100) == small, "never enlarged, nor encoded anew"
+    assert image_files.prepare_image(small, resize=100) == small, "never enlarged, nor encoded again"
     assert (
         len(image_files.prepare_image(large, quality=10))
         < len(image_files.prepare_image(large, quality=90))
@@ -645,7 +645,7 @@ def flip(path, at):
 
 
 def repack(shard, image=None, label=None, data=None):
-    """Write a shard anew, with right CRCs and index, but something else in its third record."""
+    """Write a shard again, with right CRCs and index, but something else in its third record."""
     examples = pairs(shard)
     records = [tfrecord.encode_record(*pair) for pair in examples]
     old_image, old_label = examples[2]

@@ -25,7 +25,7 @@ _PACKAGES = ("torch", "colossalai", "timm")
 
 
 class Snapshot(NamedTuple):
-    """What `checkpoint.write` takes, all of it on the CPU."""
+    """What `storage.write` takes, all of it on the CPU."""
 
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]

@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from colossal_vit.config.schema import PATHS, REQUIRED, SCHEMA, Block, Setting
+from colossal_vit.config.schema import PATHS, REQUIRED, SCHEMA, Block, Setting, default_for
 from colossal_vit.errors import UserError
 
 
@@ -53,5 +53,5 @@ def check_script(values: Mapping[str, Any], script: str, source: str) -> None:
             others = " and ".join(PATHS[user] for user in users)
             raise UserError(f"{source}: {key} is not used by {PATHS[script]}, only by {others}: leave it out")
     for key, setting in SCHEMA.items():
-        if key not in values and setting.default_for(script) is REQUIRED:
+        if key not in values and default_for(setting, script) is REQUIRED:
             raise UserError(f"{source}: {key} is missing; it must be {setting.rule.expected}")

@@ -51,10 +51,6 @@ class Setting:
     default: Any = OPTIONAL
     scripts: tuple[str, ...] = SCRIPTS
 
-    def default_for(self, script: str | None) -> Any:
-        """The default in a script; one that is not listed has those that all scripts have in common."""
-        return _default_for(self, script)
-
 
 class Each(tuple):
     """A default for each script."""
@@ -69,12 +65,9 @@ class Block:
     default: Any = OPTIONAL
     scripts: tuple[str, ...] = SCRIPTS
 
-    def default_for(self, script: str | None) -> Any:
-        """The default in a script."""
-        return _default_for(self, script)
 
-
-def _default_for(setting: Setting | Block, script: str | None) -> Any:
+def default_for(setting: Setting | Block, script: str | None) -> Any:
+    """The default in a script; one that is not listed has those that all scripts have in common."""
     if isinstance(setting.default, Each):
         return setting.default[setting.scripts.index(script)] if script in setting.scripts else OPTIONAL
     return setting.default if script in setting.scripts or setting.scripts == SCRIPTS else OPTIONAL
@@ -265,11 +258,11 @@ def defaults(script: str | None) -> dict[str, Any]:
     Args:
         script: one of SCRIPTS; None, for any other one, means the defaults that all scripts share.
     """
-    found = {key: setting.default_for(script) for key, setting in SCHEMA.items()}
+    found = {key: default_for(setting, script) for key, setting in SCHEMA.items()}
     return {key: value for key, value in found.items() if value is not REQUIRED and value is not OPTIONAL}
 
 
 def is_default(key: str, value: Any) -> bool:
     """Whether a value is the default of a key in some script."""
     setting = SCHEMA.get(key)
-    return setting is not None and any(setting.default_for(script) == value for script in SCRIPTS)
+    return setting is not None and any(default_for(setting, script) == value for script in SCRIPTS)

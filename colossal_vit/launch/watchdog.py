@@ -1,9 +1,8 @@
 """When one rank ends, all end: a TCP connection from every rank to rank 0, kept open during training.
 
 The kernel closes the connections of a process that dies, whatever killed it, so that the others learn of it at once
-and under every launcher. Inside a collective operation, gloo reports a dead rank soon, NCCL after
-minutes. The messages are lines of text: `hello <rank> <host> <pid>` and `bye` or `end <code>` from a rank, `end <code>`
-or `bye` from rank 0.
+and under every launcher. Inside a collective operation, gloo reports a dead rank soon, NCCL after minutes. The messages
+are lines of text: `hello <rank> <host> <pid>` and `bye` or `end <code>` from a rank, `end <code>` or `bye` from rank 0.
 """
 
 import os
@@ -19,7 +18,6 @@ from colossal_vit.launch.rendezvous import is_own, listen
 
 CONNECT_TIMEOUT = 10.0  # seconds
 END_TIMEOUT = 2.0  # seconds that rank 0 leaves each of the others to end
-
 
 current: "Watchdog | None" = None  # this process's, once the ranks have joined
 
