@@ -6,8 +6,9 @@ Case k of a seed is always the same: a small ViT of random sizes, odd token coun
 accumulation, micro-batches, optimizer, clipping, smoothing, recomputation, classes, precision. It makes three steps in
 one layout and three more in another one, which reads its checkpoint. Each step and the evaluation must agree with one
 process that makes all six: in fp32 within 1e-4 (1e-5 in the first step), in bf16 losses within 2 % and norms within
-10 %. A case that does not is made simpler as long as it still fails, and printed as commands. The ranks are forks of
-one process that has imported everything. With another --max-ranks, cases are others too.
+10 % or, where the training itself amplifies rounding, within three times the distance between one process in bf16 and
+the same one in fp32. A case that does not is made simpler as long as it still fails, and printed as commands. The ranks
+are forks of one process that has imported everything. With another --max-ranks, cases are others too.
 
 With --output it writes fuzz_layouts.md (worst deviations), fuzz_layouts.json (every case), log.txt and provenance.json.
 Exit code 1 if a case failed.
@@ -43,6 +44,7 @@ HALF, WHOLE = 3, 6  # optimizer steps
 NUM_TEST_IMAGES = 27
 TOLERANCE = {"fp32": {"loss": 1e-4, "grad_norm": 1e-4}, "bf16": {"loss": 2e-2, "grad_norm": 1e-1}}  # relative
 FIRST_STEP = 1e-5  # in fp32
+AMPLIFIED = 3  # times the distance between bf16 and fp32 in one process
 TENSOR = [(None, 1, {}), ("1d", 2, {}), ("1d", 3, {}), ("1d", 4, {}), ("2d", 4, {})]
 TENSOR += [("2.5d", 4, {"depth": 1}), ("2.5d", 8, {"depth": 2}), ("3d", 8, {})]
 
@@ -144,6 +146,20 @@ def run(case: Case, layout: Case | None, output: Path, steps: int) -> str | None
     return None
 
 
+def farthest(steps: list[dict], expected: list[dict], key: str) -> float:
+    """The greatest relative difference of one value in any step."""
+    return max(abs(here[key] / there[key] - 1) for here, there in zip(steps, expected, strict=True))
+
+
+def tolerance(case: Case, expected: list[dict], folder: Path) -> dict[str, float]:
+    """Relative limits of loss and norm, of any step; in bf16 wider where one process is far from itself in fp32."""
+    if not case["amp"]:
+        return TOLERANCE["fp32"]
+    run({**case, "amp": None}, None, folder / "fp32", WHOLE)
+    exact, _ = read_metrics(folder / "fp32")
+    return {key: max(limit, AMPLIFIED * farthest(expected, exact, key)) for key, limit in TOLERANCE["bf16"].items()}
+
+
 def deviation(case: Case) -> tuple[float, float, str | None]:
     """Of the first step, and of the worst one or the evaluation, relative; and why that is a failure, if it is one."""
     folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
@@ -152,21 +168,17 @@ def deviation(case: Case) -> tuple[float, float, str | None]:
             if fault := run(case, layout, folder / name, steps):
                 return math.inf, math.inf, fault
         (expected, tested), (steps, evaluations) = read_metrics(folder / "one"), read_metrics(folder / "two")
+        limits = tolerance(case, expected, folder)
     finally:
         shutil.rmtree(folder)
     first, *later = errors(steps, expected)
-    limits = TOLERANCE["bf16" if case["amp"] else "fp32"]
     images = evaluations[-1]["eval_images"]
     loss = abs(evaluations[-1]["eval_loss"] / tested[-1]["eval_loss"] - 1)
     worst = max(first, *later, loss)
     fault = None
     if images != tested[-1]["eval_images"] or images != NUM_TEST_IMAGES:
         fault = f"{images} images evaluated"
-    elif not loss <= limits["loss"] or not all(
-        abs(here[key] / there[key] - 1) <= limit
-        for here, there in zip(steps, expected, strict=True)
-        for key, limit in limits.items()
-    ):
+    elif not loss <= limits["loss"] or any(farthest(steps, expected, key) > limit for key, limit in limits.items()):
         fault = f"off by {worst:.1e}"
     elif not case["amp"] and not first <= FIRST_STEP:
         fault = f"off by {first:.1e} in the first step"
