@@ -1,9 +1,11 @@
 """A real SLURM of one node: srun in every example, sbatch of the template, cancelled jobs, time limits."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+from colossal_vit.checkpoint import storage
 
 import fork_ranks
 import launchers
@@ -83,6 +85,27 @@ def test_a_cancelled_job_ends_between_two_steps(slurm, tmp_path):
     assert re.search(r"train_hybrid\.py: error: stopped by SIGTERM after step \d+", said), said
     assert "Traceback" not in said
     launchers.wait_until(lambda: not workers(tmp_path / "run"), "something of the job is left")
+
+
+def test_ranks_end_with_srun(slurm, tmp_path):
+    """With a checkpoint, while the batch script that called srun goes on."""
+    output = tmp_path / "run"
+    flags = launchers.small(output, NUM_EPOCHS=1000)
+    flags[flags.index("--max-steps") + 1] = "100000"
+    command = shlex.join(["python", "-u", "train_hybrid.py", "--config", recipes.PIPELINE_CONFIG, *flags])
+    (tmp_path / "job.sh").write_text(f"#!/bin/bash\nsrun {command}\necho srun gave $?\nsleep 600\n")
+    options = ["--ntasks=2", f"--output={tmp_path}/log", f"--chdir={launchers.FOLDER}"]
+    job = slurm.submit(*options, str(tmp_path / "job.sh"))
+    launchers.wait_until(lambda: launchers.steps_on_record(output) > 3, (tmp_path / "log").read_text)
+    assert len(workers(output)) == 2
+    launchers.run(["pkill", "-KILL", "-f", f"^srun .*--output {output} "])  # and the one that srun leaves to clean up
+    launchers.wait_until(lambda: not workers(output), (tmp_path / "log").read_text)
+    assert slurm.state(job) == "RUNNING"
+    assert "srun gave 137" in (tmp_path / "log").read_text()
+    newest, _ = storage.newest(output / storage.FOLDER)
+    assert storage.step_of(newest) == launchers.steps_on_record(output)
+    slurm("scancel", "--full", job)
+    slurm.ended(job)
 
 
 def queued_again(slurm, job, log):
