@@ -258,6 +258,15 @@ def test_damage_is_one_line_and_the_earlier_one_is_taken(damage, tmp_path):
     refused(tmp_path, path, words)
 
 
+def test_a_checkpoint_under_another_step_s_name_is_not_valid(tmp_path):
+    """It would stay the newest one for good; any other name will do."""
+    path = save(tmp_path, 2)
+    newest, skipped = storage.newest(path.rename(path.with_name("step-00000009")).parent)
+    assert newest is None
+    assert skipped == [f"{path.with_name('step-00000009')}: holds step 2; was it renamed?"]
+    assert storage.verify(path.with_name("step-00000009").rename(tmp_path / "kept"))["step"] == 2
+
+
 def test_a_run_passes_over_what_is_damaged_and_goes_on(tmp_path):
     """It says why, keeps the damaged one under another name, and makes its step again."""
     values = {"checkpoint.every_steps": 4, "DEPTH": 1}

@@ -420,3 +420,13 @@ def test_a_disk_that_takes_a_part_of_a_record_gets_the_rest_too(tmp_path, monkey
     monkeypatch.setattr(os, "write", lambda file, content: write(file, content[:7]))
     run(tmp_path, "--max-steps", "2")
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 2]
+
+
+def test_records_that_were_lost_are_missed(tmp_path):
+    run(tmp_path, "--max-steps", "4")
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if '"step": 2,' not in line))
+    said = run(tmp_path, "--max-steps", "5")
+    assert f"{path}: lacks 1 of the steps up to 4, the first is 2" in said
+    assert [record["step"] for record in read_metrics(tmp_path)[0]] == [1, 3, 4, 5]

@@ -152,7 +152,10 @@ def verify(path: Path) -> dict[str, Any]:
     for name in (MODEL, OPTIMIZER):
         with _reading(path / name), safe_open(path / name, "pt"):
             pass
-    return read_state(path)
+    state = read_state(path)
+    if (name := STEP_NAME.fullmatch(path.name)) and int(name[1]) != state["step"]:
+        raise UserError(f"{path}: holds step {state['step']}; was it renamed?")
+    return state
 
 
 def read_state(path: Path) -> dict[str, Any]:

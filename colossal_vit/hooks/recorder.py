@@ -12,15 +12,21 @@ from colossal_vit.parallel.ranks import RankLogger
 from colossal_vit.results import METRICS, draw
 
 
-def _cut(path: Path, step: int, epoch: int) -> None:
-    """Remove from a `metrics.jsonl` what was recorded after `step`, or evaluated in `epoch` or later."""
-    kept = []
+def _cut(path: Path, step: int, epoch: int) -> list[int]:
+    """Remove from a `metrics.jsonl` what was recorded after `step`, or evaluated in `epoch` or later.
+
+    Returns:
+        The steps up to `step` that should be there and are not.
+    """
+    kept, steps = [], [step + 1]
     for line in path.read_text().splitlines(keepends=True):
         with suppress(ValueError):  # a line that was cut off
             record = json.loads(line)
             if record["epoch"] < epoch if "eval_loss" in record else record["step"] <= step:
                 kept.append(line)
+                steps += [record["step"]]
     write_text(path, "".join(kept))
+    return sorted(set(range(min(steps), step + 1)) - set(steps))
 
 
 class Recorder:
@@ -47,8 +53,9 @@ class Recorder:
         from torch.utils.tensorboard import SummaryWriter  # imports for seconds; one rank needs it
 
         try:
-            if self.path.exists():
-                _cut(self.path, step, epoch)
+            if self.path.exists() and (lost := _cut(self.path, step, epoch)):
+                what = f"lacks {len(lost)} of the steps up to {step}, the first is {lost[0]}"
+                self.log.info(f"{self.path}: {what}", ranks=None)
             self.file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             self.events = SummaryWriter(str(self.directory), purge_step=step + 1 if step else None)
         except OSError as error:
