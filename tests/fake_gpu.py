@@ -7,7 +7,6 @@ mixes with the CPU either, the backward pass is the real one.
 
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import torch
@@ -22,6 +21,7 @@ from colossalai.accelerator import set_accelerator
 from colossalai.accelerator.cuda_accelerator import CudaAccelerator
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 CUDA, META = torch.device("cuda", 0), torch.device("meta")
@@ -106,6 +106,21 @@ def _pretend(mode: FakeTensorMode) -> None:
     torch.cuda.get_rng_state = lambda *_: torch.zeros(16, dtype=torch.uint8)
 
 
+def without_peers(noted: Callable[..., object] = lambda **_: None) -> None:
+    """Have every process group be one whose other members need not exist, whatever backend is asked for.
+
+    Args:
+        noted: called with what `init_process_group` was asked for.
+    """
+    init = dist.init_process_group
+
+    def init_process_group(rank: int, world_size: int, store: dist.Store, **options: object) -> None:
+        noted(**options)
+        init("fake", rank=rank, world_size=world_size, store=FakeStore())
+
+    dist.init_process_group = init_process_group
+
+
 def run(main: Callable[[], None], argv: list[str], device: torch.device = CUDA) -> list[dict[str, Tensor]]:
     """Call a train script's `main` on such a GPU, in a process that is good for nothing afterwards.
 
@@ -162,8 +177,9 @@ def run(main: Callable[[], None], argv: list[str], device: torch.device = CUDA) 
         reader.ThreadPoolExecutor = _NoThread
     launch.start, fakes.fake_tensors = start_there, enter
     sys.argv = [script.__file__, *argv]
-    with nullcontext() if "--dry-run" in argv else fakes.fake_process_groups():  # which a dry run has anyway
-        main()
+    if "--dry-run" not in argv:  # which has such groups anyway
+        without_peers()
+    main()
     for tensors in saved:
         for name, tensor in tensors.items():
             assert tensor.device.type == "cpu", f"{name} of a checkpoint is on {tensor.device}"

@@ -19,12 +19,13 @@ from colossal_vit.errors import UserError
 from colossal_vit.launch import groups
 from colossal_vit.launch.flags import get_parser
 from colossal_vit.launch.launchers import find_rendezvous
-from colossal_vit.plan import fakes, report
+from colossal_vit.plan import report
 from colossalai.context import Config
 from colossalai.legacy.amp import AMP_TYPE
 from colossalai.legacy.context.parallel_context import ParallelContext
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import fake_gpu
 import fork_ranks
 import launchers
 import recipes
@@ -124,22 +125,9 @@ def launched_on_gpus(variables, visible, backend=None):
         config = Config(dict(SEED=1, parallel=dict(pipeline=1, tensor=dict(mode=None, size=1))))
         set_seed = ParallelContext.set_seed
         ParallelContext.set_seed = lambda self, seed: (events.append(("seeds",)), set_seed(self, seed))
-        with fakes.fake_process_groups():
-            without_peers = dist.init_process_group
-
-            def init_process_group(*args, backend, device_id=None, **options):
-                events.append(("groups", backend, device_id))
-                without_peers(*args, backend=backend, **options)
-
-            dist.init_process_group = init_process_group
-            groups.launch_groups(
-                config,
-                rendezvous,
-                groups.choose_backend(args, rendezvous),
-                dist.HashStore(),
-                10.0,
-                groups.choose_device(rendezvous),
-            )
+        fake_gpu.without_peers(lambda backend, device_id=None, **_: events.append(("groups", backend, device_id)))
+        chosen, device = groups.choose_backend(args, rendezvous), groups.choose_device(rendezvous)
+        groups.launch_groups(config, rendezvous, chosen, dist.HashStore(), 10.0, device)
         return events
 
     return fork_ranks.call(function, launched=False)[0]

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import math
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import colossalai.legacy as colossalai
@@ -36,12 +37,16 @@ LAYOUT_1D = {"pipeline": 1, "tensor": {"mode": "1d", "size": 2}}
 # ---- brackets around the host ----
 
 
+def launch_alone(address="localhost", patched=True):
+    store, device = torch.distributed.HashStore(), torch.device("cpu")
+    with patches.groups(store, fork_ranks.PATIENCE, device) if patched else nullcontext():
+        colossalai.launch({}, 0, 1, address, fork_ranks.free_port(), backend="gloo", verbose=False)
+
+
 def launch_at(address, patched):
     def function():
         cpu.enable()
-        if patched:
-            patches.apply()
-        colossalai.launch({}, 0, 1, address, fork_ranks.free_port(), backend="gloo", verbose=False)
+        launch_alone(address, patched)
         return torch.distributed.get_world_size()
 
     return fork_ranks.call(function, launched=False)
@@ -195,8 +200,7 @@ def test_upstream_needs_cuda():
                 getattr(CpuAccelerator(), call)()
             except RuntimeError:
                 refused.append(call)
-        patches.apply()
-        colossalai.launch({}, 0, 1, "localhost", fork_ranks.free_port(), backend="gloo", verbose=False)
+        launch_alone()
         from colossalai.legacy.context.random import get_seeds
 
         return refused, dict(get_seeds())

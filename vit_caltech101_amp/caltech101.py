@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from colossal_vit.data.batches import IGNORED, SyntheticBatches
+from colossal_vit.data.batches import IGNORED, Loader, SampledLoader, SyntheticBatches
 from colossal_vit.data.digits import write_caltech101
 from colossal_vit.data.identity import identify
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
@@ -230,7 +230,7 @@ def draw_crops(count: int, crop_area: tuple[float, float], flip: bool, generator
     return maps
 
 
-class Batches:
+class Batches(SampledLoader):
     """Batches of `(images, labels)` on the device: float32 (B, 3, img_size, img_size), int64 (B,).
 
     Args:
@@ -257,12 +257,10 @@ class Batches:
         crop_area: tuple[float, float] = (0.08, 1.0),
         flip: bool = True,
     ):
-        self.images, self.labels, self.chosen, self.sampler = images, labels[chosen], chosen, sampler
+        super().__init__(sampler)
+        self.images, self.labels, self.chosen = images, labels[chosen], chosen
         self.img_size, self.device, self.crop_area, self.flip = img_size, device, crop_area, flip
         self.mean, self.std = (torch.tensor(values, device=device).view(3, 1, 1) * 255 for values in (MEAN, STD))
-
-    def __len__(self) -> int:
-        return len(self.sampler)
 
     def _read(self, indices: Tensor, maps: Tensor | None) -> tuple[Tensor, ...]:
         """What is to go to the device: images (B, S, S, 3), labels, and for training the maps of `draw_crops`."""
@@ -289,9 +287,6 @@ class Batches:
                 images = (images.permute(0, 3, 1, 2).float() - self.mean) / self.std
                 images = self._crop(images, *own) if own else v2.functional.center_crop(images, [self.img_size] * 2)
                 yield images, labels
-
-
-Loader = Batches | SyntheticBatches | FakeBatches
 
 
 def build_caltech101(run: Run) -> tuple[Loader, Loader | None]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from colossal_vit.data.batches import IGNORED, sees_images, to_device
+from colossal_vit.data.batches import IGNORED, SampledLoader, sees_images, to_device
 from colossal_vit.data.digits import write_cifar10
 from colossal_vit.data.identity import identify
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
@@ -134,7 +134,7 @@ def _split_records(records: np.ndarray) -> tuple[Tensor, Tensor, str]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Batches:
+class Batches(SampledLoader):
     """Batches of `(images, labels)` on the device, for this rank's place in the layout.
 
     Images are float32 of shape (B, 3, img_size, img_size), labels int64 of shape (B,). Only the first pipeline stage
@@ -162,16 +162,14 @@ class Batches:
         crop_padding: int = 0,
         flip: bool = False,
     ):
+        super().__init__(sampler)
         self.first_stage = sees_images()
         self.images = images.to(device) if self.first_stage else None
         self.labels = labels.to(device)
-        self.sampler, self.img_size, self.device = sampler, img_size, device
+        self.img_size, self.device = img_size, device
         self.crop_padding, self.flip = crop_padding, flip
         self.mean = torch.tensor(MEAN, device=device).view(3, 1, 1) * 255
         self.std = torch.tensor(STD, device=device).view(3, 1, 1) * 255
-
-    def __len__(self) -> int:
-        return len(self.sampler)
 
     def draw_augmentation(self) -> tuple[Tensor, Tensor]:
         """For each image of the data set: how far it is shifted in this epoch (N, 2), and whether it is mirrored."""

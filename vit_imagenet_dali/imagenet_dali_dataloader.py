@@ -23,7 +23,7 @@ import numpy as np
 import nvidia.dali
 import torch
 import torch.nn.functional as F
-from colossal_vit.data.batches import IGNORED, SyntheticBatches, sees_images, to_device
+from colossal_vit.data.batches import IGNORED, Loader, SyntheticBatches, sees_images, to_device
 from colossal_vit.data.digits import write_imagenet
 from colossal_vit.data.identity import identify
 from colossal_vit.errors import UserError
@@ -177,7 +177,7 @@ def filtered_index(output: Path, index: Path) -> Path:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class DaliLoader:
+class DaliLoader(Loader):
     """Batches of `(images, labels)` on the device, for one data-parallel rank.
 
     Images are float32 of shape (B, 3, img_size, img_size), normalised; labels are int64 of shape (B,), from 0. Only the
@@ -399,8 +399,8 @@ class DaliLoader:
             "of": self._identity(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Resume from a `state_dict`.
+    def seek(self, epoch: int, start: int, state: Mapping[str, Any]) -> bool:
+        """Resume from a `state_dict`, which says all of where the stream was.
 
         Returns:
             Whether the stream is the same from here on, to the bit. If the state is of another rank, layout, batch size
@@ -447,9 +447,6 @@ def threads_per_rank() -> int:
     cores = sorted(os.sched_getaffinity(0))
     place = socket.gethostname(), cores
     return max(1, len(cores) // all_gather_object(place).count(place))
-
-
-Loader = DaliLoader | SyntheticBatches | FakeBatches
 
 
 def build_imagenet(run: Run) -> tuple[Loader, Loader | None]:

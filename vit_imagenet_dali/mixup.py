@@ -1,12 +1,12 @@
 """Mixup on batches that are on the device already (H. Zhang et al., "mixup: Beyond Empirical Risk Minimization",
 arXiv:1710.09412)."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from colossal_vit.data.batches import to_device
+from colossal_vit.data.batches import Loader, to_device
 from torch import Tensor
 
 
@@ -29,7 +29,7 @@ def mix(images: Tensor, labels: Tensor, num_classes: int, lam: float, partner: T
     return images.lerp(images[partner], 1 - lam), targets.lerp(targets[partner], 1 - lam)
 
 
-class Mixup:
+class Mixup(Loader):
     """A training loader whose batches are mixed, with one lam from Beta(alpha, alpha) a micro-batch.
 
     What is drawn for a micro-batch depends on the seed, the data-parallel rank and the number of the micro-batch since
@@ -46,12 +46,13 @@ class Mixup:
         position: micro-batches so far.
     """
 
-    def __init__(self, loader: Iterable, alpha: float, num_classes: int, seed: int, rank: int):
+    def __init__(self, loader: Loader, alpha: float, num_classes: int, seed: int, rank: int):
         self.loader, self.alpha, self.num_classes = loader, alpha, num_classes
         self.seed, self.rank, self.position = seed, rank, 0
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)
+    @property
+    def normalization(self):
+        return self.loader.normalization
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -60,10 +61,10 @@ class Mixup:
         """Where the stream is, and the loader's."""
         return {"position": self.position, "loader": self.loader.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+    def seek(self, epoch: int, start: int, state: Mapping[str, Any]) -> bool:
         """Resume from a `state_dict`; returns what the loader's answers."""
         self.position = state["position"]
-        return self.loader.load_state_dict(state["loader"])
+        return self.loader.seek(epoch, start, state["loader"])
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for images, labels in self.loader:

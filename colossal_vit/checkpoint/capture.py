@@ -112,7 +112,7 @@ def capture(trainer: Trainer, train_dataloader: MicroBatches, epoch: int, start:
         "layout": rank_layout(),
         "ranks": [{"rng": own["rng"], "data": own["data"]} for own in ranks],
         "config": config.plain(gpc.config),
-        "normalization": getattr(train_dataloader, "normalization", None),
+        "normalization": train_dataloader.normalization,
         "versions": {name: metadata.version(name) for name in _PACKAGES},
     }
     return Snapshot(model, {name: tensor for part in full.values() for name, tensor in part.items()}, state)

@@ -22,27 +22,12 @@ from colossalai.accelerator import get_accelerator
 from colossalai.legacy import communication
 from colossalai.legacy.communication import p2p
 from colossalai.legacy.context.parallel_context import ParallelContext
-from colossalai.legacy.context.parallel_mode import ParallelMode
 from colossalai.legacy.nn.layer import parallel_2d, parallel_2p5d, parallel_3d
 from colossalai.legacy.nn.layer.parallel_1d import _operation as parallel_1d_operation
 from colossalai.legacy.nn.layer.parallel_2d import _operation as parallel_2d_operation
 from colossalai.legacy.nn.layer.parallel_2p5d import _operation as parallel_2p5d_operation
 from colossalai.legacy.nn.layer.parallel_3d import _operation as parallel_3d_operation
 from colossalai.legacy.nn.layer.parallel_3d import _utils as parallel_3d_utils
-
-
-def _init_global_dist(self, rank: int, world_size: int, backend: str, host: str, port: int) -> None:
-    """Join the global process group at `host`:`port`.
-
-    Fixes: upstream builds `tcp://[host]:port` whatever the host is. Brackets are for IPv6 literals only, and Python
-    from 3.11.4 on refuses them around anything else, so every launcher dies at once.
-    """
-    address = f"[{host}]" if ":" in host else host
-    dist.init_process_group(rank=rank, world_size=world_size, backend=backend, init_method=f"tcp://{address}:{port}")
-    ranks = list(range(world_size))
-    cpu_group = dist.new_group(ranks, backend="gloo") if dist.get_backend() != "gloo" else None
-    self._register_dist(rank, world_size, dist.GroupMember.WORLD, cpu_group, ranks, ParallelMode.GLOBAL)
-    self.add_global_rank(ParallelMode.GLOBAL, rank)
 
 
 def _async_grad_hook(grad, param_id):
@@ -123,7 +108,6 @@ def apply() -> None:
                 _follow_autocast(value)
     p2p.dist = overlay(dist, batch_isend_irecv=_batch_isend_irecv)
     p2p.get_accelerator = _NoSynchronize
-    ParallelContext.init_global_dist = _init_global_dist
     parallel_3d_utils._async_grad_hook = _async_grad_hook
     parallel_2d.LayerNorm2D.forward = norms.forward_2d
     parallel_2p5d.LayerNorm2p5D.forward = norms.forward_2p5d
@@ -142,10 +126,13 @@ def set_pipeline_dtype(dtype: torch.dtype) -> None:
 def groups(store: dist.Store, seconds: float, device: torch.device) -> Iterator[None]:
     """Have the process groups made inside the block meet in `store`, each with a timeout, and on this rank's device.
 
-    Fixes: upstream passes no timeout, so a rank that waits for a dead one waits 10 minutes (NCCL) or 30 (gloo). The
-    store that it has torch make listens at every address of the machine. And it chooses the device once the groups are
-    made, by the rank modulo the number of GPUs under srun, and by the local rank under mpirun, whatever GPUs the
-    process sees.
+    With torch's backend "fake", all of them are groups whose other members need not exist.
+
+    Fixes: upstream asks torch to meet at `tcp://[host]:port` whatever the host is, but brackets are for IPv6 literals
+    only, and Python from 3.11.4 on refuses them around anything else, so every launcher dies at once; and the store
+    that torch makes there listens at every address of the machine. It passes no timeout, so a rank that waits for a
+    dead one waits 10 minutes (NCCL) or 30 (gloo). And it chooses the device once the groups are made, by the rank
+    modulo the number of GPUs under srun, and by the local rank under mpirun, whatever GPUs the process sees.
     """
     init, new, set_device = dist.init_process_group, dist.new_group, ParallelContext.set_device
     timeout = timedelta(seconds=seconds)
@@ -155,8 +142,12 @@ def groups(store: dist.Store, seconds: float, device: torch.device) -> Iterator[
             options["device_id"] = device
         init(*args, backend=backend, store=store, timeout=timeout, **options)
 
-    dist.init_process_group = init_process_group
-    dist.new_group = functools.partial(new, timeout=timeout)
+    def new_group(*args: Any, **options: Any) -> dist.ProcessGroup:
+        if dist.get_backend() == "fake":
+            options["backend"] = "fake"
+        return new(*args, timeout=timeout, **options)
+
+    dist.init_process_group, dist.new_group = init_process_group, new_group
     ParallelContext.set_device = lambda *_: None
     try:
         if device.type == "cuda":

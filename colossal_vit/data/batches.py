@@ -1,10 +1,11 @@
-"""Batches, and which rank needs them."""
+"""Data loaders: what all have in common, and which rank needs images."""
 
 from collections.abc import Iterator, Mapping
 from itertools import repeat
 from typing import Any
 
 import torch
+from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from torch import Tensor
@@ -22,7 +23,52 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-class SyntheticBatches:
+class Loader:
+    """Batches of `(images, labels)` on the device, and where among them training is, so that a run resumes.
+
+    Attributes:
+        normalization: mean and standard deviation of each channel, which images were normalised with; None for none.
+    """
+
+    normalization: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+
+    def __len__(self) -> int:
+        """Batches of an epoch, on this rank."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches of the next epoch, or what `seek` has left of it."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank must know to resume, beside epoch and batch: for JSON, mostly nothing."""
+        return {}
+
+    def seek(self, epoch: int, start: int, state: Mapping[str, Any]) -> bool:
+        """Resume with batch `start` of `epoch`; returns whether batches are those of the run that `state` is of."""
+        return True
+
+
+class SampledLoader(Loader):
+    """A loader whose batches are those of a sampler.
+
+    Args:
+        sampler: which images make a batch.
+    """
+
+    def __init__(self, sampler: GlobalBatchSampler | EvalSampler):
+        self.sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def seek(self, epoch: int, start: int, state: Mapping[str, Any]) -> bool:
+        """Resume; an epoch's order depends on the seed and the epoch only."""
+        self.sampler.epoch, self.sampler.start = epoch, start
+        return True
+
+
+class SyntheticBatches(Loader):
     """The same random batch over and over, on the device: what training takes without its data.
 
     Args:
@@ -43,14 +89,6 @@ class SyntheticBatches:
 
     def __len__(self) -> int:
         return self.num_batches
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing, since all batches are one."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Resume; the batches are the same."""
-        return True
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return repeat(self.batch, self.num_batches)

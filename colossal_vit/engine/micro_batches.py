@@ -1,14 +1,15 @@
 """A data loader as the engine takes it."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
+from colossal_vit.data.batches import Loader
 from colossal_vit.errors import UserError
 from torch.profiler import record_function
 
 
-class MicroBatches:
+class MicroBatches(Loader):
     """A data loader as the Engine wants it: whole optimizer steps only, and the time spent waiting for data known.
 
     Attributes:
@@ -17,7 +18,7 @@ class MicroBatches:
         taken: how many micro-batches of the current epoch are behind.
     """
 
-    def __init__(self, loader: Iterable, accumulation: int):
+    def __init__(self, loader: Loader, accumulation: int):
         self.loader = loader
         self.num_micro_batches = len(loader) // accumulation * accumulation
         if not self.num_micro_batches:
@@ -27,24 +28,19 @@ class MicroBatches:
             )
         self.data_s, self.start, self.taken = 0.0, 0, 0
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)
+    @property
+    def normalization(self):
+        return self.loader.normalization
 
     def __len__(self) -> int:
         return self.num_micro_batches
 
     def state_dict(self) -> dict[str, Any]:
-        """What the loader must know to resume, beside epoch and micro-batch: for JSON, mostly nothing."""
-        return self.loader.state_dict() if hasattr(self.loader, "state_dict") else {}
+        return self.loader.state_dict()
 
     def seek(self, epoch: int, start: int, state: dict[str, Any]) -> bool:
-        """Resume with micro-batch `start` of `epoch`; returns whether the batches are those of `state_dict`'s run."""
         self.start = start
-        if hasattr(self.loader, "load_state_dict"):
-            return self.loader.load_state_dict(state)
-        if (sampler := getattr(self.loader, "sampler", None)) is not None:
-            sampler.epoch, sampler.start = epoch, start
-        return True
+        return self.loader.seek(epoch, start, state)
 
     def __iter__(self) -> Iterator:
         self.taken, self.start = self.start, 0

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from colossal_vit import config as configs
 from colossal_vit import parent
 from colossal_vit.checkpoint import run_directory
@@ -24,6 +23,7 @@ from colossal_vit.parallel.seeds import seed_ranks
 from colossal_vit.plan import fakes
 from colossal_vit.run import Run
 from colossalai.context import Config
+from torch.testing._internal.distributed.fake_pg import FakeStore  # and torch's backend "fake"
 
 
 def start(
@@ -72,8 +72,7 @@ def start(
     device = choose_device(rendezvous)
     if args.dry_run:
         config.pop("COMPILE", None)  # does not change what is held and sent
-        with fakes.fake_process_groups():
-            launch_groups(config, rendezvous, backend, dist.HashStore(), args.timeout, device)
+        launch_groups(config, rendezvous, "fake", FakeStore(), args.timeout, device)
         seed_ranks(config.SEED)
         fakes.fake_tensors(device)
         return Run(config, layout, output, 1, device, RankLogger(0), dry_run=True)

@@ -1,20 +1,16 @@
-"""Tensors without data and process groups without peers."""
+"""Tensors and batches without data."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from colossal_vit.data.batches import sees_images
+from colossal_vit.data.batches import Loader, sees_images
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _create_work_from_future
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class FakeBatches:
+class FakeBatches(Loader):
     """Batches of the right shapes with nothing in them, for `images, labels` on the device.
 
     Args:
@@ -34,24 +30,6 @@ class FakeBatches:
         for _ in range(self.num_batches):
             labels = torch.zeros(self.shape[0], dtype=torch.int64, device=self.device)
             yield torch.zeros(self.shape, device=self.device) if self.first_stage else labels, labels
-
-
-@contextmanager
-def fake_process_groups() -> Iterator[None]:
-    """Make every process group of the block one whose other members need not exist."""
-    originals = dist.init_process_group, dist.new_group
-
-    def init_process_group(rank: int, world_size: int, **_: Any) -> None:
-        originals[0]("fake", rank=rank, world_size=world_size, store=FakeStore())
-
-    def new_group(ranks: list[int] | None = None, **_: Any) -> dist.ProcessGroup:
-        return originals[1](ranks, backend="fake")
-
-    dist.init_process_group, dist.new_group = init_process_group, new_group
-    try:
-        yield
-    finally:
-        dist.init_process_group, dist.new_group = originals
 
 
 class _Answers(TorchDispatchMode):
