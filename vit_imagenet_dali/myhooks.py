@@ -5,6 +5,7 @@ import statistics
 import torch
 from colossal_vit.engine import precision
 from colossal_vit.hooks.metrics import MetricsHook
+from colossal_vit.hooks.priority import Priority
 from colossal_vit.mfu import peak_of, training_flops
 from colossal_vit.parallel.ranks import RankLogger
 from colossalai.legacy.context import ParallelMode
@@ -24,7 +25,12 @@ class ThroughputHook(BaseHook):
     """
 
     def __init__(
-        self, metrics: MetricsHook, model: nn.Module, device: torch.device, log: RankLogger, priority: int = 2
+        self,
+        metrics: MetricsHook,
+        model: nn.Module,
+        device: torch.device,
+        log: RankLogger,
+        priority: int = Priority.READER,
     ):
         super().__init__(priority)
         self.metrics, self.log = metrics, log

@@ -15,6 +15,7 @@ from colossal_vit.config.schema import default
 from colossal_vit.engine.micro_batches import MicroBatches
 from colossal_vit.errors import Interrupted, Preempted, TrainingError
 from colossal_vit.hooks.metrics import MetricsHook
+from colossal_vit.hooks.priority import Priority
 from colossal_vit.parallel.ranks import all_gather_object, run_on_rank_0
 from colossal_vit.run import Run
 from colossalai.legacy.context import ParallelMode
@@ -45,8 +46,10 @@ class CheckpointHook(BaseHook):
     SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
     SAME_SIGNAL = 2.0  # seconds
 
-    def __init__(self, run: Run, train_dataloader: MicroBatches, metrics: MetricsHook, priority: int = 9):
-        super().__init__(priority)  # the last, so that the step is on record, and its scheduler moved
+    def __init__(
+        self, run: Run, train_dataloader: MicroBatches, metrics: MetricsHook, priority: int = Priority.CHECKPOINT
+    ):
+        super().__init__(priority)
         self.run, self.train_dataloader, self.metrics = run, train_dataloader, metrics
         settings = {key: default("checkpoint", key) for key in ("every_minutes", "keep")}
         settings |= run.config.get("checkpoint") or {}

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 from colossal_vit.errors import TrainingError
+from colossal_vit.hooks.priority import Priority
 from colossalai.legacy.core import global_context as gpc
 from colossalai.legacy.trainer import Trainer
 from colossalai.legacy.trainer.hooks import BaseHook
@@ -19,7 +20,7 @@ class DebugNanHook(BaseHook):
     some overflow now and then, and the step is skipped.
     """
 
-    def __init__(self, priority: int = 3):
+    def __init__(self, priority: int = Priority.READER):
         super().__init__(priority)
 
     def before_train(self, trainer: Trainer) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from colossal_vit.data.batches import IGNORED
 from colossal_vit.engine.micro_batches import MicroBatches
+from colossal_vit.hooks.priority import Priority
 from colossal_vit.hooks.recorder import Recorder
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.ranks import RankLogger
@@ -54,7 +55,9 @@ class MetricsHook(BaseHook):
         log: where evaluations are announced, and epochs too where there is no progress bar.
     """
 
-    def __init__(self, directory: Path | None, train_dataloader: MicroBatches, log: RankLogger, priority: int = 1):
+    def __init__(
+        self, directory: Path | None, train_dataloader: MicroBatches, log: RankLogger, priority: int = Priority.METRICS
+    ):
         super().__init__(priority)
         self.train_dataloader = train_dataloader
         self.sees_loss = is_no_pp_or_last_stage()

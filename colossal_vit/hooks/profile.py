@@ -7,6 +7,7 @@ from pathlib import Path
 
 from colossal_vit.engine.micro_batches import MicroBatches
 from colossal_vit.engine.waits import WaitCounter
+from colossal_vit.hooks.priority import Priority
 from colossal_vit.parallel.ranks import RankLogger
 from colossalai.accelerator import get_accelerator
 from colossalai.legacy.core import global_context as gpc
@@ -33,7 +34,9 @@ class ProfileHook(BaseHook):
 
     TRACED, COUNTED = 2, 3
 
-    def __init__(self, directory: Path, train_dataloader: MicroBatches, log: RankLogger, priority: int = 3):
+    def __init__(
+        self, directory: Path, train_dataloader: MicroBatches, log: RankLogger, priority: int = Priority.READER
+    ):
         super().__init__(priority)
         self.directory, self.train_dataloader, self.log = directory, train_dataloader, log
         self.seconds = dict.fromkeys(("data", "forward", "backward", "update"), 0.0)

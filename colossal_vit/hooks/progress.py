@@ -2,6 +2,7 @@
 
 from colossal_vit.engine.micro_batches import MicroBatches
 from colossal_vit.hooks.metrics import MetricsHook
+from colossal_vit.hooks.priority import Priority
 from colossal_vit.run import Run
 from colossalai.legacy.trainer import Trainer
 from colossalai.legacy.trainer.hooks import BaseHook
@@ -18,7 +19,7 @@ class ProgressHook(BaseHook):
         metrics: knows the last step; the rank that records it shows the bar.
     """
 
-    def __init__(self, run: Run, train_dataloader: MicroBatches, metrics: MetricsHook, priority: int = 3):
+    def __init__(self, run: Run, train_dataloader: MicroBatches, metrics: MetricsHook, priority: int = Priority.READER):
         super().__init__(priority)
         self.run, self.train_dataloader, self.metrics = run, train_dataloader, metrics
 

@@ -6,6 +6,7 @@ from colossal_vit.engine.micro_batches import MicroBatches
 from colossal_vit.hooks.checkpoint import CheckpointHook
 from colossal_vit.hooks.debug_nan import DebugNanHook
 from colossal_vit.hooks.metrics import MetricsHook
+from colossal_vit.hooks.priority import Priority
 from colossal_vit.hooks.profile import ProfileHook
 from colossal_vit.hooks.progress import ProgressHook
 from colossal_vit.run import Run
@@ -21,7 +22,7 @@ class LRSchedulerHook(BaseHook):
     records the rate that the step was made with.
     """
 
-    def __init__(self, lr_scheduler: Any, priority: int = 5):
+    def __init__(self, lr_scheduler: Any, priority: int = Priority.SCHEDULER):
         super().__init__(priority)
         self.lr_scheduler = lr_scheduler
 
