@@ -5,10 +5,10 @@
 Data parallel: every process holds the whole model.
 """
 
-import torch
 from colossal_vit import launch
 from colossal_vit.checkpoint.restore import resume
-from colossal_vit.engine import Trainer, build_optimizer, initialize
+from colossal_vit.data.mixing import mixed
+from colossal_vit.engine import Trainer, build_criterion, build_optimizer, initialize
 from colossal_vit.hooks import standard_hooks
 from colossal_vit.models import build_timm_vit, check_timm_vit
 from colossal_vit.plan.meter import StepPlan, measure
@@ -24,13 +24,14 @@ def main() -> StepPlan | None:
 
     # ---- Data: the same global batches for any number of processes -------------------------------------------------
     train_dataloader, test_dataloader = build_caltech101(run)
+    train_dataloader = mixed(train_dataloader, config)  # Mixup and CutMix, with the block `mix`
 
     # ---- Model -----------------------------------------------------------------------------------------------------
     model = build_timm_vit(config)
     run.log.info(f"{config.MODEL}: {sum(p.numel() for p in model.parameters()):,} parameters")
 
     # ---- Criterion, optimizer, learning rate -----------------------------------------------------------------------
-    criterion = torch.nn.CrossEntropyLoss(label_smoothing=config.LABEL_SMOOTHING)
+    criterion = build_criterion(config)
     optimizer = build_optimizer(config, model.parameters())
     steps_per_epoch = len(train_dataloader) // config.gradient_accumulation
     lr_scheduler = LinearWarmupLR(

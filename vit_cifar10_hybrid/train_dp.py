@@ -5,10 +5,10 @@
 The first step of the tutorial: every process holds the whole model. `train_hybrid.py` splits it.
 """
 
-import torch
 from colossal_vit import launch
 from colossal_vit.checkpoint.restore import resume
-from colossal_vit.engine import Lamb, Trainer, initialize
+from colossal_vit.data.mixing import mixed
+from colossal_vit.engine import Lamb, Trainer, build_criterion, initialize
 from colossal_vit.hooks import standard_hooks
 from colossal_vit.models import build_timm_vit, check_timm_vit
 from colossal_vit.plan.meter import StepPlan, measure
@@ -24,13 +24,14 @@ def main() -> StepPlan | None:
 
     # ---- Data: the same global batches for any number of processes -------------------------------------------------
     train_dataloader, test_dataloader = build_cifar10(run)
+    train_dataloader = mixed(train_dataloader, config)  # Mixup and CutMix, with the block `mix`
 
     # ---- Model -----------------------------------------------------------------------------------------------------
     model = build_timm_vit(config)
     run.log.info(f"{config.MODEL}: {sum(p.numel() for p in model.parameters()):,} parameters")
 
     # ---- Criterion, optimizer, learning rate -----------------------------------------------------------------------
-    criterion = torch.nn.CrossEntropyLoss(label_smoothing=config.LABEL_SMOOTHING)
+    criterion = build_criterion(config)
     optimizer = Lamb(model.parameters(), lr=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY)
     steps_per_epoch = len(train_dataloader) // config.gradient_accumulation
     lr_scheduler = LinearWarmupLR(

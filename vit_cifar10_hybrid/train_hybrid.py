@@ -7,10 +7,10 @@ The layout is in the config file: processes = data × parallel.pipeline × paral
 
 from colossal_vit import launch
 from colossal_vit.checkpoint.restore import resume
-from colossal_vit.engine import CosineAnnealingWarmupLR, Trainer, build_optimizer, initialize
+from colossal_vit.data.mixing import mixed
+from colossal_vit.engine import CosineAnnealingWarmupLR, Trainer, build_criterion, build_optimizer, initialize
 from colossal_vit.hooks import standard_hooks
 from colossal_vit.plan.meter import StepPlan, measure
-from colossalai.legacy import nn as col_nn
 
 from cifar10 import build_cifar10
 from vit import build_vit, check_vit
@@ -23,13 +23,14 @@ def main() -> StepPlan | None:
 
     # ---- Data: the same global batches in every layout -------------------------------------------------------------
     train_dataloader, test_dataloader = build_cifar10(run)
+    train_dataloader = mixed(train_dataloader, config)  # Mixup and CutMix, with the block `mix`
 
     # ---- Model: this rank's blocks, and of each block its part -----------------------------------------------------
     model = build_vit(config, run.layout)
     run.log.info(f"{sum(p.numel() for p in model.parameters()):,} parameters on this rank", ranks=None)
 
     # ---- Criterion, optimizer, learning rate -----------------------------------------------------------------------
-    criterion = col_nn.CrossEntropyLoss(label_smoothing=config.LABEL_SMOOTHING)
+    criterion = build_criterion(config)
     optimizer = build_optimizer(config, model.parameters())
     steps_per_epoch = len(train_dataloader) // config.gradient_accumulation
     lr_scheduler = CosineAnnealingWarmupLR(

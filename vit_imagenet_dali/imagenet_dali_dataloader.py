@@ -457,6 +457,8 @@ def build_imagenet(run: Run) -> tuple[Loader, Loader | None]:
     """
     config: Config = run.config
     dali = config.get("dali") or {}
+    if dali.get("mixup_alpha") and config.get("mix"):
+        raise UserError("dali.mixup_alpha and mix: both mix images; set dali.mixup_alpha=0, or leave mix out")
     shape = (config.BATCH_SIZE, 3, config.IMG_SIZE, config.IMG_SIZE)
     num_batches = NUM_IMAGES // run.layout.data // config.BATCH_SIZE
     if run.dry_run:

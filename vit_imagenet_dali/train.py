@@ -5,10 +5,10 @@
 `build_tfrecords.py` makes the TFRecords. Data parallel: every process holds the whole model.
 """
 
-import torch
 from colossal_vit import launch
 from colossal_vit.checkpoint.restore import resume
-from colossal_vit.engine import Lamb, Trainer, initialize, parameter_groups
+from colossal_vit.data.mixing import mixed
+from colossal_vit.engine import Lamb, Trainer, build_criterion, initialize, parameter_groups
 from colossal_vit.hooks import standard_hooks
 from colossal_vit.models import build_timm_vit, check_timm_vit
 from colossal_vit.plan.meter import StepPlan, measure
@@ -29,6 +29,7 @@ def main() -> StepPlan | None:
 
     # ---- Data: DALI reads TFRecords, Mixup on the device -----------------------------------------------------------
     train_dataloader, test_dataloader = build_imagenet(run)
+    train_dataloader = mixed(train_dataloader, config)  # Mixup and CutMix, with the block `mix`
     if config.dali.get("mixup_alpha"):
         rank = gpc.get_local_rank(ParallelMode.DATA)
         train_dataloader = Mixup(train_dataloader, config.dali.mixup_alpha, config.NUM_CLASSES, config.SEED, rank)
@@ -38,7 +39,7 @@ def main() -> StepPlan | None:
     run.log.info(f"{config.MODEL}: {sum(p.numel() for p in model.parameters()):,} parameters")
 
     # ---- Criterion, optimizer, learning rate -----------------------------------------------------------------------
-    criterion = torch.nn.CrossEntropyLoss(label_smoothing=config.LABEL_SMOOTHING)  # of classes or mixed targets
+    criterion = build_criterion(config)  # of classes or mixed targets
     exclude = config.LAMB_EXCLUDE_VECTORS  # from weight decay and trust ratio
     parameters = parameter_groups(model, config.WEIGHT_DECAY) if exclude else model.parameters()
     optimizer = Lamb(parameters, lr=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY)

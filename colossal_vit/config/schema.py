@@ -15,6 +15,7 @@ from colossal_vit.config.rules import (
     POSITIVE_INT,
     RAND_AUGMENT,
     SHAPE,
+    SHARE,
     TENSOR_MODE,
     TEXT,
     Rule,
@@ -101,6 +102,13 @@ GROUPS: dict[str, dict[str, Setting | Block]] = {
             (IMAGENET,),
         ),
         "LABEL_SMOOTHING": Setting(FRACTION, "share of the target that all classes divide", Each((0.0, 0.1, 0.0, 0.0))),
+        "bce": Block(
+            "binary cross entropy in place of cross entropy, a question for each class",
+            {
+                "threshold": Setting(SHARE, "targets above it become 1, all others 0; without, targets stay"),
+                "sum_classes": Setting(BOOL, "sum the classes' losses instead of their mean", False),
+            },
+        ),
         "IMAGES_PER_S": Setting(
             POSITIVE, "images/s of one GPU, from which `--dry-run` computes hours", OPTIONAL, (IMAGENET,)
         ),
@@ -121,6 +129,16 @@ GROUPS: dict[str, dict[str, Setting | Block]] = {
             AREA, "smallest and largest share of an image that a random crop is", (0.08, 1.0), (CALTECH101, IMAGENET)
         ),
         "FLIP": Setting(BOOL, "mirror training images at random", True),
+        "mix": Block(
+            "Mixup and CutMix: each training image with its neighbour in the batch",
+            {
+                "mixup": Setting(NON_NEGATIVE, "α of Mixup's Beta distribution; 0 is off", 0.0),
+                "cutmix": Setting(NON_NEGATIVE, "α of CutMix's Beta distribution; 0 is off", 0.0),
+                "prob": Setting(SHARE, "how often it mixes", 1.0),
+                "switch_prob": Setting(SHARE, "how often it is CutMix, where both are on", 0.5),
+                "mode": Setting(one_of("batch", "pair", "elem"), "what is drawn once for", "batch"),
+            },
+        ),
         "dali": Block(
             "the ImageNet pipeline",
             {

@@ -1,7 +1,16 @@
 """One optimizer step: Colossal-AI's engine and trainer, precision, optimizers, reduction of gradients."""
 
 from colossal_vit.engine.assembly import initialize
+from colossal_vit.engine.criterion import build_criterion
 from colossal_vit.engine.optim import CosineAnnealingWarmupLR, Lamb, build_optimizer, parameter_groups
 from colossal_vit.engine.trainer import Trainer
 
-__all__ = ["CosineAnnealingWarmupLR", "Lamb", "Trainer", "build_optimizer", "initialize", "parameter_groups"]
+__all__ = [
+    "CosineAnnealingWarmupLR",
+    "Lamb",
+    "Trainer",
+    "build_criterion",
+    "build_optimizer",
+    "initialize",
+    "parameter_groups",
+]

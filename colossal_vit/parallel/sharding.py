@@ -10,19 +10,36 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from colossalai.legacy.constants import INPUT_GROUP_3D, WEIGHT_GROUP_3D
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from colossalai.legacy.global_variables import tensor_parallel_env
 from colossalai.legacy.nn.layer.parallel_1d import Classifier1D, Linear1D_Col, Linear1D_Row
-from colossalai.legacy.nn.layer.parallel_2d import Classifier2D, LayerNorm2D, Linear2D, PatchEmbedding2D, split_batch_2d
+from colossalai.legacy.nn.layer.parallel_2d import (
+    Classifier2D,
+    LayerNorm2D,
+    Linear2D,
+    PatchEmbedding2D,
+    reduce_by_batch_2d,
+    split_batch_2d,
+)
 from colossalai.legacy.nn.layer.parallel_2p5d import (
     Classifier2p5D,
     LayerNorm2p5D,
     Linear2p5D,
     PatchEmbedding2p5D,
+    reduce_by_batch_2p5d,
     split_batch_2p5d,
 )
-from colossalai.legacy.nn.layer.parallel_3d import Classifier3D, LayerNorm3D, Linear3D, PatchEmbedding3D, split_batch_3d
+from colossalai.legacy.nn.layer.parallel_3d import (
+    Classifier3D,
+    LayerNorm3D,
+    Linear3D,
+    PatchEmbedding3D,
+    reduce_by_batch_3d,
+    split_batch_3d,
+)
+from colossalai.legacy.nn.layer.parallel_3d._utils import get_parallel_mode_from_env
 from torch import Tensor, nn
 
 # A split: the dimension of the full parameter that is cut, and the group of ranks whose members take a piece each.
@@ -141,6 +158,19 @@ def split_batch(batch: Tensor, dim: int = 0) -> Tensor:
     """This rank's part of a batch that the tensor-parallel ranks split among them; in 1D all have the whole."""
     split = {"2d": split_batch_2d, "2.5d": split_batch_2p5d, "3d": split_batch_3d}.get(tensor_parallel_env.mode)
     return split(batch, dim) if split else batch
+
+
+def mean_over_batch_parts(loss: Tensor) -> Tensor:
+    """The loss of a batch, from the mean over this rank's part of it, see `split_batch`."""
+    match tensor_parallel_env.mode:
+        case "2d":
+            return reduce_by_batch_2d(loss, True)
+        case "2.5d":
+            return reduce_by_batch_2p5d(loss, True)
+        case "3d":
+            groups = map(get_parallel_mode_from_env, (INPUT_GROUP_3D, WEIGHT_GROUP_3D))
+            return reduce_by_batch_3d(loss, *groups, True)
+    return loss
 
 
 def annotate(model: nn.Module, rename: Callable[[str], str] = str, num_heads: int | None = None) -> None:

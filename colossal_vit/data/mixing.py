@@ -1,0 +1,155 @@
+"""Mixup and CutMix of training batches, the same in every layout.
+
+H. Zhang et al., "mixup: Beyond Empirical Risk Minimization", arXiv:1710.09412; S. Yun et al., "CutMix: Regularization
+Strategy to Train Strong Classifiers with Localizable Features", arXiv:1905.04899. Draws, boxes and targets are those of
+timm's `Mixup`. What differs is the partner of an image: its neighbour in the batch, so that a pair is never split
+however many ranks and micro-batches share a global batch.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from colossal_vit.data.batches import Loader, to_device
+from colossal_vit.errors import UserError
+from colossalai.context import Config
+from colossalai.legacy.context import ParallelMode
+from colossalai.legacy.core import global_context as gpc
+from torch import Tensor
+
+
+class Draws(NamedTuple):
+    """How images are mixed, each with its partner.
+
+    Attributes:
+        blend: (N,), share of the image itself in a blend of both; 1 leaves the pixels as they are.
+        boxes: (N, 4), the part of the partner that is pasted: top, bottom, left, right, in pixels; empty for none.
+        target: (N,), share of the image's own label.
+    """
+
+    blend: np.ndarray
+    boxes: np.ndarray
+    target: np.ndarray
+
+
+def draw(
+    generator: np.random.Generator,
+    count: int,
+    img_size: int,
+    mixup: float = 0.0,
+    cutmix: float = 0.0,
+    prob: float = 1.0,
+    switch_prob: float = 0.5,
+) -> Draws:
+    """Draw for `count` images, or batches, of `img_size` pixels a side; the values are those of the block `mix`."""
+    pasted = generator.random(count) < (switch_prob if mixup and cutmix else float(cutmix > 0))
+    shares = [generator.beta(alpha or 1.0, alpha or 1.0, count) for alpha in (mixup, cutmix)]
+    share = np.where(generator.random(count) < prob, np.where(pasted, shares[1], shares[0]), 1.0)
+    side = (img_size * np.sqrt(1 - share)).astype(int)
+    middle = generator.integers(img_size, size=(2, count))  # row, column
+    low, high = np.clip(middle - side // 2, 0, img_size), np.clip(middle + (side + 1) // 2, 0, img_size)
+    area = (high - low).prod(0)
+    boxes = np.stack([low[0], high[0], low[1], high[1]], 1) * pasted[:, None]
+    return Draws(np.where(pasted, 1.0, share), boxes, np.where(pasted, 1 - area / img_size**2, share))
+
+
+def _swap(batch: Tensor) -> Tensor:
+    """Each row's partner: the first and the second, the third and the fourth, ... change places."""
+    return batch.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
+
+
+def mix(images: Tensor, labels: Tensor, num_classes: int, draws: Draws) -> tuple[Tensor, Tensor]:
+    """Mix each image and its label with those of its neighbour.
+
+    Args:
+        images: (B, C, H, W), B even; or (B,), what a later pipeline stage has in their place and keeps.
+        labels: (B,), class numbers.
+        num_classes: C of the targets.
+        draws: of B images.
+
+    Returns:
+        The mixed images, of the shape and type of `images`, and float32 targets (B, num_classes).
+    """
+    packed = np.column_stack([draws.blend, draws.target, draws.boxes]).astype(np.float32)
+    blend, target, *box = to_device(torch.from_numpy(packed), labels.device).unbind(1)
+    targets = torch.zeros(len(labels), num_classes, device=labels.device).scatter_(1, labels[:, None], 1.0)
+    targets = _swap(targets).lerp(targets, target[:, None])
+    if images.ndim == 1:
+        return images, targets
+    partners = _swap(images)
+    if (draws.blend < 1).any():
+        images = partners.lerp(images, blend.to(images.dtype).view(-1, 1, 1, 1))
+    if draws.boxes.any():
+        top, bottom, left, right = (side.view(-1, 1, 1, 1) for side in box)
+        rows = torch.arange(images.shape[-2], device=images.device)[:, None]
+        columns = torch.arange(images.shape[-1], device=images.device)
+        inside = (rows >= top) & (rows < bottom) & (columns >= left) & (columns < right)  # (B, 1, H, W)
+        images = torch.where(inside, partners, images)
+    return images, targets
+
+
+class MixedBatches(Loader):
+    """A training loader whose batches are mixed, on the device.
+
+    What is drawn depends on the seed, the epoch, the optimizer step and the image's place in the global batch only:
+    it is the same in every layout, and in a run that resumes.
+
+    Args:
+        loader: yields images and labels, see `mix`.
+        config: of the run; its block `mix` says how.
+        rank, num_ranks: data-parallel rank and size; default: this process's.
+
+    Raises:
+        UserError: if BATCH_SIZE is odd, which leaves an image without a partner.
+    """
+
+    def __init__(self, loader: Loader, config: Config, rank: int | None = None, num_ranks: int | None = None):
+        if config.BATCH_SIZE % 2:
+            raise UserError(f"BATCH_SIZE = {config.BATCH_SIZE}: must be even for mix, which mixes pairs of images")
+        how = dict(config.mix)
+        self.mode = how.pop("mode", "batch")
+        self.loader, self.config, self.how = loader, config, how
+        self.rank = gpc.get_local_rank(ParallelMode.DATA) if rank is None else rank
+        self.num_ranks = gpc.get_world_size(ParallelMode.DATA) if num_ranks is None else num_ranks
+        self.epoch = self.start = 0
+
+    @property
+    def normalization(self):
+        return self.loader.normalization
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.loader.state_dict()
+
+    def seek(self, epoch: int, start: int, state: Mapping[str, Any]) -> bool:
+        self.epoch, self.start = epoch, start
+        return self.loader.seek(epoch, start, state)
+
+    def draws(self, epoch: int, micro_batch: int) -> Draws:
+        """What is drawn for one of this rank's micro-batches."""
+        size, accumulation = self.config.BATCH_SIZE, self.config.gradient_accumulation
+        step, part = divmod(micro_batch, accumulation)
+        places = np.arange(size) + (part * self.num_ranks + self.rank) * size  # in the global batch
+        every = {"batch": size * accumulation * self.num_ranks, "pair": 2, "elem": 1}[self.mode]  # images a draw is for
+        generator = np.random.default_rng((self.config.SEED, epoch, step))
+        drawn = draw(generator, size * accumulation * self.num_ranks // every, self.config.IMG_SIZE, **self.how)
+        return Draws(*(values[places // every] for values in drawn))
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        epoch, start = self.epoch, self.start
+        self.epoch, self.start = epoch + 1, 0
+        for number, (images, labels) in enumerate(self.loader, start):
+            yield mix(images, labels, self.config.NUM_CLASSES, self.draws(epoch, number))
+
+
+def mixed(loader: Loader, config: Config) -> Loader:
+    """The loader, with its batches mixed if the config says so.
+
+    Raises:
+        UserError: if BATCH_SIZE is odd.
+    """
+    how = config.get("mix") or {}
+    return MixedBatches(loader, config) if how.get("mixup") or how.get("cutmix") else loader

@@ -1,0 +1,45 @@
+"""The loss of a training, in every layout."""
+
+import torch
+import torch.nn.functional as F
+from colossal_vit.data.batches import IGNORED
+from colossal_vit.parallel.sharding import mean_over_batch_parts, split_batch
+from colossalai.context import Config
+from colossalai.legacy import nn as col_nn
+from torch import Tensor, nn
+
+
+class BinaryCrossEntropy(nn.Module):
+    """Each class a question of its own, as in H. Touvron et al., "DeiT III", arXiv:2204.07118.
+
+    The mean over images and classes, or the sum over classes. Equals timm's `BinaryCrossEntropy`.
+
+    Args:
+        smoothing: share of the target that all classes divide.
+        threshold: targets above it become 1 and all others 0; None leaves them.
+        sum_classes: whether the classes' losses are summed.
+    """
+
+    def __init__(self, smoothing: float = 0.0, threshold: float | None = None, sum_classes: bool = False):
+        super().__init__()
+        self.smoothing, self.threshold, self.sum_classes = smoothing, threshold, sum_classes
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The loss of logits (B, C) and labels (B,) or targets (B, C); those that are `IGNORED` do not count."""
+        targets = split_batch(labels)
+        counted = torch.ones(len(targets), device=logits.device)
+        if targets.ndim == 1:
+            counted, targets = targets != IGNORED, F.one_hot(targets.clamp(min=0), logits.shape[1])
+        targets = targets * (1 - self.smoothing) + self.smoothing / logits.shape[1]
+        if self.threshold is not None:
+            targets = targets > self.threshold
+        losses = F.binary_cross_entropy_with_logits(logits.float(), targets.float(), reduction="none")
+        losses = losses.sum(1) if self.sum_classes else losses.mean(1)
+        return mean_over_batch_parts((losses * counted).sum() / counted.sum())
+
+
+def build_criterion(config: Config) -> nn.Module:
+    """Cross entropy with LABEL_SMOOTHING, or what the block `bce` says."""
+    if (bce := config.get("bce")) is not None:
+        return BinaryCrossEntropy(config.LABEL_SMOOTHING, **bce)
+    return col_nn.CrossEntropyLoss(label_smoothing=config.LABEL_SMOOTHING)

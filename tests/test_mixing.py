@@ -1,0 +1,204 @@
+"""Mixup, CutMix and binary cross entropy equal timm's, and are the same in every layout and after a resume."""
+
+import numpy as np
+import pytest
+import torch
+from colossal_vit.data import mixing
+from colossal_vit.data.batches import IGNORED, Loader
+from colossal_vit.engine.criterion import BinaryCrossEntropy
+from colossal_vit.errors import UserError
+from colossalai.context import Config
+from timm.data import mixup as timm_mixup
+from timm.loss import BinaryCrossEntropy as TimmBinaryCrossEntropy
+
+import fork_ranks
+import recipes
+from check_layouts import LAYOUTS, errors
+
+SIZE, CLASSES = 12, 5
+
+
+def batch(size=8):
+    generator = torch.Generator().manual_seed(size)
+    return torch.randn(size, 3, SIZE, SIZE, generator=generator), torch.randint(CLASSES, (size,), generator=generator)
+
+
+class Scripted:
+    """NumPy's global random numbers as timm asks for them, answered with ours."""
+
+    def __init__(self, share, pasted, applied, middle):
+        self.share, self.pasted, self.applied = share, pasted, applied
+        self.middles = iter(middle)
+        self.uniform = iter([applied, pasted])
+
+    def rand(self, *size):
+        """Below the probability of one half if the answer is yes; asked for whole arrays, CutMix comes first."""
+        if not size:
+            return 0.0 if next(self.uniform) else 1.0
+        answers = self.pasted if self.uniform is not None else self.applied
+        self.uniform = None
+        return np.where(answers, 0.0, 1.0)
+
+    def beta(self, alpha, _, size=None):
+        return self.share
+
+    def randint(self, *_, size=None):
+        return next(self.middles)
+
+
+def mix_as_timm(images, labels, mode, share, pasted, applied, middles, smoothing=0.0):
+    """What timm's `Mixup` makes of a batch whose neighbours it takes for partners, with these draws."""
+    mixup = timm_mixup.Mixup(
+        0.8, 1.0, prob=0.5, switch_prob=0.5, mode=mode, label_smoothing=smoothing, num_classes=CLASSES
+    )
+    order = torch.cat([torch.arange(0, len(labels), 2), torch.arange(1, len(labels), 2).flip(0)])
+    numbers = {"batch": [0], "pair": order[: len(order) // 2] // 2, "elem": order}[mode]
+    one = mode == "batch"
+    drawn = [(values[0] if one else values[numbers]) for values in (share, pasted, applied)]
+    boxed = [number for number in numbers if applied[number] and pasted[number]]
+    scripted = Scripted(*drawn, [side for number in boxed for side in middles[:, number]])
+    original, timm_mixup.np.random = timm_mixup.np.random, scripted
+    try:
+        mixed, targets = mixup(images[order].clone(), labels[order])
+    finally:
+        timm_mixup.np.random = original
+    back = order.argsort()
+    return mixed[back], targets[back]
+
+
+class Recorded:
+    """A generator whose draws are kept."""
+
+    def __init__(self, seed):
+        self.generator, self.kept = np.random.default_rng(seed), []
+
+    def __getattr__(self, name):
+        def drawn(*args, **kwargs):
+            self.kept.append(getattr(self.generator, name)(*args, **kwargs))
+            return self.kept[-1]
+
+        return drawn
+
+
+@pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
+def test_images_and_targets_equal_timms_for_the_same_draws(mode):
+    every = {"batch": 8, "pair": 2, "elem": 1}[mode]
+    seen = set()
+    for seed in range(20):
+        images, labels = batch()
+        recorded = Recorded(seed)
+        drawn = mixing.draw(recorded, 8 // every, SIZE, mixup=0.8, cutmix=1.0, prob=0.5)
+        switch, beta_mixup, beta_cutmix, apply, middles = recorded.kept
+        pasted, applied = switch < 0.5, apply < 0.5
+        share = np.where(pasted, beta_cutmix, beta_mixup)
+        expected = mix_as_timm(images, labels, mode, share, pasted, applied, middles)
+        draws = mixing.Draws(*(values[np.arange(8) // every] for values in drawn))
+        found = mixing.mix(images, labels, CLASSES, draws)
+        torch.testing.assert_close(found[0], expected[0])
+        torch.testing.assert_close(found[1], expected[1])
+        seen |= set(zip(applied.tolist(), pasted.tolist(), strict=True))
+    assert len(seen) == 4, "mixed and not, pasted and blended"
+
+
+@pytest.mark.parametrize(
+    "options", [{}, dict(smoothing=0.1), dict(threshold=0.2), dict(smoothing=0.1, threshold=0.2, sum_classes=True)]
+)
+@pytest.mark.parametrize("soft", [False, True])
+def test_binary_cross_entropy_equals_timms(options, soft):
+    """timm leaves the smoothing of soft targets to its Mixup."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, CLASSES, generator=generator)
+    labels = torch.randint(CLASSES, (6,), generator=generator)
+    smoothing = options.get("smoothing", 0.0)
+    theirs = dict(smoothing=smoothing, sum_classes=options.get("sum_classes", False))
+    expected = TimmBinaryCrossEntropy(**theirs, target_threshold=options.get("threshold"))
+    if soft:
+        smoothed = timm_mixup.mixup_target(labels, CLASSES, lam=0.7, smoothing=smoothing)
+        labels = timm_mixup.mixup_target(labels, CLASSES, lam=0.7)
+        torch.testing.assert_close(BinaryCrossEntropy(**options)(logits, labels), expected(logits, smoothed))
+    else:
+        torch.testing.assert_close(BinaryCrossEntropy(**options)(logits, labels), expected(logits, labels))
+        filled = torch.cat([labels, torch.tensor([IGNORED, IGNORED])])
+        more = torch.cat([logits, torch.randn(2, CLASSES)])
+        torch.testing.assert_close(BinaryCrossEntropy(**options)(more, filled), expected(logits, labels))
+
+
+class Same(Loader):
+    """The same batch in every place of an epoch."""
+
+    def __init__(self, count, size=4):
+        self.count, self.batch = count, batch(size)
+
+    def __len__(self):
+        return self.count
+
+    def __iter__(self):
+        return iter([self.batch] * self.count)
+
+
+def config(batch_size=4, accumulation=2, **mix):
+    sizes = dict(IMG_SIZE=SIZE, NUM_CLASSES=CLASSES, BATCH_SIZE=batch_size, gradient_accumulation=accumulation)
+    return Config(dict(**sizes, SEED=1, mix=mix))
+
+
+@pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
+def test_a_global_batch_is_mixed_alike_however_it_is_shared(mode):
+    """One rank with 16 images, two with 4 and 2 micro-batches, four with 2 and 2; another step and epoch are others."""
+
+    def whole(batch_size, accumulation, num_ranks, epoch=0, step=0):
+        settings = config(batch_size, accumulation, mixup=0.8, cutmix=1.0, mode=mode)
+        parts = [
+            mixing.MixedBatches(Same(1), settings, rank, num_ranks).draws(epoch, step * accumulation + part)
+            for part in range(accumulation)
+            for rank in range(num_ranks)
+        ]
+        return [np.concatenate(values) for values in zip(*parts, strict=True)]
+
+    expected = whole(16, 1, 1)
+    for shared in (whole(4, 2, 2), whole(2, 2, 4)):
+        assert all(map(np.array_equal, shared, expected))
+    for other in (whole(16, 1, 1, step=1), whole(16, 1, 1, epoch=1)):
+        assert not np.array_equal(other[2], expected[2])
+
+
+def test_a_loader_that_resumes_mixes_as_one_that_did_not_stop():
+    def stream(loader, count):
+        return [torch.cat([part.flatten() for part in mixed]) for _, mixed in zip(range(count), loader, strict=False)]
+
+    through = mixing.MixedBatches(Same(6), config(mixup=0.8, cutmix=1.0), 0, 1)
+    first, second = stream(through, 6), stream(through, 6)
+    resumed = mixing.MixedBatches(Same(2), config(mixup=0.8, cutmix=1.0), 0, 1)
+    assert resumed.seek(1, 4, {})
+    assert all(map(torch.equal, stream(resumed, 2), second[4:]))
+    assert not any(map(torch.equal, first, second))
+
+
+def test_an_image_without_a_partner_is_refused():
+    with pytest.raises(UserError, match="BATCH_SIZE = 3: must be even"):
+        mixing.mixed(Same(1), config(3, mixup=0.8))
+    off = Same(1)
+    assert mixing.mixed(off, config(3)) is off
+
+
+@pytest.mark.usefixtures("random_weights", "small_sample")
+def test_every_layout_trains_on_the_same_mixed_batches(tmp_path):
+    values = {"mix.mixup": 0.8, "mix.cutmix": 1.0, "mix.mode": "elem", "bce.threshold": 0.2}
+    expected, _ = recipes.train(tmp_path / "one", steps=6, **values)
+    for name in ("DP 2", "PP 2", "1D 2", "2D 4", "2.5D 4", "3D 8"):
+        world_size, layout = LAYOUTS[name]
+        steps, _ = recipes.train(tmp_path / name, world_size, steps=6, **values, **layout)
+        assert max(errors(steps, expected)) < 1e-5, name
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"mix.mixup": 0.8, "mix.mode": "half"}, "mix.mode = 'half', but it must be one of 'batch', 'pair', 'elem'"),
+        ({"mix.mixup": 0.8, "BATCH_SIZE": 15}, "BATCH_SIZE = 15: must be even for mix"),
+    ],
+)
+def test_mistakes_are_one_line(values, words, tmp_path):
+    result = fork_ranks.run(recipes.HYBRID, [*recipes.flags(**values), "--output", str(tmp_path / "run")])
+    assert result.codes == [2]
+    assert words in result.stderr[0]
+    assert not (tmp_path / "run").exists()
