@@ -1,12 +1,12 @@
 """Machines with GPUs, as far as they can be had without one: counts and launchers are faked, tensors have no data."""
 
-import functools
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
 import textwrap
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -24,12 +24,12 @@ from colossalai.context import Config
 from colossalai.legacy.amp import AMP_TYPE
 from colossalai.legacy.context.parallel_context import ParallelContext
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fake_gpu
 import fork_ranks
 import launchers
 import recipes
-from bench_waits import Operators, bare_step, in_second_call
 
 SCRIPTS = ["vit_cifar10_hybrid/train_hybrid.py", "vit_cifar10_hybrid/train_dp.py", "vit_caltech101_amp/train.py"]
 SCRIPTS += ["vit_imagenet_dali/train.py", "vit_caltech101_amp/benchmark.py"]
@@ -260,6 +260,26 @@ def test_arguments_of_ddp():
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+class Operators(TorchDispatchMode):
+    """Counts by name the operators that are dispatched inside the block."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names[function._schema.name.removeprefix("aten::")] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def in_second_call(step):
+    """How many operators the second call of `step` dispatches: the first one of an optimizer makes its state."""
+    step()
+    with Operators() as operators:
+        step()
+    return operators.names.total()
+
+
 def test_adamws_update_on_a_gpu_is_one_kernel(monkeypatch):
     config = Config(dict(OPTIMIZER="adamw", LEARNING_RATE=0.1, WEIGHT_DECAY=0.1))
     with FakeTensorMode():
@@ -298,8 +318,16 @@ def test_a_step_dispatches_about_what_a_bare_loop_does(fp16):
         model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=4, num_classes=4)
         optimizer = torch.optim.AdamW(model.parameters())
 
-        half = fp16 is not None
-        bare = in_second_call(functools.partial(bare_step, model, optimizer, images, labels, half))
+        def bare_step():
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=fp16 is not None):
+                loss = torch.nn.functional.cross_entropy(model(images), labels)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            return loss.item()
+
+        bare = in_second_call(bare_step)
         ours, *_ = initialize(model, optimizer, torch.nn.CrossEntropyLoss())
 
         def engine_step():
