@@ -99,41 +99,20 @@ def provenance(command: str, changes_allowed: bool = False) -> dict[str, Any]:
     }
 
 
-def _write_origin(result: Path, origin: dict, log: str | None) -> None:
-    if log is not None:
+def write_origin(result: Path, origin: dict, log: str) -> None:
+    """Write `provenance.json` and, unless it is empty, `log.txt`, in which the repository's own path becomes `.`."""
+    if log:
         (result / "log.txt").write_text(log.replace(str(Path(__file__).resolve().parents[1]), "."))
     (result / "provenance.json").write_text(json.dumps(origin, indent=2) + "\n")
 
 
-def write_benchmark(
-    result: Path, name: str, table: list[str], details: Any, origin: dict, log: str | None = None
-) -> None:
-    """Keep a benchmark as a result: `<name>.md` (its table), `<name>.json`, `provenance.json` and, if given, the log.
-
-    Args:
-        result: the folder; made if need be.
-        name: of the table and of the details.
-        table: lines of Markdown.
-        details: what was measured, in full; goes into JSON.
-        origin: what `provenance` said before the measurement.
-        log: the raw log, in which the repository's own path becomes `.`.
-    """
-    result.mkdir(parents=True, exist_ok=True)
-    (result / f"{name}.md").write_text("\n".join(table) + "\n")
-    (result / f"{name}.json").write_text(json.dumps(details, indent=2) + "\n")
-    _write_origin(result, origin, log)
-
-
 def record(directory: Path, result: Path, command: str, log: Path) -> None:
-    """Keep a run as a result: its metrics, curves and config, the raw log, and `provenance.json`.
-
-    In the log the repository's own path becomes `.`; it is nobody's business where it was.
-    """
+    """Keep a run as a result: its metrics, curves and config, the raw log, and `provenance.json`."""
     origin = provenance(command)
     result.mkdir(parents=True, exist_ok=True)
     for name in (METRICS, "loss.png", "accuracy.png", "config.json"):
         shutil.copy(directory / name, result / name)
-    _write_origin(result, origin, log.read_text())
+    write_origin(result, origin, log.read_text())
 
 
 if __name__ == "__main__":

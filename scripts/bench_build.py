@@ -10,7 +10,6 @@ Writes build.md (the table), build.json (every run), log.txt and provenance.json
 """
 
 import argparse
-import shlex
 import shutil
 import statistics
 import subprocess
@@ -19,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from colossal_vit.results import provenance, write_benchmark
+from colossal_vit.benchmark import Benchmark, in_turns, spread
 
 from bench_loader import write_images
 
@@ -54,37 +53,31 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=20_000, help="how many (default %(default)s)")
     parser.add_argument("--output", type=Path, default=ROOT / "results/build_cpu", help="where the result goes")
     args = parser.parse_args()
-    origin = provenance(shlex.join(["python", *sys.argv]))
-    log: list[str] = []
-
-    def say(line: str) -> None:
-        print(line, flush=True)
-        log.append(line + "\n")
-
+    benchmark = Benchmark(args.output)
     seconds: dict[str, list[float]] = {"build_tfrecords.py": [], "cp -r": []}
     with tempfile.TemporaryDirectory() as scratch:
         source, target = Path(scratch) / "images", Path(scratch) / "target"
         megabytes = multiply(source, args.images)
-        say(f"{args.images} images, {megabytes:.0f} MB")
+        benchmark.say(f"{args.images} images, {megabytes:.0f} MB")
         build = [sys.executable, str(ROOT / "vit_imagenet_dali/build_tfrecords.py"), str(source), str(target)]
         commands = {"build_tfrecords.py": build, "cp -r": ["cp", "-r", str(source), str(target)]}
         for number in range(args.runs):
-            for name in (list(commands), list(reversed(commands)))[number % 2]:
+            for name in in_turns(commands, number):
                 subprocess.run(["sync"], check=True)
                 started = time.perf_counter()
                 subprocess.run(commands[name], check=True, stdout=subprocess.DEVNULL)
                 seconds[name].append(time.perf_counter() - started)
                 shutil.rmtree(target)
-            say(f"run {number}: " + ", ".join(f"{name} {values[-1]:.2f} s" for name, values in seconds.items()))
+            times = ", ".join(f"{name} {values[-1]:.2f} s" for name, values in seconds.items())
+            benchmark.say(f"run {number}: {times}")
     ratios = [copied / built for built, copied in zip(*seconds.values(), strict=True)]
     table = ["| | MB/s, median | times `cp -r`, median (lowest, highest) |", "| --- | ---: | ---: |"]
     for name, values in seconds.items():
         rate = megabytes / statistics.median(values)
-        times = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}, {max(ratios):.2f})" if name[0] == "b" else "1"
+        times = "{} ({}, {})".format(*spread(ratios, ".2f")) if name[0] == "b" else "1"
         table.append(f"| `{name}` | {rate:.0f} | {times} |")
-    print("\n".join(table))
     document = {"images": args.images, "megabytes": megabytes, "seconds": seconds, "ratios": ratios}
-    write_benchmark(args.output, "build", table, document, origin, "".join(log))
+    benchmark.finish("build", table, document)
 
 
 if __name__ == "__main__":

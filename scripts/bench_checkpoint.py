@@ -17,7 +17,6 @@ import argparse
 import multiprocessing
 import os
 import resource
-import shlex
 import shutil
 import statistics
 import subprocess
@@ -32,6 +31,7 @@ from typing import Any
 
 import torch
 from colossal_vit import launch
+from colossal_vit.benchmark import Benchmark
 from colossal_vit.checkpoint import storage
 from colossal_vit.checkpoint.capture import Snapshot, capture
 from colossal_vit.checkpoint.restore import resume
@@ -40,7 +40,6 @@ from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.optim import Lamb
 from colossal_vit.engine.trainer import Trainer
 from colossal_vit.models import build_timm_vit
-from colossal_vit.results import provenance, write_benchmark
 from colossalai.accelerator import get_accelerator
 from colossalai.nn.lr_scheduler import LinearWarmupLR
 
@@ -157,26 +156,22 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="default %(default)s")
     parser.add_argument("--result", type=Path, help="folder for the result (default: it is printed only)")
     args = parser.parse_args()
-    origin = provenance(shlex.join(["python", "scripts/bench_checkpoint.py", *sys.argv[1:]])) if args.result else None
+    benchmark = Benchmark(args.result)
 
     disk = ["df", "--output=fstype", str(args.scratch)]
     file_system = subprocess.run(disk, capture_output=True, text=True, check=True).stdout.split()[-1]
     free = shutil.disk_usage(args.scratch).free
-    results, log = {}, [f"{args.scratch} is {file_system} with {free / 1e9:.1f} GB free"]
-    print(log[-1], flush=True)
+    benchmark.say(f"{args.scratch} is {file_system} with {free / 1e9:.1f} GB free")
+    results = {}
     for name in args.models:
         with (
             tempfile.TemporaryDirectory(dir=args.scratch) as scratch,
             ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process,
         ):
             results[name] = process.submit(measure, name, args.runs, Path(scratch)).result()
-        log.append(f"{name}: {results[name]}")
-        print(log[-1], flush=True)
-    table = make_table(results)
-    print("\n".join(table))
-    if args.result:
-        details = {"settings": SETTINGS, "file_system": file_system, "free_bytes": free, "models": results}
-        write_benchmark(args.result, "checkpoint", table, details, origin, "\n".join(log) + "\n")
+        benchmark.say(f"{name}: {results[name]}")
+    details = {"settings": SETTINGS, "file_system": file_system, "free_bytes": free, "models": results}
+    benchmark.finish("checkpoint", make_table(results), details)
 
 
 if __name__ == "__main__":

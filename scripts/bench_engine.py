@@ -16,7 +16,6 @@ import argparse
 import copy
 import multiprocessing
 import os
-import shlex
 import statistics
 import sys
 import tempfile
@@ -28,12 +27,13 @@ from pathlib import Path
 
 import torch
 from colossal_vit import launch
+from colossal_vit.benchmark import Benchmark, spread
 from colossal_vit.data.batches import SyntheticBatches
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.optim import build_optimizer
 from colossal_vit.hooks.standard import standard_hooks
 from colossal_vit.models import build_timm_vit
-from colossal_vit.results import provenance, read_metrics, write_benchmark
+from colossal_vit.results import read_metrics
 from colossalai.accelerator import get_accelerator
 from colossalai.legacy.trainer import Trainer
 from colossalai.legacy.trainer.hooks import BaseHook
@@ -150,10 +150,10 @@ def main() -> None:
     device = "gpu" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--output", type=Path, default=ROOT / f"results/engine_overhead/{device}")
     args = parser.parse_args()
-    origin = provenance(shlex.join(["python", "scripts/bench_engine.py", *sys.argv[1:]]))
+    benchmark = Benchmark(args.output)
 
     os.environ.update(KEEP_MEMORY)  # for the processes that measure
-    results, log = {}, []
+    results = {}
     table = ["| precision | bare PyTorch, s a step | ours, s a step | overhead: median | min | max |"]
     table.append("| --- |" + " ---: |" * 5)
     for name, settings in MODES.items():
@@ -163,15 +163,12 @@ def main() -> None:
         ):
             results[name] = process.submit(measure, args, Path(scratch) / "run", settings).result()
         for run in results[name]:
-            log.append(f"{name}: {run}")
-            print(log[-1], flush=True)
+            benchmark.say(f"{name}: {run}")
         seconds = " | ".join(f"{statistics.median(run[side] for run in results[name]):.4f}" for side in SIDES)
-        overheads = [run["overhead"] for run in results[name]]
-        spread = (statistics.median(overheads), min(overheads), max(overheads))
-        table.append(f"| {name} | {seconds} | {' | '.join(f'{value:+.2%}' for value in spread)} |")
-    print("\n".join(table))
+        overheads = spread((run["overhead"] for run in results[name]), "+.2%")
+        table.append(f"| {name} | {seconds} | {' | '.join(overheads)} |")
     details = {"config": CONFIG.name, "set": args.set, "steps": args.steps, "runs": results}
-    write_benchmark(args.output, "engine", table, details, origin, "\n".join(log) + "\n")
+    benchmark.finish("engine", table, details)
 
 
 if __name__ == "__main__":

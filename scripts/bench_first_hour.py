@@ -15,16 +15,14 @@ Writes <what>.md (the table), <what>.json (every run), log.txt (all that was pri
 import argparse
 import os
 import re
-import shlex
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from colossal_vit.results import provenance, write_benchmark
+from colossal_vit.benchmark import Benchmark, in_turns
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = {"quickstart": "scripts/quickstart.sh", "suite": "scripts/test.sh"}
@@ -59,13 +57,12 @@ def main() -> None:
     parser.add_argument("--side-by-side", action="store_true", help="both at the same time, on one core each")
     parser.add_argument("--output", type=Path, help="where the result goes (default results/first_hour/WHAT)")
     args = parser.parse_args()
-    output = args.output or ROOT / "results/first_hour" / args.what
-    origin = provenance(shlex.join(["python", *sys.argv]))
+    benchmark = Benchmark(args.output or ROOT / "results/first_hour" / args.what)
     commits = {
         name: subprocess.check_output(["git", "rev-parse", name], cwd=ROOT, text=True).strip()[:7]
         for name in ("HEAD", args.base)
     }
-    log, runs = [], []
+    runs = []
     with tempfile.TemporaryDirectory() as scratch:
         folders = {commit: Path(scratch) / commit for commit in commits.values()}
         for commit, folder in folders.items():
@@ -78,14 +75,13 @@ def main() -> None:
             pins = [["taskset", "--cpu-list", str(core)] for core in sorted(os.sched_getaffinity(0))[:2]]
         for number in range(args.runs):
             commands = [[*pin, "bash", COMMANDS[args.what]] for pin in pins]
+            order = in_turns(folders, number)
             with ThreadPoolExecutor(2 if args.side_by_side else 1) as pool:
-                done = list(pool.map(run, commands, folders.values()))
-            for commit, (wall, cpu, code, said) in zip(folders, done, strict=True):
+                done = list(pool.map(run, commands, (folders[commit] for commit in order)))
+            for commit, (wall, cpu, code, said) in zip(order, done, strict=True):
                 runs.append({"commit": commit, "wall_s": wall, "cpu_s": cpu, "exit_code": code})
-                log.append(
-                    f"===== run {number} of {commit}: {wall:.0f} s, {cpu:.0f} CPU s, exit code {code} =====\n{said}"
-                )
-                print(log[-1].splitlines()[0], flush=True)
+                benchmark.say(f"===== run {number} of {commit}: {wall:.0f} s, {cpu:.0f} CPU s, exit code {code} =====")
+                benchmark.log += said.replace(scratch, "SCRATCH")
     table = ["| commit | wall seconds | CPU seconds | exit code |", "| --- | ---: | ---: | ---: |"]
     medians = {}
     for commit in folders:
@@ -95,8 +91,7 @@ def main() -> None:
         table.append(f"| {commit} | {medians[commit][0]:.0f} | {medians[commit][1]:.0f} | {codes} |")
     head, base = medians.values()
     table.append(f"| ratio | {head[0] / base[0]:.2f} | {head[1] / base[1]:.2f} | |")
-    print("\n".join(table))
-    write_benchmark(output, args.what, table, {"runs": runs}, origin, "\n".join(log).replace(scratch, "SCRATCH"))
+    benchmark.finish(args.what, table, {"runs": runs})
 
 
 if __name__ == "__main__":

@@ -26,9 +26,10 @@ from pathlib import Path
 
 import torch
 from colossal_vit import config as configs
+from colossal_vit.benchmark import Benchmark, in_turns
 from colossal_vit.mfu import peak_of, training_flops
 from colossal_vit.models import build_timm_vit
-from colossal_vit.results import provenance, read_metrics, write_benchmark
+from colossal_vit.results import read_metrics
 
 from bench_loader import write_images
 
@@ -118,12 +119,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="counted, of each run (default %(default)s)")
     parser.add_argument("--output", type=Path, default=ROOT / f"results/imagenet_{'gpu' if gpu else 'cpu'}")
     args = parser.parse_args()
-    origin = provenance(shlex.join(["python", *sys.argv]))
-    log: list[str] = []
-
-    def say(line: str) -> None:
-        print(line, flush=True)
-        log.append(line + "\n")
+    benchmark = Benchmark(args.output)
 
     # ---- Measure ---------------------------------------------------------------------------------------------------
     results = []
@@ -138,7 +134,7 @@ def main() -> None:
                     common += [f"BATCH_SIZE={args.batch_size}", f"gradient_accumulation={args.accumulation}"]
                     result = {"model": model, "precision": precision}
                     steps = {}
-                    for kind in ("synthetic", "dali") if round_number % 2 else ("dali", "synthetic"):
+                    for kind in in_turns(("dali", "synthetic"), round_number):
                         steps[kind] = train([*common, f"SYNTHETIC={kind == 'synthetic'}"], data, args.steps)
                         result[kind] = statistics.median(step["images_per_s"] for step in steps[kind])
                     result["loader"] = pool.apply(drain, (data, args.batch_size, 20))
@@ -146,7 +142,7 @@ def main() -> None:
                     result["waited"] = sum(s["data_s"] for s in steps["dali"]) / sum(s["step_s"] for s in steps["dali"])
                     result["loop"] = result["dali"] / min(result["synthetic"], result["loader"])
                     results.append(result)
-                    say(", ".join(f"{k} {v:.4g}" if isinstance(v, float) else v for k, v in result.items()))
+                    benchmark.say(", ".join(f"{k} {v:.4g}" if isinstance(v, float) else v for k, v in result.items()))
         pool.close()
         pool.join()
 
@@ -163,9 +159,8 @@ def main() -> None:
             share = mfu(model, precision, median["synthetic"])
             row = f"| {model} | {precision} | {rates} | {median['loop']:.3f} | {share} | {median['memory_gb']:.1f} |"
             table.append(row)
-    print("\n".join(table))
     settings = {"BATCH_SIZE": args.batch_size, "gradient_accumulation": args.accumulation, "steps": args.steps}
-    write_benchmark(args.output, "imagenet", table, {**settings, "rounds": results}, origin, "".join(log))
+    benchmark.finish("imagenet", table, {**settings, "rounds": results})
 
 
 if __name__ == "__main__":

@@ -12,13 +12,12 @@ Writes import.md (the table), import.json (every run), log.txt and provenance.js
 import argparse
 import os
 import resource
-import shlex
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 
-from colossal_vit.results import provenance, write_benchmark
+from colossal_vit.benchmark import Benchmark, in_turns, spread
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = (
@@ -54,34 +53,28 @@ def main() -> None:
     parser.add_argument("--python", nargs="+", default=[], help="interpreters of further environments")
     parser.add_argument("--output", type=Path, default=ROOT / "results/import_cpu", help="where the result goes")
     args = parser.parse_args()
-    origin = provenance(shlex.join(["python", *sys.argv]))
+    benchmark = Benchmark(args.output)
     imports = {"timm": ("timm", ROOT)}
     imports |= {script: (Path(script).stem, (ROOT / script).parent) for script in SCRIPTS}
-    log: list[str] = []
-
-    def say(line: str) -> None:
-        print(line, flush=True)
-        log.append(line + "\n")
-
     table = ["| | CPU seconds, median | times timm's, median (lowest, highest) |", "| --- | ---: | ---: |"]
     seconds: dict[str, dict[str, list[float]]] = {}
     for python in (sys.executable, *args.python):
         versions = subprocess.run([python, "-c", VERSIONS], capture_output=True, text=True, check=True).stdout.strip()
-        say(versions)
+        benchmark.say(versions)
         measured = seconds[versions] = {name: [] for name in imports}
         for name in imports:  # once, so that files are in the page cache
             cpu_seconds(python, *imports[name])
         for number in range(args.runs):
-            for name in (list(imports), list(reversed(imports)))[number % 2]:
+            for name in in_turns(imports, number):
                 measured[name].append(cpu_seconds(python, *imports[name]))
-            say(f"run {number}: " + ", ".join(f"{name} {values[-1]:.2f} s" for name, values in measured.items()))
+            times = ", ".join(f"{name} {values[-1]:.2f} s" for name, values in measured.items())
+            benchmark.say(f"run {number}: {times}")
         table.append(f"| **{versions}** | | |")
         for name, values in measured.items():
             ratios = [own / timm for own, timm in zip(values, measured["timm"], strict=True)]
-            ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}, {max(ratios):.2f})"
+            ratio = "{} ({}, {})".format(*spread(ratios, ".2f"))
             table.append(f"| `{name}` | {statistics.median(values):.2f} | {ratio} |")
-    print("\n".join(table))
-    write_benchmark(args.output, "import", table, {"seconds": seconds}, origin, "".join(log))
+    benchmark.finish("import", table, {"seconds": seconds})
 
 
 if __name__ == "__main__":

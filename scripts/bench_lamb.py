@@ -3,15 +3,14 @@
     python scripts/bench_lamb.py [--device cpu] [--model NAME] [--rounds 20] [--output results/lamb_cpu]
 
 A round is one step of each optimizer, in an order that changes from round to round, so that whatever else the machine
-does meets all of them alike. Prints and writes, with every round and the provenance: the median time of a step, the
-median over the rounds of how many times ours it is, and how far the weights are from ours in the end.
+does meets all of them alike. The table has the median time of a step, the median over the rounds of how many times ours
+it is, and how far the weights are from ours in the end.
+
+Writes lamb.md (the table), lamb.json (every round) and provenance.json.
 """
 
 import argparse
-import json
-import shlex
 import statistics
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -19,8 +18,8 @@ from pathlib import Path
 import colossal_vit  # noqa: F401 silences the import of Colossal-AI
 import timm
 import torch
+from colossal_vit.benchmark import Benchmark, in_turns
 from colossal_vit.engine.optim import Lamb
-from colossal_vit.results import provenance
 from colossalai.nn.optimizer import Lamb as ColossalLamb
 from timm.optim import Lamb as TimmLamb
 from torch.optim import Optimizer
@@ -68,10 +67,9 @@ def measure(device: torch.device, model: str, num_rounds: int) -> tuple[list[dic
         optimizers[name] = make([w.clone().requires_grad_() for w in weights], **OPTIONS)
         for parameter, gradient in zip(parameters_of(optimizers[name]), gradients, strict=True):
             parameter.grad = gradient
-    names, rounds = list(CONTENDERS), []
+    rounds = []
     for number in range(NUM_WARM_UP + num_rounds):
-        names = names[::-1] if number % 2 else names[1:] + names[:1]
-        rounds.append({name: timed(optimizers[name], device) for name in names})
+        rounds.append({name: timed(optimizers[name], device) for name in in_turns(CONTENDERS, number)})
     ours = parameters_of(optimizers[OURS])
     differences = {
         name: max(
@@ -90,8 +88,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="how many steps to time (default %(default)s)")
     parser.add_argument("--output", type=Path, help="folder for the result (default results/lamb_<device>)")
     args = parser.parse_args()
-    output = args.output or ROOT / "results" / f"lamb_{args.device}"
-    origin = provenance(shlex.join(["python", "scripts/bench_lamb.py", *sys.argv[1:]]))
+    benchmark = Benchmark(args.output or ROOT / "results" / f"lamb_{args.device}")
 
     rounds, differences = measure(torch.device(args.device), args.model, args.rounds)
     result = {
@@ -102,13 +99,9 @@ def main() -> None:
         }
         for name in CONTENDERS
     }
-    lines = ["| LAMB | step, ms | times ours | weights differ by |", "| --- | ---: | ---: | ---: |"]
+    table = ["| LAMB | step, ms | times ours | weights differ by |", "| --- | ---: | ---: | ---: |"]
     for name, r in result.items():
-        lines.append(f"| {name} | {r['step_ms']:.1f} | {r['times_ours']:.2f} | {r['weights_differ_by']:.0e} |")
-    table = "\n".join(lines) + "\n"
-    print(table, end="")
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "table.md").write_text(table)
+        table.append(f"| {name} | {r['step_ms']:.1f} | {r['times_ours']:.2f} | {r['weights_differ_by']:.0e} |")
     details = {
         "device": args.device,
         "model": args.model,
@@ -116,8 +109,7 @@ def main() -> None:
         "result": result,
         "seconds": rounds,
     }
-    (output / "lamb.json").write_text(json.dumps(details, indent=2) + "\n")
-    (output / "provenance.json").write_text(json.dumps(origin, indent=2) + "\n")
+    benchmark.finish("lamb", table, details)
 
 
 if __name__ == "__main__":

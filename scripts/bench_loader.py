@@ -13,7 +13,6 @@ Writes loader.md (the table), loader.json (every run), log.txt and provenance.js
 """
 
 import argparse
-import shlex
 import statistics
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from colossal_vit.results import provenance, write_benchmark
+from colossal_vit.benchmark import Benchmark, in_turns, spread
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
@@ -103,26 +102,22 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=30, help="batches a side and run (default %(default)s)")
     parser.add_argument("--output", type=Path, default=ROOT / "results/loader_cpu", help="where the result goes")
     args = parser.parse_args()
-    origin = provenance(shlex.join(["python", *sys.argv]))
-    log: list[str] = []
-
-    def say(line: str) -> None:
-        print(line, flush=True)
-        log.append(line + "\n")
+    benchmark = Benchmark(args.output)
 
     # ---- Measure ---------------------------------------------------------------------------------------------------
     rates: dict[str, list[float]] = {"ours": [], "torchvision": []}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "images"
         kilobytes = write_images(folder)
-        say(f"{NUM_CLASSES * IMAGES_PER_CLASS} images of {WIDTH} x {HEIGHT} pixels, {kilobytes:.0f} KB on average")
+        num_images = NUM_CLASSES * IMAGES_PER_CLASS
+        benchmark.say(f"{num_images} images of {WIDTH} x {HEIGHT} pixels, {kilobytes:.0f} KB on average")
         sides = {"ours": ours(folder), "torchvision": torchvisions(folder)}
         found = {name: statistics_of(batches) for name, batches in sides.items()}
-        say(f"mean and standard deviation: {found}")
+        benchmark.say(f"mean and standard deviation: {found}")
         if any(abs(a - b) > TOLERANCE * found["torchvision"][1] for a, b in zip(*found.values(), strict=True)):
             sys.exit(f"the two sides do not make the same batches: {found}")
         for number in range(args.runs):
-            for name in (list(sides), list(reversed(sides)))[number % 2]:
+            for name in in_turns(sides, number):
                 time.sleep(SETTLED)
                 for _ in range(DRAINED):
                     next(sides[name])
@@ -131,24 +126,22 @@ def main() -> None:
                     next(sides[name])
                 rates[name].append(BATCH_SIZE * args.batches / (time.perf_counter() - started))
             here = ", ".join(f"{name} {of_side[-1]:.1f}" for name, of_side in rates.items())
-            say(f"run {number + 1} of {args.runs}: {here} images/s")
+            benchmark.say(f"run {number + 1} of {args.runs}: {here} images/s")
 
     # ---- Table -----------------------------------------------------------------------------------------------------
     ratios = [a / b for a, b in zip(*rates.values(), strict=True)]
-    spread = " | ".join(f"{value:.2f}" for value in (statistics.median(ratios), min(ratios), max(ratios)))
-    medians = " | ".join(f"{statistics.median(of_side):.0f}" for of_side in rates.values())
+    cells = " | ".join([f"{statistics.median(of_side):.0f}" for of_side in rates.values()] + spread(ratios, ".2f"))
     table = [
         "| comparison | ours, images/s | torchvision, images/s | ratio: median | min | max |",
         "| --- |" + " ---: |" * 5,
-        f"| DALI on the CPU, {WORKERS} threads / ImageFolder, {WORKERS} workers | {medians} | {spread} |",
+        f"| DALI on the CPU, {WORKERS} threads / ImageFolder, {WORKERS} workers | {cells} |",
     ]
-    print("\n".join(table))
 
     # ---- Result ----------------------------------------------------------------------------------------------------
     settings = {"image": [WIDTH, HEIGHT], "kilobytes": round(kilobytes, 1), "batch": BATCH_SIZE, "workers": WORKERS}
     settings |= {"IMG_SIZE": IMG_SIZE, "batches": args.batches}
     document = {"settings": settings, "images_per_s": rates, "ratios": ratios}
-    write_benchmark(args.output, "loader", table, document, origin, "".join(log))
+    benchmark.finish("loader", table, document)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ are, 1 when a side fails or the two disagree.
 import argparse
 import json
 import os
-import shlex
 import statistics
 import subprocess
 import sys
@@ -31,8 +30,8 @@ import torch
 import torch.distributed as dist
 from colossal_vit import config as configs
 from colossal_vit import launch
+from colossal_vit.benchmark import Benchmark, in_turns, spread
 from colossal_vit.engine.assembly import initialize
-from colossal_vit.results import provenance, write_benchmark
 from colossal_vit.run import Run
 from colossalai.legacy import nn as col_nn
 from colossalai.legacy.context import ParallelMode
@@ -215,7 +214,7 @@ def compare() -> None:
         seconds = dict.fromkeys(sides, 0.0)
         for index in range(args.steps):
             batch = next_batch()
-            for side in sorted(sides, reverse=(number + index) % 2 == 1):
+            for side in in_turns(sides, number + index):
                 dist.barrier()
                 started = time.perf_counter()
                 sides[side](*batch)
@@ -229,8 +228,8 @@ def compare() -> None:
         (run.output / "pair.json").write_text(json.dumps(result))
 
 
-def measure(name: str, args: argparse.Namespace, more: list[str], log: list[str]) -> dict:
-    """Start the processes of a pair and return what they measured; their output goes to the terminal and to `log`."""
+def measure(name: str, args: argparse.Namespace, more: list[str], benchmark: Benchmark) -> dict:
+    """Start the processes of a pair and return what they measured; `benchmark` says what they print."""
     pair = PAIRS[name]
     with tempfile.TemporaryDirectory() as output:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={pair.processes}"]
@@ -240,8 +239,7 @@ def measure(name: str, args: argparse.Namespace, more: list[str], log: list[str]
         options = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         with subprocess.Popen(command, env={"OMP_NUM_THREADS": "1", **os.environ}, **options) as processes:
             for line in processes.stdout:
-                print(line, end="", flush=True)
-                log.append(line)
+                benchmark.say(line.rstrip("\n"))
         if processes.returncode:
             sys.exit(f"{name}: a side fails, see above")
         result = json.loads((Path(output) / "pair.json").read_text())
@@ -252,11 +250,10 @@ def measure(name: str, args: argparse.Namespace, more: list[str], log: list[str]
 
 def main() -> None:
     args, more = get_parser().parse_known_args()
-    origin = provenance(shlex.join(["python", "scripts/bench_parallel.py", *sys.argv[1:]]))
+    benchmark = Benchmark(args.output)
 
     # ---- Measure ---------------------------------------------------------------------------------------------------
-    log: list[str] = []
-    results = {name: measure(name, args, more, log) for name in args.only}
+    results = {name: measure(name, args, more, benchmark) for name in args.only}
 
     # ---- Result ----------------------------------------------------------------------------------------------------
     table = [
@@ -267,10 +264,8 @@ def main() -> None:
         here, there = result["images_per_s"].values()
         ratios = result["ratios"] = [a / b for a, b in zip(here, there, strict=True)]
         medians = f"{statistics.median(here):.1f} | {statistics.median(there):.1f}"
-        spread = " | ".join(f"{value:.3f}" for value in (statistics.median(ratios), min(ratios), max(ratios)))
-        table.append(f"| {PAIRS[name].title} | {medians} | {spread} |")
-    print("\n".join(table))
-    write_benchmark(args.output, "parallel", table, {"steps": args.steps, **results}, origin, "".join(log))
+        table.append(f"| {PAIRS[name].title} | {medians} | {' | '.join(spread(ratios, '.3f'))} |")
+    benchmark.finish("parallel", table, {"steps": args.steps, **results})
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import json
 import math
 import os
 import random
-import shlex
 import shutil
 import signal
 import socket
@@ -35,9 +34,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
+from colossal_vit.benchmark import Benchmark
 from colossal_vit.checkpoint import storage
 from colossal_vit.errors import UserError
-from colossal_vit.results import provenance, write_benchmark
 
 from check_layouts import CONFIG, FOLDER, MODEL, PIPELINE, set_flags
 
@@ -416,7 +415,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds}: must be at least 1")
-    origin = provenance(shlex.join(["python", "scripts/fault_loop.py", *sys.argv[1:]])) if args.result else None
+    benchmark = Benchmark(args.result)
 
     scratch = Path(tempfile.mkdtemp(prefix="fault-loop-"))
     log = scratch / "log.txt"
@@ -427,7 +426,7 @@ def main() -> int:
         return Ranks([*command, "--output", str(scratch / name)], log, launched)
 
     def say(line: str) -> None:
-        print(line, flush=True)
+        benchmark.say(line)
         with open(log, "a") as file:
             file.write(f"fault_loop.py: {line}\n")
 
@@ -440,11 +439,9 @@ def main() -> int:
     except AssertionError as error:
         print(f"fault_loop.py: error: {error}\nThe run is left in {scratch}", file=sys.stderr)
         return 1
-    table = make_table(done, records)
-    print("\n".join(table))
-    if args.result:
-        details = {"settings": settings, "seed": args.seed, "rounds": [asdict(this) for this in done]}
-        write_benchmark(args.result, "fault_loop", table, details, origin, log.read_text())
+    benchmark.log = log.read_text()
+    details = {"settings": settings, "seed": args.seed, "rounds": [asdict(this) for this in done]}
+    benchmark.finish("fault_loop", make_table(done, records), details)
     shutil.rmtree(scratch)
     return 0
 

@@ -30,9 +30,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), *(str(ROOT / name) for name in ("tests", "scripts", "vit_cifar10_hybrid"))]
 
+from colossal_vit.benchmark import Benchmark  # noqa: E402
 from colossal_vit.errors import UserError  # noqa: E402
 from colossal_vit.parallel.layout import Layout  # noqa: E402
-from colossal_vit.results import provenance, read_metrics, write_benchmark  # noqa: E402
+from colossal_vit.results import read_metrics  # noqa: E402
 
 import conftest  # noqa: E402 hides GPUs, which forks could not share, before torch is imported
 import fork_ranks  # noqa: E402
@@ -251,13 +252,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--no-shrink", action="store_true", help="leave cases that fail as they are")
     parser.add_argument("--output", type=Path, help="where the result goes; without, it is only printed")
     args = parser.parse_args(argv)
-    origin = provenance(shlex.join(["python", "scripts/fuzz_layouts.py", *sys.argv[1:]])) if args.output else None
-    log, results, worst = [], [], defaultdict(list)
+    benchmark = Benchmark(args.output)
+    results, worst = [], defaultdict(list)
     folder = Path(tempfile.mkdtemp(prefix="fuzz-data-"))
-
-    def say(line: str) -> None:
-        print(line, flush=True)
-        log.append(line)
 
     conftest.small_digits(folder, NUM_TEST_IMAGES)
     with conftest.pytest.MonkeyPatch.context() as patch:
@@ -271,13 +268,15 @@ def main(argv: list[str] | None = None) -> int:
             layouts = [describe(case[part]) for part in ("first", "second")]
             kind = "bf16" if case["amp"] else "fp32"
             said = f"{number}: {' → '.join(layouts)}, {case['optimizer']}, {kind}: {first:.1e}, {most:.1e}"
-            say(said + (f": {fault}" if fault else ""))
+            benchmark.say(said + (f": {fault}" if fault else ""))
             results.append({"number": number, "case": case, "first_step": first, "worst": most, "fault": fault})
             for part in ("first", "second"):
                 worst[case[part]["mode"] or "no tensor parallelism", kind].append((first, most))
             if fault:
-                say(as_commands(case) if args.no_shrink else f"as simple as it fails:\n{as_commands(shrink(case))}")
-        say(f"{args.cases} cases in {time.monotonic() - started:.0f} s")
+                benchmark.say(
+                    as_commands(case) if args.no_shrink else f"as simple as it fails:\n{as_commands(shrink(case))}"
+                )
+        benchmark.say(f"{args.cases} cases in {time.monotonic() - started:.0f} s")
     shutil.rmtree(folder)
     failed = [r["number"] for r in results if r["fault"]]
     table = ["| tensor mode | precision | layouts | first step: worst | any step: median | worst |"]
@@ -287,9 +286,7 @@ def main(argv: list[str] | None = None) -> int:
         numbers = " | ".join(f"{value:.1e}" for value in (max(firsts), statistics.median(mosts), max(mosts)))
         table.append(f"| {mode} | {kind} | {len(found)} | {numbers} |")
     table += ["", f"Seed {args.seed}: {len(results)} cases, {len(failed)} failed{f': {failed}' if failed else ''}."]
-    print("\n".join(table))
-    if args.output:
-        write_benchmark(args.output, "fuzz_layouts", table, {"cases": results}, origin, "\n".join(log) + "\n")
+    benchmark.finish("fuzz_layouts", table, {"cases": results})
     return int(bool(failed))
 
 

@@ -32,9 +32,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), *(str(ROOT / name) for name in ("tests", "scripts", "vit_cifar10_hybrid"))]
 
+from colossal_vit.benchmark import Benchmark  # noqa: E402
 from colossal_vit.checkpoint import lock, restore, storage  # noqa: E402
 from colossal_vit.errors import UserError  # noqa: E402
-from colossal_vit.results import provenance, read_metrics, write_benchmark  # noqa: E402
+from colossal_vit.results import read_metrics  # noqa: E402
 
 import conftest  # noqa: E402 hides GPUs, which forks could not share, before torch is imported
 import fork_ranks  # noqa: E402
@@ -198,12 +199,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="number of the first case (default %(default)s)")
     parser.add_argument("--output", type=Path, help="where the result goes; without, it is only printed")
     args = parser.parse_args(argv)
-    origin = provenance(shlex.join(["python", "scripts/fuzz_runs.py", *sys.argv[1:]])) if args.output else None
+    benchmark = Benchmark(args.output)
     scratch = Path(tempfile.mkdtemp(prefix="fuzz-data-"))
     data = {"digits": scratch / "digits", "others": scratch / "others"}
     conftest.small_digits(data["digits"], 27)
     conftest.small_digits(data["others"], 20)
-    cases, failed, log = [], [], []
+    cases, failed = [], []
     with conftest.pytest.MonkeyPatch.context() as patch:
         patch.setattr(lock, "PATIENCE", 2.0)
         for number in range(args.first, args.first + args.cases):
@@ -212,14 +213,11 @@ def main(argv: list[str] | None = None) -> int:
             if found:
                 failed.append(number)
             for line in (f"{number}:", *(f"  {command}" for command in done), *(f"  {fault}" for fault in found)):
-                print(line, flush=True)
-                log.append(line)
+                benchmark.say(line)
     shutil.rmtree(scratch)
     table = how_they_ended([command for case in cases for command in case["commands"]])
     table += ["", f"Seed {args.seed}: {args.cases} pairs, {len(failed)} failed{f': {failed}' if failed else ''}."]
-    print("\n".join(table))
-    if args.output:
-        write_benchmark(args.output, "fuzz_runs", table, {"cases": cases}, origin, "\n".join(log) + "\n")
+    benchmark.finish("fuzz_runs", table, {"cases": cases})
     return int(bool(failed))
 
 

@@ -6,9 +6,9 @@ Each check is a process of its own with a time limit and a log. A check that has
 so that a command that was cut short resumes where it stopped; one that failed is. With `--rehearse` the same list runs
 small and on the CPU: it shows that every command of the list works, and nothing about a GPU.
 
-Writes into results/<number and name of the GPUs>/: gpu_check.md (the table), gpu_check.json, provenance.json, logs/,
-and a folder for each benchmark. Exit code 0 when all checks passed or were skipped, 1 when one failed, 75 when the time
-was too short. In a copy of the repository without git, COMMIT names the commit it is of.
+Writes into results/<number and name of the GPUs>/: gpu_check.md (the table), gpu_check.json, log.txt, provenance.json,
+logs/, and a folder for each benchmark. Exit code 0 when all checks passed or were skipped, 1 when one failed, 75 when
+the time was too short. In a copy of the repository without git, COMMIT names the commit it is of.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from colossal_vit.results import provenance, write_benchmark
+from colossal_vit.benchmark import Benchmark
 
 ROOT = Path(__file__).resolve().parents[1]
 PASSED, FAILED, SKIPPED, UNFINISHED = "passed", "failed", "skipped", "unfinished"
@@ -220,7 +220,8 @@ def main() -> int:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.getenv("PYTHONPATH")]))}
     if args.rehearse:
         environment |= {"CUDA_VISIBLE_DEVICES": "", "REHEARSE": "1", "OMP_NUM_THREADS": "1"}
-    origin = provenance(shlex.join(["python", *sys.argv]), changes_allowed=args.rehearse or args.list)
+    benchmark = Benchmark(output, changes_allowed=args.rehearse or args.list)
+    commit = benchmark.origin["commit"]
     state = output / "gpu_check.json"
     results = json.loads(state.read_text()) if state.exists() else {}
     cut_short = False
@@ -234,11 +235,11 @@ def main() -> int:
             print(f"{name}: {check.shows}, at most {check.minutes:g} minutes\n    {typed}")
             continue
         before = results.get(name, {})
-        if before.get("result") == PASSED and before["commit"] == origin["commit"] and not args.again:
-            print(f"{name}: has passed at this commit", flush=True)
+        if before.get("result") == PASSED and before["commit"] == commit and not args.again:
+            benchmark.say(f"{name}: has passed at this commit")
             continue
         left = 60 * args.minutes - (time.monotonic() - started)
-        result = {"result": UNFINISHED, "seconds": 0.0, "said": "", "commit": origin["commit"], "command": typed}
+        result = {"result": UNFINISHED, "seconds": 0.0, "said": "", "commit": commit, "command": typed}
         if reason := None if args.rehearse else reason_to_skip(check, len(names)):
             result |= {"result": SKIPPED, "said": reason}
         elif left > SETTLE:
@@ -252,11 +253,11 @@ def main() -> int:
                 result |= {"result": FAILED, "said": f"took longer than {check.minutes:g} minutes"}
         cut_short |= result["result"] == UNFINISHED
         results[name] = result
-        print(f"{name}: {result['result']} after {result['seconds']:.0f} s: {result['said']}", flush=True)
-        write_benchmark(output, "gpu_check", make_table(results), results, origin)
+        benchmark.say(f"{name}: {result['result']} after {result['seconds']:.0f} s: {result['said']}")
+        benchmark.write("gpu_check", make_table(results), results)
     if args.list:
         return 0
-    print("\n".join(make_table(results)))
+    benchmark.finish("gpu_check", make_table(results), results)
     failed = any(r["result"] == FAILED for r in results.values())
     return 1 if failed else 75 if cut_short else 0
 

@@ -1,10 +1,12 @@
-"""The table of AMP modes: what is in it, a mode that fails, the largest batch that fits."""
+"""What scripts that measure have in common; the table of AMP modes, a mode that fails, the largest batch that fits."""
 
 import argparse
 import csv
 import json
+import os
 
 import pytest
+from colossal_vit.benchmark import Benchmark, in_turns, spread
 
 import fork_ranks
 
@@ -21,6 +23,32 @@ def benchmark(monkeypatch):
     import benchmark
 
     return benchmark
+
+
+def test_a_result_is_kept_when_nobody_reads_what_is_said(monkeypatch, tmp_path):
+    """As after `| head -1`. Without a folder nothing is kept."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as stdout:
+        monkeypatch.setattr("sys.stdout", stdout)
+        monkeypatch.setattr("sys.argv", ["bench.py", "--set", "a b"])
+        for folder in (None, tmp_path / "kept"):
+            measured = Benchmark(folder, changes_allowed=True)
+            measured.say(f"first line, in {fork_ranks.ROOT}/runs")
+            measured.say("second line")
+            measured.finish("speed", ["| a |", "| --- |"], {"a": 1})
+    kept = {path.name: path.read_text() for path in (tmp_path / "kept").iterdir()}
+    assert json.loads(kept.pop("provenance.json"))["command"] == "python bench.py --set 'a b'"
+    assert kept == {
+        "speed.md": "| a |\n| --- |\n",
+        "speed.json": '{\n  "a": 1\n}\n',
+        "log.txt": "first line, in ./runs\nsecond line\n",
+    }
+
+
+def test_turns_and_spread():
+    assert [in_turns(["ours", "torch"], number) for number in range(2)] == [["ours", "torch"], ["torch", "ours"]]
+    assert spread([3, 1, 2.5], ".1f") == ["2.5", "1.0", "3.0"]
 
 
 def records(memory, seconds, count=7):

@@ -20,7 +20,6 @@ import csv
 import json
 import os
 import re
-import shlex
 import statistics
 import subprocess
 import sys
@@ -31,11 +30,12 @@ from typing import Any, NamedTuple
 import colossal_vit  # noqa: F401 silences the import of Colossal-AI
 import torch
 from colossal_vit import config as configs
+from colossal_vit.benchmark import Benchmark
 from colossal_vit.engine import precision
 from colossal_vit.errors import UserError
 from colossal_vit.mfu import peak_of, training_flops
 from colossal_vit.models import build_timm_vit
-from colossal_vit.results import provenance, read_metrics, write_benchmark
+from colossal_vit.results import read_metrics
 from colossalai.context import Config
 
 FOLDER = Path(__file__).resolve().parent
@@ -242,8 +242,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> int:
     args = parse()
-    origin = provenance(shlex.join(["python", *sys.argv]), changes_allowed=True)
-    log, rows = [], []
+    benchmark = Benchmark(args.output, changes_allowed=True)
+    rows = []
     for mode in modes(args):
         row: dict[str, Any] = {"config": mode.name, "mode": ""}
         try:
@@ -257,19 +257,16 @@ def main() -> int:
         except (UserError, Failed) as error:
             row["failed"] = str(error)
         rows.append(row)
-        log.append(json.dumps(row))
-        print(log[-1], flush=True)
+        benchmark.say(json.dumps(row))
     (base,) = [row for row in rows if row["config"] == "config_fp32" and "failed" not in row] or [None]
     for row in rows:
         if base and "failed" not in row:
             row["relative_memory"] = row["memory_gb"] / base["memory_gb"] - 1
             row["relative_throughput"] = row["images_per_s"] / base["images_per_s"] - 1
-    lines = table(rows)
-    print("\n".join(lines))
     settings = {"processes": args.nproc_per_node, "steps": args.steps, "warm_up": args.warm_up}
     settings |= {"data": "one random batch" if args.synthetic else os.environ.get("DATA") or "the sample"}
     settings |= {"memory": "allocated by torch" if torch.cuda.is_available() else "resident (RSS)", "set": args.set}
-    write_benchmark(args.output, "amp", lines, {**settings, "rows": rows}, origin, "\n".join(log) + "\n")
+    benchmark.finish("amp", table(rows), {**settings, "rows": rows})
     with open(args.output / "amp.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, ["config", *COLUMNS, "failed"])
         writer.writeheader()
