@@ -86,8 +86,8 @@ def measure(name: str, num_runs: int, scratch: Path) -> dict[str, Any]:
     trainer = Trainer(engine, logger=run.log)
     engine.train()
     times: dict[str, list[float]] = {key: [] for key in ("take", "write", "verify", "resume", "alone", "beside")}
-    path = run.checkpoint = run.output / storage.FOLDER / "step-00000001"
-    path.parent.mkdir(exist_ok=True)
+    folder = run.output / storage.FOLDER
+    folder.mkdir(exist_ok=True)
 
     def step() -> None:
         engine.zero_grad()
@@ -100,7 +100,7 @@ def measure(name: str, num_runs: int, scratch: Path) -> dict[str, Any]:
 
     def write(snapshot: Snapshot) -> None:
         started = time.perf_counter()
-        storage.write(path, *snapshot)
+        storage.write(run.checkpoint, *snapshot)
         times["write"].append(time.perf_counter() - started)
 
     for _ in range(2):  # the first one makes the moments
@@ -109,8 +109,9 @@ def measure(name: str, num_runs: int, scratch: Path) -> dict[str, Any]:
     num_alone = 3
     for number in range(num_runs):
         if number:
-            shutil.rmtree(path)
+            shutil.rmtree(run.checkpoint)
         times["alone"] += [seconds(step) for _ in range(num_alone)]
+        run.checkpoint = folder / f"step-{engine.num_steps:08d}"
         writer = Thread(target=write, args=[state()])
         writer.start()
         beside = []
@@ -118,12 +119,12 @@ def measure(name: str, num_runs: int, scratch: Path) -> dict[str, Any]:
             beside.append(seconds(step))
         times["beside"] += beside[:-1] or beside  # the write ended during the last one
         num_alone = len(beside)
-        forget(path)
-        times["verify"].append(seconds(lambda: storage.verify(path)))
+        forget(run.checkpoint)
+        times["verify"].append(seconds(lambda: storage.verify(run.checkpoint)))
         times["resume"].append(seconds(lambda: resume(run, trainer, loader, scheduler)))
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
-        "bytes": {file.name: file.stat().st_size for file in sorted(path.iterdir())},
+        "bytes": {file.name: file.stat().st_size for file in sorted(run.checkpoint.iterdir())},
         "seconds": times,
         "peak_memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,
         "threads": torch.get_num_threads(),
