@@ -39,12 +39,15 @@ def draw(directory: Path) -> None:
         "loss.png": ("loss", [("training", steps, "loss"), ("test", evaluations, "eval_loss")]),
         "accuracy.png": ("test accuracy", [("test", evaluations, "eval_accuracy")]),
     }
+    if averaged := [record for record in evaluations if "ema_loss" in record]:
+        for filename, key in (("loss.png", "ema_loss"), ("accuracy.png", "ema_accuracy")):
+            curves[filename][1].append(("test, EMA", averaged, key))
     for filename, (title, lines) in curves.items():
         figure = Figure(figsize=(7, 4.2), dpi=120)
         figure.subplots_adjust(bottom=0.14, right=0.96)
         axes = figure.add_subplot(xlabel="optimizer step", ylabel=title, title=f"{directory.name}: {title}")
         for label, records, key in lines:
-            marker = "o" if records is evaluations else None
+            marker = None if records is steps else "o"
             axes.plot([r["step"] for r in records], [r[key] for r in records], label=label, marker=marker, markersize=3)
         axes.grid(alpha=0.3)
         axes.legend()

@@ -132,7 +132,7 @@ def run(main: Callable[[], None], argv: list[str], device: torch.device = CUDA) 
     script = sys.modules[main.__module__]
     saved = []
 
-    def write(path, model, optimizer, _):
+    def write(path, model, optimizer, *_):
         saved.append({**model, **optimizer})  # in a thread, which sees another device while an operator runs
 
     FakeTensorMode.avoid_device_init = True  # it would ask torch.cuda, which says below that there is a GPU

@@ -180,7 +180,7 @@ def test_an_image_without_a_partner_is_refused():
     assert mixing.mixed(off, config(3)) is off
 
 
-@pytest.mark.usefixtures("random_weights", "small_sample")
+@pytest.mark.usefixtures("random_weights", "few_test_images")
 def test_every_layout_trains_on_the_same_mixed_batches(tmp_path):
     values = {"mix.mixup": 0.8, "mix.cutmix": 1.0, "mix.mode": "elem", "bce.threshold": 0.2}
     expected, _ = recipes.train(tmp_path / "one", steps=6, **values)

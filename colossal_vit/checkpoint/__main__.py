@@ -109,7 +109,7 @@ def _export(args: argparse.Namespace) -> int:
     path = _one_valid(args.checkpoint)
     from colossal_vit.checkpoint.timm_weights import export_timm
 
-    export_timm(path, args.folder, _DTYPES[args.dtype])
+    export_timm(path, args.folder, _DTYPES[args.dtype], args.ema)
     print(f'{path} is in {args.folder}: timm.create_model("local-dir:{args.folder}", pretrained=True)')
     return 0
 
@@ -142,6 +142,7 @@ def _get_parser() -> argparse.ArgumentParser:
     verb.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="or a run directory for the newest")
     verb.add_argument("folder", type=Path, metavar="FOLDER", help="must not exist, or be empty")
     verb.add_argument("--dtype", choices=_DTYPES, default="fp32", help="of the weights (default %(default)s)")
+    verb.add_argument("--ema", action="store_true", help="take the moving averages of the weights")
     verb.set_defaults(act=_export)
 
     verb = verbs.add_parser("import", help="make a checkpoint to start from of weights that timm has")

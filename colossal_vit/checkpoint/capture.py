@@ -21,6 +21,7 @@ from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from torch import Tensor
 
+EMA = "ema"  # gathered like a moment
 _PACKAGES = ("torch", "colossalai", "timm")
 
 
@@ -30,6 +31,7 @@ class Snapshot(NamedTuple):
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     state: dict[str, Any]
+    ema: dict[str, Tensor] | None
 
 
 def _moment_names(engine: Engine) -> set[str]:
@@ -43,10 +45,14 @@ def _moments_step(engine: Engine) -> int:
 
 
 def _own_pieces(engine: Engine, moments: list[str]) -> Iterator[tuple[str, Shard, Tensor]]:
-    """Every tensor of this rank in the order of all ranks of its stage: weights under "", moments under their names."""
+    """Every tensor of this rank in the order of all ranks of its stage: weights under "", moments under their names,
+    the weights' moving averages under EMA.
+    """
     for slot in parameter_slots(engine):
         yield "", slot.shard, slot.master
         state = engine.optimizer.optim.state.get(slot.master, {})
+        if engine.ema:
+            state = {**state, EMA: engine.ema.averages[slot.master]}
         for key in moments:  # a piece that is not used has none
             yield key, slot.shard, state[key] if key in state else torch.zeros_like(slot.master)
 
@@ -78,7 +84,7 @@ def capture(trainer: Trainer, train_dataloader: MicroBatches, epoch: int, start:
         "names": [(slot.shard.name, slot.shard.full_shape(slot.master.shape)) for slot in parameter_slots(engine)],
     }
     ranks = all_gather_object(own)
-    moments = sorted(set().union(*(own["moments"] for own in ranks)))
+    moments = sorted(set().union(*(own["moments"] for own in ranks))) + ([EMA] if engine.ema else [])
     group = gpc.get_cpu_group(ParallelMode.GLOBAL)
     full: dict[str, dict[str, Tensor]] = {key: {} for key in ("", *moments)}
     if replica == 0:
@@ -115,11 +121,13 @@ def capture(trainer: Trainer, train_dataloader: MicroBatches, epoch: int, start:
         "normalization": train_dataloader.normalization,
         "versions": {name: metadata.version(name) for name in _PACKAGES},
     }
-    return Snapshot(model, {name: tensor for part in full.values() for name, tensor in part.items()}, state)
+    averages = {key.removeprefix(f"{EMA}."): tensor for key, tensor in full.pop(EMA, {}).items()}
+    moments = {name: tensor for part in full.values() for name, tensor in part.items()}
+    return Snapshot(model, moments, state, averages or None)
 
 
 def _dtype(engine: Engine, moment: str) -> torch.dtype:
     """Of weights or moments: the same on every stage."""
-    if not moment:
+    if moment in ("", EMA):
         return parameter_slots(engine)[0].master.dtype
     return next(state[moment].dtype for state in engine.optimizer.optim.state.values() if moment in state)

@@ -90,6 +90,18 @@ def _load_model(path: Path, engine: Engine) -> None:
 
 
 @torch.no_grad()
+def _load_averages(path: Path, engine: Engine) -> None:
+    """Fill the moving average of the weights; without one in the checkpoint, it begins with the weights."""
+    slots, averages = {slot.shard.name: slot for slot in parameter_slots(engine)}, engine.ema.averages
+    for slot in slots.values():
+        averages[slot.master].copy_(slot.master)
+    if run_on_rank_0((path / storage.EMA).exists):
+        for name, tensor in _Distributed(path / storage.EMA).tensors():
+            if name in slots:
+                averages[slots[name].master].copy_(slots[name].shard.split(tensor))
+
+
+@torch.no_grad()
 def _load_moments(path: Path, engine: Engine, moments_step: int) -> None:
     """Give the optimizer this rank's pieces of the moments in a checkpoint, which have seen `moments_step` updates."""
     slots, optimizer = {slot.shard.name: slot for slot in parameter_slots(engine)}, engine.optimizer.optim
@@ -191,6 +203,8 @@ def _resume(run: Run, trainer: Trainer, train_dataloader: MicroBatches, lr_sched
     if state["step"] and not run.eval_only:
         engine.settle_buckets((run.config.BATCH_SIZE, 3, run.config.IMG_SIZE, run.config.IMG_SIZE))
     _load_model(path, engine)
+    if engine.ema:
+        _load_averages(path, engine)
     if trained:
         _load_moments(path, engine, state["moments_step"])
     engine.num_steps = state["step"]

@@ -3,6 +3,7 @@
     <run directory>/checkpoints/step-00000042/
         model.safetensors       full weights in fp32 under timm's parameter names, whatever the layout was
         optimizer.safetensors   full moments, `<moment>.<name of the parameter>`
+        ema.safetensors         with the block `ema`: full moving averages of the weights, named as these
         state.json              all else that a run needs to resume, see `capture.py`
         manifest.json           format version, size and SHA-256 of the other files
 
@@ -10,7 +11,7 @@ Nothing that is read here can run code: tensors are safetensors, the rest is JSO
 
     python -m colossal_vit.checkpoint ls RUN_DIRECTORY
     python -m colossal_vit.checkpoint verify RUN_DIRECTORY|CHECKPOINT ...
-    python -m colossal_vit.checkpoint export CHECKPOINT FOLDER [--dtype fp16]
+    python -m colossal_vit.checkpoint export CHECKPOINT FOLDER [--dtype fp16] [--ema]
     python -m colossal_vit.checkpoint import WEIGHTS.safetensors CHECKPOINT [--img-size 384] [--num-classes 10]
 """
 
@@ -32,7 +33,8 @@ from torch import Tensor
 
 FOLDER = "checkpoints"  # in a run directory
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
-CONTENTS = (MODEL, OPTIMIZER, STATE)  # what the manifest vouches for
+EMA = "ema.safetensors"
+CONTENTS = (MODEL, OPTIMIZER, STATE)  # what the manifest vouches for, and EMA where there is one
 VERSION = 1
 STEP_NAME = re.compile(r"step-(\d{8,})")
 _STATE_KEYS = {
@@ -59,7 +61,13 @@ def _remove(path: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def write(path: Path, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+def write(
+    path: Path,
+    model: Mapping[str, Tensor],
+    optimizer: Mapping[str, Tensor],
+    state: Mapping[str, Any],
+    ema: Mapping[str, Tensor] | None = None,
+) -> None:
     """Write a checkpoint, which appears under its name whole, on the disk, and in one rename.
 
     Args:
@@ -67,19 +75,22 @@ def write(path: Path, model: Mapping[str, Tensor], optimizer: Mapping[str, Tenso
         model: full weights, on the CPU.
         optimizer: full moments, on the CPU.
         state: for JSON.
+        ema: full moving averages of the weights, on the CPU, if there are any.
 
     Raises:
         OSError: if it cannot be written; nothing is left of it then.
     """
     scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    tensors_of = {MODEL: model, OPTIMIZER: optimizer} | ({EMA: ema} if ema else {})
+    contents = (*CONTENTS, EMA) if ema else CONTENTS
     try:
-        for name, tensors in ((MODEL, model), (OPTIMIZER, optimizer)):
+        for name, tensors in tensors_of.items():
             safetensors.torch.save_file(dict(tensors), scratch / name, metadata={"format": "pt"})
         (scratch / STATE).write_text(_to_text(state))
-        for name in CONTENTS:
+        for name in contents:
             (scratch / name).chmod(0o644)
             sync(scratch / name)
-        files = {name: _fingerprint(scratch / name) for name in CONTENTS}
+        files = {name: _fingerprint(scratch / name) for name in contents}
         (scratch / MANIFEST).write_text(_to_text({"version": VERSION, "files": files}))
         sync(scratch / MANIFEST)
         scratch.chmod(0o755)
@@ -141,15 +152,19 @@ def verify(path: Path) -> dict[str, Any]:
         if manifest["version"] != VERSION:
             raise ValueError(f"format version {manifest['version']!r}, and only {VERSION} is known here")
         files = manifest.get("files")
-        if not isinstance(files, dict) or tuple(files) != CONTENTS or text != _to_text(manifest):
+        if (
+            not isinstance(files, dict)
+            or tuple(files) not in (CONTENTS, (*CONTENTS, EMA))
+            or text != _to_text(manifest)
+        ):
             raise ValueError(f"does not list {', '.join(CONTENTS)} as it should")
-    for name in CONTENTS:
+    for name in files:
         with _reading(path / name):
             if (size := (path / name).stat().st_size) != files[name].get("bytes"):
                 raise ValueError(f"has {size} bytes instead of {files[name].get('bytes')}; cut off?")
             if _fingerprint(path / name) != files[name]:
                 raise ValueError("its SHA-256 is not the one in the manifest; damaged?")
-    for name in (MODEL, OPTIMIZER):
+    for name in files.keys() - {STATE}:
         with _reading(path / name), safe_open(path / name, "pt"):
             pass
     state = read_state(path)

@@ -53,23 +53,29 @@ def _preprocessing(state: Mapping[str, Any]) -> dict[str, Any]:
     return dict(input_size=(3, size, size), mean=mean, std=std, crop_pct=crop_pct, interpolation="bilinear")
 
 
-def export_timm(path: Path, folder: Path, dtype: torch.dtype) -> None:
+def export_timm(path: Path, folder: Path, dtype: torch.dtype, ema: bool = False) -> None:
     """Write a checkpoint as a folder for `timm.create_model("local-dir:<folder>", pretrained=True)`.
 
     Args:
         path: a checkpoint that `checkpoint.verify` has found to hold.
         folder: appears in one rename; must not exist, or be empty.
         dtype: of the weights in it.
+        ema: take the moving averages of the weights.
 
     Raises:
-        UserError: if the folder is in use or cannot be written, or the checkpoint does not say what model it is of.
+        UserError: if the folder is in use or cannot be written, or the checkpoint does not say what model it is of or
+            has no averages.
     """
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise UserError(f"{folder}: exists already, and is not an empty folder")
     state = storage.read_state(path)
     if not state["config"]:
         raise UserError(f"{path}: was imported and has no config, which says what model it is: export a trained one")
+    if ema and not (path / storage.EMA).exists():
+        raise UserError(f"{path}: has no {storage.EMA}, which a run with the block ema writes: leave --ema out")
     weights = load_file(path / storage.MODEL)
+    if ema:
+        weights |= load_file(path / storage.EMA)  # buffers are not averaged
     model = _build(state["config"])
     model.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()}, assign=True)
     try:

@@ -226,6 +226,13 @@ GROUPS: dict[str, dict[str, Setting | Block]] = {
                 "max_scale": Setting(POSITIVE, "largest loss scale, NAIVE; 2³²"),
             },
         ),
+        "ema": Block(
+            "an exponential moving average of the weights, evaluated beside them and kept in checkpoints",
+            {
+                "decay": Setting(FRACTION, "share of the average so far after an optimizer step", 0.9999),
+                "warmup": Setting(BOOL, "let the decay grow to that, as 1 - step^(-2/3)", False),
+            },
+        ),
         "checkpoint": Block(
             "when to save; also after each epoch",
             {

@@ -12,6 +12,7 @@ import torch
 from colossal_vit.compat.patches import set_pipeline_dtype
 from colossal_vit.config.load import num_model_chunks
 from colossal_vit.engine import precision
+from colossal_vit.engine.ema import Ema
 from colossal_vit.engine.engine import Engine
 from colossal_vit.engine.micro_batches import MicroBatches
 from colossal_vit.engine.reduction import PipelineGradientHandler
@@ -181,6 +182,10 @@ def initialize(
             **(config.get("torch_ddp") or {}),
         )
 
+    ema = None
+    if (settings := config.get("ema")) is not None:
+        masters = optimizer.working_to_master_map
+        ema = Ema([(parameter, masters.get(parameter, parameter)) for parameter in bare_model.parameters()], settings)
     engine = Engine(
         model=model,
         bare_model=bare_model,
@@ -192,6 +197,7 @@ def initialize(
         verbose=verbose,
         schedule=_schedule(config, dtype),
         accumulation=config.gradient_accumulation,
+        ema=ema,
     )
     engine.schedule.dtype = dtype  # upstream knows only its own fp16 wrapper
     # Upstream's logger walks the stack and reads source files for each micro-batch's debug message: some 10 ms.

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from colossal_vit.engine.ema import Ema
 from colossal_vit.engine.waits import read
 from colossal_vit.errors import TrainingError
 from colossalai.legacy.context import ParallelMode
@@ -39,13 +40,14 @@ class Engine(ColossalEngine):
         bare_model: the model inside the wrappers for precision and data parallelism.
         grad_norm: norm of the full gradient of the last optimizer step, unscaled, before clipping.
         loss: mean over the global batch of the last optimizer step; None where this rank does not see it.
+        ema: the moving average of the weights, or None.
         part: called as `with part(name):` around "forward" and "backward" of each micro-step and "update" of each
             optimizer step, for profilers.
     """
 
-    def __init__(self, *args: Any, bare_model: nn.Module, accumulation: int = 1, **kwargs: Any):
+    def __init__(self, *args: Any, bare_model: nn.Module, accumulation: int = 1, ema: Ema | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.bare_model, self.accumulation = bare_model, accumulation
+        self.bare_model, self.accumulation, self.ema = bare_model, accumulation, ema
         self.num_steps = 0
         self.grad_norm, self.loss = math.nan, None
         self._losses: list[Tensor] = []  # of the micro-steps of this step
@@ -134,3 +136,5 @@ class Engine(ColossalEngine):
                 f"step {self.num_steps - 1}. Lower LEARNING_RATE, lengthen the warm-up or set clip_grad_norm."
             )
         self.optimizer.step()
+        if self.ema:
+            self.ema.update(self.num_steps)

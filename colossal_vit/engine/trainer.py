@@ -21,7 +21,20 @@ class Trainer(ColossalTrainer):
     """Colossal-AI's Trainer, beginning where `cur_epoch` and `MicroBatches.start` say; see `state.resume`.
 
     Upstream knows whole epochs only, and makes a step more than `max_steps` when it begins with all of them made.
+
+    Attributes:
+        averaged: whether the evaluation that is under way is of the moving average of the weights, which comes first.
     """
+
+    averaged = False
+
+    def _eval(self, *args: Any, **options: Any) -> None:
+        if self.engine.ema:
+            with self.engine.ema.in_the_model():
+                self.averaged = True
+                super()._eval(*args, **options)
+            self.averaged = False
+        super()._eval(*args, **options)
 
     def fit(self, train_dataloader: MicroBatches, epochs: int, max_steps: int | None = None, **options: Any) -> None:
         """Train; the arguments are upstream's, and `max_steps` counts micro-steps since the start of the run."""

@@ -161,6 +161,8 @@ class CheckpointHook(BaseHook):
         self._ask()
 
     def after_test(self, trainer: Trainer) -> None:
+        if trainer.averaged:
+            return
         if self.train_dataloader.taken < len(self.train_dataloader):
             return  # --max-steps ended the epoch, and the state before this evaluation is saved
         accuracy = max(all_gather_object(self.metrics.accuracy))

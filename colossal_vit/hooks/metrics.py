@@ -45,7 +45,8 @@ class MetricsHook(BaseHook):
 
     One object per optimizer step: `step, epoch, loss, lr, grad_norm, images_per_s, data_s, step_s, memory_gb`, with
     loss scaling also `loss_scale, skipped`, on a GPU also `reserved_gb`, the peak of torch's allocator. One per
-    evaluation: `step, epoch, eval_loss, eval_accuracy, eval_images`.
+    evaluation: `step, epoch, eval_loss, eval_accuracy, eval_images`, with the block `ema` also `ema_loss,
+    ema_accuracy`.
     `loss` is the mean over the whole global batch. Only the rank that sees the loss, in the last pipeline stage of
     the first replica, writes.
 
@@ -66,6 +67,7 @@ class MetricsHook(BaseHook):
         self.recorder = Recorder(directory, log) if directory else None
         self.accuracy = -1.0  # of the last evaluation, on the ranks that have seen it
         self.last: dict[str, Any] | None = None
+        self.of_average: dict[str, float] = {}  # what the evaluation of the moving average found, if there is one
         self.batch_parts = Layout.current().batch_parts
 
     def before_train(self, trainer: Trainer) -> None:
@@ -133,6 +135,9 @@ class MetricsHook(BaseHook):
         loss, correct, images = _sum_over([ParallelMode.DATA, ParallelMode.TENSOR], sums, self.eval_images.device)
         copies = gpc.tensor_parallel_size // self.batch_parts  # tensor-parallel ranks that saw the same part of a batch
         loss, correct, images = loss / copies, correct / copies, images / copies
+        if trainer.averaged:
+            self.of_average = {"ema_loss": loss / images, "ema_accuracy": correct / images}
+            return
         self.accuracy = correct / images
         if self.writes:
             record = {
@@ -141,14 +146,18 @@ class MetricsHook(BaseHook):
                 "eval_loss": loss / images,
                 "eval_accuracy": self.accuracy,
                 "eval_images": int(images),
+                **self.of_average,
             }
             if self.recorder:
                 self.recorder.write(record)
             # With --eval-only what is printed is all that there is.
             epoch, digits = (f"epoch {record['epoch']}: ", 4) if self.recorder else ("", 8)
+            average = ""
+            if self.of_average:
+                average = f"; EMA {record['ema_accuracy']:.2%}, loss {record['ema_loss']:.{digits}f}"
             self.log.info(
                 f"{epoch}test accuracy {record['eval_accuracy']:.2%} "
-                f"({int(correct)} of {record['eval_images']} images), loss {record['eval_loss']:.{digits}f}",
+                f"({int(correct)} of {record['eval_images']} images), loss {record['eval_loss']:.{digits}f}{average}",
                 ranks=None,
             )
 
