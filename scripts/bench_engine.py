@@ -30,7 +30,7 @@ from colossal_vit import launch
 from colossal_vit.benchmark import Benchmark, spread
 from colossal_vit.data.batches import SyntheticBatches
 from colossal_vit.engine.assembly import initialize
-from colossal_vit.engine.optim import build_optimizer
+from colossal_vit.engine.optimizers import build_optimizer
 from colossal_vit.hooks.standard import standard_hooks
 from colossal_vit.models import build_timm_vit
 from colossal_vit.results import read_metrics
@@ -93,7 +93,7 @@ class Turns(BaseHook):
 def bare_step(model: nn.Module, autocast: bool, config, device: torch.device) -> Callable[[Batch], Tensor]:
     """An optimizer step as a plain PyTorch script has it."""
     criterion = nn.CrossEntropyLoss()
-    optimizer = build_optimizer(config, model.parameters())
+    optimizer = build_optimizer(config, model)
     scheduler = LinearWarmupLR(optimizer, total_steps=1000, warmup_steps=100)
 
     def step(batch: Batch) -> Tensor:
@@ -121,7 +121,7 @@ def measure(args: argparse.Namespace, output: Path, settings: list[str]) -> list
     config = run.config
     model = build_timm_vit(config).to(run.device)
     step = bare_step(copy.deepcopy(model), bool(config.fp16), config, run.device)
-    optimizer = build_optimizer(config, model.parameters())
+    optimizer = build_optimizer(config, model)
     scheduler = LinearWarmupLR(optimizer, total_steps=1000, warmup_steps=100)
     shape = (config.BATCH_SIZE, 3, config.IMG_SIZE, config.IMG_SIZE)
 

@@ -19,7 +19,7 @@ import colossal_vit  # noqa: F401 silences the import of Colossal-AI
 import timm
 import torch
 from colossal_vit.benchmark import Benchmark, in_turns
-from colossal_vit.engine.optim import Lamb
+from colossal_vit.engine.lamb import Lamb
 from colossalai.nn.optimizer import Lamb as ColossalLamb
 from timm.optim import Lamb as TimmLamb
 from torch.optim import Optimizer

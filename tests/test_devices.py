@@ -14,7 +14,7 @@ import timm
 import torch
 import torch.distributed as dist
 from colossal_vit.compat import cpu, patches
-from colossal_vit.engine import assembly, initialize, optim
+from colossal_vit.engine import assembly, build_optimizer, initialize
 from colossal_vit.errors import UserError
 from colossal_vit.launch import groups
 from colossal_vit.launch.flags import get_parser
@@ -286,7 +286,7 @@ def test_adamws_update_on_a_gpu_is_one_kernel(monkeypatch):
         parameters = [torch.nn.Parameter(torch.ones(5, 6, device="cuda")) for _ in range(10)]
         with monkeypatch.context() as patch:
             patch.setattr(torch.cuda, "is_available", lambda: True)
-            optimizer = optim.build_optimizer(config, parameters)
+            optimizer = build_optimizer(config, torch.nn.ParameterList(parameters))
         for _ in range(2):
             for parameter in parameters:
                 parameter.grad = torch.ones_like(parameter)

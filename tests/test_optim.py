@@ -4,19 +4,21 @@ import copy
 from collections import Counter
 
 import pytest
+import timm
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from colossal_vit.engine import optim
+from colossal_vit.engine import Lamb, build_optimizer, build_scheduler, lamb, parameter_groups
 from colossal_vit.engine.assembly import initialize
-from colossal_vit.engine.optim import Lamb, parameter_groups
 from colossal_vit.parallel.layout import Layout
+from colossalai.context import Config
 from colossalai.legacy import nn as col_nn
 from colossalai.legacy.amp import AMP_TYPE
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from colossalai.nn.optimizer import Lamb as ColossalLamb
 from timm.optim import Lamb as TimmLamb
+from timm.optim import param_groups_layer_decay
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -88,7 +90,7 @@ def test_options_of_groups_and_size_of_batches(monkeypatch):
     expected = take_steps(ColossalLamb(groups(), **OPTIONS))
     whole = take_steps(Lamb(groups(), **OPTIONS))
     assert_same(whole, expected, 1e-6)
-    monkeypatch.setattr(optim, "_BATCH_ON_CPU", 1)
+    monkeypatch.setattr(lamb, "_BATCH_ON_CPU", 1)
     assert all(map(torch.equal, take_steps(Lamb(groups(), **OPTIONS)), whole))
 
 
@@ -124,6 +126,57 @@ def test_parameter_groups_of_a_vit(layout):
     assert (first["params"], first["weight_decay"], first["adam"]) == ([layer.weight], 0.1, False)
     assert (second["params"], second["weight_decay"], second["adam"]) == ([layer.bias], 0.0, True)
     assert parameter_groups(layer, 0.1, exclude=("weight",))[0]["params"] == []
+
+
+def optimizer_config(**values):
+    return Config(dict(dict(OPTIMIZER="adamw", MOMENTUM=0.9, LEARNING_RATE=0.1, WEIGHT_DECAY=0.05), **values))
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "vit_base_patch32_224", "deit3_small_patch16_224"])
+def test_rates_and_decays_equal_timms(name):
+    """Layer by layer, and without weight decay on vectors, parameter by parameter."""
+    model = timm.create_model(name)
+    names = {parameter: key for key, parameter in model.named_parameters()}
+    groups = param_groups_layer_decay(model, 0.05, [*model.no_weight_decay()], layer_decay=0.75)
+    expected = {names[p]: (0.1 * group["lr_scale"], group["weight_decay"]) for group in groups for p in group["params"]}
+    optimizer = build_optimizer(optimizer_config(LAYER_DECAY=0.75, DECAY_VECTORS=False), model)
+    found = {
+        names[p]: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]
+    }
+    assert found.keys() == expected.keys()
+    for key, values in expected.items():
+        assert found[key] == pytest.approx(values), key
+    assert optimizer.param_groups[0]["lr"] == 0.1, "the rate on record is the head's"
+
+
+@pytest.mark.parametrize("layout", ["PP 2", "2.5D 8"])
+def test_layer_wise_rates_are_the_same_in_every_layout(layout):
+    world_size, parallel = LAYOUTS[layout]
+    values = dict(OPTIMIZER="lamb", WEIGHT_DECAY=0.1, LAYER_DECAY=0.5)
+
+    def rates():
+        model, *_ = build()
+        optimizer = build_optimizer(gpc.config, model)
+        return {
+            p.shard.name: (g["lr"], g["weight_decay"], g["adam"]) for g in optimizer.param_groups for p in g["params"]
+        }
+
+    (expected,) = fork_ranks.call(rates, **{**MODEL, **values})
+    found = fork_ranks.call(rates, world_size, parallel=parallel, **{**MODEL, **values})
+    assert {name: rate for rank in found for name, rate in rank.items()} == expected
+    assert {adam for _, _, adam in expected.values()} == {False}
+    assert len({rate for rate, *_ in expected.values()}) == MODEL["DEPTH"] + 2
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "lamb"])
+def test_vectors_may_be_left_out(name):
+    model = torch.nn.Linear(2, 3)
+    (whole,) = build_optimizer(optimizer_config(OPTIMIZER=name), model).param_groups
+    assert (len(whole["params"]), whole["weight_decay"]) == (2, 0.05)
+    matrices, vectors = build_optimizer(optimizer_config(OPTIMIZER=name, DECAY_VECTORS=False), model).param_groups
+    assert (matrices["params"], matrices["weight_decay"]) == ([model.weight], 0.05)
+    assert (vectors["params"], vectors["weight_decay"]) == ([model.bias], 0.0)
+    assert vectors.get("adam", True)
 
 
 @pytest.mark.parametrize(("weight", "gradient", "moved"), [(0.0, 1.0, 1.0), (2.0, 0.0, 0.0), (0.0, 0.0, 0.0)])
@@ -445,3 +498,20 @@ def test_a_parameter_without_shard_is_whole_on_every_rank():
     alone = take_steps(Lamb(weights(), **OPTIONS), range(3))
     for parameters in fork_ranks.call(function, 2, parallel=parallel):
         assert_same(parameters, alone, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [("linear", [1 / 3, 2 / 3, 1, 3 / 4, 2 / 4, 1 / 4]), ("cosine", [1 / 2, 1, 1, 0.8535534, 0.5, 0.1464466])],
+)
+def test_warm_up_is_in_epochs(schedule, expected):
+    """One epoch of two optimizer steps, of three."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    config = Config(dict(SCHEDULE=schedule, NUM_EPOCHS=3, WARMUP_EPOCHS=1))
+    scheduler = build_scheduler(config, optimizer, 2)
+    rates = []
+    for _ in range(6):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates == pytest.approx(expected)

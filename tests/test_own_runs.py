@@ -345,7 +345,7 @@ def test_nothing_is_left_of_a_command_that_is_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("script", "override", "words"),
     [
-        (schema.DP, "OPTIMIZER='sgd'", "train_hybrid.py and vit_caltech101_amp/train.py"),
+        (schema.DP, "CACHE_SIZE=32", "only by vit_caltech101_amp/train.py"),
         (schema.DP, "MLP_RATIO=8", "only by vit_cifar10_hybrid/train_hybrid.py"),
         (schema.DP, "SYNTHETIC=True", "vit_caltech101_amp/train.py and vit_imagenet_dali/train.py"),
         (schema.DP, "CROP_AREA=(0.1, 0.2)", "only by vit_caltech101_amp/train.py"),

@@ -16,7 +16,7 @@ import torch
 from colossal_vit.compat import cpu, patches
 from colossal_vit.data.samplers import GlobalBatchSampler
 from colossal_vit.engine.assembly import initialize
-from colossal_vit.engine.optim import CosineAnnealingWarmupLR
+from colossal_vit.engine.schedules import CosineAnnealingWarmupLR
 from colossal_vit.hooks.standard import LRSchedulerHook
 from colossalai.legacy import nn as col_nn
 from colossalai.legacy.context import ParallelMode

@@ -12,8 +12,8 @@ import torch
 from colossal_vit.checkpoint import run_directory, storage
 from colossal_vit.checkpoint.capture import capture
 from colossal_vit.checkpoint.restore import resume
-from colossal_vit.engine import optim
 from colossal_vit.engine.assembly import initialize
+from colossal_vit.engine.schedules import CosineAnnealingWarmupLR
 from colossal_vit.engine.trainer import Trainer
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.ranks import RankLogger
@@ -143,7 +143,7 @@ def begin():
     layout = Layout.of(config, gpc.get_world_size(ParallelMode.GLOBAL))
     model = vit.build_vit(config, layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    scheduler = optim.CosineAnnealingWarmupLR(optimizer, total_steps=10)
+    scheduler = CosineAnnealingWarmupLR(optimizer, total_steps=10)
     loader = Fixed(config, layout.data, gpc.get_local_rank(ParallelMode.DATA))
     engine, loader, *_ = initialize(model, optimizer, col_nn.CrossEntropyLoss(), loader, None, scheduler)
     log = RankLogger(1)

@@ -8,11 +8,10 @@ Data parallel: every process holds the whole model.
 from colossal_vit import launch
 from colossal_vit.checkpoint.restore import resume
 from colossal_vit.data.mixing import mixed
-from colossal_vit.engine import Trainer, build_criterion, build_optimizer, initialize
+from colossal_vit.engine import Trainer, build_criterion, build_optimizer, build_scheduler, initialize
 from colossal_vit.hooks import standard_hooks
 from colossal_vit.models import build_timm_vit, check_timm_vit
 from colossal_vit.plan.meter import StepPlan, measure
-from colossalai.nn.lr_scheduler import LinearWarmupLR
 
 from caltech101 import build_caltech101
 
@@ -32,13 +31,8 @@ def main() -> StepPlan | None:
 
     # ---- Criterion, optimizer, learning rate -----------------------------------------------------------------------
     criterion = build_criterion(config)
-    optimizer = build_optimizer(config, model.parameters())
-    steps_per_epoch = len(train_dataloader) // config.gradient_accumulation
-    lr_scheduler = LinearWarmupLR(
-        optimizer,
-        total_steps=config.NUM_EPOCHS * steps_per_epoch,
-        warmup_steps=config.WARMUP_EPOCHS * steps_per_epoch,
-    )
+    optimizer = build_optimizer(config, model)
+    lr_scheduler = build_scheduler(config, optimizer, len(train_dataloader) // config.gradient_accumulation)
 
     # ---- Engine: precision, gradient reduction, accumulation, as the config says -----------------------------------
     engine, train_dataloader, test_dataloader, lr_scheduler = initialize(

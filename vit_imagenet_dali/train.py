@@ -8,13 +8,12 @@
 from colossal_vit import launch
 from colossal_vit.checkpoint.restore import resume
 from colossal_vit.data.mixing import mixed
-from colossal_vit.engine import Lamb, Trainer, build_criterion, initialize, parameter_groups
+from colossal_vit.engine import Trainer, build_criterion, build_optimizer, build_scheduler, initialize
 from colossal_vit.hooks import standard_hooks
 from colossal_vit.models import build_timm_vit, check_timm_vit
 from colossal_vit.plan.meter import StepPlan, measure
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
-from colossalai.nn.lr_scheduler import LinearWarmupLR
 
 from imagenet_dali_dataloader import build_imagenet
 from mixup import Mixup
@@ -40,15 +39,8 @@ def main() -> StepPlan | None:
 
     # ---- Criterion, optimizer, learning rate -----------------------------------------------------------------------
     criterion = build_criterion(config)  # of classes or mixed targets
-    exclude = config.LAMB_EXCLUDE_VECTORS  # from weight decay and trust ratio
-    parameters = parameter_groups(model, config.WEIGHT_DECAY) if exclude else model.parameters()
-    optimizer = Lamb(parameters, lr=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY)
-    steps_per_epoch = len(train_dataloader) // config.gradient_accumulation
-    lr_scheduler = LinearWarmupLR(
-        optimizer,
-        total_steps=config.NUM_EPOCHS * steps_per_epoch,
-        warmup_steps=config.WARMUP_EPOCHS * steps_per_epoch,
-    )
+    optimizer = build_optimizer(config, model)
+    lr_scheduler = build_scheduler(config, optimizer, len(train_dataloader) // config.gradient_accumulation)
 
     # ---- Engine: precision, gradient reduction, accumulation, as the config says -----------------------------------
     engine, train_dataloader, test_dataloader, lr_scheduler = initialize(

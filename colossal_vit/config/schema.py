@@ -16,6 +16,7 @@ from colossal_vit.config.rules import (
     RAND_AUGMENT,
     SHAPE,
     SHARE,
+    SHARE_ABOVE_0,
     TENSOR_MODE,
     TEXT,
     Rule,
@@ -84,22 +85,26 @@ GROUPS: dict[str, dict[str, Setting | Block]] = {
             REQUIRED,
         ),
         "NUM_EPOCHS": Setting(POSITIVE_INT, "length of the training, in epochs", REQUIRED),
-        "WARMUP_EPOCHS": Setting(
-            NON_NEGATIVE_INT, "epochs of linear warm-up, part of NUM_EPOCHS; a cosine to 0 follows", Each((50, 0, 1, 0))
+        "WARMUP_EPOCHS": Setting(NON_NEGATIVE_INT, "epochs of linear warm-up, part of NUM_EPOCHS", Each((50, 0, 1, 0))),
+        "SCHEDULE": Setting(
+            one_of("linear", "cosine"),
+            "how the rate falls to 0 after the warm-up",
+            Each(("linear", "cosine", "linear", "linear")),
         ),
-        "OPTIMIZER": Setting(
-            one_of("adamw", "sgd", "lamb"), "the optimizer", Each(("adamw", "sgd")), (HYBRID, CALTECH101)
-        ),
-        "MOMENTUM": Setting(FRACTION, "momentum of SGD", Each((0.9, 0.0)), (HYBRID, CALTECH101)),
+        "OPTIMIZER": Setting(one_of("adamw", "sgd", "lamb"), "the optimizer", Each(("lamb", "adamw", "sgd", "lamb"))),
+        "MOMENTUM": Setting(FRACTION, "momentum of SGD", Each((0.9, 0.9, 0.0, 0.9))),
         "LEARNING_RATE": Setting(POSITIVE, "the rate after the warm-up", Each((1.8e-2, 3e-3, 1e-2, 1.8e-2))),
         "WEIGHT_DECAY": Setting(
             NON_NEGATIVE, "weight decay: decoupled in AdamW and LAMB, L2 in SGD", Each((0.1, 0.3, 0.1, 0.1))
         ),
-        "LAMB_EXCLUDE_VECTORS": Setting(
+        "DECAY_VECTORS": Setting(
             BOOL,
-            "leave biases, norms, class token and position embedding out of weight decay and trust ratio",
-            False,
-            (IMAGENET,),
+            "False: biases, norms, class token and position embedding have no weight decay, and in LAMB no trust ratio",
+            True,
+        ),
+        "LAMB_EXCLUDE_VECTORS": Setting(BOOL, "the same as DECAY_VECTORS = False", False, (IMAGENET,)),
+        "LAYER_DECAY": Setting(
+            SHARE_ABOVE_0, "learning rate of a layer ÷ that of the next one; the head has LEARNING_RATE", 1.0
         ),
         "LABEL_SMOOTHING": Setting(FRACTION, "share of the target that all classes divide", Each((0.0, 0.1, 0.0, 0.0))),
         "bce": Block(

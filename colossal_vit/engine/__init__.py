@@ -2,7 +2,9 @@
 
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.criterion import build_criterion
-from colossal_vit.engine.optim import CosineAnnealingWarmupLR, Lamb, build_optimizer, parameter_groups
+from colossal_vit.engine.lamb import Lamb
+from colossal_vit.engine.optimizers import build_optimizer, parameter_groups
+from colossal_vit.engine.schedules import CosineAnnealingWarmupLR, build_scheduler
 from colossal_vit.engine.trainer import Trainer
 
 __all__ = [
@@ -11,6 +13,7 @@ __all__ = [
     "Trainer",
     "build_criterion",
     "build_optimizer",
+    "build_scheduler",
     "initialize",
     "parameter_groups",
 ]

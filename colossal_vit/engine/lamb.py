@@ -1,4 +1,4 @@
-"""The optimizer for large batches, LAMB, and learning-rate schedules in units of the optimizer step."""
+"""LAMB, the optimizer for large batches."""
 
 import math
 from collections import defaultdict
@@ -8,42 +8,16 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from colossalai.context import Config
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
-
-# ---------------------------------------------------------------------------------------------------------------------
-# LAMB
-# ---------------------------------------------------------------------------------------------------------------------
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 # After how many elements a batch of parameters ends. On the CPU it is a matrix and the vectors beside it: the update is
 # then applied while the cache still has it. On a GPU few kernels matter more, and the limit is for the memory that
 # updates take, 0.5 GiB. (Under tensor parallelism all of them wait for the norms.)
 _BATCH_ON_CPU, _BATCH_ON_GPU = 2**10, 2**27
-
-
-def parameter_groups(
-    model: nn.Module, weight_decay: float, exclude: Iterable[str] = ("token", "pos_embed")
-) -> list[dict[str, Any]]:
-    """Two parameter groups for `Lamb`: the first with weight decay and trust ratios, the second with neither.
-
-    The second has all vectors, that is biases and the weights of norms, and whatever `exclude` names. To leave out only
-    the weight decay there, set its `adam` to False.
-
-    Args:
-        model: whole, or this rank's part of it.
-        weight_decay: of the first group.
-        exclude: pieces of parameter names; the default means class token and position embedding.
-    """
-    groups = [dict(params=[], weight_decay=weight_decay, adam=False), dict(params=[], weight_decay=0.0, adam=True)]
-    for name, parameter in model.named_parameters():
-        excluded = parameter.ndim < 2 or any(piece in name for piece in exclude)
-        groups[excluded]["params"].append(parameter)
-    return groups
 
 
 class _Batch(NamedTuple):
@@ -227,48 +201,3 @@ class Lamb(Optimizer):
             (update, torch.stack([whole[p] for p in batch.parameters]))
             for batch, (update, _) in zip(batches, updates, strict=True)
         ]
-
-
-def build_optimizer(config: Config, parameters: Iterable[Tensor]) -> Optimizer:
-    """What OPTIMIZER names, 'sgd', 'lamb' or 'adamw', with LEARNING_RATE, WEIGHT_DECAY and for SGD MOMENTUM.
-
-    On a GPU AdamW updates all parameters in one kernel. PyTorch's fused SGD cannot be planned by `--dry-run`: it does
-    not know tensors without data.
-    """
-    common = dict(lr=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY)
-    if config.OPTIMIZER == "sgd":
-        return torch.optim.SGD(parameters, momentum=config.MOMENTUM, **common)
-    if config.OPTIMIZER == "lamb":
-        return Lamb(parameters, **common)
-    return torch.optim.AdamW(parameters, fused=torch.cuda.is_available() or None, **common)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Learning-rate schedules
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-class CosineAnnealingWarmupLR(LambdaLR):
-    """Linear warm-up to the base learning rate, then half a cosine down to zero.
-
-    With W warm-up steps of T, step k (from 0) is made with the base rate times (k + 1) / W while k < W, and times
-    (1 + cos(π (k - W) / (T - W))) / 2 from there on (I. Loshchilov and F. Hutter, arXiv:1608.03983).
-
-    Args as `colossalai.nn.lr_scheduler.CosineAnnealingWarmupLR`, which on torch 2.14 exceeds the base rate after the
-    warm-up: it chains recursive schedulers, and the first step of the second is taken for an ordinary one.
-
-    Raises:
-        ValueError: unless 0 <= warmup_steps <= total_steps.
-    """
-
-    def __init__(self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1):
-        if not 0 <= warmup_steps <= total_steps:
-            raise ValueError(f"warmup_steps = {warmup_steps} does not fit total_steps = {total_steps}")
-
-        def factor(step: int) -> float:
-            if step < warmup_steps:
-                return (step + 1) / warmup_steps
-            progress = min((step - warmup_steps) / max(total_steps - warmup_steps, 1), 1.0)
-            return (1 + math.cos(math.pi * progress)) / 2
-
-        super().__init__(optimizer, factor, last_epoch)

@@ -1,0 +1,41 @@
+"""Learning-rate schedules, in units of the optimizer step."""
+
+import math
+
+from colossalai.context import Config
+from colossalai.nn.lr_scheduler import LinearWarmupLR
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+
+class CosineAnnealingWarmupLR(LambdaLR):
+    """Linear warm-up to the base learning rate, then half a cosine down to zero.
+
+    With W warm-up steps of T, step k (from 0) is made with the base rate times (k + 1) / W while k < W, and times
+    (1 + cos(π (k - W) / (T - W))) / 2 from there on (I. Loshchilov and F. Hutter, arXiv:1608.03983).
+
+    Args as `colossalai.nn.lr_scheduler.CosineAnnealingWarmupLR`, which on torch 2.14 exceeds the base rate after the
+    warm-up: it chains recursive schedulers, and the first step of the second is taken for an ordinary one.
+
+    Raises:
+        ValueError: unless 0 <= warmup_steps <= total_steps.
+    """
+
+    def __init__(self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1):
+        if not 0 <= warmup_steps <= total_steps:
+            raise ValueError(f"warmup_steps = {warmup_steps} does not fit total_steps = {total_steps}")
+
+        def factor(step: int) -> float:
+            if step < warmup_steps:
+                return (step + 1) / warmup_steps
+            progress = min((step - warmup_steps) / max(total_steps - warmup_steps, 1), 1.0)
+            return (1 + math.cos(math.pi * progress)) / 2
+
+        super().__init__(optimizer, factor, last_epoch)
+
+
+def build_scheduler(config: Config, optimizer: Optimizer, steps_per_epoch: int) -> LRScheduler:
+    """What SCHEDULE names, after WARMUP_EPOCHS of NUM_EPOCHS epochs of `steps_per_epoch` optimizer steps."""
+    schedule = {"cosine": CosineAnnealingWarmupLR, "linear": LinearWarmupLR}[config.SCHEDULE]
+    epochs = dict(total_steps=config.NUM_EPOCHS, warmup_steps=config.WARMUP_EPOCHS)
+    return schedule(optimizer, **{key: count * steps_per_epoch for key, count in epochs.items()})
