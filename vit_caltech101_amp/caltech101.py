@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from colossal_vit.data.augment import Augment
 from colossal_vit.data.batches import IGNORED, Loader, SampledLoader, SyntheticBatches
 from colossal_vit.data.digits import write_caltech101
 from colossal_vit.data.identity import identify
@@ -242,6 +243,7 @@ class Batches(SampledLoader):
         device: where the batches are made.
         crop_area: smallest and largest share of an image that a training crop has.
         flip: whether training images are mirrored, half of the time.
+        augment: what else is done to training images; None for nothing.
     """
 
     normalization = MEAN, STD
@@ -256,16 +258,19 @@ class Batches(SampledLoader):
         device: torch.device,
         crop_area: tuple[float, float] = (0.08, 1.0),
         flip: bool = True,
+        augment: Augment | None = None,
     ):
         super().__init__(sampler)
+        self.augment = augment if augment and augment.does_anything else None
         self.images, self.labels, self.chosen = images, labels[chosen], chosen
         self.img_size, self.device, self.crop_area, self.flip = img_size, device, crop_area, flip
         self.mean, self.std = (torch.tensor(values, device=device).view(3, 1, 1) * 255 for values in (MEAN, STD))
 
     def _read(self, indices: Tensor, maps: Tensor | None) -> tuple[Tensor, ...]:
         """What is to go to the device: images (B, S, S, 3), labels, and for training the maps of `draw_crops`."""
-        labels = torch.where(indices < 0, IGNORED, self.labels[indices])
-        parts = [self.images[self.chosen[indices]], labels, *(() if maps is None else [maps[indices]])]
+        which = indices % len(self.labels)
+        labels = torch.where(indices < 0, IGNORED, self.labels[which])
+        parts = [self.images[self.chosen[which]], labels, *(() if maps is None else [maps[indices]])]
         return tuple(part.pin_memory() for part in parts) if self.device.type == "cuda" else tuple(parts)
 
     def _crop(self, images: Tensor, maps: Tensor) -> Tensor:
@@ -276,16 +281,22 @@ class Batches(SampledLoader):
         maps = None
         if isinstance(self.sampler, GlobalBatchSampler):
             generator = self.sampler.generator(-1 - self.sampler.epoch)  # not the numbers that the order is made of
-            maps = draw_crops(len(self.chosen), self.crop_area, self.flip, generator)
+            maps = draw_crops(len(self.chosen) * self.sampler.repeats, self.crop_area, self.flip, generator)
+        epoch = self.sampler.epoch if maps is not None else 0
         with ThreadPoolExecutor(1) as pool:  # reads the next batch while the model has this one
-            waiting = None
+            waiting, numbers = None, None
             for indices in [*self.sampler, None]:
                 ready, waiting = waiting, pool.submit(self._read, indices, maps) if indices is not None else None
+                current, numbers = numbers, indices
                 if ready is None:
                     continue
                 images, labels, *own = (part.to(self.device, non_blocking=True) for part in ready.result())
-                images = (images.permute(0, 3, 1, 2).float() - self.mean) / self.std
-                images = self._crop(images, *own) if own else v2.functional.center_crop(images, [self.img_size] * 2)
+                images = images.permute(0, 3, 1, 2).float()
+                if own and self.augment:
+                    images = self.augment(self._crop(images, *own), current, epoch, self.mean, self.std)
+                else:
+                    images = (images - self.mean) / self.std
+                    images = self._crop(images, *own) if own else v2.functional.center_crop(images, [self.img_size] * 2)
                 yield images, labels
 
 
@@ -315,7 +326,8 @@ def build_caltech101(run: Run) -> tuple[Loader, Loader | None]:
         if size < config.IMG_SIZE:
             raise UserError(f"CACHE_SIZE = {size}: must be at least IMG_SIZE = {config.IMG_SIZE}")
         train, test = split(images.labels, config.get("TRAIN_PER_CLASS"))
-        train_sampler = GlobalBatchSampler(len(train), config.BATCH_SIZE, config.gradient_accumulation, config.SEED)
+        sizes = config.BATCH_SIZE, config.gradient_accumulation
+        train_sampler = GlobalBatchSampler(len(train), *sizes, config.SEED, repeats=config.REPEATS)
     run_on_rank_0(lambda: fill_cache(images, size, run.log))
     with raise_on_all_ranks():
         pixels = open_cache(folder := cache_folder(images, size))
@@ -326,6 +338,15 @@ def build_caltech101(run: Run) -> tuple[Loader, Loader | None]:
     pixels, labels = torch.from_numpy(pixels), torch.from_numpy(images.labels)
     common = dict(img_size=config.IMG_SIZE, device=run.device)
     return (
-        Batches(pixels, labels, train, train_sampler, crop_area=config.CROP_AREA, flip=config.FLIP, **common),
+        Batches(
+            pixels,
+            labels,
+            train,
+            train_sampler,
+            crop_area=config.CROP_AREA,
+            flip=config.FLIP,
+            augment=Augment(config),
+            **common,
+        ),
         Batches(pixels, labels, test, EvalSampler(len(test), config.BATCH_SIZE), **common),
     )

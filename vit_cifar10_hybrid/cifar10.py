@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from colossal_vit.data.augment import Augment
 from colossal_vit.data.batches import IGNORED, SampledLoader, sees_images, to_device
 from colossal_vit.data.digits import write_cifar10
 from colossal_vit.data.identity import identify
@@ -148,6 +149,7 @@ class Batches(SampledLoader):
         device: where the batches are made.
         crop_padding: the training images are shifted by up to this many pixels each way; 0 for none.
         flip: whether training images are mirrored, half of the time.
+        augment: what else is done to training images; None for nothing.
     """
 
     normalization = MEAN, STD
@@ -161,8 +163,10 @@ class Batches(SampledLoader):
         device: torch.device,
         crop_padding: int = 0,
         flip: bool = False,
+        augment: Augment | None = None,
     ):
         super().__init__(sampler)
+        self.augment = augment if augment and augment.does_anything else None
         self.first_stage = sees_images()
         self.images = images.to(device) if self.first_stage else None
         self.labels = labels.to(device)
@@ -172,14 +176,14 @@ class Batches(SampledLoader):
         self.std = torch.tensor(STD, device=device).view(3, 1, 1) * 255
 
     def draw_augmentation(self) -> tuple[Tensor, Tensor]:
-        """For each image of the data set: how far it is shifted in this epoch (N, 2), and whether it is mirrored."""
-        count = len(self.labels)
+        """For each copy of each image: how far it is shifted in this epoch (N, 2), and whether it is mirrored."""
+        count = len(self.labels) * self.sampler.repeats
         generator = self.sampler.generator(-1 - self.sampler.epoch)  # not the numbers that the order is made of
         shifts = torch.randint(0, 2 * self.crop_padding + 1, (count, 2), generator=generator)
         mirrored = torch.rand(count, generator=generator) < 0.5
         return to_device(shifts, self.device), to_device(mirrored, self.device)
 
-    def _augment(self, images: Tensor, shifts: Tensor, mirrored: Tensor) -> Tensor:
+    def _crop(self, images: Tensor, shifts: Tensor, mirrored: Tensor) -> Tensor:
         if self.crop_padding:
             batch, _, height, width = images.shape
             padded = F.pad(images, [self.crop_padding] * 4)
@@ -194,16 +198,21 @@ class Batches(SampledLoader):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         train = isinstance(self.sampler, GlobalBatchSampler)
         shifts, mirrored = self.draw_augmentation() if train else (None, None)
-        for indices in self.sampler:
-            indices = to_device(indices, self.device)
-            labels = torch.where(indices < 0, IGNORED, self.labels[indices])
+        epoch = self.sampler.epoch if train else 0
+        for numbers in self.sampler:
+            indices = to_device(numbers, self.device)
+            images = indices % len(self.labels)
+            labels = torch.where(indices < 0, IGNORED, self.labels[images])
             if not self.first_stage:
                 yield indices, labels
                 continue
-            images = self.images[indices]
+            images = self.images[images]
             if train:
-                images = self._augment(images, shifts[indices], mirrored[indices])
-            images = (images.float() - self.mean) / self.std
+                images = self._crop(images, shifts[indices], mirrored[indices])
+            if train and self.augment:
+                images = self.augment(images, numbers, epoch, self.mean, self.std)
+            else:
+                images = (images.float() - self.mean) / self.std
             if self.img_size != images.shape[-1]:
                 images = F.interpolate(images, size=self.img_size, mode="bilinear", antialias=True)
             yield images, labels
@@ -230,10 +239,12 @@ def build_cifar10(run: Run) -> tuple[Batches, Batches]:
         if classes > config.NUM_CLASSES:
             raise UserError(f"NUM_CLASSES = {config.NUM_CLASSES}, but the images in {root} are of {classes} classes")
         samples, batch_size, accumulation = len(train_labels), config.BATCH_SIZE, config.gradient_accumulation
-        train_sampler = GlobalBatchSampler(samples, batch_size, accumulation, config.SEED)
+        train_sampler = GlobalBatchSampler(samples, batch_size, accumulation, config.SEED, repeats=config.REPEATS)
         test_sampler = EvalSampler(len(test_labels), batch_size)
     run.data = identify("CIFAR-10", (samples, len(test_labels)), classes, f"{digest} {test_digest}")
     run.log.info(f"{samples} training and {len(test_labels)} test images from {root}")
     size, device = config.IMG_SIZE, run.device
-    train = Batches(train_images, train_labels, train_sampler, size, device, config.CROP_PADDING, config.FLIP)
+    train = Batches(
+        train_images, train_labels, train_sampler, size, device, config.CROP_PADDING, config.FLIP, Augment(config)
+    )
     return train, Batches(test_images, test_labels, test_sampler, size, device)

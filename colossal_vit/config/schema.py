@@ -8,6 +8,7 @@ from colossal_vit.config.rules import (
     AREA,
     BOOL,
     FRACTION,
+    MAGNITUDE,
     MODE,
     NON_NEGATIVE,
     NON_NEGATIVE_INT,
@@ -134,6 +135,24 @@ GROUPS: dict[str, dict[str, Setting | Block]] = {
             AREA, "smallest and largest share of an image that a random crop is", (0.08, 1.0), (CALTECH101, IMAGENET)
         ),
         "FLIP": Setting(BOOL, "mirror training images at random", True),
+        "REPEATS": Setting(
+            POSITIVE_INT,
+            "repeated augmentation: how often an image comes in an epoch, which has as many fewer images",
+            1,
+            (DP, HYBRID, CALTECH101),
+        ),
+        "augment": Block(
+            "what is done to training images once they are cropped and mirrored",
+            {
+                "policy": Setting(one_of("rand", "three"), "RandAugment or DeiT III's 3-Augment"),
+                "n": Setting(POSITIVE_INT, "operations of RandAugment on an image", 2),
+                "m": Setting(MAGNITUDE, "magnitude of RandAugment's operations", 9),
+                "color_jitter": Setting(NON_NEGATIVE, "brightness, contrast and saturation change by up to this", 0.0),
+                "erase": Setting(SHARE, "how often a part of an image is replaced by noise", 0.0),
+            },
+            OPTIONAL,
+            (DP, HYBRID, CALTECH101),
+        ),
         "mix": Block(
             "Mixup and CutMix: each training image with its neighbour in the batch",
             {

@@ -23,6 +23,9 @@ class GlobalBatchSampler:
         seed: decides the order of every epoch.
         rank: data-parallel rank; default: this process's.
         num_ranks: data-parallel size; default: that of the running layout.
+        repeats: how often an image comes in an epoch, which has as many fewer images: repeated augmentation (M. Berman
+            et al., arXiv:1902.05509). All its copies are in one global batch, but for those that the batch's end cuts
+            off. Index i + c · num_samples is copy c of image i.
 
     Attributes:
         epoch: the next one.
@@ -40,8 +43,10 @@ class GlobalBatchSampler:
         seed: int = 0,
         rank: int | None = None,
         num_ranks: int | None = None,
+        repeats: int = 1,
     ):
         self.num_samples, self.batch_size, self.accumulation, self.seed = num_samples, batch_size, accumulation, seed
+        self.repeats = repeats
         self.rank = gpc.get_local_rank(ParallelMode.DATA) if rank is None else rank
         self.num_ranks = gpc.get_world_size(ParallelMode.DATA) if num_ranks is None else num_ranks
         self.global_batch_size = batch_size * accumulation * self.num_ranks
@@ -65,6 +70,11 @@ class GlobalBatchSampler:
         """Index tensors of shape (batch_size,) of `self.epoch`, from number `self.start` on; the epoch moves on."""
         order = torch.randperm(self.num_samples, generator=self.generator(self.epoch))
         steps = self.num_samples // self.global_batch_size
+        if self.repeats > 1:
+            copies = torch.arange(self.repeats) * self.num_samples
+            order = (order[:, None] + copies).flatten()[: steps * self.global_batch_size].view(steps, -1)
+            # Neighbours, which may be mixed, are not copies of one image.
+            order = torch.cat([order[:, copy :: self.repeats] for copy in range(self.repeats)], dim=1).flatten()
         order = order[: steps * self.global_batch_size].view(-1, self.num_ranks, self.batch_size)[self.start :]
         self.epoch, self.start = self.epoch + 1, 0
         return iter(order[:, self.rank])

@@ -1,0 +1,142 @@
+"""Augmentation is torchvision's, repeated augmentation is DeiT's, and both are the same in every layout."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from colossal_vit.data.augment import Augment
+from colossal_vit.data.samplers import GlobalBatchSampler
+from colossalai.context import Config
+from torchvision.transforms import v2
+
+import fork_ranks
+import recipes
+from check_layouts import LAYOUTS, errors
+
+MEAN, STD = torch.zeros(3, 1, 1), torch.full((3, 1, 1), 255.0)
+ALL = {"augment.policy": "three", "augment.color_jitter": 0.3, "augment.erase": 0.5, "REPEATS": 3}
+ALL |= {"mix.mixup": 0.8, "mix.cutmix": 1.0, "bce.threshold": 0.2, "ema.decay": 0.9}
+
+
+def images(count=6, size=24):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(256, (count, 3, size, size), generator=generator, dtype=torch.uint8)
+
+
+def augmented(numbers, epoch=0, seed=1, **how):
+    return Augment(Config(dict(SEED=seed, augment=how)))(images()[numbers], torch.tensor(numbers), epoch, MEAN, STD)
+
+
+THREE = v2.RandomChoice([v2.RandomGrayscale(1.0), v2.RandomSolarize(128, 1.0), v2.GaussianBlur(13, (0.1, 2.0))])
+RECIPES = {
+    "RandAugment": (dict(policy="rand", n=2, m=10), [v2.RandAugment(2, 10)], None),
+    "3-Augment": (dict(policy="three", color_jitter=0.3), [THREE, v2.ColorJitter(0.3, 0.3, 0.3)], None),
+    "erasing": (dict(erase=0.7), [], v2.RandomErasing(0.7, value="random")),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_each_image_is_what_torchvision_makes_of_it(recipe):
+    """With its own seed, in an order of its own: others in the batch do not matter."""
+    how, transforms, erasing = RECIPES[recipe]
+    found = augmented([4, 1, 3], epoch=2, **how)
+    changed = 0
+    for image, number in zip(found, [4, 1, 3], strict=True):
+        seed = int(np.random.SeedSequence((1, 2, number)).generate_state(1, np.uint64)[0])
+        torch.default_generator.manual_seed(seed)
+        expected = images()[number]
+        for transform in transforms:
+            expected = transform(expected)
+        expected = expected.float() / 255
+        expected = erasing(expected) if erasing else expected
+        torch.testing.assert_close(image, expected)
+        changed += not torch.equal(image, images()[number].float() / 255)
+    assert changed >= 2
+    for other in (augmented([4, 1, 3], epoch=3, **how), augmented([4, 1, 3], epoch=2, seed=2, **how)):
+        assert not torch.equal(found, other)
+
+
+def test_the_random_numbers_of_the_training_are_left_alone():
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    augmented([0, 1], policy="rand", erase=1.0)
+    assert torch.equal(torch.rand(2), expected)
+
+
+def test_nothing_is_done_without_a_word():
+    assert not Augment(Config(dict(SEED=1))).does_anything
+    assert not Augment(Config(dict(SEED=1, augment=dict(n=2)))).does_anything
+
+
+def deit(num_images, num_ranks, repeats, batch_size):
+    """The global batches of DeiT's sampler, as its description says, of an unshuffled data set.
+
+    Each image comes `repeats` times in a row, the row is dealt out to the ranks in turns, and an epoch has as many
+    samples as there are images.
+    """
+    dealt = [number for number in range(num_images) for _ in range(repeats)]
+    ranks = [dealt[rank::num_ranks][: num_images // num_ranks] for rank in range(num_ranks)]
+    steps = num_images // num_ranks // batch_size
+    return [
+        sorted(n for own in ranks for n in own[step * batch_size : (step + 1) * batch_size]) for step in range(steps)
+    ]
+
+
+@pytest.mark.parametrize(("num_ranks", "batch_size", "repeats"), [(1, 16, 3), (2, 8, 3), (4, 4, 2), (2, 5, 3)])
+def test_global_batches_are_those_of_deits_repeated_augmentation(num_ranks, batch_size, repeats, monkeypatch):
+    num_images = 96
+    monkeypatch.setattr(torch, "randperm", lambda count, generator: torch.arange(count))
+    samplers = [GlobalBatchSampler(num_images, batch_size, 1, 0, rank, num_ranks, repeats) for rank in range(num_ranks)]
+    steps = [torch.cat(parts) for parts in zip(*samplers, strict=True)]
+    assert [sorted((step % num_images).tolist()) for step in steps] == deit(num_images, num_ranks, repeats, batch_size)
+    for step in steps:
+        assert len(set(step.tolist())) == len(step), "no copy of an image twice"
+        neighbours = (step % num_images).view(-1, 2) if len(step) % 2 == 0 else torch.tensor([[0, 1]])
+        assert (neighbours[:, 0] != neighbours[:, 1]).all(), "no image is mixed with its own copy"
+
+
+@pytest.mark.usefixtures("random_weights", "few_test_images")
+def test_every_layout_trains_on_the_same_augmented_batches(tmp_path):
+    expected, _ = recipes.train(tmp_path / "one", steps=5, **ALL)
+    for name in ("DP 2", "PP 2", "1D 2", "2D 4", "2.5D 4", "3D 8"):
+        world_size, layout = LAYOUTS[name]
+        steps, _ = recipes.train(tmp_path / name, world_size, steps=5, **ALL, **layout)
+        assert max(errors(steps, expected)) < 1e-4, name
+        assert errors(steps, expected)[0] < 1e-5, name
+
+
+@pytest.mark.usefixtures("few_test_images")
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_stop_and_resume_to_the_bit_with_all_of_it(world_size, tmp_path):
+    values = {**ALL, "DROP_RATE": 0.1, "DROP_PATH_RATE": 0.1, "BATCH_SIZE": 64, "NUM_EPOCHS": 2, "DEPTH": 2}
+    recipes.train(tmp_path / "whole", world_size, steps=2 * math.ceil(1437 / 64), **values)
+    for steps in (3, 15, 2 * math.ceil(1437 / 64)):
+        recipes.train(tmp_path / "parts", world_size, steps=steps, **values)
+    assert recipes.record(tmp_path / "parts") == recipes.record(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("script", ["vit_caltech101_amp/train.py", "vit_cifar10_hybrid/train_dp.py"])
+def test_the_other_examples_have_it_too(script, tmp_path, monkeypatch):
+    """One process and two make the same steps, and a run that stops resumes to the bit."""
+    monkeypatch.delenv("DATA", raising=False)
+    config = {"train.py": "config/config_fp32.py", "train_dp.py": "configs/config_data_parallel.py"}[
+        script.split("/")[1]
+    ]
+    size = dict(IMG_SIZE=16, PATCH_SIZE=8, HIDDEN_SIZE=16, DEPTH=2, NUM_HEADS=2, NUM_CLASSES=10, fp16=None)
+    size |= dict(NUM_EPOCHS=1, WARMUP_EPOCHS=0, DROP_RATE=0.0, LEARNING_RATE=0.01, gradient_accumulation=1)
+
+    def train(name, steps, world_size=1, **more):
+        values = {**size, **ALL, "BATCH_SIZE": 32 // world_size, **more}
+        output = tmp_path / name
+        argv = ["--config", config, *recipes.set_flags(values), "--output", str(output), "--max-steps", str(steps)]
+        result = fork_ranks.run(script, argv, world_size)
+        assert result.codes == [0] * world_size, str(result)
+        return recipes.read_metrics(output)[0]
+
+    whole = train("whole", 4)
+    assert max(errors(train("two", 4, 2), whole)) < 1e-4
+    train("parts", 2)
+    train("parts", 4)
+    assert recipes.record(tmp_path / "parts") == recipes.record(tmp_path / "whole")
