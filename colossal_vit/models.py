@@ -10,6 +10,7 @@ from colossal_vit.parallel.layout import Layout
 from colossalai.context import Config
 from torch import nn
 
+MODELS = ["vit_*", "deit3_*"]  # of timm, that the examples take
 # Config keys that change the shape of the model that MODEL names, and what timm calls them.
 SHAPE = {"PATCH_SIZE": "patch_size", "HIDDEN_SIZE": "embed_dim", "DEPTH": "depth", "NUM_HEADS": "num_heads"}
 
@@ -29,7 +30,7 @@ def build_timm_vit(config: Config) -> nn.Module:
     """The timm model that `config.MODEL` names, its weights drawn on the CPU from `config.SEED`.
 
     DROP_RATE is what timm's `drop_rate` was when the tutorials were written: dropout after the position embedding, the
-    attention projection and the layers of the MLP.
+    attention projection and the layers of the MLP. DROP_PATH_RATE is timm's `drop_path_rate`.
     """
     with cpu_seed(config.SEED):
         return timm.create_model(
@@ -38,6 +39,7 @@ def build_timm_vit(config: Config) -> nn.Module:
             img_size=config.IMG_SIZE,
             pos_drop_rate=config.DROP_RATE,
             proj_drop_rate=config.DROP_RATE,
+            drop_path_rate=config.get("DROP_PATH_RATE", 0.0),
             **{name: config[key] for key, name in SHAPE.items() if key in config},
         )
 
@@ -53,8 +55,8 @@ def check_timm_vit(config: Config, layout: Layout) -> None:
             f"this script is data parallel only, but the config asks for {layout}: "
             f"use vit_cifar10_hybrid/train_hybrid.py"
         )
-    if config.MODEL not in timm.list_models("vit_*"):
-        raise UserError(f"MODEL = {config.MODEL!r} is not a Vision Transformer of timm: see timm.list_models('vit_*')")
+    if config.MODEL not in timm.list_models(MODELS):
+        raise UserError(f"MODEL = {config.MODEL!r} is not a Vision Transformer of timm: see timm.list_models({MODELS})")
     with torch.device("meta"):
         try:
             build_timm_vit(config)

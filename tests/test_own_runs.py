@@ -352,7 +352,7 @@ def test_nothing_is_left_of_a_command_that_is_refused(tmp_path, monkeypatch):
         (schema.DP, "TRAIN_PER_CLASS=3", "only by vit_caltech101_amp/train.py"),
         (schema.DP, "dali.mixup_alpha=0.5", "only by vit_imagenet_dali/train.py"),
         (schema.HYBRID, "LAMB_EXCLUDE_VECTORS=True", "only by vit_imagenet_dali/train.py"),
-        (schema.CALTECH101, "DROP_PATH_RATE=0.1", "only by vit_cifar10_hybrid/train_hybrid.py"),
+        (schema.CALTECH101, "MLP_RATIO=2", "only by vit_cifar10_hybrid/train_hybrid.py"),
         (schema.IMAGENET, "CROP_PADDING=4", "only by vit_cifar10_hybrid/train_dp.py"),
     ],
 )

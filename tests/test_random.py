@@ -121,3 +121,10 @@ def test_masks_after_resuming(tmp_path, random_weights):
     others, values = LAYOUTS["DP 2 × 2D 4"]
     settings = recipes.config(recipes.flags(**{**values, **DROPPED}))
     assert_own_masks(fork_ranks.call(functools.partial(load, others), others, **settings))
+
+
+def test_drop_path_grows_with_the_depth_in_timms_models():
+    values = dict(MODEL="deit3_small_patch16_224", NUM_CLASSES=10, IMG_SIZE=32, DROP_RATE=0.0, DROP_PATH_RATE=0.3)
+    model = models.build_timm_vit(Config(dict(values, SEED=1, DEPTH=4, HIDDEN_SIZE=24, NUM_HEADS=2)))
+    rates = [getattr(block.drop_path1, "drop_prob", 0.0) for block in model.blocks]
+    assert rates == pytest.approx([0.0, 0.1, 0.2, 0.3])

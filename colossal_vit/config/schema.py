@@ -194,7 +194,7 @@ GROUPS: dict[str, dict[str, Setting | Block]] = {
         "MLP_RATIO": Setting(POSITIVE, "hidden units of an MLP ÷ HIDDEN_SIZE", 4, (HYBRID,)),
         "NUM_CLASSES": Setting(POSITIVE_INT, "classes", REQUIRED),
         "DROP_RATE": Setting(FRACTION, "dropout", 0.0),
-        "DROP_PATH_RATE": Setting(FRACTION, "stochastic depth of the last block; linear from 0", 0.0, (HYBRID,)),
+        "DROP_PATH_RATE": Setting(FRACTION, "stochastic depth of the last block; linear from 0", 0.0),
         "CHECKPOINT": Setting(
             BOOL, "compute activations again in the backward pass instead of keeping them", False, (HYBRID,)
         ),
