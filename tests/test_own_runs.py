@@ -12,7 +12,7 @@ import time
 import pytest
 from colossal_vit import config
 from colossal_vit.checkpoint import __main__, lock, storage
-from colossal_vit.config import schema
+from colossal_vit.config import settings
 from colossal_vit.data import identity
 from colossal_vit.data.digits import write_caltech101, write_cifar10
 from colossal_vit.errors import UserError
@@ -345,22 +345,22 @@ def test_nothing_is_left_of_a_command_that_is_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("script", "override", "words"),
     [
-        (schema.DP, "CACHE_SIZE=32", "only by vit_caltech101_amp/train.py"),
-        (schema.DP, "MLP_RATIO=8", "only by vit_cifar10_hybrid/train_hybrid.py"),
-        (schema.DP, "SYNTHETIC=True", "vit_caltech101_amp/train.py and vit_imagenet_dali/train.py"),
-        (schema.DP, "CROP_AREA=(0.1, 0.2)", "only by vit_caltech101_amp/train.py"),
-        (schema.DP, "TRAIN_PER_CLASS=3", "only by vit_caltech101_amp/train.py"),
-        (schema.DP, "dali.mixup_alpha=0.5", "only by vit_imagenet_dali/train.py"),
-        (schema.HYBRID, "LAMB_EXCLUDE_VECTORS=True", "only by vit_imagenet_dali/train.py"),
-        (schema.CALTECH101, "MLP_RATIO=2", "only by vit_cifar10_hybrid/train_hybrid.py"),
-        (schema.IMAGENET, "CROP_PADDING=4", "only by vit_cifar10_hybrid/train_dp.py"),
+        (settings.DP, "CACHE_SIZE=32", "only by vit_caltech101_amp/train.py"),
+        (settings.DP, "MLP_RATIO=8", "only by vit_cifar10_hybrid/train_hybrid.py"),
+        (settings.DP, "SYNTHETIC=True", "vit_caltech101_amp/train.py and vit_imagenet_dali/train.py"),
+        (settings.DP, "CROP_AREA=(0.1, 0.2)", "only by vit_caltech101_amp/train.py"),
+        (settings.DP, "TRAIN_PER_CLASS=3", "only by vit_caltech101_amp/train.py"),
+        (settings.DP, "dali.mixup_alpha=0.5", "only by vit_imagenet_dali/train.py"),
+        (settings.HYBRID, "LAMB_EXCLUDE_VECTORS=True", "only by vit_imagenet_dali/train.py"),
+        (settings.CALTECH101, "MLP_RATIO=2", "only by vit_cifar10_hybrid/train_hybrid.py"),
+        (settings.IMAGENET, "CROP_PADDING=4", "only by vit_cifar10_hybrid/train_dp.py"),
     ],
 )
 def test_a_key_that_the_script_does_not_use_is_refused(script, override, words, tmp_path):
     (tmp_path / "config.py").touch()
     with pytest.raises(UserError) as error:
         config.load(tmp_path / "config.py", [override], script=script)
-    assert f"is not used by {schema.PATHS[script]}, only by " in str(error.value)
+    assert f"is not used by {settings.PATHS[script]}, only by " in str(error.value)
     assert words in str(error.value)
 
 

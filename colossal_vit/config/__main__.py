@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from colossal_vit.config.schema import GROUPS, OPTIONAL, PATHS, REQUIRED, SCRIPTS, Block, Each, Setting
+from colossal_vit.config.schema import GROUPS
+from colossal_vit.config.settings import OPTIONAL, PATHS, REQUIRED, SCRIPTS, Block, Each, Setting
 
 INTRODUCTION = """\
 # Configuration

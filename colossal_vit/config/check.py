@@ -4,7 +4,8 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from colossal_vit.config.schema import PATHS, REQUIRED, SCHEMA, Block, Setting, default_for
+from colossal_vit.config.schema import SCHEMA
+from colossal_vit.config.settings import PATHS, REQUIRED, Block, Setting, default_for
 from colossal_vit.errors import UserError
 
 

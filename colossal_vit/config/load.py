@@ -46,7 +46,7 @@ def load(
     Args:
         path: the Python file.
         overrides: `KEY=VALUE` strings, see `parse_override`.
-        script: one of `schema.SCRIPTS`, which must use every key and has defaults of its own; None for any other one.
+        script: one of `settings.SCRIPTS`, which must use every key and has defaults of its own; None for any other one.
 
     Returns:
         Colossal-AI's `Config`: a dict whose items are attributes too. It has all defaults (see `schema`), `parallel` is

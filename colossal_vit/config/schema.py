@@ -1,7 +1,5 @@
 """Every key that a config file may have: what it means, what it must be, its default, and which scripts use it."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from colossal_vit.config.rules import (
@@ -20,61 +18,22 @@ from colossal_vit.config.rules import (
     SHARE_ABOVE_0,
     TENSOR_MODE,
     TEXT,
-    Rule,
     one_of,
 )
+from colossal_vit.config.settings import (
+    CALTECH101,
+    DP,
+    HYBRID,
+    IMAGENET,
+    OPTIONAL,
+    REQUIRED,
+    SCRIPTS,
+    Block,
+    Each,
+    Setting,
+    default_for,
+)
 from colossalai.legacy.amp import AMP_TYPE
-
-DP, HYBRID, CALTECH101, IMAGENET = "train_dp", "train_hybrid", "caltech101", "imagenet"
-PATHS = {  # of the example scripts
-    DP: "vit_cifar10_hybrid/train_dp.py",
-    HYBRID: "vit_cifar10_hybrid/train_hybrid.py",
-    CALTECH101: "vit_caltech101_amp/train.py",
-    IMAGENET: "vit_imagenet_dali/train.py",
-}
-SCRIPTS = tuple(PATHS)
-
-REQUIRED, OPTIONAL = object(), object()  # in the place of a default
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A key with a value.
-
-    Attributes:
-        rule: what the value must be.
-        meaning: what it does, with its unit.
-        default: the value where the file has none; or one for each script, in the order of `scripts`; REQUIRED if there
-            must be one; OPTIONAL if without one nothing happens, or what `meaning` says.
-        scripts: that use it.
-    """
-
-    rule: Rule
-    meaning: str
-    default: Any = OPTIONAL
-    scripts: tuple[str, ...] = SCRIPTS
-
-
-class Each(tuple):
-    """A default for each script."""
-
-
-@dataclass(frozen=True)
-class Block:
-    """A key whose value is a dict of settings, or None to switch the feature off."""
-
-    meaning: str
-    settings: Mapping[str, "Setting | Block"] = field(repr=False)
-    default: Any = OPTIONAL
-    scripts: tuple[str, ...] = SCRIPTS
-
-
-def default_for(setting: Setting | Block, script: str | None) -> Any:
-    """The default in a script; one that is not listed has those that all scripts have in common."""
-    if isinstance(setting.default, Each):
-        return setting.default[setting.scripts.index(script)] if script in setting.scripts else OPTIONAL
-    return setting.default if script in setting.scripts or setting.scripts == SCRIPTS else OPTIONAL
-
 
 GROUPS: dict[str, dict[str, Setting | Block]] = {
     "Training": {

@@ -35,7 +35,7 @@ def start(
 
     Args:
         description: for `--help`; the first lines of the script's docstring.
-        script: one of `schema.SCRIPTS`, whose config keys and defaults count; None takes any key.
+        script: one of `settings.SCRIPTS`, whose config keys and defaults count; None takes any key.
         check: raises `UserError` if config and layout do not fit the script's model.
 
     Raises:
