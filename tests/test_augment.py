@@ -16,7 +16,7 @@ from check_layouts import LAYOUTS, errors
 
 MEAN, STD = torch.zeros(3, 1, 1), torch.full((3, 1, 1), 255.0)
 ALL = {"augment.policy": "three", "augment.color_jitter": 0.3, "augment.erase": 0.5, "REPEATS": 3}
-ALL |= {"mix.mixup": 0.8, "mix.cutmix": 1.0, "bce.threshold": 0.2, "ema.decay": 0.9}
+ALL |= {"mix.mixup": 0.8, "mix.cutmix": 1.0, "mix.mode": "elem", "bce.threshold": 0.2, "ema.decay": 0.9}
 
 
 def images(count=6, size=24):

@@ -20,7 +20,7 @@ import fork_ranks
 import recipes
 from check_layouts import LAYOUTS
 
-VALUES = {"ema.decay": 0.9, "BATCH_SIZE": 128, "NUM_EPOCHS": 3, "DEPTH": 2}
+VALUES = {"ema.decay": 0.9, "BATCH_SIZE": 128, "NUM_EPOCHS": 2, "DEPTH": 2}
 SGD = {"OPTIMIZER": "sgd", "LEARNING_RATE": 1.0}  # does not blow rounding up where a gradient is nearly zero
 
 pytestmark = pytest.mark.usefixtures("few_test_images")
@@ -68,7 +68,7 @@ def test_the_decay_grows_as_timms():
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, small_sample):
-    """A run of one process: 33 steps, 3 epochs."""
+    """A run of one process: 22 steps, 2 epochs."""
     output = tmp_path_factory.mktemp("ema") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DATA", str(small_sample))
