@@ -3,12 +3,13 @@
     python scripts/fuzz_layouts.py SEED N [--first K] [--max-ranks 8] [--fp32] [--no-shrink] [--output DIRECTORY]
 
 Case k of a seed is always the same: a small ViT of random sizes, odd token counts, uneven stages, partial test batches,
-accumulation, micro-batches, optimizer, clipping, smoothing, recomputation, classes, precision. It makes three steps in
-one layout and three more in another one, which reads its checkpoint. Each step and the evaluation must agree with one
-process that makes all six: in fp32 within 1e-4 (1e-5 in the first step), in bf16 losses within 2 % and norms within
-10 % or, where the training itself amplifies rounding, within three times the distance between one process in bf16 and
-the same one in fp32. A case that does not is made simpler as long as it still fails, and printed as commands. The ranks
-are forks of one process that has imported everything. With another --max-ranks, cases are others too.
+accumulation, micro-batches, optimizer, clipping, smoothing, recomputation, classes, precision, augmentation, loss. It
+makes three steps in one layout and three more in another one, which reads its checkpoint. Each step and the evaluation
+must agree with one process that makes all six: in fp32 within 1e-4 (1e-5 in the first step), in bf16 losses within 2 %
+and norms within 10 % or, where the training itself amplifies rounding, within three times the distance between one
+process in bf16 and the same one in fp32. A case that does not is made simpler as long as it still fails, and printed as
+commands. The ranks are forks of one process that has imported everything. With another --max-ranks, cases are others
+too.
 
 With --output it writes fuzz_layouts.md (worst deviations), fuzz_layouts.json (every case), log.txt and provenance.json.
 Exit code 1 if a case failed.
@@ -92,6 +93,10 @@ def draw_case(seed: int, number: int, max_ranks: int = 8) -> Case:
             "global_batch": draw.choice([4, 6, 8, 12, 16, 24, 32]),
             "first": draw_layout(draw, max_ranks),
             "second": draw_layout(draw, max_ranks),
+            "REPEATS": draw.choice([1, 1, 1, 2, 3]),
+            "mix": draw.choice([None, None, None, "batch", "pair", "elem"]),
+            "augment": draw.choice([None, None, None, "rand", "three"]),
+            "bce": draw.choice([None, None, 0.2]),
         }
         if is_legal(case):
             return case
@@ -109,6 +114,9 @@ def command(case: Case, layout: Case | None) -> tuple[int, list[str]]:
         raise UserError("the batch cannot be split")
     values = {key: value for key, value in case.items() if key.isupper() or key == "clip_grad_norm"}
     values |= OPTIMIZERS[case["optimizer"]]
+    values |= {"mix.mode": case["mix"], "mix.mixup": 0.8, "mix.cutmix": 1.0} if case["mix"] else {}
+    values |= {"augment.policy": case["augment"], "augment.erase": 0.3} if case["augment"] else {}
+    values |= {"bce.threshold": case["bce"]} if case["bce"] else {}
     values |= {"BATCH_SIZE": case["global_batch"] // share, "gradient_accumulation": layout["accumulation"]}
     values |= {"parallel.pipeline": layout["pipeline"], "NUM_MICRO_BATCHES": layout["micro_batches"], "NUM_EPOCHS": 2}
     if layout["mode"]:
@@ -125,6 +133,8 @@ def is_legal(case: Case) -> bool:
             ranks, flags = command(case, layout)
             config = recipes.config(flags)
             vit.check_vit(config, Layout.of(config, ranks))
+            if config.get("mix") and config.BATCH_SIZE % 2:
+                return False
     except UserError:
         return False
     return True
@@ -188,6 +198,7 @@ def deviation(case: Case) -> tuple[float, float, str | None]:
 
 SIMPLE = {"amp": None, "optimizer": "sgd", "clip_grad_norm": 0.0, "LABEL_SMOOTHING": 0.0, "CHECKPOINT": False}
 SIMPLE |= {"MLP_RATIO": 4, "NUM_CLASSES": 10, "DEPTH": 2, "PATCH_SIZE": 4, "IMG_SIZE": 8, "NUM_HEADS": 4}
+SIMPLE |= {"REPEATS": 1, "mix": None, "augment": None, "bce": None}
 SIMPLE |= {"HIDDEN_SIZE": 16, "global_batch": 8, "SEED": 0}
 
 

@@ -21,7 +21,7 @@ if [ $# -gt 0 ]; then exec python -m pytest "$@"; fi
 
 # In two parts side by side: real launchers are waited for more than they work, and much of the rest uses one core. What
 # installs Debian packages is in the second.
-second=(tests/test_{caltech101,layouts,nodes,pages,slurm,tfrecords}.py)
+second=(tests/test_{augment,caltech101,layouts,nodes,pages,slurm,tfrecords}.py)
 said=$(mktemp)
 trap 'kill $(jobs -p) 2> /dev/null || true; rm -f "$said"' EXIT
 code=0
