@@ -20,7 +20,7 @@ from colossal_vit.engine.lamb import Lamb
 from colossal_vit.engine.micro_batches import MicroBatches
 from colossal_vit.engine.trainer import Trainer
 from colossal_vit.errors import UserError
-from colossal_vit.parallel.ranks import all_gather_object, broadcast_object, raise_on_all_ranks, run_on_rank_0
+from colossal_vit.parallel.ranks import all_gather_object, raise_on_all_ranks, run_on_rank_0
 from colossal_vit.parallel.seeds import seed_ranks
 from colossal_vit.run import Run
 from colossalai.legacy.context import ParallelMode
@@ -35,15 +35,17 @@ class _Distributed:
     """A safetensors file that only rank 0 reads, on every rank; all use it together."""
 
     def __init__(self, path: Path):
-        self.file = safe_open(path, "pt") if gpc.get_global_rank() == 0 else None
-        listing = None
-        if self.file:
-            pieces = {name: self.file.get_slice(name) for name in sorted(self.file.keys())}
-            listing = {name: (piece.get_shape(), str(piece.get_dtype())) for name, piece in pieces.items()}
-            for name, (_, dtype) in listing.items():
-                if dtype not in _DTYPES:
-                    raise UserError(f"{path}: {name} is of type {dtype}, which no checkpoint here has")
-        self.listing: dict[str, tuple[list[int], str]] = broadcast_object(listing)
+        self.path, self.file = path, None
+        self.listing: dict[str, tuple[list[int], str]] = run_on_rank_0(self._open)
+
+    def _open(self) -> dict[str, tuple[list[int], str]]:
+        self.file = safe_open(self.path, "pt")
+        pieces = {name: self.file.get_slice(name) for name in sorted(self.file.keys())}
+        listing = {name: (piece.get_shape(), str(piece.get_dtype())) for name, piece in pieces.items()}
+        for name, (_, dtype) in listing.items():
+            if dtype not in _DTYPES:
+                raise UserError(f"{self.path}: {name} is of type {dtype}, which no checkpoint here has")
+        return listing
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Names and tensors, on the CPU, one at a time."""
