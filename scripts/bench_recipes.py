@@ -2,9 +2,9 @@
 
     python scripts/bench_recipes.py [--seeds 5] [--epochs 30] [--only EXAMPLE ...] [--output results/recipes_digits]
 
-Trains a small Vision Transformer in each example, from scratch, with several seeds: "plain", "full" (Mixup, CutMix, binary
-cross entropy, augmentation, drop path), and of the full runs also the moving average of the weights. The number of
-epochs is the same.
+Trains a small Vision Transformer in each example, from scratch, with several seeds: "plain", "full" (Mixup, CutMix,
+binary cross entropy, augmentation, drop path), and of the full runs also the moving average of the weights. The number
+of epochs is the same.
 
 Writes recipes.md (mean and standard deviation over the seeds), recipes.json (every run), log.txt and provenance.json.
 """
