@@ -1,1 +1,1 @@
-"""The state of a run to disk and back, in any layout."""
+"""Checkpoints: the state of a run, saved in one layout and loaded in any other."""

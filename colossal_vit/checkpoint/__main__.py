@@ -29,12 +29,12 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Whether a folder is a checkpoint, whole or not; timm's folders have a MODEL too, but none of the others."""
+    """Whether a folder is a checkpoint, valid or damaged; timm's model folders have a MODEL file but no others."""
     return bool(STEP_NAME.fullmatch(path.name)) or any((path / name).exists() for name in (OPTIMIZER, STATE, MANIFEST))
 
 
 def _checkpoints(path: Path) -> list[Path]:
-    """The checkpoints that a path on the command line means: itself, or all of a run, newest first.
+    """The checkpoints a path on the command line refers to: itself, or all in a run directory, newest first.
 
     Raises:
         UserError: if there are none.
@@ -50,10 +50,10 @@ def _checkpoints(path: Path) -> list[Path]:
 
 
 def _one_valid(path: Path) -> Path:
-    """The checkpoint that a path on the command line means: itself, or the newest valid one of a run.
+    """The checkpoint a path on the command line refers to: itself, or the newest valid one in a run directory.
 
     Raises:
-        UserError: if it is not valid, or none is.
+        UserError: if there is no valid one.
     """
     found, faults = first_valid(_checkpoints(path))
     if found is None:
@@ -62,10 +62,10 @@ def _one_valid(path: Path) -> Path:
 
 
 def _weights(source: Path) -> Path:
-    """The file that `import` is to read: one of ours has been checked.
+    """The weights file for `import`; one in a checkpoint is verified first.
 
     Raises:
-        UserError: if there is none, or it is of another format.
+        UserError: if there is none, or it is not a safetensors file.
     """
     if source.is_dir():
         if (source / MODEL).exists() and not _is_checkpoint(source):
@@ -87,7 +87,7 @@ def _ls(args: argparse.Namespace) -> int:
         except UserError as error:
             print(f"{path.name}  damaged: {error}")
             continue
-        best = best or state["best"]  # the newest one knows
+        best = best or state["best"]  # the newest checkpoint has the latest record of it
         size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
         mark = f"  best: {best['accuracy']:.2%}" if best and best["step"] == state["step"] else ""
         print(f"{path.name}  epoch {state['epoch']}  {size:.1f} MB{mark}")
@@ -157,7 +157,7 @@ def _get_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line, by default this process's; a user's mistake becomes one line on stderr.
+    """Run a command, by default that of this process; a `UserError` becomes one line on stderr.
 
     Returns:
         The exit code: 0, 1 if `verify` found damage, 2 for a user's mistake.

@@ -1,6 +1,6 @@
-"""The state of a run, gathered from the ranks of any layout.
+"""Gathers the state of a run from all ranks, in any layout.
 
-Weights and moments are gathered as full tensors, one at a time, on rank 0, which alone reads and writes checkpoints.
+Rank 0 gathers full weights and optimizer moments, one tensor at a time; it alone reads and writes checkpoints.
 """
 
 from collections.abc import Iterator
@@ -21,12 +21,12 @@ from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from torch import Tensor
 
-EMA = "ema"  # gathered like a moment
+EMA = "ema"  # the moving averages are gathered like one more optimizer moment
 _PACKAGES = ("torch", "colossalai", "timm")
 
 
 class Snapshot(NamedTuple):
-    """What `storage.write` takes, all of it on the CPU."""
+    """The arguments of `storage.write` after the path; all tensors are full ones on the CPU."""
 
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
@@ -40,20 +40,22 @@ def _moment_names(engine: Engine) -> set[str]:
 
 
 def _moments_step(engine: Engine) -> int:
-    """How many updates the moments have seen: fewer than optimizer steps if some were skipped."""
+    """Number of updates in the moments: fewer than the optimizer steps if some were skipped for overflow."""
     return max((int(state.get("step", 0)) for state in engine.optimizer.optim.state.values()), default=0)
 
 
 def _own_pieces(engine: Engine, moments: list[str]) -> Iterator[tuple[str, Shard, Tensor]]:
-    """Every tensor of this rank in the order of all ranks of its stage: weights under "", moments under their names,
-    the weights' moving averages under EMA.
+    """Every tensor of this rank, in an order that is the same on all ranks of its pipeline stage.
+
+    Yields:
+        The kind ("" for a weight, the name of a moment, or EMA for a moving average), the shard, this rank's piece.
     """
     for slot in parameter_slots(engine):
         yield "", slot.shard, slot.master
         state = engine.optimizer.optim.state.get(slot.master, {})
         if engine.ema:
             state = {**state, EMA: engine.ema.averages[slot.master]}
-        for key in moments:  # a piece that is not used has none
+        for key in moments:  # a piece with no gradient (see `Shard.owner`) has no moments
             yield key, slot.shard, state[key] if key in state else torch.zeros_like(slot.master)
 
 
@@ -63,22 +65,22 @@ def _key(moment: str, name: str) -> str:
 
 @torch.no_grad()
 def capture(trainer: Trainer, train_dataloader: MicroBatches, epoch: int, start: int, best: Any) -> Snapshot | None:
-    """The state of the run, on rank 0; None on the others. All ranks call it, between two optimizer steps.
+    """The state of the run on rank 0, None on other ranks. Collective: all ranks call it between two optimizer steps.
 
     Args:
         trainer: of the run.
-        train_dataloader: what `engine.initialize` returned.
-        epoch: to resume with.
-        start: the micro-batch of it to resume with.
+        train_dataloader: as `engine.initialize` returned it.
+        epoch: the epoch to resume in.
+        start: the micro-batch of that epoch to resume at.
         best: accuracy and step of the best evaluation so far, or None.
     """
     engine = trainer.engine
     rank, replica = gpc.get_global_rank(), gpc.get_local_rank(ParallelMode.DATA)
-    speaks = replica == 0 and gpc.get_local_rank(ParallelMode.TENSOR) == 0  # for its stage
+    first_of_stage = replica == 0 and gpc.get_local_rank(ParallelMode.TENSOR) == 0  # sends its tensors to rank 0
     own = {
         "rng": random_state(),
         "data": train_dataloader.state_dict(),
-        "speaks": speaks,
+        "first_of_stage": first_of_stage,
         "moments": _moment_names(engine),
         "moments_step": _moments_step(engine),
         "names": [(slot.shard.name, slot.shard.full_shape(slot.master.shape)) for slot in parameter_slots(engine)],
@@ -93,12 +95,12 @@ def capture(trainer: Trainer, train_dataloader: MicroBatches, epoch: int, start:
             if rank == 0:
                 copied = tensor.to("cpu", copy=tensor.data_ptr() == piece.data_ptr()).contiguous()
                 full[moment][_key(moment, shard.name)] = copied
-            elif speaks:
+            elif first_of_stage:
                 dist.send(tensor.cpu().contiguous(), 0, group=group)
     if rank > 0:
         return None
     for sender, theirs in enumerate(ranks):
-        if sender > 0 and theirs["speaks"]:
+        if sender > 0 and theirs["first_of_stage"]:
             for name, shape in theirs["names"]:
                 for moment in ("", *moments):
                     tensor = torch.empty(shape, dtype=_dtype(engine, moment))
@@ -127,7 +129,7 @@ def capture(trainer: Trainer, train_dataloader: MicroBatches, epoch: int, start:
 
 
 def _dtype(engine: Engine, moment: str) -> torch.dtype:
-    """Of weights or moments: the same on every stage."""
+    """Data type of the weights or of one moment; it is the same on every pipeline stage."""
     if moment in ("", EMA):
         return parameter_slots(engine)[0].master.dtype
     return next(state[moment].dtype for state in engine.optimizer.optim.state.values() if moment in state)

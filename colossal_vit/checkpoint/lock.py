@@ -1,4 +1,4 @@
-"""A run directory has one writer: a lock that the kernel drops when its holder dies, whatever killed it."""
+"""A lock that keeps two runs from writing to one run directory; the kernel releases it when its holder dies."""
 
 import errno
 import fcntl
@@ -12,27 +12,27 @@ from pathlib import Path
 from colossal_vit.errors import UserError
 
 NAME = ".lock"  # in a run directory
-PATIENCE = 10.0  # seconds to wait for another holder: ranks whose launcher was killed take a moment to end
+PATIENCE = 10.0  # seconds to wait for the lock: ranks whose launcher was killed take a moment to end
 _CANNOT = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
 
-# The descriptors of this process's locks, and whether it made the directory. A POSIX lock goes with the first
-# descriptor of its file that the process closes.
+# Per directory, the open lock file and whether this process created the directory. The file stays open: closing any
+# descriptor of a file releases the process's POSIX locks on it.
 _held: dict[Path, tuple[int, bool]] = {}
 
 
 def hold(directory: Path) -> str | None:
-    """Lock a run directory, which is made if it is missing, until this process ends.
+    """Lock a run directory until this process ends; creates the directory if it is missing.
 
-    The lock is a POSIX record lock: a forked child does not inherit it, and NFS knows it too.
+    The lock is a POSIX record lock: forked children do not inherit it, and NFS supports it.
 
     Args:
         directory: the run directory.
 
     Returns:
-        None, or why this file system cannot lock.
+        None if the directory is locked, or the reason why its file system has no locks.
 
     Raises:
-        UserError: if another process holds it, saying which.
+        UserError: if another process still holds the lock after `PATIENCE` seconds, naming that process.
         OSError: if the lock file cannot be written.
     """
     made = not directory.exists()
@@ -42,7 +42,7 @@ def hold(directory: Path) -> str | None:
         file = os.open(directory / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(directory / NAME, file):  # and not removed by a holder that had nothing to leave behind
+            if _is_at(directory / NAME, file):  # and not meanwhile removed by its holder's `leave_nothing`
                 break
         except OSError as error:
             if error.errno in _CANNOT:
@@ -68,7 +68,7 @@ def _is_at(path: Path, file: int) -> bool:
 
 
 def leave_nothing() -> None:
-    """Take away what `hold` has made of directories that nothing else was written to."""
+    """Remove the lock files, and the directories that `hold` created, where nothing else was written."""
     for directory, (_, made) in _held.items():
         with suppress(OSError):
             if os.listdir(directory) == [NAME]:

@@ -1,7 +1,7 @@
-"""A checkpoint, loaded by the ranks of any layout.
+"""Loads a checkpoint in any layout.
 
-Rank 0 broadcasts one full tensor at a time, and each rank keeps its piece. On the layout that has written the
-checkpoint a run resumes bit for bit; on another one, random numbers and the order of DALI's stream start from scratch.
+Rank 0 broadcasts one full tensor at a time, and each rank keeps its shard. In the layout that wrote the checkpoint, a
+run resumes bit for bit; in another one, random number generators and the order of DALI's images start from scratch.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,7 +32,7 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "
 
 
 class _Distributed:
-    """A safetensors file that only rank 0 reads, on every rank; all use it together."""
+    """A safetensors file that rank 0 reads and broadcasts; all methods are collective."""
 
     def __init__(self, path: Path):
         self.path, self.file = path, None
@@ -48,7 +48,7 @@ class _Distributed:
         return listing
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors, on the CPU, one at a time."""
+        """Names and full tensors, on the CPU, one at a time."""
         for name, (shape, dtype) in self.listing.items():
             tensor = self.file.get_tensor(name) if self.file else torch.empty(shape, dtype=_DTYPES[dtype])
             dist.broadcast(tensor, 0, group=gpc.get_cpu_group(ParallelMode.GLOBAL))
@@ -56,10 +56,10 @@ class _Distributed:
 
 
 def _check_fits(path: Path, shapes: Mapping[str, list[int]], engine: Engine) -> None:
-    """Refuse a checkpoint of another model.
+    """Check that a checkpoint's names and shapes are those of the model.
 
     Raises:
-        UserError: on every rank, naming a parameter, the values and what would be right.
+        UserError: on every rank, naming the first tensor that is missing, unknown or of another shape.
     """
     needed = {slot.shard.name: slot.shard.full_shape(slot.master.shape) for slot in parameter_slots(engine)}
     needed |= {name: list(buffer.shape) for name, buffer in model_buffers(engine).items()}
@@ -79,7 +79,7 @@ def _check_fits(path: Path, shapes: Mapping[str, list[int]], engine: Engine) -> 
 
 @torch.no_grad()
 def _load_model(path: Path, engine: Engine) -> None:
-    """Fill this rank's part of the model, and the copies of it that the optimizer updates, from a checkpoint."""
+    """Load this rank's part of the model, and the optimizer's master weights, from a checkpoint."""
     slots, buffers = {slot.shard.name: slot for slot in parameter_slots(engine)}, model_buffers(engine)
     file = _Distributed(path / storage.MODEL)
     _check_fits(path, {name: list(shape) for name, (shape, _) in file.listing.items()}, engine)
@@ -93,7 +93,7 @@ def _load_model(path: Path, engine: Engine) -> None:
 
 @torch.no_grad()
 def _load_averages(path: Path, engine: Engine) -> None:
-    """Fill the moving average of the weights; without one in the checkpoint, it begins with the weights."""
+    """Load the moving averages of the weights; if the checkpoint has none, they start from the weights."""
     slots, averages = {slot.shard.name: slot for slot in parameter_slots(engine)}, engine.ema.averages
     for slot in slots.values():
         averages[slot.master].copy_(slot.master)
@@ -105,7 +105,7 @@ def _load_averages(path: Path, engine: Engine) -> None:
 
 @torch.no_grad()
 def _load_moments(path: Path, engine: Engine, moments_step: int) -> None:
-    """Give the optimizer this rank's pieces of the moments in a checkpoint, which have seen `moments_step` updates."""
+    """Load this rank's shards of the optimizer moments; `moments_step` is the number of updates in them."""
     slots, optimizer = {slot.shard.name: slot for slot in parameter_slots(engine)}, engine.optimizer.optim
     lamb = isinstance(optimizer, Lamb)
     for key, tensor in _Distributed(path / storage.OPTIMIZER).tensors():
@@ -115,16 +115,17 @@ def _load_moments(path: Path, engine: Engine, moments_step: int) -> None:
             if list(tensor.shape) != shard.full_shape(master.shape):
                 raise UserError(f"{path}: {key} is of shape {tuple(tensor.shape)}, which is not its parameter's")
             piece = shard.split(tensor)
-            # PyTorch's optimizers want moments of the parameter's type. Lamb has its own idea, and saved them so.
+            # PyTorch's optimizers need moments in the parameter's type; Lamb keeps fp32 ones, and saved them so.
             dtype = piece.dtype if lamb else master.dtype
             optimizer.state[master][moment] = piece.to(master.device, dtype, copy=True).contiguous()
-            # PyTorch keeps the count on the host, but for the kernel that updates all parameters at once.
+            # PyTorch keeps the step count on the host, except for its fused kernels.
             device = master.device if optimizer.defaults.get("fused") else None
             count = moments_step if lamb else torch.tensor(float(moments_step), device=device)
             optimizer.state[master]["step"] = count
 
 
-# Values that do not change what is learned, or only by rounding: layout, length, files. The batch counts as a whole.
+# Keys that may change between runs: layout, length, files. They change what is learned by rounding at most, as long as
+# the global batch, which is compared separately, stays the same.
 FREE_KEYS = {
     *("parallel", "model", "NUM_CHUNKS", "NUM_MICRO_BATCHES", "TENSOR_PARALLEL_SIZE", "TENSOR_PARALLEL_MODE"),
     *("TENSOR_SHAPE", "SEQ_LENGTH", "BATCH_SIZE", "gradient_accumulation", "CHECKPOINT", "COMPILE", "torch_ddp"),
@@ -133,23 +134,24 @@ FREE_KEYS = {
 
 
 def changed_values(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """The values of a config that have changed: key, before and after."""
+    """The values that differ between two plain configs: key -> [before, after]."""
     keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-    known = [key for key in keys if key in old or not is_default(key, new[key])]  # a new key with its default is none
+    # A new key at its default is no change.
+    known = [key for key in keys if key in old or not is_default(key, new[key])]
     return {key: [old.get(key), new.get(key)] for key in known}
 
 
-def _say(changes: Mapping[str, list[Any]]) -> str:
+def _format_changes(changes: Mapping[str, list[Any]]) -> str:
     return ", ".join(f"{key} {before} → {after}" for key, (before, after) in changes.items())
 
 
 def _check_continues(run: Run, state: Mapping[str, Any]) -> None:
-    """Refuse to resume a checkpoint with other data, or with values that change what is learned.
+    """Check that the data, and the config values that affect learning, are those of the checkpoint.
 
-    What `--accept-changes` lets pass is recorded.
+    Changes that `--accept-changes` allows are appended to `run.changes`.
 
     Raises:
-        UserError: naming what is different.
+        UserError: naming what differs.
     """
     changes = changed_values(state["config"], config.plain(run.config))
     learned = {key: change for key, change in changes.items() if key not in FREE_KEYS}
@@ -160,27 +162,27 @@ def _check_continues(run: Run, state: Mapping[str, Any]) -> None:
     run.changes = state.get("changes", [])
     if (learned or other_data) and not run.accept_changes:
         said = [f"other data ({other_data})"] if other_data else []
-        said += [f"other values ({_say(learned)})"] if learned else []
+        said += [f"other values ({_format_changes(learned)})"] if learned else []
         raise UserError(
             f"{run.checkpoint}: was trained with {' and '.join(said)}: change that back, give another --output, or "
             f"resume it as it is with --accept-changes"
         )
     if learned or other_data:
         run.changes = [*run.changes, {"step": state["step"], "values": learned, "data": other_data}]
-    said = [_say(changes)] if changes else []
+    said = [_format_changes(changes)] if changes else []
     said += [f"data ({other_data})"] if other_data else []
     if said:
         run.log.info(f"changed since then: {', '.join(said)}")
 
 
 def resume(run: Run, trainer: Trainer, train_dataloader: MicroBatches, lr_scheduler: Any) -> None:
-    """Bring a run to where `run.checkpoint` is, if there is one. All ranks call it, before `Trainer.fit`.
+    """Load `run.checkpoint`, if there is one, and prepare the run directory. Collective, before `Trainer.fit`.
 
-    The run directory is written to from here on.
+    Until here, only the lock and DALI's index files are written to the run directory.
 
     Raises:
-        UserError: on every rank, if the checkpoint is of another model or optimizer, or was trained with other data or
-            other values that change what is learned.
+        UserError: on every rank, if the ranks' data differ, or the checkpoint is of another model or optimizer, or its
+            data or config values that affect learning differ from this run's.
     """
     if not run.eval_only and any(data != run.data for data in all_gather_object(run.data)):
         raise UserError("the ranks read different data: DATA must be the same on all machines")
@@ -200,7 +202,7 @@ def _resume(run: Run, trainer: Trainer, train_dataloader: MicroBatches, lr_sched
             f"{path}: was trained with {state['optimizer']}, but this run's optimizer is {own}: change it back, or "
             f"start from its weights alone: `python -m colossal_vit.checkpoint import`"
         )
-    if trained and state["ranks"]:  # not imported
+    if trained and state["ranks"]:  # not imported from timm
         _check_continues(run, state)
     if state["step"] and not run.eval_only:
         engine.settle_buckets((run.config.BATCH_SIZE, 3, run.config.IMG_SIZE, run.config.IMG_SIZE))
@@ -214,7 +216,7 @@ def _resume(run: Run, trainer: Trainer, train_dataloader: MicroBatches, lr_sched
         run.log.info(f"the weights are those of {path}, step {state['step']}")
         return
 
-    # The position in the epoch counts in images: it is the same however many ranks share them.
+    # The position in the epoch is stored in images, which does not depend on the layout.
     steps, rest = divmod(state["images"], run.layout.global_batch(run.config))
     steps_per_epoch = len(train_dataloader) // engine.accumulation
     start = min(steps, steps_per_epoch) * engine.accumulation
@@ -238,7 +240,7 @@ def _resume(run: Run, trainer: Trainer, train_dataloader: MicroBatches, lr_sched
 
 
 def _set_scheduler_step(lr_scheduler: Any, steps: int) -> None:
-    """Bring a scheduler that is a function of its step to step `steps`, with the rates that this run's config gives."""
+    """Set a scheduler that computes its rates from its step to step `steps`, with the rates of this run's config."""
     if steps:
         lr_scheduler.load_state_dict({**lr_scheduler.state_dict(), "last_epoch": steps - 1, "_step_count": steps + 1})
         lr_scheduler.step()

@@ -1,4 +1,4 @@
-"""The run directory: which one a command writes to, what of an earlier run it finds there, and making it ready."""
+"""The run directory: its default name, the checkpoint to resume in it, and its preparation for a run."""
 
 import argparse
 import hashlib
@@ -18,21 +18,21 @@ from colossal_vit.parallel.ranks import RankLogger
 from colossal_vit.results import METRICS
 from colossalai.context import Config
 
-INDEX_FILES = "idx_files"  # of DALI, when records are left out
+INDEX_FILES = "idx_files"  # DALI's index files, written if some records are left out
 MAX_NAME = 200  # bytes of a folder's name; file systems allow 255
 
 
 def default(script: Path, config: Path, overrides: Iterable[str], resume: str = "auto") -> Path:
-    """The run directory of a command that names none: `runs/<example>/<script>/<config>,KEY=VALUE,...`.
+    """The run directory of a command without `--output`: `runs/<example>/<script>/<config>,KEY=VALUE,...`.
 
-    The same command always gets the same directory, in whatever order it gives its overrides and wherever it is typed;
-    a command with another script, config file or override gets another one.
+    The same command always gets the same directory, whatever the order of its overrides and the working directory;
+    another script, config file, override or `--resume PATH` gets another one.
 
     Args:
         script: the train script, in its example's folder.
         config: the config file.
         overrides: the `KEY=VALUE` strings of `--set`.
-        resume: the value of `--resume`; a run that starts from a checkpoint is another one.
+        resume: the value of `--resume`; a path becomes part of the name.
 
     Raises:
         UserError: if an override is malformed.
@@ -47,13 +47,13 @@ def default(script: Path, config: Path, overrides: Iterable[str], resume: str = 
     exact = [str(named), *(f"{key}={parts[key]!r}" for key in sorted(parts))]
     name = ",".join(["-".join([*words, config.stem]), *(f"{key}={_plain(parts[key])}" for key in sorted(parts))])
     readable = re.sub(r"[^\w.,=+-]+", "_", re.sub(r"[\s()\[\]{}'\"]", "", name), flags=re.ASCII)
-    if readable != name or not inside or len(readable) > MAX_NAME:  # the name alone may fit another command too
+    if readable != name or not inside or len(readable) > MAX_NAME:  # another command may have the same readable name
         readable = f"{readable[:MAX_NAME]}~{hashlib.sha256(repr(exact).encode()).hexdigest()[:8]}"
     return folder.parent / "runs" / folder.name / script.stem / readable
 
 
 def _plain(value: Any) -> str:
-    """A value of an override as a name shows it: strings and AMP modes without quotes and prefix."""
+    """An override's value as the directory name shows it: strings without quotes, AMP modes without prefix."""
     if isinstance(value, Enum):
         return value.name
     return value if isinstance(value, str) else repr(value)
@@ -65,12 +65,12 @@ def _has_a_run(directory: Path) -> bool:
 
 
 def _set_aside(directory: Path) -> Path:
-    """Rename a directory that holds an earlier run to `<name>.1`, `<name>.2`, ..., and create an empty one.
+    """Rename the directory of an earlier run to `<name>.1`, `<name>.2`, ..., and create an empty one.
 
-    What this run itself has written stays. A link keeps pointing to where it did.
+    This run's index files move to the new directory. A symbolic link is followed, not renamed.
 
     Returns:
-        Where the earlier run is now.
+        The earlier run's new directory.
     """
     directory = directory.resolve()
     older = directory.rename(free_name(directory))
@@ -89,17 +89,17 @@ def _newer_than(path: Path, own: Path) -> list[Path]:
 
 
 def _find_checkpoint(args: argparse.Namespace, own: Path, log: RankLogger) -> Path | None:
-    """What `--resume` means, with `own` the folder of the run's own checkpoints.
+    """The checkpoint that `--resume` selects, or None; `own` is the folder of the run's own checkpoints.
 
     Raises:
-        UserError: if a checkpoint that was named is not valid, or resuming it would lose newer ones.
+        UserError: if the checkpoint at `--resume PATH` is not valid, or `own` has newer ones.
     """
     restarts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
-    restarted = any(count.isdigit() and int(count) for count in restarts)  # the same command, which has begun before
+    restarted = any(count.isdigit() and int(count) for count in restarts)  # by torchrun or SLURM, with the same command
     if args.resume == "never" and not restarted:
         return None
     newest, skipped = storage.newest(own)
-    if args.resume == "auto" or restarted or (newest and _began_so(args, newest)):
+    if args.resume == "auto" or restarted or (newest and _has_same_start(args, newest)):
         for reason in skipped:
             log.info(f"skipped: {reason}")
         if newest or args.resume == "auto":
@@ -124,13 +124,13 @@ def _find_checkpoint(args: argparse.Namespace, own: Path, log: RankLogger) -> Pa
     return path
 
 
-def _began_so(args: argparse.Namespace, newest: Path) -> bool:
-    """Whether the run in its directory was started by the same `--resume PATH`; an evaluation means PATH itself."""
-    return not args.eval_only and started_from(newest) == _start(args.resume)
+def _has_same_start(args: argparse.Namespace, newest: Path) -> bool:
+    """Whether the run in the directory began with the same `--resume PATH`; False for evaluations, which take PATH."""
+    return not args.eval_only and started_from(newest) == _resume_path(args.resume)
 
 
-def _start(resume: str) -> str | None:
-    """What `--resume` names, wherever the command is typed."""
+def _resume_path(resume: str) -> str | None:
+    """The absolute path that `--resume` names, or None."""
     return None if resume in ("auto", "never") else str(Path(resume).resolve())
 
 
@@ -140,13 +140,13 @@ def started_from(path: Path) -> str | None:
 
 
 def prepare(args: argparse.Namespace, output: Path, log: RankLogger) -> tuple[Path | None, str | None]:
-    """Find the checkpoint to resume, and make sure that this run alone writes to its directory. Writes nothing else.
+    """Lock the run directory and find the checkpoint to resume. Writes nothing but the lock.
 
     Returns:
-        The checkpoint, or None; and what `started_from` is to be in checkpoints of this run.
+        The checkpoint, or None; and the value of `started_from` for this run's checkpoints.
 
     Raises:
-        UserError: if the checkpoint cannot be found, or the directory not be written, or another run writes to it.
+        UserError: if the checkpoint is missing or not valid, the directory is not writable, or another run holds it.
     """
     own = output / storage.FOLDER
     if not args.eval_only:
@@ -160,11 +160,20 @@ def prepare(args: argparse.Namespace, output: Path, log: RankLogger) -> tuple[Pa
     if args.eval_only and path is None:
         raise UserError(f"--eval-only: no checkpoint in {own}; name one with --resume PATH, or its --output")
     inherited = started_from(path) if path and path.resolve().parent == own.resolve() else None
-    return path, _start(args.resume) or inherited
+    return path, _resume_path(args.resume) or inherited
 
 
 def begin(output: Path, path: Path | None, config: Config, log: RankLogger) -> None:
-    """Make a run directory ready for the steps after checkpoint `path`, once everything about the run is checked.
+    """Prepare the run directory for the steps after checkpoint `path`: write config.json, set aside what conflicts.
+
+    That is, an earlier run of which `path` is no part, or else the damaged checkpoints after `path`. Called once all
+    checks have passed.
+
+    Args:
+        output: the run directory.
+        path: the checkpoint that was loaded, or None.
+        config: the resolved config.
+        log: where renames are reported.
 
     Raises:
         UserError: if it cannot be written.

@@ -1,4 +1,4 @@
-"""What each rank holds of a run: pieces of parameters, buffers, random numbers."""
+"""The parts of a rank's state that checkpoints save: parameter shards, buffers, random number generators."""
 
 import base64
 from collections.abc import Mapping
@@ -24,13 +24,14 @@ def _decode(text: str) -> Tensor:
 
 
 def random_state() -> dict[str, str]:
-    """The generators of this rank: PyTorch's on the CPU, and one for each parallel mode of Colossal-AI's."""
+    """States of this rank's random number generators in base64: PyTorch's on the CPU, and Colossal-AI's by mode."""
     states = get_states(copy=True)
     states[get_current_mode()] = get_accelerator().get_rng_state()
     return {"CPU": _encode(torch.get_rng_state()), **{mode.name: _encode(state) for mode, state in states.items()}}
 
 
 def load_random_state(states: Mapping[str, str]) -> None:
+    """Restore the generators from what `random_state` returned."""
     torch.set_rng_state(_decode(states["CPU"]))
     for mode in get_states():
         set_seed_states(mode, _decode(states[mode.name]))
@@ -38,7 +39,7 @@ def load_random_state(states: Mapping[str, str]) -> None:
 
 
 def rank_layout() -> dict[str, Any]:
-    """What must be the same for a rank's random numbers to mean the same."""
+    """What has to be unchanged for saved random number states to apply: world size, parallel sizes, device type."""
     return {
         "world_size": gpc.get_world_size(ParallelMode.GLOBAL),
         "parallel": gpc.config.parallel,
@@ -48,7 +49,13 @@ def rank_layout() -> dict[str, Any]:
 
 
 class ParameterSlot(NamedTuple):
-    """A parameter that this rank holds a piece of: the model's own, and what the optimizer updates, mostly the same."""
+    """A parameter of this rank.
+
+    Attributes:
+        shard: which part of which full parameter it is.
+        working: the model's parameter.
+        master: what the optimizer updates: an fp32 copy under some AMP modes, else `working` itself.
+    """
 
     shard: Shard
     working: Tensor
@@ -56,14 +63,15 @@ class ParameterSlot(NamedTuple):
 
 
 def parameter_slots(engine: Engine) -> list[ParameterSlot]:
+    """The parameters of this rank, in the order of the model."""
     masters = engine.optimizer.working_to_master_map
     return [ParameterSlot(p.shard, p, masters.get(p, p)) for p in engine.bare_model.parameters()]
 
 
 def model_buffers(engine: Engine) -> dict[str, Tensor]:
-    """What the model keeps beside its parameters, such as the running means of batch norms.
+    """The model's persistent buffers by name, such as the running means of batch norms.
 
-    That is what `state_dict` has, which Colossal-AI's layers make by communication.
+    Not from `state_dict`, because Colossal-AI's layers communicate to build theirs.
     """
     return {
         f"{path}.{key}".removeprefix("."): buffer

@@ -1,13 +1,13 @@
-"""Checkpoints on disk: written so that a crash leaves only valid ones, and checked before they are read.
+"""Checkpoints on disk: written atomically, so that a crash leaves only valid ones, and verified before they are read.
 
     <run directory>/checkpoints/step-00000042/
-        model.safetensors       full weights in fp32 under timm's parameter names, whatever the layout was
-        optimizer.safetensors   full moments, `<moment>.<name of the parameter>`
-        ema.safetensors         with the block `ema`: full moving averages of the weights, named as these
-        state.json              all else that a run needs to resume, see `capture.py`
+        model.safetensors       full weights in fp32 under timm's parameter names, whatever the layout
+        optimizer.safetensors   full optimizer moments, `<moment>.<parameter name>`
+        ema.safetensors         if the config has `ema`: full moving averages of the weights, under the weights' names
+        state.json              everything else that a run needs to resume, see `capture.py`
         manifest.json           format version, size and SHA-256 of the other files
 
-Nothing that is read here can run code: tensors are safetensors, the rest is JSON.
+Reading a checkpoint cannot execute code: tensors are safetensors, the rest is JSON.
 
     python -m colossal_vit.checkpoint ls RUN_DIRECTORY
     python -m colossal_vit.checkpoint verify RUN_DIRECTORY|CHECKPOINT ...
@@ -34,7 +34,7 @@ from torch import Tensor
 FOLDER = "checkpoints"  # in a run directory
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
 EMA = "ema.safetensors"
-CONTENTS = (MODEL, OPTIMIZER, STATE)  # what the manifest vouches for, and EMA where there is one
+CONTENTS = (MODEL, OPTIMIZER, STATE)  # the files that the manifest lists, with EMA after them if there is one
 VERSION = 1
 STEP_NAME = re.compile(r"step-(\d{8,})")
 _STATE_KEYS = {
@@ -54,7 +54,7 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint; from the first moment on it is none any more."""
+    """Remove a checkpoint: rename it first, so that a half-removed one is never taken for a checkpoint."""
     doomed = path.with_name(f".{path.name}-removed")
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
@@ -68,17 +68,17 @@ def write(
     state: Mapping[str, Any],
     ema: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write a checkpoint, which appears under its name whole, on the disk, and in one rename.
+    """Write a checkpoint atomically: to a temporary folder, which is fsynced and then renamed to `path`.
 
     Args:
-        path: its folder, which must not exist.
+        path: the checkpoint's folder, which must not exist.
         model: full weights, on the CPU.
         optimizer: full moments, on the CPU.
-        state: for JSON.
-        ema: full moving averages of the weights, on the CPU, if there are any.
+        state: the contents of state.json.
+        ema: full moving averages of the weights, on the CPU, or None.
 
     Raises:
-        OSError: if it cannot be written; nothing is left of it then.
+        OSError: if it cannot be written; the temporary folder is removed.
     """
     scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     tensors_of = {MODEL: model, OPTIMIZER: optimizer} | ({EMA: ema} if ema else {})
@@ -104,32 +104,32 @@ def write(
 
 
 def prune(folder: Path, keep: int, best_step: int | None) -> None:
-    """Remove all checkpoints in a folder but the newest `keep` and that of `best_step`."""
+    """Remove all checkpoints in a folder except the newest `keep` and the one of step `best_step`."""
     for path in list_steps(folder)[keep:]:
         if step_of(path) != best_step:
             _remove(path)
 
 
 def clean(folder: Path) -> None:
-    """Remove what a process that was killed while it wrote a checkpoint, or removed one, has left."""
+    """Remove the temporary folders of processes that were killed while they wrote or removed a checkpoint."""
     for scratch in folder.glob(".step-*"):
         shutil.rmtree(scratch, ignore_errors=True)
 
 
 def step_of(path: Path) -> int:
-    """The optimizer step that a checkpoint's name says."""
+    """The optimizer step in a checkpoint's name."""
     return int(STEP_NAME.fullmatch(path.name)[1])
 
 
 def list_steps(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, newest first, whole or not."""
+    """The checkpoints in a folder, valid or not, newest first."""
     found = [path for path in folder.glob("step-*") if STEP_NAME.fullmatch(path.name)]
     return sorted(found, key=step_of, reverse=True)
 
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turn whatever is wrong with a file into one line that names it."""
+    """Turn errors of reading `path` into a `UserError` that names it."""
     try:
         yield
     except OSError as error:
@@ -139,10 +139,13 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """Check every byte of a checkpoint; returns its state.
+    """Check every byte of a checkpoint against its manifest.
+
+    Returns:
+        The contents of state.json.
 
     Raises:
-        UserError: naming the file and what is wrong with it.
+        UserError: naming the damaged file and the damage.
     """
     with _reading(path / MANIFEST):
         text = (path / MANIFEST).read_text()
@@ -174,7 +177,11 @@ def verify(path: Path) -> dict[str, Any]:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The state in a checkpoint that `verify` has found to hold."""
+    """The contents of state.json, in a checkpoint that `verify` has passed.
+
+    Raises:
+        UserError: if it cannot be read or lacks keys.
+    """
     with _reading(path / STATE):
         state = json.loads((path / STATE).read_text())
         if not isinstance(state, dict) or not state.keys() >= _STATE_KEYS:
@@ -184,12 +191,12 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def newest(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest valid checkpoint in a folder, and why each newer one is not valid."""
+    """The newest valid checkpoint in a folder, or None, and the reason why each newer one is not valid."""
     return first_valid(list_steps(folder))
 
 
 def first_valid(paths: list[Path]) -> tuple[Path | None, list[str]]:
-    """The first valid one of some checkpoints, and why each before it is not valid."""
+    """The first valid checkpoint in a list, or None, and the reason why each one before it is not valid."""
     skipped = []
     for path in paths:
         try:
@@ -201,6 +208,6 @@ def first_valid(paths: list[Path]) -> tuple[Path | None, list[str]]:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a checkpoint that is not valid to `damaged-<name>`, out of the way; returns the new name."""
+    """Rename a damaged checkpoint to `damaged-<name>`, so that a new one can take its name; returns the new path."""
     target = path.with_name(f"damaged-{path.name}")
     return path.rename(free_name(target) if target.exists() else target)

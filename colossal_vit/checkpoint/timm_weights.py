@@ -1,6 +1,4 @@
-"""Weights to timm and from it: checkpoints become folders that `timm.create_model` takes, and pretrained weights become
-checkpoints that a run can start from.
-"""
+"""Export checkpoints as folders that `timm.create_model` loads, and import timm's weights as new checkpoints."""
 
 import math
 from collections.abc import Mapping
@@ -19,9 +17,9 @@ from timm.layers import resample_abs_pos_embed
 from timm.models import save_for_hf
 from torch import Tensor, nn
 
-# What timm calls the plain Vision Transformer that train_hybrid.py builds; its config has the sizes.
+# timm's model for the Vision Transformer of train_hybrid.py, whose sizes come from the config.
 HYBRID_MODEL, HYBRID_SHAPE = "vit_base_patch16_224", {**SHAPE, "MLP_RATIO": "mlp_ratio"}
-# What timm knows of its own weights for a model, and would write down as if it were true of these.
+# Fields that describe timm's own pretrained weights; left in, timm would export them as if they described these.
 NOT_OURS = ("tag", "license", "description", "origin_url", "paper_name", "paper_ids", "notes")
 
 
@@ -31,7 +29,7 @@ NOT_OURS = ("tag", "license", "description", "origin_url", "paper_name", "paper_
 
 
 def _build(config: Mapping[str, Any]) -> nn.Module:
-    """The timm model that a run's resolved config describes, without dropout and without memory for weights."""
+    """The timm model that a run's resolved config describes, without dropout, on the meta device."""
     name, shape = (config["MODEL"], SHAPE) if "MODEL" in config else (HYBRID_MODEL, HYBRID_SHAPE)
     sizes = {argument: config[key] for key, argument in shape.items() if key in config}
     with torch.device("meta"):
@@ -45,10 +43,10 @@ def _build(config: Mapping[str, Any]) -> nn.Module:
 
 
 def _preprocessing(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What the evaluation of a run does to images, in timm's words."""
+    """The preprocessing of a run's test images, as timm's data config."""
     config, size = state["config"], state["config"]["IMG_SIZE"]
-    mean, std = state["normalization"] or (None, None)  # none with SYNTHETIC images
-    # CIFAR-10's images are taken whole; of the others, the centre is: 224 of 256 pixels unless CACHE_SIZE says else.
+    mean, std = state["normalization"] or (None, None)  # SYNTHETIC images have none
+    # CIFAR-10 images are used whole; others are centre-cropped, to 224 of 256 pixels unless CACHE_SIZE is set.
     crop_pct = 1.0 if "CROP_PADDING" in config else size / config.get("CACHE_SIZE", size * 8 / 7)
     return dict(input_size=(3, size, size), mean=mean, std=std, crop_pct=crop_pct, interpolation="bilinear")
 
@@ -57,14 +55,13 @@ def export_timm(path: Path, folder: Path, dtype: torch.dtype, ema: bool = False)
     """Write a checkpoint as a folder for `timm.create_model("local-dir:<folder>", pretrained=True)`.
 
     Args:
-        path: a checkpoint that `checkpoint.verify` has found to hold.
-        folder: appears in one rename; must not exist, or be empty.
-        dtype: of the weights in it.
-        ema: take the moving averages of the weights.
+        path: a valid checkpoint, see `storage.verify`.
+        folder: must not exist, or be empty; written atomically.
+        dtype: of the exported weights.
+        ema: export the moving averages of the weights instead of the weights.
 
     Raises:
-        UserError: if the folder is in use or cannot be written, or the checkpoint does not say what model it is of or
-            has no averages.
+        UserError: if the folder is not empty or cannot be written, or the checkpoint has no config or no averages.
     """
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise UserError(f"{folder}: exists already, and is not an empty folder")
@@ -75,14 +72,14 @@ def export_timm(path: Path, folder: Path, dtype: torch.dtype, ema: bool = False)
         raise UserError(f"{path}: has no {storage.EMA}, which a run with the block ema writes: leave --ema out")
     weights = load_file(path / storage.MODEL)
     if ema:
-        weights |= load_file(path / storage.EMA)  # buffers are not averaged
+        weights |= load_file(path / storage.EMA)  # has no buffers, since they are not averaged
     model = _build(state["config"])
     model.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()}, assign=True)
     try:
         if folder.exists():
             folder.rmdir()
         with appearing(folder) as scratch:
-            # timm writes down itself what the model was built with.
+            # timm adds the model's arguments itself.
             save_for_hf(model, str(scratch), safe_serialization=True, data_config=_preprocessing(state))
             for file in scratch.iterdir():
                 file.chmod(0o644)
@@ -99,7 +96,7 @@ def _read(source: Path) -> dict[str, Tensor]:
     """The weights in a safetensors file, in fp32.
 
     Raises:
-        UserError: if it cannot be read, or is not of a Vision Transformer with timm's names.
+        UserError: if it cannot be read, or does not hold a Vision Transformer under timm's names.
     """
     try:
         weights = load_file(source)
@@ -111,10 +108,10 @@ def _read(source: Path) -> dict[str, Tensor]:
 
 
 def _resample(source: Path, weights: dict[str, Tensor], img_size: int) -> None:
-    """Fit the position embedding to another image size: its grid of patches is resampled, the class token's kept.
+    """Resample the position embedding in place for another image size; the class token's embedding is kept.
 
     Raises:
-        UserError: if images of that size are no whole number of patches, or there is no square grid.
+        UserError: if `img_size` is not a multiple of the patch size, or the embedding is not a square grid.
     """
     patch = weights["patch_embed.proj.weight"].shape[-1]
     if img_size < patch or img_size % patch:
@@ -136,11 +133,11 @@ def _resample(source: Path, weights: dict[str, Tensor], img_size: int) -> None:
 
 
 def _fit_head(source: Path, weights: dict[str, Tensor], num_classes: int | None) -> None:
-    """Replace a head for other classes, or none, by zeros: the start that the ViT paper fine-tunes from
+    """Replace a missing head, or one with another number of classes, by zeros, as the ViT paper does for fine-tuning
     (arXiv:2010.11929, section 3.2).
 
     Raises:
-        UserError: if there is no head, and nobody says how large it should be.
+        UserError: if there is no head and `num_classes` is None.
     """
     if num_classes is None:
         if "head.weight" not in weights:
@@ -154,13 +151,13 @@ def _fit_head(source: Path, weights: dict[str, Tensor], num_classes: int | None)
 
 
 def import_timm(source: Path, path: Path, img_size: int | None, num_classes: int | None) -> None:
-    """Write weights with timm's names as a checkpoint at step 0, which `--resume` starts from.
+    """Write weights under timm's names as a checkpoint at step 0, which `--resume` starts from.
 
     Args:
         source: a safetensors file.
         path: of the checkpoint, which must not exist.
-        img_size: side of the images that it is to take, or None for what it takes.
-        num_classes: of the head, or None for what it has.
+        img_size: image size in pixels to resample the position embedding for, or None to keep it.
+        num_classes: number of classes of the head, or None to keep it.
 
     Raises:
         UserError: if the weights cannot be read or do not fit, or the checkpoint cannot be written.

@@ -1,4 +1,4 @@
-"""Checkpoints while training, and the end of a run that is asked to stop."""
+"""Saves checkpoints during training, and stops a run cleanly on a signal."""
 
 import os
 import signal
@@ -26,21 +26,26 @@ from torch import Tensor
 
 
 class CheckpointHook(BaseHook):
-    """Saves checkpoints into the run directory, and ends the run after one when it is told to.
+    """Saves checkpoints into the run directory, and stops the run after one on a signal.
 
-    One is saved every `every_steps` steps and `every_minutes` minutes of the config's `checkpoint` block, after each
-    epoch and its evaluation, and at `--max-steps`. The newest `keep` are kept, and the best by test accuracy. All ranks
-    wait while rank 0 takes the state; it is written while they train on.
+    A checkpoint is saved every `every_steps` steps and `every_minutes` minutes (config block `checkpoint`), after the
+    evaluation of each epoch, and at `--max-steps`. The newest `keep` are kept, and the best by test accuracy. All ranks
+    wait while rank 0 gathers the state; it is written to disk in the background while training continues.
 
-    On SIGUSR1, SIGTERM or SIGINT to any rank, all stop after the same step, with a checkpoint. SLURM sends the first
-    two ahead of a time limit, a preemption, a cancellation; the last is Ctrl-C. The ranks tell each other in the
-    background: what one hears during a step, all know one step later. A second signal has its usual effect, unless it
-    comes at once: Ctrl-C reaches a rank from the terminal, and from torchrun once more.
+    On SIGUSR1, SIGTERM or SIGINT to any rank, all ranks stop after the same step, with a checkpoint. SLURM sends the
+    first two before a time limit, a preemption or a cancellation; the last is Ctrl-C. The ranks exchange the signal by
+    an asynchronous all-reduce: all know one step later. A second signal has its default effect, unless it comes within
+    `SAME_SIGNAL` seconds: Ctrl-C reaches a rank twice, from the terminal and from torchrun.
 
     Args:
-        run: of `launch.start`.
-        train_dataloader: what `engine.initialize` returned; it knows the place in the epoch.
-        metrics: knows the accuracy.
+        run: from `launch.start`.
+        train_dataloader: as `engine.initialize` returned it; has the position in the epoch.
+        metrics: has the test accuracy.
+
+    Raises:
+        Preempted: in `after_train_iter`, on SIGUSR1 or SIGTERM.
+        Interrupted: in `after_train_iter`, on SIGINT.
+        TrainingError: if the last checkpoint cannot be written, or with `--on-save-error stop` any.
     """
 
     SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
@@ -61,29 +66,29 @@ class CheckpointHook(BaseHook):
         self.writer: threading.Thread | None = None
         self.failure: str | None = None  # of the last save
 
-    # ---- What the ranks tell each other ----
+    # ---- Signals ----
 
-    def _hear(self, number: int, frame: Any) -> None:
+    def _on_signal(self, number: int, frame: Any) -> None:
         now = time.monotonic()
         if not self.heard:
             self.heard, self.heard_at = number, now
         elif now - self.heard_at > self.SAME_SIGNAL:
-            self._restore()
+            self._restore_handlers()
             os.kill(os.getpid(), number)
 
-    def _restore(self) -> None:
+    def _restore_handlers(self) -> None:
         for number, handler in self.usual.items():
             signal.signal(number, handler)
 
-    def _own_answer(self) -> Tensor:
-        """The signal that this rank has heard, and whether it finds a checkpoint due."""
+    def _own_request(self) -> Tensor:
+        """The signal that this rank has received, or 0, and whether it is time for a checkpoint (on rank 0 only)."""
         due = gpc.get_global_rank() == 0 and time.monotonic() - self.saved_at >= self.every_s
         return torch.tensor([self.heard, int(due)])
 
-    def _answer(self) -> list[int]:
-        """The largest answer of any rank when all were asked last."""
+    def _finish_exchange(self) -> list[int]:
+        """The maximum of all ranks' requests at the previous step."""
         if self.alone:
-            return self._own_answer().tolist()
+            return self._own_request().tolist()
         if self.asked is None:
             return [0, 0]
         answer, work = self.asked
@@ -91,15 +96,15 @@ class CheckpointHook(BaseHook):
         work.wait()
         return answer.tolist()
 
-    def _ask(self) -> None:
+    def _start_exchange(self) -> None:
         if not self.alone:
-            answer = self._own_answer()
+            answer = self._own_request()
             self.asked = answer, dist.all_reduce(answer, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
     # ---- Saving ----
 
     def _save(self, trainer: Trainer, epoch: int, start: int) -> Path:
-        """Save what it takes to resume with micro-batch `start` of `epoch`; returns where it will be."""
+        """Save a checkpoint that resumes at micro-batch `start` of `epoch`; returns the path it is being written to."""
         path = self.run.output / storage.FOLDER / f"step-{trainer.engine.num_steps:08d}"
         run_on_rank_0(self._finish)
         self.metrics.sync()
@@ -114,7 +119,7 @@ class CheckpointHook(BaseHook):
 
     def _write(self, path: Path, snapshot: Snapshot) -> None:
         try:
-            if not path.exists():  # as it does when the run was stopped just before the evaluation of an epoch
+            if not path.exists():  # it does if the run was stopped just before an epoch's evaluation, and resumed
                 storage.write(path, *snapshot)
             best = snapshot.state["best"]
             storage.prune(path.parent, self.keep, best and best["step"])
@@ -125,7 +130,7 @@ class CheckpointHook(BaseHook):
                 self.run.log.info(f"{self.failure}; training continues")
 
     def _finish(self) -> None:
-        """Rank 0: wait for the checkpoint that is being written."""
+        """Wait until the checkpoint in progress is written (rank 0)."""
         if self.writer is not None:
             self.writer.join()
             self.writer = None
@@ -134,45 +139,45 @@ class CheckpointHook(BaseHook):
         if self.failure and self.run.stop_on_save_error:
             raise TrainingError(f"{self.failure}; earlier checkpoints are as they were (--on-save-error stop)")
 
-    # ---- When ----
+    # ---- Events of the trainer ----
 
     def before_train(self, trainer: Trainer) -> None:
         self.saved_at = time.monotonic()
-        ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # as in the background jobs of a shell
+        ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # a shell does so for its background jobs
         heard = [number for number in self.SIGNALS if not (ignored and number == signal.SIGINT)]
-        self.usual = {number: signal.signal(number, self._hear) for number in heard}
+        self.usual = {number: signal.signal(number, self._on_signal) for number in heard}
 
     def after_train_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
         step, taken = trainer.engine.num_steps, self.train_dataloader.taken
         if not trainer.engine.finished_step:
             return
         self._check()
-        heard, due = self._answer()
+        heard, due = self._finish_exchange()
         if heard:
             path = self._save(trainer, trainer.cur_epoch, taken)
-            run_on_rank_0(self._finish)  # the first rank to leave takes the rest along
+            run_on_rank_0(self._finish)  # before any rank exits, since its exit ends the others
             kept = f"its checkpoint is not written: {self.failure}" if self.failure else f"which {path} has"
             kind = Interrupted if heard == signal.SIGINT else Preempted
             meaning = "the same command resumes it" if kind is Interrupted else "exit code 75 says: start it again"
             raise kind(f"stopped by {signal.Signals(heard).name} after step {step}, {kept}; {meaning}")
         due = due or (self.every_steps and step % self.every_steps == 0) or step == self.run.max_steps
-        if due and taken < len(self.train_dataloader):  # else there is an evaluation to come before
+        if due and taken < len(self.train_dataloader):  # at the end of an epoch, `after_test` saves
             self._save(trainer, trainer.cur_epoch, taken)
-        self._ask()
+        self._start_exchange()
 
     def after_test(self, trainer: Trainer) -> None:
         if trainer.averaged:
             return
         if self.train_dataloader.taken < len(self.train_dataloader):
-            return  # --max-steps ended the epoch, and the state before this evaluation is saved
+            return  # --max-steps ended the epoch early, and `after_train_iter` has saved
         accuracy = max(all_gather_object(self.metrics.accuracy))
         if self.run.best is None or accuracy > self.run.best["accuracy"]:
             self.run.best = {"accuracy": accuracy, "step": trainer.engine.num_steps}
         self._save(trainer, trainer.cur_epoch + 1, 0)
 
     def after_train(self, trainer: Trainer) -> None:
-        self._answer()
-        self._restore()
+        self._finish_exchange()
+        self._restore_handlers()
         run_on_rank_0(self._finish)
         if self.failure:
             raise TrainingError(

@@ -1,4 +1,4 @@
-"""Tensors and batches without data."""
+"""Fake tensors, with shapes but no data, and batches of them."""
 
 from collections.abc import Callable, Iterator
 
@@ -11,12 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class FakeBatches(Loader):
-    """Batches of the right shapes with nothing in them, for `images, labels` on the device.
+    """A loader of `(images, labels)` for dry runs: zeros in the shape of images, int64 labels (B,).
+
+    Pipeline stages after the first get the labels in place of the images.
 
     Args:
-        num_batches: in an epoch, on this rank.
+        num_batches: per epoch, on this rank.
         shape: of a batch of images, (B, 3, H, W).
-        device: where they would be.
+        device: of both.
     """
 
     def __init__(self, num_batches: int, shape: tuple[int, ...], device: torch.device):
@@ -32,16 +34,16 @@ class FakeBatches(Loader):
             yield torch.zeros(self.shape, device=self.device) if self.first_stage else labels, labels
 
 
-class _Answers(TorchDispatchMode):
-    """Answers what only tensors with data can be asked."""
+class _FakeValues(TorchDispatchMode):
+    """Makes up the results of operators that need a tensor's data."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is torch.ops.aten._local_scalar_dense.default:
-            # On a GPU what is asked for is a norm or a count of overflows; on the CPU also an optimizer's step count.
+            # On a GPU these are norms and overflow counts; on the CPU also step counts, which must not be 0.
             return 1.0 if args[0].device.type == "cpu" else 0.0
         result = function(*args, **(kwargs or {}))
         if function.namespace == "c10d" and isinstance(result, tuple):
-            # DDP reads its gradients from the future of the reduction, and that of a fake group holds none.
+            # DDP reads the gradients from the all-reduce's future, and the future of a fake group is empty.
             done = torch.futures.Future()
             done.set_result(result[0])
             return result[0], _create_work_from_future(done).boxed()
@@ -49,18 +51,18 @@ class _Answers(TorchDispatchMode):
 
 
 def _convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """`Module._apply` for fake parameters; PyTorch's replaces them by others, without the attributes they have."""
+    """`Module._apply` in place; PyTorch's replaces fake parameters by new ones, without attributes such as `shard`."""
     for tensor in (*module.parameters(recurse), *module.buffers(recurse)):
         tensor.data = function(tensor.data)
     return module
 
 
 def fake_tensors(device: torch.device) -> None:
-    """From here on, every tensor that this process makes is a fake one, on `device` where the script names none."""
+    """Make every tensor that this process creates from now on a fake one, on `device` by default. Irreversible."""
     FakeTensorMode(allow_non_fake_inputs=True).__enter__()
-    torch.set_default_device(device)  # fake weights cannot be moved to another one
+    torch.set_default_device(device)  # fake weights cannot be moved to another device
     nn.Module._apply = _convert
-    for module in (torch, torch.random, torch.cuda):  # a generator's state has to be real
+    for module in (torch, torch.random, torch.cuda):  # the state of a generator cannot be a fake tensor
         module.get_rng_state = lambda *_: torch.empty(0)
         module.set_rng_state = lambda *_: None
-    _Answers().__enter__()
+    _FakeValues().__enter__()
