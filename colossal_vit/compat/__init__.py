@@ -1,1 +1,1 @@
-"""Colossal-AI 0.5.0 corrected, run without CUDA, and imported quickly."""
+"""Fixes for Colossal-AI 0.5.0: defects, machines without CUDA, import time."""

@@ -1,7 +1,7 @@
 """Colossal-AI's legacy engine on a machine without CUDA: tensors on the CPU, gloo between processes.
 
-Colossal-AI asks its accelerator object for a device in some places and `torch.cuda` in others. `enable()` answers
-both for the CPU, and only inside Colossal-AI: `torch.cuda` itself stays as it is.
+Colossal-AI gets the device from its accelerator object in some places and from `torch.cuda` in others. `enable()`
+redirects both to the CPU, inside Colossal-AI only: `torch.cuda` itself is not changed.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from colossal_vit.compat.patches import overlay
 from colossalai.accelerator import set_accelerator
 from colossalai.accelerator.cpu_accelerator import CpuAccelerator
 
-# Modules of Colossal-AI that call torch.cuda whatever the device is.
+# Modules of Colossal-AI that call torch.cuda on any device.
 _MODULES_CALLING_CUDA = (
     "colossalai.legacy.context.random._helper",
     "colossalai.legacy.context.random.seed_manager",
@@ -25,13 +25,13 @@ _MODULES_CALLING_CUDA = (
 
 
 class HostAccelerator(CpuAccelerator):
-    """The CPU accelerator with the answers that the legacy engine needs and `CpuAccelerator` refuses."""
+    """The CPU accelerator, with the methods that the legacy engine calls and `CpuAccelerator` does not implement."""
 
     def synchronize(self, device=None) -> None:
         """Nothing to wait for: CPU operations are finished when they return."""
 
     def empty_cache(self) -> None:
-        """The CPU allocator keeps no cache of its own."""
+        """Nothing to release: the CPU allocator keeps no cache."""
 
     def device_count(self) -> int:
         return 1
@@ -49,7 +49,7 @@ class HostAccelerator(CpuAccelerator):
         return torch.get_rng_state()
 
 
-# `torch.cuda` as far as Colossal-AI calls it, meaning the CPU.
+# The functions of `torch.cuda` that Colossal-AI calls, implemented for the CPU.
 _CUDA_ON_HOST = types.SimpleNamespace(
     current_device=lambda: torch.device("cpu"),
     default_stream=lambda *args: types.SimpleNamespace(synchronize=lambda: None),
@@ -61,10 +61,10 @@ _CUDA_ON_HOST = types.SimpleNamespace(
 
 
 def idle_gpus(root: Path = Path("/")) -> str | None:
-    """What to tell a user whose GPUs the installed torch cannot use; None where there are none, or they are hidden.
+    """A warning if this machine has GPUs that the installed torch cannot use; None if it has none or they are hidden.
 
     Args:
-        root: of the file system; the NVIDIA driver lists its GPUs below `proc`, and WSL has them at `dev/dxg`.
+        root: of the file system, where the NVIDIA driver lists its GPUs under `proc`, and WSL has `dev/dxg`.
     """
     listed = root / "proc/driver/nvidia/gpus"
     found = len(list(listed.iterdir())) if listed.is_dir() else int((root / "dev/dxg").exists())

@@ -1,11 +1,9 @@
-"""Layer norms for 2D, 2.5D and 3D, where each rank has a part of the hidden size.
+"""Layer norms for 2D, 2.5D and 3D, where the hidden size is split over ranks; `patches.apply` installs them.
 
-`patches.apply` puts them in the place of Colossal-AI's.
-
-Those sum the squares of activations in the activations' own type. In fp16 the sum is infinite from an rms of 10 on (at
-width 768), and the norm returns zeros without any sign of it; in bf16 the variance is the difference of two numbers of
-8 bits. Here statistics and normalised values are computed in fp32, as PyTorch's `layer_norm` does, and the two sums of
-a pass go in one all-reduce.
+Colossal-AI's sum the squares of activations in the activations' own type. In fp16 the sum overflows from an RMS of 10
+on (at width 768), and the norm silently returns zeros; in bf16 the variance is the difference of two numbers of 8 bits.
+Here statistics and normalised values are computed in fp32, as PyTorch's `layer_norm` does, and the two sums of each
+pass share one all-reduce.
 """
 
 from collections.abc import Callable
@@ -22,16 +20,16 @@ from torch import Tensor, nn
 
 
 def _means(a: Tensor, b: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
-    """The means of `a` and of `b` over a last dimension of `size`, of which each rank of the group has a part."""
+    """Means of `a` and of `b` over a last dimension of full length `size` that is split over the group: (2, ..., 1)."""
     sums = torch.stack([a.sum(-1, keepdim=True), b.sum(-1, keepdim=True)])
     dist.all_reduce(sums, group=group)
     return sums / size
 
 
 class _Normalize(torch.autograd.Function):
-    """(x - mean) / sqrt(variance + eps) over a last dimension of which each rank of a group has a part.
+    """(x - mean) / sqrt(variance + eps) over a last dimension that is split over a group.
 
-    Like PyTorch's norm it gives the type of its input, but fp32 under autocast.
+    As with PyTorch's norm, the output has the type of the input, or fp32 under autocast.
     """
 
     @staticmethod
@@ -55,7 +53,7 @@ class _Normalize(torch.autograd.Function):
 
 
 class _ScaleAndShift3D(torch.autograd.Function):
-    """bias + weight · x, whose gradients for weight and bias are summed over ranks during the backward pass."""
+    """bias + weight · x; the gradients of weight and bias are all-reduced asynchronously in the backward pass."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, ids: tuple[int, int], mode: ParallelMode) -> Tensor:
@@ -76,7 +74,7 @@ class _ScaleAndShift3D(torch.autograd.Function):
 
 
 def _scale_and_shift(self: nn.Module, normalized: Tensor, gather: Callable, *place: Any) -> Tensor:
-    """bias + weight · normalized, both gathered from the ranks of a column by `add_bias_2d` or `add_bias_2p5d`."""
+    """bias + weight · normalized; `gather`, which is `add_bias_2d` or `add_bias_2p5d`, gathers both over a column."""
     ranks = (
         self.data_parallel_rank,
         self.pipeline_parallel_rank,
@@ -91,14 +89,14 @@ def _scale_and_shift(self: nn.Module, normalized: Tensor, gather: Callable, *pla
 
 
 def forward_2d(self: nn.Module, x: Tensor) -> Tensor:
-    """`LayerNorm2D.forward`: x is (B/q, N, H/q); the weights are gathered from the ranks of a column."""
+    """`LayerNorm2D.forward`: x is (B/q, N, H/q); weight and bias are gathered over the ranks of a column."""
     rows, columns = ParallelMode.PARALLEL_2D_ROW, ParallelMode.PARALLEL_2D_COL
     normalized = _Normalize.apply(x, self.normalized_shape, self.variance_epsilon, gpc.get_group(rows))
     return _scale_and_shift(self, normalized, add_bias_2d, self.row_rank, self.col_rank, rows, columns)
 
 
 def forward_2p5d(self: nn.Module, x: Tensor) -> Tensor:
-    """`LayerNorm2p5D.forward`: as in 2D, in each of the squares."""
+    """`LayerNorm2p5D.forward`: as in 2D, within each q × q square of ranks."""
     rows, columns = ParallelMode.PARALLEL_2P5D_ROW, ParallelMode.PARALLEL_2P5D_COL
     normalized = _Normalize.apply(x, self.normalized_shape, self.variance_epsilon, gpc.get_group(rows))
     place = self.tesseract_dim, self.row_rank, self.col_rank, self.dep_rank, columns
@@ -109,5 +107,5 @@ def forward_3d(self: nn.Module, x: Tensor) -> Tensor:
     """`LayerNorm3D.forward`: x is (B/q², N, H/q), weight and bias are (H/q,)."""
     group = gpc.get_group(self.output_parallel_mode)
     normalized = _Normalize.apply(x, self.normalized_shape, self.variance_epsilon, group)
-    ids = id(self.weight), id(self.bias)  # by which their hooks find the gradients
+    ids = id(self.weight), id(self.bias)  # the keys under which their hooks find the pending gradients
     return _ScaleAndShift3D.apply(normalized, self.weight, self.bias, ids, self.input_x_weight_parallel_mode)

@@ -1,8 +1,8 @@
-"""Every change made to Colossal-AI 0.5.0 itself, in one place. Each names the defect it fixes; tests/test_patches.py
-shows that each defect is real by taking the fix out. Two are long and stand in files of their own, `stand_ins.py`,
-which has to come before Colossal-AI's import, and `norms.py`.
+"""All patches of Colossal-AI 0.5.0. Each names the defect it fixes; tests/test_patches.py demonstrates each defect by
+removing the fix. Two patches have their own modules: `norms.py`, and `stand_ins.py`, which has to be applied before
+Colossal-AI is imported.
 
-What is fixed by using Colossal-AI differently, rather than by changing it, is in the room that needs it: `engine/`
+Defects that are avoided by using Colossal-AI differently, without a patch, are handled where they matter: `engine/`
 (step, clipping, accumulation, schedule, mixed precision), `compat/cpu.py` (machines without CUDA), `data/samplers.py`
 (order of the samples).
 """
@@ -31,9 +31,9 @@ from colossalai.legacy.nn.layer.parallel_3d import _utils as parallel_3d_utils
 
 
 def _async_grad_hook(grad, param_id):
-    """Hand the gradient that a 3D layer is still reducing to the parameter it belongs to.
+    """Give a parameter of a 3D layer its gradient, which the layer reduces asynchronously.
 
-    Fixes: from torch 2.0 on the hook is called with `grad=None` when the layer returned none, and upstream's adds
+    Fixes: from torch 2.0 on the hook is called with `grad=None` if the layer returned none, and upstream's hook adds
     to it.
     """
     pending = parallel_3d_utils.pop_async_grad(param_id)
@@ -43,7 +43,7 @@ def _async_grad_hook(grad, param_id):
 
 
 def overlay(module: types.ModuleType, **changes: Any) -> types.ModuleType:
-    """A module that answers like `module`, but for the `changes`: patches one importer of it and no other."""
+    """A copy of `module` with some attributes replaced, to patch it for one importer and no other."""
     changed = types.ModuleType(module.__name__)
     changed.__getattr__ = lambda name: getattr(module, name)
     changed.__dict__.update(changes)
@@ -51,11 +51,11 @@ def overlay(module: types.ModuleType, **changes: Any) -> types.ModuleType:
 
 
 def _batch_isend_irecv(operations: list[dist.P2POp]) -> list[dist.Work]:
-    """Exchange tensors with the neighbouring stages, such that messages meet who they are meant for.
+    """Exchange tensors with the neighbouring stages, with receives posted in the order of the other side's sends.
 
-    Fixes: in a pipeline of two stages the previous and the next stage are the same rank. It sends to its previous stage
-    first and to its next one second, and messages between two ranks arrive in order, but upstream receives from the
-    previous stage first: activations and gradients are swapped.
+    Fixes: with two stages, the previous and the next stage are the same rank. Each rank sends to its previous stage
+    first and to its next stage second; upstream also receives from the previous stage first. Since messages between two
+    ranks arrive in order, activations and gradients are swapped.
     """
     sends = [operation for operation in operations if operation.op is dist.isend]
     receives = [operation for operation in operations if operation.op is not dist.isend]
@@ -63,10 +63,10 @@ def _batch_isend_irecv(operations: list[dist.P2POp]) -> list[dist.Work]:
 
 
 def _follow_autocast(function: type[torch.autograd.Function]) -> None:
-    """Make a layer's operation compute in the data type of the autocast region it runs in, on any device.
+    """Make a layer's autograd function compute in the data type of the enclosing autocast region, on any device.
 
-    Fixes: upstream's operations cast to float16 whenever CUDA's autocast is on, also when that is bfloat16, and on the
-    CPU not at all, which mixes types and fails. Those upstream computes in float32 (norms, losses) stay so.
+    Fixes: under CUDA autocast, upstream's functions cast to float16 even if autocast is to bfloat16; under CPU autocast
+    they do not cast, which mixes types and fails. Functions that upstream computes in float32 (norms, losses) still do.
     """
     forward, backward = inspect.unwrap(function.forward), inspect.unwrap(function.backward)
     if getattr(function, "follows_autocast", False):
@@ -87,10 +87,10 @@ def _follow_autocast(function: type[torch.autograd.Function]) -> None:
 
 
 class _NoSynchronize:
-    """An accelerator as Colossal-AI's pipeline sees it.
+    """The accelerator for Colossal-AI's pipeline, without synchronisation.
 
-    Fixes: upstream has the host wait for the device after each exchange of the stages. The wait of the request is
-    enough: it makes the device's queue wait for the message.
+    Fixes: upstream synchronises host and device after each exchange between stages. Waiting for the request is enough:
+    it makes the device's stream wait for the message.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -115,24 +115,29 @@ def apply() -> None:
 
 
 def set_pipeline_dtype(dtype: torch.dtype) -> None:
-    """Tell the pipeline's communication the data type of activations.
+    """Set the data type of gradients that pipeline stages receive.
 
-    Fixes: the interleaved schedule asks for its last gradients without saying their type, and gets float32.
+    Fixes: the interleaved schedule receives its last gradients without a data type, which means float32.
     """
     communication.recv_backward = functools.partial(p2p.recv_backward, dtype=dtype)
 
 
 @contextmanager
 def groups(store: dist.Store, seconds: float, device: torch.device) -> Iterator[None]:
-    """Have the process groups made inside the block meet in `store`, each with a timeout, and on this rank's device.
+    """Create process groups inside the block through `store`, each with a timeout, and on this rank's device.
 
-    With torch's backend "fake", all of them are groups whose other members need not exist.
+    With torch's backend "fake", all groups are fake ones, whose other members need not exist.
 
-    Fixes: upstream asks torch to meet at `tcp://[host]:port` whatever the host is, but brackets are for IPv6 literals
-    only, and Python from 3.11.4 on refuses them around anything else, so every launcher dies at once; and the store
-    that torch makes there listens at every address of the machine. It passes no timeout, so a rank that waits for a
-    dead one waits 10 minutes (NCCL) or 30 (gloo). And it chooses the device once the groups are made, by the rank
-    modulo the number of GPUs under srun, and by the local rank under mpirun, whatever GPUs the process sees.
+    Fixes: upstream initialises torch from `tcp://[host]:port` for any host. Brackets are for IPv6 literals only, and
+    Python from 3.11.4 on rejects them around anything else, so that every launcher fails; and the store that torch
+    creates there listens on all interfaces. Upstream sets no timeout, so that a rank waits 10 minutes (NCCL) or 30
+    (gloo) for a dead one. And it selects the device after creating the groups, as rank modulo number of GPUs under srun
+    and as local rank under mpirun, even if the launcher shows each process only one GPU.
+
+    Args:
+        store: shared by all ranks.
+        seconds: the timeout of each group.
+        device: this rank's device.
     """
     init, new, set_device = dist.init_process_group, dist.new_group, ParallelContext.set_device
     timeout = timedelta(seconds=seconds)

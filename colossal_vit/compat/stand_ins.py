@@ -1,10 +1,10 @@
-"""Stand-ins for modules that Colossal-AI imports and that nothing here uses.
+"""Stand-ins, that is stubs, for modules that Colossal-AI imports and nothing here uses.
 
-Importing `colossalai.legacy` pulls in transformers, bitsandbytes and the compiler, half of the CPU time that a train
-script takes to start, and one module that breaks torch.compile. `install` puts an empty module in the place of each. It
-holds just the names that Colossal-AI imports from there; using one of them, or importing any other, raises.
+Importing `colossalai.legacy` pulls in transformers, bitsandbytes and torch's compiler, which take half of the CPU time
+that a train script needs to start, and one module that breaks torch.compile. `install` replaces each by a stub module.
+A stub has only the names that Colossal-AI imports from it; using one of them, or importing any other, raises.
 
-A module that others may well use is deferred instead: it is imported when it is first asked for something.
+A module that other code may use is deferred instead: it is imported at the first access to one of its attributes.
 """
 
 import importlib
@@ -30,12 +30,12 @@ STAND_INS: dict[str, tuple[tuple[str, ...], str]] = {
         ("TorchAMPLoss", "TorchAMPModel", "TorchAMPOptimizer"),
         "upstream's AMP_TYPE.TORCH; its import asks for a GPU, and a process that has asked cannot fork any more",
     ),
-    # Imported, it replaces PyTorch's shape functions of some twenty operators (convolution, layer norm, dropout) for
-    # good by those of torch 1.12, and torch.compile fails in the backward pass of a convolution.
+    # Importing it permanently replaces PyTorch's shape functions of some twenty operators (convolution, layer norm,
+    # dropout) by those of torch 1.12, and torch.compile then fails in the backward pass of a convolution.
     "colossalai._analyzer._subclasses._meta_registration": ((), "shape functions of torch 1.12"),
 }
-# Colossal-AI's registry of optimizers keeps it, and looks into it only for an optimizer that a config names. Its import
-# compiles eight optimizers to TorchScript; on torch 2.5 that warns, too.
+# Colossal-AI's registry of optimizers holds a reference to it, and accesses it only to find an optimizer by name. Its
+# import compiles eight optimizers to TorchScript, with warnings on torch 2.5.
 DEFERRED = ("torch.distributed.optim",)
 
 
@@ -47,7 +47,7 @@ def _refusal(what: str, reason: str) -> str:
 
 
 class _Unused(type):
-    """The type of a name inside a stand-in: it can be imported and subclassed, and raises when it is used."""
+    """Metaclass of the names in a stub: they can be imported and subclassed, and raise when used."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
         raise ImportError(_refusal(cls.__qualname__, cls.reason))
@@ -65,12 +65,12 @@ class _StandIn(types.ModuleType):
     def __init__(self, name: str, names: tuple[str, ...], reason: str):
         super().__init__(name, f"A stand-in: {reason}.")
         self.reason, self.__spec__ = reason, ModuleSpec(name, None)  # find_spec wants one
-        self.__file__ = __file__  # what an import that fails names
+        self.__file__ = __file__  # shown in the message of a failed import
         for unused in names:
             setattr(self, unused, _Unused(f"{name}.{unused}", (), {"reason": reason}))
 
     def __getattr__(self, name: str) -> NoReturn:
-        # No other error: pickle asks every module for names, and takes this one as a no.
+        # AttributeError and no other: pickle looks up names in every module, and takes this error to mean "not here".
         raise AttributeError(_refusal(f"{self.__name__}.{name}", self.reason))
 
 
@@ -80,7 +80,7 @@ class _Deferred(types.ModuleType):
         self.__spec__ = ModuleSpec(name, None)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__path__":  # which the import of a submodule asks for
+        if name.startswith("__") and name != "__path__":  # the import of a submodule needs __path__
             raise AttributeError(name)
         if sys.modules.get(self.__name__) is self:
             del sys.modules[self.__name__]
@@ -88,7 +88,7 @@ class _Deferred(types.ModuleType):
 
 
 def install() -> None:
-    """Put the stand-ins where `import` finds them; a module that was imported before stays."""
+    """Add the stubs to `sys.modules`; modules that were imported before are kept."""
     for name, (names, reason) in STAND_INS.items():
         sys.modules.setdefault(name, _StandIn(name, names, reason))
     for name in DEFERRED:

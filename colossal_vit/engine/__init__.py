@@ -1,4 +1,4 @@
-"""One optimizer step: Colossal-AI's engine and trainer, precision, optimizers, reduction of gradients."""
+"""Training steps: Colossal-AI's engine and trainer, mixed precision, optimizers, schedules, gradient reduction."""
 
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.criterion import build_criterion

@@ -1,9 +1,8 @@
-"""Optimizers that scale the loss, clip by the global norm and keep fp32 master weights, as the precision asks.
+"""Optimizer wrappers with loss scaling, clipping by the global norm and fp32 master weights, as the precision requires.
 
-All optimizer wrappers follow the protocol of Colossal-AI's `Engine.step`: `clip_grad_by_norm(max_norm)` on whatever
-gradients the backward passes left, then `step()`. In between the engine reads the norm, the one time in a step that the
-host waits for the device. Upstream's wrappers do not: the engine stopped calling the method
-they override, so it clips scaled gradients, by a norm that each rank takes for itself.
+All follow the protocol of Colossal-AI's `Engine.step`: `clip_grad_by_norm(max_norm)` on the accumulated gradients, then
+`step()`. In between the engine reads the norm, the one host-device synchronisation in a step. Upstream's wrappers
+override a method that its engine no longer calls, so upstream clips scaled gradients, by a norm local to each rank.
 """
 
 import math
@@ -22,10 +21,10 @@ def _clip(grads: list[Tensor], parameters: list[Tensor], max_norm: float, scale:
     """Unscale gradients and clip them by their norm over all ranks that share the model, in place.
 
     Args:
-        grads: this rank's gradients, multiplied with `scale`.
+        grads: this rank's gradients, multiplied by `scale`.
         parameters: the parameters they belong to.
-        max_norm: the largest norm allowed; 0 only measures.
-        scale: the loss scale that is still in the gradients.
+        max_norm: the largest norm allowed; 0 does not clip.
+        scale: the loss scale of the gradients.
 
     Returns:
         The global norm of the unscaled gradients before clipping, a float32 scalar.
@@ -40,17 +39,17 @@ def _clip(grads: list[Tensor], parameters: list[Tensor], max_norm: float, scale:
 
 
 class LossScale:
-    """What the loss is multiplied with before the backward pass, grown and lowered as overflows come.
+    """The factor of the loss in fp16 training, lowered after overflows and raised after a run of steps without any.
 
-    The host knows it: whether a step overflowed is known there anyway, from the norm of the gradient. The rule is
-    Colossal-AI's `DynamicGradScaler`'s, and with a hysteresis of 1 that of torch's `GradScaler`.
+    It is kept on the host, which learns of an overflow from the gradient norm. The rule is that of Colossal-AI's
+    `DynamicGradScaler`, and with `hysteresis` = 1 that of torch's `GradScaler`.
 
     Args:
-        value: to begin with.
-        growth_factor, backoff_factor: what it is multiplied with when it grows and when it is lowered.
-        growth_interval: steps in a row without an overflow until it grows.
-        hysteresis: overflows since the last growth until it is lowered.
-        min_scale, max_scale: its bounds.
+        value: the initial scale.
+        growth_factor, backoff_factor: factors by which the scale is raised and lowered.
+        growth_interval: consecutive steps without overflow before it is raised.
+        hysteresis: overflows since it was last raised before it is lowered.
+        min_scale, max_scale: bounds of the scale.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class LossScale:
         self.growth_step = self.hysteresis_step = 0
 
     def update(self, overflow: bool) -> None:
-        """Count a step."""
+        """Count a step, and change the scale if it is time to."""
         if overflow:
             self.growth_step, self.hysteresis_step = 0, self.hysteresis_step + 1
             if self.hysteresis_step >= self.hysteresis:
@@ -81,24 +80,24 @@ class LossScale:
             self.value = min(self.value * self.growth_factor, self.max_scale)
 
     def state(self) -> dict[str, Any]:
-        """What it has to know to resume, for JSON."""
+        """The state to save in checkpoints, JSON-serialisable."""
         keys = ("growth_step", "hysteresis_step")
         return {"loss_scale": self.value, **{key: getattr(self, key) for key in keys}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Resume from what `state` returned."""
+        """Restore what `state` returned."""
         self.value = state["loss_scale"]
         self.growth_step, self.hysteresis_step = state["growth_step"], state.get("hysteresis_step", 0)
 
 
 class _Scaled:
-    """What optimizers have in common that may scale the loss.
+    """Loss scaling, shared by the optimizer wrappers.
 
     Attributes:
         scale: None without loss scaling.
-        grad_norm: L2 norm of the last full, unscaled gradient before clipping, over all ranks that share the model; set
-            by `clip_grad_by_norm`, and by the engine to the same number on the host.
-        skipped: whether the last `step()` left the weights alone because of an overflow.
+        grad_norm: L2 norm of the last full, unscaled gradient before clipping, over all ranks that share the model. A
+            tensor, set by `clip_grad_by_norm`; the engine replaces it by a float.
+        skipped: whether the last `step()` left the weights unchanged because of an overflow.
     """
 
     scale: LossScale | None = None
@@ -106,15 +105,15 @@ class _Scaled:
 
     @property
     def loss_scale(self) -> float | None:
-        """What the loss is multiplied with before the backward pass; None without loss scaling."""
+        """The factor of the loss in the backward pass; None without loss scaling."""
         return self.scale and self.scale.value
 
     def scaler_state(self) -> dict[str, Any]:
-        """What the loss scaler would have to know to resume: for JSON, empty without loss scaling."""
+        """The loss scaler's state to save in checkpoints, JSON-serialisable; empty without loss scaling."""
         return self.scale.state() if self.scale else {}
 
     def load_scaler_state(self, state: Mapping[str, Any]) -> None:
-        """Resume from what `scaler_state` returned, of whichever wrapper: as far as both scale the loss."""
+        """Restore what `scaler_state` of any wrapper returned; ignored unless both scale the loss."""
         if self.scale and "loss_scale" in state:
             self.scale.load_state(state)
 
@@ -122,7 +121,7 @@ class _Scaled:
         super().backward(loss * self.scale.value if self.scale else loss, *args, **kwargs)
 
     def _overflowed(self) -> bool:
-        """Whether to skip this step; the norm is global, so all ranks decide the same."""
+        """Whether to skip this step. The norm is global, so all ranks agree. Updates the loss scale."""
         self.skipped = self.scale is not None and not math.isfinite(self.grad_norm)
         if self.scale:
             self.scale.update(self.skipped)
@@ -130,10 +129,10 @@ class _Scaled:
 
 
 class ClippedOptimizer(_Scaled, OptimizerWrapper):
-    """A plain optimizer, clipped by the global norm; with a `scale` that of `AMP_TYPE.TORCH` in fp16.
+    """An optimizer with clipping by the global norm and, for `AMP_TYPE.TORCH` in fp16, a loss `scale`.
 
     Attributes:
-        working_to_master_map: for each parameter of the model that the optimizer updates a copy of, that copy.
+        working_to_master_map: from a parameter of the model to its master copy, for those that have one.
     """
 
     working_to_master_map: Mapping[Tensor, Tensor] = {}
@@ -153,7 +152,7 @@ class ClippedOptimizer(_Scaled, OptimizerWrapper):
 
 
 class ApexOptimizer(ClippedOptimizer):
-    """The optimizer of `AMP_TYPE.APEX` through `apex.amp`, which unscales in the backward pass and skips by itself."""
+    """The optimizer for `AMP_TYPE.APEX` if apex is installed; `apex.amp` itself unscales gradients and skips steps."""
 
     def __init__(self, optim: Optimizer, amp: Any, working: list[Tensor]):
         super().__init__(optim)
@@ -189,14 +188,14 @@ class ApexOptimizer(ClippedOptimizer):
 
 
 class NaiveAMPOptimizer(_Scaled, MixedPrecisionOptimizer):
-    """The optimizer of `AMP_TYPE.NAIVE`: Colossal-AI's fp32 master weights, with a global norm.
+    """The optimizer for `AMP_TYPE.NAIVE`: Colossal-AI's fp32 master weights, clipped by the global norm.
 
-    Upstream unscales with the scale that is meant for the next step, takes the norm on each rank by itself, and reads
-    the scale from the device for every micro-batch. So its own loss scaling stays off.
+    Upstream's own loss scaling stays off: it unscales by the scale of the next step, computes the norm of each rank
+    separately, and copies the scale from the device in every micro-batch.
     """
 
     def __init__(self, optim: Optimizer, scale: LossScale | None = None):
-        super().__init__(optim, precision="bf16")  # the type without a scaler; it means nothing else
+        super().__init__(optim, precision="bf16")  # switches upstream's loss scaling off, and nothing else
         self.scale = scale
         for working, master in self.working_to_master_map.items():
             if hasattr(working, "shard"):

@@ -1,4 +1,4 @@
-"""`initialize`, the counterpart of `colossalai.initialize`: the engine for the layout and the features of a config."""
+"""`initialize`, the counterpart of `colossalai.initialize`: builds the engine for a config's layout and features."""
 
 import logging
 import os
@@ -38,14 +38,14 @@ from torch.optim import Optimizer
 
 
 class InterleavedSchedule(InterleavedPipelineSchedule):
-    """Colossal-AI's interleaved 1F1B schedule without its check of the model, which imports a module that is gone."""
+    """Colossal-AI's interleaved 1F1B schedule, without a check that imports a module which no longer exists."""
 
     def pre_processing(self, engine: Engine) -> None:
         pass
 
 
 def _stage_input(stage_output: Tensor | None, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Input and label of a model chunk. Upstream's default gives images to every chunk of the first rank."""
+    """Input and labels of a model chunk. Upstream's default feeds images to every chunk of the first rank."""
     images, labels = batch
     return (images if gpc.is_pipeline_first_stage() else stage_output), labels
 
@@ -53,7 +53,7 @@ def _stage_input(stage_output: Tensor | None, batch: tuple[Tensor, Tensor]) -> t
 def _schedule(config: Any, dtype: torch.dtype) -> NonPipelineSchedule | PipelineSchedule:
     if not is_using_pp():
         return NonPipelineSchedule()
-    # TENSOR_SHAPE is that of the whole activation between two stages; 2D, 2.5D and 3D split batch and hidden size.
+    # TENSOR_SHAPE is the shape of the full activations between stages; 2D, 2.5D and 3D split batch and hidden size.
     shape = get_tensor_shape()
     layout = Layout.current()
     if shape is not None:
@@ -72,12 +72,12 @@ def _schedule(config: Any, dtype: torch.dtype) -> NonPipelineSchedule | Pipeline
 
 
 def _check_compilable(device: torch.device) -> None:
-    """Refuse to compile where a tool for it is missing.
+    """Check that this machine has what torch.compile needs.
 
     On a GPU, Triton compiles a launcher in C for each kernel; on the CPU, the kernels are C++. Both include Python.h.
 
     Raises:
-        UserError: on a machine without compiler or headers.
+        UserError: if the compiler or Python's headers are missing.
     """
     language, variable, programs, package = (
         ("C", "CC", ("gcc", "clang", "cc"), "gcc") if device.type == "cuda" else ("C++", "CXX", ("g++",), "g++")
@@ -97,16 +97,16 @@ def _check_compilable(device: torch.device) -> None:
 
 
 def _compile(model: nn.Module) -> None:
-    """Compile a model in place: whole, or under tensor and pipeline parallelism each transformer block.
+    """Compile a model in place: as a whole, or under tensor or pipeline parallelism block by block.
 
-    The blocks share one program. It is cut where a layer communicates, and where random numbers are drawn that the
-    tensor-parallel ranks have to agree on.
+    The blocks share one compiled program. It has graph breaks at layers that communicate, and where random numbers are
+    drawn that the tensor-parallel ranks have to agree on.
     """
     if gpc.tensor_parallel_size == 1 and not is_using_pp():
         model.compile()
         return
     for module in list(model.modules()):
-        inner = getattr(module, "module", module)  # of Colossal-AI's automatic layers
+        inner = getattr(module, "module", module)  # Colossal-AI's automatic layers wrap the real one
         if isinstance(inner, (ParallelLayer, WrappedDropout)) or getattr(module, "draws_together", False):
             module.forward = torch.compiler.disable(module.forward)
         for block in getattr(module, "blocks", nn.ModuleDict()).children():
@@ -123,29 +123,29 @@ def initialize(
     ophooks: list | None = None,
     verbose: bool = False,
 ) -> tuple[Engine, Iterable | None, Iterable | None, Any]:
-    """Wrap the components of a training for the layout and the features in `gpc.config`.
+    """Build the engine from the components of a training, for the layout and the features in `gpc.config`.
 
     Args:
         model: this rank's part of the model.
         optimizer: over the parameters of `model`.
         criterion: called as `criterion(output, label)`.
-        train_dataloader: yields `(images, labels)` micro-batches; its tail that fills no optimizer step is dropped.
-        test_dataloader: returned as it is.
-        lr_scheduler: returned as it is; step it once per optimizer step, with `hooks.LRSchedulerHook`.
-        ophooks: Colossal-AI's hooks into each operator.
+        train_dataloader: yields `(images, labels)` micro-batches; an incomplete last optimizer step is dropped.
+        test_dataloader: returned unchanged.
+        lr_scheduler: returned unchanged; step it once per optimizer step, with `hooks.standard.LRSchedulerHook`.
+        ophooks: passed to Colossal-AI's engine as `ophook_list`.
         verbose: passed to Colossal-AI's engine.
 
     Returns:
-        `(engine, train_dataloader, test_dataloader, lr_scheduler)`.
+        `(engine, train_dataloader, test_dataloader, lr_scheduler)`, the second as `MicroBatches`.
 
     Raises:
-        UserError: if the config asks for features that exclude each other, or that this machine cannot give.
+        UserError: if features in the config exclude each other, or this machine lacks what one needs.
     """
     config = gpc.config
     device = get_accelerator().get_current_device()
     torch.backends.cudnn.benchmark = config.get("cudnn_benchmark", False)
     torch.backends.cudnn.deterministic = config.get("cudnn_deterministic", False)
-    # By default torch allows cuDNN TensorFloat-32, so that "fp32" would mean two precisions in one model.
+    # torch's default is TF32 in cuDNN but not in matrix products: "fp32" would be two precisions in one model.
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.get("TF32", False)
     fp16 = config.fp16
     dtype = precision.compute_dtype(fp16, device)
@@ -165,7 +165,7 @@ def initialize(
 
     if config.get("COMPILE"):
         _check_compilable(device)
-        _compile(model)  # before DDP, which then cuts the compiled backward pass at its buckets
+        _compile(model)  # before DDP, so that the compiled backward pass has breaks at its gradient buckets
 
     gradient_handlers = []
     if is_using_ddp() and is_using_pp():
@@ -177,8 +177,8 @@ def initialize(
             model,
             process_group=gpc.get_group(ParallelMode.DATA),
             device_ids=[device] if device.type == "cuda" else None,
-            init_sync=False,  # done above
-            gradient_as_bucket_view=True,  # no second copy of the gradient
+            init_sync=False,  # done by sync_model_param
+            gradient_as_bucket_view=True,  # saves a second copy of the gradients
             **(config.get("torch_ddp") or {}),
         )
 
@@ -199,8 +199,8 @@ def initialize(
         accumulation=config.gradient_accumulation,
         ema=ema,
     )
-    engine.schedule.dtype = dtype  # upstream knows only its own fp16 wrapper
-    # Upstream's logger walks the stack and reads source files for each micro-batch's debug message: some 10 ms.
+    engine.schedule.dtype = dtype  # upstream sets it for its own fp16 wrapper only
+    # Upstream's logger inspects the stack and source files for each micro-batch's debug message: some 10 ms.
     engine.schedule._logger = logging.getLogger(__name__)
     if train_dataloader is not None:
         train_dataloader = MicroBatches(train_dataloader, config.gradient_accumulation)

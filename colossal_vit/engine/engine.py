@@ -1,13 +1,13 @@
-"""Colossal-AI's Engine, changed so that one optimizer step means the same in every layout.
+"""Colossal-AI's Engine, changed so that an optimizer step computes the same in every layout.
 
-What differs from upstream 0.5.0:
+Differences from upstream 0.5.0:
 
 - without `clip_grad_norm` nothing is clipped (upstream clips to 0, which sets every gradient to zero);
 - clipping happens once per optimizer step, on unscaled gradients, by the norm over all ranks that share the model;
-- `gradient_accumulation` counts steps, not backward passes, of which a pipeline makes several a step; gradients are
-  reduced over the data-parallel ranks once per optimizer step;
+- `gradient_accumulation` counts calls of `step`, not backward passes, of which a pipeline makes several per call;
+  gradients are reduced over the data-parallel ranks once per optimizer step;
 - AMP works on torch 2 and on the CPU;
-- a loss or gradient that is not finite stops every rank before the weights are touched.
+- a loss or gradient that is not finite ends every rank before the update.
 """
 
 import math
@@ -29,20 +29,20 @@ from torch.profiler import record_function
 
 
 class Engine(ColossalEngine):
-    """Colossal-AI's Engine with gradient accumulation of its own.
+    """Colossal-AI's Engine with built-in gradient accumulation.
 
     The caller makes the same calls for every micro-step: `zero_grad`, forward and `backward` (or `execute_schedule`),
     `step`. Every `accumulation`-th `step` updates the weights.
 
     Attributes:
-        accumulation: micro-steps in an optimizer step.
-        num_steps: optimizer steps made so far, skipped ones included.
-        bare_model: the model inside the wrappers for precision and data parallelism.
-        grad_norm: norm of the full gradient of the last optimizer step, unscaled, before clipping.
-        loss: mean over the global batch of the last optimizer step; None where this rank does not see it.
+        accumulation: micro-steps per optimizer step.
+        num_steps: optimizer steps so far, including steps skipped for overflow.
+        bare_model: the model without the wrappers for precision and data parallelism.
+        grad_norm: L2 norm of the full gradient of the last optimizer step, unscaled, before clipping.
+        loss: mean over the global batch of the last optimizer step; None except on the last pipeline stage.
         ema: the moving average of the weights, or None.
-        part: called as `with part(name):` around "forward" and "backward" of each micro-step and "update" of each
-            optimizer step, for profilers.
+        part: context manager factory for profilers, entered as `with part(name):` around the "forward" and "backward"
+            of each micro-step and the "update" of each optimizer step.
     """
 
     def __init__(self, *args: Any, bare_model: nn.Module, accumulation: int = 1, ema: Ema | None = None, **kwargs: Any):
@@ -61,19 +61,19 @@ class Engine(ColossalEngine):
         return self._micro_step == 0
 
     def _reduce_in_backward(self, enabled: bool) -> None:
-        """Let DDP reduce the gradients of the coming micro-step, or keep them local (what `no_sync` does)."""
+        """Have DDP reduce gradients in the next backward pass, or keep them local as `no_sync` does."""
         if isinstance(self.model, DistributedDataParallel):
             self.model.require_backward_grad_sync = enabled
 
     def settle_buckets(self, shape: tuple[int, ...]) -> None:
-        """Bring DDP to where it is after the first step of a run, by a backward pass on images of zeros.
+        """Have DDP rebuild its buckets now, by a backward pass on zero images, so that a resumed run is bit-identical.
 
-        Once it has seen in which order gradients come, DDP sorts them into other buckets, and where in a bucket a
-        gradient lies decides in which order four ranks or more add it up. Weights stay; buffers and random numbers do
-        not.
+        DDP does so after the first step of a process, in the order in which gradients became ready. A gradient's place
+        in its bucket determines the order in which four or more ranks sum it, and so the rounding. The weights are
+        left unchanged; buffers and random number generators are not.
 
         Args:
-            shape: of a batch of images.
+            shape: of a batch of images, (B, 3, H, W).
         """
         if isinstance(self.model, DistributedDataParallel):
             self.train()
@@ -105,10 +105,11 @@ class Engine(ColossalEngine):
         return output, label, loss
 
     def step(self) -> None:
-        """Count a micro-step; on the last one reduce, clip and update.
+        """Count a micro-step; after the last one of an optimizer step, reduce and clip gradients and update weights.
 
         Raises:
-            TrainingError: on every rank, before the update, if the gradient is not finite.
+            TrainingError: on every rank, before the update, if the gradient is not finite and no loss scale above 1
+                explains it.
         """
         self._micro_step = (self._micro_step + 1) % self.accumulation
         self._reduce_in_backward(self._micro_step == self.accumulation - 1)

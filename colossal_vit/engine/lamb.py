@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-# After how many elements a batch of parameters ends. On the CPU it is a matrix and the vectors beside it: the update is
-# then applied while the cache still has it. On a GPU few kernels matter more, and the limit is for the memory that
-# updates take, 0.5 GiB. (Under tensor parallelism all of them wait for the norms.)
+# Elements after which a batch of parameters ends. On the CPU a batch is one matrix and its neighbouring vectors, so
+# that the update is applied while it is still in the cache. On a GPU fewer kernels matter more; the limit bounds the
+# memory of a batch's updates to 0.5 GiB. (Under tensor parallelism all updates are kept until the norms are known.)
 _BATCH_ON_CPU, _BATCH_ON_GPU = 2**10, 2**27
 
 
 class _Batch(NamedTuple):
-    """Parameters updated at a time: of one group, type and device, in the same step of theirs."""
+    """Parameters that are updated together: of the same group, data type, device and step count."""
 
     options: dict[str, Any]
     step: int
@@ -29,36 +29,36 @@ class _Batch(NamedTuple):
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """The tensor in at least fp32 and contiguous; itself if it is so already."""
+    """The tensor, contiguous and in fp32 or wider; copied only if necessary."""
     return (tensor.float() if tensor.dtype.itemsize < 4 else tensor).contiguous()
 
 
 class Lamb(Optimizer):
-    """LAMB: Adam with the step of each parameter scaled to that parameter's norm.
+    """LAMB: Adam, with each parameter's update scaled in proportion to the parameter's norm.
 
-    From the gradient g, a step makes of a parameter w and its moments m and v
+    A step updates a parameter w and its moments m and v from the gradient g by
 
         m ← β₁ m + (1 - β₁) g,  v ← β₂ v + (1 - β₂) g²,  u = m / (√v + eps) + weight_decay w,
         w ← w - lr c ‖w‖ / ‖u‖ u,
 
-    with a trust ratio ‖w‖ / ‖u‖ of 1 where either norm is 0 (Y. You et al., arXiv:1904.00962, algorithm 2). c is 1, or
-    √(1 - β₂ᵗ) / (1 - β₁ᵗ) in step t with `bias_correction`. Signature, defaults, state and numbers are those of
-    `colossalai.nn.optimizer.Lamb`. What differs:
+    where the trust ratio ‖w‖ / ‖u‖ is 1 if either norm is 0 (Y. You et al., arXiv:1904.00962, algorithm 2), and c is 1
+    or, with `bias_correction`, √(1 - β₂ᵗ) / (1 - β₁ᵗ) in step t. Signature, defaults, state and results are those of
+    `colossalai.nn.optimizer.Lamb`, with these differences:
 
-    - under tensor parallelism norms are those of whole parameters, which takes one small all_reduce a step;
-    - the host never waits for the device;
-    - `adam` is an option of the parameter group;
-    - the moments of parameters in half precision are in fp32: in bf16, 0.999 v rounds to v.
+    - under tensor parallelism the norms are those of full parameters, at the cost of one small all-reduce per step;
+    - a step never synchronises host and device;
+    - `adam` can be set per parameter group;
+    - half-precision parameters have fp32 moments: in bf16, 0.999 v rounds to v.
 
     Args:
-        params: parameters, or groups of them with options of their own, see `parameter_groups`. Under tensor
-            parallelism those with a `Shard` are pieces, and every rank lists them in the same order.
+        params: parameters, or parameter groups with their own options, see `parameter_groups`. Under tensor
+            parallelism parameters with a `Shard` are shards, and all ranks list them in the same order.
         lr: learning rate.
         betas: β₁ and β₂.
         eps: added to √v.
-        weight_decay: the share of w in u.
-        adam: whether the trust ratio is always 1.
-        bias_correction: whether steps are scaled by c. The paper's corrects m and v, which changes the trust ratio too.
+        weight_decay: coefficient of w in u.
+        adam: whether to fix the trust ratio at 1.
+        bias_correction: whether to scale steps by c. The paper corrects m and v instead, which changes the trust ratio.
 
     Raises:
         ValueError: if an option is out of range.
@@ -83,9 +83,9 @@ class Lamb(Optimizer):
         super().__init__(params, dict(**options, bias_correction=bias_correction))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict()` returned, of a `Lamb` or of Colossal-AI's."""
+        """Load what `state_dict()` of this class or of Colossal-AI's Lamb returned."""
         super().load_state_dict(state_dict)
-        # PyTorch has cast the moments to their parameter's type, which may be half precision: take them as saved.
+        # PyTorch casts the moments to their parameter's type, which may be half precision: load them as saved.
         numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         for number, parameter in zip(numbers, self._parameters(), strict=True):
             for key in state_dict["state"].get(number, {}).keys() & set(_MOMENTS):
@@ -93,21 +93,21 @@ class Lamb(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """Update every parameter that has a gradient; under tensor parallelism, on all ranks together.
+        """Update every parameter that has a gradient; collective over the tensor-parallel ranks.
 
         Args:
-            closure: computes the gradients, and the loss, which is returned.
+            closure: recomputes the gradients and returns the loss, which `step` then returns.
 
         Raises:
             RuntimeError: if a gradient is sparse.
-            ValueError: if a moment that was loaded is not of its parameter's shape.
+            ValueError: if a loaded moment is not of its parameter's shape.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         batches = list(self._batches())
-        updates = map(self._updates, batches)  # one at a time, as the loop below gets there
+        updates = map(self._updates, batches)  # lazily: one batch at a time in the loop below
         if gpc.is_initialized(ParallelMode.TENSOR) and gpc.get_world_size(ParallelMode.TENSOR) > 1:
             updates = self._with_global_norms(batches, list(updates))
         for (options, step, parameters), (update, norms) in zip(batches, updates, strict=True):
@@ -126,9 +126,9 @@ class Lamb(Optimizer):
         return chain.from_iterable(group["params"] for group in self.param_groups)
 
     def _batches(self) -> Iterator[_Batch]:
-        """All parameters that have a gradient, with this step counted and their moments ready."""
+        """Batches of all parameters that have a gradient; counts the step and creates missing moments."""
         for group in self.param_groups:
-            options = {**self.defaults, **group}  # one that was loaded may lack some
+            options = {**self.defaults, **group}  # a loaded group may lack some options
             batches, elements = defaultdict(list), 0
             for p in group["params"]:
                 if p.grad is None:
@@ -150,17 +150,17 @@ class Lamb(Optimizer):
                 yield _Batch(options, step, parameters)
 
     def _updates(self, batch: _Batch) -> tuple[list[Tensor], Tensor]:
-        """Take the gradients of a batch into its moments.
+        """Update the moments of a batch of n parameters from their gradients.
 
         Returns:
-            u of each of the n parameters, in its shape, and the norms of w and u, both of this rank's pieces: (n, 2).
+            u of each parameter, in its shape, and the norms of w and u on this rank's shards, (n, 2).
         """
         options, _, parameters = batch
         weights = [_plain(p) for p in parameters]
         updates = torch._foreach_mul(weights, options["weight_decay"])
-        # With a learning rate of -1, and after so many steps that no bias is left to correct, Adam's kernel adds
-        # m / (√v + eps) to what it takes for parameters: one pass through memory, where foreach needs seven. It trusts
-        # all tensors to be laid out alike.
+        # With a learning rate of -1, and a step count so large that bias correction has no effect, Adam's fused kernel
+        # adds m / (√v + eps) to its "parameters": one pass through memory where foreach needs seven. It assumes that
+        # all tensors have the same memory layout.
         torch._fused_adam_(
             updates,
             [_plain(p.grad) for p in parameters],
@@ -181,12 +181,12 @@ class Lamb(Optimizer):
     def _with_global_norms(
         self, batches: list[_Batch], updates: list[tuple[list[Tensor], Tensor]]
     ) -> list[tuple[list[Tensor], Tensor]]:
-        """What `_updates` returned for all batches, with the norms of whole parameters for those of pieces.
+        """Replace the norms of shards, in what `_updates` returned for all batches, by those of full parameters.
 
-        Copies of a piece all count: they make both norms of a parameter larger by the same factor.
+        Replicas of a shard are all summed: that multiplies both norms of a parameter by the same factor, which cancels.
         """
-        # A piece that is not used has no gradient, or one that means nothing. It keeps its place in the sum, since the
-        # ranks add up by place.
+        # An unused shard (see `Shard.owner`) has no meaningful gradient, and counts as zeros. It keeps its row, since
+        # the all-reduce matches rows by position.
         here = {
             p: norms
             for batch, (_, rows) in zip(batches, updates, strict=True)

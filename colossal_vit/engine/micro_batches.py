@@ -1,4 +1,4 @@
-"""A data loader as the engine takes it."""
+"""The engine's view of a data loader."""
 
 import time
 from collections.abc import Iterator
@@ -10,12 +10,19 @@ from torch.profiler import record_function
 
 
 class MicroBatches(Loader):
-    """A data loader as the Engine wants it: whole optimizer steps only, and the time spent waiting for data known.
+    """A data loader cut to whole optimizer steps, which measures the time spent waiting for data.
+
+    Args:
+        loader: yields micro-batches.
+        accumulation: micro-batches per optimizer step.
 
     Attributes:
-        data_s: seconds spent waiting for batches since the start.
-        start: the micro-batch that the next epoch starts with, see `seek`.
-        taken: how many micro-batches of the current epoch are behind.
+        data_s: total seconds spent waiting for batches.
+        start: the first micro-batch of the next epoch, see `seek`.
+        taken: micro-batches of the current epoch delivered so far, skipped ones included.
+
+    Raises:
+        UserError: if an epoch has less than one optimizer step.
     """
 
     def __init__(self, loader: Loader, accumulation: int):

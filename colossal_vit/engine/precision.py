@@ -10,12 +10,12 @@
 | APEX O2 | as NAIVE, but norms in fp32 |         |                          |                      |
 | APEX O3 | fp16/bf16      | fp16/bf16            | on these weights         | fp16/bf16            |
 
-fp16 scales the loss so that small gradients do not vanish, and skips the step when the scaled ones overflow; bf16 has
-fp32's range and needs neither. The default is fp16 on CUDA and bf16 on the CPU; `fp16 = dict(..., dtype='bf16')`
-chooses.
+In fp16 the loss is scaled so that small gradients do not underflow, and a step whose scaled gradients overflow is
+skipped; bf16 has fp32's range and needs neither. The default is fp16 on CUDA and bf16 on the CPU; to choose, set
+`fp16 = dict(..., dtype='bf16')`.
 
-APEX is NVIDIA's apex, where an apex that still has `amp` is installed and there is a GPU. NVIDIA has removed it, so
-mostly torch does what the table says; `describe` tells which.
+APEX uses NVIDIA's apex if there is a GPU and the installed apex has `amp`, which recent versions lack. Otherwise torch
+implements the levels of the table. `describe` tells which of the two runs.
 """
 
 import importlib
@@ -34,14 +34,14 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def compute_dtype(fp16: Mapping[str, Any] | None, device: torch.device) -> torch.dtype:
-    """The data type of activations: fp32 without mixed precision, else as `dtype` says or the device prefers."""
+    """The data type of activations: fp32 without mixed precision, else `dtype` or the device's default."""
     if not fp16:
         return torch.float32
     return DTYPES[fp16.get("dtype") or ("fp16" if device.type == "cuda" else "bf16")]
 
 
 def _apex_amp(device: torch.device) -> Any | None:
-    """The module `apex.amp`, where there is one and it can be used."""
+    """The module `apex.amp`; None if it is not installed or the device is no GPU."""
     if device.type != "cuda":
         return None
     try:
@@ -55,7 +55,7 @@ def _opt_level(fp16: Mapping[str, Any]) -> str:
 
 
 def describe(fp16: Mapping[str, Any] | None, device: torch.device) -> str:
-    """What runs, in a few words, for logs and tables."""
+    """The precision in a few words, for logs and tables."""
     if not fp16:
         return "fp32"
     dtype = str(compute_dtype(fp16, device)).removeprefix("torch.")
@@ -73,7 +73,7 @@ def describe(fp16: Mapping[str, Any] | None, device: torch.device) -> str:
 
 
 class Autocast(nn.Module):
-    """A model or criterion run under `torch.autocast`."""
+    """Runs a model or criterion under `torch.autocast`."""
 
     def __init__(self, module: nn.Module, device: torch.device, dtype: torch.dtype):
         super().__init__()
@@ -91,8 +91,8 @@ class LowPrecision(nn.Module):
     Args:
         module: the model; its floating-point parameters and buffers are converted in place.
         dtype: torch.float16 or torch.bfloat16.
-        output_to_fp32: whether the output is converted back, so that the loss is computed in fp32. A pipeline stage
-            that hands its output on keeps it small.
+        output_to_fp32: whether the output is converted to fp32, for the loss. False for pipeline stages that send
+            their output on, to send half the bytes.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, output_to_fp32: bool):
@@ -106,7 +106,7 @@ class LowPrecision(nn.Module):
 
 
 def _keep_norms_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
-    """Have the normalisation layers of a half-precision model compute in fp32, with fp32 weights."""
+    """Make the normalisation layers of a half-precision model compute in fp32, with fp32 weights."""
     for module in model.modules():
         if isinstance(module, (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm)):
             module.float()
@@ -119,12 +119,12 @@ def _keep_norms_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-# The defaults of Colossal-AI's loss scaler; those of `LossScale` itself are torch's.
+# Defaults of Colossal-AI's loss scaler, for NAIVE and O2; those of `LossScale` are torch's.
 NAIVE_SCALE = dict(growth_interval=1000, hysteresis=2, min_scale=1.0, max_scale=2.0**32)
 
 
 def _loss_scale(fp16: Mapping[str, Any], defaults: Mapping[str, Any]) -> LossScale:
-    """The loss scale of a config's `fp16` block, in which each mode has its own name for the first value."""
+    """The loss scale of a config's `fp16` block, in which modes have different names for the initial scale."""
     names = {"initial_scale": "value", "init_scale": "value"}
     given = {names.get(key, key): value for key, value in fp16.items() if key not in ("mode", "dtype", "opt_level")}
     return LossScale(**{**defaults, **given})
@@ -142,9 +142,13 @@ def wrap_for_precision(
     Args:
         model: on its device, in fp32.
         optimizer: over the parameters of `model`.
-        criterion: the loss, or None.
-        fp16: the config block; None or empty for fp32. Keys beside `mode` and `dtype` go to the loss scaler.
-        device: where the model is.
+        criterion: the loss function, or None.
+        fp16: the config block; None or empty for fp32. Other keys than `mode`, `dtype` and `opt_level` set the loss
+            scaler.
+        device: the model's device.
+
+    Returns:
+        `(model, optimizer, criterion)`.
     """
     mode, level = (fp16["mode"], _opt_level(fp16)) if fp16 else (None, None)
     if mode is None or (mode == AMP_TYPE.APEX and level == "O0"):
@@ -160,7 +164,7 @@ def wrap_for_precision(
         model = Autocast(model, device, dtype)
         criterion = criterion and Autocast(criterion, device, dtype)
         return model, ClippedOptimizer(optimizer, scale), criterion
-    chunks = list(model) if isinstance(model, nn.ModuleList) else [model]  # several in an interleaved pipeline
+    chunks = list(model) if isinstance(model, nn.ModuleList) else [model]  # an interleaved pipeline has several
     last = len(chunks) - 1 if is_no_pp_or_last_stage() else None
     chunks = [LowPrecision(chunk, dtype, output_to_fp32=number == last) for number, chunk in enumerate(chunks)]
     if mode == AMP_TYPE.APEX and level == "O2":

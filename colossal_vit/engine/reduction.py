@@ -1,4 +1,4 @@
-"""Data parallelism beside a pipeline: gradients are averaged while the last backward pass still runs."""
+"""Gradient reduction for data parallelism with a pipeline, overlapped with the last backward pass."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,16 +8,16 @@ import torch.distributed as dist
 from colossalai.legacy.engine.gradient_handler import BaseGradientHandler
 from torch import Tensor, nn
 
-BUCKET_BYTES = 25 * 2**20  # as torch's DistributedDataParallel
+BUCKET_BYTES = 25 * 2**20  # the default of torch's DistributedDataParallel
 
 
 class _Bucket:
-    """Gradients that are averaged together.
+    """Gradients that are averaged in one all-reduce.
 
     Attributes:
-        parameters: that have them, all of one type.
-        missing: how many gradients of backward passes it still waits for in this optimizer step.
-        sum: their gradients one after another, from when they are complete.
+        parameters: whose gradients these are, all of one data type.
+        missing: gradient accumulations still to come in this optimizer step.
+        sum: the concatenated gradients; None until they are complete.
         work: the all-reduce of `sum`; None before it starts.
     """
 
@@ -28,14 +28,14 @@ class _Bucket:
         self.work: Any = None
 
     def start(self, group: dist.ProcessGroup) -> None:
-        """Begin to average; gradients that there are none of, on any replica, stay so."""
+        """Start the all-reduce. Parameters without gradient, the same on all replicas, are left out."""
         gradients = [p.grad.flatten() for p in self.parameters if p.grad is not None]
         if gradients:
             self.sum = torch.cat(gradients).div_(group.size())
             self.work = dist.all_reduce(self.sum, group=group, async_op=True)
 
     def finish(self) -> None:
-        """Wait, and give the parameters their averages."""
+        """Wait for the all-reduce, and copy the averages into the gradients."""
         if self.work is not None:
             self.work.wait()
             gradients = [p.grad for p in self.parameters if p.grad is not None]
@@ -47,13 +47,13 @@ class _Bucket:
 class PipelineGradientHandler(BaseGradientHandler):
     """Averages gradients over the data-parallel ranks, in buckets, each as soon as it is complete.
 
-    A pipeline makes several backward passes a step, which DistributedDataParallel does not expect, and Colossal-AI's
-    `DataParallelGradientHandler` starts after the last one. Buckets start in the same order on all replicas.
+    A pipeline makes several backward passes per step, which DistributedDataParallel does not support, and Colossal-AI's
+    `DataParallelGradientHandler` starts only after the last one. Buckets start in the same order on all replicas.
 
     Args:
-        parameters: of the stage; backward passes reach them from the last to the first.
+        parameters: of the pipeline stage, in forward order.
         group: the data-parallel ranks.
-        num_passes: backward passes of a parameter in an optimizer step.
+        num_passes: backward passes per optimizer step.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, num_passes: int):
@@ -87,7 +87,7 @@ class PipelineGradientHandler(BaseGradientHandler):
         self._started += 1
 
     def handle_gradient(self) -> None:
-        """Start what no backward pass has completed, and wait for all of it."""
+        """Start the remaining, incomplete buckets, and wait for all of them."""
         while self._started < len(self.buckets):
             self._start_next()
         for bucket in self.buckets:

@@ -1,4 +1,4 @@
-"""Colossal-AI's Trainer, which can also resume in the middle of an epoch."""
+"""Colossal-AI's Trainer, extended to resume in the middle of an epoch and to evaluate averaged weights."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from colossalai.legacy.trainer import Trainer as ColossalTrainer
 
 
 class _WithoutMaxSteps:
-    """A log without upstream's remark on `max_steps`, which are micro-steps there."""
+    """A logger that drops upstream's message about `max_steps`, which counts micro-steps."""
 
     def __init__(self, logger: Any):
         self.logger = logger
@@ -18,12 +18,12 @@ class _WithoutMaxSteps:
 
 
 class Trainer(ColossalTrainer):
-    """Colossal-AI's Trainer, beginning where `cur_epoch` and `MicroBatches.start` say; see `state.resume`.
+    """Colossal-AI's Trainer, starting from `cur_epoch` and `MicroBatches.start`, which `restore.resume` sets.
 
-    Upstream knows whole epochs only, and makes a step more than `max_steps` when it begins with all of them made.
+    Upstream resumes at whole epochs only, and makes one step too many if `max_steps` were already made.
 
     Attributes:
-        averaged: whether the evaluation that is under way is of the moving average of the weights, which comes first.
+        averaged: whether the current evaluation is of the averaged weights; it precedes that of the weights.
     """
 
     averaged = False
@@ -37,7 +37,7 @@ class Trainer(ColossalTrainer):
         super()._eval(*args, **options)
 
     def fit(self, train_dataloader: MicroBatches, epochs: int, max_steps: int | None = None, **options: Any) -> None:
-        """Train; the arguments are upstream's, and `max_steps` counts micro-steps since the start of the run."""
+        """Train; the arguments are upstream's. `max_steps` counts micro-steps since the start of the run."""
         made = self.cur_epoch * len(train_dataloader)
         if train_dataloader.start == 0 and made >= min(max_steps or made + 1, epochs * len(train_dataloader)):
             self._logger.info(f"nothing is left to do: the run has made its {made // self.engine.accumulation} steps")

@@ -1,9 +1,9 @@
-"""Where the host waits for the device.
+"""Host-device synchronisation: reading values in one copy, and counting every wait.
 
-A GPU works through its queue while the host continues, until the host wants to know a value. Then the queue runs empty.
+A GPU executes its queue asynchronously until the host needs a value; the queue then runs empty while the host waits.
 
-`read` is how a training step asks, once. `WaitCounter` counts what else does: on a CPU, too, where asking costs
-nothing, so that a test can see it.
+A training step waits once, in `read`. `WaitCounter` counts any other wait, also on a CPU, where waiting costs nothing,
+so that tests can check it without a GPU.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ _reads = 0  # so far
 
 
 def read(scalars: Iterable[Tensor]) -> list[float]:
-    """The values of scalars on a device, in one copy to the host."""
+    """The values of scalar tensors on one device, in one copy to the host."""
     global _reading, _reads
     _reading, _reads = True, _reads + 1
     try:
@@ -28,17 +28,18 @@ def read(scalars: Iterable[Tensor]) -> list[float]:
 
 
 class WaitCounter(TorchDispatchMode):
-    """Counts the waits inside the block.
+    """Counts host-device waits inside a `with` block.
 
     Args:
-        on_host: scalars that are on the host wherever the model is, as an optimizer's step counts.
+        on_host: scalars that are on the host even if the model is on a GPU, such as an optimizer's step counts; reading
+            them is no wait.
 
     Attributes:
         reads: calls of `read`, each a wait.
-        others: by operator, how often a value was asked for in another way.
+        others: number of other waits, by operator.
     """
 
-    # What must know the values of a tensor: for the host, or for the shape of the result.
+    # Operators that need the values of a tensor, to return them or to know the shape of the result.
     OPERATORS = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "_unique2", "equal")
 
     def __init__(self, on_host: Iterable[Tensor] = ()):
@@ -55,7 +56,7 @@ class WaitCounter(TorchDispatchMode):
         self.reads = _reads - self._reads_before
 
     def _waits(self, name: str, args: tuple) -> bool:
-        if name == "index":  # by a mask, of which the shape of the result depends
+        if name == "index":  # with a boolean mask, whose values determine the shape of the result
             return any(mask is not None and mask.dtype in (torch.bool, torch.uint8) for mask in args[1])
         return name in self.OPERATORS and id(args[0]) not in self.on_host
 

@@ -1,1 +1,1 @@
-"""Who holds what: layout, shards of parameters, random numbers of ranks, messages between ranks."""
+"""The parallel layout, parameter shards, random seeds of the ranks, and communication of Python objects."""

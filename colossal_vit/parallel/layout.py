@@ -1,4 +1,4 @@
-"""How the processes share the work: data × pipeline × tensor."""
+"""The parallel layout: data × pipeline × tensor."""
 
 from dataclasses import dataclass
 
@@ -10,13 +10,13 @@ from colossalai.legacy.core import global_context as gpc
 
 @dataclass(frozen=True)
 class Layout:
-    """How many processes share the work, and along which axis: data × pipeline × tensor = world size.
+    """Data, pipeline and tensor parallel sizes, whose product is the world size.
 
     Attributes:
         data, pipeline, tensor: sizes.
         tensor_mode: None, '1d', '2d', '2.5d' or '3d'.
-        side: q, into how many parts the tensor-parallel ranks split heads and hidden size: all of them in 1D, the side
-            of the square in 2D and 2.5D, of the cube in 3D.
+        side: q, the number of parts into which heads and hidden size are split: the tensor-parallel size in 1D, the
+            side of the square of ranks in 2D and 2.5D, of the cube in 3D.
     """
 
     data: int
@@ -27,20 +27,21 @@ class Layout:
 
     @property
     def batch_parts(self) -> int:
-        """Into how many parts the tensor-parallel ranks split a batch."""
+        """Number of parts into which the tensor-parallel ranks split a batch."""
         return {"2d": self.side, "2.5d": self.side, "3d": self.side**2}.get(self.tensor_mode, 1)
 
     @property
     def hidden_parts(self) -> int:
-        """Into how many parts they split the hidden size of activations between layers; in 1D each has it whole."""
+        """Number of parts into which they split the hidden size of activations between layers; 1 in 1D."""
         return self.side if self.tensor_mode in ("2d", "2.5d", "3d") else 1
 
     @classmethod
     def of(cls, config: Config, world_size: int) -> "Layout":
-        """The layout that `config.parallel` gives on `world_size` processes.
+        """The layout of `config.parallel` on `world_size` processes.
 
         Raises:
-            UserError: if the sizes do not fit each other or the world.
+            UserError: if the tensor-parallel size does not fit its mode, or the world size is not a multiple of
+                pipeline × tensor.
         """
         pipeline, tensor = config.parallel.pipeline, config.parallel.tensor
         side = _side(tensor.mode, tensor.size, tensor.get("depth"))
@@ -55,11 +56,11 @@ class Layout:
 
     @classmethod
     def current(cls) -> "Layout":
-        """The layout of the process groups that this process is in."""
+        """The layout of this process's initialised process groups."""
         return cls.of(gpc.config, gpc.get_world_size(ParallelMode.GLOBAL))
 
     def global_batch(self, config: Config) -> int:
-        """Images in an optimizer step: BATCH_SIZE × gradient_accumulation × data-parallel size."""
+        """Images per optimizer step: BATCH_SIZE × gradient_accumulation × data-parallel size."""
         return config.BATCH_SIZE * config.gradient_accumulation * self.data
 
     def __str__(self) -> str:
@@ -68,7 +69,7 @@ class Layout:
 
 
 def _side(mode: str | None, size: int, depth: int | None) -> int:
-    """The side of the tensor-parallel ranks' arrangement; see `Layout`."""
+    """The side q of the tensor-parallel ranks, see `Layout`."""
     if depth is not None and mode != "2.5d":
         raise UserError(f"parallel.tensor.depth = {depth} is for mode '2.5d' only, but the mode is {mode!r}")
     if mode is None:

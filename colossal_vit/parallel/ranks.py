@@ -1,4 +1,4 @@
-"""Objects, errors and log lines of all ranks; rank 0 working while the others wait."""
+"""Collectives on Python objects and errors, work done by rank 0 alone, and logging."""
 
 import os
 import sys
@@ -15,12 +15,12 @@ from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from tqdm import tqdm
 
-# tqdm's own lock is shared with forks of this process, and stays held for good if one of them is killed holding it.
+# tqdm's default lock is shared with forked processes, and is never released if one of them is killed while holding it.
 tqdm.set_lock(threading.RLock())
 
 
 def say(line: str, file: TextIO) -> None:
-    """Print a line above a progress bar; to nobody if nobody reads any more, which is no reason to stop training."""
+    """Print a line above the progress bar. If the reader has closed the pipe, this and later output is discarded."""
     try:
         with tqdm.external_write_mode(file):
             print(line, file=file, flush=True)
@@ -29,26 +29,26 @@ def say(line: str, file: TextIO) -> None:
 
 
 class RankLogger:
-    """A log on stdout that Colossal-AI's Trainer takes too: `info(message, ranks=[0])`."""
+    """A logger to stdout with time stamps, and with the interface of Colossal-AI's: `info(message, ranks=[0])`."""
 
     def __init__(self, rank: int = 0):
         self.rank = rank
 
     def info(self, message: str, ranks: Iterable[int] | None = (0,)) -> None:
-        """Log on the given ranks; `ranks=None` on every rank."""
+        """Log on the given ranks; `ranks=None` means every rank."""
         if ranks is None or self.rank in ranks:
             say(f"{datetime.now():%H:%M:%S} {message}", sys.stdout)
 
 
 def all_gather_object(value: Any) -> list[Any]:
-    """The values that all ranks call this with, by rank."""
+    """Collective: the values of all ranks, in the order of the ranks."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group=gpc.get_cpu_group(ParallelMode.GLOBAL))
     return values
 
 
 def broadcast_object(value: Any) -> Any:
-    """The value that rank 0 calls this with."""
+    """Collective: rank 0's value, on every rank."""
     box = [value]
     dist.broadcast_object_list(box, 0, group=gpc.get_cpu_group(ParallelMode.GLOBAL))
     return box[0]
@@ -56,7 +56,7 @@ def broadcast_object(value: Any) -> Any:
 
 @contextmanager
 def raise_on_all_ranks() -> Iterator[None]:
-    """Make a `UserError` of any rank inside the block the error of every rank, at the end of the block."""
+    """Collective context: a `UserError` of any rank in the block is raised on every rank at the end of the block."""
     message = None
     try:
         yield
@@ -67,13 +67,16 @@ def raise_on_all_ranks() -> Iterator[None]:
 
 
 def run_on_rank_0(work: Callable[[], Any]) -> Any:
-    """Have rank 0 do `work` while the others wait, however long it takes; its `UserError` is raised on every rank.
+    """Collective: call `work` on rank 0 while the others wait, without a limit of time.
 
-    The ranks exchange a message every second meanwhile, so that the timeout of the process group bounds a hang and not
-    the work: a download may take an hour.
+    Meanwhile the ranks communicate every second, so that the timeout of the process group applies to hangs but not to
+    long work, such as a download.
 
     Returns:
         On every rank, what `work` returned.
+
+    Raises:
+        UserError: on every rank, if `work` raises it.
     """
     errors: list[BaseException] = []
     result = None
@@ -82,7 +85,7 @@ def run_on_rank_0(work: Callable[[], Any]) -> Any:
         nonlocal result
         try:
             result = work()
-        except BaseException as error:  # carried over to the thread that waits
+        except BaseException as error:  # raised below, in the main thread
             errors.append(error)
 
     thread = threading.Thread(target=guarded, daemon=True)

@@ -1,4 +1,4 @@
-"""The random numbers of each rank."""
+"""Seeds of the random number generators of each rank."""
 
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.context.random import add_seed, reset_seeds, set_mode
@@ -6,11 +6,11 @@ from colossalai.legacy.core import global_context as gpc
 
 
 def seed_ranks(seed: int) -> None:
-    """Seed every rank, on CPU and CUDA alike.
+    """Seed this rank's generators, on CPU or CUDA.
 
-    Two streams of random numbers: DATA for activations that the tensor-parallel ranks hold in common, TENSOR for those
-    they split. Both differ between data-parallel ranks and pipeline stages. In 2.5D the ranks of one depth split the
-    activations, and those of another depth hold the same once more.
+    Colossal-AI has two random streams: DATA for activations replicated on the tensor-parallel ranks, TENSOR for those
+    split over them. Both differ between data-parallel ranks and pipeline stages. In 2.5D, activations are split over
+    the ranks of one depth and replicated over depths, so ranks that differ only in depth have the same TENSOR stream.
     """
     tensor = gpc.config.parallel.tensor
     part = gpc.get_local_rank(ParallelMode.TENSOR) % (tensor.size // tensor.get("depth", 1))

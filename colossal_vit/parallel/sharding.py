@@ -1,7 +1,7 @@
-"""Which piece of which full parameter a rank holds, and what follows from it: initial weights, global norms.
+"""Shards: which part of which full parameter a rank holds; gathering, loading and global norms based on that.
 
-A model built from Colossal-AI layers is annotated once, by `annotate`; from then on each parameter carries a `Shard`.
-The names of full parameters are timm's.
+`annotate` attaches a `Shard` to each parameter of a model built from Colossal-AI layers. Names of full parameters are
+timm's.
 """
 
 import math
@@ -42,21 +42,23 @@ from colossalai.legacy.nn.layer.parallel_3d import (
 from colossalai.legacy.nn.layer.parallel_3d._utils import get_parallel_mode_from_env
 from torch import Tensor, nn
 
-# A split: the dimension of the full parameter that is cut, and the group of ranks whose members take a piece each.
+# The dimension of a parameter that is split, and the group of ranks over which it is split.
 Split = tuple[int, ParallelMode]
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's piece of a full parameter.
+    """How this rank's piece of a full parameter is cut from it.
 
     Attributes:
         name: timm's name of the full parameter.
-        splits: how it is cut, in order.
-        transposed: whether the layer stores the transpose of the full matrix; `splits` count the layer's dimensions.
-        owner: a group, and the number of the one rank in it whose piece is used; the others' gets no gradient.
+        splits: applied in order.
+        transposed: whether the layer stores the transpose of timm's matrix; `splits` refer to the layer's dimensions.
+        owner: set if only one rank of a group uses its piece, and the others' pieces get no gradient: the group, and
+            that rank's number in it.
         num_heads: set for the fused query/key/value projection. timm stores all queries, then all keys, then all
-            values; here each head's query, key and value lie together, so that a cut by rows keeps heads whole.
+            values; the layer stores query, key and value of each head together, so that splitting rows keeps heads
+            whole.
     """
 
     name: str
@@ -77,7 +79,7 @@ class Shard:
         return piece
 
     def gather(self, piece: Tensor) -> Tensor:
-        """The inverse of `split`: the full tensor, from the pieces that all ranks call this with, as timm stores it."""
+        """The inverse of `split`: the full tensor as timm stores it. Collective over the tensor-parallel ranks."""
         full = piece.contiguous()
         if self.owner is not None:
             mode, number = self.owner
@@ -94,7 +96,7 @@ class Shard:
         return full
 
     def full_shape(self, piece: Sequence[int]) -> list[int]:
-        """The shape of the full parameter, from that of this rank's piece."""
+        """The shape of the full parameter as timm stores it, from the shape of this rank's piece."""
         shape = list(piece)
         for dim, mode in self.splits:
             shape[dim] *= gpc.get_world_size(mode)
@@ -102,21 +104,21 @@ class Shard:
 
     @property
     def num_holders(self) -> int:
-        """How many ranks it takes to have every element of the full parameter, and its gradient, once."""
+        """Number of ranks that together hold one copy of the full parameter, unused pieces included."""
         modes = [mode for _, mode in self.splits] + ([self.owner[0]] if self.owner else [])
         return math.prod(gpc.get_world_size(mode) for mode in modes)
 
     @property
     def in_use(self) -> bool:
-        """Whether this rank's piece is used."""
+        """Whether this rank's piece is used, see `owner`."""
         return self.owner is None or gpc.get_local_rank(self.owner[0]) == self.owner[1]
 
 
 def _splits_of(layer: nn.Module) -> dict[str, dict]:
-    """How a layer of Colossal-AI holds its parameters: arguments for `Shard`, by the parameter's name in the layer.
+    """How a Colossal-AI layer splits its parameters: arguments of `Shard`, by the parameter's name in the layer.
 
-    What is not named is held whole by every rank. Sources: the `_load_from_global_state_dict` of each layer, except
-    for `LayerNorm2p5D`, whose own does not fit its shape, and `LayerNorm3D`, whose own transposes a vector.
+    Parameters not listed are replicated. Source: the `_load_from_global_state_dict` of each layer, except for
+    `LayerNorm2p5D`, whose version does not fit its shape, and `LayerNorm3D`, whose version transposes a vector.
     """
     match layer:
         case Linear1D_Col():
@@ -128,21 +130,21 @@ def _splits_of(layer: nn.Module) -> dict[str, dict]:
             row, column = ParallelMode.PARALLEL_2D_ROW, ParallelMode.PARALLEL_2D_COL
         case Linear2p5D() | LayerNorm2p5D() | PatchEmbedding2p5D() | Classifier2p5D():
             row, column = ParallelMode.PARALLEL_2P5D_ROW, ParallelMode.PARALLEL_2P5D_COL
-        case Linear3D():  # which groups are its input's and its output's alternates from layer to layer
+        case Linear3D():  # input and output groups alternate from layer to layer
             modes = (layer.output_parallel_mode, layer.input_parallel_mode, layer.weight_parallel_mode)
             weight = dict(transposed=True, splits=tuple(zip((0, 1, 0), modes, strict=True)))
             return {"weight": weight, "bias": dict(splits=((0, layer.input_parallel_mode),))}
         case LayerNorm3D() | PatchEmbedding3D() | Classifier3D():
             first = dict(splits=((0, layer.output_parallel_mode),))
             last = dict(splits=((-1, layer.output_parallel_mode),))
-            if isinstance(layer, Classifier3D):  # broadcast in each forward pass, from the diagonal
+            if isinstance(layer, Classifier3D):  # each forward pass broadcasts the weight from the diagonal ranks
                 diagonal = (layer.input_parallel_mode, gpc.get_local_rank(layer.output_parallel_mode))
                 return {"weight": dict(owner=diagonal, **last)}
             return {"weight": first, "bias": first, "cls_token": last, "pos_embed": last}
         case _:
             return {}
     first, last = dict(splits=((0, row), (0, column))), dict(splits=((-1, row), (-1, column)))
-    first_row = dict(splits=((0, row),), owner=(column, 0))  # broadcast down the columns in each forward pass
+    first_row = dict(splits=((0, row),), owner=(column, 0))  # each forward pass broadcasts it down the columns
     match layer:
         case Linear2D() | Linear2p5D():
             weight = dict(transposed=True, splits=((1, row), (0, column)))
@@ -155,13 +157,13 @@ def _splits_of(layer: nn.Module) -> dict[str, dict]:
 
 
 def split_batch(batch: Tensor, dim: int = 0) -> Tensor:
-    """This rank's part of a batch that the tensor-parallel ranks split among them; in 1D all have the whole."""
+    """This rank's part of a batch in 2D, 2.5D and 3D, which split dimension `dim`; in 1D the whole batch."""
     split = {"2d": split_batch_2d, "2.5d": split_batch_2p5d, "3d": split_batch_3d}.get(tensor_parallel_env.mode)
     return split(batch, dim) if split else batch
 
 
 def mean_over_batch_parts(loss: Tensor) -> Tensor:
-    """The loss of a batch, from the mean over this rank's part of it, see `split_batch`."""
+    """The mean loss of a batch, from the mean over this rank's part of it, see `split_batch`. Collective."""
     match tensor_parallel_env.mode:
         case "2d":
             return reduce_by_batch_2d(loss, True)
@@ -174,11 +176,11 @@ def mean_over_batch_parts(loss: Tensor) -> Tensor:
 
 
 def annotate(model: nn.Module, rename: Callable[[str], str] = str, num_heads: int | None = None) -> None:
-    """Give every parameter of a model made of Colossal-AI layers its `Shard`, as attribute `shard`.
+    """Set the attribute `shard` of every parameter of a model built from Colossal-AI layers.
 
     Args:
-        model: this rank's part of the model, with module names as in timm.
-        rename: from a parameter's name in `model`, without Colossal-AI's `.module`, to timm's.
+        model: this rank's part of the model.
+        rename: maps a parameter's name in `model`, without Colossal-AI's `.module`, to timm's.
         num_heads: attention heads of the full model; parameters named `*.qkv.*` are stored head by head.
     """
     for path, module in model.named_modules():
@@ -190,7 +192,7 @@ def annotate(model: nn.Module, rename: Callable[[str], str] = str, num_heads: in
 
 
 def name_parameters(model: nn.Module) -> None:
-    """Give every parameter that `annotate` has not seen a `Shard` which says that this rank holds it whole."""
+    """Set the attribute `shard` of parameters that `annotate` has not set, as replicated ones under their own names."""
     for name, parameter in model.named_parameters():
         if not hasattr(parameter, "shard"):
             parameter.shard = Shard(name)
@@ -198,7 +200,7 @@ def name_parameters(model: nn.Module) -> None:
 
 @torch.no_grad()
 def load_full(model: nn.Module, full: Mapping[str, Tensor]) -> None:
-    """Fill an annotated model with this rank's pieces of full parameters.
+    """Copy this rank's pieces of full parameters into an annotated model.
 
     Raises:
         KeyError: if `full` lacks a parameter of the model.
@@ -209,19 +211,19 @@ def load_full(model: nn.Module, full: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def full_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The full parameters of which this rank holds pieces, by timm's names; to be called on all ranks of a stage."""
+    """The full parameters of this pipeline stage, by timm's names. Collective over the stage's ranks."""
     return {p.shard.name: p.shard.gather(p) for p in model.parameters()}
 
 
 def num_replicas(parameter: Tensor) -> int:
-    """How many ranks of the tensor-parallel group hold, and use, the same piece."""
+    """Number of ranks in the tensor-parallel group that use the same piece of a parameter."""
     shard = getattr(parameter, "shard", None)
     return gpc.tensor_parallel_size // (shard.num_holders if shard else 1)
 
 
 @torch.no_grad()
 def global_norm(tensors: Iterable[Tensor], parameters: Iterable[Tensor]) -> Tensor:
-    """L2 norm over all ranks that share the model, each element of the full model counted once.
+    """L2 norm over all ranks that share the model, with each element of the full model counted once. Collective.
 
     Args:
         tensors: this rank's pieces, for example gradients.

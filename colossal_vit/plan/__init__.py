@@ -1,1 +1,1 @@
-"""An optimizer step without data, tensors and the other ranks."""
+"""Dry runs: memory and communication of an optimizer step, from fake tensors and process groups."""

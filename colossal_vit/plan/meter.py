@@ -1,5 +1,6 @@
-"""What one rank holds and sends in an optimizer step: of fake tensors and process groups, or of real ones, which is how
-the tests check what a dry run says.
+"""Measures memory and communication of one rank in an optimizer step.
+
+Works on fake tensors and process groups, and on real ones, with which the tests check the dry run.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-# What a rank sends with a ring algorithm, as a multiple of the message, by the number of ranks n. The message is what
-# nccl-tests calls the size: the tensor, or where the ranks' pieces are put together or taken apart, the whole of them.
+# Bytes that a rank sends with a ring algorithm on n ranks, as a multiple of the message size. The size is defined as in
+# nccl-tests: that of the tensor, and for all-gather and reduce-scatter that of the full tensor.
 SENT_SHARE: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
@@ -27,7 +28,7 @@ SENT_SHARE: dict[str, Callable[[int], float]] = {
     "reduce": lambda n: (n - 1) / n,
     "send": lambda n: 1.0,
 }
-# PyTorch's operators: the kind of collective, and which argument is the message.
+# PyTorch's operator: (kind of collective, index of the argument that is the message).
 _COLLECTIVES = {
     "allreduce_": ("all_reduce", 0),
     "allgather_": ("all_gather", 0),
@@ -49,11 +50,14 @@ def _storages(tensors: Any) -> list[torch.UntypedStorage]:
 
 
 class StepMeter(TorchDispatchMode):
-    """Watches every operator: memory that comes and goes, and messages to other ranks.
+    """Tracks tensor memory and communication of all operators in a `with` block.
+
+    Args:
+        existing: tensors that count from the start.
 
     Attributes:
-        live, peak: bytes in tensors now, and at most so far.
-        calls, sent: by kind of collective, how many calls, and bytes that this rank sends (see `_SENT`).
+        live, peak: bytes in tensors, now and at most so far.
+        calls, sent: number of calls, and bytes that this rank sends (see `SENT_SHARE`), by kind of collective.
     """
 
     def __init__(self, existing: Iterable[Tensor]):
@@ -88,7 +92,7 @@ class StepMeter(TorchDispatchMode):
 
 
 class _Release:
-    """Gives a storage's bytes back to the meter when the storage, whose entry it is, goes."""
+    """Subtracts a storage's bytes from the meter when it is deleted, which is when the storage is freed."""
 
     def __init__(self, meter: StepMeter, size: int):
         self.meter, self.size = meter, size
@@ -99,16 +103,18 @@ class _Release:
 
 @dataclass
 class StepPlan:
-    """What one rank holds and sends in an optimizer step. Memory in bytes.
+    """Memory and communication of one rank in an optimizer step. Memory in bytes.
 
     Attributes:
         layers: names of the full parameters of which this rank has a piece.
-        parameters: how many numbers those pieces are.
+        parameters: number of elements in those pieces.
         memory: of `weights`, `gradients`, `optimizer` (moments, and fp32 copies of half-precision weights),
-            `activations` (whatever else there is at the peak) and the `peak` that these make together.
+            `activations` (everything else at the peak), and their sum, the `peak`.
         calls, sent: see `StepMeter`.
-        stage_ranks: a rank of each pipeline stage; those with the same data and tensor coordinates.
-        notes: what else the script has to say.
+        layout: of the run.
+        config: the resolved config.
+        stage_ranks: one rank of each pipeline stage, with this rank's data and tensor coordinates.
+        notes: lines that the script appends to the report.
     """
 
     layers: list[str]
@@ -123,13 +129,13 @@ class StepPlan:
 
 
 def measure(engine: Engine, batches: Iterable) -> StepPlan:
-    """Run one optimizer step of a fresh engine, and say what it took.
+    """Measure the first optimizer step of an engine.
 
-    Every step sends as much as the first, but DDP reduces in several calls from the second on.
+    Later steps send as many bytes, but DDP splits them into several all-reduce calls.
 
     Args:
-        engine: that has not made a step yet.
-        batches: enough micro-batches for one.
+        engine: has made no step yet.
+        batches: micro-batches for at least one optimizer step.
     """
     config = gpc.config
     model = engine.model
@@ -157,7 +163,7 @@ def measure(engine: Engine, batches: Iterable) -> StepPlan:
     moments = _num_bytes([list(state.values()) for state in optimizer.state.values()])
     memory["weights"] = _num_bytes(weights)
     memory["optimizer"] = moments + _num_bytes(copies)
-    # From the second step on the moments are there during forward and backward too.
+    # From the second step on, the moments also take memory during forward and backward.
     memory["peak"] = max(memory.pop("before update") + moments, meter.peak)
     known = sum(memory[part] for part in ("weights", "gradients", "optimizer"))
     memory["activations"] = max(memory["peak"] - known, 0)

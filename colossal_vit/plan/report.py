@@ -1,8 +1,8 @@
-"""`--dry-run`: what the ranks of a layout would hold and send in an optimizer step, as text.
+"""`--dry-run`: a report of the memory and communication of each rank in an optimizer step.
 
-The train script runs as it is, once for a rank of each pipeline stage, up to the engine's first optimizer step. Its
-tensors are PyTorch's fake ones, which have a shape and a type but no data, and the other members of its process groups
-do not exist: any model in any world fits a laptop.
+The unchanged train script runs up to the end of the first optimizer step, for one rank of each pipeline stage. It uses
+PyTorch's fake tensors, which have a shape and a type but no data, and fake process groups, whose other members need not
+exist, so that a laptop can plan any model for any world size.
 """
 
 import multiprocessing
@@ -19,7 +19,7 @@ from colossalai.context import Config
 
 
 def _in_fork(function: Callable[[], StepPlan]) -> StepPlan:
-    """Call a function in a child process; its mistakes are raised here."""
+    """Call a function in a forked child process; its `UserError` or `TrainingError` is raised here."""
     fork = multiprocessing.get_context("fork")
     receive, send = fork.Pipe(duplex=False)
 
@@ -49,7 +49,7 @@ def _in_fork(function: Callable[[], StepPlan]) -> StepPlan:
 
 
 def plan_rank(main: Callable[[], StepPlan | None], rank: int) -> StepPlan:
-    """What a train script's `main`, started with `--dry-run`, plans for one rank."""
+    """The plan that a train script's `main` returns for one rank, with `--dry-run` on the command line."""
 
     def of_rank() -> StepPlan:
         sys.argv += ["--rank", str(rank)]
@@ -65,7 +65,7 @@ def plan(main: Callable[[], StepPlan | None]) -> list[StepPlan]:
 
 
 def _ranges(numbers: Iterable[int]) -> str:
-    """0, 1, 2, 5 as `0-2, 5`."""
+    """Numbers as text, with ranges: 0, 1, 2, 5 as `0-2, 5`."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:
@@ -76,7 +76,7 @@ def _ranges(numbers: Iterable[int]) -> str:
 
 
 def _layers(names: Iterable[str]) -> str:
-    """Parameter names as the layers they are of: `patch_embed, blocks 0-5`."""
+    """The layers that parameters belong to, as text: `patch_embed, blocks 0-5`."""
     blocks, others = set(), {}
     for name in names:
         block = re.search(r"\bblocks\.(\d+)\.", name)
@@ -89,7 +89,7 @@ def _layers(names: Iterable[str]) -> str:
 
 
 def format_table(header: list[str], rows: list[list[str]]) -> list[str]:
-    """Lines of a table whose first column is aligned to the left and all others to the right."""
+    """Lines of a text table, with the first column aligned left and all others right."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     return [
         "  ".join(
@@ -134,6 +134,6 @@ def format_report(plans: list[StepPlan]) -> str:
 
 
 def report(main: Callable[[], StepPlan | None], prints: bool = True) -> None:
-    """Print the plans of all pipeline stages; of several processes that a launcher started, only one `prints` them."""
+    """Print the report of a train script's `main`; does nothing unless `prints`, set on one process of a launcher."""
     if prints:
         print(format_report(plan(main)))
