@@ -1,4 +1,4 @@
-"""What every script that measures something does: provenance, sides in turns, a log, a table, a result."""
+"""What the benchmark scripts share: provenance, alternating order, log, table, result files."""
 
 import json
 import shlex
@@ -13,18 +13,18 @@ from colossal_vit.results import provenance, write_origin
 
 
 class Benchmark:
-    """The result of a script: its provenance, which is that of the start, what it says and what it has measured.
+    """Collects a benchmark's log and writes its result files, with the provenance taken at the start.
 
     Args:
-        folder: where the result is kept, made if need be; nothing is kept without one.
+        folder: where to write the result, created if missing; None writes nothing.
         changes_allowed: see `provenance`.
 
     Attributes:
-        origin: what `provenance` says of the command line; None without a folder.
-        log: what log.txt will hold.
+        origin: the `provenance` of this command line; None without a folder.
+        log: the contents of log.txt so far.
 
     Raises:
-        SystemExit: with one line, if the result is kept and the working tree differs from its commit.
+        SystemExit: with one line, if there is a folder and the working tree differs from its commit.
     """
 
     def __init__(self, folder: Path | None, changes_allowed: bool = False):
@@ -33,17 +33,17 @@ class Benchmark:
         self.log = ""
 
     def say(self, line: str) -> None:
-        """Print a line and keep it for log.txt."""
+        """Print a line and append it to the log."""
         say(line, sys.stdout)
         self.log += line + "\n"
 
     def write(self, name: str, table: list[str], details: Any) -> None:
-        """Keep `<name>.md`, `<name>.json`, `provenance.json` and, if anything was said, `log.txt`.
+        """Write `<name>.md`, `<name>.json`, `provenance.json` and, unless the log is empty, `log.txt`.
 
         Args:
-            name: of the table and of the details.
+            name: the stem of both file names.
             table: lines of Markdown.
-            details: what was measured, in full; goes into JSON.
+            details: all measurements, JSON-serialisable.
         """
         if self.folder:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -52,17 +52,17 @@ class Benchmark:
             write_origin(self.folder, self.origin, self.log)
 
     def finish(self, name: str, table: list[str], details: Any) -> None:
-        """Print the table and `write`."""
+        """Print the table, then `write`."""
         say("\n".join(table), sys.stdout)
         self.write(name, table, details)
 
 
 def in_turns(sides: Iterable[str], number: int) -> list[str]:
-    """The sides in the order of a round: as they are in even rounds, the last one first in odd ones."""
+    """The order of the contenders in round `number`: as given in even rounds, reversed in odd ones."""
     return list(sides)[:: -1 if number % 2 else 1]
 
 
 def spread(values: Iterable[float], form: str) -> list[str]:
-    """Median, minimum and maximum, each formatted as `form` says, for example `.2f`."""
+    """Median, minimum and maximum, each formatted with the format specification `form`, for example `.2f`."""
     values = list(values)
     return [format(value, form) for value in (statistics.median(values), min(values), max(values))]

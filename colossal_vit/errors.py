@@ -1,4 +1,4 @@
-"""The ways a run ends early on purpose. Every other exception is a bug and keeps its traceback."""
+"""Exceptions that end a run with one line and an exit code. Any other exception is a bug and keeps its traceback."""
 
 import argparse
 import os
@@ -8,13 +8,13 @@ from typing import Any, NoReturn
 
 
 class UserError(Exception):
-    """Something only the user can put right; the message names the key, the value and what would be right.
+    """A mistake that only the user can correct; the message names the key, its value and what is allowed.
 
     Ends every rank with that one line on stderr and exit code 2.
 
     Args:
         message: the line.
-        own: whether it concerns this process alone, so that no other rank can be trusted to say it.
+        own: whether only this process may have the error, so that it prints the line whatever its rank.
     """
 
     exit_code = 2
@@ -25,7 +25,7 @@ class UserError(Exception):
 
 
 class TrainingError(Exception):
-    """Training cannot continue although nothing was set wrongly, for example a loss that is not finite.
+    """Training cannot continue, although the configuration is valid: for example, the loss is not finite.
 
     Ends every rank with that one line on stderr and exit code 1.
     """
@@ -34,22 +34,22 @@ class TrainingError(Exception):
 
 
 class Preempted(Exception):
-    """The scheduler or the user has told the run to stop, and it stopped between two optimizer steps.
+    """The run stopped between two optimizer steps because a signal from the scheduler or the user asked for it.
 
-    Ends every rank with one line on stderr and the exit code that sysexits.h calls a temporary failure: try again.
+    Ends every rank with one line on stderr and exit code 75 (EX_TEMPFAIL in sysexits.h: try again).
     """
 
     exit_code = 75
 
 
 class Interrupted(Preempted):
-    """The same by Ctrl-C, with the exit code of a shell: whoever stops a run so does not want it started again."""
+    """Stopped by Ctrl-C. Exit code 130, as shells report SIGINT, so that no scheduler restarts the run."""
 
     exit_code = 130
 
 
 class Parser(argparse.ArgumentParser):
-    """A command line whose mistakes are a `UserError`, and whose flags cannot be abbreviated."""
+    """An argument parser that raises `UserError` for a wrong command line and accepts no abbreviated flags."""
 
     def __init__(self, **options: Any):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
@@ -59,14 +59,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def error_line(error: Exception) -> str:
-    """The one line that an error is to the user."""
+    """The line to print for an error: script name and message."""
     return f"{Path(sys.argv[0]).name}: error: {error}"
 
 
 def end_process(code: int, message: str | None = None) -> NoReturn:
-    """End this process from any of its threads, even while another one waits for a rank that is gone.
+    """End this process from any thread, even while another thread is blocked in a collective operation.
 
-    Nothing is cleaned up: the destructor of a process group whose other members are gone may hang.
+    Nothing is cleaned up: destroying a process group whose other members have died may hang.
     """
     if message:
         print(message, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all, and names that are free."""
+"""Atomic writes of files and folders, fsync, and unused file names."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def sync(path: Path) -> None:
-    """Have the disk hold what the kernel still keeps of a file, or of a folder's list of names."""
+    """fsync a file, or a folder's list of names."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -18,14 +18,14 @@ def sync(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file that replaces the one of its name in one rename."""
+    """Write a file atomically, replacing an existing one: to a temporary name, then rename."""
     scratch = path.with_name(f".{path.name}")
     scratch.write_text(text)
     scratch.replace(path)
 
 
 def free_name(path: Path) -> Path:
-    """`<name>.1`, or the next number that no file has."""
+    """The first of `<name>.1`, `<name>.2`, ... that does not exist."""
     number = 1
     while (free := path.with_name(f"{path.name}.{number}")).exists():
         number += 1
@@ -34,10 +34,15 @@ def free_name(path: Path) -> Path:
 
 @contextmanager
 def appearing(folder: Path) -> Iterator[Path]:
-    """A scratch folder that becomes `folder` in one rename, unless another process makes it first: theirs is the same.
+    """Create a folder atomically: the block fills a temporary one, which is renamed to `folder` at its end.
+
+    If another process creates `folder` first, that one is kept, as its contents are assumed to be the same.
 
     Yields:
-        The scratch folder, empty.
+        The temporary folder, empty.
+
+    Raises:
+        OSError: if it cannot be written.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))

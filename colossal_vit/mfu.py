@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation: what share of the device's peak the arithmetic of the model itself takes (A. Chowdhery et
+"""Model FLOPs utilisation: the FLOP/s of the model's own arithmetic as a share of the device's peak (A. Chowdhery et
 al., "PaLM", arXiv:2204.02311, appendix B)."""
 
 import re
@@ -8,8 +8,8 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
-# Dense TFLOP/s of matrix products in fp16 and bf16, TF32, fp32, as in NVIDIA's data sheets. The first entry counts
-# whose words a device's name all has, as words: "RTX A1000" is no A100.
+# Dense TFLOP/s of matrix products in (fp16 or bf16, TF32, fp32), from NVIDIA's data sheets. The first entry whose words
+# all occur in the device's name applies. Whole words are compared: "RTX A1000" is no A100.
 PEAK_TFLOPS = {
     ("H100", "PCIe"): (756, 378, 51),
     ("H100", "NVL"): (835, 417, 60),
@@ -25,8 +25,9 @@ PEAK_TFLOPS = {
 
 
 def training_flops(model: nn.Module, img_size: int) -> int:
-    """FLOPs of one training image: the forward pass and, for the backward pass, twice the same. Recomputation does not
-    count.
+    """FLOPs to train on one image: three times the forward pass, since the backward pass costs twice as much.
+
+    Recomputed activations do not count.
 
     Args:
         model: takes images (B, 3, img_size, img_size); its weights are neither copied nor used.
@@ -41,12 +42,12 @@ def training_flops(model: nn.Module, img_size: int) -> int:
 
 
 def peak_flops(device_name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
-    """FLOP/s that a device of this name, as `torch.cuda.get_device_name` says it, can do; None where it is not known.
+    """Peak dense FLOP/s of a GPU; None if `PEAK_TFLOPS` does not list it.
 
     Args:
-        device_name: for example "NVIDIA H100 80GB HBM3".
-        dtype: that matrix products are made in.
-        tf32: whether fp32 means TensorFloat-32.
+        device_name: from `torch.cuda.get_device_name`, for example "NVIDIA H100 80GB HBM3".
+        dtype: of the matrix products.
+        tf32: whether fp32 products use TensorFloat-32.
     """
     words = set(re.split(r"[\s-]+", device_name))
     for needed, (half, reduced, single) in PEAK_TFLOPS.items():

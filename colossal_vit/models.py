@@ -1,4 +1,4 @@
-"""timm's Vision Transformers, for the examples in which every process holds the whole model."""
+"""timm's Vision Transformers, for the purely data-parallel examples."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,16 +10,16 @@ from colossal_vit.parallel.layout import Layout
 from colossalai.context import Config
 from torch import nn
 
-MODELS = ["vit_*", "deit3_*"]  # of timm, that the examples take
-# Config keys that change the shape of the model that MODEL names, and what timm calls them.
+MODELS = ["vit_*", "deit3_*"]  # timm's models that the examples take
+# Config keys that override the shape of MODEL, and timm's names of them.
 SHAPE = {"PATCH_SIZE": "patch_size", "HIDDEN_SIZE": "embed_dim", "DEPTH": "depth", "NUM_HEADS": "num_heads"}
 
 
 @contextmanager
 def cpu_seed(seed: int) -> Iterator[None]:
-    """Draw what is drawn on the CPU inside the block from `seed`; outside, every generator continues as before.
+    """Seed PyTorch's CPU generator inside the block, and restore its state afterwards.
 
-    `torch.manual_seed` would seed the GPU's generator too, for good, and give all ranks the same dropout masks.
+    `torch.manual_seed` would also reseed the GPU's generator, and give all ranks the same dropout masks.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -27,10 +27,10 @@ def cpu_seed(seed: int) -> Iterator[None]:
 
 
 def build_timm_vit(config: Config) -> nn.Module:
-    """The timm model that `config.MODEL` names, its weights drawn on the CPU from `config.SEED`.
+    """The timm model `config.MODEL`, its weights initialised on the CPU from `config.SEED`.
 
-    DROP_RATE is what timm's `drop_rate` was when the tutorials were written: dropout after the position embedding, the
-    attention projection and the layers of the MLP. DROP_PATH_RATE is timm's `drop_path_rate`.
+    DROP_RATE has the meaning of timm's `drop_rate` when the tutorials were written: dropout after the position
+    embedding, the attention projection and the layers of the MLP. DROP_PATH_RATE is timm's `drop_path_rate`.
     """
     with cpu_seed(config.SEED):
         return timm.create_model(

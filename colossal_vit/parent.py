@@ -1,6 +1,6 @@
-"""Ranks end with what started them: a launcher that is killed must not leave them training.
+"""Stops this process when the process that launched it dies, so that a killed launcher leaves no ranks training.
 
-Imported before all that is slow to import, so that it knows the parent even if that dies meanwhile.
+Imported before anything slow, so that the parent's process ID is known even if it dies during the imports.
 """
 
 import errno
@@ -15,19 +15,19 @@ from contextlib import suppress
 _process, _parent = os.getpid(), os.getppid()
 
 CHECK_EVERY = 1.0  # seconds
-LEFT_OVER = 5.0  # seconds of the timeout that are not for ending in good order
+LEFT_OVER = 5.0  # seconds before the end of the timeout at which the process is killed
 
 
 def is_detached() -> bool:
-    """Whether this process was told to outlive its terminal, by nohup or setsid."""
+    """Whether this process was started with nohup or setsid, to outlive its terminal."""
     return signal.getsignal(signal.SIGHUP) == signal.SIG_IGN or os.getsid(0) == os.getpid()
 
 
 def srun_listens() -> bool:
-    """Whether srun started this process from this machine and is still there.
+    """Whether srun started this process from this machine and is still running.
 
-    The parent of a task is a daemon of SLURM's, which outlives srun. But srun has a port open for its tasks, and a
-    process that binds it succeeds only when srun is gone. (To connect would make srun print an error.)
+    The parent of a SLURM task is a daemon, which outlives srun. But srun keeps a port open for its tasks, so binding
+    that port fails as long as srun runs. (Connecting instead would make srun print an error.)
     """
     address = os.environ.get("SLURM_SRUN_COMM_HOST", ""), int(os.environ.get("SLURM_SRUN_COMM_PORT", 0))
     with socket.socket() as probe:
@@ -40,15 +40,15 @@ def srun_listens() -> bool:
 
 
 def watch(launched: bool, timeout: float) -> None:
-    """Stop this process when its parent or its srun is gone: with SIGTERM, and for good before `timeout` is over.
+    """Start a thread that ends this process once its parent or its srun has ended: SIGTERM first, exit if that fails.
 
     Args:
-        launched: by a launcher, so that being detached means nothing.
-        timeout: seconds.
+        launched: whether a launcher started it; otherwise nothing is watched if the process is detached.
+        timeout: seconds until the exit, which is a little earlier.
     """
     if not launched and is_detached():
         return
-    parent = _parent if os.getpid() == _process else os.getppid()  # a fork has another one
+    parent = _parent if os.getpid() == _process else os.getppid()  # after a fork it is another process
     threading.Thread(target=_watch, args=(parent, srun_listens(), timeout), daemon=True, name="parent").start()
 
 

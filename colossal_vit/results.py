@@ -1,4 +1,4 @@
-"""Curves of a run, drawn from its `metrics.jsonl`, and results with their provenance.
+"""Draw the curves of a run from its `metrics.jsonl`, and record results with their provenance.
 
 python -m colossal_vit.results draw RUN_DIRECTORY ...
 python -m colossal_vit.results record RUN_DIRECTORY results/NAME --command "..." --log FILE
@@ -32,7 +32,7 @@ def draw(directory: Path) -> None:
     Raises:
         OSError: if the directory has no `metrics.jsonl` or cannot be written.
     """
-    from matplotlib.figure import Figure  # imports for a second; one rank needs it, at the end
+    from matplotlib.figure import Figure  # takes a second to import; only one rank needs it, at the end
 
     steps, evaluations = read_metrics(directory)
     curves = {
@@ -55,15 +55,15 @@ def draw(directory: Path) -> None:
 
 
 def provenance(command: str, changes_allowed: bool = False) -> dict[str, Any]:
-    """What a result needs so that it can be trusted and repeated: command, commit, date, hardware, versions.
+    """What it takes to reproduce a result: command, commit, date, hardware, versions.
 
     Args:
-        command: what was typed.
-        changes_allowed: for users' own results: a working tree that differs from its commit is noted, not refused.
-            In a rehearsal (`scripts/gpu_check.sh --rehearse`), whose results nobody keeps, so it always is.
+        command: the command line.
+        changes_allowed: record a working tree that differs from its commit instead of refusing it. Always on in a
+            rehearsal (`scripts/gpu_check.sh --rehearse`), whose results are not kept.
 
     Raises:
-        SystemExit: with one line, if the working tree differs from its commit, which then would not say what ran.
+        SystemExit: with one line, if the working tree differs from its commit or there is no commit to name.
     """
     import torch
 
@@ -110,7 +110,17 @@ def write_origin(result: Path, origin: dict, log: str) -> None:
 
 
 def record(directory: Path, result: Path, command: str, log: Path) -> None:
-    """Keep a run as a result: its metrics, curves and config, the raw log, and `provenance.json`."""
+    """Copy a run's metrics, curves and config to the folder `result`, and add the raw log and `provenance.json`.
+
+    Args:
+        directory: the run directory.
+        result: the folder, created if missing.
+        command: the command line of the run.
+        log: the file with its output.
+
+    Raises:
+        SystemExit: see `provenance`.
+    """
     origin = provenance(command)
     result.mkdir(parents=True, exist_ok=True)
     for name in (METRICS, "loss.png", "accuracy.png", "config.json"):

@@ -1,4 +1,4 @@
-"""What a started run knows of itself."""
+"""`Run`: the settings and state of a run that its parts share."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,27 +12,28 @@ from colossalai.context import Config
 
 @dataclass
 class Run:
-    """A started run: what `main` needs to know.
+    """A started run, as `launch.start` returns it to `main`.
 
     Attributes:
         config: the resolved config, also `gpc.config`.
-        layout: how the processes share the work.
-        output: the run directory; exists.
+        layout: data, pipeline and tensor parallel sizes.
+        output: the run directory; exists, unless `eval_only` or `dry_run`.
         max_steps: optimizer steps to stop after, or None.
         checkpoint: to resume, or None; only rank 0 reads it.
         started_from: the `--resume PATH` that this run began with, or None.
-        data: what identifies the images, once they are read; see `data.identify`.
-        accept_changes: whether other data, or values that change what is learned, may resume a checkpoint.
-        changes: those that were accepted, and after which step.
-        best: accuracy and step of the best evaluation so far, once `state.resume` knows of one.
-        eval_only: whether to evaluate that checkpoint and no more.
+        data: identity of the data set, once it is read; see `data.identity.identify`.
+        accept_changes: whether to resume a checkpoint although the data, or config values that affect learning,
+            have changed.
+        changes: the changes accepted so far, each with the step it was made after.
+        best: accuracy and step of the best evaluation so far, or None; `restore.resume` loads it.
+        eval_only: whether to evaluate `checkpoint` and not train.
         stop_on_save_error: whether a checkpoint that cannot be written ends the run.
         device: this rank's device.
         log: see `RankLogger`.
-        profile: whether to add `hooks.ProfileHook`.
-        debug_nan: whether to add `hooks.DebugNanHook`.
-        dry_run: whether there are no data, no tensors and no other ranks, and `main` is to return what
-            `dry_run.measure` says of its engine.
+        profile: whether to add `hooks.profile.ProfileHook`.
+        debug_nan: whether to add `hooks.debug_nan.DebugNanHook`.
+        dry_run: whether tensors are fake and there is no data and no other rank; `main` then returns
+            `plan.meter.measure(...)` of its engine.
     """
 
     config: Config

@@ -1,4 +1,4 @@
-"""What happens around optimizer steps."""
+"""Trainer hooks: metrics, progress bar, learning rate, checkpoints, profiling."""
 
 from colossal_vit.hooks.standard import standard_hooks
 

@@ -1,4 +1,4 @@
-"""`--debug-nan`: the first module whose output is not finite."""
+"""`--debug-nan`: find the first module whose output is not finite."""
 
 import re
 from functools import partial
@@ -14,10 +14,13 @@ from torch.utils._pytree import tree_leaves
 
 
 class DebugNanHook(BaseHook):
-    """`--debug-nan`: ends the run at the first module whose output is not finite, or the gradient of its output.
+    """`--debug-nan`: ends the run at the first module whose output, or the gradient of it, is not finite.
 
-    Looking costs a wait for the device after every module. Gradients are not looked at when the loss is scaled: then
-    some overflow now and then, and the step is skipped.
+    Slow: host and device are synchronised after every module. Gradients are not checked under loss scaling, where
+    overflows are expected now and then and the step is skipped.
+
+    Raises:
+        TrainingError: in the forward or backward pass, naming step, rank, module and shape.
     """
 
     def __init__(self, priority: int = Priority.READER):
@@ -25,7 +28,7 @@ class DebugNanHook(BaseHook):
 
     def before_train(self, trainer: Trainer) -> None:
         self.engine = trainer.engine
-        wrappers = r"^(module(\.|$))?(model(\.|$))?"  # DDP, and what changes the precision
+        wrappers = r"^(module(\.|$))?(model(\.|$))?"  # DDP's, and that of Autocast or LowPrecision
         self.names = {module: re.sub(wrappers, "", name) for name, module in self.engine.model.named_modules()}
         for module in self.names:
             module.register_forward_hook(self._check_output)

@@ -4,9 +4,9 @@ from enum import IntEnum
 
 
 class Priority(IntEnum):
-    """First to last, as `BaseHook` takes it."""
+    """The `priority` of `BaseHook`; the lowest runs first."""
 
-    METRICS = 1  # the others read its records
-    READER = 3  # of the metrics: shows, sums up or checks them
-    SCHEDULER = 5  # once the rate of the step is on record
-    CHECKPOINT = 9  # once the step is on record and the schedule has moved
+    METRICS = 1  # first, since other hooks read its records
+    READER = 3  # hooks that show, summarise or check the metrics
+    SCHEDULER = 5  # after the step's learning rate is recorded
+    CHECKPOINT = 9  # after the step is recorded and the scheduler has stepped

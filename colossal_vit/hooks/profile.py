@@ -1,4 +1,4 @@
-"""`--profile`: where the time of a step goes."""
+"""`--profile`: the time of the parts of a step."""
 
 import time
 from collections.abc import Iterator
@@ -18,18 +18,17 @@ from torch.profiler import profile, record_function, schedule
 
 
 class ProfileHook(BaseHook):
-    """`--profile`: where the time of a step goes, and a trace of one.
+    """`--profile`: traces one optimizer step and times the parts of others.
 
-    The second optimizer step is traced by torch's profiler into `profile-rank<N>.json`, for chrome://tracing or
-    https://ui.perfetto.dev. In the third it is counted how often the host waits for the device (see `waits`). The steps
-    after it are timed: waiting for data, forward, backward, update (reduction of gradients, clipping, optimizer). The
-    host waits for the device at the end of each, so that its work counts where it belongs; that makes a step a little
-    longer.
+    The second step is traced by torch's profiler into `profile-rank<N>.json`, for chrome://tracing or
+    https://ui.perfetto.dev. In the third, host-device waits are counted (see `engine.waits`). In all later ones,
+    waiting for data, forward, backward and update (gradient reduction, clipping, optimizer) are timed. Host and device
+    are synchronised at the end of each part, so that its device time is included; this makes steps slightly slower.
 
     Args:
         directory: the run directory.
-        train_dataloader: what `engine.initialize` returned; it knows how long it was waited for.
-        log: where the times are announced.
+        train_dataloader: as `engine.initialize` returned it; measures the time spent waiting for data.
+        log: where the mean times are reported after training.
     """
 
     TRACED, COUNTED = 2, 3
@@ -73,7 +72,7 @@ class ProfileHook(BaseHook):
         engine = trainer.engine
         if not engine.finished_step:
             return
-        if engine.num_steps == self.COUNTED - 1 and not gpc.config.get("COMPILE"):  # which does not know such modes
+        if engine.num_steps == self.COUNTED - 1 and not gpc.config.get("COMPILE"):  # no dispatch modes in it
             states = engine.optimizer.optim.state.values()
             self.waits = WaitCounter(state["step"] for state in states if "step" in state)
             self.waits.__enter__()
@@ -85,7 +84,7 @@ class ProfileHook(BaseHook):
             self.seconds["data"] += self.train_dataloader.data_s - self.waited
         else:
             self.seconds = dict.fromkeys(self.seconds, 0.0)
-            self.profiler.step()  # does no harm after the traced one
+            self.profiler.step()  # has no effect after the traced step
         self._restart()
 
     def after_train(self, trainer: Trainer) -> None:

@@ -11,12 +11,12 @@ from tqdm import tqdm
 
 
 class ProgressHook(BaseHook):
-    """A progress bar over the steps of the run, with the time left, where stderr is a terminal.
+    """A progress bar over the optimizer steps of the run, with the time left, if stderr is a terminal.
 
     Args:
-        run: of `launch.start`.
-        train_dataloader: what `engine.initialize` returned.
-        metrics: knows the last step; the rank that records it shows the bar.
+        run: from `launch.start`.
+        train_dataloader: as `engine.initialize` returned it.
+        metrics: has the record of the last step; the rank that writes it shows the bar.
     """
 
     def __init__(self, run: Run, train_dataloader: MicroBatches, metrics: MetricsHook, priority: int = Priority.READER):

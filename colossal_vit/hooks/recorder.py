@@ -1,4 +1,4 @@
-"""The record of a run: `metrics.jsonl` and TensorBoard events."""
+"""Writes the metrics of a run: `metrics.jsonl` and TensorBoard events."""
 
 import json
 import os
@@ -13,14 +13,14 @@ from colossal_vit.results import METRICS, draw
 
 
 def _cut(path: Path, step: int, epoch: int) -> list[int]:
-    """Remove from a `metrics.jsonl` what was recorded after `step`, or evaluated in `epoch` or later.
+    """Remove from a `metrics.jsonl` the steps after `step` and the evaluations of `epoch` and later.
 
     Returns:
-        The steps up to `step` that should be there and are not.
+        The steps up to `step` whose records are missing.
     """
     kept, steps = [], [step + 1]
     for line in path.read_text().splitlines(keepends=True):
-        with suppress(ValueError):  # a line that was cut off
+        with suppress(ValueError):  # a truncated line
             record = json.loads(line)
             if record["epoch"] < epoch if "eval_loss" in record else record["step"] <= step:
                 kept.append(line)
@@ -30,14 +30,13 @@ def _cut(path: Path, step: int, epoch: int) -> list[int]:
 
 
 class Recorder:
-    """Writes the records of one rank, and in the end the curves.
+    """Writes the records of a run, on one rank, and its curves at the end.
 
-    A run that resumes appends to the same file; records of what came after its checkpoint are removed first, since they
-    will be made again.
+    A resumed run appends to the same file, after removing the records of steps after its checkpoint, which it repeats.
 
     Args:
         directory: the run directory.
-        log: where it is said that something could not be written.
+        log: where write errors are reported.
     """
 
     def __init__(self, directory: Path, log: RankLogger):
@@ -45,12 +44,12 @@ class Recorder:
         self.path, self.unwritten = directory / METRICS, b""
 
     def open(self, step: int, epoch: int) -> None:
-        """Make ready for the records after `step`, in `epoch`.
+        """Open the files for the records after `step`, in `epoch`.
 
         Raises:
             UserError: if the run directory cannot be written.
         """
-        from torch.utils.tensorboard import SummaryWriter  # imports for seconds; one rank needs it
+        from torch.utils.tensorboard import SummaryWriter  # takes seconds to import; only one rank needs it
 
         try:
             if self.path.exists() and (lost := _cut(self.path, step, epoch)):
@@ -62,15 +61,19 @@ class Recorder:
             raise UserError(f"--output {self.directory}: cannot be written: {error.strerror or error}") from None
 
     def _flush(self) -> None:
-        while self.unwritten:  # a disk that is nearly full takes a part
+        while self.unwritten:  # a nearly full disk may accept only a part
             self.unwritten = self.unwritten[os.write(self.file, self.unwritten) :]
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append a record; one that the disk has no space for is kept for later."""
+        """Append a record; if the disk is full, keep it in memory and retry at the next one.
+
+        Args:
+            record: scalars by name; `step` is the step of the TensorBoard events.
+        """
         self.unwritten += json.dumps(record).encode() + b"\n"
         try:
             self._flush()
-        except OSError as error:  # there may be space again later, when a checkpoint that did not fit is gone
+        except OSError as error:  # there may be space again once a partly written checkpoint is removed
             self.log.info(f"{self.directory}: {METRICS} has to wait: {error.strerror}", ranks=None)
         try:
             for key in (record.keys() - {"step", "epoch", "eval_images"}) if self.events else ():
@@ -80,14 +83,14 @@ class Recorder:
             self.log.info(f"{self.directory}: TensorBoard's events end here: {error.strerror}", ranks=None)
 
     def sync(self) -> None:
-        """Have the disk hold the records so far."""
+        """fsync the records so far."""
         os.fsync(self.file)
 
     def close(self) -> None:
-        """Write what is left, and draw the curves.
+        """Write the remaining records, close the files and draw the curves.
 
         Raises:
-            TrainingError: if that is not possible.
+            TrainingError: if the run directory cannot be written.
         """
         try:
             self._flush()

@@ -16,10 +16,10 @@ from torch import Tensor
 
 
 class LRSchedulerHook(BaseHook):
-    """Steps a learning-rate scheduler once per optimizer step, so that its unit is the optimizer step.
+    """Steps a learning-rate scheduler once per optimizer step.
 
-    Upstream's hook steps per batch, which under accumulation is several times a step. Runs after `MetricsHook`, which
-    records the rate that the step was made with.
+    Upstream's hook steps it per batch, several times per optimizer step under gradient accumulation. Runs after
+    `MetricsHook`, which records the learning rate of the step.
     """
 
     def __init__(self, lr_scheduler: Any, priority: int = Priority.SCHEDULER):
@@ -32,9 +32,11 @@ class LRSchedulerHook(BaseHook):
 
 
 def standard_hooks(run: Run, train_dataloader: MicroBatches, lr_scheduler: Any) -> list[BaseHook]:
-    """What every train script gives its trainer: first the `MetricsHook`, then what the command line asked for.
+    """The hooks of every train script: `MetricsHook`, and for training the others, as the command line asks.
 
-    With `--eval-only` that is all.
+    Args:
+        run: from `launch.start`.
+        train_dataloader, lr_scheduler: as `engine.initialize` returned them.
     """
     metrics = MetricsHook(None if run.eval_only else run.output, train_dataloader, run.log)
     if run.eval_only:

@@ -1,6 +1,6 @@
-"""From the command line to process groups, and every way a run ends.
+"""Starting and ending runs: command line, launchers, process groups, exit codes.
 
-Every train script is `launch.run(main)`, and `main` begins with `launch.start(...)`.
+A train script calls `launch.run(main)`, and its `main` begins with `launch.start(...)`.
 """
 
 from colossal_vit.launch.exits import run

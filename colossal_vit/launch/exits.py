@@ -1,4 +1,4 @@
-"""`launch.run`: the end of every train script, however it comes."""
+"""`launch.run`: how every train script ends, with its exit code and error message."""
 
 import functools
 import socket
@@ -17,23 +17,24 @@ from colossal_vit.parallel.ranks import say
 from colossal_vit.plan import report
 from colossalai.legacy.core import global_context as gpc
 
-WATCHDOG_GRACE = 5.0  # seconds that a rank which lost a connection waits to be told who died
+WATCHDOG_GRACE = 5.0  # seconds that a rank which lost a connection waits for the watchdog to name the dead rank
 
 
 def _prints(error: Exception) -> bool:
-    """Whether this rank is the one that prints an error that others may have too.
+    """Whether this rank prints an error that other ranks may have too.
 
-    Once the process groups exist, the first to ask their common store is. Before, rank 0 is; another rank waits, and
-    then prints it too unless nobody listens where rank 0 would, so that it seems to have ended with the same error.
+    With process groups, the first rank to increment a counter in their common store does. Before, rank 0 does. Any
+    other rank waits, and then prints too if something listens at rank 0's address, because rank 0 then still runs and
+    does not have the error. Otherwise rank 0 has presumably ended with the same error.
     """
     if dist.is_initialized():
-        with suppress(Exception):  # the store is gone with rank 0, which has spoken
+        with suppress(Exception):  # the store has ended with rank 0, which has printed the error
             return dist.distributed_c10d._get_default_store().add("error-printed", 1) == 1
         return False
     rank, host_name, port = rank_host_port()
     if rank == 0 or getattr(error, "own", False):
         return True
-    time.sleep(5)  # a launcher that ends all ranks with the first does it now
+    time.sleep(5)  # meanwhile, a launcher that ends all ranks after the first has ended this one
     if not host_name or not port or not port.isdigit():
         return True
     try:
@@ -44,16 +45,15 @@ def _prints(error: Exception) -> bool:
 
 
 def _lost_connection(error: BaseException) -> bool:
-    """Whether an error may only be the echo of another rank's end."""
+    """Whether an error may be a mere consequence of another rank's end."""
     return isinstance(error, dist.DistError) or "gloo" in str(error) or "Connection reset by peer" in str(error)
 
 
 def run(main: Callable[[], None]) -> None:
-    """Call `main` and end the process: exit code 0, 2 for a user's mistake, 75 when asked to stop, 130 by Ctrl-C, 1 for
-    anything else.
+    """Call `main`, then end the process if it failed, on all ranks.
 
-    A `UserError`, `TrainingError` or `Preempted` becomes one line on stderr, printed by one rank. When one rank ends
-    early, all do.
+    Exit codes: 0 for success, 2 for a `UserError`, 75 for `Preempted`, 130 for Ctrl-C, 1 for anything else. A
+    `UserError`, `TrainingError` or `Preempted` becomes one line on stderr, printed by one rank.
     """
     if "--dry-run" in sys.argv[1:]:
         main = functools.partial(report.report, main, prints=rank_host_port()[0] == 0)
@@ -68,7 +68,7 @@ def run(main: Callable[[], None]) -> None:
         code = error.exit_code
         lock.leave_nothing()
         if watchdog.current:
-            watchdog.current.leaving.set()  # another rank's goodbye must not cut the line off
+            watchdog.current.leaving.set()  # so that another rank's message does not end this process before the line
         if _prints(error):
             say(error_line(error), sys.stderr)
     except KeyboardInterrupt:
@@ -76,7 +76,7 @@ def run(main: Callable[[], None]) -> None:
     except Exception as error:
         code = 1
         if watchdog.current and _lost_connection(error):
-            time.sleep(WATCHDOG_GRACE)  # if it is, the watchdog ends this process now
+            time.sleep(WATCHDOG_GRACE)  # if another rank has died, the watchdog ends this process meanwhile
         traceback.print_exc()
     if code:
         if watchdog.current:

@@ -7,11 +7,11 @@ import colossalai.legacy as colossalai
 from colossal_vit.errors import Parser
 from colossal_vit.launch.launchers import LAUNCHERS
 
-DEFAULT_TIMEOUT = 300.0  # seconds that a rank waits for another one before it gives up
+DEFAULT_TIMEOUT = 300.0  # seconds that a rank waits for the others, at the start and in collective operations
 
 
 def get_parser(description: str | None = None) -> argparse.ArgumentParser:
-    """Colossal-AI's own flags and those that every train script here adds."""
+    """The parser of every train script: Colossal-AI's flags and ours."""
     parser = Parser(
         description=description,
         parents=[colossalai.get_default_parser()],

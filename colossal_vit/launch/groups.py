@@ -13,10 +13,10 @@ from colossalai.context import Config
 
 
 def choose_backend(args: argparse.Namespace, rendezvous: Rendezvous) -> str:
-    """NCCL with CUDA, gloo without, or what `--backend` says.
+    """The backend `--backend`, or by default NCCL with CUDA and gloo without.
 
     Raises:
-        UserError: if it cannot be, or this machine has fewer GPUs than processes.
+        UserError: if the backend is unknown or needs CUDA, or this machine has fewer GPUs than processes.
     """
     available = torch.cuda.is_available()
     backend = args.backend or ("nccl" if available else "gloo")
@@ -33,9 +33,9 @@ def choose_backend(args: argparse.Namespace, rendezvous: Rendezvous) -> str:
 
 
 def _device_index(rendezvous: Rendezvous) -> int:
-    """Which of the GPUs that this process sees is its own."""
+    """This process's index among the GPUs visible to it."""
     bound = rendezvous.launcher in ("slurm", "openmpi") and torch.cuda.device_count() == 1
-    return 0 if bound else rendezvous.local_rank  # a launcher may show each process its own GPU only
+    return 0 if bound else rendezvous.local_rank  # a launcher may make only one GPU visible to each process
 
 
 def choose_device(rendezvous: Rendezvous) -> torch.device:
@@ -46,7 +46,16 @@ def choose_device(rendezvous: Rendezvous) -> torch.device:
 def launch_groups(
     config: Config, rendezvous: Rendezvous, backend: str, store: dist.Store, timeout: float, device: torch.device
 ) -> None:
-    """Have Colossal-AI make the process groups, with the launch function that fits the launcher."""
+    """Create Colossal-AI's process groups, with its launch function for the launcher.
+
+    Args:
+        config: the resolved config; becomes `gpc.config`.
+        rendezvous: this process.
+        backend: "nccl", "gloo" or "fake".
+        store: shared by all ranks, see `join_store`.
+        timeout: of collective operations, in seconds.
+        device: this rank's.
+    """
     common = {"config": config, "backend": backend, "seed": config.SEED, "verbose": False}
     where = {"host": rendezvous.host, "port": rendezvous.port}
     with patches.groups(store, timeout, device):

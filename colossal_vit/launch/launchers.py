@@ -1,4 +1,4 @@
-"""What started this process, and which one of how many it is: torchrun, srun, mpirun, or a hand."""
+"""Detects the launcher (torchrun, srun, mpirun or none), and reads this process's rank and world size from it."""
 
 import argparse
 import os
@@ -12,19 +12,19 @@ from colossal_vit.errors import UserError
 from colossalai.context import Config
 
 DEFAULT_PORT = 29500
-SLURM_NO_STEP = 0xFFFFFFF0  # SLURM's step numbers from here on are shells and scripts, not what srun started
+SLURM_NO_STEP = 0xFFFFFFF0  # from here on, SLURM's step numbers mean batch scripts and shells, not steps of srun
 
 
 @dataclass
 class Rendezvous:
-    """This process among the others: what the launcher told it.
+    """This process's place among the ranks, and where they rendezvous, according to the launcher.
 
     Attributes:
         launcher: a key of `LAUNCHERS`.
-        rank, world_size: this process, and how many there are.
-        local_rank: this process among those of this machine.
+        rank, world_size: this process's rank, and the number of processes.
+        local_rank: the rank among the processes on this machine.
         host, port: where rank 0 listens.
-        found: the launcher, in words.
+        found: the launcher's name for the log.
     """
 
     launcher: str
@@ -44,13 +44,17 @@ def _environ(*names: str) -> list[int]:
 
 
 def _slurm_step() -> int | None:
-    """The number of the job step that srun started this process in; None where srun did not."""
+    """The number of this process's job step; None if srun did not start it."""
     step = os.environ.get("SLURM_STEP_ID", "")
     return int(step) if step.isdigit() and int(step) < SLURM_NO_STEP else None
 
 
 def first_slurm_host(node_list: str) -> str:
-    """The first host name of a SLURM node list: `gpu[03-05,9],login` gives `gpu03`."""
+    """The first host name of a SLURM node list: `gpu[03-05,9],login` gives `gpu03`.
+
+    Raises:
+        UserError: if there is none.
+    """
     match = re.match(r"([^,\[]+)(?:\[([^\]]+)\])?([^,]*)", node_list)
     if not match:
         raise UserError(f"SLURM_NODELIST = {node_list!r}: no host name in it; give --host")
@@ -116,13 +120,18 @@ def _from_flags(args: argparse.Namespace) -> Rendezvous:
 
 @dataclass(frozen=True)
 class Launcher:
-    """How to see that a launcher started this process, and how to read what it says."""
+    """How to detect a launcher.
+
+    Attributes:
+        started: whether this launcher started the process.
+        read: reads the `Rendezvous` from the environment and the command line.
+    """
 
     started: Callable[[], bool]
     read: Callable[[argparse.Namespace], Rendezvous]
 
 
-# The innermost first: srun may start torchrun or mpirun's daemons, and mpirun may start torchrun, but not the reverse.
+# Tried in this order, the innermost first: srun may start torchrun or mpirun's daemons, and mpirun may start torchrun.
 LAUNCHERS = {
     "torch": Launcher(lambda: "LOCAL_RANK" in os.environ, _from_torch),
     "openmpi": Launcher(lambda: "OMPI_COMM_WORLD_RANK" in os.environ, _from_openmpi),
@@ -132,10 +141,10 @@ LAUNCHERS = {
 
 
 def find_rendezvous(args: argparse.Namespace) -> Rendezvous:
-    """Read the launcher's word for this process; `--host` and `--port` override it.
+    """Detect the launcher, or take `--launcher`, and read its `Rendezvous`; `--host` and `--port` override that.
 
     Raises:
-        UserError: if it is incomplete, or the host is unknown.
+        UserError: if it is incomplete or contradictory, or the host cannot be resolved.
     """
     name = args.launcher
     if name == "auto":
@@ -153,7 +162,7 @@ def find_rendezvous(args: argparse.Namespace) -> Rendezvous:
 
 
 def rank_host_port() -> tuple[int, str | None, str | None]:
-    """Rank, host and port of this process, as far as they can be told when the command line is wrong."""
+    """Rank, host and port of this process as far as they can be determined, even if the command line is wrong."""
     flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("rank", "host", "port"):
         flags.add_argument(f"--{name}")
@@ -164,10 +173,12 @@ def rank_host_port() -> tuple[int, str | None, str | None]:
 
 
 def planned_rendezvous(args: argparse.Namespace, config: Config) -> Rendezvous:
-    """The rank that `--rank` names among `--world_size`, or the launcher's number, or the fewest that the layout takes.
+    """The rank that a dry run simulates: `--rank`, or 0.
+
+    The world size is `--world_size`, or the launcher's, or the smallest that the layout allows.
 
     Raises:
-        UserError: if there are none.
+        UserError: if the world size is below 1.
     """
     launched = [os.environ.get(name) for name in ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")]
     fewest = config.parallel.pipeline * config.parallel.tensor.size

@@ -1,4 +1,4 @@
-"""Where the ranks come together: addresses, the store that they share, and the check that all mean the same world."""
+"""Rendezvous of the ranks: network addresses, the shared store, and the check that all agree on the world size."""
 
 import errno
 import os
@@ -13,8 +13,8 @@ import torch.distributed as dist
 from colossal_vit.errors import UserError, end_process, error_line
 from colossal_vit.launch.launchers import Rendezvous
 
-DOCUMENTATION_ADDRESS = "192.0.2.1"  # RFC 5737: nobody's; the way to it is the way out of this machine
-FOREIGN_GRACE = 6.0  # seconds after which a rank that cannot join looks who it is talking to
+DOCUMENTATION_ADDRESS = "192.0.2.1"  # RFC 5737: assigned to no host, so its route is the default route
+FOREIGN_GRACE = 6.0  # seconds after which a rank that has not joined checks whether rank 0 holds the port
 
 
 def _is_loopback(address: str) -> bool:
@@ -22,12 +22,12 @@ def _is_loopback(address: str) -> bool:
 
 
 def _is_local(host: str) -> bool:
-    """Whether `host` means this machine whoever asks, unlike a name that happens to lead to a loopback address."""
+    """Whether `host` is itself a loopback address or `localhost`, not a host name that resolves to one."""
     return _is_loopback(host) or host == "localhost"
 
 
 def is_own(host: str) -> bool:
-    """Whether `host` is an address of this machine's, not a router's, say, that leads to it."""
+    """Whether `host` is an address of this machine, and not of a router, say, that forwards to it."""
     family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:
@@ -38,10 +38,10 @@ def is_own(host: str) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens at `host` as the others see it, and at no other address where that can be told.
+    """A socket that listens at `host` only, if other machines reach this one at that address; else at all addresses.
 
-    It cannot where `host` is no address of this machine's, nor where it is this machine's name and means 127.0.1.1 to
-    itself, as Debian has it, and something else to the others.
+    The latter is so if `host` is no address of this machine, or is its name and resolves locally to 127.0.1.1, as on
+    Debian, but to another address elsewhere.
 
     Raises:
         OSError: if the port is in use.
@@ -55,7 +55,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def interface_towards(host: str) -> str | None:
-    """The network interface of this machine that leads to `host`, such as `eth0`; None where none does."""
+    """The network interface that routes to `host`, such as `eth0`; None if there is none."""
     for target in (host, DOCUMENTATION_ADDRESS):
         with suppress(OSError):
             family, _, _, _, address = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
@@ -63,7 +63,7 @@ def interface_towards(host: str) -> str | None:
                 probe.connect(address)  # sends nothing
                 own = probe.getsockname()[0]
             if _is_loopback(own) and not _is_local(host):
-                continue  # this machine's own name, see `listen`
+                continue  # `host` is this machine's own name, see `listen`
             for name, addresses in psutil.net_if_addrs().items():
                 if any(entry.address.split("%")[0] == own for entry in addresses):
                     return name
@@ -71,7 +71,7 @@ def interface_towards(host: str) -> str | None:
 
 
 def _connect(rendezvous: Rendezvous, timeout: float) -> dist.Store:
-    """`join_store` with errors of torch and of the operating system."""
+    """`join_store`, but errors of torch and of the operating system are not converted."""
     patience = timedelta(seconds=timeout)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun keeps a store for its workers
@@ -89,13 +89,13 @@ def _connect(rendezvous: Rendezvous, timeout: float) -> dist.Store:
         store.set("verdict", _verdict(store, rendezvous.world_size, timeout))
     if verdict := store.get("verdict").decode():
         if rendezvous.rank == 0:
-            time.sleep(1.0)  # the store ends with this process, and the others are to read it
+            time.sleep(1.0)  # time for the others to read it, since the store ends with this process
         raise UserError(verdict)
     return store
 
 
 def _verdict(store: dist.Store, world_size: int, timeout: float) -> str:
-    """What is wrong with the world, in rank 0's eyes; empty if nothing is."""
+    """Rank 0's check that all ranks have joined once, with the same world size: the error, or an empty string."""
     keys = [f"world-size-{rank}" for rank in range(world_size)]
     deadline = time.monotonic() + timeout
     while not store.check(keys) and not store.check(["problem"]):
@@ -115,9 +115,9 @@ def _verdict(store: dist.Store, world_size: int, timeout: float) -> str:
 
 
 def foreign_listener(rendezvous: Rendezvous) -> UserError | None:
-    """The error to end with if a program other than rank 0 holds the port; None if nothing does, or rank 0.
+    """An error if a program other than rank 0 listens at the port; None if nothing does, or rank 0.
 
-    Joining a process group there would wait out the whole timeout.
+    Without this check, joining would take the whole timeout to fail.
     """
     try:
         socket.create_connection((rendezvous.host, rendezvous.port), timeout=2).close()
@@ -130,7 +130,7 @@ def foreign_listener(rendezvous: Rendezvous) -> UserError | None:
             joined.set()
 
     joined = threading.Event()
-    threading.Thread(target=join, daemon=True).start()  # a program that never answers would block it for good
+    threading.Thread(target=join, daemon=True).start()  # in a thread, since a program that never answers blocks it
     if joined.wait(timeout=4):
         return None
     return UserError(
@@ -141,7 +141,7 @@ def foreign_listener(rendezvous: Rendezvous) -> UserError | None:
 
 
 def _end_at_foreign_listener(rendezvous: Rendezvous, joined: threading.Event) -> None:
-    """End this process if joining takes suspiciously long, and something that is not rank 0 is why."""
+    """End this process if it has not joined after `FOREIGN_GRACE` seconds because another program has the port."""
     if not joined.wait(timeout=FOREIGN_GRACE):
         error = foreign_listener(rendezvous)
         if error is not None and not joined.is_set():
@@ -149,7 +149,9 @@ def _end_at_foreign_listener(rendezvous: Rendezvous, joined: threading.Event) ->
 
 
 def join_store(rendezvous: Rendezvous, timeout: float) -> dist.Store:
-    """Wait until all ranks are there, and make sure that they mean the same world.
+    """Wait until all ranks have joined, and check that they agree on the world size.
+
+    Also sets GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, unless they are set, to the interface that routes to rank 0.
 
     Args:
         rendezvous: this process, and where rank 0 listens.
@@ -159,14 +161,14 @@ def join_store(rendezvous: Rendezvous, timeout: float) -> dist.Store:
         The store that the ranks share.
 
     Raises:
-        UserError: if they are not all there in time, or not as they should be.
+        UserError: if a rank does not join in time or joins twice, the world sizes differ, or rank 0 is unreachable.
     """
     place = f"{rendezvous.host}:{rendezvous.port}"
     if (interface := interface_towards(rendezvous.host)) is not None:
-        for library in ("GLOO", "NCCL"):  # which else take the first interface, or what the machine's name means
+        for library in ("GLOO", "NCCL"):  # default: the first interface, or that of the machine's name
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
     joined = threading.Event()
-    if rendezvous.rank > 0 and rendezvous.launcher != "torch":  # torchrun itself keeps the store of its workers
+    if rendezvous.rank > 0 and rendezvous.launcher != "torch":  # torchrun hosts the store itself
         threading.Thread(target=_end_at_foreign_listener, args=(rendezvous, joined), daemon=True).start()
     try:
         return _connect(rendezvous, timeout)

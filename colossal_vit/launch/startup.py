@@ -1,4 +1,4 @@
-"""`launch.start`: the beginning of every train script."""
+"""`launch.start`: how every train script begins."""
 
 import socket
 import sys
@@ -31,15 +31,15 @@ def start(
     script: str | None = None,
     check: Callable[[Config, Layout], None] | None = None,
 ) -> Run:
-    """Parse the command line, load and check the config, join the process groups, seed, make the run directory.
+    """Parse the command line, load and check the config, create the process groups, seed, lock the run directory.
 
     Args:
-        description: for `--help`; the first lines of the script's docstring.
-        script: one of `settings.SCRIPTS`, whose config keys and defaults count; None takes any key.
+        description: for `--help`; usually the script's docstring.
+        script: one of `settings.SCRIPTS`, whose config keys and defaults apply; None allows any key.
         check: raises `UserError` if config and layout do not fit the script's model.
 
     Raises:
-        UserError: for everything that is wrong with what the user gave.
+        UserError: if flags, environment, config, layout, device or run directory are not usable.
     """
     args = get_parser(description).parse_args()
     rendezvous = None if args.dry_run else find_rendezvous(args)
@@ -71,7 +71,7 @@ def start(
     patches.apply()
     device = choose_device(rendezvous)
     if args.dry_run:
-        config.pop("COMPILE", None)  # does not change what is held and sent
+        config.pop("COMPILE", None)  # does not change memory and messages
         launch_groups(config, rendezvous, "fake", FakeStore(), args.timeout, device)
         seed_ranks(config.SEED)
         fakes.fake_tensors(device)

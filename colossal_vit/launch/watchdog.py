@@ -1,8 +1,8 @@
-"""When one rank ends, all end: a TCP connection from every rank to rank 0, kept open during training.
+"""Ends all ranks when one ends, through a TCP connection from every rank to rank 0 that is open during training.
 
-The kernel closes the connections of a process that dies, whatever killed it, so that the others learn of it at once
-and under every launcher. Inside a collective operation, gloo reports a dead rank soon, NCCL after minutes. The messages
-are lines of text: `hello <rank> <host> <pid>` and `bye` or `end <code>` from a rank, `end <code>` or `bye` from rank 0.
+The kernel closes the connections of a process that dies, however it dies, so that the others notice immediately, under
+any launcher. (In a collective operation, gloo soon reports a dead rank, but NCCL only after minutes.) Messages are
+lines of text: `hello <rank> <host> <pid>`, then `bye` or `end <code>` from a rank; `bye` or `end <code>` from rank 0.
 """
 
 import os
@@ -17,24 +17,28 @@ from colossal_vit.errors import end_process
 from colossal_vit.launch.rendezvous import is_own, listen
 
 CONNECT_TIMEOUT = 10.0  # seconds
-END_TIMEOUT = 2.0  # seconds that rank 0 leaves each of the others to end
+END_TIMEOUT = 2.0  # seconds that rank 0 waits for each of the others to end
 
-current: "Watchdog | None" = None  # this process's, once the ranks have joined
+current: "Watchdog | None" = None  # this process's, once the process groups exist
 
 
 def begin(rank: int, world_size: int, host: str) -> None:
-    """Make the `current` watchdog; the arguments are those of `Watchdog`."""
+    """Create this process's watchdog as `current`; the arguments are those of `Watchdog`."""
     global current
     current = Watchdog(rank, world_size, host)
 
 
 class Watchdog:
-    """This rank's end of the connections.
+    """This rank's side of the connections, watched by a background thread.
 
     Args:
-        rank: this process.
-        world_size: all of them.
-        host: where rank 0 is, as the other ranks know it.
+        rank: of this process.
+        world_size: number of processes.
+        host: rank 0's host, as the other ranks address it.
+
+    Attributes:
+        leaving: set when this rank ends by itself; other ranks' messages are ignored from then on.
+        connections: to rank 0, or on rank 0 to all others.
     """
 
     def __init__(self, rank: int, world_size: int, host: str):
@@ -49,7 +53,7 @@ class Watchdog:
             threading.Thread(target=watch, daemon=True, name="watchdog").start()
 
     def _accept(self, store: dist.Store, world_size: int, host: str) -> Callable[[], None] | None:
-        """Rank 0: take the connections of the others; None where `host` is no address of this machine's."""
+        """Accept the connections of the others (rank 0); None if `host` is no address of this machine."""
         if not is_own(host):
             store.set("watchdog-port", "0")
             return None
@@ -57,7 +61,7 @@ class Watchdog:
         store.set("watchdog-port", str(listener.getsockname()[1]))
         listener.settimeout(CONNECT_TIMEOUT)
         names = {}
-        with listener, suppress(TimeoutError):  # a rank that cannot connect is missed by the others' timeout only
+        with listener, suppress(TimeoutError):  # a rank that cannot connect is not watched
             for _ in range(world_size - 1):
                 connection, _ = listener.accept()
                 connection.settimeout(CONNECT_TIMEOUT)
@@ -68,7 +72,7 @@ class Watchdog:
         return lambda: self._watch_all(names)
 
     def _connect(self, store: dist.Store, host: str) -> Callable[[], None] | None:
-        """Any other rank: connect to rank 0; None where that is not possible."""
+        """Connect to rank 0 (other ranks); None if that is not possible."""
         port = int(store.get("watchdog-port"))
         if port == 0:
             return None
@@ -82,7 +86,7 @@ class Watchdog:
         return self._watch_first
 
     def _watch_all(self, names: dict[socket.socket, str]) -> None:
-        """Rank 0: wait for a rank that ends, and have the others end too."""
+        """Wait until a rank ends, then end all others (rank 0)."""
         selector = selectors.DefaultSelector()
         for connection in names:
             selector.register(connection, selectors.EVENT_READ)
@@ -104,7 +108,7 @@ class Watchdog:
                     end_process(1, f"{names[connection]} died; the other ranks end too")
 
     def _watch_first(self) -> None:
-        """Any other rank: wait for rank 0's word, or for its end."""
+        """Wait for a message from rank 0, or for its end (other ranks)."""
         try:
             word, *code = self.connections[0].recv(64).decode().split() or ["died"]
         except OSError:
@@ -121,9 +125,12 @@ class Watchdog:
                 connection.sendall((" ".join(words) + "\n").encode())
 
     def leave(self, code: int = 0) -> None:
-        """Say goodbye: with code 0 the others continue, with another they end too, with that exit code.
+        """Announce that this rank ends, before it does.
 
-        When it ends the others, rank 0 waits for them, since it keeps the store that they may still ask.
+        If it ends the others, rank 0 then waits for them, because they may still use the store that it hosts.
+
+        Args:
+            code: exit code; with 0 the other ranks continue, with any other they end too, with this code.
         """
         self.leaving.set()
         self._tell(*(("end", str(code)) if code else ("bye",)))
