@@ -1,16 +1,16 @@
-"""Measure every mode of mixed precision on this machine: memory, speed, loss.
+"""Measure memory, speed and loss of every mixed-precision mode on this machine.
 
     python benchmark.py [--configs ./config/*.py] [--nproc_per_node 1] [--steps 20] [--warm-up 5] [--synthetic]
                         [--batch-size N] [--find-batch-size] [--compile] [--tf32] [--set KEY=VALUE ...]
                         [--output DIRECTORY]
 
-Each config is trained by `train.py` in processes of its own, so that no mode sees another's memory. The first steps are
-not counted; it/s and images/s are those of the median step after them, on all processes together. Memory is the peak of
-one process: allocated and reserved by torch on a GPU, resident (RSS) on a CPU, Python and libraries included. A mode
-that fails is a row with its reason. With --find-batch-size, each mode runs with the largest BATCH_SIZE that fits,
-doubled from the config's (or --batch-size) until memory is exhausted or --max-batch-size is reached, then halved in
-between. --compile adds a row for each mode with torch.compile, --tf32 one for fp32 with TensorFloat-32; the rows are
-compared with config_fp32 as it is, eager and in strict fp32.
+Each config is trained by `train.py` in separate processes, so that no mode affects another's memory. The warm-up steps
+are not counted; it/s and images/s are those of the median step after them, on all processes together. Memory is the
+peak of one process: allocated and reserved by torch on a GPU, resident (RSS) on a CPU, Python and libraries included. A
+mode that fails is a row with its reason. With --find-batch-size, each mode runs with the largest BATCH_SIZE that fits,
+found by doubling the config's (or --batch-size) until memory is exhausted or --max-batch-size is reached, and then by
+bisection. --compile adds a row for each mode with torch.compile, --tf32 one for fp32 with TensorFloat-32; all rows are
+compared with config_fp32 unchanged, eager and in strict fp32.
 
 Writes amp.md (the table), amp.csv, amp.json, amp.png, log.txt and provenance.json.
 """
@@ -67,7 +67,7 @@ FORMATS = {
 
 
 class Mode(NamedTuple):
-    """A row of the table: its name, the config file, and what is changed in it."""
+    """A row of the table: its name, its config file, and the overrides of it."""
 
     name: str
     config: Path
@@ -75,7 +75,7 @@ class Mode(NamedTuple):
 
 
 class Failed(Exception):
-    """A run ended with an error; the text is its reason."""
+    """A run failed; the message is its error."""
 
 
 def parse() -> argparse.Namespace:
@@ -106,7 +106,7 @@ def parse() -> argparse.Namespace:
 
 
 def modes(args: argparse.Namespace) -> list[Mode]:
-    """The rows of the table, without `args.set`."""
+    """The rows of the table; their overrides do not include `args.set`."""
     rows = [Mode(config.stem, config, []) for config in args.configs]
     if args.tf32:
         rows += [Mode(f"{row.name}, TF32", row.config, ["TF32=True"]) for row in rows if row.name == "config_fp32"]
@@ -116,16 +116,16 @@ def modes(args: argparse.Namespace) -> list[Mode]:
 
 
 def overrides(mode: Mode, args: argparse.Namespace, batch_size: int | None) -> list[str]:
-    """What to change in the mode's config."""
+    """All overrides of the mode's config, as `KEY=VALUE`."""
     more = [f"BATCH_SIZE={batch_size}"] if batch_size else []
     return [*mode.overrides, *args.set, *more, *(["SYNTHETIC=True"] if args.synthetic else [])]
 
 
 def train(mode: Mode, args: argparse.Namespace, batch_size: int | None) -> tuple[list[dict], list[dict], str]:
-    """Train in one mode; returns the records of steps and evaluations, and the log.
+    """Train in one mode; returns the records of steps, the records of evaluations, and the log.
 
     Raises:
-        Failed: with the reason.
+        Failed: if the run fails, with its error.
     """
     command = [sys.executable, "train.py"]
     if args.nproc_per_node > 1:
@@ -148,10 +148,10 @@ def train(mode: Mode, args: argparse.Namespace, batch_size: int | None) -> tuple
 
 
 def measure(mode: Mode, args: argparse.Namespace, batch_size: int | None) -> dict[str, Any]:
-    """Train in one mode, and sum up its steps.
+    """Train in one mode, and summarise its steps as a row of the table.
 
     Raises:
-        Failed: with the reason.
+        Failed: if the run fails, with its error.
     """
     steps, _, _ = train(mode, args, batch_size)
     counted = steps[args.warm_up :]
@@ -170,10 +170,10 @@ def measure(mode: Mode, args: argparse.Namespace, batch_size: int | None) -> dic
 
 
 def find_batch_size(mode: Mode, args: argparse.Namespace, start: int) -> int:
-    """The largest batch of a process that fits, to an eighth of it.
+    """The largest batch size per process that fits into memory, to within an eighth.
 
     Raises:
-        Failed: if not even 1 does, or for another reason.
+        Failed: if not even 1 fits, or a run fails for another reason.
     """
 
     def fits(batch_size: int) -> bool:
@@ -200,7 +200,7 @@ def find_batch_size(mode: Mode, args: argparse.Namespace, start: int) -> int:
 
 
 def describe(mode: Mode, args: argparse.Namespace) -> tuple[Config, str, float | None]:
-    """The resolved config, what its mode runs as, and the FLOPs of an image over a device's peak, if that is known."""
+    """The resolved config, its precision in words, and seconds per image at the device's peak, or None if unknown."""
     changed = overrides(mode, args, args.batch_size)
     resolved = configs.load(mode.config, changed, "caltech101")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -211,7 +211,7 @@ def describe(mode: Mode, args: argparse.Namespace) -> tuple[Config, str, float |
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """The rows in Markdown, without columns that no row has."""
+    """The rows as a Markdown table, without columns that are empty in all rows."""
     columns = [key for key in COLUMNS if any(row.get(key) is not None for row in rows)]
     lines = ["| " + " | ".join(["config", *(COLUMNS[key] for key in columns)]) + " |"]
     lines.append("| --- | --- |" + " ---: |" * (len(columns) - 1))

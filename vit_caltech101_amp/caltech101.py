@@ -1,9 +1,9 @@
 """Caltech101 for a ViT: decoded once into a memory-mapped cache, augmented a batch at a time on the device.
 
-The pictures (9,144 JPEGs in all, 131 MB) are decoded by all cores when a run first needs them, as RGB squares of
-`CACHE_SIZE` pixels, into one file beside them. After that a batch is an index operation in a thread of its own, so that
-loading is not what training waits for. What augmentation does to an image depends on the seed, the epoch and the image,
-not on the rank that holds it.
+The images (9,144 JPEGs in all, 131 MB) are decoded by all cores when a run first needs them, as RGB squares of
+`CACHE_SIZE` pixels, into one file next to them. After that, reading a batch is an index operation in a background
+thread, so that training does not wait for data. The augmentation of an image depends on the seed, the epoch and the
+image, not on the rank that processes it.
 """
 
 import hashlib
@@ -39,8 +39,8 @@ from torchvision.transforms import v2
 from tqdm import tqdm
 
 FOLDER = "caltech101/101_ObjectCategories"
-NO_CLASS = "BACKGROUND_Google"  # pictures of nothing in particular; torchvision leaves them out, too
-NUM_TRAINING_IMAGES = 6_941  # four fifths of 8,677, for plans without data
+NO_CLASS = "BACKGROUND_Google"  # images of no class, which torchvision leaves out, too
+NUM_TRAINING_IMAGES = 6_941  # four fifths of 8,677, for dry runs
 TRAIN_FRACTION, SPLIT_SEED = 0.8, 0
 ASPECT_RATIOS = (3 / 4, 4 / 3)  # of crops, as in torchvision's RandomResizedCrop
 MEAN = STD = (0.5, 0.5, 0.5)  # the tutorial's
@@ -67,16 +67,16 @@ class Images(NamedTuple):
     labels: np.ndarray
 
     def digest(self) -> str:
-        """Of names and sizes: copies of the files have the same."""
+        """A digest of the files' names and sizes, which copying does not change."""
         lines = (f"{path} {(self.root / path).stat().st_size}\n" for path in self.paths)
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def prepare(data: str | None, sample: Path, log: RankLogger) -> None:
-    """Make sure that the images are on disk: in `data`, by download if need be, or as the digits in `sample`.
+    """Make sure that the images are on disk: in `data`, downloaded if missing, or the digits sample in `sample`.
 
     Raises:
-        UserError: if they are neither there nor can be downloaded.
+        UserError: if they are missing and cannot be downloaded.
     """
     if data is None:
         write_caltech101(sample)
@@ -127,8 +127,8 @@ def split(labels: np.ndarray, per_class: int | None = None) -> tuple[Tensor, Ten
     """Indices for training and for testing, the same in every run.
 
     Caltech101 comes without a split. By default four fifths of each class are for training; the paper of the data set
-    takes `per_class` = 30 (L. Fei-Fei et al., CVPR 2004 workshop). The rest is for testing. The choice is drawn with a
-    seed of its own, so that runs with different SEEDs share it.
+    takes `per_class` = 30 (L. Fei-Fei et al., CVPR 2004 workshop). The rest is for testing. The split is random with a
+    fixed seed, independent of SEED.
 
     Raises:
         UserError: if a class has no image left to test.
@@ -145,7 +145,7 @@ def split(labels: np.ndarray, per_class: int | None = None) -> tuple[Tensor, Ten
 
 
 def decode(images: Images, size: int, number: int) -> np.ndarray:
-    """An image as RGB, its shorter side brought to `size`, the middle cut out: uint8, (size, size, 3).
+    """Image `number`, resized to `size` pixels on its shorter side and centre-cropped: RGB, uint8, (size, size, 3).
 
     Raises:
         UserError: if it cannot be decoded.
@@ -156,12 +156,12 @@ def decode(images: Images, size: int, number: int) -> np.ndarray:
             image = image.convert("RGB")
         shrunk = v2.functional.resize(image, size, antialias=True)
         return np.asarray(v2.functional.center_crop(shrunk, size))
-    except Exception as error:  # a decoder may raise nearly anything at a broken file
+    except Exception as error:  # decoders raise nearly any exception for a broken file
         raise UserError(f"{path}: cannot be decoded: {error}") from None
 
 
 def cache_folder(images: Images, size: int) -> Path:
-    """Where the decoded images are: another folder for another size, or when any file was added, changed or removed."""
+    """The folder of the decoded images; its name depends on `size` and on the names, sizes and times of the files."""
     digest = hashlib.sha256()
     for path in images.paths:
         status = (images.root / path).stat()
@@ -170,7 +170,7 @@ def cache_folder(images: Images, size: int) -> Path:
 
 
 def open_cache(folder: Path) -> np.ndarray | None:
-    """The decoded images, memory-mapped: uint8, (N, S, S, 3); None where they are not there, or not whole."""
+    """The decoded images, memory-mapped: uint8, (N, S, S, 3); None if they are missing or incomplete."""
     try:
         return np.load(folder / "images.npy", mmap_mode="c")
     except (OSError, ValueError):
@@ -178,10 +178,10 @@ def open_cache(folder: Path) -> np.ndarray | None:
 
 
 def fill_cache(images: Images, size: int, log: RankLogger) -> None:
-    """Decode all images into the cache, unless it is there; it appears in one rename, and what it replaces goes.
+    """Decode all images into the cache, unless it exists. It is written atomically, and outdated caches are removed.
 
     Raises:
-        UserError: if an image is broken, or the disk full or read-only.
+        UserError: if an image cannot be decoded, or the disk is full or read-only.
     """
     folder = cache_folder(images, size)
     if open_cache(folder) is not None:
@@ -192,7 +192,7 @@ def fill_cache(images: Images, size: int, log: RankLogger) -> None:
         with appearing(folder) as scratch:
             shape = (len(images.paths), size, size, 3)
             array = np.lib.format.open_memmap(scratch / "images.npy", "w+", np.uint8, shape)
-            with open(scratch / "images.npy", "r+b") as file:  # a full disk is an error here, and death in a memory map
+            with open(scratch / "images.npy", "r+b") as file:  # a full disk raises here, but kills with a memory map
                 os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
             with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # Pillow lets other threads run
                 decoded = pool.map(partial(decode, images, size), range(len(array)))
@@ -200,7 +200,7 @@ def fill_cache(images: Images, size: int, log: RankLogger) -> None:
                     array[number] = image
             array.flush()
             (scratch / "about.json").write_text(json.dumps({"size": size, "classes": images.classes}) + "\n")
-        for other in folder.parent.glob(f"decoded-{size}px-*"):  # of files that have changed since
+        for other in folder.parent.glob(f"decoded-{size}px-*"):  # outdated: the files have changed since
             if other != folder:
                 shutil.rmtree(other)
     except OSError as error:
@@ -213,10 +213,10 @@ def fill_cache(images: Images, size: int, log: RankLogger) -> None:
 
 
 def draw_crops(count: int, crop_area: tuple[float, float], flip: bool, generator: torch.Generator) -> Tensor:
-    """A crop for each image, as torchvision's RandomResizedCrop draws it, with `flip` mirrored half of the time.
+    """Random crops as in torchvision's RandomResizedCrop, with `flip` mirrored with probability 0.5.
 
     Returns:
-        float32, (count, 2, 3): affine maps from crop to image, both from -1 to 1, as `F.affine_grid` takes them.
+        float32, (count, 2, 3): affine maps from crop to image coordinates in [-1, 1], for `F.affine_grid`.
     """
     area = torch.empty(count).uniform_(*crop_area, generator=generator)
     log_ratio = torch.empty(count).uniform_(*map(math.log, ASPECT_RATIOS), generator=generator)
@@ -237,13 +237,13 @@ class Batches(SampledLoader):
     Args:
         images: uint8, (N, S, S, 3), S at least `img_size`.
         labels: int64, (N,).
-        chosen: which of the N images the sampler's indices mean.
-        sampler: which indices make a batch.
+        chosen: int64; maps the sampler's indices to the N images.
+        sampler: yields the indices of each batch.
         img_size: in pixels.
-        device: where the batches are made.
-        crop_area: smallest and largest share of an image that a training crop has.
-        flip: whether training images are mirrored, half of the time.
-        augment: what else is done to training images; None for nothing.
+        device: of the batches.
+        crop_area: smallest and largest area of a training crop, as a share of the image.
+        flip: whether to mirror training images with probability 0.5.
+        augment: further augmentation of training images, or None.
     """
 
     normalization = MEAN, STD
@@ -267,7 +267,7 @@ class Batches(SampledLoader):
         self.mean, self.std = (torch.tensor(values, device=device).view(3, 1, 1) * 255 for values in (MEAN, STD))
 
     def _read(self, indices: Tensor, maps: Tensor | None) -> tuple[Tensor, ...]:
-        """What is to go to the device: images (B, S, S, 3), labels, and for training the maps of `draw_crops`."""
+        """The tensors of a batch on the CPU: images (B, S, S, 3), labels, and for training the maps of `draw_crops`."""
         which = indices % len(self.labels)
         labels = torch.where(indices < 0, IGNORED, self.labels[which])
         parts = [self.images[self.chosen[which]], labels, *(() if maps is None else [maps[indices]])]
@@ -280,10 +280,10 @@ class Batches(SampledLoader):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         maps = None
         if isinstance(self.sampler, GlobalBatchSampler):
-            generator = self.sampler.generator(-1 - self.sampler.epoch)  # not the numbers that the order is made of
+            generator = self.sampler.generator(-1 - self.sampler.epoch)  # not the random numbers of the sampling order
             maps = draw_crops(len(self.chosen) * self.sampler.repeats, self.crop_area, self.flip, generator)
         epoch = self.sampler.epoch if maps is not None else 0
-        with ThreadPoolExecutor(1) as pool:  # reads the next batch while the model has this one
+        with ThreadPoolExecutor(1) as pool:  # reads the next batch while the model trains on this one
             waiting, numbers = None, None
             for indices in [*self.sampler, None]:
                 ready, waiting = waiting, pool.submit(self._read, indices, maps) if indices is not None else None
@@ -304,7 +304,7 @@ def build_caltech101(run: Run) -> tuple[Loader, Loader | None]:
     """Training and test batches for a run.
 
     Raises:
-        UserError: on every rank, if the images cannot be had or read on any.
+        UserError: on every rank, if any rank cannot get or read the images.
     """
     config: Config = run.config
     shape = (config.BATCH_SIZE, 3, config.IMG_SIZE, config.IMG_SIZE)

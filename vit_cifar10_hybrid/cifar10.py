@@ -1,8 +1,8 @@
 """CIFAR-10 for a ViT: uint8 images in memory, augmented a batch at a time on the device.
 
-The images (180 MB) are read once; a batch is an index operation, so that loading is never what training waits for.
-What augmentation does to an image depends on the seed, the epoch and the image, not on the rank that happens to hold
-it: every layout trains on the same pictures.
+The images (180 MB) are read once; after that, a batch is an index operation, so that training never waits for data. The
+augmentation of an image depends on the seed, the epoch and the image, not on the rank that processes it, so that every
+layout trains on the same images.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)  # of CIFAR-10's 
 
 
 def _download(root: Path) -> None:
-    """Fetch and unpack the official binary archive beside its place, and move it there in one rename."""
+    """Download and unpack the official binary archive to a temporary folder, and rename it to its final name."""
     root.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=".cifar-10-", dir=root))
     try:
@@ -59,15 +59,15 @@ def prepare(data: str | None, sample: Path, log) -> Path:
     """Make sure that the images are on disk.
 
     Args:
-        data: where the user keeps them, or None for the digits sample.
-        sample: where the digits sample goes.
+        data: the user's folder for them, or None for the digits sample.
+        sample: the folder for the digits sample.
         log: a `RankLogger`.
 
     Returns:
         The folder that has `cifar-10-batches-bin` or `cifar-10-batches-py`.
 
     Raises:
-        UserError: if they are neither there nor can be downloaded.
+        UserError: if they are missing and cannot be downloaded.
     """
     if data is None:
         if not (sample / FOLDER).is_dir():
@@ -93,10 +93,10 @@ def read(root: Path, train: bool) -> tuple[Tensor, Tensor, str]:
     Returns:
         images: uint8, (N, 3, 32, 32).
         labels: int64, (N,).
-        digest: of both, the same in either version of the files.
+        digest: of images and labels, the same for the binary and the Python version of the files.
 
     Raises:
-        UserError: if a file is missing, cut off or not CIFAR-10, naming it.
+        UserError: if a file is missing, truncated or not CIFAR-10, naming it.
     """
     if not (root / FOLDER).is_dir():
         try:
@@ -124,7 +124,7 @@ def read(root: Path, train: bool) -> tuple[Tensor, Tensor, str]:
 
 
 def _split_records(records: np.ndarray) -> tuple[Tensor, Tensor, str]:
-    """What `read` returns, of uint8 records (N, RECORD_BYTES)."""
+    """The result of `read` from uint8 records (N, RECORD_BYTES)."""
     digest = hashlib.sha256(records).hexdigest()
     records = torch.from_numpy(records)
     return records[:, 1:].reshape(-1, *IMAGE_SHAPE).contiguous(), records[:, 0].long(), digest
@@ -138,18 +138,18 @@ def _split_records(records: np.ndarray) -> tuple[Tensor, Tensor, str]:
 class Batches(SampledLoader):
     """Batches of `(images, labels)` on the device, for this rank's place in the layout.
 
-    Images are float32 of shape (B, 3, img_size, img_size), labels int64 of shape (B,). Only the first pipeline stage
-    looks at images; the others get the indices in their place.
+    Images are float32 of shape (B, 3, img_size, img_size), labels int64 of shape (B,). Pipeline stages after the first
+    get the indices in place of the images, which they do not use.
 
     Args:
         images: uint8, (N, 3, 32, 32).
         labels: int64, (N,).
-        sampler: which indices make a batch.
+        sampler: yields the indices of each batch.
         img_size: side of the square images that the model takes, in pixels.
-        device: where the batches are made.
-        crop_padding: the training images are shifted by up to this many pixels each way; 0 for none.
-        flip: whether training images are mirrored, half of the time.
-        augment: what else is done to training images; None for nothing.
+        device: of the batches.
+        crop_padding: maximum shift of training images in each direction, in pixels; 0 for none.
+        flip: whether to mirror training images with probability 0.5.
+        augment: further augmentation of training images, or None.
     """
 
     normalization = MEAN, STD
@@ -176,9 +176,9 @@ class Batches(SampledLoader):
         self.std = torch.tensor(STD, device=device).view(3, 1, 1) * 255
 
     def draw_augmentation(self) -> tuple[Tensor, Tensor]:
-        """For each copy of each image: how far it is shifted in this epoch (N, 2), and whether it is mirrored."""
+        """Per copy of each image in this epoch: offsets of its crop in pixels (N, 2), and whether mirrored (N,)."""
         count = len(self.labels) * self.sampler.repeats
-        generator = self.sampler.generator(-1 - self.sampler.epoch)  # not the numbers that the order is made of
+        generator = self.sampler.generator(-1 - self.sampler.epoch)  # not the random numbers of the sampling order
         shifts = torch.randint(0, 2 * self.crop_padding + 1, (count, 2), generator=generator)
         mirrored = torch.rand(count, generator=generator) < 0.5
         return to_device(shifts, self.device), to_device(mirrored, self.device)
@@ -222,7 +222,7 @@ def build_cifar10(run: Run) -> tuple[Batches, Batches]:
     """Training and test batches for a run.
 
     Raises:
-        UserError: on every rank, if the images cannot be had or read on any.
+        UserError: on every rank, if any rank cannot get or read the images.
     """
     config: Config = run.config
     if run.dry_run:

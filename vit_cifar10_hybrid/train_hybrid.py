@@ -25,7 +25,7 @@ def main() -> StepPlan | None:
     train_dataloader, test_dataloader = build_cifar10(run)
     train_dataloader = mixed(train_dataloader, config)  # Mixup and CutMix, with the block `mix`
 
-    # ---- Model: this rank's blocks, and of each block its part -----------------------------------------------------
+    # ---- Model: this rank's blocks, and its shard of each ----------------------------------------------------------
     model = build_vit(config, run.layout)
     run.log.info(f"{sum(p.numel() for p in model.parameters()):,} parameters on this rank", ranks=None)
 

@@ -34,11 +34,11 @@ NORM_EPS = 1e-6  # timm's; PyTorch's default is 1e-5
 
 
 class Layers(NamedTuple):
-    """What a tensor-parallel mode builds its blocks of.
+    """The layer classes of a tensor-parallel mode.
 
-    A column layer's output is split over the ranks, a row layer's input is. `dropout` is that of activations between
-    the blocks: in 1D every rank has them whole, and the ranks must drop the same elements; in 2D, 2.5D and 3D each has
-    its own part, and masks of its own.
+    A column layer's output is split over the ranks, as is a row layer's input. `dropout` is for activations between
+    blocks: in 1D they are replicated, so all ranks have to drop the same elements; in 2D, 2.5D and 3D they are split,
+    so each rank has its own mask.
     """
 
     column: Callable[[int, int], nn.Module]
@@ -62,10 +62,10 @@ def _norm_of_parts(size: int) -> nn.Module:
 _SPLIT = Layers(col_nn.Linear, col_nn.Linear, _norm_of_parts, _dropout_of_parts)
 LAYERS: dict[str | None, Layers] = {
     None: Layers(col_nn.Linear, col_nn.Linear, _norm, nn.Dropout),
-    # A norm sees the whole hidden vector on every rank: PyTorch's is right, and upstream's needs a CUDA kernel compiled
-    # at run time. Upstream's automatic Linear chooses column or row by shape alone, which is wrong for `proj`.
+    # Norms see the whole hidden vector on every rank, so PyTorch's is right; upstream's needs a CUDA kernel compiled at
+    # run time. Upstream's automatic Linear chooses column or row by shape alone, which is wrong for `proj`.
     "1d": Layers(col_nn.Linear1D_Col, col_nn.Linear1D_Row, _norm, nn.Dropout),
-    # Every layer splits its input and its output, and the automatic layers are the right ones.
+    # Every layer splits its input and its output, and upstream's automatic layers are right.
     "2d": _SPLIT,
     "2.5d": _SPLIT,
     "3d": _SPLIT,
@@ -73,17 +73,17 @@ LAYERS: dict[str | None, Layers] = {
 
 
 class DropPath(nn.Module):
-    """Leaves out the branch of a block for some images, and scales it up for the others (G. Huang et al., "Deep
+    """Drops a residual branch for some images of a batch, and scales it up for the others (G. Huang et al., "Deep
     Networks with Stochastic Depth", arXiv:1603.09382).
 
-    The choice is made for the whole batch, the same on all tensor-parallel ranks, of which each then takes its images'.
+    The mask is drawn for the whole batch, the same on all tensor-parallel ranks; each rank uses its images' part of it.
 
     Args:
-        rate: the probability that an image's branch is left out.
-        batch_parts: into how many parts the tensor-parallel ranks split a batch.
+        rate: the probability that an image's branch is dropped.
+        batch_parts: number of parts into which the tensor-parallel ranks split a batch.
     """
 
-    draws_together = True  # and so is not compiled
+    draws_together = True  # tells `engine.assembly` not to compile it, since ranks have to draw the same numbers
 
     def __init__(self, rate: float, batch_parts: int):
         super().__init__()
@@ -97,7 +97,7 @@ class DropPath(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention; under tensor parallelism each rank has whole heads."""
+    """Multi-head self-attention on (B, N, C); under tensor parallelism each rank computes whole heads."""
 
     def __init__(self, layers: Layers, config: Config):
         super().__init__()
@@ -130,10 +130,10 @@ class MLP(nn.Module):
 
 
 def _random_states() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Contexts for a checkpointed forward pass and its recomputation, which draws the same random numbers.
+    """Contexts for a checkpointed forward pass and for its recomputation, which has to draw the same random numbers.
 
-    PyTorch brings back the state of the device's generator; Colossal-AI keeps one more for each stream that is not
-    current, and its own checkpointing, which brings those back, is of the reentrant kind.
+    PyTorch's checkpointing restores the device's generator only, but Colossal-AI has one more state per random stream.
+    Colossal-AI's own checkpointing restores those, but is of the reentrant kind.
     """
     states = get_states(copy=True)
 
@@ -152,13 +152,13 @@ def _random_states() -> tuple[AbstractContextManager, AbstractContextManager]:
 
 
 class Block(nn.Module):
-    """A transformer block; with CHECKPOINT its activations are computed again in the backward pass, not kept.
+    """A transformer block; with CHECKPOINT its activations are recomputed in the backward pass instead of kept.
 
     Args:
         layers: of the tensor-parallel mode.
-        config: the run's.
-        number: of this block in the model; drop path grows linearly with it, up to DROP_PATH_RATE at the last.
-        batch_parts: into how many parts the tensor-parallel ranks split a batch.
+        config: of the run.
+        number: of this block in the model; the drop-path rate grows linearly with it, to DROP_PATH_RATE at the last.
+        batch_parts: number of parts into which the tensor-parallel ranks split a batch.
     """
 
     def __init__(self, layers: Layers, config: Config, number: int, batch_parts: int):
@@ -183,14 +183,15 @@ class Block(nn.Module):
 class ViT(nn.Module):
     """This rank's part of a Vision Transformer.
 
+    The part with block 0 takes images (B, 3, IMG_SIZE, IMG_SIZE), any other one activations (B, N, HIDDEN_SIZE); the
+    part with the last block returns logits (B, NUM_CLASSES), any other one activations. These are full shapes: between
+    blocks, 2D, 2.5D and 3D split B and HIDDEN_SIZE.
+
     Args:
         config: IMG_SIZE, PATCH_SIZE, HIDDEN_SIZE, DEPTH, NUM_HEADS, MLP_RATIO, NUM_CLASSES, DROP_RATE, DROP_PATH_RATE,
             CHECKPOINT.
-        layout: how the processes share the work.
-        blocks: numbers of the transformer blocks that this part has.
-
-    The part with block 0 takes images (B, 3, IMG_SIZE, IMG_SIZE), any other one activations (B, N, HIDDEN_SIZE); the
-    part with the last block returns logits (B, NUM_CLASSES), any other one activations.
+        layout: data, pipeline and tensor parallel sizes.
+        blocks: numbers of the transformer blocks in this part.
     """
 
     def __init__(self, config: Config, layout: Layout, blocks: range):
@@ -216,16 +217,16 @@ class ViT(nn.Module):
 
 
 def _timm_name(name: str) -> str:
-    """timm's name of a parameter: the same, but that timm keeps only the projection inside `patch_embed`."""
+    """timm's name of a parameter. It differs in `patch_embed` only, which in timm has just the projection `proj`."""
     if name in ("patch_embed.cls_token", "patch_embed.pos_embed"):
         return name.removeprefix("patch_embed.")
     return name.replace("patch_embed.", "patch_embed.proj.")
 
 
 def full_vit(config: Config) -> VisionTransformer:
-    """timm's model with the shape of the config: the initial weights, and the reference for tests.
+    """timm's unsharded model for the config: the source of initial weights, and the reference for tests.
 
-    The weights follow the initialisation of the paper's JAX code, drawn on the CPU from `config.SEED`.
+    Weights are initialised as in the paper's JAX code, on the CPU from `config.SEED`.
     """
     with cpu_seed(config.SEED):
         return VisionTransformer(
@@ -241,12 +242,12 @@ def full_vit(config: Config) -> VisionTransformer:
 
 
 def partition_blocks(config: Config, num_parts: int) -> list[range]:
-    """Cut the blocks into consecutive parts of nearly equal cost, the embedding counted to the first, the head to the
-    last.
+    """Split the blocks into consecutive parts of nearly equal cost; the embedding adds to the first part's cost, the
+    head to the last one's.
 
-    Costs are multiplications per image, in units of a block's: 12 D² N + 2 D N² for width D and N tokens (with an MLP
-    ratio of 4). Every part has at least one block; the others go one by one to the part that costs least so far, which
-    is optimal for equal blocks.
+    Costs are multiplications per image, relative to a block's 12 D² N + 2 D N² for width D and N tokens (with an MLP
+    ratio of 4). Every part gets one block; then each further block goes to the part with the lowest cost so far, which
+    is optimal because all blocks cost the same.
     """
     width, patches = config.HIDDEN_SIZE, (config.IMG_SIZE // config.PATCH_SIZE) ** 2
     tokens = patches + 1
@@ -263,10 +264,10 @@ def partition_blocks(config: Config, num_parts: int) -> list[range]:
 
 
 def build_vit(config: Config, layout: Layout) -> nn.Module:
-    """This rank's part of the model, filled with its pieces of the one full initialisation.
+    """This rank's part of the model, with its shards of the initial weights of `full_vit`.
 
     Returns:
-        A `ViT`, or for an interleaved pipeline the `ModuleList` of this rank's chunks: with p stages, rank r has the
+        A `ViT`, or for an interleaved pipeline the `ModuleList` of this rank's chunks: of p stages, stage r has the
         parts r, r + p, r + 2p, ... of the model.
     """
     num_chunks = num_model_chunks(config)
@@ -281,10 +282,10 @@ def build_vit(config: Config, layout: Layout) -> nn.Module:
 
 
 def check_vit(config: Config, layout: Layout) -> None:
-    """Refuse a model that does not fit itself or the layout, before any process waits for another.
+    """Check that the model's sizes fit each other and the layout.
 
     Raises:
-        UserError: naming the values and what would fit.
+        UserError: naming the values and what is allowed.
     """
 
     def divides(size: int, whole: str, by: str) -> None:

@@ -48,7 +48,7 @@ SCAN_THREADS = 16  # for folders on a network
 
 @contextmanager
 def _blame(path: Path) -> Iterator[None]:
-    """Turn what the operating system refuses into a line for the user, about `path` if it names no other."""
+    """Turn an `OSError` into a `UserError`, about `path` if the error names no file."""
     try:
         yield
     except OSError as error:
@@ -59,12 +59,12 @@ def _blame(path: Path) -> Iterator[None]:
 
 
 def find_classes(folder: Path) -> list[str]:
-    """Sorted names of the folders in a folder."""
+    """Sorted names of the subfolders of a folder."""
     return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != ".")
 
 
 def list_images(source: Path, folder: str) -> list[tuple[str, int, int]]:
-    """Path relative to SOURCE, bytes and time of change (ns) of all files in a folder, sorted; hidden ones left out."""
+    """Path relative to SOURCE, bytes and modification time (ns) of all files in a folder but hidden ones, sorted."""
     files = []
     for entry in os.scandir(source / folder):
         if entry.name[0] == ".":
@@ -100,10 +100,10 @@ def scan(source: Path, synset_map: Path | None) -> tuple[list[str], dict[str, li
 
     Returns:
         The wnids in the order of their labels; (path relative to SOURCE, label, bytes) of the images of each split; a
-        digest of all paths, labels, sizes and times of change.
+        digest of all paths, labels, sizes and modification times.
 
     Raises:
-        UserError: if anything is missing, empty, or not where it should be.
+        UserError: if a folder is missing or empty, or files are misplaced.
     """
     train, found = source / "train", [source / name for name in ("val", "validation") if (source / name).is_dir()]
     if not train.is_dir() or len(found) != 1:
@@ -143,7 +143,7 @@ def scan(source: Path, synset_map: Path | None) -> tuple[list[str], dict[str, li
 
 
 def _start_worker(parent: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent ends the others
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent ends the workers
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the parent, even if that is killed
     if os.getppid() != parent:
         os._exit(1)
@@ -151,7 +151,7 @@ def _start_worker(parent: int) -> None:
 
 @contextmanager
 def worker_pool(num_workers: int) -> Iterator[Executor]:
-    """Processes that all end when one of them dies, with an error in the `with` block, and with this process."""
+    """A pool of processes that end with this process, and if one dies, which raises an error in the `with` block."""
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(num_workers, context, _start_worker, (os.getpid(),)) as pool:
         try:
@@ -165,7 +165,7 @@ def worker_pool(num_workers: int) -> Iterator[Executor]:
 def run_all(
     pool: Executor, function: Callable, tasks: list[tuple], sizes: list[int], unit: str, done: int = 0
 ) -> Iterator[tuple[tuple, Any]]:
-    """Arguments and result of each task, in the order they finish, under a progress bar that counts their sizes."""
+    """Yield arguments and result of each task as it finishes; a progress bar counts the tasks' sizes."""
     futures = {pool.submit(function, *task): (task, size) for task, size in zip(tasks, sizes, strict=True)}
     bar = {"total": sum(sizes) + done, "initial": done, "unit": unit, "unit_scale": unit == "B"}
     with tqdm(**bar, disable=None) as progress:  # on a terminal only
@@ -180,7 +180,7 @@ def _temporary(path: Path) -> Path:
 
 
 def _publish(path: Path, text: str | None = None) -> None:
-    """Give a file its name once it is on disk; `text` is its content, if it is not there under its temporary name."""
+    """fsync a file and rename it from its temporary to its final name; with `text`, write it first."""
     with _blame(path):
         if text is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -192,7 +192,7 @@ def _publish(path: Path, text: str | None = None) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Let one build at a time write to a folder. Workers inherit the lock: it is free once they are gone, too."""
+    """Lock a folder against other builds. Workers inherit the lock, so it is released when they have ended, too."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "w") as file:
         try:
@@ -209,7 +209,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 class Shard(NamedTuple):
-    """A shard to be: the paths of itself and its index, and (path relative to SOURCE, label, bytes) of its images."""
+    """A planned shard: its path, that of its index, and (path relative to SOURCE, label, bytes) of its images."""
 
     path: Path
     index: Path
@@ -217,12 +217,12 @@ class Shard(NamedTuple):
 
 
 def index_path(output: Path, split: str, name: str) -> Path:
-    """Where the index of a shard is."""
+    """The path of a shard's index file."""
     return output / "idx_files" / split / f"{name}.idx"
 
 
 def plan_shards(output: Path, split: str, images: list, num_shards: int | None, seed: int) -> list[Shard]:
-    """Share images out as evenly as can be, those for training in an order drawn from the seed."""
+    """Distribute images evenly over shards; training images are shuffled by the seed first."""
     if num_shards is None:
         num_shards = max(1, min(NUM_SHARDS[split], len(images) // MIN_IMAGES))
     if num_shards > len(images):
@@ -241,7 +241,7 @@ def build_shard(args: argparse.Namespace, shard: Shard) -> dict[str, str]:
     """Write a shard and its index under temporary names; runs in a worker.
 
     Returns:
-        Why images were left out, by their paths relative to SOURCE.
+        The images left out: path relative to SOURCE -> reason.
     """
     skipped, lines, offset = {}, [], 0
     with _blame(shard.path), open(_temporary(shard.path), "wb") as file:
@@ -261,7 +261,7 @@ def build_shard(args: argparse.Namespace, shard: Shard) -> dict[str, str]:
 
 
 def read_plan(output: Path) -> dict[str, Any]:
-    """What `build.json` says; nothing if there is none."""
+    """The contents of `build.json`; empty if there is none."""
     path = output / "build.json"
     try:
         return json.loads(path.read_text()) if path.exists() else {}
@@ -270,7 +270,11 @@ def read_plan(output: Path) -> dict[str, Any]:
 
 
 def check_plan(output: Path, plan: dict[str, Any]) -> None:
-    """Write `build.json`; if there is one, make sure that it says the same."""
+    """Write `build.json`, or check that the existing one has the same plan.
+
+    Raises:
+        UserError: if it differs, naming the values.
+    """
     if begun := read_plan(output):
         if other := [f"{key} {begun.get(key)} instead of {plan[key]}" for key in plan if begun.get(key) != plan[key]]:
             raise UserError(f"{output}: was begun with {other[0]}; resume with the same, or use an empty folder")
@@ -281,14 +285,14 @@ def check_plan(output: Path, plan: dict[str, Any]) -> None:
 
 
 def read_skipped(output: Path) -> dict[str, str]:
-    """What `skipped.txt` says: the reason of each path."""
+    """The contents of `skipped.txt`: path -> reason."""
     path = output / "skipped.txt"
     lines = os.fsdecode(path.read_bytes()).split("\n")[:-1] if path.exists() else []
     return dict(line.rsplit("\t", 1) for line in lines)
 
 
 def build(args: argparse.Namespace) -> int:
-    """Pack `args.source` into `args.output`, or resume that."""
+    """Pack `args.source` into `args.output`, resuming an interrupted build; returns the exit code."""
     output, start = args.output, time.monotonic()
     wnids, images, digest = scan(args.source, args.synset_map)
     asked = {"train": args.train_shards, "validation": args.validation_shards}
@@ -313,7 +317,7 @@ def build(args: argparse.Namespace) -> int:
         with closing(run_all(pool, build_shard, tasks, sizes, "img", total - sum(sizes))) as results:
             for (_, shard), bad in results:
                 skipped.update(bad)
-                if bad:  # before the shard has its name, since no one looks at its images again
+                if bad:  # before the shard gets its name, and is not built again
                     _publish(output / "skipped.txt", "".join(f"{path}\t{skipped[path]}\n" for path in sorted(skipped)))
                 if len(skipped) > total * args.max_bad / 100:
                     raise UserError(
@@ -332,7 +336,7 @@ def build(args: argparse.Namespace) -> int:
 
 
 def find_shards(output: Path, split: str) -> list[Path]:
-    """All files in a split's folder and below, but hidden ones, sorted."""
+    """All files in a split's folder and its subfolders, sorted, hidden ones omitted."""
     return sorted(path for path in (output / split).rglob("[!.]*") if path.is_file())
 
 
@@ -351,7 +355,7 @@ def index_shard(path: Path, index: Path) -> None:
 
 
 def index_only(args: argparse.Namespace) -> int:
-    """Write the indices of all shards in `args.index_only`."""
+    """Write the indices of all shards in `args.index_only`; returns the exit code."""
     output = args.index_only
     tasks = [
         (path, index_path(output, split, path.name)) for split in NUM_SHARDS for path in find_shards(output, split)
@@ -366,7 +370,7 @@ def index_only(args: argparse.Namespace) -> int:
 
 
 def record_faults(data: bytes, crc: bytes, num_classes: int, check: str) -> Iterator[str]:
-    """What is wrong with the data of a record, and with the CRC that follows it."""
+    """Faults in the data of a record and in the CRC after it."""
     if int.from_bytes(crc, "little") != masked_crc(data):
         yield "the CRC of the record's data is wrong"
         return
@@ -386,7 +390,7 @@ def verify_shard(path: Path, index: Path, num_classes: int, check: str) -> tuple
     """Check every record of a shard, and its index; runs in a worker.
 
     Returns:
-        The number of records; the CRCs of their data; a line for each fault.
+        The number of records; the concatenated CRCs of their data; a line for each fault.
     """
     faults, records, crcs, indexed = [], [], [], None
     try:
@@ -403,7 +407,7 @@ def verify_shard(path: Path, index: Path, num_classes: int, check: str) -> tuple
                 for fault in record_faults(data, crc, num_classes, check):
                     faults.append(f"{path} at byte {offset}: {fault}")
             except ValueError as error:
-                size = sizes.get(offset, 0)  # the index may know where the next record is, though this one does not
+                size = sizes.get(offset, 0)  # a damaged record's length may still be in the index
                 go_on = 16 <= size < end - offset
                 faults.append(f"{path} at byte {offset}: {error}{'' if go_on else '; the rest is not checked'}")
                 if not go_on:
@@ -420,7 +424,7 @@ def verify_shard(path: Path, index: Path, num_classes: int, check: str) -> tuple
 
 
 def name_faults(output: Path, split: str, shards: list[Path]) -> Iterator[str]:
-    """What is wrong with the names of a split's shards, and with which there are."""
+    """Faults in the names of a split's shards, such as missing numbers."""
     if not shards:
         yield f"{output / split}: has no shards"
     numbers, first = {}, None
@@ -442,7 +446,7 @@ def name_faults(output: Path, split: str, shards: list[Path]) -> Iterator[str]:
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Check all that is in `args.verify`, and print a line for each fault."""
+    """Check everything in `args.verify`, and print a line for each fault; returns the exit code."""
     output, classes = args.verify, args.verify / "classes.txt"
     if not output.is_dir():
         raise UserError(f"{output}: no such folder; OUTPUT is the folder with train/ and validation/")
@@ -503,7 +507,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; returns the exit code: 2 for a user's mistake, 1 for faults found or a worker that died."""
+    """Run the command; returns the exit code: 2 for a `UserError`, 1 for faults found or a worker that died."""
     code = 2
     try:
         args = parse(argv)

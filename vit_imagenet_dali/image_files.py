@@ -1,4 +1,4 @@
-"""Image files as they come, JPEGs and PNGs, and what to store of them."""
+"""Checks JPEG and PNG files, and converts them to the bytes that TFRecords store."""
 
 import io
 import re
@@ -7,14 +7,14 @@ import warnings
 
 from PIL import Image, ImageOps
 
-QUALITY = 95  # of JPEGs that have to be encoded again
+QUALITY = 95  # of re-encoded JPEGs
 PNG_START = b"\x89PNG\r\n\x1a\n"
-JPEG_MARKER = re.compile(rb"\xff+([^\xff\x00])")  # decoders skip what lies between two segments
+JPEG_MARKER = re.compile(rb"\xff+([^\xff\x00])")  # searched for, since decoders skip bytes between segments
 START_OF_SCAN, FRAME_HEADERS = 0xDA, {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
 
 
 def jpeg_components(data: bytes) -> int:
-    """Colour components of a JPEG: 1 for grey, 3 for colour, 4 for CMYK. Decodes nothing.
+    """Number of colour components of a JPEG, read from its headers: 1 for grey, 3 for colour, 4 for CMYK.
 
     Raises:
         ValueError: if its start, frame header, scan or end is missing.
@@ -39,17 +39,17 @@ def jpeg_components(data: bytes) -> int:
 
 
 def check_scan(data: bytes, components: int) -> None:
-    """Decode a JPEG as strictly as libjpeg can: Pillow and DALI fill what is missing with grey.
+    """Decode a JPEG with all of libjpeg's checks; Pillow and DALI silently fill missing pixels with grey.
 
-    Bytes between the image and its end marker are let pass, as cameras write them: libjpeg calls them extraneous. Only
-    where they are more than a quarter of the file are they taken for an image that was overwritten.
+    Extraneous bytes between the image data and the end marker are allowed, since cameras write some, unless they are
+    more than a quarter of the file: then the image was probably overwritten.
 
     Raises:
         ValueError: if pixels are missing or a code is not in the Huffman table.
     """
-    import simplejpeg  # and with it NumPy: packing without a check needs neither
+    import simplejpeg  # imports NumPy; packing without this check needs neither
 
-    try:  # at an eighth of the size and without colours, since the entropy coding alone can break
+    try:  # at an eighth of the size and in grey, which is fast: only the entropy coding can be damaged
         simplejpeg.decode_jpeg(data, "CMYK" if components == 4 else "GRAY", min_height=1, min_width=1, min_factor=8)
     except ValueError as error:
         extraneous = re.search(r"(\d+) extraneous bytes", str(error))
@@ -58,18 +58,18 @@ def check_scan(data: bytes, components: int) -> None:
 
 
 def prepare_image(data: bytes, resize: int | None = None, quality: int | None = None, check: str = "header") -> bytes:
-    """What to store of an image file: its bytes, or an RGB JPEG made from a PNG, a CMYK JPEG or as the options ask.
+    """The bytes to store for an image file: its own, or a re-encoded RGB JPEG for a PNG, a CMYK JPEG, or the options.
 
-    A JPEG made here is turned as its EXIF orientation says, since it loses its EXIF data.
+    A re-encoded image is rotated according to its EXIF orientation, since the EXIF data is lost.
 
     Args:
-        data: the file's content.
-        resize: shorten the shorter side to this, in pixels.
-        quality: encode every image again, with this JPEG quality from 1 to 100.
-        check: "decode" decodes also images whose bytes are kept, and refuses what lacks pixels.
+        data: the file's contents.
+        resize: reduce the shorter side to this, in pixels.
+        quality: re-encode every image with this JPEG quality, from 1 to 100.
+        check: "header", or "decode" to also decode images that are not re-encoded, see `check_scan`.
 
     Raises:
-        ValueError: if it is neither JPEG nor PNG, or broken; says why.
+        ValueError: if it is neither JPEG nor PNG, or damaged, with the reason.
     """
     components = 0 if data.startswith(PNG_START) else jpeg_components(data)
     kept = components in (1, 3)
@@ -86,6 +86,6 @@ def prepare_image(data: bytes, resize: int | None = None, quality: int | None = 
             if scale < 1.0:
                 image = image.resize([round(side * scale) for side in image.size], Image.Resampling.BICUBIC)
             image.save(encoded := io.BytesIO(), "JPEG", quality=quality or QUALITY)
-    except Exception as error:  # a decoder may raise nearly anything at a broken file
+    except Exception as error:  # decoders raise nearly any exception for a broken file
         raise ValueError(f"cannot be decoded: {error}") from None
     return encoded.getvalue()

@@ -1,7 +1,7 @@
-"""ImageNet from TFRecords through DALI: decoded, augmented and batched ahead of the training, on the GPU if it can be.
+"""ImageNet from TFRecords through DALI: decoded, augmented, batched and prefetched, on the GPU if possible.
 
-A training epoch does not end the stream of a rank's images: DALI keeps shuffling and reading ahead, and the next
-epoch begins where this one stopped. Evaluation has an end, and counts each image once however many ranks share it.
+Each rank's training images are an endless stream: DALI keeps shuffling and prefetching across epochs, and an epoch
+continues where the last one stopped. Evaluation counts each image exactly once, for any number of ranks.
 """
 
 import base64
@@ -43,9 +43,9 @@ from planning import NUM_IMAGES
 from tfrecord import record_size
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's training set, per channel
-CROP_ASPECT = (3 / 4, 4 / 3)  # of "Going deeper with convolutions", arXiv:1409.4842; as its CROP_AREA of (0.08, 1)
-INITIAL_FILL = 4096  # records that a training image is drawn from; pointers into mapped files, so hardly any memory
-PREFETCH = 3  # batches made ahead
+CROP_ASPECT = (3 / 4, 4 / 3)  # as in "Going deeper with convolutions", arXiv:1409.4842, like CROP_AREA = (0.08, 1)
+INITIAL_FILL = 4096  # records in the shuffle buffer; pointers into memory-mapped files, so they take hardly any memory
+PREFETCH = 3  # batches
 FEATURES = {
     "image/encoded": tfrecord.FixedLenFeature((), tfrecord.string, ""),
     "image/class/label": tfrecord.FixedLenFeature([1], tfrecord.int64, -1),
@@ -58,7 +58,7 @@ FEATURES = {
 
 
 class Records(NamedTuple):
-    """The shards of a split that have records, the index file of each, and how many records it lists."""
+    """The non-empty shards of a split, the index file of each, and the number of records it lists."""
 
     shards: list[Path]
     indices: list[Path]
@@ -69,7 +69,7 @@ class Records(NamedTuple):
         return sum(self.counts)
 
     def digest(self) -> str:
-        """Of where in which shard each record is: it changes with nearly any image, and takes no look at them."""
+        """A digest of the position of each record in its shard. It needs no image data, and nearly any change shows."""
         digest = hashlib.sha256()
         for shard, index in zip(self.shards, self.indices, strict=True):
             digest.update(f"{shard.name}\n{index.read_text()}".encode())
@@ -77,7 +77,7 @@ class Records(NamedTuple):
 
 
 def class_names(data: Path) -> list[str]:
-    """Of the classes in the order of their labels, as `build_tfrecords.py` writes them; empty without."""
+    """The names in `classes.txt`, in the order of their labels; empty if there is no such file."""
     path = data / "classes.txt"
     return path.read_text().splitlines() if path.exists() else []
 
@@ -86,7 +86,7 @@ def read_index(index: Path) -> list[tuple[int, int]]:
     """Offset and size in bytes of each record that an index file lists.
 
     Raises:
-        UserError: if there is no such file, or it is no index.
+        UserError: if the file does not exist or is no index.
     """
     try:
         return [(int(offset), int(size)) for offset, size in map(str.split, index.read_text().splitlines())]
@@ -101,7 +101,7 @@ def find_records(data: Path, split: str) -> Records:
     """The records in `data/train` or `data/validation`.
 
     Raises:
-        UserError: if there are none, shards are missing or of two sets, or an index file is missing or not its shard's.
+        UserError: if there are none, shards are missing or from two sets, or an index is missing or does not match.
     """
     shards = tfrecords.find_shards(data, split)
     if not shards:
@@ -113,7 +113,7 @@ def find_records(data: Path, split: str) -> Records:
 
 
 def list_records(shards: list[Path], indices: list[Path], whole: bool) -> Records:
-    """Count the records; `whole` says that each index must account for its shard to the last byte."""
+    """Count the records; with `whole`, check that each index covers its shard to the last byte."""
     found = []
     for shard, index in zip(shards, indices, strict=True):
         lines, size = read_index(index), shard.stat().st_size
@@ -129,7 +129,7 @@ def list_records(shards: list[Path], indices: list[Path], whole: bool) -> Record
 
 
 def find_bad(shard: Path, index: Path, num_classes: int, check: str) -> list[tuple[int, str]]:
-    """Offset of each record that cannot be trained on, and why; `check` is that of `prepare_image`."""
+    """Offset of each unusable record, and the reason; for `check` see `prepare_image`."""
     bad, end = [], shard.stat().st_size
     with open(shard, "rb") as file:
         for offset, _ in read_index(index):
@@ -143,10 +143,10 @@ def find_bad(shard: Path, index: Path, num_classes: int, check: str) -> list[tup
 
 
 def leave_out(splits: list[Records], output: Path, num_classes: int, max_bad: int, log: RankLogger) -> None:
-    """Look at every record, and write index files without the bad ones to `output/idx_files`.
+    """Check every record, and write index files without the bad ones to `output/idx_files`.
 
     Raises:
-        UserError: if more than `max_bad` are bad.
+        UserError: if more than `max_bad` records are bad.
     """
     indices = {shard: index for records in splits for shard, index, _ in zip(*records, strict=True)}
     tasks = [(shard, index, num_classes, "decode") for shard, index in indices.items()]
@@ -168,7 +168,7 @@ def leave_out(splits: list[Records], output: Path, num_classes: int, max_bad: in
 
 
 def filtered_index(output: Path, index: Path) -> Path:
-    """Where in the run directory the index file is that leaves out bad records."""
+    """The path, in the run directory, of the copy of an index file without bad records."""
     return output / "idx_files" / index.parent.name / index.name
 
 
@@ -180,29 +180,29 @@ def filtered_index(output: Path, index: Path) -> Path:
 class DaliLoader(Loader):
     """Batches of `(images, labels)` on the device, for one data-parallel rank.
 
-    Images are float32 of shape (B, 3, img_size, img_size), normalised; labels are int64 of shape (B,), from 0. Only the
-    first pipeline stage looks at images; the others get the labels in their place.
+    Images are float32 of shape (B, 3, img_size, img_size), normalised; labels are int64 of shape (B,), from 0. Pipeline
+    stages after the first get the labels in place of the images, which they do not use.
 
-    For training each `iter()` continues, for `len()` batches, a stream that has no end: the rank's part of the
-    records over and over, each pass in another order. For evaluation it starts over; all ranks make the same number
-    of full batches, and what fills up the last ones has the label `IGNORED`.
+    In training, each `iter()` takes the next `len()` batches of an endless stream: repeated passes through the rank's
+    part of the records, each in another order. In evaluation it starts over; all ranks have the same number of full
+    batches, and padding in the last ones has the label `IGNORED`.
 
     Args:
-        records: what to read.
-        train: whether to crop at random, mirror and shuffle; else the centre of each image is taken.
-        batch_size: images in a batch.
+        records: the shards to read.
+        train: whether to crop at random, mirror and shuffle; otherwise images are centre-cropped, in order.
+        batch_size: images per batch.
         img_size: side of the square images, in pixels.
-        num_classes: labels must be below.
-        device: where the batches are wanted.
-        seed: decides the order and the augmentations.
+        num_classes: labels must be below this.
+        device: of the batches.
+        seed: of shuffling and augmentation.
         rank, num_ranks: data-parallel rank and size; default: this process's.
-        gpu_aug: whether a CUDA device decodes and augments, too.
-        crop_area: least and greatest part of a training image's area that is taken.
-        flip: whether training images are mirrored, half of the time.
-        rand_augment: `dict(n=..., m=...)`: so many operations an image, of this strength from 0 to 30
+        gpu_aug: whether to decode and augment on `device`, if it is a GPU.
+        crop_area: smallest and largest area of a training crop, as a share of the image.
+        flip: whether to mirror training images with probability 0.5.
+        rand_augment: `dict(n=..., m=...)` for RandAugment: n operations per image, of magnitude m from 0 to 30
             (arXiv:1909.13719).
-        num_threads: of the CPU.
-        with_images: False where only labels are wanted; default: whether this is not the first pipeline stage.
+        num_threads: CPU threads.
+        with_images: whether to read images, or labels only; default: whether this is the first pipeline stage.
     """
 
     normalization = MEAN, STD
@@ -233,13 +233,13 @@ class DaliLoader(Loader):
         self.crop_area, self.flip = list(crop_area), flip
         self.rand_augment = dict(rand_augment) if rand_augment else None
         self.with_images = sees_images() if with_images is None else with_images
-        # The bounds that DALI's reader computes. It has to find an image for every rank.
+        # The bounds of this rank's records, as DALI's reader computes them. No rank may be without records.
         self.start, self.end = (records.num_images * part // self.num_ranks for part in (self.rank, self.rank + 1))
         self.resizers = ThreadPoolExecutor(num_threads)
         self.pipeline: Pipeline | None = None
         self.checkpoint: bytes | None = None
-        self.batches = 0  # that training took so far
-        self.begun = 0  # where among them this stream began, which has no earlier part if the layout changed there
+        self.batches = 0  # training batches taken so far
+        self.begun = 0  # the value of `batches` at which this stream began: above 0 if it restarted in another layout
 
     def __len__(self) -> int:
         if self.train:
@@ -256,17 +256,17 @@ class DaliLoader(Loader):
             features=FEATURES,
             shard_id=self.rank,
             num_shards=self.num_ranks,
-            stick_to_shard=True,  # which so stays in the page cache of the rank's machine
+            stick_to_shard=True,  # so that the rank's records stay in its machine's page cache
             random_shuffle=self.train,
             initial_fill=INITIAL_FILL,
             pad_last_batch=not self.train,
-            seed=self._pipeline_seed(),  # or else it would depend on what follows, which stages do not share
+            seed=self._pipeline_seed(),  # DALI's default depends on later operators, which differ between stages
         )
         labels, encoded = record["image/class/label"], record["image/encoded"]
         if not self.with_images:
             return (labels,)
-        # DALI 2.4.0 may crash the process where the decoder finds no header, so the decoder waits for what finds it
-        # first, and fails properly.
+        # DALI 2.4.0 may crash the process if the decoder finds no header. This operator raises an error instead, and
+        # has to run before the decoder.
         header = fn.peek_image_shape(encoded, dtype=types.FLOAT)
         encoded = fn.reshape(encoded, rel_shape=header[:1] * 0.0 + 1.0)
         options = dict(device="mixed" if self.on_gpu else "cpu", output_type=types.RGB)
@@ -289,7 +289,7 @@ class DaliLoader(Loader):
         return labels, images.gpu() if self.device.type == "cuda" else images
 
     def _resize(self, images: DataNode, size: list[int] | None = None, resize_shorter: int | None = None) -> DataNode:
-        """Bilinear, with antialiasing. On the CPU by torch, since DALI's own takes as long there as decoding does."""
+        """Resize bilinearly with antialiasing. On the CPU with torch, since DALI's own takes as long as decoding."""
         if self.on_gpu:
             target = dict(size=size) if size else dict(resize_shorter=resize_shorter)
             return fn.resize(images, interp_type=types.INTERP_LINEAR, **target)
@@ -308,13 +308,13 @@ class DaliLoader(Loader):
             return list(chain(*self.resizers.map(resize, [images[a:b] for a, b in pairwise(bounds)])))
 
         images = fn.python_function(images, function=resize_all, batch_processing=True)
-        return fn.reshape(images, layout="HWC")  # which the function has left out
+        return fn.reshape(images, layout="HWC")  # the Python function's output has no layout
 
     def _pipeline_seed(self) -> int:
         return random.Random(f"{self.seed} {self.rank} {self.begun}").getrandbits(31)
 
     def _build(self) -> Pipeline:
-        with warnings.catch_warnings(record=True):  # DALI warns of its own use of what it deprecates
+        with warnings.catch_warnings(record=True):  # DALI itself uses features that it deprecates
             pipeline = pipeline_def(self._graph, enable_conditionals=self.rand_augment is not None)(
                 batch_size=self.batch_size,
                 num_threads=self.num_threads,
@@ -345,7 +345,7 @@ class DaliLoader(Loader):
         return (torch.from_dlpack(images[0].as_tensor()) if images else None), torch.from_numpy(numbers - 1)
 
     def _culprit(self, message: str) -> str | None:
-        """The record that DALI failed at: its shard, byte and what is wrong, as far as it can be found."""
+        """The record that DALI failed at: shard, byte and fault; None if it cannot be found."""
         if named := re.search(r"(?:sample #\d+ |file): ?(/.+) at index (\d+)", message):
             return f"{named[1]} at byte {named[2]}: the record cannot be decoded"
         if not re.search(r"peek_image_shape|readers\.tfrecord|decoders\.image", message):
@@ -370,14 +370,14 @@ class DaliLoader(Loader):
                 self.batches += 1
                 yield self._deliver(images, labels)
             return
-        pipeline = self._build()  # and gone afterwards: its memory is the training's
+        pipeline = self._build()  # deleted after the evaluation, to free its memory for training
         for number in range(len(self)):
             images, labels = self._next(pipeline)
             labels[max(self.end - self.start - number * self.batch_size, 0) :] = IGNORED
             yield self._deliver(images, labels)
 
     def _identity(self) -> dict[str, Any]:
-        """What must be the same for a stream to resume."""
+        """What has to be unchanged for a stream to resume."""
         return {
             "seed": self.seed,
             "place": [self.rank, self.num_ranks, self.with_images, self.on_gpu],
@@ -387,9 +387,9 @@ class DaliLoader(Loader):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this rank is in its stream, after the last batch it was given: what JSON can hold.
+        """This rank's position in its stream, after the last batch it returned; JSON-serialisable.
 
-        Each rank has its own. Batches that were prefetched only count as not made yet.
+        Prefetched batches do not count.
         """
         checkpoint = self.pipeline.checkpoint() if self.batches > self.begun and self.pipeline else self.checkpoint
         return {
@@ -400,11 +400,11 @@ class DaliLoader(Loader):
         }
 
     def seek(self, epoch: int, start: int, state: Mapping[str, Any]) -> bool:
-        """Resume from a `state_dict`, which says all of where the stream was.
+        """Resume from a `state_dict`, which alone determines the position; `epoch` and `start` are not needed.
 
         Returns:
-            Whether the stream is the same from here on, to the bit. If the state is of another rank, layout, batch size
-            or version, it is not: a new stream begins, whose order is that of no earlier one.
+            Whether the stream continues bit for bit. If the state is from another rank, layout, batch size or version,
+            a new stream begins, with an order that was not used before.
         """
         same = state["of"] == self._identity()
         self.pipeline, self.batches = None, state["batches"]
@@ -419,7 +419,7 @@ class DaliLoader(Loader):
 
 
 def prepare_sample(folder: Path) -> Path:
-    """Make the digits sample's TFRecords, unless they are there; returns their folder."""
+    """Make the digits sample's TFRecords, unless they exist; returns their folder."""
     output = folder / "imagenet_tfrecords"
     with redirect_stdout(None):
         tfrecords.build(tfrecords.parse([str(write_imagenet(folder)), str(output)]))
@@ -427,7 +427,11 @@ def prepare_sample(folder: Path) -> Path:
 
 
 def check_sizes(train: Records, validation: Records, data: Path, config: Config, num_ranks: int) -> None:
-    """Raise `UserError` unless every rank has images for a step and a test, and the model has an output a class."""
+    """Check that every rank has images for a step and an evaluation, and the model one output per class.
+
+    Raises:
+        UserError: if not.
+    """
     if (num_classes := len(class_names(data))) > config.NUM_CLASSES:
         raise UserError(f"NUM_CLASSES = {config.NUM_CLASSES}, but {data / 'classes.txt'} has {num_classes}")
     batch_size, accumulation = config.BATCH_SIZE, config.gradient_accumulation
@@ -443,7 +447,7 @@ def check_sizes(train: Records, validation: Records, data: Path, config: Config,
 
 
 def threads_per_rank() -> int:
-    """CPU cores that this rank may use, shared fairly with the ranks that may use the same ones."""
+    """This rank's share of the CPU cores that it may run on, divided by the ranks that may run on the same ones."""
     cores = sorted(os.sched_getaffinity(0))
     place = socket.gethostname(), cores
     return max(1, len(cores) // all_gather_object(place).count(place))
@@ -453,7 +457,7 @@ def build_imagenet(run: Run) -> tuple[Loader, Loader | None]:
     """Training and test batches for a run.
 
     Raises:
-        UserError: on every rank, if the records cannot be had or do not fit the config on any.
+        UserError: on every rank, if any rank cannot read the records, or they do not fit the config.
     """
     config: Config = run.config
     dali = config.get("dali") or {}

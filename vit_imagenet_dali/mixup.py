@@ -1,5 +1,4 @@
-"""Mixup on batches that are on the device already (H. Zhang et al., "mixup: Beyond Empirical Risk Minimization",
-arXiv:1710.09412)."""
+"""Mixup on the device (H. Zhang et al., "mixup: Beyond Empirical Risk Minimization", arXiv:1710.09412)."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,16 +10,16 @@ from torch import Tensor
 
 
 def mix(images: Tensor, labels: Tensor, num_classes: int, lam: float, partner: Tensor) -> tuple[Tensor, Tensor]:
-    """Blend each image and its label with another one of the batch.
+    """Blend each image and its label with those of another image of the batch.
 
-    The cross entropy with the blended label is lam times that with the one class plus 1 - lam times the other.
+    The cross entropy with a blended label is lam times that with the image's label, plus 1 - lam times the other's.
 
     Args:
         images: (B, C, H, W), floating point.
         labels: (B,), class numbers.
-        num_classes: C of the targets.
-        lam: share of the image itself; the other's is 1 - lam.
-        partner: (B,), the number of the other image.
+        num_classes: width of the targets.
+        lam: weight of the image itself; the other's is 1 - lam.
+        partner: (B,), the index of the other image.
 
     Returns:
         The blended images, of the shape and type of `images`, and float32 targets (B, num_classes).
@@ -30,16 +29,16 @@ def mix(images: Tensor, labels: Tensor, num_classes: int, lam: float, partner: T
 
 
 class Mixup(Loader):
-    """A training loader whose batches are mixed, with one lam from Beta(alpha, alpha) a micro-batch.
+    """A training loader that applies Mixup, with one lam ~ Beta(alpha, alpha) per micro-batch.
 
-    What is drawn for a micro-batch depends on the seed, the data-parallel rank and the number of the micro-batch since
-    the start of the run, so that a run that is resumed draws on.
+    The random numbers of a micro-batch depend on the seed, the data-parallel rank and the number of the micro-batch
+    since the start of the run, so that a resumed run draws the same ones.
 
     Args:
         loader: yields images and labels, see `mix`.
-        alpha: of the Beta distribution; published 0.2.
-        num_classes: of the targets.
-        seed: the run's.
+        alpha: of the Beta distribution; 0.2 in the published run.
+        num_classes: width of the targets.
+        seed: of the run.
         rank: the data-parallel rank.
 
     Attributes:
@@ -58,11 +57,11 @@ class Mixup(Loader):
         return len(self.loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream is, and the loader's."""
+        """The position of this loader and the state of the one inside; JSON-serialisable."""
         return {"position": self.position, "loader": self.loader.state_dict()}
 
     def seek(self, epoch: int, start: int, state: Mapping[str, Any]) -> bool:
-        """Resume from a `state_dict`; returns what the loader's answers."""
+        """Resume from a `state_dict`; returns whether the loader inside continues bit for bit."""
         self.position = state["position"]
         return self.loader.seek(epoch, start, state["loader"])
 

@@ -1,4 +1,4 @@
-"""What the run says of its speed, once an epoch."""
+"""A hook that logs the training speed of each epoch."""
 
 import statistics
 
@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 
 class ThroughputHook(BaseHook):
-    """Says after each epoch: the total batch size, images/s, MFU where the device's peak is known, memory, data time.
+    """Logs after each epoch: global batch size, images/s, MFU if the device's peak is known, memory, time for data.
 
     Args:
-        metrics: has the records of steps that this hook sums up; runs before it.
-        model: whose FLOPs count.
+        metrics: has the records of steps that this hook summarises; runs before it.
+        model: to count FLOPs of.
         device: this rank's.
+        log: the run's logger.
     """
 
     def __init__(

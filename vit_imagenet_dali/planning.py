@@ -1,4 +1,4 @@
-"""How long a training takes on how many GPUs, and how each of them keeps the published global batch."""
+"""Training time for several numbers of GPUs, and the settings that keep the published global batch on each."""
 
 import json
 import statistics
@@ -11,7 +11,7 @@ from colossalai.context import Config
 NUM_IMAGES = 1_281_167  # ImageNet-1K's training set
 GLOBAL_BATCH = 32_768
 NUM_GPUS = {4, 64, 1024}
-PUBLISHED_HOURS = {  # 300 epochs on 4 A100s, by the tutorial
+PUBLISHED_HOURS = {  # of 300 epochs on 4 A100s, from the tutorial
     "vit_base_patch32_224": 14.58,
     "vit_base_patch16_224": 78.58,
     "vit_large_patch32_224": 37.83,
@@ -19,7 +19,7 @@ PUBLISHED_HOURS = {  # 300 epochs on 4 A100s, by the tutorial
 
 
 def images_per_s(config: Config, output: Path) -> tuple[float, str] | None:
-    """Images/s of one GPU, and who says so: the config's IMAGES_PER_S, an earlier run in `output`, or the tutorial."""
+    """Images/s of one GPU, and its source: the config's IMAGES_PER_S, an earlier run in `output`, or the tutorial."""
     if "IMAGES_PER_S" in config:
         return config.IMAGES_PER_S, "as given by IMAGES_PER_S"
     if (output / "metrics.jsonl").exists():
@@ -35,14 +35,14 @@ def images_per_s(config: Config, output: Path) -> tuple[float, str] | None:
 
 
 def split(num_gpus: int, batch_size: int) -> tuple[int, int]:
-    """Micro-batch of a GPU, at most `batch_size`, and accumulation that together make the published global batch."""
+    """Micro-batch per GPU, at most `batch_size`, and accumulation steps that give the published global batch."""
     per_gpu = GLOBAL_BATCH // num_gpus
     micro_batch = max(size for size in range(1, min(batch_size, per_gpu) + 1) if per_gpu % size == 0)
     return micro_batch, per_gpu // micro_batch
 
 
 def schedule(config: Config, output: Path, num_gpus: int) -> list[str]:
-    """Lines that say what to set and what it takes, for `num_gpus` and several other numbers of GPUs."""
+    """Lines with batch settings and training time, for `num_gpus` and several other numbers of GPUs."""
     rate = images_per_s(config, output)
     rows = []
     for number in sorted(NUM_GPUS | {num_gpus}):

@@ -16,7 +16,7 @@ VARINT = re.compile(rb"[\x80-\xff]{0,9}[\x00-\x7f]")  # seven bits a byte, lowes
 
 
 def masked_crc(data: bytes) -> int:
-    """CRC-32C as TFRecords have it: rotated, and a constant added."""
+    """The masked CRC-32C of TFRecords: rotated, plus a constant."""
     crc = google_crc32c.value(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
@@ -34,7 +34,7 @@ def _field(number: int, content: bytes) -> bytes:
 
 
 def encode_record(image: bytes, label: int) -> bytes:
-    """A TFRecord with the Example of an image."""
+    """A TFRecord with the tf.train.Example of an image: `image/encoded` and `image/class/label`."""
     labels, images = _field(3, _field(1, _varint(label))), _field(1, _field(1, image))
     entries = {b"image/class/label": labels, b"image/encoded": images}
     data = _field(1, b"".join(_field(1, _field(1, key) + _field(2, value)) for key, value in entries.items()))
@@ -70,10 +70,10 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def parse_example(data: bytes) -> dict[str, list[bytes] | list[int]]:
-    """The features of a serialised tf.train.Example, any keys in any order; floats are left out.
+    """The features of a serialised tf.train.Example by name; float features are left out.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if `data` is no tf.train.Example.
     """
     features = {}
     try:
@@ -85,7 +85,7 @@ def parse_example(data: bytes) -> dict[str, list[bytes] | list[int]]:
                     for _, item in _fields(items):
                         if kind == 1:
                             values.append(item)
-                        elif kind == 3:  # packed, or one by one
+                        elif kind == 3:  # packed or not
                             numbers = [item] if isinstance(item, int) else map(_number, VARINT.findall(item))
                             values += (number - (number >> 63 << 64) for number in numbers)
     except (KeyError, TypeError, ValueError):
@@ -94,10 +94,10 @@ def parse_example(data: bytes) -> dict[str, list[bytes] | list[int]]:
 
 
 def record_size(file: BinaryIO, offset: int, end: int) -> int:
-    """Bytes of the record at an offset, length and CRCs included; leaves the file at its data.
+    """Size in bytes of the record at an offset, length and CRCs included; moves the file position to its data.
 
     Raises:
-        ValueError: if the CRC of the length is wrong, or the file, of `end` bytes, ends within the record.
+        ValueError: if the CRC of the length is wrong, or the record is longer than the file of `end` bytes.
     """
     file.seek(offset)
     header = file.read(12)
