@@ -1,10 +1,10 @@
-"""Packing images into TFRecords on this machine, against copying the folder they are in.
+"""Time of packing images into TFRecords on this machine, compared with copying their folder.
 
     python scripts/bench_build.py [--runs 7] [--images 20000] [--output results/build_cpu]
 
-Both read the same JPEGs from the page cache, with as many bytes each as ImageNet's have on average, and write to the
-same disk: `build_tfrecords.py` with its defaults, which keep the bytes and check each image's header and end, and
-`cp -r`. Runs are paired and alternate which goes first.
+`build_tfrecords.py` with its defaults, which keep the bytes and check each image's header and end, and `cp -r` read the
+same JPEGs, of ImageNet's mean size, from the page cache, and write to the same disk. Runs are paired, and the two
+alternate in going first.
 
 Writes build.md (the table), build.json (every run), log.txt and provenance.json.
 """
@@ -27,7 +27,7 @@ KILOBYTES = 110  # ImageNet-1K: 1,281,167 training images in 138 GB
 
 
 def multiply(folder: Path, num_images: int) -> float:
-    """Fill a folder with copies of a few JPEGs, each brought to `KILOBYTES` by a comment; returns its size in MB."""
+    """Fill a folder with copies of a few JPEGs, each padded to `KILOBYTES` by a comment; returns its size in MB."""
     few = folder.with_name("few")
     write_images(few)
     originals = [path.read_bytes() for path in sorted((few / "train").rglob("*.JPEG"))]

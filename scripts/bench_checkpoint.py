@@ -1,14 +1,14 @@
-"""What a checkpoint costs: how long it stops the training, how long it takes to write, check and read, and its size.
+"""Cost of a checkpoint: the pause in training, the time to write, verify and load it, and its size.
 
     python scripts/bench_checkpoint.py [--models NAME ...] [--runs N] [--scratch DIR] [--result results/checkpoint]
 
-About 6 minutes on 2 CPU cores with 12 GB of free memory, and 4 GB of free space in `--scratch`. Each model is trained
-in a process of its own, in fp32 with LAMB on 2 random images. Training stops while its state is taken (`state.take`)
-and continues while that is written (`checkpoint.write`); steps are timed alone and beside a write, in turns.
-`checkpoint.verify` reads from the disk, after the kernel was asked to forget the files, and `state.resume` after it
-from memory, as when a run is started again. All numbers are medians. "Every ... s for 1%" is the shortest time between
-two saves that keeps the part of the time in which training stands still under 1 %: 100 times what taking lasts. That
-steps beside a write are slower comes on top.
+About 6 minutes on 2 CPU cores; needs 12 GB of free memory, and 4 GB of free space in `--scratch`. Each model is trained
+in a separate process, in fp32 with LAMB on 2 random images. Training pauses while its state is captured (`capture`),
+and continues while the state is written (`storage.write`); steps without and during a write are timed alternately.
+`storage.verify` reads from the disk, after the files are dropped from the page cache; `restore.resume` then reads from
+the page cache, as when a run is restarted. All numbers are medians. "Every ... s for 1%" is the shortest interval
+between saves for which training pauses at most 1 % of the time: 100 times the pause. Slower steps during a write come
+on top.
 
 Prints the table. With `--result` also writes checkpoint.md, checkpoint.json (every time), log.txt and provenance.json.
 """
@@ -49,13 +49,13 @@ ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "vit_imagenet_dali/config.py"
 MODELS = ("vit_base_patch16_224", "vit_large_patch32_224")
 SETTINGS = dict(BATCH_SIZE=2, gradient_accumulation=1, fp16=None)
-NUM_TAKEN = 5  # how often the state is taken, after a warm-up
-NUM_BATCHES = 1000  # of an epoch that does not end
-GOAL = 0.01  # part of the time that training may stand still
+NUM_TAKEN = 5  # captures of the state, after a warm-up
+NUM_BATCHES = 1000  # per epoch: more than are used
+GOAL = 0.01  # largest share of the time that training may pause
 
 
 def seconds(work: Callable[[], Any]) -> float:
-    """How long something takes, until the device has finished it."""
+    """Seconds that `work` takes, including its work on the device."""
     get_accelerator().synchronize()
     started = time.perf_counter()
     work()
@@ -64,7 +64,7 @@ def seconds(work: Callable[[], Any]) -> float:
 
 
 def forget(path: Path) -> None:
-    """Ask the kernel to drop what it keeps in memory of a checkpoint's files."""
+    """Ask the kernel to drop a checkpoint's files from the page cache."""
     for file in path.iterdir():
         descriptor = os.open(file, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -72,7 +72,7 @@ def forget(path: Path) -> None:
 
 
 def measure(name: str, num_runs: int, scratch: Path) -> dict[str, Any]:
-    """All times of a model in seconds, and the sizes of its files; runs in a process of its own."""
+    """All times of a model in seconds, and the sizes of its files; runs in a separate process."""
     flags = set_flags({**SETTINGS, "MODEL": name})
     sys.argv = [sys.argv[0], "--config", str(CONFIG), "--output", str(scratch / "run"), *flags]
     run = launch.start()
@@ -103,7 +103,7 @@ def measure(name: str, num_runs: int, scratch: Path) -> dict[str, Any]:
         storage.write(run.checkpoint, *snapshot)
         times["write"].append(time.perf_counter() - started)
 
-    for _ in range(2):  # the first one makes the moments
+    for _ in range(2):  # the first step creates the moments
         step()
     times["take"] = [seconds(state) for _ in range(1 + NUM_TAKEN)][1:]
     num_alone = 3
@@ -117,7 +117,7 @@ def measure(name: str, num_runs: int, scratch: Path) -> dict[str, Any]:
         beside = []
         while writer.is_alive():
             beside.append(seconds(step))
-        times["beside"] += beside[:-1] or beside  # the write ended during the last one
+        times["beside"] += beside[:-1] or beside  # the write ended during the last step
         num_alone = len(beside)
         forget(run.checkpoint)
         times["verify"].append(seconds(lambda: storage.verify(run.checkpoint)))
@@ -133,7 +133,7 @@ def measure(name: str, num_runs: int, scratch: Path) -> dict[str, Any]:
 
 
 def make_table(results: dict[str, dict]) -> list[str]:
-    """Medians, as a table in Markdown with a model a row."""
+    """Medians as a Markdown table with one row per model."""
     columns = ["model", "parameters, M", "checkpoint, MB", "weights, MB", "moments, MB"]
     columns += ["training stops, s", f"every ... s for {GOAL:.0%}", "write, s", "verify, s", "restore, s"]
     columns += ["step alone, s", "step beside a write, s", "longer by"]

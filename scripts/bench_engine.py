@@ -1,12 +1,12 @@
-"""What our engine, trainer and hooks add to a step of plain PyTorch: the same timm ViT, optimizer, autocast, clipping.
+"""Overhead of our engine, trainer and hooks over plain PyTorch, with the same timm ViT, optimizer, autocast, clipping.
 
     python scripts/bench_engine.py [--runs N] [--steps N] [--output DIR] [--set KEY=VALUE ...]
 
-About 8 minutes on 2 CPU cores. In fp32 and under autocast to bf16, a bare loop and `Trainer.fit` with the hooks of the
-train scripts (metrics.jsonl, TensorBoard, learning rate) take turns step by step in one process, on the same batches
-from the same weights; their losses must agree before they are timed. The overhead of a run is the time of our steps
-over that of the bare ones, minus 1. `--set` changes vit_caltech101_amp/config/config_fp32.py, whose BATCH_SIZE is 4 on
-a CPU here.
+About 8 minutes on 2 CPU cores. In fp32 and under autocast to bf16, a plain PyTorch loop and `Trainer.fit` with the
+hooks of the train scripts (metrics.jsonl, TensorBoard, learning rate) alternate step by step in one process, on the
+same batches and from the same weights; their losses must agree before they are timed. The overhead of a run is the time
+of our steps divided by that of the plain ones, minus 1. `--set` overrides values of
+vit_caltech101_amp/config/config_fp32.py; on a CPU, BATCH_SIZE is 4 by default.
 
 Writes engine.md (the table), engine.json (every run), log.txt and provenance.json. Exit code 0 whatever the overheads
 are, 1 when the two sides do not agree.
@@ -44,21 +44,21 @@ ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "vit_caltech101_amp/config/config_fp32.py"
 MODES = {"fp32": [], "autocast to bf16": ["fp16.mode=AMP_TYPE.TORCH", "fp16.dtype='bf16'"]}
 SIDES = ("bare_s", "ours_s")
-# glibc is told to keep what is freed. By default it gives memory back to the system and fetches it again, and which of
-# two loops in one process pays for that is chance: up to 7 % of a step.
+# Have glibc keep freed memory. By default it returns memory to the system and requests it again, at a cost of up to 7 %
+# of a step, which falls on either loop by chance.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "8000000000", "MALLOC_TOP_PAD_": "500000000"}
-CHECKED_STEPS, TOLERANCE = 3, 1e-4  # relative; these steps are the warm-up too
+CHECKED_STEPS, TOLERANCE = 3, 1e-4  # relative tolerance of losses; these steps are also the warm-up
 
 Batch = tuple[Tensor, Tensor]
 
 
 class Turns(BaseHook):
-    """A data loader that has the bare loop make a step with each batch, before or after the trainer, in turns; as the
-    trainer's last hook it notes when the trainer is done.
+    """Alternates the plain loop and the trainer. As the trainer's data loader it also makes the plain loop's step with
+    each batch, alternately before and after the trainer's; as the trainer's last hook it stops the time of its step.
 
     Attributes:
         bare, ours: seconds of each step so far.
-        losses: of the bare loop.
+        losses: of the plain loop.
     """
 
     def __init__(self, step: Callable[[Batch], Tensor], batches: SyntheticBatches):
@@ -91,7 +91,7 @@ class Turns(BaseHook):
 
 
 def bare_step(model: nn.Module, autocast: bool, config, device: torch.device) -> Callable[[Batch], Tensor]:
-    """An optimizer step as a plain PyTorch script has it."""
+    """An optimizer step in plain PyTorch."""
     criterion = nn.CrossEntropyLoss()
     optimizer = build_optimizer(config, model)
     scheduler = LinearWarmupLR(optimizer, total_steps=1000, warmup_steps=100)
@@ -111,8 +111,8 @@ def bare_step(model: nn.Module, autocast: bool, config, device: torch.device) ->
 
 
 def measure(args: argparse.Namespace, output: Path, settings: list[str]) -> list[dict[str, float]]:
-    """Times of every run in one mode, in a process of its own."""
-    fixed = ["DROP_RATE=0.0"]  # both sides would draw from one stream of random numbers
+    """Times of every run in one mode; runs in a separate process."""
+    fixed = ["DROP_RATE=0.0"]  # with dropout, both sides would draw from the same random stream
     if not torch.cuda.is_available():
         fixed.append("BATCH_SIZE=4")
     flags = [part for text in [*fixed, *settings, *args.set] for part in ("--set", text)]

@@ -1,13 +1,13 @@
-"""What a newcomer types first, here and at an earlier commit: the quickstart, or the whole test suite, paired.
+"""Time of the quickstart or of the whole test suite, at HEAD and at an earlier commit, in pairs.
 
     python scripts/bench_first_hour.py quickstart|suite BASE [--runs 1] [--side-by-side]
                                        [--output results/first_hour/quickstart]
 
-Both commits are cloned into empty folders and set up first, which does not count. Then HEAD and BASE take turns, or run
-at the same time on one core each, so that a machine whose speed changes is as fast for both. On one core the tests of
-BASE may wait ten times as long as they would: a test that is stopped for being slow has not done its work. CPU
-seconds are user and system time of the whole run, as the kernel counts it for a process and all that it has waited for;
-what SLURM's daemons start is in neither.
+Both commits are first cloned into empty folders and set up, which is not timed. Then HEAD and BASE alternate or, with
+--side-by-side, run at the same time on one core each, so that changes of the machine's speed affect both alike. On one
+core, the time limits in the tests of BASE are multiplied by ten, since a test that runs into its limit does not do its
+work. CPU seconds are user and system time of a process and all children that it has waited for; processes started by
+SLURM's daemons are not included.
 
 Writes <what>.md (the table), <what>.json (every run), log.txt (all that was printed) and provenance.json.
 """
@@ -42,7 +42,7 @@ def run(command: list[str], folder: Path) -> tuple[float, float, int, str]:
 
 
 def be_patient(tests: Path) -> None:
-    """Multiply by 10 all limits in seconds in the tests of a clone and its pytest settings."""
+    """Multiply all time limits in the tests of a clone, and in its pytest settings, by 10."""
     for path in (*tests.glob("*.py"), tests.parent / "pyproject.toml"):
         text = path.read_text()
         text = text.replace("monotonic() + seconds", "monotonic() + 10 * seconds")

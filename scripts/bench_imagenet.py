@@ -1,13 +1,12 @@
-"""Speed of the ImageNet example on this machine: images/s with random data, with DALI's, and of DALI alone.
+"""Speed of the ImageNet example on this machine: training with random data, training with DALI, and DALI alone.
 
     python scripts/bench_imagenet.py [--models vit_base_patch32_224 ...] [--precision fp32 bf16 fp16] [--rounds 3]
                                      [--batch-size 256] [--accumulation 1] [--steps 8] [--output DIRECTORY]
 
-Each measurement of training is a run of `train.py` in a process of its own, with LAMB, Mixup and clipping as in
-`config.py`; its number is that of the median step, without the first two. "loop" is training on DALI's data over the
-slower of DALI alone and training on random data, all of one round: 1 means that a step never waits for its data. DALI
-reads `DATA`, or JPEGs of 500 x 375 pixels made for the purpose. MFU, with random data, is given where the device's peak
-is known.
+Each training measurement is a run of `train.py` in a separate process, with LAMB, Mixup and clipping as in `config.py`;
+its result is the median step after the first two. "loop" is the speed of training with DALI divided by the lower one of
+DALI alone and training with random data, all in the same round: 1 means that training never waits for data. DALI reads
+`DATA`, or generated JPEGs of 500 x 375 pixels. MFU, with random data, is given if the device's peak is known.
 
 Writes imagenet.md (the table, medians of all rounds), imagenet.json (every run), log.txt and provenance.json.
 """
@@ -46,7 +45,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def train(overrides: list[str], data: Path, num_steps: int) -> list[dict]:
-    """Train some steps; returns the records of those that count."""
+    """Train, and return the records of all steps but the first `SKIPPED`."""
     with tempfile.TemporaryDirectory() as scratch:
         command = [sys.executable, "train.py", "--config", "config.py", "--output", f"{scratch}/run"]
         command += ["--max-steps", str(SKIPPED + num_steps)]
@@ -60,7 +59,7 @@ def train(overrides: list[str], data: Path, num_steps: int) -> list[dict]:
 
 
 def drain(data: Path, batch_size: int, num_batches: int) -> float:
-    """Images/s of DALI's training batches with nothing else to do; runs in a process of its own."""
+    """Images/s of DALI's training batches without training; runs in a separate process."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     options = dict(seed=0, rank=0, num_ranks=1, num_threads=len(os.sched_getaffinity(0)), with_images=True)
     loader = DaliLoader(find_records(data, "train"), True, batch_size, 224, 1000, device, **options)
@@ -70,7 +69,7 @@ def drain(data: Path, batch_size: int, num_batches: int) -> float:
             yield from loader
 
     batches = endless()
-    for _ in range(SKIPPED + 3):  # and those that were ready
+    for _ in range(SKIPPED + 3):  # 3 are prefetched
         next(batches)
     started = time.perf_counter()
     for _ in range(num_batches):
@@ -81,7 +80,7 @@ def drain(data: Path, batch_size: int, num_batches: int) -> float:
 
 
 def make_data(folder: Path, num_images: int) -> Path:
-    """TFRecords of JPEGs like ImageNet's, repeated until there are enough for a run."""
+    """Make TFRecords of generated JPEGs of ImageNet's usual size, repeated until there are enough for a run."""
     write_images(folder / "few")
     for split in ("train", "val"):
         for part in sorted((folder / "few" / split).iterdir()):

@@ -1,10 +1,10 @@
-"""What importing a train script costs, against importing timm alone: CPU seconds of whole processes.
+"""CPU time of importing each train script, compared with importing timm alone.
 
     python scripts/bench_import.py [--runs 7] [--python PYTHON ...] [--output results/import_cpu]
 
-Each run imports timm and every train script, in a fresh process each and in alternating order; the ratio is that of
-user and system seconds within a run. `--python` names further environments to measure beside this one, for example one
-made from requirements-cu12.txt. Packages are byte-compiled before.
+Each run imports timm and every train script, each in a new process, in alternating order; ratios are of user plus
+system seconds of these processes, within a run. `--python` adds environments to measure, for example one made from
+requirements-cu12.txt. Packages are byte-compiled before.
 
 Writes import.md (the table), import.json (every run), log.txt and provenance.json.
 """
@@ -35,7 +35,7 @@ print(f"Python {platform.python_version()}", *(f"{name} {metadata.version(name)}
 
 
 def cpu_seconds(python: str, module: str, folder: Path) -> float:
-    """User and system seconds of a process that imports `module` in `folder` and ends."""
+    """User plus system seconds of a process that imports `module` in `folder` and exits."""
 
     def spent() -> float:
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -1,10 +1,10 @@
-"""Time a step of LAMB on the parameters of ViT-B/16: ours, Colossal-AI's and timm's, with the same rule and gradients.
+"""Time of a LAMB step on ViT-B/16: ours, Colossal-AI's and timm's, with the same update rule and gradients.
 
     python scripts/bench_lamb.py [--device cpu] [--model NAME] [--rounds 20] [--output results/lamb_cpu]
 
-A round is one step of each optimizer, in an order that changes from round to round, so that whatever else the machine
-does meets all of them alike. The table has the median time of a step, the median over the rounds of how many times ours
-it is, and how far the weights are from ours in the end.
+A round is one step of each optimizer, in an order that changes from round to round, so that other load on the machine
+affects all alike. The table has each optimizer's median step time, the median over rounds of its ratio to ours, and
+the difference of its final weights from ours.
 
 Writes lamb.md (the table), lamb.json (every round) and provenance.json.
 """
@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = dict(lr=1e-3, weight_decay=0.1)
-NUM_WARM_UP = 3  # the first step makes the state, the next ones fill the allocator's cache
+NUM_WARM_UP = 3  # the first step creates the state, the next ones fill the allocator's cache
 
 _timm = partial(TimmLamb, bias_correction=False, max_grad_norm=None)  # the rule of the other two
 OURS = "colossal_vit"
@@ -43,7 +43,7 @@ def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def timed(optimizer: Optimizer, device: torch.device) -> float:
-    """Seconds that a step takes, until the device has finished it."""
+    """Seconds that a step takes, including its work on the device."""
     finish = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     finish()
     started = time.perf_counter()
@@ -53,11 +53,11 @@ def timed(optimizer: Optimizer, device: torch.device) -> float:
 
 
 def measure(device: torch.device, model: str, num_rounds: int) -> tuple[list[dict[str, float]], dict[str, float]]:
-    """Take the steps.
+    """Time `num_rounds` rounds.
 
     Returns:
-        The seconds of each round, by contender, and by contender the largest relative difference of a parameter's
-        final weights from ours, in the L2 norm.
+        The seconds of each round, by optimizer; and by optimizer, the largest relative difference in L2 norm of a
+        parameter's final weights from ours.
     """
     torch.manual_seed(0)
     weights = [p.detach().to(device) for p in timm.create_model(model).parameters()]

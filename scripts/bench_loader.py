@@ -1,12 +1,12 @@
-"""Compare the speed of the DALI loader on the CPU with that of torchvision's ImageFolder: the same JPEGs, side by side.
+"""Speed of the DALI loader on the CPU, compared with torchvision's ImageFolder on the same JPEGs.
 
     python scripts/bench_loader.py [--runs N] [--batches N] [--output DIR]
 
 Takes about 5 minutes on 2 CPU cores. Both sides decode the same images of 500 x 375 pixels and about 100 KB, crop them
 at random to 224 x 224, mirror, normalise and batch them; the DALI side has as many threads as the DataLoader has
-worker processes. Their batches must have the same mean and spread before they are timed. Then they take turns, so that
-whatever else the machine does slows both down alike; the ratio of a run is ours to torchvision's in images/s, above 1
-where ours is faster.
+worker processes. Their batches must have the same mean and standard deviation before they are timed. Then they
+alternate, so that other load on the machine affects both alike. The ratio of a run is our images/s divided by
+torchvision's.
 
 Writes loader.md (the table), loader.json (every run), log.txt and provenance.json. Exit code 0 whatever the ratios are,
 1 when the two sides do not agree.
@@ -38,17 +38,17 @@ from imagenet_dali_dataloader import MEAN, STD, DaliLoader, find_records  # noqa
 
 NUM_CLASSES, IMAGES_PER_CLASS = 8, 32
 WIDTH, HEIGHT = 500, 375  # ImageNet's most frequent size
-NOISE, QUALITY = 18, 90  # which makes about 100 KB an image
+NOISE, QUALITY = 18, 90  # chosen to give about 100 KB per image
 IMG_SIZE, BATCH_SIZE, WORKERS = 224, 64, 2
-SETTLED = 2.0  # seconds before a turn, in which the other side makes its batches ahead and comes to rest
-DRAINED = 5  # batches that a side is asked for before its turn: more than it has ready
-CHECKED, TOLERANCE = 20, 0.05  # batches; of mean and standard deviation, in units of the standard deviation
+SETTLED = 2.0  # seconds before a turn, in which the other side finishes prefetching
+DRAINED = 5  # batches taken before the timing starts: more than are prefetched
+CHECKED, TOLERANCE = 20, 0.05  # batches to compare; tolerance of mean and standard deviation, relative to the latter
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 
 
 def write_images(folder: Path) -> float:
-    """Write smooth random images with some noise, as photographs have; returns the mean size of a file in KB."""
+    """Write smooth random images with some noise, like photographs; returns the mean file size in KB."""
     generator, sizes = np.random.default_rng(0), []
     for split in ("train", "val"):
         for label in range(NUM_CLASSES):

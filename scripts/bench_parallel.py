@@ -1,14 +1,14 @@
-"""Training speed of each parallelism against plain PyTorch's, or compiled against eager: the same ViT, side by side.
+"""Training speed of each kind of parallelism, compared with plain PyTorch's; and compiled, compared with eager.
 
     python scripts/bench_parallel.py [--runs N] [--steps N] [--only NAME ...] [--output DIR] [--set KEY=VALUE ...]
 
 About 15 minutes on 2 CPU cores. Three pairs: `data`, data parallel against DistributedDataParallel; `tensor`, 1D tensor
 parallel against torch.distributed.tensor.parallel; `pipeline`, 1F1B against torch.distributed.pipelining. PyTorch's
-side is timm's model. The other pairs, on demand, are what COMPILE gains in a layout, such as `--only compile-1d`.
+side is timm's model. Other pairs, run only with `--only`, compare COMPILE with eager in a layout, such as `compile-1d`.
 
-Both sides of a pair live in the same processes, start from the same weights, get the same batches, and must compute the
-same losses before they are timed. Then they take turns step by step, so that whatever else the machine does slows both
-down alike. A ratio above 1 means that the first is faster. `--set DEPTH=4` measures a smaller model.
+Both sides of a pair run in the same processes, start from the same weights, get the same batches, and must compute the
+same losses before they are timed. Then they alternate step by step, so that other load on the machine affects both
+alike. A ratio above 1 means that the first is faster. `--set DEPTH=4` measures a smaller model.
 
 Writes parallel.md (the table), parallel.json (every run), log.txt and provenance.json. Exit code 0 whatever the ratios
 are, 1 when a side fails or the two disagree.
@@ -50,14 +50,14 @@ from vit import build_vit, check_vit, full_vit, partition_blocks
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "vit_cifar10_hybrid/configs/config_pipeline_parallel.py"
 GLOBAL_BATCH = 64
-CHECKED_STEPS, TOLERANCE = 3, 1e-4  # relative; these steps are the warm-up too
+CHECKED_STEPS, TOLERANCE = 3, 1e-4  # relative tolerance of losses; these steps are also the warm-up
 SETTINGS = {
     **dict(IMG_SIZE=32, PATCH_SIZE=4, HIDDEN_SIZE=384, DEPTH=12, NUM_HEADS=6, CHECKPOINT=False),
     **dict(NUM_MICRO_BATCHES=4, LEARNING_RATE=1e-3, fp16=None, clip_grad_norm=0.0),
     **{"BATCH_SIZE": GLOBAL_BATCH, "parallel.pipeline": 1},
 }
 
-# One optimizer step on this rank's part of a batch; returns the loss where the rank sees it.
+# One optimizer step on this rank's part of a batch; returns the loss, or None if this rank does not compute it.
 Step = Callable[[Tensor, Tensor], Tensor | None]
 
 # ---- The two sides ---------------------------------------------------------------------------------------------------
@@ -105,8 +105,8 @@ def torch_tensor(run: Run, model: nn.Module, criterion: nn.Module) -> Step:
     plan = {"attn.qkv": ColwiseParallel(), "attn.proj": RowwiseParallel()}
     plan |= {"mlp.fc1": ColwiseParallel(), "mlp.fc2": RowwiseParallel()}
     for block in model.blocks:
-        # timm stores all queries, then all keys, then all values, and a cut would give one rank the queries and half
-        # of the keys. In the order (rank, 3, its heads) it gives each rank what timm expects of a smaller model.
+        # timm stores all queries, then all keys, then all values; splitting that over two ranks would give one of them
+        # the queries and half of the keys. In the order (rank, 3, heads of the rank), each rank gets timm's order.
         for parameter in block.attn.qkv.parameters():
             parameter.data = parameter.data.unflatten(0, (3, world_size, -1)).transpose(0, 1).flatten(0, 2)
         block.attn.num_heads //= world_size
@@ -122,7 +122,7 @@ def torch_pipeline(run: Run, model: nn.Module, criterion: nn.Module) -> Step:
     if rank == 0:
         model.norm = model.head = nn.Identity()
         model.forward = model.forward_features
-    else:  # timm leaves out an embedding that is None
+    else:  # timm skips embeddings that are None
         model.patch_embed, model.cls_token, model.pos_embed = nn.Identity(), None, None
     stage = PipelineStage(model, rank, world_size, run.device)
     schedule = Schedule1F1B(stage, run.config.NUM_MICRO_BATCHES, loss_fn=criterion)
@@ -142,7 +142,7 @@ def torch_pipeline(run: Run, model: nn.Module, criterion: nn.Module) -> Step:
 
 
 class Pair(NamedTuple):
-    """What is compared: `torch_side` against our engine, or without it our engine's eager side against its compiled."""
+    """A comparison: our engine with `torch_side` or, if that is None, our engine compiled with itself in eager mode."""
 
     title: str
     processes: int
@@ -180,7 +180,7 @@ def get_parser() -> argparse.ArgumentParser:
 
 
 def compare() -> None:
-    """On each rank of a pair: check that the sides agree, time them, write `pair.json` into the run directory."""
+    """Run on each rank of a pair: check that the sides agree, time them, write `pair.json` into the run directory."""
     args, more = get_parser().parse_known_args()
     sys.argv[1:] = [*more, f"--output={args.output}"]
     run = launch.start(script="train_hybrid", check=check_vit)
@@ -229,7 +229,7 @@ def compare() -> None:
 
 
 def measure(name: str, args: argparse.Namespace, more: list[str], benchmark: Benchmark) -> dict:
-    """Start the processes of a pair and return what they measured; `benchmark` says what they print."""
+    """Start the processes of a pair and return their measurements; `benchmark` logs their output."""
     pair = PAIRS[name]
     with tempfile.TemporaryDirectory() as output:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={pair.processes}"]

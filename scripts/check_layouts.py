@@ -1,10 +1,10 @@
-"""Check on this machine that every layout trains the same model: 20 steps of each against one process.
+"""Check on this machine that every layout computes the same training: 20 steps of each, compared with one process.
 
     python scripts/check_layouts.py [--world N] [--optimizer adamw|sgd|lamb] [--only NAME ...]
 
-Prints a table: layout, relative error of the first step, worst of all 20 (of `loss` and of `grad_norm`), images/s. The
-model is small, in fp32, without dropout, on the digits sample; gradients are clipped. Exit code 1 when a layout is off
-by more than 1e-5 in the first step or 1e-4 in any, or does not run.
+Prints a table: layout, relative error (the larger of `loss` and `grad_norm`) in the first step and in the worst one,
+images/s. The model is small, in fp32, without dropout, on the digits sample; gradients are clipped. Exit code 1 if a
+layout fails to run, or its error exceeds 1e-5 in the first step or 1e-4 in any.
 """
 
 import argparse
@@ -88,7 +88,7 @@ def train(processes: int, overrides: dict[str, Any], output: Path) -> list[dict]
     """Train `NUM_STEPS` steps in a layout and return their records.
 
     Raises:
-        subprocess.CalledProcessError: if that fails; its `stderr` says why.
+        subprocess.CalledProcessError: if the run fails, with its `stderr`.
     """
     values = {"parallel.pipeline": 1, **MODEL, **overrides}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]

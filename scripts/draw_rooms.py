@@ -1,10 +1,11 @@
-"""Draw the rooms of colossal_vit from its imports, as the Mermaid diagram in docs/architecture.md.
+"""Draw the dependencies between the rooms of colossal_vit as the Mermaid diagram in docs/architecture.md.
 
     python scripts/draw_rooms.py             print the diagram
     python scripts/draw_rooms.py --write     put it into docs/architecture.md
-    python scripts/draw_rooms.py --numbers   floors, rooms, arrows, cycles, long files, lines
+    python scripts/draw_rooms.py --numbers   count floors, rooms, arrows, cycles, long files, lines
 
-An arrow means that a room imports from another one. Arrows that follow from others are left out of the diagram.
+A room is a subpackage, or a module directly in colossal_vit; a floor is a layer of the import contract in
+pyproject.toml. An arrow means that a room imports another one; arrows implied by others are left out.
 """
 
 import argparse
@@ -20,7 +21,7 @@ LONG = 300  # lines
 
 
 def imports() -> dict[str, set[str]]:
-    """The rooms that each room imports from. A room is a package or a module directly in colossal_vit."""
+    """The rooms that each room imports from."""
     graph = grimp.build_graph("colossal_vit", cache_dir=None)
     rooms = graph.find_children("colossal_vit")
     for room in rooms:
@@ -43,7 +44,7 @@ def _reachable(arrows: dict[str, set[str]], room: str) -> set[str]:
 
 
 def reduce(arrows: dict[str, set[str]]) -> dict[str, set[str]]:
-    """The arrows from which all others follow."""
+    """The transitive reduction of an acyclic graph: without arrows that other arrows imply."""
     return {
         room: {other for other in others if not any(other in _reachable(arrows, third) for third in others - {other})}
         for room, others in arrows.items()
@@ -68,7 +69,7 @@ def diagram() -> str:
 
 
 def numbers() -> str:
-    """What can be counted."""
+    """The counts of `--numbers`, as text."""
     arrows = imports()
     files = {path: len(path.read_text().splitlines()) for path in (ROOT / "colossal_vit").rglob("*.py")}
     scripts = sum(len(path.read_text().splitlines()) for path in (ROOT / "scripts").glob("*.py"))

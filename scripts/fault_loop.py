@@ -1,17 +1,16 @@
-"""Kill -9 of a random rank or of the launcher, many times in one run: it must end as one that nothing happened to.
+"""Kill -9 a random rank or the launcher many times in one run: the result must be that of an undisturbed run.
 
     python scripts/fault_loop.py [--rounds 50] [--seed N] [--result results/fault_loop]
 
 About 20 minutes on 2 CPU cores. Two pipeline stages train a small ViT with dropout on the digits sample and save every
-second step. In each round they are started with the same command and one of them is killed, or the torchrun that has
-started them, each as often as the others: up to 0.7 s after the run has made a step that no checkpoint has; in every
-second round in the middle of a save; in every fifth one while the ranks start. After each round the other ranks must
-have ended by themselves, every checkpoint must be valid, and none be lost. Then the run is left alone to its end, and
-compared with one that nobody disturbed: all that `metrics.jsonl` says but for the times, and the final weights and
-moments, to the bit.
+second step. Each round starts them with the same command, and kills one of them or their torchrun, each as often as the
+others: in every fifth round while the ranks start, in every second one during a save, otherwise up to 0.7 s after a new
+step. After each round, the other ranks must have ended by themselves, every checkpoint must be valid, and none may be
+lost. In the end the run is completed, and compared bit for bit with an undisturbed one: the final weights and moments,
+and all of `metrics.jsonl` except the times.
 
-Prints a line a round and a table. With `--result` also writes fault_loop.md (the table), fault_loop.json (every round),
-log.txt (with all that the ranks said) and provenance.json. Exit code 1 when something is not as it must be.
+Prints a line per round and a table. With `--result` also writes fault_loop.md (the table), fault_loop.json (every
+round), log.txt (with the output of all ranks) and provenance.json. Exit code 1 if any check fails.
 """
 
 import argparse
@@ -48,25 +47,25 @@ SETTINGS: dict[str, Any] = {
     **{"checkpoint.every_steps": EVERY_STEPS, "checkpoint.keep": KEEP},
 }
 ROUNDS_AN_EPOCH = 2  # an epoch is 44 steps, and a round makes 5 to 20
-# Seconds that a rank waits for one that died before they met; there is no launcher to end it. Rank 0 is waited for up
-# to twice as long, since torch tries to reach it twice.
+# Seconds that a rank waits for one that died before the rendezvous, without a launcher to end it. The wait for rank 0
+# is up to twice as long, since torch tries to reach it twice.
 TIMEOUT = 8.0
 
 STARTUP_EVERY, SAVE_EVERY = 5, 2  # rounds
-# Seconds. A rank that was importing when another one died imports on, joins in vain, tries again, and ends.
+# Seconds. A rank that is importing when another one dies finishes importing, fails to join, tries again, and ends.
 PROGRESS_LIMIT, END_LIMIT, LAST_WORDS, FINISH_LIMIT = 120.0, 120.0, 10.0, 3600.0
 LONGEST_DELAY = 0.7  # seconds from the first new step to the kill
 SAVE_LIMIT, SAVE_POLL, SAVE_DELAY = 1.0, 0.0005, 0.03  # seconds; a save takes 10 to 50 ms
-# A save waits for the one before. So when a step is on record, the last save but one is on the disk.
+# A save waits for the previous one. So when a step is recorded, the last save but one is on disk.
 MOST_LOST = 2 * EVERY_STEPS
 
-TIMES = {"images_per_s", "data_s", "step_s", "memory_gb"}  # what may differ between two runs
+TIMES = {"images_per_s", "data_s", "step_s", "memory_gb"}  # metrics that may differ between two runs
 
 # ---- The ranks -------------------------------------------------------------------------------------------------------
 
 
 class Ended(Protocol):
-    """Ranks that have ended: exit codes by rank, and as text what they said."""
+    """The result of ranks that have ended: exit codes by rank, and as `str` their output."""
 
     codes: list[int]
 
@@ -75,12 +74,12 @@ Start = Callable[[bool], "Attempt"]  # called with whether a launcher starts the
 
 
 class Attempt(Protocol):
-    """Ranks that were started; process ids by rank, or that of their launcher alone."""
+    """Running ranks; process ids by rank, or only that of their launcher."""
 
     pids: list[int]
 
     def wait(self, timeout: float) -> Ended:
-        """Wait for all to end; those that have not by then are killed, and have code -9."""
+        """Wait up to `timeout` seconds for all to end; the others are then killed, with code -9."""
 
 
 @dataclass
@@ -95,12 +94,12 @@ class Result:
 
 
 class Ranks:
-    """The `Attempt` of plain processes, each in a session of its own, with the environment that torchrun gives.
+    """An `Attempt` of plain processes, each in its own session, with the environment variables that torchrun sets.
 
     Args:
-        command: what follows `python`, for each.
-        log: what they say is appended to this file.
-        launched: start them by torchrun instead.
+        command: the command line of each, after `python`.
+        log: file to which their output is appended.
+        launched: start them with torchrun instead.
     """
 
     def __init__(self, command: list[str], log: Path, launched: bool):
@@ -137,7 +136,7 @@ class Ranks:
 
 @contextmanager
 def _started(start: Start, launched: bool = False) -> Iterator[Attempt]:
-    """Ranks that do not outlive an error of ours; an `AssertionError` then says what they said."""
+    """Start ranks, and kill them if the block raises; their output is added to an `AssertionError`."""
     attempt = start(launched)
     try:
         yield attempt
@@ -148,14 +147,13 @@ def _started(start: Start, launched: bool = False) -> Iterator[Attempt]:
         raise
 
 
-# ---- What they have done so far --------------------------------------------------------------------------------------
+# ---- Progress of the ranks -------------------------------------------------------------------------------------------
 
 
 class _Record:
-    """The steps that an attempt, which is yet to start, puts on record.
+    """The steps that an attempt records; created before it starts.
 
-    A run that resumes replaces `metrics.jsonl` before its first step, so that what an earlier attempt has left there
-    is known by the inode.
+    A resumed run replaces `metrics.jsonl` before its first step, so an earlier attempt's file has another inode.
     """
 
     def __init__(self, output: Path):
@@ -163,7 +161,7 @@ class _Record:
         self.earlier = self.path.stat().st_ino if self.path.exists() else None
 
     def last_step(self) -> int:
-        """The last step on record; 0 before there is one."""
+        """The last recorded step, or 0."""
         try:
             with open(self.path, "rb") as file:
                 if os.fstat(file.fileno()).st_ino == self.earlier:
@@ -175,13 +173,13 @@ class _Record:
         for line in reversed(lines):
             try:
                 return json.loads(line)["step"]
-            except (ValueError, TypeError):  # the part of a line
+            except (ValueError, TypeError):  # an incomplete line
                 continue
         return 0
 
 
 def _hidden(folder: Path) -> set[str]:
-    """The names under which checkpoints are being written, or were when a rank was killed."""
+    """Names of temporary folders of checkpoints, being written or left over from a killed rank."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
@@ -190,7 +188,7 @@ def _hidden(folder: Path) -> set[str]:
 
 
 def _wait_for_step(attempt: Attempt, record: _Record, step: int) -> None:
-    """Wait until a step after `step` is on record, in vain if a rank ends before."""
+    """Wait until a step after `step` is recorded; fails if a rank ends before, or after PROGRESS_LIMIT seconds."""
     deadline = time.monotonic() + PROGRESS_LIMIT
     while record.last_step() <= step:
         ended = [pid for pid in attempt.pids if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)]
@@ -200,14 +198,14 @@ def _wait_for_step(attempt: Attempt, record: _Record, step: int) -> None:
 
 
 def _wait_for_save(folder: Path, earlier: set[str], delay: float) -> None:
-    """Wait until a checkpoint is being written, and has been for about `delay` seconds; or for SAVE_LIMIT seconds."""
+    """Wait until a checkpoint has been written to for about `delay` seconds, but no longer than SAVE_LIMIT seconds."""
     deadline = time.monotonic() + SAVE_LIMIT
     while time.monotonic() < deadline:
         if _hidden(folder) - earlier:
             time.sleep(delay)
             if _hidden(folder) - earlier:
                 return
-            delay /= 2  # it was written faster than that
+            delay /= 2  # the write was faster
         time.sleep(SAVE_POLL)
 
 
@@ -216,13 +214,13 @@ def _check_checkpoints(folder: Path, newest: int) -> tuple[int, int]:
 
     Args:
         folder: with the checkpoints.
-        newest: step of the newest one before.
+        newest: step of the newest one before this round.
 
     Returns:
-        How many there are, and the step of the newest, 0 without one.
+        Number of checkpoints, and the step of the newest, or 0.
 
     Raises:
-        AssertionError: if one is not whole, or the newest is gone.
+        AssertionError: if one is not valid, or none is of step `newest` or later.
     """
     found = {}
     for path in folder.glob("step-*"):
@@ -243,18 +241,18 @@ def _check_checkpoints(folder: Path, newest: int) -> tuple[int, int]:
 
 @dataclass
 class Round:
-    """A start and a kill.
+    """One start of the ranks and one kill.
 
     Attributes:
-        victim: the rank, or "launcher".
-        moment: what the kill was meant for: "start-up", "save" or "any".
+        victim: the killed rank, or "launcher".
+        moment: the intended time of the kill: "start-up", "save" or "any".
         saving: whether a checkpoint was being written just before the kill.
-        half_written: whether one was left half-written, under its hidden name.
+        half_written: whether a half-written one was left, in its temporary folder.
         end_s: seconds from the kill until all other ranks had ended.
         codes: exit codes by rank, or that of the launcher.
-        begun, reached, newest: step that the attempt went on from, the last one it has put on record (not before
-            `begun`), and the one of the newest checkpoint after it.
-        verified: number of checkpoints after it.
+        begun, reached, newest: the step that the attempt resumed from, the last step it recorded (at least `begun`),
+            and the step of the newest checkpoint afterwards.
+        verified: number of checkpoints afterwards.
     """
 
     victim: int | str
@@ -274,15 +272,15 @@ def _name(victim: int | str) -> str:
 
 
 def _kill(pid: int) -> list[psutil.Process]:
-    """Kill a process, and return those that it had started."""
-    os.kill(pid, signal.SIGSTOP)  # so that it starts no more
+    """Kill a process, and return its children and their children."""
+    os.kill(pid, signal.SIGSTOP)  # so that it starts no more children
     children = psutil.Process(pid).children(recursive=True)
     os.kill(pid, signal.SIGKILL)
     return children
 
 
 def _round(start: Start, output: Path, moment: str, begun: int, delays: dict, draw: random.Random) -> Round:
-    """Start the ranks, kill one or their launcher, and look at what is left; `delays` are the longest ones."""
+    """Start the ranks, kill one or their launcher, and check the checkpoints; `delays` has upper limits by moment."""
     folder, record = output / storage.FOLDER, _Record(output)
     earlier, fraction = _hidden(folder), draw.random()
     delay = fraction * delays[moment]
@@ -320,18 +318,18 @@ def _round(start: Start, output: Path, moment: str, begun: int, delays: dict, dr
 
 
 def fault_loop(start: Start, output: Path, rounds: int, seed: int, say: Callable[[str], None]) -> list[Round]:
-    """Start a run and kill a rank of it or its launcher, again and again; then let it come to its end.
+    """Start a run and kill a rank or its launcher, repeatedly; then let the run complete.
 
     Args:
         start: starts the ranks, always with the same command.
         output: their run directory.
-        rounds: how often one is killed.
-        seed: of which one, and when.
+        rounds: number of kills.
+        seed: of the random victims and times.
         say: called with a line for each round.
 
     Raises:
-        AssertionError: if a checkpoint is lost, or is not whole under its final name; if a rank outlives another one;
-            if the run does not resume or come to its end.
+        AssertionError: if a checkpoint is lost or not valid, a rank outlives a killed one, or the run does not resume
+            or complete.
     """
     draw, done, newest = random.Random(seed), [], 0
     delays = {"any": LONGEST_DELAY, "save": SAVE_DELAY, "start-up": PROGRESS_LIMIT}  # the last one is measured
@@ -360,10 +358,10 @@ def fault_loop(start: Start, output: Path, rounds: int, seed: int, say: Callable
 
 
 def compare(output: Path, undisturbed: Path) -> list[dict]:
-    """Compare two runs that have ended; returns what both have on record, without the times.
+    """Compare two completed runs; returns their common records, without the times.
 
     Raises:
-        AssertionError: if anything else on record is different, or the final weights or moments are.
+        AssertionError: if their records, final weights or moments differ in any bit.
     """
     records, expected = (
         [
@@ -385,7 +383,7 @@ def compare(output: Path, undisturbed: Path) -> list[dict]:
 
 
 def make_table(done: list[Round], records: list[dict]) -> list[str]:
-    """What happened, as a table in Markdown; `records` are those of the run in the end."""
+    """A summary as a Markdown table; `records` are those of the completed run."""
     steps = records[-1]["step"]
     made = sum(this.reached - this.begun for this in done) + steps - done[-1].newest
     rows = {

@@ -1,18 +1,17 @@
-"""Random models in random layouts against one process: losses, gradient norms, evaluation, and a change of layout.
+"""Random models in random layouts, compared with one process: losses, gradient norms, evaluation, change of layout.
 
     python scripts/fuzz_layouts.py SEED N [--first K] [--max-ranks 8] [--fp32] [--no-shrink] [--output DIRECTORY]
 
-Case k of a seed is always the same: a small ViT of random sizes, odd token counts, uneven stages, partial test batches,
-accumulation, micro-batches, optimizer, clipping, smoothing, recomputation, classes, precision, augmentation, loss. It
-makes three steps in one layout and three more in another one, which reads its checkpoint. Each step and the evaluation
-must agree with one process that makes all six: in fp32 within 1e-4 (1e-5 in the first step), in bf16 losses within 2 %
-and norms within 10 % or, where the training itself amplifies rounding, within three times the distance between one
-process in bf16 and the same one in fp32. A case that does not is made simpler as long as it still fails, and printed as
-commands. The ranks are forks of one process that has imported everything. With another --max-ranks, cases are others
-too.
+Case k of a seed is always the same: a small ViT with random sizes, number of classes, loss, augmentation, optimizer,
+precision, clipping, label smoothing, accumulation, micro-batches and recomputation, including odd token counts, uneven
+stages and partial test batches. It makes three steps in one layout, and three more from the checkpoint in another one.
+Each step and the evaluation must agree with one process that makes all six: in fp32 within 1e-4 (1e-5 in the first
+step); in bf16 losses within 2 % and norms within 10 % or, if the training itself amplifies rounding, within three times
+the difference between one process in bf16 and in fp32. A failing case is simplified as long as it still fails, and
+printed as commands. The ranks are forks of one process that has imported everything. Cases also depend on --max-ranks.
 
-With --output it writes fuzz_layouts.md (worst deviations), fuzz_layouts.json (every case), log.txt and provenance.json.
-Exit code 1 if a case failed.
+With --output it writes fuzz_layouts.md (largest deviations), fuzz_layouts.json (every case), log.txt and
+provenance.json. Exit code 1 if a case failed.
 """
 
 import argparse
@@ -46,7 +45,7 @@ HALF, WHOLE = 3, 6  # optimizer steps
 NUM_TEST_IMAGES = 27
 TOLERANCE = {"fp32": {"loss": 1e-4, "grad_norm": 1e-4}, "bf16": {"loss": 2e-2, "grad_norm": 1e-1}}  # relative
 FIRST_STEP = 1e-5  # in fp32
-AMPLIFIED = 3  # times the distance between bf16 and fp32 in one process
+AMPLIFIED = 3  # times the difference between bf16 and fp32 in one process
 TENSOR = [(None, 1, {}), ("1d", 2, {}), ("1d", 3, {}), ("1d", 4, {}), ("2d", 4, {})]
 TENSOR += [("2.5d", 4, {"depth": 1}), ("2.5d", 8, {"depth": 2}), ("3d", 8, {})]
 
@@ -72,7 +71,7 @@ def draw_layout(draw: random.Random, max_ranks: int) -> Case:
 
 
 def draw_case(seed: int, number: int, max_ranks: int = 8) -> Case:
-    """The model, the training and two layouts; legal by construction or by trying again."""
+    """A random model, training and two layouts; draws again until the case is legal."""
     draw = random.Random(f"{seed} {number}")
     while True:
         heads, patch = draw.choice([2, 3, 4, 6, 8, 12]), draw.choice([2, 4, 5, 8])
@@ -103,10 +102,10 @@ def draw_case(seed: int, number: int, max_ranks: int = 8) -> Case:
 
 
 def command(case: Case, layout: Case | None) -> tuple[int, list[str]]:
-    """Ranks and flags of `train_hybrid.py`; of one process without a layout.
+    """Number of ranks and flags of `train_hybrid.py` in a layout, or in one process for None.
 
     Raises:
-        UserError: if the global batch cannot be split so.
+        UserError: if the global batch cannot be split over the layout.
     """
     layout = layout or {"mode": None, "size": 1, **SIMPLE_LAYOUT}
     share = layout["data"] * layout["accumulation"]
@@ -149,7 +148,7 @@ def commands(case: Case) -> list[tuple[Case | None, str, int]]:
 
 
 def run(case: Case, layout: Case | None, output: Path, steps: int) -> str | None:
-    """Train; returns what went wrong, if anything did."""
+    """Train; returns the error, or None."""
     ranks, flags = command(case, layout)
     result = fork_ranks.run(recipes.HYBRID, [*flags, "--output", str(output), "--max-steps", str(steps)], ranks)
     if result.codes != [0] * ranks:
@@ -158,12 +157,12 @@ def run(case: Case, layout: Case | None, output: Path, steps: int) -> str | None
 
 
 def farthest(steps: list[dict], expected: list[dict], key: str) -> float:
-    """The greatest relative difference of one value in any step."""
+    """The largest relative difference of one metric in any step."""
     return max(abs(here[key] / there[key] - 1) for here, there in zip(steps, expected, strict=True))
 
 
 def tolerance(case: Case, expected: list[dict], folder: Path) -> dict[str, float]:
-    """Relative limits of loss and norm, of any step; in bf16 wider where one process is far from itself in fp32."""
+    """Relative tolerances of loss and norm in any step; wider in bf16 if one process differs much from its fp32 run."""
     if not case["amp"]:
         return TOLERANCE["fp32"]
     run({**case, "amp": None}, None, folder / "fp32", WHOLE)
@@ -172,7 +171,7 @@ def tolerance(case: Case, expected: list[dict], folder: Path) -> dict[str, float
 
 
 def deviation(case: Case) -> tuple[float, float, str | None]:
-    """Of the first step, and of the worst one or the evaluation, relative; and why that is a failure, if it is one."""
+    """Relative deviation of the first step, largest of any step or the evaluation, and the failure, or None."""
     folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
     try:
         for layout, name, steps in commands(case):
@@ -203,7 +202,7 @@ SIMPLE |= {"HIDDEN_SIZE": 16, "global_batch": 8, "SEED": 0}
 
 
 def complexity(case: Case) -> int:
-    """How much there is in a case that a simpler one has not."""
+    """The size of a case, for `shrink`: lower is simpler."""
     parts = case["first"], case["second"]
     values = sum(case[key] != value for key, value in SIMPLE.items())
     sizes = sum(part[key] != value for part in parts for key, value in SIMPLE_LAYOUT.items())
@@ -211,7 +210,7 @@ def complexity(case: Case) -> int:
 
 
 def simpler(case: Case) -> list[Case]:
-    """All that is one value simpler, in one of its layouts or in both."""
+    """All cases with one value simplified, in one of its layouts or in both."""
     cases = [{**case, "second": case["first"]}]
     cases += [{**case, key: value} for key, value in SIMPLE.items()]
     for change in ({"mode": None, "size": 1}, *({key: value} for key, value in SIMPLE_LAYOUT.items())):
@@ -221,7 +220,7 @@ def simpler(case: Case) -> list[Case]:
 
 
 def shrink(case: Case) -> Case:
-    """The case made simpler as long as it fails."""
+    """Simplify a failing case step by step as long as it still fails."""
     while True:
         for candidate in simpler(case):
             if is_legal(candidate) and deviation(candidate)[2]:
@@ -232,7 +231,7 @@ def shrink(case: Case) -> Case:
 
 
 def as_commands(case: Case) -> str:
-    """What a user would type in vit_cifar10_hybrid/."""
+    """Shell commands that reproduce the case in vit_cifar10_hybrid/."""
     lines = []
     for layout, name, steps in commands(case):
         ranks, flags = command(case, layout)

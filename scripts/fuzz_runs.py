@@ -1,15 +1,15 @@
-"""Random commands one after another on the same run directories: after each, every directory must be one valid run.
+"""Random train commands on the same run directories: after each command, every directory must hold one valid run.
 
     python scripts/fuzz_runs.py SEED N [--first K] [--output DIRECTORY]
 
-Case k of a seed is always the same: two train commands with config values, data, processes, `--output`, `--resume` and
-other flags drawn at random, and a signal to a rank at a random step. After each command:
+Case k of a seed is always the same: two train commands with random config values, data, number of processes,
+`--output`, `--resume` and other flags, and a signal to a rank at a random step. After each command:
 
-- a directory has one config.json; its steps are on record without gap or repetition, from 1 or from the checkpoint that
-  it was started from;
-- every checkpoint is valid, of a step on record, and its config is the directory's but for what may change at will or
-  is on record as accepted;
-- a command that was refused has changed nothing, and every exit code is one of those that README.md names.
+- each directory has one config.json, and its steps are recorded without gaps or repetitions, from 1 or from the
+  checkpoint that the run was started from;
+- every checkpoint is valid, its step is recorded, and its config is that of the directory, except for keys that may
+  change freely and changes recorded as accepted;
+- a refused command has changed nothing, and every exit code is one of those in README.md.
 
 The ranks are forks of one process that has imported everything. With --output it writes fuzz_runs.md (how the commands
 ended), fuzz_runs.json (every command), log.txt and provenance.json. Exit code 1 if a case failed.
@@ -44,13 +44,13 @@ import recipes  # noqa: E402
 
 LAYOUTS = [(1, {}), (2, {"BATCH_SIZE": 32}), (2, {"parallel.pipeline": 2})]
 SIGNALS = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGKILL]
-ENDS = {0, 2, 75, 130}  # of a command that nobody killed
+ENDS = {0, 2, 75, 130}  # exit codes of commands that are not killed
 
 Command = dict[str, Any]
 
 
 def draw_command(draw: random.Random) -> Command:
-    """A train command, mostly like the other one."""
+    """A random train command; most values are defaults, so that the two of a case often match."""
     values = {"LEARNING_RATE": draw.choice([3e-3] * 5 + [1e-3]), "NUM_EPOCHS": draw.choice([1, 2])}
     values |= {"checkpoint.every_steps": draw.choice([1, 3, 100]), "checkpoint.keep": draw.choice([1, 3])}
     return {
@@ -80,7 +80,7 @@ def flags_of(command: Command, folder: Path) -> list[str]:
 
 
 def execute(command: Command, folder: Path, data: dict[str, Path]) -> tuple[list[int], str]:
-    """Run it, with its signal; returns exit codes and errors."""
+    """Run a command and send its signal; returns exit codes and the ranks' stderr."""
     ranks = command["layout"][0]
     environments = fork_ranks.by_torchrun(ranks) if ranks > 1 else [{}]
     environments = [{**environment, "DATA": str(data[command["data"]])} for environment in environments]
@@ -104,7 +104,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def faults_of_directory(run: Path) -> list[str]:
-    """What is wrong with a run directory."""
+    """Violated invariants of a run directory, see the module docstring."""
     if not (run / "metrics.jsonl").exists():
         return []
     if not (run / "config.json").exists():
@@ -141,7 +141,7 @@ def faults(command: Command, codes: list[int], errors: str, folder: Path, before
     killed = command["signal"] == signal.SIGKILL
     allowed = ENDS | ({1, -signal.SIGKILL} if killed else set()) | {-(command["signal"] or 0)}  # before it trains
     if command["signal"] and not killed:
-        allowed |= {1}  # of the others, if a rank had no handler yet
+        allowed |= {1}  # of the other ranks, if the signalled one had no handler yet
     if not set(codes) <= allowed:
         found.append(f"exit codes {codes}")
     if "Traceback" in errors and not command["signal"]:
@@ -156,10 +156,10 @@ def faults(command: Command, codes: list[int], errors: str, folder: Path, before
 
 
 def check(seed: int, number: int, data: dict[str, Path]) -> tuple[list[Command], list[str]]:
-    """A case.
+    """Run a case.
 
     Returns:
-        The commands: the arguments, processes, data, signal and exit codes of each; what was wrong, if anything was.
+        The commands, each with its arguments, processes, data, signal and exit codes; and the faults found.
     """
     draw = random.Random(f"{seed} {number}")
     folder = Path(tempfile.mkdtemp(prefix="fuzz-"))

@@ -1,14 +1,14 @@
-"""Everything that only a GPU can show, most important first: correctness, then speed, then what needs several GPUs.
+"""All checks that need a GPU, most important first: correctness, then speed, then those that need several GPUs.
 
     bash scripts/gpu_check.sh [--minutes N] [--only NAME ...] [--again] [--rehearse] [--list] [--output DIR]
 
-Each check is a process of its own with a time limit and a log. A check that has passed at this commit is not run again,
-so that a command that was cut short resumes where it stopped; one that failed is. With `--rehearse` the same list runs
-small and on the CPU: it shows that every command of the list works, and nothing about a GPU.
+Each check is a separate process with a time limit and a log. Checks that have passed at this commit are not run again,
+so that an interrupted command resumes where it stopped; failed ones are. With `--rehearse` the same list runs on the
+CPU with small sizes, which tests every command of the list but nothing about GPUs.
 
 Writes into results/<number and name of the GPUs>/: gpu_check.md (the table), gpu_check.json, log.txt, provenance.json,
-logs/, and a folder for each benchmark. Exit code 0 when all checks passed or were skipped, 1 when one failed, 75 when
-the time was too short. In a copy of the repository without git, COMMIT names the commit it is of.
+logs/, and a folder for each benchmark. Exit code 0 if all checks passed or were skipped, 1 if one failed, 75 if the
+time was too short. In a copy of the repository without git, set COMMIT to its commit.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from colossal_vit.benchmark import Benchmark
 ROOT = Path(__file__).resolve().parents[1]
 PASSED, FAILED, SKIPPED, UNFINISHED = "passed", "failed", "skipped", "unfinished"
 TINY = ["IMG_SIZE=32", "PATCH_SIZE=8", "HIDDEN_SIZE=32", "DEPTH=1", "NUM_HEADS=2"]
-SETTLE = 15  # seconds that a process has to end after SIGTERM
+SETTLE = 15  # seconds from SIGTERM to SIGKILL
 
 
 def sets(*values: str) -> list[str]:
@@ -41,12 +41,12 @@ class Check:
     """One entry of the list.
 
     Attributes:
-        shows: what is known when it has passed.
+        shows: what it proves if it passes.
         command: after `python`; {output} is the folder for its results.
-        minutes: its limit.
-        gpus: how many it needs.
-        package: that it cannot do without.
-        small: what a rehearsal appends.
+        minutes: time limit.
+        gpus: number of GPUs it needs.
+        package: Python package it needs.
+        small: arguments that a rehearsal appends.
     """
 
     shows: str
@@ -152,7 +152,7 @@ def gpu_names() -> list[str]:
 
 
 def default_output(names: list[str]) -> Path:
-    """A folder of results named after the GPUs, as `4x_NVIDIA_A100-SXM4-80GB`."""
+    """The results folder named after the GPUs, for example `4x_NVIDIA_A100-SXM4-80GB`."""
     return ROOT / "results" / "_and_".join(f"{names.count(n)}x_{n.replace(' ', '_')}" for n in dict.fromkeys(names))
 
 
@@ -161,13 +161,13 @@ def reason_to_skip(check: Check, num_gpus: int) -> str | None:
         return f"needs {check.gpus} GPUs"
     try:
         found = check.package is None or importlib.util.find_spec(check.package)
-    except ModuleNotFoundError:  # its parent
+    except ModuleNotFoundError:  # its parent package is missing
         found = None
     return None if found else f"needs {check.package}"
 
 
 def end(process: subprocess.Popen) -> None:
-    """End a process and all that it has started."""
+    """End a process and the rest of its process group."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
@@ -194,7 +194,7 @@ def run(command: list[str], log: Path, environment: dict[str, str], limit: float
 
 
 def last_line(log: Path) -> str:
-    """What a program said in the end, without the pipes of a Markdown table."""
+    """The last line of a log, for a Markdown table; also replaces the repository's path in the log by `.`."""
     text = log.read_text(errors="replace").replace(str(ROOT), ".")
     log.write_text(text)
     lines = [line.strip() for line in text.splitlines() if line.strip()]

@@ -2,8 +2,8 @@
 
 python scripts/sample_data.py [FOLDER] [--imagenet]      # default: data/sample in this repository
 
-Alone it writes FOLDER/cifar-10-batches-bin. With --imagenet it writes FOLDER/imagenet instead: the raw train/ and val/
-folders that vit_imagenet_dali/build_tfrecords.py packs.
+By default it writes FOLDER/cifar-10-batches-bin. With --imagenet it writes FOLDER/imagenet instead: the train/ and val/
+folders of image files that vit_imagenet_dali/build_tfrecords.py packs.
 """
 
 import argparse

@@ -8,12 +8,12 @@ from collections import Counter
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: ranks are forks, and thread pools do not survive a fork
 os.environ.pop("DATA", None)
-# Forks of a process that has asked for a GPU cannot use one, and most of these tests start more ranks than there are
-# GPUs: all but test_gpu.py, which starts processes of its own, run on the CPU.
+# Forks of a process that has initialised CUDA cannot use a GPU, and most tests start more ranks than there are GPUs.
+# So all tests run on the CPU, except test_gpu.py, which starts new processes.
 os.environ["GPUS"] = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-import colossal_vit  # noqa: F401 silences what comes next
+import colossal_vit  # noqa: F401 filters warnings of the next import
 import colossalai.legacy  # noqa: F401 so that forked ranks need not import it, nor the others that are marked so
 import matplotlib.figure  # noqa: F401
 import pytest
@@ -32,18 +32,18 @@ NUM_TEST_IMAGES = 90  # for `few_test_images`: two full batches of 32 and a part
 MODULES = dict(sys.modules)  # what the train scripts import, and this file
 
 torch.set_num_threads(1)
-# Autograd looks for GPUs in its first backward pass, and where it finds one no fork can use it. A FakeTensorMode with
-# CUDA tensors makes it find one, so the first pass has to come before.
+# Autograd initialises its device threads in the first backward pass; if it finds a GPU then, forks cannot use autograd.
+# A FakeTensorMode with CUDA tensors makes it find one, so the first backward pass has to come before.
 torch.ones(1, requires_grad=True).backward()
-gc.freeze()  # else each fork's first collection reads, and so copies, all that was imported
-# More ranks than cores, each waking the others all the time: a rank that is not interrupted for one that has just woken
-# up saves a third of the switches.
+gc.freeze()  # otherwise each fork's first collection touches, and so copies, the memory of all imported modules
+# There are more ranks than cores, and they constantly wake each other. Under SCHED_BATCH a waking rank does not preempt
+# a running one, which saves a third of the context switches.
 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs and their children ignore it
 
 
 def random_start(monkeypatch):
-    """Start from weights that are all random: the usual start has a head of zeros, which hides what is behind it."""
+    """Start from weights that are all random: the usual zeros in the head would hide errors in the layers before it."""
     original = vit.full_vit
 
     def full_vit(config):
@@ -59,13 +59,13 @@ def random_start(monkeypatch):
 
 @pytest.fixture
 def fresh_modules():
-    """The modules that were imported before the first test."""
+    """`sys.modules` as it was before the first test."""
     return MODULES
 
 
 @pytest.fixture(autouse=True)
 def nothing_left_running():
-    """Ranks of a test that failed would take the processor from all that come after it."""
+    """Kill the ranks that a failed test left running, so that they do not slow down later tests."""
     yield
     fork_ranks.end_all()
 
@@ -85,7 +85,7 @@ def small_sample(tmp_path_factory):
 
 @pytest.fixture
 def few_test_images(small_sample, monkeypatch):
-    """For runs that all evaluate."""
+    """Evaluate on `NUM_TEST_IMAGES` images only, for tests of many runs with evaluation."""
     monkeypatch.setenv("DATA", str(small_sample))
 
 
@@ -95,7 +95,7 @@ def random_weights(monkeypatch):
 
 
 class SmallDisk:
-    """A disk of its own at `path`, of the size last given to `resize`."""
+    """A separate file system at `path`, of the size last given to `resize`."""
 
     def __init__(self, path):
         self.path = path
@@ -106,7 +106,7 @@ class SmallDisk:
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A disk of 1 MB. Takes the right to mount; skipped without."""
+    """A file system of 1 MB. The test is skipped without the permission to mount it."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]

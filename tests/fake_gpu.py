@@ -1,8 +1,8 @@
-"""A GPU whose tensors have a device but no data: what is left on the CPU fails as it would on a real one.
+"""A fake GPU whose tensors have a device but no data, to find tensors that are left on the CPU by mistake.
 
-Two things it cannot do: a backward pass, for which autograd asks CUDA for a context, so every leaf of the graph gets a
-gradient of ones; and telling values, so the host reads 1.0, 0 and False. On PyTorch's device `meta`, which no operator
-mixes with the CPU either, the backward pass is the real one.
+Mixing its tensors with CPU tensors fails as on a real GPU. It cannot run a backward pass, for which autograd needs a
+CUDA context, so every leaf of the graph gets a gradient of ones; and it has no values, so the host reads 1.0, 0 and
+False. PyTorch's device `meta`, whose tensors do not mix with CPU tensors either, runs the real backward pass.
 """
 
 import sys
@@ -41,7 +41,7 @@ BYTES = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_mem
 
 
 class _Values(TorchDispatchMode):
-    """What a tensor without data is asked for."""
+    """Makes up the values of tensors without data that the host reads."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is torch.ops.aten._local_scalar_dense.default:
@@ -50,7 +50,7 @@ class _Values(TorchDispatchMode):
 
 
 def _backward(outputs: Iterable[Tensor]) -> None:
-    """Ones for all leaves, on their own device and in their type."""
+    """Add a gradient of ones to all leaves of the graph, on their device and in their type."""
     seen, waiting = set(), [output.grad_fn for output in outputs]
     while waiting:
         node = waiting.pop()
@@ -64,7 +64,7 @@ def _backward(outputs: Iterable[Tensor]) -> None:
 
 
 class _NoThread:
-    """A pool that works at once: tensors without data are for one thread."""
+    """A thread pool that works in the calling thread, since the fake tensor mode applies to one thread only."""
 
     def __init__(self, _):
         pass
@@ -83,7 +83,7 @@ class _NoThread:
 
 
 def _built_on(device: torch.device, build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """A function that builds its model there: weights without data cannot be moved."""
+    """Wrap `build` to create its model on `device`, since weights without data cannot be moved."""
 
     def build_there(*args, **kwargs):
         with device:
@@ -93,10 +93,10 @@ def _built_on(device: torch.device, build: Callable[..., nn.Module]) -> Callable
 
 
 def _pretend(mode: FakeTensorMode) -> None:
-    """Have torch.cuda and Colossal-AI find a GPU."""
+    """Make torch.cuda and Colossal-AI detect a GPU."""
     set_accelerator(CudaAccelerator())
     with mode:
-        torch.empty(1, device=CUDA)  # from now on, tensors can be there
+        torch.empty(1, device=CUDA)  # initialises the mode for CUDA tensors
     for name, answer in ANSWERS.items():
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
     for name in NOTHING:
@@ -107,10 +107,10 @@ def _pretend(mode: FakeTensorMode) -> None:
 
 
 def without_peers(noted: Callable[..., object] = lambda **_: None) -> None:
-    """Have every process group be one whose other members need not exist, whatever backend is asked for.
+    """Make every process group a fake one, whose other members need not exist, for any backend.
 
     Args:
-        noted: called with what `init_process_group` was asked for.
+        noted: called with the options of `init_process_group`.
     """
     init = dist.init_process_group
 
@@ -122,20 +122,21 @@ def without_peers(noted: Callable[..., object] = lambda **_: None) -> None:
 
 
 def run(main: Callable[[], None], argv: list[str], device: torch.device = CUDA) -> list[dict[str, Tensor]]:
-    """Call a train script's `main` on such a GPU, in a process that is good for nothing afterwards.
+    """Call a train script's `main` on a fake GPU or `meta`. Patches this process irreversibly, so call it in a fork.
 
-    With `--dry-run` one rank of any world makes one step, without data.
+    With `--dry-run`, one rank of any layout makes one step.
 
     Returns:
-        The tensors of each checkpoint.
+        For each checkpoint that `main` saves, its model and optimizer tensors.
     """
     script = sys.modules[main.__module__]
     saved = []
 
     def write(path, model, optimizer, *_):
-        saved.append({**model, **optimizer})  # in a thread, which sees another device while an operator runs
+        # Checked after `main`: to this thread, tensors show another device while an operator runs in the main thread.
+        saved.append({**model, **optimizer})
 
-    FakeTensorMode.avoid_device_init = True  # it would ask torch.cuda, which says below that there is a GPU
+    FakeTensorMode.avoid_device_init = True  # otherwise it initialises CUDA if torch.cuda, as patched, has a GPU
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     if device == CUDA:
         _pretend(mode)
@@ -153,7 +154,7 @@ def run(main: Callable[[], None], argv: list[str], device: torch.device = CUDA) 
             torch.Tensor.backward = lambda loss, *_, **__: _backward([loss])
             torch.autograd.backward = lambda tensors, *_, **__: _backward(tensors)
         torch.Tensor.pin_memory = lambda tensor: tensor
-        torch.Tensor.data_ptr = lambda tensor: id(tensor)  # only compared
+        torch.Tensor.data_ptr = lambda tensor: id(tensor)  # pointers are only compared
         capture.random_state = dict
         storage.write = write
         for name in ("build_timm_vit", "build_vit"):
@@ -166,7 +167,7 @@ def run(main: Callable[[], None], argv: list[str], device: torch.device = CUDA) 
             enter(run.device)
         return run
 
-    # A world of one rank, whose messages to itself must keep their values.
+    # For one rank, object collectives return its own value; fake groups would not.
     dist.all_gather_object = lambda values, value, **_: values.__setitem__(0, value)
     dist.broadcast_object_list = lambda *_, **__: None
     run_on_rank_0 = ranks.run_on_rank_0
@@ -177,7 +178,7 @@ def run(main: Callable[[], None], argv: list[str], device: torch.device = CUDA) 
         reader.ThreadPoolExecutor = _NoThread
     launch.start, fakes.fake_tensors = start_there, enter
     sys.argv = [script.__file__, *argv]
-    if "--dry-run" not in argv:  # which has such groups anyway
+    if "--dry-run" not in argv:  # dry runs have fake groups anyway
         without_peers()
     main()
     for tensors in saved:

@@ -1,4 +1,4 @@
-"""Run train scripts as a user does, many times over, without paying 7 seconds of imports for every process.
+"""Run train scripts as from the command line, without 7 seconds of imports per process.
 
 The test process imports everything once; each rank is a fork of it with its own command line, environment and output.
 """
@@ -29,17 +29,17 @@ from colossal_vit.parallel.seeds import seed_ranks
 from colossalai.context import Config
 
 ROOT = Path(__file__).resolve().parents[1]
-# Seconds after which something that is waited for counts as hanging. Nothing has to be faster than that: where a run is
-# to end of itself, its --timeout is longer.
+# Seconds after which a process counts as hanging. Generous, since it is no speed limit: tests of runs that end by
+# themselves use a longer --timeout, so that the timeout cannot be what ends them.
 PATIENCE = 600
 FOREVER = ["--timeout", str(10 * PATIENCE)]
-running: set[int] = set()  # ranks that nobody has waited for yet
+running: set[int] = set()  # process ids of ranks that have not been waited for
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass
 class Result:
-    """What the ranks of a world left behind, by rank."""
+    """Exit codes and output of ended ranks, by rank."""
 
     codes: list[int]
     stdout: list[str]
@@ -56,7 +56,7 @@ def free_port() -> int:
 
 
 def by_torchrun(world_size: int) -> list[dict[str, str]]:
-    """The environment that torchrun gives each rank."""
+    """The environment variables that torchrun sets, for each rank."""
     port = str(free_port())
     return [
         dict(RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE=str(world_size), MASTER_ADDR="localhost", MASTER_PORT=port)
@@ -65,10 +65,10 @@ def by_torchrun(world_size: int) -> list[dict[str, str]]:
 
 
 def end_as(program: Callable[[], object]) -> NoReturn:
-    """In a fork whose files 0, 1 and 2 are its own: run `program`, and end with the exit code that Python gives it."""
+    """Run `program` in a forked process, on its file descriptors 0 to 2, and exit with Python's exit code for it."""
     code = 1
     try:
-        sys.stdin = open(0, closefd=False)  # noqa: SIM115 the process's own, as long as it lives
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115 stays open as long as the process runs
         sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
         program()
         code = 0
@@ -85,7 +85,7 @@ def end_as(program: Callable[[], object]) -> NoReturn:
 
 
 def _become(script: Path, argv: Sequence[str], env: Mapping[str, str | None], cwd: Path, out: Path, err: Path) -> None:
-    """In a fresh fork: be `python script argv...`; never returns."""
+    """Run `python script argv...` in a newly forked process; never returns."""
     os.setsid()
     for path, number in ((os.devnull, 0), (out, 1), (err, 2)):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644), number)
@@ -109,7 +109,7 @@ def start(
     cwd: Path | None = None,
     enter: Callable[[int], None] = lambda rank: None,
 ) -> "World":
-    """Fork one process per environment. `argv` is shared, or one list per rank. Each first calls `enter(rank)`."""
+    """Fork one rank per environment, which calls `enter(rank)` and runs the script; `argv` may be one list per rank."""
     script = ROOT / script
     shared = not argv or isinstance(argv[0], str)
     directory = Path(tempfile.mkdtemp(prefix="world-"))
@@ -137,7 +137,7 @@ class World:
         return path.read_text() if path.exists() else ""
 
     def wait(self, timeout: float = PATIENCE) -> Result:
-        """Wait for all ranks to end; those that hang are killed and count as code -9."""
+        """Wait up to `timeout` seconds for all ranks to end; the others are killed, with code -9."""
         codes: dict[int, int] = {}
         deadline = time.monotonic() + timeout
         while len(codes) < len(self.pids):
@@ -158,7 +158,7 @@ class World:
 
 
 def end_all() -> None:
-    """Kill the ranks that a test has left behind."""
+    """Kill the ranks that a test has left running."""
     for pid in list(running):
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -166,7 +166,7 @@ def end_all() -> None:
 
 
 def run(script: Path | str, argv: Sequence[str], world_size: int = 1, **start_args) -> Result:
-    """Run a script on `world_size` ranks as torchrun would, or as a single plain process."""
+    """Run a script on `world_size` ranks as under torchrun, or for 1 as a process without launcher."""
     environments = by_torchrun(world_size) if world_size > 1 else [{}]
     return start(script, argv, environments, **start_args).wait()
 
@@ -183,12 +183,13 @@ def _launch(rank: int, world_size: int, port: int, config: Mapping) -> None:
 
 
 def call(function, world_size: int = 1, launched: bool = True, **config) -> list:
-    """Call `function()` on every rank of a world; returns what each rank returned, or fails with what one raised.
+    """Call `function()` on every rank; returns the results by rank, or raises if one raised.
 
     Args:
         function: called in a fork of this process.
-        launched: whether Colossal-AI is patched and launched before.
-        config: the run's config; `parallel` and all else as in a config file.
+        world_size: number of ranks.
+        launched: whether to patch and launch Colossal-AI before.
+        config: config values, such as `parallel`.
     """
     pipes, pids = [], []
     port = free_port()
@@ -212,7 +213,7 @@ def call(function, world_size: int = 1, launched: bool = True, **config) -> list
     answers = []
     for rank, receive in enumerate(pipes):
         try:
-            answers.append(pickle.loads(receive.recv_bytes()))  # by value: the rank is gone by now
+            answers.append(pickle.loads(receive.recv_bytes()))  # tensors by value, since the rank may have ended
         except EOFError:
             answers.append((False, f"rank {rank} ended without an answer"))
     for pid in pids:

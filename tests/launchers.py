@@ -1,4 +1,4 @@
-"""Real launchers for tests: Debian packages they come in, a SLURM of one node, and the losses that all must give."""
+"""Real launchers for tests: their Debian packages, a one-node SLURM, and the losses that every launcher must give."""
 
 import functools
 import os
@@ -23,10 +23,7 @@ STEPS = 3
 
 
 def need(packages, *programs):
-    """Install Debian packages unless their programs are there; skip the test where that is not possible.
-
-    In CI it must be.
-    """
+    """Install Debian packages unless their programs exist; if that fails, skip the test, or in CI fail it."""
 
     def missing():
         return [name for name in programs if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")]
@@ -42,7 +39,7 @@ def need(packages, *programs):
 
 
 def environment(gpus=False, **more):
-    """A user's environment: nothing of the test's own, the installed Python first, and GPUs, which conftest hides."""
+    """A user's environment: without the tests' variables, with this Python first on PATH, optionally with GPUs."""
     gone = (*fork_ranks.LAUNCHER_VARIABLES, "DATA", "PYTHONPATH", "HOST", "GPUS", *(["CUDA_VISIBLE_DEVICES"] * gpus))
     clean = {key: value for key, value in os.environ.items() if key not in gone}
     if gpus and os.environ["GPUS"] != "all":
@@ -53,7 +50,7 @@ def environment(gpus=False, **more):
 
 @functools.cache
 def num_gpus():
-    """How many GPUs a process of its own sees."""
+    """Number of GPUs visible to a new process; conftest hides them from this one."""
     if not shutil.which("nvidia-smi"):
         return 0
     command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
@@ -61,7 +58,7 @@ def num_gpus():
 
 
 def small(output, stages=2, **values):
-    """Flags of a run of the pipeline config that takes a second."""
+    """Flags of a run of the pipeline config that takes about a second."""
     settings = {**recipes.MODEL, "BATCH_SIZE": 16, "parallel.pipeline": stages, **values}
     return ["--output", str(output), "--max-steps", str(STEPS), *recipes.set_flags(settings)]
 
@@ -80,7 +77,7 @@ def reference(output, world_size, **values):
 
 
 def run(command, cwd=FOLDER, **variables):
-    """A command to its end, with the arguments of `environment`; returns its exit code and what it said."""
+    """Run a command in `environment(**variables)`; returns its exit code and output."""
     done = subprocess.run(
         command, cwd=cwd, env=environment(**variables), capture_output=True, text=True, timeout=fork_ranks.PATIENCE
     )
@@ -88,7 +85,7 @@ def run(command, cwd=FOLDER, **variables):
 
 
 def wait_until(condition, what):
-    """Wait for something to become true, and return it."""
+    """Wait until `condition()` is true, and return its value."""
     deadline = time.monotonic() + fork_ranks.PATIENCE
     while not (answer := condition()):
         assert time.monotonic() < deadline, what() if callable(what) else what
@@ -97,7 +94,7 @@ def wait_until(condition, what):
 
 
 def has_ended(pid):
-    """Whether a process that need not be a child is gone, or nobody has waited for it yet."""
+    """Whether a process, of whatever parent, has ended or is a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
@@ -110,7 +107,7 @@ def steps_on_record(output):
 
 
 class Slurm:
-    """SLURM on this machine alone, with its state in a folder, until `stop`."""
+    """A SLURM cluster of this machine only, with its state in a folder, running until `stop`."""
 
     def __init__(self, folder):
         need(["slurm-wlm", "munge"], "srun", "sbatch", "slurmctld", "slurmd", "munged")
@@ -156,20 +153,20 @@ class Slurm:
         wait_until(lambda: self("sinfo", "-h", "-o", "%T")[1].strip() == "idle", self.logs)
 
     def _start(self, program, *argv):
-        log = open(self.folder / f"{program}.out", "w")  # noqa: SIM115 the daemon's, as long as it lives
+        log = open(self.folder / f"{program}.out", "w")  # noqa: SIM115 stays open as long as the daemon runs
         self.daemons.append(
             subprocess.Popen([program, *argv], env=environment(**self.variables), stdout=log, stderr=log)
         )
 
     def __call__(self, *command, **options):
-        """Run a command of SLURM's; returns its exit code and what it said."""
+        """Run a SLURM command; returns its exit code and output."""
         return run(command, **options, **self.variables)
 
     def logs(self):
         return "\n".join(path.read_text() for path in self.folder.glob("*.out"))
 
     def submit(self, *argv, cwd=fork_ranks.ROOT):
-        """sbatch; returns the number of the job."""
+        """Run sbatch; returns the job's number."""
         code, said = self("sbatch", "--parsable", *argv, cwd=cwd)
         assert code == 0, said
         return said.strip()
@@ -178,13 +175,13 @@ class Slurm:
         return self("squeue", "-h", "-j", job, "-t", "all", "-o", "%T")[1].strip()
 
     def ended(self, job):
-        """Wait for the end of a job; returns its state."""
+        """Wait until a job ends; returns its state."""
         ends = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
         return wait_until(lambda: next((s for s in ends if s == self.state(job)), None), self.logs)
 
     def stop(self):
         self("scancel", "--full", "--signal=KILL", "--user=root")
-        self("scancel", "--user=root")  # those that are queued again
+        self("scancel", "--user=root")  # cancels requeued jobs, too
         wait_until(lambda: not self("squeue", "-h")[1].strip(), self.logs)
         for daemon in reversed(self.daemons):
             daemon.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Small models and the runs that compare them."""
+"""Small training runs for tests, and their records for comparison."""
 
 import json
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from check_layouts import MODEL, set_flags
 
 HYBRID = "vit_cifar10_hybrid/train_hybrid.py"
 DATA_PARALLEL = "vit_cifar10_hybrid/train_dp.py"
-TIMES = {"images_per_s", "data_s", "step_s", "memory_gb", "reserved_gb"}  # what is allowed to differ
+TIMES = {"images_per_s", "data_s", "step_s", "memory_gb", "reserved_gb"}  # metrics that may differ between equal runs
 PIPELINE_CONFIG = "configs/config_pipeline_parallel.py"
 
 
 def flags(amp: str | None = None, **values) -> list[str]:
-    """The command line of a small run: the pipeline config on one stage, in fp32, unless arguments say otherwise."""
+    """The command line of a small run: by default, the pipeline config on one stage, in fp32."""
     settings = {"parallel.pipeline": 1, **MODEL, **values}
     if amp:
         settings.pop("fp16")
@@ -27,7 +27,7 @@ def flags(amp: str | None = None, **values) -> list[str]:
 
 
 def config(argv: Sequence[str]) -> Config:
-    """The config that the train script makes of `flags`."""
+    """The resolved config of a command line from `flags`."""
     _, path, *rest = argv
     return configs.load(path, rest[1::2], "train_hybrid")
 
@@ -36,7 +36,7 @@ def train(output: Path, world_size: int = 1, steps: int = 20, amp: str | None = 
     """Train; the arguments are those of `flags`.
 
     Returns:
-        The records of steps, and those of evaluations.
+        The records of steps, and the records of evaluations.
     """
     argv = [*flags(amp, **values), "--output", str(output), "--max-steps", str(steps)]
     result = fork_ranks.run(HYBRID, argv, world_size)
@@ -45,6 +45,6 @@ def train(output: Path, world_size: int = 1, steps: int = 20, amp: str | None = 
 
 
 def record(output: Path) -> list[dict]:
-    """All that `metrics.jsonl` says, but for times and memory."""
+    """All records of `metrics.jsonl`, without times and memory."""
     lines = (output / "metrics.jsonl").read_text().splitlines()
     return [{key: value for key, value in json.loads(line).items() if key not in TIMES} for line in lines]

@@ -1,8 +1,8 @@
-"""`python` and `torchrun` that start at once: each process is a fork of this one, which has imported everything.
+"""`python` and `torchrun` without start-up time: each process is a fork of this one, which has imported everything.
 
-`Warm(folder)` puts both programs into `folder/bin`, and a file that makes bash use them although an activated
-environment comes first on PATH. A fork takes the caller's arguments, environment, working directory and open files,
-forgets the modules of this repository, and imports them again from the paths that the caller gives.
+`Warm(folder)` puts both programs into `folder/bin`, and a file that makes bash use them even if an activated
+environment comes first on PATH. A fork takes over the caller's arguments, environment, working directory and open
+files, and imports the modules of this repository again, from the caller's paths.
 """
 
 import json
@@ -34,7 +34,7 @@ os.kill(os.getpid(), -code) if code < 0 else os._exit(code)
 
 
 def _become(argv: list[str]) -> None:
-    """In a fork: be `python argv...`."""
+    """Run `python argv...` in a forked process."""
     if argv[0] == "-u":
         argv = argv[1:]
     for name, module in list(sys.modules.items()):
@@ -44,7 +44,7 @@ def _become(argv: list[str]) -> None:
     kept = [path for path in sys.path if not Path(path).is_relative_to(ROOT) or Path(path).is_relative_to(ENVIRONMENT)]
     given = os.environ.get("PYTHONPATH", "").split(":")
     sys.path[:] = ["", *filter(None, given), *kept]
-    sys.dont_write_bytecode = False  # the next process is to read what this one has compiled
+    sys.dont_write_bytecode = False  # cache bytecode for the next process
     if argv[0] == "-m":
         sys.argv = argv[1:]
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
@@ -73,7 +73,7 @@ def _run(argv: list[str], environment: dict[str, str], cwd: str, files: list[int
 
 
 def _answer(connection: socket.socket) -> None:
-    """Run what a client asks for, tell it the exit code, and end with it."""
+    """Run a client's command and send it the exit code; if the client ends first, kill the command."""
     call, files, _, _ = socket.recv_fds(connection, 1 << 20, 3)
     pid = os.fork()
     if pid == 0:
@@ -83,14 +83,14 @@ def _answer(connection: socket.socket) -> None:
         os.close(file)
     ended = os.pidfd_open(pid)
     ready, _, _ = select.select([ended, connection], [], [])
-    if ended not in ready:  # the client is gone
+    if ended not in ready:  # the client has ended
         os.kill(pid, signal.SIGKILL)
     connection.send(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
 
 
 def _serve(listener: socket.socket) -> None:
     def reap(*_: object) -> None:
-        with suppress(ChildProcessError):  # one signal may stand for several children, and interrupt this function
+        with suppress(ChildProcessError):  # one signal may mean several children, and may interrupt this function
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
 
@@ -108,10 +108,10 @@ def _serve(listener: socket.socket) -> None:
 
 
 class Warm:
-    """The two programs, as long as the block lasts.
+    """Provides the two programs inside a `with` block.
 
     Attributes:
-        environment: what a shell needs to use them.
+        environment: environment variables with which a shell uses them.
     """
 
     def __init__(self, folder: Path):
