@@ -4,6 +4,9 @@ RandAugment is E. D. Cubuk et al., arXiv:1909.13719; 3-Augment is H. Touvron et 
 grayscale, solarisation or blur, and a colour jitter; random erasing is Z. Zhong et al., arXiv:1708.04896.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 from colossalai.context import Config
@@ -24,6 +27,17 @@ def build_policy(policy: str | None = None, n: int = 2, m: int = 9, color_jitter
     if color_jitter:
         parts.append(v2.ColorJitter(*[color_jitter] * 3))
     return nn.Sequential(*parts)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Have torch use one CPU thread: more of them wait for each other longer than a small image takes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class Augment:
@@ -61,7 +75,7 @@ class Augment:
         """
         done = []
         images = images.round().to(torch.uint8) if images.is_floating_point() else images
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), _one_thread():
             for image, number in zip(images, numbers.tolist(), strict=True):
                 seed = np.random.SeedSequence((self.seed, epoch, number)).generate_state(1, np.uint64)
                 torch.default_generator.manual_seed(int(seed[0]))  # torch.manual_seed would seed GPUs, too
