@@ -1,0 +1,90 @@
+"""Draw what each augmentation does to eight digits of the sample, a row for each.
+
+    python scripts/draw_augmentation.py [--output results/augmentation]
+
+Writes augmentation.png, augmentation.md (the settings of each row), augmentation.json (the same) and provenance.json.
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import torch
+from colossal_vit.benchmark import Benchmark
+from colossal_vit.data import mixing
+from colossal_vit.data.augment import Augment
+from colossal_vit.data.batches import Loader
+from colossal_vit.data.digits import write_cifar10
+from colossalai.context import Config
+from matplotlib.figure import Figure
+from torch import Tensor
+from torchvision.utils import make_grid
+
+from cifar10 import read
+
+ROOT = Path(__file__).resolve().parents[1]
+COUNT, SEED = 8, 4
+ROWS = {
+    "as they are": {},
+    "RandAugment": {"augment": {"policy": "rand", "n": 2, "m": 10}},
+    "3-Augment, jitter": {"augment": {"policy": "three", "color_jitter": 0.3}},
+    "random erasing": {"augment": {"erase": 1.0}},
+    "Mixup, per image": {"mix": {"mixup": 0.8, "mode": "elem"}},
+    "CutMix, per image": {"mix": {"cutmix": 1.0, "mode": "elem"}},
+}
+
+
+class One(Loader):
+    """A single batch.
+
+    Args:
+        images: float32, (B, 3, H, W).
+    """
+
+    def __init__(self, images: Tensor):
+        self.batch = images, torch.zeros(len(images), dtype=torch.int64)
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self):
+        return iter([self.batch])
+
+
+def draw_row(images: Tensor, blocks: dict) -> Tensor:
+    """The images (B, 3, H, W), uint8, as a training with these blocks gets them, from 0 to 1."""
+    sizes = dict(BATCH_SIZE=len(images), gradient_accumulation=1, IMG_SIZE=images.shape[-1], NUM_CLASSES=10)
+    config = Config(dict(SEED=SEED, **sizes, **blocks))
+    augmented = Augment(config)(
+        images, torch.arange(len(images)), 0, torch.zeros(3, 1, 1), torch.full((3, 1, 1), 255.0)
+    )
+    if "mix" not in blocks:
+        return augmented
+    ((mixed, _),) = mixing.MixedBatches(One(augmented), config, rank=0, num_ranks=1)
+    return mixed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=ROOT / "results/augmentation", help="where the result goes")
+    args = parser.parse_args()
+    benchmark = Benchmark(args.output)
+    with tempfile.TemporaryDirectory() as scratch:
+        write_cifar10(Path(scratch))
+        images, _, _ = read(Path(scratch), train=True)
+    figure = Figure(figsize=(9, 7), dpi=100)
+    for axes, (name, blocks) in zip(figure.subplots(len(ROWS), 1), ROWS.items(), strict=True):
+        row = make_grid(draw_row(images[:COUNT], blocks), nrow=COUNT, padding=2, pad_value=1.0)
+        axes.imshow(row.clamp(0, 1).permute(1, 2, 0))
+        axes.set_ylabel(name, rotation=0, ha="right", va="center")
+        axes.set_xticks([])
+        axes.set_yticks([])
+        axes.spines[:].set_visible(False)
+    figure.subplots_adjust(left=0.22, right=0.99, top=0.99, bottom=0.01, hspace=0.04)
+    table = ["| row | blocks |", "| --- | --- |", *(f"| {name} | `{blocks}` |" for name, blocks in ROWS.items())]
+    benchmark.finish("augmentation", table, ROWS)
+    figure.savefig(args.output / "augmentation.png")
+
+
+if __name__ == "__main__":
+    main()
