@@ -38,8 +38,7 @@ EXAMPLES = {
     ),
 }
 FULL = {"mix.mixup": 0.8, "mix.cutmix": 1.0, "bce.threshold": 0.0, "DROP_PATH_RATE": 0.05, "DECAY_VECTORS": False}
-FULL |= {"ema.decay": 0.99, "ema.warmup": True}
-TORCHVISION = {"augment.policy": "three", "augment.color_jitter": 0.3}  # DALI has its own
+FULL |= {"ema.decay": 0.99, "ema.warmup": True, "augment.policy": "three", "augment.color_jitter": 0.3}
 
 
 def train(example: str, recipe: str, seed: int, epochs: int) -> tuple[dict[str, float], str]:
@@ -47,7 +46,7 @@ def train(example: str, recipe: str, seed: int, epochs: int) -> tuple[dict[str, 
     script, config, values = EXAMPLES[example]
     values = {**SIZE, **TRAINING, **values, "NUM_EPOCHS": epochs, "SEED": seed}
     if recipe == "full":
-        values |= FULL | ({} if "DALI" in example else TORCHVISION)
+        values |= FULL
     path = ROOT / script
     with tempfile.TemporaryDirectory() as scratch:
         command = [sys.executable, path.name, "--config", config, "--output", f"{scratch}/run"]
@@ -87,7 +86,7 @@ def main() -> None:
         )
         table.append(f"| {example} | {' | '.join(cells)} |")
     details = {"accuracy": results, "epochs": args.epochs, "size": SIZE, "training": TRAINING, "full": FULL}
-    benchmark.finish("recipes", table, {**details, "torchvision": TORCHVISION})
+    benchmark.finish("recipes", table, details)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import shutil
 from types import SimpleNamespace
 
 import numpy as np
+import nvidia.dali
 import pytest
 import torch
 from colossal_vit.data.batches import IGNORED
@@ -17,7 +18,9 @@ from colossal_vit.errors import UserError
 from colossal_vit.parallel.ranks import RankLogger
 from colossalai.context import Config
 from PIL import Image
+from torchvision.transforms.v2 import functional as F
 
+import augmentation
 import build_tfrecords as tfrecords
 import fork_ranks
 import imagenet_dali_dataloader as loaders
@@ -227,7 +230,94 @@ def test_a_later_stage_gets_the_same_labels_without_images(numbered):
         assert torch.equal(instead, of_later)
 
 
-@pytest.mark.parametrize("options", [{}, dict(rand_augment=dict(n=1, m=9))])
+def through_dali(operation, images):
+    """What a graph of one operation makes of images (H, W, 3), uint8."""
+
+    @nvidia.dali.pipeline_def(batch_size=len(images), num_threads=1, device_id=None, seed=3)
+    def graph():
+        return operation(nvidia.dali.fn.external_source(source=lambda: images, layout="HWC", batch=True))
+
+    pipeline = graph()
+    pipeline.build()
+    (made,) = pipeline.run()
+    return [torch.from_numpy(np.array(made[number])) for number in range(len(images))]
+
+
+def blocks(count=4):
+    """Images of random squares of 4 pixels, (48, 48, 3)."""
+    generator = np.random.default_rng(0)
+    drawn = generator.integers(0, 256, (count, 12, 12, 3), dtype=np.uint8)
+    return [np.ascontiguousarray(image.repeat(4, 0).repeat(4, 1)) for image in drawn]
+
+
+OPERATIONS = {  # DALI's, torchvision's, and how far they may be apart where one rounds and the other cuts off
+    "grayscale": (augmentation.grayscale, lambda image: F.rgb_to_grayscale(image, 3), 1),
+    "solarize": (augmentation.solarize, lambda image: F.solarize(image, 128), 0),
+    "blur": (lambda images: augmentation.blur(images, 1.3), lambda image: F.gaussian_blur(image, [13, 13], [1.3]), 1),
+    "brightness": (
+        lambda images: augmentation.jitter(images, 1.2, 1.0, 1.0),
+        lambda image: F.adjust_brightness(image, 1.2),
+        1,
+    ),
+    "contrast": (
+        lambda images: augmentation.jitter(images, 1.0, 0.7, 1.0),
+        lambda image: F.adjust_contrast(image, 0.7),
+        1,
+    ),
+    "saturation": (
+        lambda images: augmentation.jitter(images, 1.0, 1.0, 1.3),
+        lambda image: F.adjust_saturation(image, 1.3),
+        1,
+    ),
+}
+
+
+@in_fork
+def test_operations_equal_torchvisions_image_by_image():
+    for name, (ours, theirs, rounding) in OPERATIONS.items():
+        for found, image in zip(through_dali(ours, blocks()), blocks(), strict=True):
+            expected = theirs(torch.from_numpy(image).permute(2, 0, 1))
+            apart = (found.permute(2, 0, 1).int() - expected.int()).abs()
+            assert apart.max() <= rounding, name
+            assert (expected.permute(1, 2, 0).int() - torch.from_numpy(image).int()).abs().max() > 10, name
+
+
+@in_fork
+def test_erasing_replaces_a_rectangle_by_noise():
+    """Of the areas and aspects that torchvision draws, as often as it is told to."""
+
+    def erased(probability):
+        fn = nvidia.dali.fn
+        far = functools.partial(fn.crop_mirror_normalize, output_layout="CHW", mean=[300.0], std=[1.0])  # below -40
+        found = through_dali(lambda images: augmentation.erase(far(images), probability), blocks(64))
+        return [image > -20 for image in found if (image > -20).any()]
+
+    assert not erased(0.0)
+    assert 15 < len(erased(0.5)) < 49
+    masks = erased(1.0)
+    assert len(masks) == 64
+    for mask in masks:
+        rows, columns = mask.any(0).any(1), mask.any(0).any(0)
+        assert torch.equal(mask, (rows[:, None] & columns).expand(3, -1, -1)), "a rectangle, in all channels"
+        height, width = rows.sum().item() / 48, columns.sum().item() / 48
+        assert 0.01 < height * width < 0.36
+        assert 0.2 < height / width < 5 or 1.0 in (height, width)
+
+
+ALL = dict(policy="three", color_jitter=0.3, erase=0.5)
+
+
+@in_fork
+def test_the_loader_augments_as_the_block_says(numbered):
+    plain, labels = next(iter(loader(numbered, crop_area=(1.0, 1.0), flip=False)))
+    for how in (ALL, dict(policy="rand"), dict(color_jitter=0.3), dict(erase=1.0)):
+        images, same_labels = next(iter(loader(numbered, crop_area=(1.0, 1.0), flip=False, augment=how)))
+        assert torch.equal(labels, same_labels)
+        assert images.shape == plain.shape
+        assert sum(torch.equal(a, b) for a, b in zip(images, plain, strict=True)) < 16
+
+
+@pytest.mark.parametrize("options", [{}, dict(rand_augment=dict(n=1, m=9)), dict(augment=ALL)])
 @in_fork
 def test_a_saved_stream_goes_on_to_the_bit(numbered, options):
     stream = loader(numbered, rank=1, num_ranks=2, **options)

@@ -38,6 +38,7 @@ from nvidia.dali.auto_aug.rand_augment import rand_augment
 from nvidia.dali.data_node import DataNode
 from torch import Tensor
 
+import augmentation
 import build_tfrecords as tfrecords
 from planning import NUM_IMAGES
 from tfrecord import record_size
@@ -199,6 +200,7 @@ class DaliLoader(Loader):
         gpu_aug: whether to decode and augment on `device`, if it is a GPU.
         crop_area: smallest and largest area of a training crop, as a share of the image.
         flip: whether to mirror training images with probability 0.5.
+        augment: the config's block `augment`: what else is done to training images, see `augmentation.py`.
         rand_augment: `dict(n=..., m=...)` for RandAugment: n operations per image, of magnitude m from 0 to 30
             (arXiv:1909.13719).
         num_threads: CPU threads.
@@ -222,6 +224,7 @@ class DaliLoader(Loader):
         crop_area: tuple[float, float] = (0.08, 1.0),
         flip: bool = True,
         rand_augment: Mapping[str, int] | None = None,
+        augment: Mapping[str, Any] | None = None,
         num_threads: int = 2,
         with_images: bool | None = None,
     ):
@@ -232,6 +235,7 @@ class DaliLoader(Loader):
         self.on_gpu = device.type == "cuda" and gpu_aug
         self.crop_area, self.flip = list(crop_area), flip
         self.rand_augment = dict(rand_augment) if rand_augment else None
+        self.augment = dict(augment or {})
         self.with_images = sees_images() if with_images is None else with_images
         # The bounds of this rank's records, as DALI's reader computes them. No rank may be without records.
         self.start, self.end = (records.num_images * part // self.num_ranks for part in (self.rank, self.rank + 1))
@@ -278,6 +282,7 @@ class DaliLoader(Loader):
             images = self._resize(images, size=[size, size])
             if self.rand_augment:
                 images = rand_augment(images, shape=[size, size], **self.rand_augment)
+            images = augmentation.augment(images, size, **{k: v for k, v in self.augment.items() if k != "erase"})
             mirror = fn.random.coin_flip() if self.flip else 0
         else:
             images = fn.decoders.image(encoded, **options)
@@ -286,6 +291,8 @@ class DaliLoader(Loader):
         images = fn.crop_mirror_normalize(
             images, device=device, crop=[size, size], mirror=mirror, mean=mean, std=std, output_layout="CHW"
         )
+        if self.train and self.augment.get("erase"):
+            images = augmentation.erase(images, self.augment["erase"])
         return labels, images.gpu() if self.device.type == "cuda" else images
 
     def _resize(self, images: DataNode, size: list[int] | None = None, resize_shorter: int | None = None) -> DataNode:
@@ -315,7 +322,8 @@ class DaliLoader(Loader):
 
     def _build(self) -> Pipeline:
         with warnings.catch_warnings(record=True):  # DALI itself uses features that it deprecates
-            pipeline = pipeline_def(self._graph, enable_conditionals=self.rand_augment is not None)(
+            conditional = self.train and bool(self.rand_augment or self.augment.get("policy"))
+            pipeline = pipeline_def(self._graph, enable_conditionals=conditional)(
                 batch_size=self.batch_size,
                 num_threads=self.num_threads,
                 device_id=self.device.index if self.device.type == "cuda" else None,
@@ -382,7 +390,7 @@ class DaliLoader(Loader):
             "seed": self.seed,
             "place": [self.rank, self.num_ranks, self.with_images, self.on_gpu],
             "sizes": [self.records.num_images, self.batch_size, self.img_size],
-            "augmentation": [self.crop_area, self.flip, self.rand_augment],
+            "augmentation": [self.crop_area, self.flip, self.rand_augment, *([self.augment] if self.augment else [])],
             "dali": nvidia.dali.__version__,
         }
 
@@ -461,6 +469,8 @@ def build_imagenet(run: Run) -> tuple[Loader, Loader | None]:
     """
     config: Config = run.config
     dali = config.get("dali") or {}
+    if dali.get("rand_augment") and (config.get("augment") or {}).get("policy"):
+        raise UserError("dali.rand_augment and augment.policy: both augment images; leave one of them out")
     if dali.get("mixup_alpha") and config.get("mix"):
         raise UserError("dali.mixup_alpha and mix: both mix images; set dali.mixup_alpha=0, or leave mix out")
     shape = (config.BATCH_SIZE, 3, config.IMG_SIZE, config.IMG_SIZE)
@@ -499,12 +509,13 @@ def build_imagenet(run: Run) -> tuple[Loader, Loader | None]:
         gpu_aug=dali.get("gpu_aug", True),
         num_threads=threads_per_rank(),
     )
-    augmentation = dict(
+    augmented = dict(
         crop_area=config.get("CROP_AREA", (0.08, 1.0)),
         flip=config.get("FLIP", True),
         rand_augment=dali.get("rand_augment"),
+        augment=config.get("augment"),
     )
     return (
-        DaliLoader(train, train=True, **augmentation, **options),
+        DaliLoader(train, train=True, **augmented, **options),
         DaliLoader(validation, train=False, **options),
     )

@@ -109,8 +109,6 @@ GROUPS: dict[str, dict[str, Setting | Block]] = {
                 "color_jitter": Setting(NON_NEGATIVE, "brightness, contrast and saturation change by up to this", 0.0),
                 "erase": Setting(SHARE, "how often a part of an image is replaced by noise", 0.0),
             },
-            OPTIONAL,
-            (DP, HYBRID, CALTECH101),
         ),
         "mix": Block(
             "Mixup and CutMix: each training image with its neighbour in the batch",
