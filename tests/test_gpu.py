@@ -28,6 +28,8 @@ HYBRID = dict(recipes.MODEL, DEPTH=2) if REHEARSAL else dict(recipes.MODEL)
 SIZE = dict(IMG_SIZE=16, PATCH_SIZE=8) if REHEARSAL else dict(IMG_SIZE=224, PATCH_SIZE=16)  # 197 tokens
 CALTECH = dict(IMG_SIZE=16, CACHE_SIZE=18, PATCH_SIZE=8, HIDDEN_SIZE=32, DEPTH=1, NUM_HEADS=4, BATCH_SIZE=16)
 IMAGENET = dict(IMG_SIZE=16, PATCH_SIZE=8, HIDDEN_SIZE=32, DEPTH=1, NUM_HEADS=4, BATCH_SIZE=16, gradient_accumulation=2)
+RECIPE = {"mix.mixup": 0.8, "mix.cutmix": 1.0, "bce.threshold": 0.2, "ema.decay": 0.9, "augment.policy": "three"}
+RECIPE |= {"augment.color_jitter": 0.3, "augment.erase": 0.5}
 MODES = [("TORCH", "fp16"), ("TORCH", "bf16"), ("NAIVE", "fp16"), ("NAIVE", "bf16"), ("APEX", "fp16")]
 NUM_STEPS = 4 if REHEARSAL else 20
 # Of what a user's environment has, `launchers.environment` drops PYTHONPATH; it may be where Colossal-AI is.
@@ -122,8 +124,8 @@ def test_losses_of_the_other_examples(script, config, values, tmp_path):
 
 @pytest.mark.parametrize(("amp", "dtype"), [(None, None), ("TORCH", "fp16"), ("NAIVE", "fp16")])
 def test_resumes_to_the_bit(amp, dtype, tmp_path):
-    """With dropout, whose generator is the device's, and a loss scale that changes."""
-    values = {**SIZE, "DROP_RATE": 0.1, "DROP_PATH_RATE": 0.1}
+    """With dropout, whose generator is the device's, augmentation, EMA, and a loss scale that changes."""
+    values = {**SIZE, **RECIPE, "DROP_RATE": 0.1, "DROP_PATH_RATE": 0.1}
     values |= {"cudnn_deterministic": True, "checkpoint.keep": 2}
     if amp:
         values |= {"fp16.growth_interval": 2, "fp16.init_scale" if amp == "TORCH" else "fp16.initial_scale": 2.0**22}
@@ -201,9 +203,10 @@ def test_dali_decodes_as_on_the_cpu(packed, tmp_path):
     assert (images - others).abs().mean().item() < 0.02  # of a pixel whose deviation is 1
 
 
-def test_dali_trains_and_resumes(packed, tmp_path):
+@pytest.mark.parametrize("recipe", [{}, {**RECIPE, "dali.mixup_alpha": 0}], ids=["published", "all of it"])
+def test_dali_trains_and_resumes(recipe, packed, tmp_path):
     """Mixup and evaluation included; the stream of images resumes where it stopped."""
-    values = dict(IMAGENET, BATCH_SIZE=16, DATA=str(packed))
+    values = dict(IMAGENET, BATCH_SIZE=16, DATA=str(packed), **recipe)
 
     def run(name, steps):
         command = ["--config", "config_sample.py", "--output", str(tmp_path / name), "--max-steps", str(steps)]
