@@ -7,7 +7,7 @@ import statistics
 import pytest
 import torch
 from colossal_vit import config as configs
-from colossal_vit import engine
+from colossal_vit.engine import optimizers
 from colossal_vit.results import read_metrics
 from colossalai.legacy.amp import AMP_TYPE
 from colossalai.nn.lr_scheduler import LinearWarmupLR
@@ -103,12 +103,12 @@ def test_what_an_epoch_says_of_its_speed(tmp_path):
 def test_vectors_can_be_left_out_of_lamb(exclude, sizes, tmp_path, monkeypatch):
     """Four blocks of 4 matrices, patch embedding, head; their biases, 9 norms, class token, position embedding."""
 
-    class Spy(engine.Lamb):
+    class Spy(optimizers.Lamb):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             print("groups", [len(group["params"]) for group in self.param_groups])
 
-    monkeypatch.setattr(engine, "Lamb", Spy)
+    monkeypatch.setattr(optimizers, "Lamb", Spy)
     argv = ["--config", "config_sample.py", "--set", "SYNTHETIC=True", "--max-steps", "1", "--output", str(tmp_path)]
     assert f"groups {sizes}" in train(1, *argv, "--set", f"LAMB_EXCLUDE_VECTORS={exclude}")
 

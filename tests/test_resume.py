@@ -12,6 +12,7 @@ import torch
 from colossal_vit.checkpoint import run_directory, storage
 from colossal_vit.checkpoint.capture import capture
 from colossal_vit.checkpoint.restore import resume
+from colossal_vit.data.batches import SampledLoader
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.schedules import CosineAnnealingWarmupLR
 from colossal_vit.engine.trainer import Trainer
@@ -118,17 +119,17 @@ MODES = {name: (size, {"DEPTH": 2, **values}, None) for name, (size, values) in 
 MODES["DP 2, NAIVE"] = (2, {"DEPTH": 2, "BATCH_SIZE": 16}, "NAIVE")
 
 
-class Fixed:
+class Fixed(SampledLoader):
     """Three global batches of 32 random images, of which this rank takes its part."""
 
     def __init__(self, config, num_ranks, rank):
+        super().__init__(SimpleNamespace(epoch=0, start=0))
         generator = torch.Generator().manual_seed(5)
         images = torch.randn(3, 32, 3, config.IMG_SIZE, config.IMG_SIZE, generator=generator)
         labels = torch.randint(10, (3, 32), generator=generator)
         self.batches = [
             (i.chunk(num_ranks)[rank], lab.chunk(num_ranks)[rank]) for i, lab in zip(images, labels, strict=True)
         ]
-        self.sampler = SimpleNamespace(epoch=0, start=0)
 
     def __len__(self):
         return len(self.batches)
