@@ -284,7 +284,7 @@ def test_operations_equal_torchvisions_image_by_image():
 
 @in_fork
 def test_erasing_replaces_a_rectangle_by_noise():
-    """Of the areas and aspects that torchvision draws, as often as it is told to."""
+    """Of the areas and aspects that torchvision draws, with the probability that it is given."""
 
     def erased(probability):
         fn = nvidia.dali.fn

@@ -88,7 +88,7 @@ def test_a_cancelled_job_ends_between_two_steps(slurm, tmp_path):
 
 
 def test_ranks_end_with_srun(slurm, tmp_path):
-    """With a checkpoint, while the batch script that called srun goes on."""
+    """With a checkpoint, while the batch script that called srun continues."""
     output = tmp_path / "run"
     flags = launchers.small(output, NUM_EPOCHS=1000)
     flags[flags.index("--max-steps") + 1] = "100000"

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from colossal_vit.data.augment import Augment
+from colossal_vit.data.augment import Augment, build_augment
 from colossal_vit.data.batches import IGNORED, Loader, SampledLoader, SyntheticBatches
 from colossal_vit.data.digits import write_caltech101
 from colossal_vit.data.identity import identify
@@ -261,7 +261,7 @@ class Batches(SampledLoader):
         augment: Augment | None = None,
     ):
         super().__init__(sampler)
-        self.augment = augment if augment and augment.does_anything else None
+        self.augment = augment
         self.images, self.labels, self.chosen = images, labels[chosen], chosen
         self.img_size, self.device, self.crop_area, self.flip = img_size, device, crop_area, flip
         self.mean, self.std = (torch.tensor(values, device=device).view(3, 1, 1) * 255 for values in (MEAN, STD))
@@ -345,7 +345,7 @@ def build_caltech101(run: Run) -> tuple[Loader, Loader | None]:
             train_sampler,
             crop_area=config.CROP_AREA,
             flip=config.FLIP,
-            augment=Augment(config),
+            augment=build_augment(config),
             **common,
         ),
         Batches(pixels, labels, test, EvalSampler(len(test), config.BATCH_SIZE), **common),

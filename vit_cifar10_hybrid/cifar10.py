@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from colossal_vit.data.augment import Augment
+from colossal_vit.data.augment import Augment, build_augment
 from colossal_vit.data.batches import IGNORED, SampledLoader, sees_images, to_device
 from colossal_vit.data.digits import write_cifar10
 from colossal_vit.data.identity import identify
@@ -166,7 +166,7 @@ class Batches(SampledLoader):
         augment: Augment | None = None,
     ):
         super().__init__(sampler)
-        self.augment = augment if augment and augment.does_anything else None
+        self.augment = augment
         self.first_stage = sees_images()
         self.images = images.to(device) if self.first_stage else None
         self.labels = labels.to(device)
@@ -245,6 +245,6 @@ def build_cifar10(run: Run) -> tuple[Batches, Batches]:
     run.log.info(f"{samples} training and {len(test_labels)} test images from {root}")
     size, device = config.IMG_SIZE, run.device
     train = Batches(
-        train_images, train_labels, train_sampler, size, device, config.CROP_PADDING, config.FLIP, Augment(config)
+        train_images, train_labels, train_sampler, size, device, config.CROP_PADDING, config.FLIP, build_augment(config)
     )
     return train, Batches(test_images, test_labels, test_sampler, size, device)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from colossal_vit.data.batches import Loader, to_device
+from colossal_vit.data.batches import Loader, LoaderWrapper, to_device
 from torch import Tensor
 
 
@@ -28,7 +28,7 @@ def mix(images: Tensor, labels: Tensor, num_classes: int, lam: float, partner: T
     return images.lerp(images[partner], 1 - lam), targets.lerp(targets[partner], 1 - lam)
 
 
-class Mixup(Loader):
+class Mixup(LoaderWrapper):
     """A training loader that applies Mixup, with one lam ~ Beta(alpha, alpha) per micro-batch.
 
     The random numbers of a micro-batch depend on the seed, the data-parallel rank and the number of the micro-batch
@@ -46,24 +46,18 @@ class Mixup(Loader):
     """
 
     def __init__(self, loader: Loader, alpha: float, num_classes: int, seed: int, rank: int):
-        self.loader, self.alpha, self.num_classes = loader, alpha, num_classes
+        super().__init__(loader)
+        self.alpha, self.num_classes = alpha, num_classes
         self.seed, self.rank, self.position = seed, rank, 0
-
-    @property
-    def normalization(self):
-        return self.loader.normalization
-
-    def __len__(self) -> int:
-        return len(self.loader)
 
     def state_dict(self) -> dict[str, Any]:
         """The position of this loader and the state of the one inside; JSON-serialisable."""
-        return {"position": self.position, "loader": self.loader.state_dict()}
+        return {"position": self.position, "loader": super().state_dict()}
 
     def seek(self, epoch: int, start: int, state: Mapping[str, Any]) -> bool:
         """Resume from a `state_dict`; returns whether the loader inside continues bit for bit."""
         self.position = state["position"]
-        return self.loader.seek(epoch, start, state["loader"])
+        return super().seek(epoch, start, state["loader"])
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for images, labels in self.loader:

@@ -68,6 +68,30 @@ class SampledLoader(Loader):
         return True
 
 
+class LoaderWrapper(Loader):
+    """A loader that changes the batches of another one, and resumes with it.
+
+    Args:
+        loader: the other one.
+    """
+
+    def __init__(self, loader: Loader):
+        self.loader = loader
+
+    @property
+    def normalization(self):
+        return self.loader.normalization
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.loader.state_dict()
+
+    def seek(self, epoch: int, start: int, state: Mapping[str, Any]) -> bool:
+        return self.loader.seek(epoch, start, state)
+
+
 class SyntheticBatches(Loader):
     """The same random batch over and over, on the device: what training takes without its data.
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from colossal_vit.data.batches import Loader, to_device
+from colossal_vit.data.batches import Loader, LoaderWrapper, to_device
 from colossal_vit.errors import UserError
 from colossalai.context import Config
 from colossalai.legacy.context import ParallelMode
@@ -89,7 +89,7 @@ def mix(images: Tensor, labels: Tensor, num_classes: int, draws: Draws) -> tuple
     return images, targets
 
 
-class MixedBatches(Loader):
+class MixedBatches(LoaderWrapper):
     """A training loader whose batches are mixed, on the device.
 
     What is drawn depends on the seed, the epoch, the optimizer step and the image's place in the global batch only:
@@ -105,28 +105,19 @@ class MixedBatches(Loader):
     """
 
     def __init__(self, loader: Loader, config: Config, rank: int | None = None, num_ranks: int | None = None):
+        super().__init__(loader)
         if config.BATCH_SIZE % 2:
             raise UserError(f"BATCH_SIZE = {config.BATCH_SIZE}: must be even for mix, which mixes pairs of images")
         how = dict(config.mix)
         self.mode = how.pop("mode", "batch")
-        self.loader, self.config, self.how = loader, config, how
+        self.config, self.how = config, how
         self.rank = gpc.get_local_rank(ParallelMode.DATA) if rank is None else rank
         self.num_ranks = gpc.get_world_size(ParallelMode.DATA) if num_ranks is None else num_ranks
         self.epoch = self.start = 0
 
-    @property
-    def normalization(self):
-        return self.loader.normalization
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.loader.state_dict()
-
     def seek(self, epoch: int, start: int, state: Mapping[str, Any]) -> bool:
         self.epoch, self.start = epoch, start
-        return self.loader.seek(epoch, start, state)
+        return super().seek(epoch, start, state)
 
     def draws(self, epoch: int, micro_batch: int) -> Draws:
         """What is drawn for one of this rank's micro-batches."""

@@ -4,12 +4,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from colossal_vit.data.batches import Loader
+from colossal_vit.data.batches import Loader, LoaderWrapper
 from colossal_vit.errors import UserError
 from torch.profiler import record_function
 
 
-class MicroBatches(Loader):
+class MicroBatches(LoaderWrapper):
     """A data loader cut to whole optimizer steps, which measures the time spent waiting for data.
 
     Args:
@@ -26,7 +26,7 @@ class MicroBatches(Loader):
     """
 
     def __init__(self, loader: Loader, accumulation: int):
-        self.loader = loader
+        super().__init__(loader)
         self.num_micro_batches = len(loader) // accumulation * accumulation
         if not self.num_micro_batches:
             raise UserError(
@@ -35,19 +35,12 @@ class MicroBatches(Loader):
             )
         self.data_s, self.start, self.taken = 0.0, 0, 0
 
-    @property
-    def normalization(self):
-        return self.loader.normalization
-
     def __len__(self) -> int:
         return self.num_micro_batches
 
-    def state_dict(self) -> dict[str, Any]:
-        return self.loader.state_dict()
-
     def seek(self, epoch: int, start: int, state: dict[str, Any]) -> bool:
         self.start = start
-        return self.loader.seek(epoch, start, state)
+        return super().seek(epoch, start, state)
 
     def __iter__(self) -> Iterator:
         self.taken, self.start = self.start, 0
