@@ -11,8 +11,14 @@ from colossalai.context import Config
 from torch import nn
 
 MODELS = ["vit_*", "deit3_*"]  # timm's models that the examples take
-# Config keys that override the shape of MODEL, and timm's names of them.
-SHAPE = {"PATCH_SIZE": "patch_size", "HIDDEN_SIZE": "embed_dim", "DEPTH": "depth", "NUM_HEADS": "num_heads"}
+# Config keys that override how MODEL is built, and timm's names of them.
+SHAPE = {
+    "PATCH_SIZE": "patch_size",
+    "HIDDEN_SIZE": "embed_dim",
+    "DEPTH": "depth",
+    "NUM_HEADS": "num_heads",
+    "POOL": "global_pool",
+}
 
 
 @contextmanager

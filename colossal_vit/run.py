@@ -26,7 +26,8 @@ class Run:
             have changed.
         changes: the changes accepted so far, each with the step it was made after.
         best: accuracy and step of the best evaluation so far, or None; `restore.resume` loads it.
-        eval_only: whether to evaluate `checkpoint` and not train.
+        eval_only: whether to evaluate `checkpoint`, or the weights of the block `finetune`, and not train.
+        eval_knn: whether that is done by nearest neighbours, see `engine.knn`.
         stop_on_save_error: whether a checkpoint that cannot be written ends the run.
         device: this rank's device.
         log: see `RankLogger`.
@@ -49,6 +50,7 @@ class Run:
     changes: list[dict[str, Any]] = field(default_factory=list)
     best: dict[str, Any] | None = None
     eval_only: bool = False
+    eval_knn: bool = False
     stop_on_save_error: bool = False
     profile: bool = False
     debug_nan: bool = False

@@ -9,6 +9,7 @@ from colossal_vit import launch
 from colossal_vit.checkpoint.restore import resume
 from colossal_vit.data.mixing import mixed
 from colossal_vit.engine import Trainer, build_criterion, build_optimizer, build_scheduler, initialize
+from colossal_vit.engine.knn import evaluate_knn
 from colossal_vit.hooks import standard_hooks
 from colossal_vit.plan.meter import StepPlan, measure
 
@@ -44,6 +45,8 @@ def main() -> StepPlan | None:
     # ---- Train, from the newest checkpoint on if there is one ------------------------------------------------------
     trainer = Trainer(engine, logger=run.log)
     resume(run, trainer, train_dataloader, lr_scheduler)
+    if run.eval_knn:
+        return evaluate_knn(engine, train_dataloader, test_dataloader, run.log)
     hooks = standard_hooks(run, train_dataloader, lr_scheduler)
     if run.eval_only:
         return trainer.evaluate(test_dataloader, hooks=hooks)

@@ -188,8 +188,8 @@ class ViT(nn.Module):
     blocks, 2D, 2.5D and 3D split B and HIDDEN_SIZE.
 
     Args:
-        config: IMG_SIZE, PATCH_SIZE, HIDDEN_SIZE, DEPTH, NUM_HEADS, MLP_RATIO, NUM_CLASSES, DROP_RATE, DROP_PATH_RATE,
-            CHECKPOINT.
+        config: IMG_SIZE, PATCH_SIZE, HIDDEN_SIZE, DEPTH, NUM_HEADS, MLP_RATIO, NUM_CLASSES, POOL, DROP_RATE,
+            DROP_PATH_RATE, CHECKPOINT.
         layout: data, pipeline and tensor parallel sizes.
         blocks: numbers of the transformer blocks in this part.
     """
@@ -202,7 +202,9 @@ class ViT(nn.Module):
         self.patch_embed = col_nn.PatchEmbedding(config.IMG_SIZE, config.PATCH_SIZE, 3, hidden) if first else None
         self.drop = layers.dropout(config.DROP_RATE)
         self.blocks = nn.ModuleDict({str(n): Block(layers, config, n, layout.batch_parts) for n in blocks})
-        self.norm = layers.norm(hidden) if last else None
+        average = config.get("POOL", "token") == "avg"  # timm's norm is then behind the pooling, and named so
+        self.norm = layers.norm(hidden) if last and not average else None
+        self.fc_norm = layers.norm(hidden) if last and average else None
         self.head = col_nn.Classifier(hidden, config.NUM_CLASSES) if last else None
         annotate(self, rename=_timm_name, num_heads=config.NUM_HEADS)
 
@@ -211,9 +213,11 @@ class ViT(nn.Module):
             x = self.drop(self.patch_embed(x))
         for block in self.blocks.values():
             x = block(x)
-        if self.head is not None:
-            x = self.head(self.norm(x)[:, 0])
-        return x
+        if self.norm is not None:
+            x = self.norm(x)[:, 0]
+        if self.fc_norm is not None:
+            x = self.fc_norm(x[:, 1:].mean(1))
+        return x if self.head is None else self.head(x)
 
 
 def _timm_name(name: str) -> str:
@@ -237,6 +241,7 @@ def full_vit(config: Config) -> VisionTransformer:
             num_heads=config.NUM_HEADS,
             mlp_ratio=config.MLP_RATIO,
             num_classes=config.NUM_CLASSES,
+            global_pool=config.get("POOL", "token"),
             weight_init="jax",
         )
 

@@ -12,76 +12,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from colossal_vit.checkpoint.storage import (
-    FOLDER,
-    MANIFEST,
-    MODEL,
-    OPTIMIZER,
-    STATE,
-    STEP_NAME,
-    first_valid,
-    list_steps,
-    verify,
-)
+from colossal_vit.checkpoint.sources import checkpoints, one_valid, weights_file
+from colossal_vit.checkpoint.storage import verify
 from colossal_vit.errors import Parser, UserError
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def _is_checkpoint(path: Path) -> bool:
-    """Whether a folder is a checkpoint, valid or damaged; timm's model folders have a MODEL file but no others."""
-    return bool(STEP_NAME.fullmatch(path.name)) or any((path / name).exists() for name in (OPTIMIZER, STATE, MANIFEST))
-
-
-def _checkpoints(path: Path) -> list[Path]:
-    """The checkpoints a path on the command line refers to: itself, or all in a run directory, newest first.
-
-    Raises:
-        UserError: if there are none.
-    """
-    if not path.exists():
-        raise UserError(f"{path}: no such file or directory")
-    if _is_checkpoint(path):
-        return [path]
-    folder = path / FOLDER if (path / FOLDER).is_dir() else path
-    if not (found := list_steps(folder)):
-        raise UserError(f"{folder}: is no checkpoint, and there are none in it")
-    return found
-
-
-def _one_valid(path: Path) -> Path:
-    """The checkpoint a path on the command line refers to: itself, or the newest valid one in a run directory.
-
-    Raises:
-        UserError: if there is no valid one.
-    """
-    found, faults = first_valid(_checkpoints(path))
-    if found is None:
-        raise UserError(faults[0])
-    return found
-
-
-def _weights(source: Path) -> Path:
-    """The weights file for `import`; one in a checkpoint is verified first.
-
-    Raises:
-        UserError: if there is none, or it is not a safetensors file.
-    """
-    if source.is_dir():
-        if (source / MODEL).exists() and not _is_checkpoint(source):
-            return source / MODEL
-        return _one_valid(source) / MODEL
-    if source.suffix != ".safetensors":
-        raise UserError(
-            f"{source}: only .safetensors files are read, and folders with one: files of other formats (.bin, .pth, "
-            f".pt, .ckpt, .npz) can run code when they are opened"
-        )
-    return source
-
-
 def _ls(args: argparse.Namespace) -> int:
     best = None
-    for path in _checkpoints(args.run):
+    for path in checkpoints(args.run):
         try:
             state = verify(path)
         except UserError as error:
@@ -96,7 +36,7 @@ def _ls(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     code = 0
-    for path in [each for named in args.paths for each in _checkpoints(named)]:
+    for path in [each for named in args.paths for each in checkpoints(named)]:
         try:
             print(f"{path}: good, step {verify(path)['step']}")
         except UserError as error:
@@ -106,7 +46,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    path = _one_valid(args.checkpoint)
+    path = one_valid(args.checkpoint)
     from colossal_vit.checkpoint.timm_weights import export_timm
 
     export_timm(path, args.folder, _DTYPES[args.dtype], args.ema)
@@ -115,7 +55,7 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
-    source = _weights(args.source)
+    source = weights_file(args.source)
     from colossal_vit.checkpoint.timm_weights import import_timm
 
     import_timm(source, args.checkpoint, args.img_size, args.num_classes)

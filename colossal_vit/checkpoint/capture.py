@@ -3,7 +3,7 @@
 Rank 0 gathers full weights and optimizer moments, one tensor at a time; it alone reads and writes checkpoints.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -34,9 +34,11 @@ class Snapshot(NamedTuple):
     ema: dict[str, Tensor] | None
 
 
-def _moment_names(engine: Engine) -> set[str]:
+def _moment_types(engine: Engine) -> dict[str, torch.dtype]:
+    """The data type of each optimizer moment of this rank, by name; empty if its stage is frozen."""
     states = engine.optimizer.optim.state.values()
-    return {key for state in states for key, value in state.items() if isinstance(value, Tensor) and value.ndim}
+    tensors = [(key, value) for state in states for key, value in state.items() if isinstance(value, Tensor)]
+    return {key: value.dtype for key, value in tensors if value.ndim}
 
 
 def _moments_step(engine: Engine) -> int:
@@ -44,23 +46,29 @@ def _moments_step(engine: Engine) -> int:
     return max((int(state.get("step", 0)) for state in engine.optimizer.optim.state.values()), default=0)
 
 
-def _own_pieces(engine: Engine, moments: list[str]) -> Iterator[tuple[str, Shard, Tensor]]:
+def _kinds(engine: Engine, moments: Iterable[str], trained: bool) -> list[str]:
+    """What there is of a parameter, in the order in which it is sent: "" for the weight, EMA, the moments' names."""
+    return ["", *([EMA] if engine.ema else []), *(moments if trained else [])]
+
+
+def _own_pieces(engine: Engine, moments: Mapping[str, torch.dtype]) -> Iterator[tuple[str, Shard, Tensor]]:
     """Every tensor of this rank, in an order that is the same on all ranks of its pipeline stage.
 
     Yields:
-        The kind ("" for a weight, the name of a moment, or EMA for a moving average), the shard, this rank's piece.
+        The kind (see `_kinds`), the shard, this rank's piece.
     """
     for slot in parameter_slots(engine):
-        yield "", slot.shard, slot.master
-        state = engine.optimizer.optim.state.get(slot.master, {})
+        pieces = {**engine.optimizer.optim.state.get(slot.master, {}), "": slot.master}
         if engine.ema:
-            state = {**state, EMA: engine.ema.averages[slot.master]}
-        for key in moments:  # a piece with no gradient (see `Shard.owner`) has no moments
-            yield key, slot.shard, state[key] if key in state else torch.zeros_like(slot.master)
+            pieces[EMA] = engine.ema.averages[slot.master]
+        for kind in _kinds(engine, moments, slot.working.requires_grad):
+            if kind not in pieces:  # a piece with no gradient (see `Shard.owner`) has no moments
+                pieces[kind] = torch.zeros_like(slot.master, dtype=moments[kind])
+            yield kind, slot.shard, pieces[kind]
 
 
-def _key(moment: str, name: str) -> str:
-    return f"{moment}.{name}" if moment else name
+def _key(kind: str, name: str) -> str:
+    return f"{kind}.{name}" if kind else name
 
 
 @torch.no_grad()
@@ -81,31 +89,35 @@ def capture(trainer: Trainer, train_dataloader: MicroBatches, epoch: int, start:
         "rng": random_state(),
         "data": train_dataloader.state_dict(),
         "first_of_stage": first_of_stage,
-        "moments": _moment_names(engine),
+        "moments": _moment_types(engine),
         "moments_step": _moments_step(engine),
-        "names": [(slot.shard.name, slot.shard.full_shape(slot.master.shape)) for slot in parameter_slots(engine)],
+        "parameters": [
+            (slot.shard.name, slot.shard.full_shape(slot.master.shape), slot.working.requires_grad)
+            for slot in parameter_slots(engine)
+        ],
     }
     ranks = all_gather_object(own)
-    moments = sorted(set().union(*(own["moments"] for own in ranks))) + ([EMA] if engine.ema else [])
+    moments = dict(sorted({kind: dtype for own in ranks for kind, dtype in own["moments"].items()}.items()))
     group = gpc.get_cpu_group(ParallelMode.GLOBAL)
-    full: dict[str, dict[str, Tensor]] = {key: {} for key in ("", *moments)}
+    full: dict[str, dict[str, Tensor]] = {kind: {} for kind in _kinds(engine, moments, trained=True)}
     if replica == 0:
-        for moment, shard, piece in _own_pieces(engine, moments):
+        for kind, shard, piece in _own_pieces(engine, moments):
             tensor = shard.gather(piece)
             if rank == 0:
                 copied = tensor.to("cpu", copy=tensor.data_ptr() == piece.data_ptr()).contiguous()
-                full[moment][_key(moment, shard.name)] = copied
+                full[kind][_key(kind, shard.name)] = copied
             elif first_of_stage:
                 dist.send(tensor.cpu().contiguous(), 0, group=group)
     if rank > 0:
         return None
+    weights_type = parameter_slots(engine)[0].master.dtype  # the same on every stage
     for sender, theirs in enumerate(ranks):
         if sender > 0 and theirs["first_of_stage"]:
-            for name, shape in theirs["names"]:
-                for moment in ("", *moments):
-                    tensor = torch.empty(shape, dtype=_dtype(engine, moment))
+            for name, shape, trained in theirs["parameters"]:
+                for kind in _kinds(engine, moments, trained):
+                    tensor = torch.empty(shape, dtype=moments.get(kind, weights_type))
                     dist.recv(tensor, sender, group=group)
-                    full[moment][_key(moment, name)] = tensor
+                    full[kind][_key(kind, name)] = tensor
     model = {**full.pop(""), **{name: buffer.to("cpu", copy=True) for name, buffer in model_buffers(engine).items()}}
     global_batch = Layout.current().global_batch(gpc.config)
     state = {
@@ -126,10 +138,3 @@ def capture(trainer: Trainer, train_dataloader: MicroBatches, epoch: int, start:
     averages = {key.removeprefix(f"{EMA}."): tensor for key, tensor in full.pop(EMA, {}).items()}
     moments = {name: tensor for part in full.values() for name, tensor in part.items()}
     return Snapshot(model, moments, state, averages or None)
-
-
-def _dtype(engine: Engine, moment: str) -> torch.dtype:
-    """Data type of the weights or of one moment; it is the same on every pipeline stage."""
-    if moment in ("", EMA):
-        return parameter_slots(engine)[0].master.dtype
-    return next(state[moment].dtype for state in engine.optimizer.optim.state.values() if moment in state)

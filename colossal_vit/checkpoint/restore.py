@@ -1,18 +1,20 @@
 """Loads a checkpoint in any layout.
 
-Rank 0 broadcasts one full tensor at a time, and each rank keeps its shard. In the layout that wrote the checkpoint, a
-run resumes bit for bit; in another one, random number generators and the order of DALI's images start from scratch.
+In the layout that wrote the checkpoint, a run resumes bit for bit; in another one, random number generators and the
+order of DALI's images start from scratch.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from colossal_vit import config
 from colossal_vit.checkpoint import run_directory, storage
-from colossal_vit.checkpoint.state import load_random_state, model_buffers, parameter_slots, rank_layout
+from colossal_vit.checkpoint.broadcast import Distributed, from_file, load_model
+from colossal_vit.checkpoint.start_from import start_from
+from colossal_vit.checkpoint.state import load_random_state, parameter_slots, rank_layout
 from colossal_vit.config.schema import is_default
 from colossal_vit.data.identity import differences
 from colossal_vit.engine.engine import Engine
@@ -20,85 +22,21 @@ from colossal_vit.engine.lamb import Lamb
 from colossal_vit.engine.micro_batches import MicroBatches
 from colossal_vit.engine.trainer import Trainer
 from colossal_vit.errors import UserError
-from colossal_vit.parallel.ranks import all_gather_object, raise_on_all_ranks, run_on_rank_0
+from colossal_vit.parallel.ranks import all_gather_object, run_on_rank_0
 from colossal_vit.parallel.seeds import seed_ranks
 from colossal_vit.run import Run
-from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
-from safetensors import safe_open
-from torch import Tensor
 
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64, "I64": torch.int64}
-
-
-class _Distributed:
-    """A safetensors file that rank 0 reads and broadcasts; all methods are collective."""
-
-    def __init__(self, path: Path):
-        self.path, self.file = path, None
-        self.listing: dict[str, tuple[list[int], str]] = run_on_rank_0(self._open)
-
-    def _open(self) -> dict[str, tuple[list[int], str]]:
-        self.file = safe_open(self.path, "pt")
-        pieces = {name: self.file.get_slice(name) for name in sorted(self.file.keys())}
-        listing = {name: (piece.get_shape(), str(piece.get_dtype())) for name, piece in pieces.items()}
-        for name, (_, dtype) in listing.items():
-            if dtype not in _DTYPES:
-                raise UserError(f"{self.path}: {name} is of type {dtype}, which no checkpoint here has")
-        return listing
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and full tensors, on the CPU, one at a time."""
-        for name, (shape, dtype) in self.listing.items():
-            tensor = self.file.get_tensor(name) if self.file else torch.empty(shape, dtype=_DTYPES[dtype])
-            dist.broadcast(tensor, 0, group=gpc.get_cpu_group(ParallelMode.GLOBAL))
-            yield name, tensor
-
-
-def _check_fits(path: Path, shapes: Mapping[str, list[int]], engine: Engine) -> None:
-    """Check that a checkpoint's names and shapes are those of the model.
-
-    Raises:
-        UserError: on every rank, naming the first tensor that is missing, unknown or of another shape.
-    """
-    needed = {slot.shard.name: slot.shard.full_shape(slot.master.shape) for slot in parameter_slots(engine)}
-    needed |= {name: list(buffer.shape) for name, buffer in model_buffers(engine).items()}
-    everywhere = {name for names in all_gather_object(list(needed)) for name in names}
-    with raise_on_all_ranks():
-        for name, shape in needed.items():
-            if name not in shapes:
-                raise UserError(f"{path}: has no {name}, which this model needs: it is of another model")
-            if shapes[name] != shape:
-                raise UserError(
-                    f"{path}: {name} is of shape {tuple(shapes[name])}, but this model's is {tuple(shape)}: change "
-                    f"the config back, or fit the weights with `python -m colossal_vit.checkpoint import`"
-                )
-        for name in sorted(shapes.keys() - everywhere):
-            raise UserError(f"{path}: has {name}, which this model lacks: it is of another model")
-
-
-@torch.no_grad()
-def _load_model(path: Path, engine: Engine) -> None:
-    """Load this rank's part of the model, and the optimizer's master weights, from a checkpoint."""
-    slots, buffers = {slot.shard.name: slot for slot in parameter_slots(engine)}, model_buffers(engine)
-    file = _Distributed(path / storage.MODEL)
-    _check_fits(path, {name: list(shape) for name, (shape, _) in file.listing.items()}, engine)
-    for name, tensor in file.tensors():
-        if name in buffers:
-            buffers[name].copy_(tensor)
-        elif name in slots:  # else another stage has it
-            slots[name].master.copy_(slots[name].shard.split(tensor))
-            slots[name].working.copy_(slots[name].master)
+OTHER_SHAPE = "change the config back, or fit the weights with `python -m colossal_vit.checkpoint import`"
 
 
 @torch.no_grad()
 def _load_averages(path: Path, engine: Engine) -> None:
     """Load the moving averages of the weights; if the checkpoint has none, they start from the weights."""
     slots, averages = {slot.shard.name: slot for slot in parameter_slots(engine)}, engine.ema.averages
-    for slot in slots.values():
-        averages[slot.master].copy_(slot.master)
+    engine.ema.restart()
     if run_on_rank_0((path / storage.EMA).exists):
-        for name, tensor in _Distributed(path / storage.EMA).tensors():
+        for name, tensor in Distributed(partial(from_file, path / storage.EMA)).tensors():
             if name in slots:
                 averages[slots[name].master].copy_(slots[name].shard.split(tensor))
 
@@ -108,9 +46,9 @@ def _load_moments(path: Path, engine: Engine, moments_step: int) -> None:
     """Load this rank's shards of the optimizer moments; `moments_step` is the number of updates in them."""
     slots, optimizer = {slot.shard.name: slot for slot in parameter_slots(engine)}, engine.optimizer.optim
     lamb = isinstance(optimizer, Lamb)
-    for key, tensor in _Distributed(path / storage.OPTIMIZER).tensors():
+    for key, tensor in Distributed(partial(from_file, path / storage.OPTIMIZER)).tensors():
         moment, _, name = key.partition(".")
-        if name in slots:
+        if name in slots and slots[name].working.requires_grad:
             master, shard = slots[name].master, slots[name].shard
             if list(tensor.shape) != shard.full_shape(master.shape):
                 raise UserError(f"{path}: {key} is of shape {tuple(tensor.shape)}, which is not its parameter's")
@@ -176,7 +114,9 @@ def _check_continues(run: Run, state: Mapping[str, Any]) -> None:
 
 
 def resume(run: Run, trainer: Trainer, train_dataloader: MicroBatches, lr_scheduler: Any) -> None:
-    """Load `run.checkpoint`, if there is one, and prepare the run directory. Collective, before `Trainer.fit`.
+    """Load `run.checkpoint` if there is one, else the weights of the block `finetune`, and prepare the run directory.
+
+    Collective, before `Trainer.fit`.
 
     Until here, only the lock and DALI's index files are written to the run directory.
 
@@ -188,6 +128,8 @@ def resume(run: Run, trainer: Trainer, train_dataloader: MicroBatches, lr_schedu
         raise UserError("the ranks read different data: DATA must be the same on all machines")
     if run.checkpoint is not None:
         _resume(run, trainer, train_dataloader, lr_scheduler)
+    elif (run.config.get("finetune") or {}).get("weights"):
+        start_from(run, trainer.engine)
     if not run.eval_only:
         run_on_rank_0(lambda: run_directory.begin(run.output, run.checkpoint, run.config, run.log))
 
@@ -206,7 +148,7 @@ def _resume(run: Run, trainer: Trainer, train_dataloader: MicroBatches, lr_sched
         _check_continues(run, state)
     if state["step"] and not run.eval_only:
         engine.settle_buckets((run.config.BATCH_SIZE, 3, run.config.IMG_SIZE, run.config.IMG_SIZE))
-    _load_model(path, engine)
+    load_model(str(path), Distributed(partial(from_file, path / storage.MODEL)), engine, OTHER_SHAPE)
     if engine.ema:
         _load_averages(path, engine)
     if trained:

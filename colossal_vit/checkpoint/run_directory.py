@@ -139,8 +139,16 @@ def started_from(path: Path) -> str | None:
     return storage.read_state(path).get("started_from")
 
 
-def prepare(args: argparse.Namespace, output: Path, log: RankLogger) -> tuple[Path | None, str | None]:
+def prepare(
+    args: argparse.Namespace, output: Path, weights: str | None, log: RankLogger
+) -> tuple[Path | None, str | None]:
     """Lock the run directory and find the checkpoint to resume. Writes nothing but the lock.
+
+    Args:
+        args: the command line.
+        output: the run directory.
+        weights: what a run without checkpoint starts from, `finetune.weights`, or None.
+        log: where skipped checkpoints are reported.
 
     Returns:
         The checkpoint, or None; and the value of `started_from` for this run's checkpoints.
@@ -157,8 +165,9 @@ def prepare(args: argparse.Namespace, output: Path, log: RankLogger) -> tuple[Pa
         except OSError as error:
             raise UserError(f"--output {output}: cannot be written: {error.strerror or error}") from None
     path = _find_checkpoint(args, own, log)
-    if args.eval_only and path is None:
-        raise UserError(f"--eval-only: no checkpoint in {own}; name one with --resume PATH, or its --output")
+    if args.eval_only and path is None and weights is None:
+        flag = "--eval-knn" if args.eval_knn else "--eval-only"
+        raise UserError(f"{flag}: no checkpoint in {own}; name one with --resume PATH, or its --output")
     inherited = started_from(path) if path and path.resolve().parent == own.resolve() else None
     return path, _resume_path(args.resume) or inherited
 

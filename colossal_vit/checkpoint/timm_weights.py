@@ -1,21 +1,19 @@
 """Export checkpoints as folders that `timm.create_model` loads, and import timm's weights as new checkpoints."""
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import timm
 import torch
-from colossal_vit.checkpoint import lock, storage
+from colossal_vit.checkpoint import fitting, lock, storage
 from colossal_vit.errors import UserError
 from colossal_vit.files import appearing
 from colossal_vit.models import SHAPE
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from timm.layers import resample_abs_pos_embed
 from timm.models import save_for_hf
-from torch import Tensor, nn
+from torch import nn
 
 # timm's model for the Vision Transformer of train_hybrid.py, whose sizes come from the config.
 HYBRID_MODEL, HYBRID_SHAPE = "vit_base_patch16_224", {**SHAPE, "MLP_RATIO": "mlp_ratio"}
@@ -92,64 +90,6 @@ def export_timm(path: Path, folder: Path, dtype: torch.dtype, ema: bool = False)
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _read(source: Path) -> dict[str, Tensor]:
-    """The weights in a safetensors file, in fp32.
-
-    Raises:
-        UserError: if it cannot be read, or does not hold a Vision Transformer under timm's names.
-    """
-    try:
-        weights = load_file(source)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{source}: {getattr(error, 'strerror', None) or str(error).splitlines()[0]}") from None
-    if "patch_embed.proj.weight" not in weights:
-        raise UserError(f"{source}: has no patch_embed.proj.weight: not a Vision Transformer with timm's names")
-    return {name: tensor.float() for name, tensor in weights.items()}
-
-
-def _resample(source: Path, weights: dict[str, Tensor], img_size: int) -> None:
-    """Resample the position embedding in place for another image size; the class token's embedding is kept.
-
-    Raises:
-        UserError: if `img_size` is not a multiple of the patch size, or the embedding is not a square grid.
-    """
-    patch = weights["patch_embed.proj.weight"].shape[-1]
-    if img_size < patch or img_size % patch:
-        down = img_size // patch * patch
-        nearest = f"{down} or {down + patch}" if down > 0 else f"{patch}"
-        raise UserError(
-            f"--img-size {img_size}: is not a multiple of the patch size {patch} of {source}: use {nearest}"
-        )
-    position = weights.get("pos_embed", torch.empty(0))  # (1, N, C)
-    num_tokens = position.shape[1] if position.ndim == 3 else 0
-    num_prefix = num_tokens - math.isqrt(num_tokens) ** 2  # tokens that are not patches
-    if num_tokens == 0 or num_prefix > 1:
-        raise UserError(
-            f"--img-size {img_size}: pos_embed of {source} is of shape {tuple(position.shape)}, which is not (1, N, C) "
-            f"with N a square, or a square and the class token"
-        )
-    grid = [img_size // patch] * 2
-    weights["pos_embed"] = resample_abs_pos_embed(position, grid, num_prefix_tokens=num_prefix)
-
-
-def _fit_head(source: Path, weights: dict[str, Tensor], num_classes: int | None) -> None:
-    """Replace a missing head, or one with another number of classes, by zeros, as the ViT paper does for fine-tuning
-    (arXiv:2010.11929, section 3.2).
-
-    Raises:
-        UserError: if there is no head and `num_classes` is None.
-    """
-    if num_classes is None:
-        if "head.weight" not in weights:
-            raise UserError(f"{source}: has no head: say with --num-classes how many classes there are to be")
-        return
-    if num_classes < 1:
-        raise UserError(f"--num-classes {num_classes}: must be at least 1")
-    if "head.weight" not in weights or len(weights["head.weight"]) != num_classes:
-        width = weights["patch_embed.proj.weight"].shape[0]
-        weights["head.weight"], weights["head.bias"] = torch.zeros(num_classes, width), torch.zeros(num_classes)
-
-
 def import_timm(source: Path, path: Path, img_size: int | None, num_classes: int | None) -> None:
     """Write weights under timm's names as a checkpoint at step 0, which `--resume` starts from.
 
@@ -164,10 +104,15 @@ def import_timm(source: Path, path: Path, img_size: int | None, num_classes: int
     """
     if path.exists():
         raise UserError(f"{path}: exists already")
-    weights = _read(source)
+    weights = fitting.read(source)
     if img_size is not None:
-        _resample(source, weights, img_size)
-    _fit_head(source, weights, num_classes)
+        fitting.resample(source, weights, img_size, f"--img-size {img_size}")
+    if num_classes is None and "head.weight" not in weights:
+        raise UserError(f"{source}: has no head: say with --num-classes how many classes there are to be")
+    if num_classes is not None and num_classes < 1:
+        raise UserError(f"--num-classes {num_classes}: must be at least 1")
+    if num_classes is not None and not fitting.has_head(weights, num_classes):
+        fitting.new_head(weights, num_classes)
     state = {
         "step": 0,
         "epoch": 0,

@@ -42,6 +42,19 @@ def _async_grad_hook(grad, param_id):
     return pending if grad is None else grad.add_(pending)
 
 
+def drop_gradients_of_frozen() -> None:
+    """Free the gradients that 3D layers have reduced for parameters which are not trained. Call after a backward pass.
+
+    Fixes: the layers compute and reduce the gradient of every parameter, and keep it until the parameter's hook takes
+    it; the hook of a parameter without gradient is never called.
+    """
+    bucket = parallel_3d_utils._async_grad_bucket.bucket
+    for work, _ in bucket.values():
+        if work is not None:
+            work.wait()
+    bucket.clear()
+
+
 def overlay(module: types.ModuleType, **changes: Any) -> types.ModuleType:
     """A copy of `module` with some attributes replaced, to patch it for one importer and no other."""
     changed = types.ModuleType(module.__name__)

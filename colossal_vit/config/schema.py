@@ -134,6 +134,23 @@ GROUPS: dict[str, dict[str, Setting | Block]] = {
             (IMAGENET,),
         ),
     },
+    "Fine-tuning": {
+        "finetune": Block(
+            "start from trained weights, and train all of the model or a part of it",
+            {
+                "weights": Setting(
+                    TEXT, "a model of timm, a folder or file with safetensors, or a run or checkpoint of these scripts"
+                ),
+                "head": Setting(
+                    one_of("new", "keep"), "start with a head of zeros, or with that of the weights", "new"
+                ),
+                "frozen_blocks": Setting(
+                    NON_NEGATIVE_INT, "so many blocks, the first ones, stay as they are, and the embedding with them", 0
+                ),
+                "linear_probe": Setting(BOOL, "train the head only", False),
+            },
+        ),
+    },
     "Model": {
         "MODEL": Setting(
             TEXT,
@@ -150,6 +167,11 @@ GROUPS: dict[str, dict[str, Setting | Block]] = {
         "NUM_HEADS": Setting(POSITIVE_INT, "attention heads", Each((OPTIONAL, REQUIRED, OPTIONAL, OPTIONAL))),
         "MLP_RATIO": Setting(POSITIVE, "hidden units of an MLP ÷ HIDDEN_SIZE", 4, (HYBRID,)),
         "NUM_CLASSES": Setting(POSITIVE_INT, "classes", REQUIRED),
+        "POOL": Setting(
+            one_of("token", "avg"),
+            "what the head sees: the class token, or the mean of the patches' tokens; that of MODEL",
+            Each((OPTIONAL, "token", OPTIONAL, OPTIONAL)),
+        ),
         "DROP_RATE": Setting(FRACTION, "dropout", 0.0),
         "DROP_PATH_RATE": Setting(FRACTION, "stochastic depth of the last block; linear from 0", 0.0),
         "CHECKPOINT": Setting(

@@ -1,11 +1,13 @@
 """Data loaders: what all have in common, and which rank needs images."""
 
+import copy
 from collections.abc import Iterator, Mapping
 from itertools import repeat
 from typing import Any
 
 import torch
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
+from colossal_vit.errors import UserError
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from torch import Tensor
@@ -48,6 +50,14 @@ class Loader:
         """Resume with batch `start` of `epoch`; returns whether batches are those of the run that `state` is of."""
         return True
 
+    def in_order(self) -> "Loader":
+        """The same images for evaluation: in order, each once, unaugmented; see `EvalSampler`.
+
+        Raises:
+            UserError: if they cannot be had so.
+        """
+        raise UserError("--eval-knn needs the images of a data set, which this run has not")
+
 
 class SampledLoader(Loader):
     """A loader whose batches are those of a sampler.
@@ -66,6 +76,11 @@ class SampledLoader(Loader):
         """Resume; an epoch's order depends on the seed and the epoch only."""
         self.sampler.epoch, self.sampler.start = epoch, start
         return True
+
+    def in_order(self) -> "SampledLoader":
+        other = copy.copy(self)
+        other.sampler = EvalSampler(self.sampler.num_samples, self.sampler.batch_size)
+        return other
 
 
 class LoaderWrapper(Loader):
@@ -90,6 +105,9 @@ class LoaderWrapper(Loader):
 
     def seek(self, epoch: int, start: int, state: Mapping[str, Any]) -> bool:
         return self.loader.seek(epoch, start, state)
+
+    def in_order(self) -> Loader:
+        return self.loader.in_order()
 
 
 class SyntheticBatches(Loader):

@@ -14,6 +14,7 @@ from colossal_vit.config.load import num_model_chunks
 from colossal_vit.engine import precision
 from colossal_vit.engine.ema import Ema
 from colossal_vit.engine.engine import Engine
+from colossal_vit.engine.freezing import freeze
 from colossal_vit.engine.micro_batches import MicroBatches
 from colossal_vit.engine.reduction import PipelineGradientHandler
 from colossal_vit.errors import UserError
@@ -162,6 +163,7 @@ def initialize(
     if is_using_ddp():
         sync_model_param(model, ParallelMode.DATA)
     model, optimizer, criterion = precision.wrap_for_precision(model, optimizer, criterion, fp16, device)
+    freeze(bare_model, config)  # after wrapping: what is frozen keeps its fp32 copy, from which checkpoints are made
 
     if config.get("COMPILE"):
         _check_compilable(device)

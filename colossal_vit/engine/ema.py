@@ -40,6 +40,12 @@ class Ema:
         torch._foreach_lerp_(list(self.averages.values()), list(self.averages), 1 - self.decay_at(step))
 
     @torch.no_grad()
+    def restart(self) -> None:
+        """Begin again with the weights as they are now."""
+        for master, average in self.averages.items():
+            average.copy_(master)
+
+    @torch.no_grad()
     def _swap(self) -> None:
         for working, master in self.pairs:
             weights = master.clone()

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from colossal_vit.compat.patches import drop_gradients_of_frozen
 from colossal_vit.engine.ema import Ema
 from colossal_vit.engine.waits import read
 from colossal_vit.errors import TrainingError
@@ -93,10 +94,14 @@ class Engine(ColossalEngine):
     def backward(self, loss: Tensor) -> None:
         with self.part("backward"):
             super().backward(loss / self.accumulation)
+            drop_gradients_of_frozen()
 
     def backward_by_grad(self, tensor: Tensor, grad: Tensor) -> None:
+        if not tensor.requires_grad:  # nothing is trained up to the end of this pipeline stage
+            return
         with self.part("backward"):
             super().backward_by_grad(tensor, grad)
+            drop_gradients_of_frozen()
 
     def execute_schedule(self, data_iter: Iterable, forward_only: bool = False, **options: Any) -> tuple:
         output, label, loss = super().execute_schedule(data_iter, forward_only=forward_only, **options)

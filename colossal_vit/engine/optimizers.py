@@ -13,10 +13,16 @@ from torch.optim import Optimizer
 VECTORS = ("token", "pos_embed")  # in the names of parameters that are vectors of each token, whatever their shape
 
 
+def num_blocks(config: Config, model: nn.Module) -> int:
+    """Transformer blocks of the whole model, of which `model` may be a part; DEPTH then says so."""
+    return config.get("DEPTH") or len(getattr(model, "blocks", ()))
+
+
 def layer_of(name: str, depth: int) -> int:
     """The layer of a Vision Transformer that a parameter belongs to, by its name in timm: 0 is the embedding.
 
-    The blocks follow, the norm after the last one with it, and the head is `depth` + 1.
+    The blocks follow, the norm after the last one with it, and the head is `depth` + 1, with the norm behind average
+    pooling, `fc_norm`.
     """
     if block := re.match(r"blocks\.(\d+)\.", name):
         return int(block[1]) + 1
@@ -67,7 +73,7 @@ def _parameters(config: Config, model: nn.Module) -> list[Any]:
     layer_decay = config.get("LAYER_DECAY", 1.0)
     if layer_decay == 1 and not excluding:
         return list(model.parameters())
-    depth = config.get("DEPTH") or len(getattr(model, "blocks", ()))
+    depth = num_blocks(config, model)
     groups = parameter_groups(model, config.WEIGHT_DECAY, VECTORS, config.LEARNING_RATE, layer_decay, depth)
     for group in groups:
         if not excluding:

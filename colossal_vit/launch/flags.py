@@ -55,6 +55,11 @@ def get_parser(description: str | None = None) -> argparse.ArgumentParser:
         help="resume a checkpoint with other data, or other values that change what is learned; it is put on record",
     )
     parser.add_argument("--eval-only", action="store_true", help="evaluate a checkpoint, and train nothing")
+    parser.add_argument(
+        "--eval-knn",
+        action="store_true",
+        help="evaluate the features of a checkpoint: classify test images by their nearest training images",
+    )
     parser.add_argument("--max-steps", type=int, metavar="N", help="stop after N optimizer steps, with a checkpoint")
     parser.add_argument(
         "--on-save-error",

@@ -10,6 +10,7 @@ from colossal_vit import config as configs
 from colossal_vit import parent
 from colossal_vit.checkpoint import run_directory
 from colossal_vit.compat import cpu, patches
+from colossal_vit.config.settings import IMAGENET
 from colossal_vit.engine import precision
 from colossal_vit.errors import UserError
 from colossal_vit.launch import watchdog
@@ -53,10 +54,15 @@ def start(
         raise UserError(f"--timeout {args.timeout:g}: must be a number of seconds above 0")
     overrides = [*args.set, "COMPILE=True"] if args.compile else args.set
     config = configs.load(args.config, overrides, script)
-    if args.eval_only and args.resume == "never":
+    starts_from = (config.get("finetune") or {}).get("weights")
+    evaluating = "--eval-knn" if args.eval_knn else "--eval-only" if args.eval_only else None
+    args.eval_only = evaluating is not None
+    if evaluating and args.resume == "never" and not starts_from:
         raise UserError(
-            "--eval-only evaluates a checkpoint, and --resume never says to take none: leave one of them out"
+            f"{evaluating} evaluates a checkpoint, and --resume never says to take none: leave one of them out"
         )
+    if args.eval_knn and script == IMAGENET:
+        raise UserError("--eval-knn is for CIFAR-10 and Caltech101: DALI's loader has no training images in order")
     if args.debug_nan and config.get("COMPILE"):
         raise UserError("--debug-nan looks into the model, which COMPILE merges into one piece: leave one of them out")
     rendezvous = rendezvous or planned_rendezvous(args, config)
@@ -94,7 +100,7 @@ def start(
     )
     if config.fp16:
         log.info(f"mixed precision: {precision.describe(config.fp16, device)} on this device")
-    checkpoint, started_from = run_on_rank_0(lambda: run_directory.prepare(args, output, log))
+    checkpoint, started_from = run_on_rank_0(lambda: run_directory.prepare(args, output, starts_from, log))
     return Run(
         config,
         layout,
@@ -106,6 +112,7 @@ def start(
         started_from=started_from,
         accept_changes=args.accept_changes,
         eval_only=args.eval_only,
+        eval_knn=args.eval_knn,
         stop_on_save_error=args.on_save_error == "stop",
         profile=args.profile,
         debug_nan=args.debug_nan,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from colossalai.accelerator import get_accelerator
 from colossalai.legacy.constants import INPUT_GROUP_3D, WEIGHT_GROUP_3D
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
@@ -230,16 +231,14 @@ def global_norm(tensors: Iterable[Tensor], parameters: Iterable[Tensor]) -> Tens
         parameters: the parameters they belong to, in the same order.
 
     Returns:
-        A float32 scalar on the device of the tensors, equal on every rank of the model-parallel group.
+        A float32 scalar on this rank's device, equal on every rank of the model-parallel group.
     """
-    device = torch.device("cpu")
     squared: dict[int, list[Tensor]] = {}
     for tensor, parameter in zip(tensors, parameters, strict=True):
-        device = tensor.device
         if hasattr(parameter, "shard") and not parameter.shard.in_use:
             continue
         squared.setdefault(num_replicas(parameter), []).append(tensor)
-    total = torch.zeros((), dtype=torch.float32, device=device)
+    total = torch.zeros((), dtype=torch.float32, device=get_accelerator().get_current_device())
     for replicas, group in squared.items():
         norms = torch._foreach_norm(group, 2, dtype=torch.float32)
         total += torch.stack(norms).square().sum() / replicas

@@ -140,15 +140,15 @@ def measure(engine: Engine, batches: Iterable) -> StepPlan:
     config = gpc.config
     model = engine.model
     optimizer = engine.optimizer.optim
-    weights = [p for p in model.parameters() if p.requires_grad]
-    trained = [p for group in optimizer.param_groups for p in group["params"]]  # the weights, or fp32 copies of them
-    copies = [p for p in trained if p not in set(weights)]
+    weights = set(model.parameters())
+    updated = [p for group in optimizer.param_groups for p in group["params"]]  # the weights, or fp32 copies of them
+    copies = [p for p in updated if p not in weights]
     memory: dict[str, int] = {}
 
     with StepMeter([*model.parameters(), *model.buffers(), *copies]) as meter:
 
         def before_update(*_: Any) -> None:
-            memory["gradients"] = _num_bytes([p.grad for p in trained])
+            memory["gradients"] = _num_bytes([p.grad for p in updated])
             memory["before update"], meter.peak = meter.peak, meter.live
 
         hook = optimizer.register_step_pre_hook(before_update)
@@ -161,7 +161,7 @@ def measure(engine: Engine, batches: Iterable) -> StepPlan:
         hook.remove()
 
     moments = _num_bytes([list(state.values()) for state in optimizer.state.values()])
-    memory["weights"] = _num_bytes(weights)
+    memory["weights"] = _num_bytes([*weights])
     memory["optimizer"] = moments + _num_bytes(copies)
     # From the second step on, the moments also take memory during forward and backward.
     memory["peak"] = max(memory.pop("before update") + moments, meter.peak)

@@ -1,0 +1,86 @@
+"""Weights of Vision Transformers under timm's names: read, and fitted to other images and other classes."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from colossal_vit.errors import UserError
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from timm.layers import resample_abs_pos_embed
+from torch import Tensor
+
+PATCHES = "patch_embed.proj.weight"  # (width, 3, patch size, patch size)
+
+
+def read(source: Path) -> dict[str, Tensor]:
+    """The weights in a safetensors file, in fp32.
+
+    Raises:
+        UserError: if it cannot be read, or does not hold a Vision Transformer under timm's names.
+    """
+    try:
+        weights = load_file(source)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{source}: {getattr(error, 'strerror', None) or str(error).splitlines()[0]}") from None
+    return in_fp32(source, weights)
+
+
+def in_fp32(source: Path | str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights in fp32.
+
+    Raises:
+        UserError: if they are not those of a Vision Transformer under timm's names.
+    """
+    if PATCHES not in weights:
+        raise UserError(f"{source}: has no {PATCHES}: not a Vision Transformer with timm's names")
+    return {name: tensor.float() for name, tensor in weights.items()}
+
+
+def resample(source: Path | str, weights: dict[str, Tensor], img_size: int, asked: str) -> None:
+    """Resample the position embedding in place for another image size; the class token's embedding is kept.
+
+    Args:
+        source: of the weights, for messages.
+        weights: by timm's names.
+        img_size: in pixels.
+        asked: how the user gave `img_size`, for messages.
+
+    Raises:
+        UserError: if `img_size` is not a multiple of the patch size, or the embedding is not a square grid.
+    """
+    patch = weights[PATCHES].shape[-1]
+    if img_size < patch or img_size % patch:
+        down = img_size // patch * patch
+        nearest = f"{down} or {down + patch}" if down > 0 else f"{patch}"
+        raise UserError(f"{asked}: is not a multiple of the patch size {patch} of {source}: use {nearest}")
+    position = weights.get("pos_embed", torch.empty(0))  # (1, N, C)
+    num_tokens = position.shape[1] if position.ndim == 3 else 0
+    num_prefix = num_tokens - math.isqrt(num_tokens) ** 2  # tokens that are not patches
+    if num_tokens == 0 or num_prefix > 1:
+        raise UserError(
+            f"{asked}: pos_embed of {source} is of shape {tuple(position.shape)}, which is not (1, N, C) with N a "
+            f"square, or a square and the class token"
+        )
+    grid = [img_size // patch] * 2
+    weights["pos_embed"] = resample_abs_pos_embed(position, grid, num_prefix_tokens=num_prefix)
+
+
+def has_head(weights: Mapping[str, Tensor], num_classes: int) -> bool:
+    """Whether there is a head for so many classes."""
+    return "head.weight" in weights and len(weights["head.weight"]) == num_classes
+
+
+def new_head(weights: dict[str, Tensor], num_classes: int) -> None:
+    """Give the weights a head of zeros, as the ViT paper does for fine-tuning (arXiv:2010.11929, section 3.2)."""
+    width = len(weights[PATCHES])
+    weights["head.weight"], weights["head.bias"] = torch.zeros(num_classes, width), torch.zeros(num_classes)
+
+
+def new_norm(weights: dict[str, Tensor]) -> None:
+    """Put a new norm behind average pooling in place of the one before it, as MAE's fine-tuning does (arXiv:2111.06377,
+    appendix A.1)."""
+    width = len(weights[PATCHES])
+    weights["fc_norm.weight"], weights["fc_norm.bias"] = torch.ones(width), torch.zeros(width)
+    del weights["norm.weight"], weights["norm.bias"]

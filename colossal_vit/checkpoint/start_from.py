@@ -1,0 +1,106 @@
+"""Starts a run from weights that are trained already, as the config's block `finetune` says, in any layout."""
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import timm
+from colossal_vit.checkpoint import fitting
+from colossal_vit.checkpoint.broadcast import Distributed, Source, from_memory, load_model, own_shapes
+from colossal_vit.checkpoint.sources import weights_file
+from colossal_vit.config.schema import default
+from colossal_vit.engine.engine import Engine
+from colossal_vit.errors import UserError
+from colossal_vit.parallel.ranks import all_gather_object
+from colossal_vit.run import Run
+from safetensors import SafetensorError
+from timm.models import get_pretrained_cfg, load_state_dict_from_hf
+from torch import Tensor
+
+OTHER_MODEL = "take weights of the same model, or set MODEL or its sizes to theirs"
+
+
+def _of_timm(name: str) -> dict[str, Tensor]:
+    """The pretrained weights of a model of timm, from the Hugging Face Hub or its cache on this machine.
+
+    Raises:
+        UserError: if timm has no such model, it has no weights, or they cannot be fetched.
+    """
+    try:
+        known = get_pretrained_cfg(name)
+    except RuntimeError:  # no such tag
+        known = None
+    if known is None:
+        close = difflib.get_close_matches(name, [*timm.list_models(), *timm.list_pretrained()], n=1)
+        hint = f"; did you mean {close[0]}?" if close else ", see timm.list_pretrained()"
+        raise UserError(f"{name}: is no file or folder here, and no pretrained model of timm{hint}")
+    if not known.hf_hub_id:
+        raise UserError(f"{name}: timm has no weights of it on the Hugging Face Hub, see timm.list_pretrained()")
+    try:
+        return load_state_dict_from_hf(known.hf_hub_id, "model.safetensors")
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"{name}: cannot be fetched from {known.hf_hub_id} on the Hugging Face Hub ({str(error).splitlines()[0]}); "
+            f"without a network give the path of its model.safetensors"
+        ) from None
+
+
+def _read(source: str) -> dict[str, Tensor]:
+    """The weights of a path or, if there is no such path, of timm's model of that name, in fp32."""
+    path = Path(source)
+    if path.exists() or path.suffix == ".safetensors" or len(path.parts) > 1:
+        return fitting.read(weights_file(path))
+    return fitting.in_fp32(source, _of_timm(source))
+
+
+def _fit(
+    source: str, weights: dict[str, Tensor], shapes: Mapping[str, list[int]], config: Mapping[str, Any], head: str
+) -> None:
+    """Fit weights in place to a model whose full tensors are of `shapes`.
+
+    Raises:
+        UserError: if they cannot be, naming what differs.
+    """
+    theirs, ours = weights[fitting.PATCHES].shape[-1], shapes[fitting.PATCHES][-1]
+    if theirs != ours:
+        raise UserError(f"{source}: has patches of {theirs} px, but this model's are of {ours} px: {OTHER_MODEL}")
+    if "pos_embed" in weights and list(weights["pos_embed"].shape) != shapes["pos_embed"]:
+        fitting.resample(source, weights, config["IMG_SIZE"], f"IMG_SIZE = {config['IMG_SIZE']}")
+    if "fc_norm.weight" in shapes and "norm.weight" in weights:
+        fitting.new_norm(weights)
+    if head == "new":
+        fitting.new_head(weights, config["NUM_CLASSES"])
+    elif not fitting.has_head(weights, config["NUM_CLASSES"]):
+        there = f"one for {len(weights['head.weight'])} classes" if "head.weight" in weights else "no head"
+        raise UserError(
+            f"{source}: has {there}, but finetune.head = 'keep' needs one for NUM_CLASSES = {config['NUM_CLASSES']}: "
+            f"set it to 'new'"
+        )
+
+
+def start_from(run: Run, engine: Engine) -> None:
+    """Load the weights that `finetune.weights` names into a model that has made no step. Collective.
+
+    Only rank 0 reads them.
+
+    Raises:
+        UserError: on every rank, if they cannot be read, or are not of this model.
+    """
+    finetune = run.config.finetune
+    named, head = finetune["weights"], finetune.get("head", default("finetune", "head"))
+    shapes = {name: shape for shapes in all_gather_object(own_shapes(engine)) for name, shape in shapes.items()}
+
+    def find() -> Source:
+        try:
+            weights = _read(named)
+            _fit(named, weights, shapes, run.config, head)
+        except UserError as error:
+            raise UserError(f"finetune.weights: {error}") from None
+        return from_memory(weights)
+
+    load_model(f"finetune.weights: {named}", Distributed(find), engine, OTHER_MODEL)
+    if engine.ema:
+        engine.ema.restart()
+    what = "a new head" if head == "new" else "their head"
+    run.log.info(f"starting from the weights of {named}, with {what}")

@@ -1,0 +1,31 @@
+"""Which parameters are trained, as the config's block `finetune` says."""
+
+from colossal_vit.config.schema import default
+from colossal_vit.engine.optimizers import layer_of, num_blocks
+from colossal_vit.errors import UserError
+from colossalai.context import Config
+from torch import nn
+
+
+def freeze(model: nn.Module, config: Config) -> None:
+    """Switch off the gradients of what is not trained: all but the head, or the embedding and the first blocks.
+
+    Args:
+        model: this rank's part, whose parameters have the attribute `shard`.
+        config: of the run.
+
+    Raises:
+        UserError: if the model has fewer blocks.
+    """
+    finetune = config.get("finetune") or {}
+    frozen, head_only = (finetune.get(key, default("finetune", key)) for key in ("frozen_blocks", "linear_probe"))
+    if not frozen and not head_only:
+        return
+    depth = num_blocks(config, model)
+    if frozen > depth:
+        raise UserError(f"finetune.frozen_blocks = {frozen}, but the model has {depth} blocks")
+    for parameter in model.parameters():
+        name = parameter.shard.name
+        # The norm after the last block is trained even if all blocks are frozen; that before the first one is not.
+        embedding_or_block = name.startswith("norm_pre") or layer_of(name, depth + 1) <= frozen
+        parameter.requires_grad_(name.startswith("head.") if head_only else not embedding_or_block)

@@ -1,0 +1,131 @@
+"""Evaluation of features by k nearest neighbours, in any layout.
+
+A test image gets the class that most of its nearest training images have, each with the weight exp(s / τ) for the
+cosine s of the two images' features; k = 20 and τ = 0.07 are those of Z. Wu et al., "Unsupervised Feature Learning via
+Non-Parametric Instance Discrimination", arXiv:1805.01978. Features are what the head sees.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from colossal_vit.data.batches import IGNORED, Loader
+from colossal_vit.engine.engine import Engine
+from colossal_vit.parallel.ranks import RankLogger, run_on_rank_0
+from colossal_vit.parallel.sharding import split_batch
+from colossalai.legacy.context import ParallelMode
+from colossalai.legacy.core import global_context as gpc
+from torch import Tensor, nn
+
+NUM_NEIGHBOURS, TEMPERATURE = 20, 0.07
+CHUNK = 1024  # test images that are compared with all training images at a time
+
+# The places of some images in the data set (n,); their labels (n,); what a rank has of their features (n, elements).
+Piece = tuple[Tensor, Tensor, Tensor]
+
+
+@contextmanager
+def _inputs_of_head(engine: Engine) -> Iterator[list[Tensor]]:
+    """Inside the block the list receives what goes into the head, a tensor for each micro-batch."""
+    seen: list[Tensor] = []
+    heads = [m.head for m in engine.bare_model.modules() if isinstance(getattr(m, "head", None), nn.Module)]
+    hooks = [head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].float().cpu())) for head in heads]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _pieces(engine: Engine, loader: Loader) -> Iterator[Piece]:
+    """This rank's pieces of the features, batch by batch; none on ranks without the head."""
+    replica, replicas = gpc.get_local_rank(ParallelMode.DATA), gpc.get_world_size(ParallelMode.DATA)
+    engine.eval()
+    batches = iter(loader)
+    with torch.no_grad(), _inputs_of_head(engine) as seen:
+        for number in range(len(loader)):
+            _, labels, _ = engine.execute_schedule(batches, forward_only=True, return_loss=False)
+            if seen:
+                rows = split_batch(torch.arange(len(labels)).view(len(seen), -1), 1).flatten()
+                place = (number * replicas + replica) * len(labels)  # as `EvalSampler` deals images out
+                yield rows + place, labels.cpu()[rows], torch.cat(seen)
+                seen.clear()
+
+
+def _join(pieces: Iterable[Piece]) -> tuple[Tensor, Tensor]:
+    """Features and labels of all images, from the pieces of all ranks in the order of the ranks.
+
+    Tensor-parallel ranks have pieces of the features, or copies; which of them, is the same for all images. The order
+    and the number of copies of a feature's elements make no difference to cosines.
+    """
+    parts: dict[tuple[int, ...], list[Piece]] = {}
+    for piece in pieces:
+        parts.setdefault(tuple(piece[0].tolist()), []).append(piece)
+    places = torch.cat([same[0][0] for same in parts.values()])
+    labels = torch.cat([same[0][1] for same in parts.values()])
+    features = torch.cat([torch.cat([piece for *_, piece in same], dim=1) for same in parts.values()])
+    order = places.argsort()
+    features, labels = features[order], labels[order]
+    return features[labels != IGNORED], labels[labels != IGNORED]
+
+
+def gather_features(engine: Engine, loader: Loader) -> tuple[Tensor, Tensor] | None:
+    """The features of all images of a loader, and their labels, on rank 0; None elsewhere. Collective.
+
+    Args:
+        engine: has the model.
+        loader: for evaluation, see `Loader.in_order`.
+
+    Returns:
+        Features (N, elements), the order of whose elements depends on the layout, and labels (N,), on the CPU.
+    """
+    own = list(_pieces(engine, loader))
+    everyone = [None] * dist.get_world_size() if gpc.get_global_rank() == 0 else None
+    dist.gather_object(own, everyone, group=gpc.get_cpu_group(ParallelMode.GLOBAL))
+    return everyone and _join(piece for rank in everyone for piece in rank)
+
+
+def classify(features: Tensor, labels: Tensor, queries: Tensor) -> Tensor:
+    """The classes (Q,) of queries (Q, elements) by their nearest neighbours among features (N, elements)."""
+    known, votes = F.normalize(features), F.one_hot(labels).float()
+    found = []
+    for chunk in F.normalize(queries).split(CHUNK):
+        cosines, nearest = (chunk @ known.T).topk(min(NUM_NEIGHBOURS, len(known)))
+        weights = (cosines / TEMPERATURE).exp()
+        found.append((votes[nearest] * weights.unsqueeze(-1)).sum(1).argmax(1))
+    return torch.cat(found)
+
+
+def evaluate_knn(engine: Engine, train: Loader, test: Loader, log: RankLogger) -> None:
+    """Say how many test images their nearest training images classify right; the averaged weights, too. Collective.
+
+    Args:
+        engine: has the model.
+        train: the loader of the training, whose images are taken unaugmented.
+        test: the loader of the test images.
+        log: what says it.
+
+    Raises:
+        UserError: if the training images cannot be had unaugmented.
+    """
+    device = next(engine.bare_model.parameters()).device
+
+    def evaluate(whose: str) -> None:
+        known, asked = gather_features(engine, train.in_order()), gather_features(engine, test)
+
+        def compare() -> None:
+            found = classify(*(tensor.to(device) for tensor in known), asked[0].to(device)).cpu()
+            correct, count = int((found == asked[1]).sum()), len(found)
+            log.info(
+                f"k-NN accuracy{whose} {correct / count:.2%} ({correct} of {count} images), {NUM_NEIGHBOURS} "
+                f"neighbours of {len(known[0])} training images"
+            )
+
+        run_on_rank_0(compare)
+
+    evaluate("")
+    if engine.ema:
+        with engine.ema.in_the_model():
+            evaluate(" of the EMA")
