@@ -49,8 +49,10 @@ def _of_timm(name: str) -> dict[str, Tensor]:
 def _read(source: str) -> dict[str, Tensor]:
     """The weights of a path or, if there is no such path, of timm's model of that name, in fp32."""
     path = Path(source)
-    if path.exists() or path.suffix == ".safetensors" or len(path.parts) > 1:
+    if path.exists():
         return fitting.read(weights_file(path))
+    if path.suffix == ".safetensors" or len(path.parts) > 1:
+        raise UserError(f"{source}: no such file or directory")
     return fitting.in_fp32(source, _of_timm(source))
 
 

@@ -1,0 +1,485 @@
+"""Fine-tuning: where weights come from, what is trained of them, and that the layout makes no difference."""
+
+import re
+import shutil
+
+import huggingface_hub.constants
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from colossal_vit.checkpoint import storage
+from colossal_vit.checkpoint.start_from import start_from
+from colossal_vit.checkpoint.state import parameter_slots
+from colossal_vit.engine import build_optimizer, initialize
+from colossal_vit.errors import UserError
+from colossal_vit.models import build_timm_vit
+from colossal_vit.parallel import sharding
+from colossal_vit.parallel.layout import Layout
+from colossal_vit.parallel.ranks import RankLogger
+from colossal_vit.parallel.sharding import split_batch
+from colossal_vit.results import read_metrics
+from colossal_vit.run import Run
+from colossalai.context import Config
+from colossalai.legacy import nn as col_nn
+from colossalai.legacy.amp import AMP_TYPE
+from colossalai.legacy.core import global_context as gpc
+from colossalai.legacy.nn.layer.parallel_3d import _utils as parallel_3d_utils
+from safetensors.torch import load_file, save_file
+
+import conftest
+import fork_ranks
+import recipes
+import test_layouts
+import vit
+from check_layouts import LAYOUTS, OPTIMIZERS
+
+MODEL = {
+    **recipes.MODEL,
+    **dict(MLP_RATIO=4, NUM_CLASSES=10, DROP_RATE=0.0, DROP_PATH_RATE=0.0, OPTIMIZER="adamw", WEIGHT_DECAY=0.1),
+}
+TINY = dict(IMG_SIZE=32, PATCH_SIZE=16, HIDDEN_SIZE=192, DEPTH=12, NUM_HEADS=3)  # vit_tiny_patch16_224 on 32 px
+IMAGES = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+LABELS = torch.arange(8)
+
+
+def random_weights(**values):
+    """Full weights of a ViT, all of them random."""
+    with pytest.MonkeyPatch.context() as patch:
+        conftest.random_start(patch)
+        return vit.full_vit(Config({**MODEL, "SEED": 5, **values})).state_dict()
+
+
+def build_engine():
+    config = gpc.config
+    layout = Layout.of(config, torch.distributed.get_world_size())
+    model = build_timm_vit(config) if "MODEL" in config else vit.build_vit(config, layout)
+    engine, *_ = initialize(model, build_optimizer(config, model), col_nn.CrossEntropyLoss())
+    run = Run(config, layout, None, None, torch.device("cpu"), RankLogger(torch.distributed.get_rank()))
+    return engine, run
+
+
+def start():
+    """Start from `finetune.weights`; returns this rank's full tensors, by kind, and what it has of the logits."""
+    engine, run = build_engine()
+    start_from(run, engine)
+    engine.eval()
+    with torch.no_grad():
+        logits, *_ = engine.execute_schedule(iter([(IMAGES, LABELS)]), forward_only=True, return_loss=False)
+    slots = parameter_slots(engine)
+    weights = {slot.shard.name: slot.shard.gather(slot.master) for slot in slots}
+    assert all(torch.equal(slot.working, slot.master.to(slot.working.dtype)) for slot in slots)
+    averages = {slot.shard.name: slot.shard.gather(engine.ema.averages[slot.master]) for slot in slots}
+    parts = gpc.config.get("NUM_MICRO_BATCHES", 1) if run.layout.pipeline > 1 else 1
+    rows = split_batch(torch.arange(len(IMAGES)).view(parts, -1), 1).flatten()
+    return weights, averages, (rows, logits)
+
+
+def started(weights, world_size=1, **values):
+    """What `start` finds on all ranks together."""
+    finetune = {"weights": str(weights), **values.pop("finetune", {})}
+    values = {**MODEL, "BATCH_SIZE": 8, "ema": {}, "finetune": finetune, **values}
+    ranks = fork_ranks.call(start, world_size, **values)
+    whole = {name: tensor for rank, *_ in ranks for name, tensor in rank.items()}
+    averages = {name: tensor for _, rank, _ in ranks for name, tensor in rank.items()}
+    assert averages.keys() == whole.keys()
+    assert all(torch.equal(averages[name], tensor) for name, tensor in whole.items()), "averages start from the weights"
+    return whole, [(rows, logits) for *_, (rows, logits) in ranks if logits is not None]
+
+
+def nested(values):
+    """Config values from the dotted keys of a command line."""
+    config = {"parallel": {"pipeline": 1, "tensor": {"mode": None, "size": 1}}}
+    for key, value in values.items():
+        *path, last = key.split(".")
+        inner = config
+        for part in path:
+            inner = inner.setdefault(part, {})
+        inner[last] = value
+    return config
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+
+
+def trained(found, expected):
+    """The names of tensors that differ."""
+    return {name for name, tensor in expected.items() if not torch.equal(found[name], tensor)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Weights
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """The Hugging Face Hub's cache with weights of two of timm's models, and no network."""
+    cache = tmp_path_factory.mktemp("hub")
+    for name, num_classes, depth in [
+        ("vit_tiny_patch16_224.augreg_in21k_ft_in1k", 1000, 12),
+        ("vit_tiny_patch16_384.augreg_in21k_ft_in1k", 10, 2),
+    ]:
+        folder = cache / f"models--timm--{name}"
+        (folder / "refs").mkdir(parents=True)
+        (folder / "refs" / "main").write_text("0" * 40)
+        (folder / "snapshots" / ("0" * 40)).mkdir(parents=True)
+        weights = random_weights(**{**TINY, "IMG_SIZE": 224, "NUM_CLASSES": num_classes, "DEPTH": depth})
+        save_file(weights, folder / "snapshots" / ("0" * 40) / "model.safetensors")
+    with pytest.MonkeyPatch.context() as patch:  # the environment variables of these names are read at import
+        patch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+        patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        yield cache
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "num_classes"),
+    [("vit_tiny_patch16_224.augreg_in21k_ft_in1k", "keep", 1000), ("vit_tiny_patch16_224", "new", 10)],
+)
+def test_from_timm_by_name(name, head, num_classes, hub):
+    """As timm itself loads them at another image size, into our model and into timm's."""
+    theirs = timm.create_model(name, pretrained=True, img_size=32, num_classes=num_classes).eval()
+    if head == "new":
+        torch.nn.init.zeros_(theirs.head.weight)
+        torch.nn.init.zeros_(theirs.head.bias)
+    with torch.no_grad():
+        expected = theirs(IMAGES)
+    for values in (TINY, dict(**TINY, MODEL="vit_tiny_patch16_224")):
+        found, [(_, logits)] = started(name, finetune={"head": head}, NUM_CLASSES=num_classes, **values)
+        assert_same(found, theirs.state_dict())
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    assert (logits.abs().max() > 0.1) == (head == "keep")
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("weights") / "model.safetensors"
+    save_file(random_weights(), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    output = tmp_path_factory.mktemp("runs") / "run"
+    recipes.train(output, steps=1)
+    return output
+
+
+def test_from_a_path(file, run, tmp_path, monkeypatch):
+    """A file, a folder of timm's, a run, a checkpoint; a path wins over timm's model of the same name."""
+    shutil.copytree(file.parent, tmp_path / "vit_tiny_patch16_224")
+    monkeypatch.chdir(tmp_path)
+    for path in (file, file.parent, "vit_tiny_patch16_224"):
+        assert_same(started(path, finetune={"head": "keep"})[0], load_file(file))
+    (checkpoint,) = (run / storage.FOLDER).iterdir()
+    for path in (run, checkpoint):
+        assert_same(started(path, finetune={"head": "keep"})[0], load_file(checkpoint / storage.MODEL))
+
+
+@pytest.mark.parametrize(
+    "layout", ["DP 2", "PP 2", "PP 2 interleaved × 2", "1D 2", "2D 4", "2.5D 8", "3D 8", "PP 2 × 2D 4"]
+)
+def test_every_layout_starts_from_the_same_weights(layout, file):
+    world_size, values = LAYOUTS[layout]
+    whole, logits = started(file, world_size, finetune={"head": "keep"}, **nested({**values, "BATCH_SIZE": 8}))
+    assert_same(whole, load_file(file))
+    reference = vit.full_vit(Config({**MODEL, "SEED": 0}))
+    reference.load_state_dict(load_file(file))
+    expected = reference(IMAGES).detach()
+    assert logits
+    for rows, own in logits:
+        torch.testing.assert_close(own, expected[rows], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("amp", ["NAIVE", "TORCH"])
+def test_in_half_precision_the_master_weights_start_too(amp, file):
+    fp16 = Config({"mode": AMP_TYPE[amp], "dtype": "bf16"})
+    assert_same(started(file, finetune={"head": "keep", "frozen_blocks": 2}, fp16=fp16)[0], load_file(file))
+
+
+def test_average_pooling_has_a_new_norm(file):
+    """As MAE is fine-tuned: the norm before the pooling goes, one behind it comes."""
+    found, _ = started(file, POOL="avg", finetune={"head": "keep"})
+    expected = load_file(file)
+    del expected["norm.weight"], expected["norm.bias"]
+    assert_same(found, expected | {"fc_norm.weight": torch.ones(32), "fc_norm.bias": torch.zeros(32)})
+
+
+@pytest.fixture(scope="module")
+def mistakes(file, hub, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mistakes")
+    weights = load_file(file)
+    save_file({"fc.weight": torch.zeros(2, 2)}, folder / "no_vit.safetensors")
+    save_file({name: t for name, t in weights.items() if "head" not in name}, folder / "no_head.safetensors")
+    save_file({**weights, "dist_token": torch.zeros(1)}, folder / "more.safetensors")
+    (folder / "damaged.safetensors").write_bytes(file.read_bytes()[:-1])
+    (folder / "weights.pth").write_bytes(b"")
+    (folder / "empty").mkdir()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("source", "values", "said"),
+    [
+        (
+            "vit_tiny_patch16_225",
+            {},
+            "no file or folder here, and no pretrained model of timm; did you mean vit_tiny_pa",
+        ),
+        ("vit_tiny_patch16_224.augreg", {}, "no pretrained model of timm; did you mean vit_tiny_patch16_224.augreg_in"),
+        ("vit_huge_patch14_gap_224", {}, "timm has no weights of it on the Hugging Face Hub"),
+        ("vit_small_patch16_224", {}, r"cannot be fetched from timm/vit_small_patch16_224.augreg_in21k_ft_in1k on the"),
+        ("vit_tiny_patch16_224", {}, "has patches of 16 px, but this model's are of 8 px"),
+        (
+            "vit_tiny_patch16_224",
+            {"PATCH_SIZE": 16},
+            "is of shape (192, 3, 16, 16), but this model's is (32, 3, 16, 16)",
+        ),
+        ("vit_tiny_patch16_384", TINY, "has no blocks.2.norm1.weight, which this model needs: it is of another model"),
+        ("vit_tiny_patch16_224", {**TINY, "DEPTH": 11}, "has blocks.11.attn.proj.bias, which this model lacks"),
+        (
+            "vit_tiny_patch16_224",
+            {**TINY, "finetune": {"head": "keep"}},
+            "for 1000 classes, but finetune.head = 'keep'",
+        ),
+        ("{}/no_head.safetensors", {"finetune": {"head": "keep"}}, "has no head, but finetune.head = 'keep' needs one"),
+        ("{}/no_vit.safetensors", {}, "not a Vision Transformer with timm's names"),
+        ("{}/more.safetensors", {}, "has dist_token, which this model lacks: it is of another model"),
+        ("{}/damaged.safetensors", {}, "damaged.safetensors: "),
+        ("{}/weights.pth", {}, "only .safetensors files are read"),
+        ("{}/nothing.safetensors", {}, "no such file or directory"),
+        ("{}/nothing", {}, "no such file or directory"),
+        ("{}/empty", {}, "is no checkpoint, and there are none in it"),
+    ],
+)
+def test_a_mistake_is_one_line_on_every_rank(source, values, said, mistakes):
+    def line():
+        engine, run = build_engine()
+        with pytest.raises(UserError) as raised:
+            start_from(run, engine)
+        return str(raised.value)
+
+    finetune = {"weights": source.format(mistakes), **values.get("finetune", {})}
+    lines = set(fork_ranks.call(line, 2, **{**MODEL, "BATCH_SIZE": 8, **values, "finetune": finetune}))
+    (only,) = lines
+    assert only.startswith("finetune.weights: ")
+    assert said in only
+    assert "\n" not in only
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is trained
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def of_depth(tmp_path_factory):
+    """Files with weights of models of 2 and of 4 blocks."""
+    folder = tmp_path_factory.mktemp("depths")
+    for depth in (2, 4):
+        save_file(random_weights(DEPTH=depth), folder / f"{depth}.safetensors")
+    return {depth: folder / f"{depth}.safetensors" for depth in (2, 4)}
+
+
+def frozen(of_depth, depth, **values):
+    """Overrides with which half of the blocks is not trained."""
+    weights = {"finetune.weights": str(of_depth[depth]), "finetune.frozen_blocks": depth // 2}
+    return {"DEPTH": depth, **weights, **values}
+
+
+@pytest.fixture(scope="module")
+def references(of_depth, small_sample, tmp_path_factory):
+    """Runs of one process, by number of blocks and optimizer."""
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DATA", str(small_sample))
+        for depth, optimizer in ((2, "adamw"), (4, "adamw"), (2, "lamb"), (4, "lamb")):
+            output = found[depth, optimizer] = tmp_path_factory.mktemp("reference")
+            recipes.train(output, steps=4, **frozen(of_depth, depth, **OPTIMIZERS[optimizer]))
+    return found
+
+
+def saved(output, name=storage.MODEL):
+    return load_file(storage.newest(output / storage.FOLDER)[0] / name)
+
+
+def assert_half_is_trained(output, start, depth):
+    """What is frozen is as it was, to the bit, and has no moments; all else has changed, and has some."""
+    names = {name for name in start if re.match(r"norm|head", name)}
+    names |= {name for name in start for n in range(depth // 2, depth) if name.startswith(f"blocks.{n}.")}
+    assert trained(saved(output), start) == names
+    assert {name.partition(".")[2] for name in saved(output, storage.OPTIMIZER)} == names
+
+
+LAMB = {"PP 2": "lamb", "2D 4": "lamb"}  # norms of whole parameters, of which some have no gradient
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in ("PP 2, 4 micro-batches", "DP 4", "1D 4")])
+def test_every_layout_has_the_curve_of_one_process(layout, of_depth, references, few_test_images, tmp_path):
+    """Half of the blocks are frozen: of two pipeline stages the first one, which has nothing to train then."""
+    world_size, values = LAYOUTS[layout]
+    depth, optimizer = test_layouts.small(layout)[1]["DEPTH"], LAMB.get(layout, "adamw")
+    values = frozen(of_depth, depth, **OPTIMIZERS[optimizer], **values)
+    steps, evaluations = recipes.train(tmp_path, world_size, steps=4, **values)
+    expected, evaluated = read_metrics(references[depth, optimizer])
+    test_layouts.assert_same_curve(steps, expected)
+    assert evaluations[-1]["eval_loss"] == pytest.approx(evaluated[-1]["eval_loss"], rel=1e-4)
+    assert_half_is_trained(tmp_path, load_file(of_depth[depth]), depth)
+
+
+@pytest.mark.parametrize("values", [{}, {"ema.decay": 0.5, "gradient_accumulation": 2, "BATCH_SIZE": 16}], ids=str)
+def test_half_precision_in_a_pipeline_whose_first_stage_is_frozen(values, of_depth, few_test_images, tmp_path):
+    """The frozen weights in checkpoints are those of the file, not rounded ones."""
+    layout = {**LAYOUTS["DP 2 × PP 2"][1], **values, "fp16.dtype": "fp16"}
+    recipes.train(tmp_path, 4, steps=3, amp="NAIVE", **frozen(of_depth, 4, **layout))
+    assert_half_is_trained(tmp_path, load_file(of_depth[4]), 4)
+
+
+@pytest.mark.parametrize(
+    ("layout", "values"),
+    [
+        ("DP 2", {}),
+        ("PP 2", {}),
+        ("PP 2", {"finetune.linear_probe": True}),
+        ("PP 2 interleaved × 2", {"ema.decay": 0.9}),
+        ("3D 8", {"finetune.linear_probe": True}),
+    ],
+)
+def test_a_run_that_stopped_resumes_to_the_bit(layout, values, of_depth, few_test_images, tmp_path):
+    """Even if the weights that it started from are gone."""
+    world_size, parallel = LAYOUTS[layout]
+    depth = test_layouts.small(layout)[1]["DEPTH"]
+    weights = shutil.copy(of_depth[depth], tmp_path / "start.safetensors")
+    values = {**frozen(of_depth, depth), **parallel, **values, "finetune.weights": str(weights)}
+    recipes.train(tmp_path / "whole", world_size, steps=5, **values)
+    recipes.train(tmp_path / "stopped", world_size, steps=2, **values)
+    weights.unlink()
+    recipes.train(tmp_path / "stopped", world_size, steps=5, **values)
+    whole, stopped = (storage.newest(tmp_path / name / storage.FOLDER)[0] for name in ("whole", "stopped"))
+    for name in (storage.MODEL, storage.OPTIMIZER):
+        assert (whole / name).read_bytes() == (stopped / name).read_bytes()
+    assert recipes.record(tmp_path / "whole") == recipes.record(tmp_path / "stopped")
+    if "finetune.linear_probe" in values:
+        assert trained(load_file(whole / storage.MODEL), load_file(of_depth[depth])) == {"head.weight", "head.bias"}
+
+
+def test_another_layout_resumes_what_is_frozen(of_depth, references, few_test_images, tmp_path):
+    """From one process to a pipeline whose first stage has no moments, and back."""
+    for steps, layout in ((2, "DP 2"), (3, "PP 2"), (4, "DP 2")):
+        world_size, values = LAYOUTS[layout]
+        recipes.train(tmp_path, world_size, steps=steps, **frozen(of_depth, 4, **values))
+    test_layouts.assert_same_curve(read_metrics(tmp_path)[0], read_metrics(references[4, "adamw"])[0])
+    assert_half_is_trained(tmp_path, load_file(of_depth[4]), 4)
+
+
+@pytest.mark.parametrize("layout", ["DP 2", "PP 2"])
+def test_a_linear_probe_is_a_linear_layer_on_fixed_features(layout, file):
+    world_size, values = LAYOUTS[layout]
+    rate, num_steps = 0.5, 10
+
+    def train():
+        engine, run = build_engine()
+        start_from(run, engine)
+        engine.train()
+        part = slice(None) if run.layout.data == 1 else slice(4 * torch.distributed.get_rank(), None)
+        part = slice(part.start, (part.start or 0) + 8 // run.layout.data)
+        for _ in range(num_steps):
+            engine.zero_grad()
+            engine.execute_schedule(iter([(IMAGES[part], LABELS[part])]))
+            engine.step()
+        return {p.shard.name: p.detach() for p in engine.bare_model.parameters() if p.requires_grad}, engine.loss
+
+    optimizer = dict(OPTIMIZER="sgd", MOMENTUM=0.0, LEARNING_RATE=rate, WEIGHT_DECAY=0.0, clip_grad_norm=0.0)
+    finetune = {"weights": str(file), "linear_probe": True}
+    values = nested({**values, "BATCH_SIZE": 8 // LAYOUTS[layout][0] if layout == "DP 2" else 8})
+    ranks = fork_ranks.call(train, world_size, **{**MODEL, **optimizer, **values, "finetune": finetune})
+
+    reference = vit.full_vit(Config({**MODEL, "SEED": 0}))
+    reference.load_state_dict(load_file(file))
+    with torch.no_grad():
+        features = reference.forward_head(reference.forward_features(IMAGES), pre_logits=True)
+    head = torch.nn.Linear(32, 10)
+    torch.nn.init.zeros_(head.weight)
+    torch.nn.init.zeros_(head.bias)
+    sgd = torch.optim.SGD(head.parameters(), lr=rate)
+    for _ in range(num_steps):
+        sgd.zero_grad()
+        loss = F.cross_entropy(head(features), LABELS)
+        loss.backward()
+        sgd.step()
+    assert loss < 2.0
+    found, last = ranks[-1]
+    assert found.keys() == {"head.weight", "head.bias"}
+    assert last == pytest.approx(loss.item(), rel=1e-5)
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, head.get_parameter(name.removeprefix("head.")), rtol=1e-4, atol=1e-6)
+
+
+def test_more_frozen_blocks_than_there_are(tmp_path):
+    argv = [*recipes.flags(**{"finetune.frozen_blocks": 5}), "--output", str(tmp_path)]
+    result = fork_ranks.run(recipes.HYBRID, argv, 2)
+    assert result.codes == [2, 2]
+    assert "finetune.frozen_blocks = 5, but the model has 4 blocks" in "".join(result.stderr)
+
+
+def test_which_parameters_a_block_count_freezes():
+    def names():
+        engine, _ = build_engine()
+        return {p.shard.name for p in engine.bare_model.parameters() if not p.requires_grad}
+
+    def frozen_by(**finetune):
+        (found,) = fork_ranks.call(names, **{**MODEL, "POOL": "avg", "finetune": finetune})
+        return {re.sub(r"(blocks\.\d).*|\..*", r"\1", name) for name in found}
+
+    embedding = {"cls_token", "pos_embed", "patch_embed"}
+    blocks = {f"blocks.{number}" for number in range(4)}
+    assert frozen_by() == frozen_by(frozen_blocks=0) == set()
+    assert frozen_by(frozen_blocks=2) == {*embedding, "blocks.0", "blocks.1"}
+    assert frozen_by(frozen_blocks=4) == {*embedding, *blocks}
+    assert frozen_by(linear_probe=True) == {*embedding, *blocks, "fc_norm"}
+
+
+def test_a_rank_without_gradients_has_its_norm_on_its_device(monkeypatch):
+    """Where a sum over the ranks takes it from; on the CPU, the GPUs' all-reduce fails."""
+    accelerator = type("Accelerator", (), {"get_current_device": lambda self: torch.device("meta")})()
+    monkeypatch.setattr(sharding, "get_accelerator", lambda: accelerator)
+    assert sharding.global_norm([], []).device.type == "meta"
+
+
+@pytest.mark.parametrize(("patched", "left"), [(False, 4), (True, 0)])
+def test_3d_layers_keep_no_gradient_of_what_is_frozen(patched, left, monkeypatch):
+    """Upstream's keep those of a frozen block behind one that is trained: those of 4 biases."""
+    if not patched:
+        monkeypatch.setattr("colossal_vit.engine.engine.drop_gradients_of_frozen", lambda: None)
+
+    def step():
+        engine, _ = build_engine()
+        engine.train()
+        for parameter in engine.bare_model.blocks["1"].parameters():
+            parameter.requires_grad_(".attn." not in parameter.shard.name and ".mlp." not in parameter.shard.name)
+        engine.execute_schedule(iter([(IMAGES, LABELS)]))
+        return len(parallel_3d_utils._async_grad_bucket)
+
+    values = nested({**LAYOUTS["3D 8"][1], "BATCH_SIZE": 8})
+    assert fork_ranks.call(step, 8, **{**MODEL, "DEPTH": 2, **values}) == [left] * 8
+
+
+def test_a_dry_run_shows_that_less_memory_is_needed():
+    """In the first of two stages, which has no gradients, no moments, and keeps no activations."""
+
+    def parts(**values):
+        result = fork_ranks.run(recipes.HYBRID, [*recipes.flags(**LAYOUTS["PP 2"][1], **values), "--dry-run"])
+        assert result.codes == [0], str(result)
+        rows = re.findall(
+            r"^stage \d +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+)$", result.stdout[0], re.MULTILINE
+        )
+        return [[float(number) for number in row] for row in rows]
+
+    (weights, *whole), last = parts()
+    (same, *less), unchanged = parts(**{"finetune.frozen_blocks": 2})
+    assert (weights, last) == (same, unchanged)
+    assert less[:2] == [0.0, 0.0]
+    assert less[2] < whole[2] / 2
+    assert less[3] < whole[3] / 2
