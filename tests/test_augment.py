@@ -131,8 +131,7 @@ def test_the_other_examples_have_it_too(script, tmp_path, monkeypatch):
     """A run that stops resumes to the bit; where DALI does not deal out the images, two processes equal one."""
     monkeypatch.delenv("DATA", raising=False)
     dali = script.startswith("vit_imagenet")
-    own = {key: value for key, value in ALL.items() if not (dali and key == "REPEATS")}
-    own |= {"dali.mixup_alpha": 0} if dali else {}
+    own = {**ALL, "dali.mixup_alpha": 0} if dali else ALL
 
     def train(name, steps, world_size=1, **more):
         values = {**SIZE, **own, "BATCH_SIZE": 32 // world_size, **more}

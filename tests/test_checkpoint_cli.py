@@ -10,7 +10,7 @@ import sys
 import pytest
 import timm
 import torch
-from colossal_vit.checkpoint import __main__, storage
+from colossal_vit.checkpoint import __main__, storage, timm_weights
 from colossal_vit.models import build_timm_vit
 from colossal_vit.results import read_metrics
 from colossalai.context import Config
@@ -88,6 +88,21 @@ def test_timm_builds_what_was_trained(name, build, runs, exported):
     assert (tuple(transform["mean"]), tuple(transform["std"])) == (cifar10.MEAN, cifar10.STD)
     assert not model.pretrained_cfg.keys() & {"tag", "license"}, "those of Google's weights"
     assert sorted(path.name for path in exported.iterdir()) == ["hybrid", "plain"], "nothing else stays behind"
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"CROP_PADDING": 4}, 1.0),
+        ({}, 224 / 256),
+        ({"CACHE_SIZE": 256}, 192 / 256),
+        ({"EVAL_CROP": 224 / 256}, 224 / 256),
+        ({"EVAL_CROP": 1.0}, 1.0),
+    ],
+)
+def test_the_crop_of_the_test_images_is_exported(values, expected):
+    state = {"config": {"IMG_SIZE": 192, **values}, "normalization": None}
+    assert timm_weights._preprocessing(state)["crop_pct"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])

@@ -133,9 +133,10 @@ def test_ranks_with_unequal_parts_make_the_same_number_of_batches(numbered, num_
     assert sorted(seen) == list(range(num_images))
 
 
+@pytest.mark.parametrize(("crop", "shorter", "longer"), [({}, 54, 90), (dict(eval_crop=1.0), 48, 80)])
 @in_fork
-def test_evaluation_takes_the_centre_and_keeps_the_aspect(tmp_path):
-    """As PIL does it: the shorter side to 54 pixels, then 48 x 48 from the middle."""
+def test_evaluation_takes_the_centre_and_keeps_the_aspect(crop, shorter, longer, tmp_path):
+    """As PIL does it: the shorter side to 54 pixels, or to 48, then 48 x 48 from the middle."""
     grid = np.add.outer(np.linspace(0, 120, 90), np.linspace(0, 130, 150))
     pictures = [np.stack([grid, grid[::-1], grid[:, ::-1]], axis=-1).astype(np.uint8)]
     pictures.append(pictures[0].transpose(1, 0, 2))
@@ -146,11 +147,11 @@ def test_evaluation_takes_the_centre_and_keeps_the_aspect(tmp_path):
     shard, index = tmp_path / "shard", tmp_path / "index"
     shard.write_bytes(b"".join(tfrecord.encode_record(content, 7) for content in contents))
     tfrecords.index_shard(shard, index)
-    ((images, labels),) = loader(None, "validation", loaders.Records([shard], [index], [2]), batch_size=2)
+    ((images, labels),) = loader(None, "validation", loaders.Records([shard], [index], [2]), batch_size=2, **crop)
     assert labels.tolist() == [6, 6]
     for image, content in zip(images, contents, strict=True):
         picture = Image.open(io.BytesIO(content))
-        width, height = ((90, 54), (54, 90))[picture.height > picture.width]
+        width, height = ((longer, shorter), (shorter, longer))[picture.height > picture.width]
         left, top = (width - SIZE) // 2, (height - SIZE) // 2
         picture = picture.resize((width, height), Image.BILINEAR).crop((left, top, left + SIZE, top + SIZE))
         expected = torch.from_numpy(np.array(picture)).permute(2, 0, 1)
@@ -228,6 +229,31 @@ def test_a_later_stage_gets_the_same_labels_without_images(numbered):
     for (_, labels), (instead, of_later) in zip(first, later, strict=True):
         assert torch.equal(labels, of_later)
         assert torch.equal(instead, of_later)
+
+
+@in_fork
+def test_repeated_augmentation_uses_a_part_of_each_batch_so_often(numbered):
+    """The order of the records stays; copies of an image are augmented each in their own way, and no neighbours."""
+    how = dict(crop_area=(0.5, 1.0), repeats=3)
+    plain, repeated, later = loader(numbered), loader(numbered, **how), loader(numbered, with_images=False, **how)
+    epochs = []
+    for _ in range(2):
+        used = []
+        for (_, all_labels), (images, labels), (_, of_later) in zip(plain, repeated, later, strict=True):
+            first = all_labels[:11]
+            assert torch.equal(labels, torch.cat([first, first, first[:10]]))
+            assert torch.equal(labels, of_later)
+            assert (labels.view(-1, 2)[:, 0] != labels.view(-1, 2)[:, 1]).all()
+            for place in range(10):
+                copies = images[place], images[place + 11], images[place + 22]
+                assert not any(torch.equal(a, b) for a, b in itertools.combinations(copies, 2))
+            used += first.tolist()
+        epochs.append(set(used))
+        assert len(used) == 44 * 11
+    assert len(epochs[0]) == 44 * 11, "an image comes in one batch of an epoch"
+    assert len(epochs[0] & epochs[1]) < 44 * 11 / 2, "another epoch has other images"
+    assert len(list(loader(numbered, "validation", repeats=3))) == len(list(loader(numbered, "validation"))) == 12
+    assert labels_of(loader(numbered, "validation", repeats=3)) == labels_of(loader(numbered, "validation"))
 
 
 def through_dali(operation, images):
@@ -317,7 +343,7 @@ def test_the_loader_augments_as_the_block_says(numbered):
         assert sum(torch.equal(a, b) for a, b in zip(images, plain, strict=True)) < 16
 
 
-@pytest.mark.parametrize("options", [{}, dict(rand_augment=dict(n=1, m=9)), dict(augment=ALL)])
+@pytest.mark.parametrize("options", [{}, dict(rand_augment=dict(n=1, m=9)), dict(augment=ALL, repeats=3)])
 @in_fork
 def test_a_saved_stream_goes_on_to_the_bit(numbered, options):
     stream = loader(numbered, rank=1, num_ranks=2, **options)
@@ -412,10 +438,11 @@ def test_sizes_that_do_not_fit_are_refused(sample, settings, num_ranks, expected
         loaders.check_sizes(*splits, sample, config, num_ranks)
 
 
+@pytest.mark.parametrize("repeats", [1, 3])
 @in_fork
-def test_labels_out_of_range_are_refused(sample):
+def test_labels_out_of_range_are_refused(sample, repeats):
     with pytest.raises(UserError, match=r"train-0000\d-of-00004 at byte \d+: image/class/label is 10, not from 1 to"):
-        list(loader(sample, num_classes=9))
+        list(loader(sample, num_classes=9, repeats=repeats))
 
 
 def fails(data, shard, offset):

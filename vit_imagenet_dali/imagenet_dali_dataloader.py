@@ -203,6 +203,10 @@ class DaliLoader(Loader):
         augment: the config's block `augment`: what else is done to training images, see `augmentation.py`.
         rand_augment: `dict(n=..., m=...)` for RandAugment: n operations per image, of magnitude m from 0 to 30
             (arXiv:1909.13719).
+        repeats: how often a training image comes in its batch, each time with other random numbers: repeated
+            augmentation (arXiv:1902.05509). Of each batch that is read only as many records are used as it then has
+            images; which ones they are differs from epoch to epoch.
+        eval_crop: side of the centre that is evaluated, as a share of the image's shorter side.
         num_threads: CPU threads.
         with_images: whether to read images, or labels only; default: whether this is the first pipeline stage.
     """
@@ -225,6 +229,8 @@ class DaliLoader(Loader):
         flip: bool = True,
         rand_augment: Mapping[str, int] | None = None,
         augment: Mapping[str, Any] | None = None,
+        repeats: int = 1,
+        eval_crop: float = 224 / 256,
         num_threads: int = 2,
         with_images: bool | None = None,
     ):
@@ -236,6 +242,7 @@ class DaliLoader(Loader):
         self.crop_area, self.flip = list(crop_area), flip
         self.rand_augment = dict(rand_augment) if rand_augment else None
         self.augment = dict(augment or {})
+        self.repeats, self.eval_crop = repeats, eval_crop
         self.with_images = sees_images() if with_images is None else with_images
         # The bounds of this rank's records, as DALI's reader computes them. No rank may be without records.
         self.start, self.end = (records.num_images * part // self.num_ranks for part in (self.rank, self.rank + 1))
@@ -267,6 +274,11 @@ class DaliLoader(Loader):
             seed=self._pipeline_seed(),  # DALI's default depends on later operators, which differ between stages
         )
         labels, encoded = record["image/class/label"], record["image/encoded"]
+        if self.train and self.repeats > 1:
+            # Copies are far apart: neighbours, which may be mixed, are different images.
+            number = -(-self.batch_size // self.repeats)
+            chosen = [place % number for place in range(self.batch_size)]
+            labels, encoded = (fn.permute_batch(part, indices=chosen) for part in (labels, encoded))
         if not self.with_images:
             return (labels,)
         # DALI 2.4.0 may crash the process if the decoder finds no header. This operator raises an error instead, and
@@ -286,7 +298,7 @@ class DaliLoader(Loader):
             mirror = fn.random.coin_flip() if self.flip else 0
         else:
             images = fn.decoders.image(encoded, **options)
-            images = self._resize(images, resize_shorter=size * 256 // 224)
+            images = self._resize(images, resize_shorter=int(size / self.eval_crop))
         mean, std = ([value * 255 for value in values] for values in (MEAN, STD))
         images = fn.crop_mirror_normalize(
             images, device=device, crop=[size, size], mirror=mirror, mean=mean, std=std, output_layout="CHW"
@@ -391,6 +403,7 @@ class DaliLoader(Loader):
             "place": [self.rank, self.num_ranks, self.with_images, self.on_gpu],
             "sizes": [self.records.num_images, self.batch_size, self.img_size],
             "augmentation": [self.crop_area, self.flip, self.rand_augment, *([self.augment] if self.augment else [])],
+            **({"repeats": self.repeats} if self.repeats > 1 else {}),  # added later: older streams go on
             "dali": nvidia.dali.__version__,
         }
 
@@ -514,8 +527,9 @@ def build_imagenet(run: Run) -> tuple[Loader, Loader | None]:
         flip=config.get("FLIP", True),
         rand_augment=dali.get("rand_augment"),
         augment=config.get("augment"),
+        repeats=config.get("REPEATS", 1),
     )
     return (
         DaliLoader(train, train=True, **augmented, **options),
-        DaliLoader(validation, train=False, **options),
+        DaliLoader(validation, train=False, eval_crop=config.get("EVAL_CROP", 224 / 256), **options),
     )

@@ -44,8 +44,9 @@ def _preprocessing(state: Mapping[str, Any]) -> dict[str, Any]:
     """The preprocessing of a run's test images, as timm's data config."""
     config, size = state["config"], state["config"]["IMG_SIZE"]
     mean, std = state["normalization"] or (None, None)  # SYNTHETIC images have none
-    # CIFAR-10 images are used whole; others are centre-cropped, to 224 of 256 pixels unless CACHE_SIZE is set.
+    # CIFAR-10 images are used whole; others are centre-cropped, to 224 of 256 pixels unless a key says otherwise.
     crop_pct = 1.0 if "CROP_PADDING" in config else size / config.get("CACHE_SIZE", size * 8 / 7)
+    crop_pct = config.get("EVAL_CROP", crop_pct)
     return dict(input_size=(3, size, size), mean=mean, std=std, crop_pct=crop_pct, interpolation="bilinear")
 
 

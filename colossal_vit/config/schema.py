@@ -98,7 +98,12 @@ GROUPS: dict[str, dict[str, Setting | Block]] = {
             POSITIVE_INT,
             "repeated augmentation: how often an image comes in an epoch, which has as many fewer images",
             1,
-            (DP, HYBRID, CALTECH101),
+        ),
+        "EVAL_CROP": Setting(
+            SHARE_ABOVE_0,
+            "side of the centre that is evaluated ÷ shorter side of the image",
+            224 / 256,
+            (IMAGENET,),
         ),
         "augment": Block(
             "what is done to training images once they are cropped and mirrored",
