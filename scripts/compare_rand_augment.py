@@ -39,7 +39,7 @@ OPERATIONS = {  # DALI's name: torchvision's, and why they differ
     "translate_y": ("TranslateY", "the same"),
     "rotate": ("Rotate", FILLED),
     "brightness": ("Brightness", ""),
-    "color": ("Color", "torchvision rounds the grey image first: 2 at most"),
+    "color": ("Color", "torchvision cuts off the fraction of the grey image: 2 apart at most"),
     "contrast": ("Contrast", ""),
     "sharpness": ("Sharpness", "torchvision leaves the outermost pixels as they are"),
     "posterize": ("Posterize", ""),
