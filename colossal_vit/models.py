@@ -8,6 +8,7 @@ import torch
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.layout import Layout
 from colossalai.context import Config
+from timm.layers import DropPath, build_sincos2d_pos_embed
 from torch import nn
 
 MODELS = ["vit_*", "deit3_*"]  # timm's models that the examples take
@@ -18,6 +19,7 @@ SHAPE = {
     "DEPTH": "depth",
     "NUM_HEADS": "num_heads",
     "POOL": "global_pool",
+    "LAYER_SCALE": "init_values",
 }
 
 
@@ -32,14 +34,32 @@ def cpu_seed(seed: int) -> Iterator[None]:
         yield
 
 
+def fix_positions(model: nn.Module) -> None:
+    """Put sines and cosines of row and column in place of a timm model's learned position embedding.
+
+    A. Vaswani et al., arXiv:1706.03762, in two dimensions, as X. Chen et al., arXiv:2104.02057, use it. It is a buffer
+    under the same name, (1, N, C), with zeros for tokens that are not patches.
+
+    Raises:
+        ValueError: if the model has no position embedding.
+    """
+    if getattr(model, "pos_embed", None) is None:
+        raise ValueError("it has no position embedding that POSITIONS could replace")
+    patches = build_sincos2d_pos_embed(model.patch_embed.grid_size, model.embed_dim)  # (patches, C)
+    others = torch.zeros(model.pos_embed.shape[1] - len(patches), model.embed_dim)
+    del model.pos_embed
+    model.register_buffer("pos_embed", torch.cat([others, patches])[None])
+
+
 def build_timm_vit(config: Config) -> nn.Module:
     """The timm model `config.MODEL`, its weights initialised on the CPU from `config.SEED`.
 
     DROP_RATE has the meaning of timm's `drop_rate` when the tutorials were written: dropout after the position
-    embedding, the attention projection and the layers of the MLP. DROP_PATH_RATE is timm's `drop_path_rate`.
+    embedding, the attention projection and the layers of the MLP. DROP_PATH_RATE is timm's `drop_path_rate`, or the
+    rate of every block.
     """
     with cpu_seed(config.SEED):
-        return timm.create_model(
+        model = timm.create_model(
             config.MODEL,
             num_classes=config.NUM_CLASSES,
             img_size=config.IMG_SIZE,
@@ -48,6 +68,12 @@ def build_timm_vit(config: Config) -> nn.Module:
             drop_path_rate=config.get("DROP_PATH_RATE", 0.0),
             **{name: config[key] for key, name in SHAPE.items() if key in config},
         )
+    if config.get("POSITIONS") == "sincos2d":
+        fix_positions(model)
+    if config.get("DROP_PATH_UNIFORM"):
+        for block in model.blocks:
+            block.drop_path1, block.drop_path2 = (DropPath(config.DROP_PATH_RATE) for _ in range(2))
+    return model
 
 
 def check_timm_vit(config: Config, layout: Layout) -> None:

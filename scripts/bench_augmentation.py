@@ -2,7 +2,7 @@
 
     python scripts/bench_augmentation.py [--runs N] [--batches N] [--output DIR]
 
-Takes about 8 minutes on 2 CPU cores. JPEGs of 500 x 375 pixels and about 100 KB are decoded, cropped at random to
+Takes about 10 minutes on 2 CPU cores. JPEGs of 500 x 375 pixels and about 100 KB are decoded, cropped at random to
 224 x 224, normalised and batched: that is "without". Each part is compared with it in every run, one after the other
 and in turns, so that other load on the machine affects both alike. The ratio of a run is images/s with the part divided
 by images/s without.
@@ -41,7 +41,7 @@ from bench_loader import (
 
 sys.path.append(str(ROOT / "vit_imagenet_dali"))
 
-from imagenet_dali_dataloader import DaliLoader, Records, find_records  # noqa: E402
+from imagenet_dali_dataloader import DaliLoader, Records, find_records
 
 MIX = dict(mixup=0.8, cutmix=1.0)
 PARTS = {  # arguments of the loader

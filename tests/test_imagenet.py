@@ -24,7 +24,7 @@ def test_configs_are_the_recipe_of_the_readme(name):
     config = configs.load(FOLDER / name)
     rows = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|", (FOLDER / "README.md").read_text(), re.MULTILINE)
     readme = {what: (published, here) for what, published, here in rows}
-    assert config.BATCH_SIZE * config.gradient_accumulation * 4 == 32_768
+    assert config.BATCH_SIZE * config.gradient_accumulation * 4 == config.GLOBAL_BATCH == 32_768
     assert readme["global batch"] == ("32K: 256 per GPU × 32 accumulation × 4 GPUs", "32,768")
     assert (config.BATCH_SIZE, config.gradient_accumulation) == (256, 32)
     rate, decay = re.fullmatch(r"LAMB, learning rate (\S+), weight decay (\S+)", readme["optimizer"][0]).groups()
@@ -56,7 +56,7 @@ def test_learning_rate_step_by_step():
 
 @pytest.mark.parametrize(("num_gpus", "expected"), [(4, (256, 32)), (64, (256, 2)), (1024, (32, 1)), (3, (254, 43))])
 def test_plan_keeps_the_global_batch(num_gpus, expected):
-    micro_batch, accumulation = planning.split(num_gpus, 256)
+    micro_batch, accumulation = planning.split(num_gpus, 256, 32_768)
     assert (micro_batch, accumulation) == expected
     assert abs(micro_batch * accumulation * num_gpus - 32_768) < num_gpus
 
@@ -72,6 +72,19 @@ def test_hours_as_published(tmp_path):
     header, _, *rows = planning.schedule(configs.load(FOLDER / "config_vit_b32.py"), tmp_path, 8)
     assert "published, for an A100" in header
     assert [" ".join(row.split()) for row in rows[:2]] == ["4 256 32 11,700 14.58", "8 256 16 11,700 7.29"]
+
+
+def test_another_global_batch_is_kept_and_said(tmp_path):
+    """What the config makes on the GPUs at hand, unless it names another one. No published hours for other models."""
+    config = configs.load(FOLDER / "config_vit_b32.py", ["GLOBAL_BATCH=1024", "DEPTH=6"])
+    header, _, *rows, last = planning.schedule(config, tmp_path, 8)
+    assert header == "a global batch of 1,024; set IMAGES_PER_S for hours"
+    assert [" ".join(row.split()[:3]) for row in rows] == ["4 256 1", "8 128 1", "64 16 1", "1024 1 1"]
+    assert last == "as it is, the config makes a global batch of 65,536 on 8 GPU(s): --set what is above"
+    del config["GLOBAL_BATCH"]
+    header, *_, last = planning.schedule(config, tmp_path, 8)
+    assert header.startswith("a global batch of 65,536; ")
+    assert last.startswith("1024 ")
 
 
 def test_hours_of_a_rate_that_is_given(tmp_path):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from colossal_vit.engine import Lamb, build_optimizer, build_scheduler, lamb, parameter_groups
 from colossal_vit.engine.assembly import initialize
+from colossal_vit.errors import UserError
 from colossal_vit.parallel.layout import Layout
 from colossalai.context import Config
 from colossalai.legacy import nn as col_nn
@@ -509,12 +510,17 @@ def test_a_parameter_without_shard_is_whole_on_every_rank():
 
 @pytest.mark.parametrize(
     ("schedule", "expected"),
-    [("linear", [1 / 3, 2 / 3, 1, 3 / 4, 2 / 4, 1 / 4]), ("cosine", [1 / 2, 1, 1, 0.8535534, 0.5, 0.1464466])],
+    [
+        (dict(SCHEDULE="linear"), [1 / 3, 2 / 3, 1, 3 / 4, 2 / 4, 1 / 4]),
+        (dict(SCHEDULE="cosine"), [1 / 2, 1, 1, 0.8535534, 0.5, 0.1464466]),
+        (dict(SCHEDULE="cosine", MIN_LEARNING_RATE=0.2), [1 / 2, 1, 1, 0.8828427, 0.6, 0.3171573]),
+        (dict(SCHEDULE="cosine", MIN_LEARNING_RATE=1.0), [1 / 2, 1, 1, 1, 1, 1]),
+    ],
 )
 def test_warm_up_is_in_epochs(schedule, expected):
     """One epoch of two optimizer steps, of three."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    config = Config(dict(SCHEDULE=schedule, NUM_EPOCHS=3, WARMUP_EPOCHS=1))
+    config = Config(dict(**schedule, LEARNING_RATE=1.0, NUM_EPOCHS=3, WARMUP_EPOCHS=1))
     scheduler = build_scheduler(config, optimizer, 2)
     rates = []
     for _ in range(6):
@@ -522,3 +528,13 @@ def test_warm_up_is_in_epochs(schedule, expected):
         optimizer.step()
         scheduler.step()
     assert rates == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"), [("linear", "needs SCHEDULE = 'cosine'"), ("cosine", "is above LEARNING")]
+)
+def test_a_lowest_rate_that_does_not_fit_is_refused(schedule, words):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    config = Config(dict(SCHEDULE=schedule, MIN_LEARNING_RATE=2.0, LEARNING_RATE=1.0, NUM_EPOCHS=3, WARMUP_EPOCHS=1))
+    with pytest.raises(UserError, match=words):
+        build_scheduler(config, optimizer, 2)

@@ -11,7 +11,8 @@ from colossalai.amp import AMP_TYPE
 
 # ---- Training ----
 BATCH_SIZE = 256  # of each rank and micro-batch
-gradient_accumulation = 32  # global batch = 256 × 32 × 4 GPUs = 32,768
+gradient_accumulation = 32
+GLOBAL_BATCH = 32_768  # 256 × 32 × 4 GPUs
 NUM_EPOCHS = 300
 WARMUP_EPOCHS = 150  # the schedule moves every optimizer step; an epoch is 39 of them
 LEARNING_RATE = 1.8e-2

@@ -1,15 +1,15 @@
-"""Training time for several numbers of GPUs, and the settings that keep the published global batch on each."""
+"""Training time for several numbers of GPUs, and the settings that keep the config's global batch on each."""
 
 import json
 import statistics
 from pathlib import Path
 
+from colossal_vit.models import SHAPE
 from colossal_vit.plan.report import format_table
 from colossal_vit.results import read_metrics
 from colossalai.context import Config
 
 NUM_IMAGES = 1_281_167  # ImageNet-1K's training set
-GLOBAL_BATCH = 32_768
 NUM_GPUS = {4, 64, 1024}
 PUBLISHED_HOURS = {  # of 300 epochs on 4 A100s, from the tutorial
     "vit_base_patch32_224": 14.58,
@@ -28,15 +28,15 @@ def images_per_s(config: Config, output: Path) -> tuple[float, str] | None:
         rates = [per_gpu / step["step_s"] for step in read_metrics(output)[0]]
         if rates:
             return statistics.median(rates), f"the median of the run in {output}"
-    if config.MODEL in PUBLISHED_HOURS:
+    if config.MODEL in PUBLISHED_HOURS and config.IMG_SIZE == 224 and not SHAPE.keys() & config.keys():
         seconds = PUBLISHED_HOURS[config.MODEL] * 3600
         return 300 * NUM_IMAGES / seconds / 4, "published, for an A100"
     return None
 
 
-def split(num_gpus: int, batch_size: int) -> tuple[int, int]:
-    """Micro-batch per GPU, at most `batch_size`, and accumulation steps that give the published global batch."""
-    per_gpu = GLOBAL_BATCH // num_gpus
+def split(num_gpus: int, batch_size: int, global_batch: int) -> tuple[int, int]:
+    """Micro-batch per GPU, at most `batch_size`, and accumulation steps that give the global batch."""
+    per_gpu = global_batch // num_gpus
     micro_batch = max(size for size in range(1, min(batch_size, per_gpu) + 1) if per_gpu % size == 0)
     return micro_batch, per_gpu // micro_batch
 
@@ -44,12 +44,17 @@ def split(num_gpus: int, batch_size: int) -> tuple[int, int]:
 def schedule(config: Config, output: Path, num_gpus: int) -> list[str]:
     """Lines with batch settings and training time, for `num_gpus` and several other numbers of GPUs."""
     rate = images_per_s(config, output)
+    here = config.BATCH_SIZE * config.gradient_accumulation * num_gpus
+    global_batch = config.get("GLOBAL_BATCH", here)
     rows = []
-    for number in sorted(NUM_GPUS | {num_gpus}):
-        micro_batch, accumulation = split(number, config.BATCH_SIZE)
-        steps = NUM_IMAGES // GLOBAL_BATCH * config.NUM_EPOCHS
+    for number in sorted(number for number in NUM_GPUS | {num_gpus} if number <= global_batch):
+        micro_batch, accumulation = split(number, config.BATCH_SIZE, global_batch)
+        steps = NUM_IMAGES // global_batch * config.NUM_EPOCHS
         hours = f"{config.NUM_EPOCHS * NUM_IMAGES / (rate[0] * number) / 3600:.2f}" if rate else "?"
         rows.append([str(number), str(micro_batch), str(accumulation), f"{steps:,}", hours])
     header = ["GPUs", "BATCH_SIZE", "gradient_accumulation", f"optimizer steps in {config.NUM_EPOCHS} epochs", "hours"]
     said = f"{rate[0]:,.0f} images/s a GPU ({rate[1]}), and perfect scaling" if rate else "set IMAGES_PER_S for hours"
-    return [f"a global batch of {GLOBAL_BATCH:,}; {said}", *format_table(header, rows)]
+    lines = [f"a global batch of {global_batch:,}; {said}", *format_table(header, rows)]
+    if here != global_batch:
+        lines.append(f"as it is, the config makes a global batch of {here:,} on {num_gpus} GPU(s): --set what is above")
+    return lines

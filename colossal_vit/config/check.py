@@ -7,6 +7,21 @@ from typing import Any
 from colossal_vit.config.schema import SCHEMA
 from colossal_vit.config.settings import PATHS, REQUIRED, Block, Setting, default_for
 from colossal_vit.errors import UserError
+from colossalai.legacy.amp import AMP_TYPE
+
+SCALER_KEYS = {
+    AMP_TYPE.TORCH: {"init_scale", "growth_factor", "backoff_factor", "growth_interval"},
+    AMP_TYPE.NAIVE: {
+        "initial_scale",
+        "growth_factor",
+        "backoff_factor",
+        "growth_interval",
+        "hysteresis",
+        "min_scale",
+        "max_scale",
+    },
+    AMP_TYPE.APEX: {"opt_level"},  # the scalers of O1 and O2 are those of TORCH and NAIVE, with their defaults
+}
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -109,7 +109,7 @@ def load(
     if not fp16.get("mode"):
         values["fp16"] = None
     else:
-        allowed = schema.SCALER_KEYS[fp16["mode"]]
+        allowed = check.SCALER_KEYS[fp16["mode"]]
         for key in fp16.keys() - {"mode", "dtype"} - allowed:
             raise UserError(f"{path}: fp16.{key} is not an option of {fp16['mode']}{check.nearest(key, allowed)}")
     return Config(values)

@@ -33,7 +33,8 @@ from colossal_vit.config.settings import (
     Setting,
     default_for,
 )
-from colossalai.legacy.amp import AMP_TYPE
+
+TIMM = (DP, CALTECH101, IMAGENET)  # scripts that train a model of timm
 
 GROUPS: dict[str, dict[str, Setting | Block]] = {
     "Training": {
@@ -48,9 +49,10 @@ GROUPS: dict[str, dict[str, Setting | Block]] = {
         "WARMUP_EPOCHS": Setting(NON_NEGATIVE_INT, "epochs of linear warm-up, part of NUM_EPOCHS", Each((50, 0, 1, 0))),
         "SCHEDULE": Setting(
             one_of("linear", "cosine"),
-            "how the rate falls to 0 after the warm-up",
+            "how the rate falls after the warm-up, to 0 if nothing else is said",
             Each(("linear", "cosine", "linear", "linear")),
         ),
+        "MIN_LEARNING_RATE": Setting(NON_NEGATIVE, "what a cosine falls to", 0.0),
         "OPTIMIZER": Setting(one_of("adamw", "sgd", "lamb"), "the optimizer", Each(("lamb", "adamw", "sgd", "lamb"))),
         "MOMENTUM": Setting(FRACTION, "momentum of SGD", Each((0.9, 0.9, 0.0, 0.9))),
         "LEARNING_RATE": Setting(POSITIVE, "the rate after the warm-up", Each((1.8e-2, 3e-3, 1e-2, 1.8e-2))),
@@ -73,6 +75,9 @@ GROUPS: dict[str, dict[str, Setting | Block]] = {
                 "threshold": Setting(SHARE, "targets above it become 1, all others 0; without, targets stay"),
                 "sum_classes": Setting(BOOL, "sum the classes' losses instead of their mean", False),
             },
+        ),
+        "GLOBAL_BATCH": Setting(
+            POSITIVE_INT, "images of a step, that `--dry-run` keeps on other numbers of GPUs", OPTIONAL, (IMAGENET,)
         ),
         "IMAGES_PER_S": Setting(
             POSITIVE, "images/s of one GPU, from which `--dry-run` computes hours", OPTIONAL, (IMAGENET,)
@@ -100,10 +105,7 @@ GROUPS: dict[str, dict[str, Setting | Block]] = {
             1,
         ),
         "EVAL_CROP": Setting(
-            SHARE_ABOVE_0,
-            "side of the centre that is evaluated ÷ shorter side of the image",
-            224 / 256,
-            (IMAGENET,),
+            SHARE_ABOVE_0, "side of the centre that is evaluated ÷ image's shorter side", 224 / 256, (IMAGENET,)
         ),
         "augment": Block(
             "what is done to training images once they are cropped and mirrored",
@@ -161,7 +163,7 @@ GROUPS: dict[str, dict[str, Setting | Block]] = {
             TEXT,
             "a Vision Transformer of timm",
             Each(("vit_base_patch16_224", "vit_base_patch16_224", REQUIRED)),
-            (DP, CALTECH101, IMAGENET),
+            TIMM,
         ),
         "IMG_SIZE": Setting(POSITIVE_INT, "side of the images, in pixels", Each((224, REQUIRED, 224, 224))),
         "PATCH_SIZE": Setting(
@@ -177,8 +179,15 @@ GROUPS: dict[str, dict[str, Setting | Block]] = {
             "what the head sees: the class token, or the mean of the patches' tokens; that of MODEL",
             Each((OPTIONAL, "token", OPTIONAL, OPTIONAL)),
         ),
+        "POSITIONS": Setting(
+            one_of("learned", "sincos2d"), "position embedding: learned, or fixed sines and cosines", "learned", TIMM
+        ),
+        "LAYER_SCALE": Setting(
+            POSITIVE, "what each branch is multiplied by at the start (LayerScale); that of MODEL", OPTIONAL, TIMM
+        ),
         "DROP_RATE": Setting(FRACTION, "dropout", 0.0),
         "DROP_PATH_RATE": Setting(FRACTION, "stochastic depth of the last block; linear from 0", 0.0),
+        "DROP_PATH_UNIFORM": Setting(BOOL, "every block has the rate of the last one", False, TIMM),
         "CHECKPOINT": Setting(
             BOOL, "compute activations again in the backward pass instead of keeping them", False, (HYBRID,)
         ),
@@ -264,20 +273,6 @@ GROUPS: dict[str, dict[str, Setting | Block]] = {
     },
 }
 SCHEMA = {key: setting for group in GROUPS.values() for key, setting in group.items()}
-
-SCALER_KEYS = {
-    AMP_TYPE.TORCH: {"init_scale", "growth_factor", "backoff_factor", "growth_interval"},
-    AMP_TYPE.NAIVE: {
-        "initial_scale",
-        "growth_factor",
-        "backoff_factor",
-        "growth_interval",
-        "hysteresis",
-        "min_scale",
-        "max_scale",
-    },
-    AMP_TYPE.APEX: {"opt_level"},  # the scalers of O1 and O2 are those of TORCH and NAIVE, with their defaults
-}
 
 
 def default(block: str, key: str) -> Any:

@@ -2,6 +2,7 @@
 
 import math
 
+from colossal_vit.errors import UserError
 from colossalai.context import Config
 from colossalai.nn.lr_scheduler import LinearWarmupLR
 from torch.optim import Optimizer
@@ -12,16 +13,19 @@ class CosineAnnealingWarmupLR(LambdaLR):
     """Linear warm-up to the base learning rate, then half a cosine down to zero.
 
     With W warm-up steps of T, step k (from 0) is made with the base rate times (k + 1) / W while k < W, and times
-    (1 + cos(π (k - W) / (T - W))) / 2 from there on (I. Loshchilov and F. Hutter, arXiv:1608.03983).
+    (1 + cos(π (k - W) / (T - W))) / 2 from there on (I. Loshchilov and F. Hutter, arXiv:1608.03983). With a `floor`,
+    that last factor f becomes floor + (1 - floor) f.
 
-    Args as `colossalai.nn.lr_scheduler.CosineAnnealingWarmupLR`, which on torch 2.14 exceeds the base rate after the
-    warm-up: it chains recursive schedulers, and the first step of the second is taken for an ordinary one.
+    Other args as `colossalai.nn.lr_scheduler.CosineAnnealingWarmupLR`, which on torch 2.14 exceeds the base rate after
+    the warm-up: it chains recursive schedulers, and the first step of the second is taken for an ordinary one.
 
     Raises:
         ValueError: unless 0 <= warmup_steps <= total_steps.
     """
 
-    def __init__(self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1):
+    def __init__(
+        self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1, floor: float = 0.0
+    ):
         if not 0 <= warmup_steps <= total_steps:
             raise ValueError(f"warmup_steps = {warmup_steps} does not fit total_steps = {total_steps}")
 
@@ -29,13 +33,23 @@ class CosineAnnealingWarmupLR(LambdaLR):
             if step < warmup_steps:
                 return (step + 1) / warmup_steps
             progress = min((step - warmup_steps) / max(total_steps - warmup_steps, 1), 1.0)
-            return (1 + math.cos(math.pi * progress)) / 2
+            return floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2
 
         super().__init__(optimizer, factor, last_epoch)
 
 
 def build_scheduler(config: Config, optimizer: Optimizer, steps_per_epoch: int) -> LRScheduler:
-    """What SCHEDULE names, after WARMUP_EPOCHS of NUM_EPOCHS epochs of `steps_per_epoch` optimizer steps."""
-    schedule = {"cosine": CosineAnnealingWarmupLR, "linear": LinearWarmupLR}[config.SCHEDULE]
-    epochs = dict(total_steps=config.NUM_EPOCHS, warmup_steps=config.WARMUP_EPOCHS)
-    return schedule(optimizer, **{key: count * steps_per_epoch for key, count in epochs.items()})
+    """What SCHEDULE names, after WARMUP_EPOCHS of NUM_EPOCHS epochs of `steps_per_epoch` optimizer steps.
+
+    Raises:
+        UserError: if MIN_LEARNING_RATE is above LEARNING_RATE, or another schedule than the cosine is to have one.
+    """
+    steps = dict(total_steps=config.NUM_EPOCHS * steps_per_epoch, warmup_steps=config.WARMUP_EPOCHS * steps_per_epoch)
+    lowest = config.get("MIN_LEARNING_RATE", 0.0)
+    if config.SCHEDULE == "cosine":
+        if lowest > config.LEARNING_RATE:
+            raise UserError(f"MIN_LEARNING_RATE = {lowest} is above LEARNING_RATE = {config.LEARNING_RATE}")
+        return CosineAnnealingWarmupLR(optimizer, **steps, floor=lowest / config.LEARNING_RATE)
+    if lowest:
+        raise UserError(f"MIN_LEARNING_RATE = {lowest} needs SCHEDULE = 'cosine'; a line falls to 0")
+    return LinearWarmupLR(optimizer, **steps)

@@ -1,0 +1,55 @@
+"""What the config keys make of timm's models."""
+
+import math
+
+import pytest
+import torch
+from colossal_vit.errors import UserError
+from colossal_vit.models import build_timm_vit, check_timm_vit
+from colossal_vit.parallel.layout import Layout
+from colossalai.context import Config
+
+TINY = dict(SEED=1, NUM_CLASSES=5, IMG_SIZE=32, PATCH_SIZE=8, HIDDEN_SIZE=16, DEPTH=2, NUM_HEADS=2, DROP_RATE=0.0)
+
+
+def build(model="vit_tiny_patch16_224", **values):
+    return build_timm_vit(Config({**TINY, "MODEL": model, **values}))
+
+
+@pytest.mark.parametrize("model", ["vit_tiny_patch16_224", "vit_base_patch16_gap_224", "deit3_small_patch16_224"])
+def test_fixed_positions_are_sines_and_cosines_of_row_and_column(model):
+    vit, learned = build(model, POSITIONS="sincos2d"), build(model)
+    assert "pos_embed" not in dict(vit.named_parameters())
+    assert vit.state_dict().keys() == learned.state_dict().keys()
+    assert vit.pos_embed.shape == learned.pos_embed.shape
+    *other, grid = vit.pos_embed[0].split([vit.pos_embed.shape[1] - 16, 16])
+    assert not any(tokens.any() for tokens in other)
+    for place, position in enumerate(grid):
+        row, column = divmod(place, 4)
+        waves = [10_000 ** (-k / 4) for k in range(4)]
+        expected = [function(at * wave) for function in (math.sin, math.cos) for at in (row, column) for wave in waves]
+        torch.testing.assert_close(position, torch.tensor(expected), atol=1e-6, rtol=0)
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    vit.eval(), learned.eval()
+    learned.pos_embed.data.copy_(vit.pos_embed)
+    assert torch.equal(vit(images), learned(images))
+
+
+def test_a_model_without_positions_keeps_none():
+    config = Config({**TINY, "MODEL": "vit_small_patch16_rope_224", "POSITIONS": "sincos2d"})
+    with pytest.raises(UserError, match="has no position embedding that POSITIONS could replace"):
+        check_timm_vit(config, Layout(1, 1, 1, None, 1))
+
+
+@pytest.mark.parametrize(("uniform", "expected"), [(False, [0, 0.1, 0.2]), (True, [0.2, 0.2, 0.2])])
+def test_drop_path_grows_or_is_the_same_in_all_blocks(uniform, expected):
+    vit = build(DEPTH=3, DROP_PATH_RATE=0.2, DROP_PATH_UNIFORM=uniform)
+    for block, rate in zip(vit.blocks, expected, strict=True):
+        rates = [getattr(path, "drop_prob", 0) for path in (block.drop_path1, block.drop_path2)]
+        assert rates == pytest.approx([rate, rate])
+
+
+def test_layer_scale_starts_as_it_is_told():
+    assert (build("deit3_small_patch16_224", LAYER_SCALE=1e-4).blocks[0].ls1.gamma == 1e-4).all()
+    assert (build("deit3_small_patch16_224").blocks[0].ls1.gamma == 1e-6).all(), "timm's"
+    assert (build(LAYER_SCALE=0.1).blocks[1].ls2.gamma == 0.1).all()
