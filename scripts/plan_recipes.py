@@ -2,7 +2,7 @@
 
     python scripts/plan_recipes.py [--only NAME ...] [--gpus 4 8] [--output results/recipes_plan]
 
-Takes about 3 minutes on a CPU. Memory is that of a GPU; hours are those of a rate that somebody has published, stated
+Takes about 4 minutes on a CPU. Memory is that of a GPU; hours are those of a rate that somebody has published, stated
 beside them, and of perfect scaling.
 
 Writes plan.md (the table), plan.json, log.txt (every dry run) and provenance.json.

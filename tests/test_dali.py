@@ -515,11 +515,12 @@ def test_a_run_gets_its_loaders_and_every_rank_its_mistakes(copied, tmp_path):
     damage(tfrecords.find_shards(copied, "train")[0])
 
     def function():
-        run = run_of(copied, tmp_path, dali=Config(dict(max_bad=1, rand_augment=dict(n=1, m=5))))
+        dali = Config(dict(max_bad=1, rand_augment=dict(n=1, m=5)))
+        run = run_of(copied, tmp_path, dali=dali, REPEATS=3, EVAL_CROP=1.0)
         train, test = loaders.build_imagenet(run)
         images, labels = next(iter(train))
         assert images.shape == (8, 3, SIZE, SIZE)
-        assert train.rand_augment == dict(n=1, m=5)
+        assert (train.rand_augment, train.repeats, test.eval_crop) == (dict(n=1, m=5), 3, 1.0)
         counted = sum(int((labels != IGNORED).sum()) for _, labels in test)
         if run.log.rank == 1:
             run.config.DATA = str(tmp_path / "nowhere")
