@@ -2,14 +2,15 @@
 
     torchrun --standalone --nproc_per_node 8 train.py --config ./configs/config_mae_b16_finetune.py
 
-On 4 GPUs add `--set gradient_accumulation=2`. The weights, of 1,600 epochs, come from the Hugging Face Hub; without a
-network set `finetune.weights` to their file. Published: 83.57 ± 0.08 % on the validation set in four runs,
-7 h 11 min on 32 V100s. Not run to the end here.
+Processes: any number; on 8 GPUs as it is, on 4 with `--set gradient_accumulation=2`. The weights, of 1,600 epochs,
+come from the Hugging Face Hub; without a network set `finetune.weights` to their file. Published accuracy: 83.57 ±
+0.08 % on the validation set in four runs, 7 h 11 min on 32 V100s. Not measured here.
 
-Source: K. He et al., arXiv:2111.06377, and FINETUNE.md in facebookresearch/mae, with main_finetune.py, util/lr_decay.py
-and util/datasets.py: learning rate 5e-4 × 1,024 ÷ 256. Different here: the head starts as zeros, there with a deviation
-of 2e-5; crops are resized bilinearly, there bicubically; RandAugment is DALI's, one operation an image, there timm's
-rand-m9-mstd0.5-inc1: two, each every other time, and of 15 operations; 27 of 30 is 9 of timm's 10.
+Source: K. He et al., arXiv:2111.06377, and FINETUNE.md in facebookresearch/mae, with main_finetune.py,
+util/lr_decay.py and util/datasets.py: learning rate 5e-4 × 1,024 ÷ 256. Different here: the head starts as zeros,
+there with a deviation of 2e-5; crops are resized bilinearly, there bicubically; RandAugment is DALI's, one operation
+an image, there timm's rand-m9-mstd0.5-inc1: two, each every other time, and of 15 operations; 27 of 30 is 9 of timm's
+10.
 """
 
 from colossalai.amp import AMP_TYPE

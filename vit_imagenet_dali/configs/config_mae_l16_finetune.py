@@ -2,12 +2,13 @@
 
     torchrun --standalone --nproc_per_node 8 train.py --config ./configs/config_mae_l16_finetune.py
 
-On 4 GPUs add `--set gradient_accumulation=4`. The weights, of 1,600 epochs, come from the Hugging Face Hub; without a
-network set `finetune.weights` to their file. Published: 85.87 ± 0.07 % on the validation set in four runs,
-8 h 52 min on 32 V100s. Not run to the end here.
+Processes: any number; on 8 GPUs as it is, on 4 with `--set gradient_accumulation=4`. The weights, of 1,600 epochs,
+come from the Hugging Face Hub; without a network set `finetune.weights` to their file. Published accuracy: 85.87 ±
+0.07 % on the validation set in four runs, 8 h 52 min on 32 V100s. Not measured here.
 
-Source: K. He et al., arXiv:2111.06377, and FINETUNE.md in facebookresearch/mae, with main_finetune.py, util/lr_decay.py
-and util/datasets.py: learning rate 1e-3 × 1,024 ÷ 256. Different here: as in `config_mae_b16_finetune.py`.
+Source: K. He et al., arXiv:2111.06377, and FINETUNE.md in facebookresearch/mae, with main_finetune.py,
+util/lr_decay.py and util/datasets.py: learning rate 1e-3 × 1,024 ÷ 256. Different here: as in
+`config_mae_b16_finetune.py`.
 """
 
 from colossalai.amp import AMP_TYPE
