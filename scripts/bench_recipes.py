@@ -5,8 +5,8 @@
 
 A small Vision Transformer is trained with several seeds, for the same number of epochs:
 
-- from scratch, in each example: "plain" and "full" (Mixup, CutMix, colour jitter, no weight decay on vectors), and of
-  the full runs also the moving average of the weights;
+- from scratch, in each example: "plain" and "full" (Mixup, colour jitter, no weight decay on vectors), and of the full
+  runs also the moving average of the weights;
 - on 10 images of each of the digits 5 to 9, in the two examples that can fine-tune: from scratch, and from the weights
   of a plain run on the digits 0 to 4. The 10 images are the same for all seeds.
 
@@ -51,7 +51,7 @@ EXAMPLES: dict[str, tuple[str, str, Values]] = {
         {"CROP_AREA": (0.7, 1.0), "dali.mixup_alpha": 0, "LAMB_EXCLUDE_VECTORS": False},
     ),
 }
-FULL = {"mix.mixup": 0.2, "mix.cutmix": 1.0, "mix.prob": 0.5, "augment.color_jitter": 0.1, "DECAY_VECTORS": False}
+FULL = {"mix.mixup": 0.2, "mix.prob": 0.5, "augment.color_jitter": 0.1, "DECAY_VECTORS": False}
 FULL |= {"ema.decay": 0.99, "ema.warmup": True}
 RECIPES: dict[str, Values] = {"plain": {}, "full": FULL}
 
