@@ -8,7 +8,9 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from colossal_vit.checkpoint import __main__ as cli
 from colossal_vit.checkpoint import storage
+from colossal_vit.checkpoint.restore import _load_moments
 from colossal_vit.checkpoint.start_from import start_from
 from colossal_vit.checkpoint.state import parameter_slots
 from colossal_vit.engine import build_optimizer, initialize
@@ -23,6 +25,7 @@ from colossal_vit.run import Run
 from colossalai.context import Config
 from colossalai.legacy import nn as col_nn
 from colossalai.legacy.amp import AMP_TYPE
+from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from colossalai.legacy.nn.layer.parallel_3d import _utils as parallel_3d_utils
 from safetensors.torch import load_file, save_file
@@ -43,7 +46,7 @@ IMAGES = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 LABELS = torch.arange(8)
 
 
-def random_weights(**values):
+def full_weights(**values):
     """Full weights of a ViT, all of them random."""
     with pytest.MonkeyPatch.context() as patch:
         conftest.random_start(patch)
@@ -126,7 +129,7 @@ def hub(tmp_path_factory):
         (folder / "refs").mkdir(parents=True)
         (folder / "refs" / "main").write_text("0" * 40)
         (folder / "snapshots" / ("0" * 40)).mkdir(parents=True)
-        weights = random_weights(**{**TINY, "IMG_SIZE": 224, "NUM_CLASSES": num_classes, "DEPTH": depth})
+        weights = full_weights(**{**TINY, "IMG_SIZE": 224, "NUM_CLASSES": num_classes, "DEPTH": depth})
         save_file(weights, folder / "snapshots" / ("0" * 40) / "model.safetensors")
     with pytest.MonkeyPatch.context() as patch:  # the environment variables of these names are read at import
         patch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
@@ -156,7 +159,7 @@ def test_from_timm_by_name(name, head, num_classes, hub):
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
     path = tmp_path_factory.mktemp("weights") / "model.safetensors"
-    save_file(random_weights(), path)
+    save_file(full_weights(), path)
     return path
 
 
@@ -205,6 +208,14 @@ def test_average_pooling_has_a_new_norm(file):
     expected = load_file(file)
     del expected["norm.weight"], expected["norm.bias"]
     assert_same(found, expected | {"fc_norm.weight": torch.ones(32), "fc_norm.bias": torch.zeros(32)})
+
+
+def test_average_pooling_is_exported(tmp_path, capsys):
+    recipes.train(tmp_path / "run", steps=1, POOL="avg", DEPTH=1)
+    assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "folder")]) == 0
+    model = timm.create_model(f"local-dir:{tmp_path / 'folder'}", pretrained=True)
+    assert model.global_pool == "avg"
+    assert_same(model.state_dict(), saved(tmp_path / "run"))
 
 
 @pytest.fixture(scope="module")
@@ -279,7 +290,7 @@ def of_depth(tmp_path_factory):
     """Files with weights of models of 2 and of 4 blocks."""
     folder = tmp_path_factory.mktemp("depths")
     for depth in (2, 4):
-        save_file(random_weights(DEPTH=depth), folder / f"{depth}.safetensors")
+        save_file(full_weights(DEPTH=depth), folder / f"{depth}.safetensors")
     return {depth: folder / f"{depth}.safetensors" for depth in (2, 4)}
 
 
@@ -374,6 +385,19 @@ def test_another_layout_resumes_what_is_frozen(of_depth, references, few_test_im
     assert_half_is_trained(tmp_path, load_file(of_depth[4]), 4)
 
 
+def test_what_is_frozen_gets_no_moments_of_a_checkpoint(run):
+    """It would keep them in memory, for nothing."""
+    path, _ = storage.newest(run / storage.FOLDER)
+
+    def names():
+        engine, _ = build_engine()
+        _load_moments(path, engine, 1)
+        state = engine.optimizer.optim.state
+        return {p.requires_grad for p in state}, len(state)
+
+    assert fork_ranks.call(names, **MODEL, finetune={"frozen_blocks": 4}) == [({True}, 4)]
+
+
 @pytest.mark.parametrize("layout", ["DP 2", "PP 2"])
 def test_a_linear_probe_is_a_linear_layer_on_fixed_features(layout, file):
     world_size, values = LAYOUTS[layout]
@@ -383,17 +407,17 @@ def test_a_linear_probe_is_a_linear_layer_on_fixed_features(layout, file):
         engine, run = build_engine()
         start_from(run, engine)
         engine.train()
-        part = slice(None) if run.layout.data == 1 else slice(4 * torch.distributed.get_rank(), None)
-        part = slice(part.start, (part.start or 0) + 8 // run.layout.data)
+        replica = gpc.get_local_rank(ParallelMode.DATA)
+        batch = tuple(tensor.chunk(run.layout.data)[replica] for tensor in (IMAGES, LABELS))
         for _ in range(num_steps):
             engine.zero_grad()
-            engine.execute_schedule(iter([(IMAGES[part], LABELS[part])]))
+            engine.execute_schedule(iter([batch]))
             engine.step()
         return {p.shard.name: p.detach() for p in engine.bare_model.parameters() if p.requires_grad}, engine.loss
 
     optimizer = dict(OPTIMIZER="sgd", MOMENTUM=0.0, LEARNING_RATE=rate, WEIGHT_DECAY=0.0, clip_grad_norm=0.0)
     finetune = {"weights": str(file), "linear_probe": True}
-    values = nested({**values, "BATCH_SIZE": 8 // LAYOUTS[layout][0] if layout == "DP 2" else 8})
+    values = nested({**values, "BATCH_SIZE": 4 if layout == "DP 2" else 8})
     ranks = fork_ranks.call(train, world_size, **{**MODEL, **optimizer, **values, "finetune": finetune})
 
     reference = vit.full_vit(Config({**MODEL, "SEED": 0}))

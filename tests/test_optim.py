@@ -132,10 +132,17 @@ def optimizer_config(**values):
     return Config(dict(dict(OPTIMIZER="adamw", MOMENTUM=0.9, LEARNING_RATE=0.1, WEIGHT_DECAY=0.05), **values))
 
 
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "vit_base_patch32_224", "deit3_small_patch16_224"])
-def test_rates_and_decays_equal_timms(name):
+@pytest.mark.parametrize(
+    ("name", "pool"),
+    [
+        ("vit_tiny_patch16_224", "token"),
+        ("vit_base_patch32_224", "avg"),
+        ("deit3_small_patch16_224", "token"),
+    ],
+)
+def test_rates_and_decays_equal_timms(name, pool):
     """Layer by layer, and without weight decay on vectors, parameter by parameter."""
-    model = timm.create_model(name)
+    model = timm.create_model(name, global_pool=pool)
     names = {parameter: key for key, parameter in model.named_parameters()}
     groups = param_groups_layer_decay(model, 0.05, [*model.no_weight_decay()], layer_decay=0.75)
     expected = {names[p]: (0.1 * group["lr_scale"], group["weight_decay"]) for group in groups for p in group["params"]}

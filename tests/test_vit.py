@@ -47,8 +47,9 @@ def build():
     return vit.build_vit(gpc.config, layout), vit.full_vit(gpc.config), gpc.config
 
 
+@pytest.mark.parametrize("pool", ["token", "avg"])
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if "PP" not in name])
-def test_equals_timm(layout, random_weights):
+def test_equals_timm(layout, pool, random_weights):
     """Logits, loss, the gradient of every parameter, and its norm; on each rank, with what it holds joined."""
     world_size, parallel = LAYOUTS[layout]
 
@@ -75,7 +76,7 @@ def test_equals_timm(layout, random_weights):
             )
         assert not references, f"parameters that our model lacks: {list(references)}"
 
-    fork_ranks.call(compare, world_size, parallel=parallel, **MODEL)
+    fork_ranks.call(compare, world_size, parallel=parallel, **MODEL, POOL=pool)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -1,0 +1,152 @@
+"""Evaluation by nearest neighbours: scikit-learn's, and the same features in every layout."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from colossal_vit.data.digits import write_caltech101
+from colossal_vit.engine.knn import TEMPERATURE, classify, gather_features
+from colossalai.context import Config
+from colossalai.legacy.core import global_context as gpc
+from safetensors.torch import save_file
+from sklearn.neighbors import KNeighborsClassifier
+
+import check_layouts
+import cifar10
+import fork_ranks
+import recipes
+import vit
+from check_layouts import LAYOUTS
+from conftest import NUM_TEST_IMAGES
+from test_finetune import MODEL, build_engine, full_weights, nested
+
+K_NN = r"k-NN accuracy (\S+)% \((\d+) of (\d+) images\), 20 neighbours of (\d+) training images"
+
+
+def test_the_vote_is_scikit_learns():
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.randn(5, 16, generator=generator)
+    labels = torch.randint(5, (3000,), generator=generator)
+    features = (centres[labels] + 1.5 * torch.randn(3000, 16, generator=generator)) * torch.rand(3000, 1)
+    theirs = KNeighborsClassifier(20, metric="cosine", weights=lambda distances: np.exp((1 - distances) / TEMPERATURE))
+    theirs.fit(features[:1500], labels[:1500])
+    found = classify(features[:1500], labels[:1500], features[1500:])
+    assert torch.equal(found, torch.from_numpy(theirs.predict(features[1500:])))
+    assert 0.5 < (found == labels[1500:]).float().mean() < 0.95
+
+
+def test_fewer_training_images_than_neighbours():
+    assert classify(torch.eye(3), torch.arange(3), torch.eye(3)).tolist() == [0, 1, 2]
+
+
+IMAGES = torch.randint(256, (45, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+LABELS = torch.randint(10, (45,), generator=torch.Generator().manual_seed(4))
+
+
+def features():
+    """Of 45 training images, one by one as the test images come: without the shift and the mirror of training."""
+    engine, _ = build_engine()
+    config = gpc.config
+    sampler = cifar10.GlobalBatchSampler(len(LABELS), config.BATCH_SIZE)
+    train = cifar10.Batches(IMAGES, LABELS, sampler, config.IMG_SIZE, torch.device("cpu"), crop_padding=4, flip=True)
+    return gather_features(engine, train.in_order())
+
+
+@pytest.mark.parametrize("pool", ["token", "avg"])
+@pytest.mark.parametrize(
+    "layout", ["DP 2", "PP 2", "PP 2 interleaved × 2", "1D 2", "2D 4", "2.5D 8", "3D 8", "DP 2 × 2D 4", "PP 2 × 2D 4"]
+)
+def test_every_layout_has_the_same_features(layout, pool, random_weights):
+    world_size, values = LAYOUTS[layout]
+    values = {**MODEL, **nested({**values, "BATCH_SIZE": 8, "DEPTH": 4 if "PP" in layout else 2}), "POOL": pool}
+    (own, labels), *others = fork_ranks.call(features, world_size, **values)
+    assert others == [None] * (world_size - 1)
+    assert torch.equal(labels, LABELS)
+
+    reference = vit.full_vit(Config({**values, "SEED": 0}))
+    mean, std = (torch.tensor(value).view(3, 1, 1) * 255 for value in (cifar10.MEAN, cifar10.STD))
+    with torch.no_grad():
+        seen = reference.forward_features((IMAGES.float() - mean) / std)
+        expected = reference.forward_head(seen, pre_logits=True)
+    cosines, expected = (torch.nn.functional.normalize(f) @ torch.nn.functional.normalize(f).T for f in (own, expected))
+    torch.testing.assert_close(cosines, expected, rtol=0, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    path = tmp_path_factory.mktemp("weights") / "model.safetensors"
+    save_file(full_weights(), path)
+    return {"finetune.weights": str(path), "finetune.head": "keep"}
+
+
+def evaluated(flag, output, world_size=1, **values):
+    result = fork_ranks.run(recipes.HYBRID, [*recipes.flags(**values), "--output", str(output), flag], world_size)
+    assert result.codes == [0] * world_size, str(result)
+    return "".join(result.stdout)
+
+
+def test_weights_are_evaluated_without_training(weights, few_test_images, tmp_path):
+    """By neighbours and by the head that they have; in one process and in others the same to the image."""
+    said = evaluated("--eval-knn", tmp_path / "no", **weights)
+    accuracy, correct, count, known = re.search(K_NN, said).groups()
+    assert (int(count), int(known)) == (NUM_TEST_IMAGES, 1437)
+    assert float(accuracy) == pytest.approx(100 * int(correct) / int(count), abs=0.01)
+    assert float(accuracy) > 30, "even random features tell some digits apart"
+    assert evaluated("--eval-only", tmp_path / "no", **weights).count(f"of {NUM_TEST_IMAGES} images), loss ") == 1
+    for layout in ("DP 2", "PP 2", "2D 4"):
+        world_size, values = LAYOUTS[layout]
+        other = re.search(K_NN, evaluated("--eval-knn", tmp_path / "no", world_size, **{**weights, **values}))
+        assert other.groups() == (accuracy, correct, count, known), layout
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_checkpoint_is_evaluated_and_its_average(weights, few_test_images, tmp_path):
+    recipes.train(tmp_path, steps=3, **weights, **{"ema.decay": 0.5, "LEARNING_RATE": 0.1})
+    said = evaluated("--eval-knn", tmp_path, **weights, **{"ema.decay": 0.5, "LEARNING_RATE": 0.1})
+    assert "step-00000003, step 3" in said
+    (own,), (average,) = re.findall(r"k-NN accuracy (\S+%)", said), re.findall(r"k-NN accuracy of the EMA (\S+%)", said)
+    assert own != average
+
+
+SMALL = dict(IMG_SIZE=32, PATCH_SIZE=8, HIDDEN_SIZE=32, DEPTH=4, NUM_HEADS=4, NUM_CLASSES=10, BATCH_SIZE=64)
+CALTECH101 = "vit_caltech101_amp/train.py", "vit_caltech101_amp/config/config_fp32.py"
+IMAGENET = "vit_imagenet_dali/train.py", "vit_imagenet_dali/config_sample.py"
+
+
+def say(example, tmp_path, world_size=1, **values):
+    script, config = example
+    argv = [
+        "--config",
+        str(fork_ranks.ROOT / config),
+        *check_layouts.set_flags(values),
+        "--output",
+        str(tmp_path / "no"),
+    ]
+    return fork_ranks.run(script, [*argv, "--eval-knn"], world_size)
+
+
+def test_caltech101(weights, tmp_path, monkeypatch):
+    write_caltech101(tmp_path)
+    monkeypatch.setenv("DATA", str(tmp_path))
+    one, two = (say(CALTECH101, tmp_path, size, **SMALL, **weights) for size in (1, 2))
+    found = re.search(K_NN, one.stdout[0])
+    assert found, str(one)
+    assert int(found[3]) + int(found[4]) == 1797
+    assert float(found[1]) > 30
+    assert re.search(K_NN, two.stdout[0]).groups() == found.groups(), str(two)
+
+
+@pytest.mark.parametrize(
+    ("example", "values", "said"),
+    [
+        (CALTECH101, {}, "--eval-knn: no checkpoint in"),
+        (CALTECH101, {**SMALL, "SYNTHETIC": True}, "--eval-knn needs the images of a data set, which this run has not"),
+        (IMAGENET, {}, "--eval-knn is for CIFAR-10 and Caltech101"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_one_line(example, values, said, weights, tmp_path):
+    result = say(example, tmp_path, **values, **(weights if values else {}))
+    assert result.codes == [2], str(result)
+    assert said in result.stderr[0]
+    assert result.stderr[0].count("\n") == 1
