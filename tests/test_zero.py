@@ -130,7 +130,7 @@ def test_owners_are_balanced():
 @pytest.mark.parametrize(
     ("values", "line"),
     [
-        ({"zero.stage": 3}, "zero.stage = 3: must be one of 1, 2"),
+        ({"zero.stage": 3}, "zero.stage = 3, but it must be one of 1, 2"),
         ({**SPLIT, "torch_ddp.bucket_cap_mb": 5}, "torch_ddp has no effect with zero"),
     ],
 )
