@@ -36,9 +36,10 @@ class Snapshot(NamedTuple):
 
 def _types(engine: Engine) -> dict[str, torch.dtype]:
     """The data type of each kind of tensor that this rank has: "" for weights, EMA for averages, moments by name."""
-    types = {"": slot.master.dtype for slot in parameter_slots(engine) if slot.owned}
-    if engine.ema and types:
-        types[EMA] = types[""]
+    types: dict[str, torch.dtype] = {}
+    for slot in parameter_slots(engine):
+        if slot.owned:
+            types |= dict.fromkeys(["", EMA] if engine.ema else [""], slot.master.dtype)
     for state in engine.optimizer.optim.state.values():
         types |= {key: value.dtype for key, value in state.items() if isinstance(value, Tensor) and value.ndim}
     return types
