@@ -31,6 +31,7 @@ class Run:
         stop_on_save_error: whether a checkpoint that cannot be written ends the run.
         device: this rank's device.
         log: see `RankLogger`.
+        wandb: whether to give the records to `hooks.wandb_run.WandbRun` too.
         profile: whether to add `hooks.profile.ProfileHook`.
         debug_nan: whether to add `hooks.debug_nan.DebugNanHook`.
         dry_run: whether tensors are fake and there is no data and no other rank; `main` then returns
@@ -52,6 +53,7 @@ class Run:
     eval_only: bool = False
     eval_knn: bool = False
     stop_on_save_error: bool = False
+    wandb: bool = False
     profile: bool = False
     debug_nan: bool = False
     dry_run: bool = False

@@ -1,6 +1,7 @@
 """Kill -9 a random rank or the launcher many times in one run: the result must be that of an undisturbed run.
 
     python scripts/fault_loop.py [--rounds 50] [--seed N] [--result results/fault_loop]
+    python scripts/fault_loop.py --relay --rounds 100 [--seed N] [--result results/fault_relay]
 
 About 20 minutes on 2 CPU cores. Two pipeline stages train a small ViT with dropout on the digits sample and save every
 second step. Each round starts them with the same command, and kills one of them or their torchrun, each as often as the
@@ -8,6 +9,11 @@ others: in every fifth round while the ranks start, in every second one during a
 step. After each round, the other ranks must have ended by themselves, every checkpoint must be valid, and none may be
 lost. In the end the run is completed, and compared bit for bit with an undisturbed one: the final weights and moments,
 and all of `metrics.jsonl` except the times.
+
+With `--relay` each round goes on in another layout, drawn from those of check_layouts.py, on 1 to 8 ranks, with and
+without optimizer state split over the data-parallel ranks; ranks are killed, no launcher. The losses and gradient norms
+must then be those of an undisturbed run of one process within the limits of check_layouts.py. Ranks are forks of this
+process, so that they need not import everything; that takes about 15 minutes for 100 rounds.
 
 Prints a line per round and a table. With `--result` also writes fault_loop.md (the table), fault_loop.json (every
 round), log.txt (with the output of all ranks) and provenance.json. Exit code 1 if any check fails.
@@ -25,19 +31,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import repeat
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import psutil
 from colossal_vit.benchmark import Benchmark
 from colossal_vit.checkpoint import storage
 from colossal_vit.errors import UserError
 
-from check_layouts import CONFIG, FOLDER, MODEL, PIPELINE, set_flags
+from check_layouts import ANY_STEP, CONFIG, FIRST_STEP, FOLDER, LAYOUTS, MODEL, PIPELINE, set_flags
 
 WORLD_SIZE = 2
 LAUNCHER = "launcher"
@@ -46,6 +53,12 @@ SETTINGS: dict[str, Any] = {
     **{**MODEL, **PIPELINE, "DROP_RATE": 0.1},
     **{"checkpoint.every_steps": EVERY_STEPS, "checkpoint.keep": KEEP},
 }
+# Moments of AdamW, but steps so small that rounding, which differs between layouts, is not amplified.
+RELAY: dict[str, Any] = {
+    **{**MODEL, "DEPTH": 4, "LEARNING_RATE": 2e-4, "parallel.pipeline": 1},
+    **{"checkpoint.every_steps": EVERY_STEPS, "checkpoint.keep": KEEP},
+}
+SPLIT = {"zero.stage": 1}
 ROUNDS_AN_EPOCH = 2  # an epoch is 44 steps, and a round makes 5 to 20
 # Seconds that a rank waits for one that died before the rendezvous, without a launcher to end it. The wait for rank 0
 # is up to twice as long, since torch tries to reach it twice.
@@ -71,6 +84,14 @@ class Ended(Protocol):
 
 
 Start = Callable[[bool], "Attempt"]  # called with whether a launcher starts the ranks
+
+
+class Leg(NamedTuple):
+    """How ranks are started in a round, and which may be killed; `layout` is for the record."""
+
+    start: Start
+    victims: Sequence[int | str]
+    layout: str = ""
 
 
 class Attempt(Protocol):
@@ -253,6 +274,7 @@ class Round:
         begun, reached, newest: the step that the attempt resumed from, the last step it recorded (at least `begun`),
             and the step of the newest checkpoint afterwards.
         verified: number of checkpoints afterwards.
+        layout: of a relay's leg.
     """
 
     victim: int | str
@@ -265,6 +287,7 @@ class Round:
     reached: int
     newest: int
     verified: int
+    layout: str
 
 
 def _name(victim: int | str) -> str:
@@ -279,16 +302,16 @@ def _kill(pid: int) -> list[psutil.Process]:
     return children
 
 
-def _round(start: Start, output: Path, moment: str, begun: int, delays: dict, draw: random.Random) -> Round:
+def _round(leg: Leg, output: Path, moment: str, begun: int, delays: dict, draw: random.Random) -> Round:
     """Start the ranks, kill one or their launcher, and check the checkpoints; `delays` has upper limits by moment."""
     folder, record = output / storage.FOLDER, _Record(output)
     earlier, fraction = _hidden(folder), draw.random()
     delay = fraction * delays[moment]
-    victim = draw.choice([*range(WORLD_SIZE), LAUNCHER])
+    victim = draw.choice(leg.victims)
     index = 0 if victim == LAUNCHER else victim
     name = _name(victim)
     started = time.monotonic()
-    with _started(start, victim == LAUNCHER) as attempt:
+    with _started(leg.start, victim == LAUNCHER) as attempt:
         if moment != "start-up":
             _wait_for_step(attempt, record, begun)
             if victim != LAUNCHER:  # which takes longer
@@ -314,14 +337,15 @@ def _round(start: Start, output: Path, moment: str, begun: int, delays: dict, dr
     verified, newest = _check_checkpoints(folder, begun)
     reached = max(record.last_step(), begun)
     assert reached <= newest + MOST_LOST, f"step {reached} is on record, but the newest checkpoint is of step {newest}"
-    return Round(victim, moment, saving, half_written, end_s, ended.codes, begun, reached, newest, verified)
+    steps = (begun, reached, newest)
+    return Round(victim, moment, saving, half_written, end_s, ended.codes, *steps, verified, leg.layout)
 
 
-def fault_loop(start: Start, output: Path, rounds: int, seed: int, say: Callable[[str], None]) -> list[Round]:
+def fault_loop(legs: Iterator[Leg], output: Path, rounds: int, seed: int, say: Callable[[str], None]) -> list[Round]:
     """Start a run and kill a rank or its launcher, repeatedly; then let the run complete.
 
     Args:
-        start: starts the ranks, always with the same command.
+        legs: how to start the ranks in each round, and to complete the run.
         output: their run directory.
         rounds: number of kills.
         seed: of the random victims and times.
@@ -338,18 +362,19 @@ def fault_loop(start: Start, output: Path, rounds: int, seed: int, say: Callable
         if number % STARTUP_EVERY == 0:
             moment = "start-up"
         try:
-            this = _round(start, output, moment, newest, delays, draw)
+            this = _round(next(legs), output, moment, newest, delays, draw)
         except AssertionError as error:
             raise AssertionError(f"round {number} ({moment}), seed {seed}: {error}") from None
         newest = this.newest
         done.append(this)
         during = ", in a save" * this.saving + ", left half-written" * this.half_written
+        where = f" ({this.layout})" if this.layout else ""
         say(
-            f"round {number}: {_name(this.victim)} killed ({moment}{during}) "
+            f"round {number}{where}: {_name(this.victim)} killed ({moment}{during}) "
             f"after steps {this.begun} to {this.reached}; "
             f"the others ended after {this.end_s:.2f} s; {this.verified} checkpoints hold, the newest of step {newest}"
         )
-    with _started(start) as attempt:
+    with _started(next(legs).start) as attempt:
         ended = attempt.wait(FINISH_LIMIT)
     assert not any(ended.codes), f"left alone after {rounds} rounds, the run failed: {ended}"
     _check_checkpoints(output / storage.FOLDER, newest)
@@ -382,16 +407,40 @@ def compare(output: Path, undisturbed: Path) -> list[dict]:
     return records
 
 
-def make_table(done: list[Round], records: list[dict]) -> list[str]:
-    """A summary as a Markdown table; `records` are those of the completed run."""
+def compare_curves(output: Path, undisturbed: Path) -> tuple[list[dict], float]:
+    """Compare the losses and gradient norms of two completed runs in fp32, whose layouts may differ.
+
+    Returns:
+        The records of the first run, and the largest relative difference.
+
+    Raises:
+        AssertionError: if steps or evaluations are missing, or a difference exceeds the limits of check_layouts.py.
+    """
+    records, expected = (
+        [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+        for directory in (output, undisturbed)
+    )
+    steps = [[(line["step"], "eval_loss" in line) for line in lines] for lines in (records, expected)]
+    assert steps[0] == steps[1], "the steps on record are not those of the undisturbed run"
+    worst = 0.0
+    for here, there in zip(records, expected, strict=True):
+        for key in ("loss", "grad_norm", "eval_loss"):
+            if key in here:
+                error = abs(here[key] - there[key]) / abs(there[key])
+                limit = FIRST_STEP if here["step"] == 1 else ANY_STEP
+                assert error <= limit, f"step {here['step']}: {key} is {here[key]}, but {there[key]} undisturbed"
+                worst = max(worst, error)
+    return records, worst
+
+
+def make_table(done: list[Round], records: list[dict], verdict: dict[str, str]) -> list[str]:
+    """A summary as a Markdown table; `records` are those of the completed run, `verdict` its comparison."""
     steps = records[-1]["step"]
+    victims = sorted({this.victim for this in done}, key=str)
     made = sum(this.reached - this.begun for this in done) + steps - done[-1].newest
     rows = {
         "rounds": len(done),
-        "killed": ", ".join(
-            f"{sum(this.victim == victim for this in done)} × {_name(victim)}"
-            for victim in (*range(WORLD_SIZE), LAUNCHER)
-        ),
+        "killed": ", ".join(f"{sum(this.victim == victim for this in done)} × {_name(victim)}" for victim in victims),
         "killed during start-up": sum(this.moment == "start-up" for this in done),
         "killed while a checkpoint was being written": sum(this.saving for this in done),
         "… which was left half-written, under a hidden name": sum(this.half_written for this in done),
@@ -399,10 +448,67 @@ def make_table(done: list[Round], records: list[dict]) -> list[str]:
         "most steps lost by a kill": max(this.reached - this.newest for this in done),
         "checkpoints verified / not whole / lost": f"{sum(this.verified for this in done)} / 0 / 0",
         "longest time until the other ranks had ended": f"{max(this.end_s for this in done):.1f} s",
-        "records as in the undisturbed run": f"all {len(records)}, to the bit",
-        "final weights and moments as in the undisturbed run": "to the bit",
+        **verdict,
     }
     return ["| | |", "| --- | ---: |", *(f"| {name} | {value} |" for name, value in rows.items())]
+
+
+# ---- The relay -------------------------------------------------------------------------------------------------------
+
+
+def relay(output: Path, seed: int, values: dict[str, Any], flags: Sequence[str]) -> Iterator[Leg]:
+    """Legs in random layouts, none like the one before, on forks of this process.
+
+    Args:
+        output: the run directory.
+        seed: of the layouts.
+        values: config values that all legs share.
+        flags: more of the command line.
+    """
+    import fork_ranks
+
+    kinds = {"1 process": (1, {}), **LAYOUTS}
+    kinds |= {f"{name}, split state": (size, {**own, **SPLIT}) for name, (size, own) in LAYOUTS.items() if "DP" in name}
+    draw, previous = random.Random(seed), None
+    while True:
+        name = draw.choice([name for name in kinds if name != previous])
+        size, own = kinds[name]
+        command = ["--config", CONFIG, "--output", str(output), *flags, *set_flags({**values, **own})]
+        environments = [] if size == 1 else fork_ranks.by_torchrun(size)
+        start = partial(fork_ranks.start, "vit_cifar10_hybrid/train_hybrid.py", command, environments or [{}])
+        yield Leg(lambda launched, start=start: start(), range(size), name)
+        previous = name
+
+
+def main_relay(args: argparse.Namespace) -> int:
+    """`--relay`."""
+    sys.path += [str(FOLDER), str(FOLDER.parent / "tests")]
+    import conftest  # noqa: F401 prepares this process for forks
+    import fork_ranks
+
+    benchmark = Benchmark(args.result)
+    scratch = Path(tempfile.mkdtemp(prefix="fault-relay-"))
+    values = {**RELAY, "NUM_EPOCHS": math.ceil(args.rounds / ROUNDS_AN_EPOCH)}
+    try:
+        legs = relay(scratch / "run", args.seed, values, ["--timeout", str(END_LIMIT)])
+        done = fault_loop(legs, scratch / "run", args.rounds, args.seed, benchmark.say)
+        command = ["--config", CONFIG, "--output", str(scratch / "undisturbed"), *set_flags(values)]
+        ended = fork_ranks.run("vit_cifar10_hybrid/train_hybrid.py", command)
+        assert not any(ended.codes), f"the undisturbed run failed: {ended}"
+        records, worst = compare_curves(scratch / "run", scratch / "undisturbed")
+    except AssertionError as error:
+        print(f"fault_loop.py: error: {error}\nThe run is left in {scratch}", file=sys.stderr)
+        return 1
+    layouts = {this.layout for this in done}
+    verdict = {
+        "layouts": f"{len(layouts)}, {sum('split' in name for name in layouts)} of them with split state",
+        "largest difference of a loss or gradient norm from one undisturbed process": f"{worst:.1e}",
+        "final loss": f"{next(line['loss'] for line in reversed(records) if 'loss' in line):.3f}",
+    }
+    details = {"settings": values, "seed": args.seed, "worst": worst, "rounds": [asdict(this) for this in done]}
+    benchmark.finish("fault_loop", make_table(done, records, verdict), details)
+    shutil.rmtree(scratch)
+    return 0
 
 
 def main() -> int:
@@ -410,9 +516,12 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=50, help="how often one is killed (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of victims and moments (default %(default)s)")
     parser.add_argument("--result", type=Path, help="folder for the result (default: it is printed only)")
+    parser.add_argument("--relay", action="store_true", help="each round in another layout")
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds}: must be at least 1")
+    if args.relay:
+        return main_relay(args)
     benchmark = Benchmark(args.result)
 
     scratch = Path(tempfile.mkdtemp(prefix="fault-loop-"))
@@ -429,7 +538,8 @@ def main() -> int:
             file.write(f"fault_loop.py: {line}\n")
 
     try:
-        done = fault_loop(partial(start, "run"), scratch / "run", args.rounds, args.seed, say)
+        legs = repeat(Leg(partial(start, "run"), [*range(WORLD_SIZE), LAUNCHER]))
+        done = fault_loop(legs, scratch / "run", args.rounds, args.seed, say)
         with _started(partial(start, "undisturbed")) as attempt:
             ended = attempt.wait(FINISH_LIMIT)
         assert not any(ended.codes), f"the undisturbed run failed: {ended}"
@@ -439,7 +549,11 @@ def main() -> int:
         return 1
     benchmark.log = log.read_text()
     details = {"settings": settings, "seed": args.seed, "rounds": [asdict(this) for this in done]}
-    benchmark.finish("fault_loop", make_table(done, records), details)
+    verdict = {
+        "records as in the undisturbed run": f"all {len(records)}, to the bit",
+        "final weights and moments as in the undisturbed run": "to the bit",
+    }
+    benchmark.finish("fault_loop", make_table(done, records, verdict), details)
     shutil.rmtree(scratch)
     return 0
 

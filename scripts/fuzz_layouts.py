@@ -49,7 +49,7 @@ AMPLIFIED = 3  # times the difference between bf16 and fp32 in one process
 TENSOR = [(None, 1, {}), ("1d", 2, {}), ("1d", 3, {}), ("1d", 4, {}), ("2d", 4, {})]
 TENSOR += [("2.5d", 4, {"depth": 1}), ("2.5d", 8, {"depth": 2}), ("3d", 8, {})]
 
-SIMPLE_LAYOUT = {"data": 1, "pipeline": 1, "chunks": 1, "micro_batches": 1, "accumulation": 1}
+SIMPLE_LAYOUT = {"data": 1, "pipeline": 1, "chunks": 1, "micro_batches": 1, "accumulation": 1, "zero": None}
 
 Case = dict[str, Any]
 
@@ -67,7 +67,7 @@ def draw_layout(draw: random.Random, max_ranks: int) -> Case:
         micro_batches = pipeline * draw.choice([1, 2]) if chunks > 1 else draw.choice([1, 2, 3])
         where = {"mode": mode, "size": size, **more, "pipeline": pipeline, "data": data, "chunks": chunks}
         how = {"micro_batches": micro_batches if pipeline > 1 else 1, "accumulation": draw.randint(1, 3)}
-        return where | how
+        return where | how | {"zero": draw.choice([None, 1, 2]) if data > 1 else None}
 
 
 def draw_case(seed: int, number: int, max_ranks: int = 8) -> Case:
@@ -123,6 +123,8 @@ def command(case: Case, layout: Case | None) -> tuple[int, list[str]]:
         values |= {f"parallel.tensor.{key}": value for key, value in sizes.items()}
     if layout["chunks"] > 1:
         values["model.num_chunks"] = layout["chunks"]
+    if layout["zero"]:
+        values["zero.stage"] = layout["zero"]
     return layout["size"] * layout["pipeline"] * layout["data"], recipes.flags(case["amp"], **values)
 
 

@@ -75,10 +75,12 @@ def test_what_is_left_there_is_found(tmp_path):
 
 
 @pytest.mark.parametrize("amp", [None, "NAIVE"])
-@pytest.mark.parametrize("layout", ["PP 2", "PP 2 interleaved × 2", "1D 2", "2D 4", "2.5D 8", "3D 8", "PP 2 × 2D 4"])
+@pytest.mark.parametrize(
+    "layout", ["DP 2, split state", "PP 2", "PP 2 interleaved × 2", "1D 2", "2D 4", "2.5D 8", "3D 8", "PP 2 × 2D 4"]
+)
 def test_nor_does_a_layout(layout, amp):
     """A step of the first rank, collectives included."""
-    world_size, values = check_layouts.LAYOUTS[layout]
+    world_size, values = {**check_layouts.LAYOUTS, "DP 2, split state": (2, {"zero.stage": 1})}[layout]
     argv = [*recipes.flags(amp, **values), "--dry-run", "--world_size", str(world_size)]
 
     def function():

@@ -6,6 +6,7 @@ import signal
 import tempfile
 import time
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,8 @@ def test_six_kills(tmp_path, monkeypatch):
         )
 
     said = []
-    done = fault_loop.fault_loop(partial(start, "run"), tmp_path / "run", 6, 35, said.append)
+    legs = repeat(fault_loop.Leg(partial(start, "run"), [0, 1, fault_loop.LAUNCHER]))
+    done = fault_loop.fault_loop(legs, tmp_path / "run", 6, 35, said.append)
     result = start("undisturbed").wait()
     assert result.codes == [0, 0], str(result)
     records = fault_loop.compare(tmp_path / "run", tmp_path / "undisturbed")
@@ -55,9 +57,41 @@ def test_six_kills(tmp_path, monkeypatch):
     assert {this.victim for this in done} == {0, 1, "launcher"}
     assert len(said) == 7
     assert len(read_metrics(tmp_path / "run")[0]) == records[-1]["step"] == 44
-    table = "\n".join(fault_loop.make_table(done, records))
+    table = "\n".join(fault_loop.make_table(done, records, {}))
     assert "| steps made in all / of the run | " in table
     assert " / 44 |" in table
+
+
+def test_a_relay_of_five_legs(tmp_path, monkeypatch):
+    """Killed five times, and resumed in another layout each time: the losses of one process that nobody disturbs."""
+    monkeypatch.setattr(fault_loop, "LONGEST_DELAY", 0.2)
+    for limit in ("PROGRESS_LIMIT", "END_LIMIT"):
+        monkeypatch.setattr(fault_loop, limit, fork_ranks.PATIENCE)
+    values = {**fault_loop.RELAY, "DEPTH": 4, "NUM_EPOCHS": 1}
+    small = {name: kind for name, kind in fault_loop.LAYOUTS.items() if kind[0] <= 4}
+    monkeypatch.setattr(fault_loop, "LAYOUTS", small)
+    legs = fault_loop.relay(tmp_path / "run", 3, values, ["--timeout", "60"])
+    done = fault_loop.fault_loop(legs, tmp_path / "run", 5, 3, print)
+    assert any("split state" in this.layout for this in done)
+    assert len({this.layout for this in done}) > 3
+    result = fork_ranks.run(
+        recipes.HYBRID,
+        ["--config", fault_loop.CONFIG, "--output", str(tmp_path / "alone"), *recipes.set_flags(values)],
+    )
+    assert result.codes == [0], str(result)
+    records, worst = fault_loop.compare_curves(tmp_path / "run", tmp_path / "alone")
+    assert 0 < worst < fault_loop.ANY_STEP
+    assert records[-1]["step"] == 44
+
+    whole = (tmp_path / "run/metrics.jsonl").read_text().splitlines(keepends=True)
+    wrong = {**json.loads(whole[3]), "loss": 1.001 * json.loads(whole[3])["loss"]}
+    for fault, words in (
+        ([], "the steps on record are not those of the undisturbed run"),
+        ([json.dumps(wrong) + "\n"], "step 4: loss is "),
+    ):
+        (tmp_path / "run/metrics.jsonl").write_text("".join([*whole[:3], *fault, *whole[4:]]))
+        with pytest.raises(AssertionError, match=words):
+            fault_loop.compare_curves(tmp_path / "run", tmp_path / "alone")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -140,8 +174,9 @@ class Pretended:
 def test_the_loop_sees_it(fault, words, tmp_path, monkeypatch):
     for name in ("LONGEST_DELAY", "SAVE_LIMIT"):
         monkeypatch.setattr(fault_loop, name, 0.2)
+    legs = repeat(fault_loop.Leg(partial(Pretended, tmp_path / "run", fault), [0, 1, fault_loop.LAUNCHER]))
     with pytest.raises(AssertionError, match=r"^round \d \(\w+\), seed 0: " + words):
-        fault_loop.fault_loop(partial(Pretended, tmp_path / "run", fault), tmp_path / "run", 4, 0, print)
+        fault_loop.fault_loop(legs, tmp_path / "run", 4, 0, print)
 
 
 def test_the_comparison_sees_it(tmp_path):

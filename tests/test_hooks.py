@@ -2,17 +2,22 @@
 
 import itertools
 import json
+import os
 import re
+import subprocess
+import sys
 import time
 from itertools import pairwise
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.trainer import Trainer
 from colossal_vit.engine.waits import WaitCounter, read
 from colossal_vit.errors import TrainingError
+from colossal_vit.hooks import wandb_run
 from colossal_vit.hooks.debug_nan import DebugNanHook
 from colossal_vit.results import draw, read_metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -94,6 +99,100 @@ def test_curves_and_config(run):
     assert config["gradient_accumulation"] == 2
     assert config["LABEL_SMOOTHING"] == 0.1, "defaults of the script are part of it"
     assert config["fp16"] is None
+
+
+# ---- Weights & Biases ----
+
+
+@pytest.fixture
+def offline(monkeypatch, tmp_path):
+    """wandb without the settings and the login of whoever runs the tests, and offline."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    for name in ("NETRC", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "none" / name))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+
+
+def with_wandb(output, steps, world_size=1, **values):
+    argv = [*recipes.flags(DEPTH=2, **values), "--output", str(output), "--wandb", "--max-steps", str(steps)]
+    return fork_ranks.run(recipes.HYBRID, argv, world_size)
+
+
+def inspect(folder, *flags):
+    """What wandb's own reader prints for the run in a folder."""
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", *flags, str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_wandb_has_the_same_records_and_one_run_after_a_resume(tmp_path, offline):
+    """The rank of the second pipeline stage writes them."""
+    parts, ids = [], set()
+    for steps in (3, 5):
+        result = with_wandb(tmp_path / "run", steps, 2, **{"parallel.pipeline": 2})
+        assert result.codes == [0, 0], str(result)
+        (folder,) = {path for path in (tmp_path / "run/wandb").glob("offline-run-*") if path not in parts}
+        parts.append(folder)
+        lines = [json.loads(line) for line in inspect(folder).splitlines()]
+        items = [line["history"]["item"] for line in lines if line["type"] == "history"]
+        written = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+        expected = written[-len(items) :]
+        assert [{key: value for key, value in item.items() if key[0] != "_"} for item in items] == expected
+        (metric,) = [line["metric"] for line in lines if line["type"] == "metric"]
+        assert (metric["glob_name"], metric["step_metric"]) == ("*", "step")
+        summary = json.loads(inspect(folder, "--summary"))
+        assert summary["config"] == json.loads((tmp_path / "run/config.json").read_text())
+        assert (summary["project"], summary["name"], summary["exit_code"]) == ("vit_cifar10_hybrid", "run", 0)
+        ids.add(summary["run_id"])
+        assert [item["step"] for item in items] == {3: [1, 2, 3, 3], 5: [4, 5, 5]}[steps]
+    assert len(ids) == 1
+
+
+def test_wandb_that_is_not_installed(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    result = with_wandb(tmp_path / "run", 1)
+    assert result.codes == [2]
+    assert result.stderr[0].endswith(": error: --wandb needs the package wandb: pip install wandb\n")
+    assert not (tmp_path / "run").exists()
+
+
+def test_wandb_without_a_login(tmp_path, offline, monkeypatch):
+    """One line, and all ranks end; the run directory counts as new."""
+    monkeypatch.delenv("WANDB_MODE")
+    result = with_wandb(tmp_path / "run", 1, 2)
+    assert result.codes == [2, 2], str(result)
+    (line,) = "".join(result.stderr).splitlines()
+    assert re.search(r"error: --wandb: No API key configured.* \(WANDB_MODE=offline needs no login\)$", line)
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+def test_a_wandb_server_that_does_not_answer_does_not_stop_training(tmp_path, offline, monkeypatch):
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://localhost:{fork_ranks.free_port()}")
+    monkeypatch.setenv("WANDB_API_KEY", 40 * "0")
+    monkeypatch.setattr(wandb_run, "INIT_TIMEOUT", 1.0)
+    result = with_wandb(tmp_path / "run", 2)
+    assert result.codes == [0], str(result)
+    assert "; this run is recorded offline" in result.stdout[0]
+    (folder,) = (tmp_path / "run/wandb").glob("offline-run-*")
+    assert json.loads(inspect(folder, "--summary"))["summary"]["step"] == 2
+
+
+def test_training_goes_on_when_wandb_dies(tmp_path, offline, monkeypatch):
+    original = wandb_run.WandbRun.write
+
+    def write(self, record):
+        if record["step"] == 2:
+            for child in psutil.Process().children():
+                child.kill()
+                child.wait()
+        original(self, record)
+
+    monkeypatch.setattr(wandb_run.WandbRun, "write", write)
+    result = with_wandb(tmp_path / "run", 4)
+    assert result.codes == [0], str(result)
+    assert "Weights & Biases: the records end here: " in result.stdout[0]
+    assert [record["step"] for record in read_metrics(tmp_path / "run")[0]] == [1, 2, 3, 4]
 
 
 def test_loss_scaled_runs_record_scale_and_skips(tmp_path):

@@ -69,6 +69,10 @@ def test_examples_do_not_import_each_other():
             assert not imported & others, path
 
 
+def test_tables_of_the_recipes_page_are_those_of_the_result():
+    assert (ROOT / "results/recipes_digits/recipes.md").read_text() in (ROOT / "docs/recipes.md").read_text()
+
+
 def test_the_diagram_of_the_rooms_is_what_the_imports_say():
     """`python scripts/draw_rooms.py --write` draws it."""
     assert draw_rooms.diagram() in (ROOT / "docs/architecture.md").read_text()

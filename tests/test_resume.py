@@ -52,6 +52,11 @@ RUNS = {  # script, config, its values; processes; what else
     "hybrid, 1D 2, bf16": (HYBRID_RUN, 2, {**LAYOUTS["1D 2"][1], **NAIVE, "parallel.pipeline": 1}),
     "hybrid, PP 2 interleaved, recomputed": (HYBRID_RUN, 2, {"model.num_chunks": 2, "DEPTH": 4, "CHECKPOINT": True}),
     "hybrid, DP 2 × PP 2, SGD": (HYBRID_RUN, 4, {"OPTIMIZER": "sgd", "LEARNING_RATE": 0.1}),
+    "hybrid, DP 2 × PP 2, split state, average, fp16 with loss scaling": (
+        HYBRID_RUN,
+        4,
+        {**NAIVE, **FP16, "fp16.initial_scale": 2.0**22, "OPTIMIZER": "lamb", "zero.stage": 1, "ema.decay": 0.9},
+    ),
     "hybrid, 2D 4, LAMB": (
         HYBRID_RUN,
         4,
@@ -117,6 +122,8 @@ def test_stopped_and_resumed_runs_record_the_same_bits(name, tmp_path):
 PAIRED = {name: LAYOUTS[name] for name in ("DP 2", "PP 2", "1D 2", "1D 4", "2D 4", "2.5D 8", "3D 8", "PP 2 × 1D 2")}
 MODES = {name: (size, {"DEPTH": 2, **values}, None) for name, (size, values) in PAIRED.items()}
 MODES["DP 2, NAIVE"] = (2, {"DEPTH": 2, "BATCH_SIZE": 16}, "NAIVE")
+MODES["DP 4, split state"] = (4, {"DEPTH": 2, "BATCH_SIZE": 8, "zero.stage": 1}, None)
+MODES["DP 2 × PP 2, split state, NAIVE"] = (4, {"DEPTH": 2, **LAYOUTS["DP 2 × PP 2"][1], "zero.stage": 1}, "NAIVE")
 
 
 class Fixed(SampledLoader):

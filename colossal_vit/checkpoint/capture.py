@@ -34,11 +34,15 @@ class Snapshot(NamedTuple):
     ema: dict[str, Tensor] | None
 
 
-def _moment_types(engine: Engine) -> dict[str, torch.dtype]:
-    """The data type of each optimizer moment of this rank, by name; empty if its stage is frozen."""
-    states = engine.optimizer.optim.state.values()
-    tensors = [(key, value) for state in states for key, value in state.items() if isinstance(value, Tensor)]
-    return {key: value.dtype for key, value in tensors if value.ndim}
+def _types(engine: Engine) -> dict[str, torch.dtype]:
+    """The data type of each kind of tensor that this rank has: "" for weights, EMA for averages, moments by name."""
+    types: dict[str, torch.dtype] = {}
+    for slot in parameter_slots(engine):
+        if slot.owned:
+            types |= dict.fromkeys(["", EMA] if engine.ema else [""], slot.master.dtype)
+    for state in engine.optimizer.optim.state.values():
+        types |= {key: value.dtype for key, value in state.items() if isinstance(value, Tensor) and value.ndim}
+    return types
 
 
 def _moments_step(engine: Engine) -> int:
@@ -46,25 +50,41 @@ def _moments_step(engine: Engine) -> int:
     return max((int(state.get("step", 0)) for state in engine.optimizer.optim.state.values()), default=0)
 
 
-def _kinds(engine: Engine, moments: Iterable[str], trained: bool) -> list[str]:
-    """What there is of a parameter, in the order in which it is sent: "" for the weight, EMA, the moments' names."""
-    return ["", *([EMA] if engine.ema else []), *(moments if trained else [])]
+def _kinds(types: Iterable[str], trained: bool) -> list[str]:
+    """The kinds of tensors that there are of a parameter; one that is not trained has no moments."""
+    return [kind for kind in types if trained or kind in ("", EMA)]
 
 
-def _own_pieces(engine: Engine, moments: Mapping[str, torch.dtype]) -> Iterator[tuple[str, Shard, Tensor]]:
-    """Every tensor of this rank, in an order that is the same on all ranks of its pipeline stage.
+def _own_pieces(engine: Engine, types: Mapping[str, torch.dtype]) -> Iterator[tuple[str, Shard, Tensor]]:
+    """Every tensor of this part of the model, in the same order on all ranks of its pipeline stage.
+
+    Collective over the data-parallel ranks. The first one yields the pieces, to which the others send what they own.
+
+    Args:
+        engine: of the run.
+        types: see `_types`, of all ranks.
 
     Yields:
-        The kind (see `_kinds`), the shard, this rank's piece.
+        The kind, the shard, the piece.
     """
+    replica, group = gpc.get_local_rank(ParallelMode.DATA), gpc.get_cpu_group(ParallelMode.GLOBAL)
+    replicas = gpc.get_ranks_in_group(ParallelMode.DATA)
     for slot in parameter_slots(engine):
         pieces = {**engine.optimizer.optim.state.get(slot.master, {}), "": slot.master}
-        if engine.ema:
+        if engine.ema and slot.owned:
             pieces[EMA] = engine.ema.averages[slot.master]
-        for kind in _kinds(engine, moments, slot.working.requires_grad):
-            if kind not in pieces:  # a piece with no gradient (see `Shard.owner`) has no moments
-                pieces[kind] = torch.zeros_like(slot.master, dtype=moments[kind])
-            yield kind, slot.shard, pieces[kind]
+        for kind in _kinds(types, slot.working.requires_grad):
+            if slot.owned:
+                if kind not in pieces:  # a piece with no gradient (see `Shard.owner`) has no moments
+                    pieces[kind] = torch.zeros_like(slot.master, dtype=types[kind])
+                if replica > 0 and slot.owner is not None:
+                    dist.send(pieces[kind].cpu().contiguous(), replicas[0], group=group)
+            elif replica == 0:
+                received = torch.empty(slot.working.shape, dtype=types[kind])
+                dist.recv(received, replicas[slot.owner], group=group)
+                pieces[kind] = received.to(slot.working.device)
+            if replica == 0:
+                yield kind, slot.shard, pieces[kind]
 
 
 def _key(kind: str, name: str) -> str:
@@ -89,7 +109,7 @@ def capture(trainer: Trainer, train_dataloader: MicroBatches, epoch: int, start:
         "rng": random_state(),
         "data": train_dataloader.state_dict(),
         "first_of_stage": first_of_stage,
-        "moments": _moment_types(engine),
+        "types": _types(engine),
         "moments_step": _moments_step(engine),
         "parameters": [
             (slot.shard.name, slot.shard.full_shape(slot.master.shape), slot.working.requires_grad)
@@ -97,25 +117,23 @@ def capture(trainer: Trainer, train_dataloader: MicroBatches, epoch: int, start:
         ],
     }
     ranks = all_gather_object(own)
-    moments = dict(sorted({kind: dtype for own in ranks for kind, dtype in own["moments"].items()}.items()))
+    types = dict(sorted({kind: dtype for own in ranks for kind, dtype in own["types"].items()}.items()))
     group = gpc.get_cpu_group(ParallelMode.GLOBAL)
-    full: dict[str, dict[str, Tensor]] = {kind: {} for kind in _kinds(engine, moments, trained=True)}
-    if replica == 0:
-        for kind, shard, piece in _own_pieces(engine, moments):
-            tensor = shard.gather(piece)
-            if rank == 0:
-                copied = tensor.to("cpu", copy=tensor.data_ptr() == piece.data_ptr()).contiguous()
-                full[kind][_key(kind, shard.name)] = copied
-            elif first_of_stage:
-                dist.send(tensor.cpu().contiguous(), 0, group=group)
+    full: dict[str, dict[str, Tensor]] = {kind: {} for kind in types}
+    for kind, shard, piece in _own_pieces(engine, types):
+        tensor = shard.gather(piece)
+        if rank == 0:
+            copied = tensor.to("cpu", copy=tensor.data_ptr() == piece.data_ptr()).contiguous()
+            full[kind][_key(kind, shard.name)] = copied
+        elif first_of_stage:
+            dist.send(tensor.cpu().contiguous(), 0, group=group)
     if rank > 0:
         return None
-    weights_type = parameter_slots(engine)[0].master.dtype  # the same on every stage
     for sender, theirs in enumerate(ranks):
         if sender > 0 and theirs["first_of_stage"]:
             for name, shape, trained in theirs["parameters"]:
-                for kind in _kinds(engine, moments, trained):
-                    tensor = torch.empty(shape, dtype=moments.get(kind, weights_type))
+                for kind in _kinds(types, trained):
+                    tensor = torch.empty(shape, dtype=types[kind])
                     dist.recv(tensor, sender, group=group)
                     full[kind][_key(kind, name)] = tensor
     model = {**full.pop(""), **{name: buffer.to("cpu", copy=True) for name, buffer in model_buffers(engine).items()}}

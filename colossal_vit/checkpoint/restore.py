@@ -37,7 +37,7 @@ def _load_averages(path: Path, engine: Engine) -> None:
     engine.ema.restart()
     if run_on_rank_0((path / storage.EMA).exists):
         for name, tensor in Distributed(partial(from_file, path / storage.EMA)).tensors():
-            if name in slots:
+            if name in slots and slots[name].owned:
                 averages[slots[name].master].copy_(slots[name].shard.split(tensor))
 
 
@@ -48,7 +48,7 @@ def _load_moments(path: Path, engine: Engine, moments_step: int) -> None:
     lamb = isinstance(optimizer, Lamb)
     for key, tensor in Distributed(partial(from_file, path / storage.OPTIMIZER)).tensors():
         moment, _, name = key.partition(".")
-        if name in slots and slots[name].working.requires_grad:
+        if name in slots and slots[name].owned and slots[name].working.requires_grad:
             master, shard = slots[name].master, slots[name].shard
             if list(tensor.shape) != shard.full_shape(master.shape):
                 raise UserError(f"{path}: {key} is of shape {tuple(tensor.shape)}, which is not its parameter's")
@@ -68,6 +68,7 @@ FREE_KEYS = {
     *("parallel", "model", "NUM_CHUNKS", "NUM_MICRO_BATCHES", "TENSOR_PARALLEL_SIZE", "TENSOR_PARALLEL_MODE"),
     *("TENSOR_SHAPE", "SEQ_LENGTH", "BATCH_SIZE", "gradient_accumulation", "CHECKPOINT", "COMPILE", "torch_ddp"),
     *("cudnn_benchmark", "cudnn_deterministic", "NUM_EPOCHS", "DATA", "checkpoint", "IMAGES_PER_S", "GLOBAL_BATCH"),
+    "zero",
 }
 
 

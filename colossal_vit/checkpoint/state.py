@@ -55,17 +55,24 @@ class ParameterSlot(NamedTuple):
         shard: which part of which full parameter it is.
         working: the model's parameter.
         master: what the optimizer updates: an fp32 copy under some AMP modes, else `working` itself.
+        owner: the data-parallel rank that has master and optimizer state, if these are split; None if all have.
     """
 
     shard: Shard
     working: Tensor
     master: Tensor
+    owner: int | None
+
+    @property
+    def owned(self) -> bool:
+        """Whether this rank has master and optimizer state; otherwise `master` is `working`."""
+        return self.owner is None or self.owner == gpc.get_local_rank(ParallelMode.DATA)
 
 
 def parameter_slots(engine: Engine) -> list[ParameterSlot]:
     """The parameters of this rank, in the order of the model."""
-    masters = engine.optimizer.working_to_master_map
-    return [ParameterSlot(p.shard, p, masters.get(p, p)) for p in engine.bare_model.parameters()]
+    masters, owners = engine.optimizer.working_to_master_map, engine.zero.owners if engine.zero else {}
+    return [ParameterSlot(p.shard, p, masters.get(p, p), owners.get(p)) for p in engine.bare_model.parameters()]
 
 
 def model_buffers(engine: Engine) -> dict[str, Tensor]:

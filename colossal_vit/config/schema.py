@@ -250,6 +250,10 @@ GROUPS: dict[str, dict[str, Setting | Block]] = {
                 "warmup": Setting(BOOL, "let the decay grow to that, as 1 - step^(-2/3)", False),
             },
         ),
+        "zero": Block(
+            "optimizer state and fp32 weights split over the data-parallel ranks",
+            {"stage": Setting(one_of(1, 2), "1: those; 2: also the gradients that are accumulated")},
+        ),
         "checkpoint": Block(
             "when to save; also after each epoch",
             {

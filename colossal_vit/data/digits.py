@@ -4,6 +4,7 @@ The images are the 1,797 scanned handwritten digits that ship inside scikit-lear
 E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998).
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,15 +12,20 @@ from colossal_vit.files import appearing
 
 TEST_FRACTION = 0.2
 SPLIT_SEED = 0
+ALL = tuple(range(10))
 
 
-def digits(side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def digits(
+    side: int, classes: Sequence[int] = ALL, train_per_class: int | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """The digits, enlarged smoothly, split once and for all into 1,437 for training and 360 for testing.
 
     The split is stratified: each digit has the same share of both parts.
 
     Args:
         side: height and width of the images, in pixels.
+        classes: the digits to take, ascending; their labels are 0, 1, 2, ...
+        train_per_class: training images of each; all by default.
 
     Returns:
         train_images, train_labels, test_images, test_labels: images are uint8 of shape (N, side, side).
@@ -34,13 +40,22 @@ def digits(side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     train_images, test_images, train_labels, test_labels = train_test_split(
         images, data.target, test_size=TEST_FRACTION, stratify=data.target, random_state=SPLIT_SEED
     )
-    return train_images, train_labels, test_images, test_labels
+
+    def select(images: np.ndarray, labels: np.ndarray, most: int | None) -> tuple[np.ndarray, np.ndarray]:
+        chosen = np.sort(np.concatenate([np.flatnonzero(labels == digit)[:most] for digit in classes]))
+        return images[chosen], np.searchsorted(classes, labels[chosen])
+
+    return *select(train_images, train_labels, train_per_class), *select(test_images, test_labels, None)
 
 
-def write_cifar10(root: Path) -> Path:
+def write_cifar10(root: Path, classes: Sequence[int] = ALL, train_per_class: int | None = None) -> Path:
     """Write the digits in CIFAR-10's binary format to `root/cifar-10-batches-bin`, which appears in one rename.
 
     Each record is a label byte and three planes of 32 x 32 bytes; the three are equal, since the scans are grey.
+
+    Args:
+        root: the data folder.
+        classes, train_per_class: see `digits`.
 
     Returns:
         The folder; one that exists is left as it is.
@@ -48,7 +63,7 @@ def write_cifar10(root: Path) -> Path:
     folder = root / "cifar-10-batches-bin"
     if folder.is_dir():
         return folder
-    train_images, train_labels, test_images, test_labels = digits(32)
+    train_images, train_labels, test_images, test_labels = digits(32, classes, train_per_class)
     with appearing(folder) as scratch:
 
         def write(name: str, images: np.ndarray, labels: np.ndarray) -> None:
@@ -59,7 +74,7 @@ def write_cifar10(root: Path) -> Path:
         for number, (images, labels) in enumerate(parts, start=1):
             write(f"data_batch_{number}.bin", images, labels)
         write("test_batch.bin", test_images, test_labels)
-        (scratch / "batches.meta.txt").write_text("".join(f"{digit}\n" for digit in range(10)))
+        (scratch / "batches.meta.txt").write_text("".join(f"{digit}\n" for digit in classes))
     return folder
 
 
@@ -89,11 +104,15 @@ def write_imagenet(root: Path) -> Path:
     return folder
 
 
-def write_caltech101(root: Path) -> Path:
+def write_caltech101(root: Path, classes: Sequence[int] = ALL) -> Path:
     """Write the digits as Caltech101's folders to `root/caltech101`, which appears in one rename.
 
     `101_ObjectCategories/<digit>/image_<number>.jpg`, grey, of 64 x 64 pixels, numbered from 1 in each class.
     Caltech101 has no split of its own: this is all 1,797 of them.
+
+    Args:
+        root: the data folder.
+        classes: see `digits`.
 
     Returns:
         The folder; one that exists is left as it is.
@@ -103,11 +122,11 @@ def write_caltech101(root: Path) -> Path:
     folder = root / "caltech101"
     if folder.is_dir():
         return folder
-    train_images, train_labels, test_images, test_labels = digits(64)
+    train_images, train_labels, test_images, test_labels = digits(64, classes)
     images, labels = np.concatenate([train_images, test_images]), np.concatenate([train_labels, test_labels])
     with appearing(folder) as scratch:
-        for label in range(10):
-            part = scratch / "101_ObjectCategories" / str(label)
+        for label, digit in enumerate(classes):
+            part = scratch / "101_ObjectCategories" / str(digit)
             part.mkdir(parents=True)
             for number, image in enumerate(images[labels == label], start=1):
                 Image.fromarray(image).save(part / f"image_{number:04d}.jpg", "JPEG", quality=95)

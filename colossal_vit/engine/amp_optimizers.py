@@ -13,23 +13,27 @@ import torch
 from colossal_vit.parallel.sharding import global_norm
 from colossalai.amp.naive_amp.mixed_precision_optimizer import MixedPrecisionOptimizer
 from colossalai.interface import OptimizerWrapper
+from colossalai.legacy.context import ParallelMode
 from torch import Tensor
 from torch.optim import Optimizer
 
 
-def _clip(grads: list[Tensor], parameters: list[Tensor], max_norm: float, scale: float = 1.0) -> Tensor:
-    """Unscale gradients and clip them by their norm over all ranks that share the model, in place.
+def _clip(
+    grads: list[Tensor], parameters: list[Tensor], max_norm: float, group: ParallelMode, scale: float = 1.0
+) -> Tensor:
+    """Unscale gradients and clip them by their norm over all ranks that share them, in place.
 
     Args:
         grads: this rank's gradients, multiplied by `scale`.
         parameters: the parameters they belong to.
         max_norm: the largest norm allowed; 0 does not clip.
+        group: the ranks that share the gradients.
         scale: the loss scale of the gradients.
 
     Returns:
         The global norm of the unscaled gradients before clipping, a float32 scalar.
     """
-    norm = global_norm(grads, parameters) / scale
+    norm = global_norm(grads, parameters, group) / scale
     factor = torch.full_like(norm, 1.0 / scale)
     if max_norm > 0:
         factor = factor * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -97,11 +101,14 @@ class _Scaled:
         scale: None without loss scaling.
         grad_norm: L2 norm of the last full, unscaled gradient before clipping, over all ranks that share the model. A
             tensor, set by `clip_grad_by_norm`; the engine replaces it by a float.
+        norm_group: the ranks that share the gradients: those that share the model, or with optimizer state split over
+            data-parallel ranks all of them.
         skipped: whether the last `step()` left the weights unchanged because of an overflow.
     """
 
     scale: LossScale | None = None
     skipped = False
+    norm_group = ParallelMode.MODEL
 
     @property
     def loss_scale(self) -> float | None:
@@ -143,7 +150,8 @@ class ClippedOptimizer(_Scaled, OptimizerWrapper):
 
     def clip_grad_by_norm(self, max_norm: float, *args, **kwargs) -> Tensor:
         parameters = [p for p in self.parameters if p.grad is not None]
-        self.grad_norm = _clip([p.grad for p in parameters], parameters, max_norm, scale=self.loss_scale or 1.0)
+        grads, scale = [p.grad for p in parameters], self.loss_scale or 1.0
+        self.grad_norm = _clip(grads, parameters, max_norm, self.norm_group, scale)
         return self.grad_norm
 
     def step(self, *args, **kwargs) -> None:
@@ -179,7 +187,7 @@ class ApexOptimizer(ClippedOptimizer):
 
     def clip_grad_by_norm(self, max_norm: float, *args, **kwargs) -> Tensor:
         parameters = [p for p in self.amp.master_params(self.optim) if p.grad is not None]
-        self.grad_norm = _clip([p.grad for p in parameters], parameters, max_norm)
+        self.grad_norm = _clip([p.grad for p in parameters], parameters, max_norm, self.norm_group)
         return self.grad_norm
 
     def step(self, *args, **kwargs) -> None:
@@ -209,7 +217,9 @@ class NaiveAMPOptimizer(_Scaled, MixedPrecisionOptimizer):
                 if master is not working:
                     master.grad, working.grad = working.grad.float(), None
                 masters.append(master)
-        self.grad_norm = _clip([p.grad for p in masters], masters, max_norm, scale=self.loss_scale or 1.0)
+        self.grad_norm = _clip(
+            [p.grad for p in masters], masters, max_norm, self.norm_group, scale=self.loss_scale or 1.0
+        )
         return self.grad_norm
 
     @torch.no_grad()

@@ -12,11 +12,13 @@ import torch
 from colossal_vit.compat.patches import set_pipeline_dtype
 from colossal_vit.config.load import num_model_chunks
 from colossal_vit.engine import precision
+from colossal_vit.engine.amp_optimizers import ApexOptimizer
 from colossal_vit.engine.ema import Ema
 from colossal_vit.engine.engine import Engine
-from colossal_vit.engine.freezing import freeze
+from colossal_vit.engine.freezing import frozen_parameters
 from colossal_vit.engine.micro_batches import MicroBatches
-from colossal_vit.engine.reduction import PipelineGradientHandler
+from colossal_vit.engine.reduction import GradientReducer, make_buckets
+from colossal_vit.engine.zero import Zero
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.sharding import name_parameters
@@ -158,22 +160,36 @@ def initialize(
     if is_using_pp() and fp16 and fp16.mode != AMP_TYPE.NAIVE:
         raise UserError(f"fp16.mode = {fp16.mode} does not work with a pipeline: use AMP_TYPE.NAIVE or None")
 
+    if config.get("zero") and config.get("torch_ddp"):
+        raise UserError("torch_ddp has no effect with zero, which reduces gradients by itself: leave one of them out")
+
     bare_model = model = model.to(device)
     name_parameters(model)
     if is_using_ddp():
         sync_model_param(model, ParallelMode.DATA)
+    frozen = frozen_parameters(model, config)
+    zero = None
+    if is_using_ddp() and (stage := (config.get("zero") or {}).get("stage")):
+        trained = [p for p in model.parameters() if p not in set(frozen)]
+        zero = Zero(trained, optimizer, gpc.get_group(ParallelMode.DATA), stage)  # before master weights are made
     model, optimizer, criterion = precision.wrap_for_precision(model, optimizer, criterion, fp16, device)
-    freeze(bare_model, config)  # after wrapping: what is frozen keeps its fp32 copy, from which checkpoints are made
+    for parameter in frozen:  # after wrapping: it keeps its fp32 copy, from which checkpoints are made
+        parameter.requires_grad_(False)
 
     if config.get("COMPILE"):
         _check_compilable(device)
         _compile(model)  # before DDP, so that the compiled backward pass has breaks at its gradient buckets
 
     gradient_handlers = []
-    if is_using_ddp() and is_using_pp():
-        num_passes = config.NUM_MICRO_BATCHES * config.gradient_accumulation
-        group = gpc.get_group(ParallelMode.DATA)
-        gradient_handlers = [PipelineGradientHandler(model.parameters(), group, num_passes)]
+    num_passes = (config.NUM_MICRO_BATCHES if is_using_pp() else 1) * config.gradient_accumulation
+    if zero:
+        if isinstance(optimizer, ApexOptimizer):
+            raise UserError("zero does not work with NVIDIA's apex, which looks for overflows on each rank: use TORCH")
+        gradient_handlers = [zero.reducer(model, num_passes, overlap=not config.get("COMPILE"))]
+        optimizer.norm_group = ParallelMode.GLOBAL
+    elif is_using_ddp() and is_using_pp():
+        buckets = make_buckets(model.parameters(), gpc.get_group(ParallelMode.DATA), {})
+        gradient_handlers = [GradientReducer(buckets, num_passes)]
     elif is_using_ddp():
         model = DistributedDataParallel(
             model,
@@ -187,7 +203,8 @@ def initialize(
     ema = None
     if (settings := config.get("ema")) is not None:
         masters = optimizer.working_to_master_map
-        ema = Ema([(parameter, masters.get(parameter, parameter)) for parameter in bare_model.parameters()], settings)
+        own = [p for p in bare_model.parameters() if not zero or zero.has(p)]
+        ema = Ema([(p, masters.get(p, p)) for p in own], settings, zero and zero.publish_weights)
     engine = Engine(
         model=model,
         bare_model=bare_model,
@@ -200,6 +217,7 @@ def initialize(
         schedule=_schedule(config, dtype),
         accumulation=config.gradient_accumulation,
         ema=ema,
+        zero=zero,
     )
     engine.schedule.dtype = dtype  # upstream sets it for its own fp16 wrapper only
     # Upstream's logger inspects the stack and source files for each micro-batch's debug message: some 10 ms.

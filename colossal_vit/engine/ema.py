@@ -1,6 +1,6 @@
 """An exponential moving average of the weights, of which each rank keeps its own piece."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,13 +18,19 @@ class Ema:
     Args:
         pairs: of each parameter the model's own and the one that the optimizer updates, mostly the same.
         settings: the block `ema` of the config.
+        publish: brings changed weights to the ranks that do not own them; None if every rank averages all its weights.
 
     Attributes:
         averages: by what the optimizer updates.
     """
 
-    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], settings: Mapping[str, Any]):
-        self.pairs = pairs
+    def __init__(
+        self,
+        pairs: Sequence[tuple[Tensor, Tensor]],
+        settings: Mapping[str, Any],
+        publish: Callable[[], None] | None = None,
+    ):
+        self.pairs, self.publish = pairs, publish
         self.decay, self.warmup = (settings.get(key, default("ema", key)) for key in ("decay", "warmup"))
         self.averages = {master: master.detach().clone() for _, master in pairs}
 
@@ -37,7 +43,8 @@ class Ema:
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Take in the weights after optimizer step number `step`."""
-        torch._foreach_lerp_(list(self.averages.values()), list(self.averages), 1 - self.decay_at(step))
+        if self.averages:  # else this rank owns no weights
+            torch._foreach_lerp_(list(self.averages.values()), list(self.averages), 1 - self.decay_at(step))
 
     @torch.no_grad()
     def restart(self) -> None:
@@ -53,6 +60,8 @@ class Ema:
             self.averages[master].copy_(weights)
             if working is not master:
                 working.copy_(master)
+        if self.publish:
+            self.publish()
 
     @contextmanager
     def in_the_model(self) -> Iterator[None]:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from colossal_vit.compat.patches import drop_gradients_of_frozen
 from colossal_vit.engine.ema import Ema
 from colossal_vit.engine.waits import read
+from colossal_vit.engine.zero import Zero
 from colossal_vit.errors import TrainingError
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
@@ -42,13 +43,22 @@ class Engine(ColossalEngine):
         grad_norm: L2 norm of the full gradient of the last optimizer step, unscaled, before clipping.
         loss: mean over the global batch of the last optimizer step; None except on the last pipeline stage.
         ema: the moving average of the weights, or None.
+        zero: the split of the optimizer state over the data-parallel ranks, or None.
         part: context manager factory for profilers, entered as `with part(name):` around the "forward" and "backward"
             of each micro-step and the "update" of each optimizer step.
     """
 
-    def __init__(self, *args: Any, bare_model: nn.Module, accumulation: int = 1, ema: Ema | None = None, **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        bare_model: nn.Module,
+        accumulation: int = 1,
+        ema: Ema | None = None,
+        zero: Zero | None = None,
+        **kwargs: Any,
+    ):
         super().__init__(*args, **kwargs)
-        self.bare_model, self.accumulation, self.ema = bare_model, accumulation, ema
+        self.bare_model, self.accumulation, self.ema, self.zero = bare_model, accumulation, ema, zero
         self.num_steps = 0
         self.grad_norm, self.loss = math.nan, None
         self._losses: list[Tensor] = []  # of the micro-steps of this step
@@ -89,6 +99,8 @@ class Engine(ColossalEngine):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.part("forward"):
+            if self.zero:
+                self.zero.before_forward()
             return super().__call__(*args, **kwargs)
 
     def backward(self, loss: Tensor) -> None:
@@ -142,5 +154,8 @@ class Engine(ColossalEngine):
                 f"step {self.num_steps - 1}. Lower LEARNING_RATE, lengthen the warm-up or set clip_grad_norm."
             )
         self.optimizer.step()
+        if self.zero and not self.optimizer.skipped:
+            self.optimizer.zero_grad()  # frees the memory that the broadcasts need
+            self.zero.send_weights()
         if self.ema:
             self.ema.update(self.num_steps)

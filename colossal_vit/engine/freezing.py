@@ -7,8 +7,8 @@ from colossalai.context import Config
 from torch import nn
 
 
-def freeze(model: nn.Module, config: Config) -> None:
-    """Switch off the gradients of what is not trained: all but the head, or the embedding and the first blocks.
+def frozen_parameters(model: nn.Module, config: Config) -> list[nn.Parameter]:
+    """What is not trained: all but the head, or the embedding and the first blocks, or nothing.
 
     Args:
         model: this rank's part, whose parameters have the attribute `shard`.
@@ -20,12 +20,15 @@ def freeze(model: nn.Module, config: Config) -> None:
     finetune = config.get("finetune") or {}
     frozen, head_only = (finetune.get(key, default("finetune", key)) for key in ("frozen_blocks", "linear_probe"))
     if not frozen and not head_only:
-        return
+        return []
     depth = num_blocks(config, model)
     if frozen > depth:
         raise UserError(f"finetune.frozen_blocks = {frozen}, but the model has {depth} blocks")
-    for parameter in model.parameters():
-        name = parameter.shard.name
+
+    def is_frozen(name: str) -> bool:
+        if head_only:
+            return not name.startswith("head.")
         # The norm after the last block is trained even if all blocks are frozen; that before the first one is not.
-        embedding_or_block = name.startswith("norm_pre") or layer_of(name, depth + 1) <= frozen
-        parameter.requires_grad_(name.startswith("head.") if head_only else not embedding_or_block)
+        return name.startswith("norm_pre") or layer_of(name, depth + 1) <= frozen
+
+    return [parameter for parameter in model.parameters() if is_frozen(parameter.shard.name)]

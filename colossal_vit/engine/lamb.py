@@ -193,10 +193,13 @@ class Lamb(Optimizer):
             for p, norms in zip(batch.parameters, rows.unbind(), strict=True)
             if not hasattr(p, "shard") or p.shard.in_use
         }
-        nothing = torch.zeros(2, device=next(self._parameters()).device)
-        squares = torch.stack([here.get(p, nothing) for p in self._parameters()]).square_()
+        parameters = list(self._parameters())
+        if not parameters:
+            return []
+        nothing = torch.zeros(2, device=parameters[0].device)
+        squares = torch.stack([here.get(p, nothing) for p in parameters]).square_()
         dist.all_reduce(squares, group=gpc.get_group(ParallelMode.TENSOR))
-        whole = dict(zip(self._parameters(), squares.sqrt_().unbind(), strict=True))
+        whole = dict(zip(parameters, squares.sqrt_().unbind(), strict=True))
         return [
             (update, torch.stack([whole[p] for p in batch.parameters]))
             for batch, (update, _) in zip(batches, updates, strict=True)

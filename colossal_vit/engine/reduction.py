@@ -1,6 +1,6 @@
-"""Gradient reduction for data parallelism with a pipeline, overlapped with the last backward pass."""
+"""Gradient reduction over the data-parallel ranks in buckets, overlapped with the backward pass."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,85 +11,154 @@ from torch import Tensor, nn
 BUCKET_BYTES = 25 * 2**20  # the default of torch's DistributedDataParallel
 
 
-class _Bucket:
-    """Gradients that are averaged in one all-reduce.
-
-    Attributes:
-        parameters: whose gradients these are, all of one data type.
-        missing: gradient accumulations still to come in this optimizer step.
-        sum: the concatenated gradients; None until they are complete.
-        work: the all-reduce of `sum`; None before it starts.
-    """
-
-    def __init__(self) -> None:
-        self.parameters: list[nn.Parameter] = []
-        self.missing = 0
-        self.sum: Tensor | None = None
-        self.work: Any = None
-
-    def start(self, group: dist.ProcessGroup) -> None:
-        """Start the all-reduce. Parameters without gradient, the same on all replicas, are left out."""
-        gradients = [p.grad.flatten() for p in self.parameters if p.grad is not None]
-        if gradients:
-            self.sum = torch.cat(gradients).div_(group.size())
-            self.work = dist.all_reduce(self.sum, group=group, async_op=True)
-
-    def finish(self) -> None:
-        """Wait for the all-reduce, and copy the averages into the gradients."""
-        if self.work is not None:
-            self.work.wait()
-            gradients = [p.grad for p in self.parameters if p.grad is not None]
-            parts = self.sum.split([g.numel() for g in gradients])
-            torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
-        self.sum = self.work = None
+def _split(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """Views of a flat tensor, in the shapes of some tensors."""
+    return [part.view_as(tensor) for part, tensor in zip(flat.split([t.numel() for t in like]), like, strict=True)]
 
 
-class PipelineGradientHandler(BaseGradientHandler):
-    """Averages gradients over the data-parallel ranks, in buckets, each as soon as it is complete.
-
-    A pipeline makes several backward passes per step, which DistributedDataParallel does not support, and Colossal-AI's
-    `DataParallelGradientHandler` starts only after the last one. Buckets start in the same order on all replicas.
+class Bucket:
+    """Parameters of one data type whose gradients are averaged together, and whose weights are broadcast together.
 
     Args:
-        parameters: of the pipeline stage, in forward order.
         group: the data-parallel ranks.
-        num_passes: backward passes per optimizer step.
+        owner: the rank in `group` that alone gets the averages, and has the new weights; None if all do.
+
+    Attributes:
+        parameters: those in the bucket.
+        missing: gradient accumulations until it is complete.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, num_passes: int):
-        self.group, self.num_passes = group, num_passes
-        self.buckets: list[_Bucket] = []
-        self._bucket_of: dict[nn.Parameter, _Bucket] = {}
-        open_buckets: dict[torch.dtype, tuple[_Bucket, int]] = {}
-        for parameter in reversed([p for p in parameters if p.requires_grad]):
-            bucket, size = open_buckets.get(parameter.dtype, (None, BUCKET_BYTES))
-            if size >= BUCKET_BYTES:
-                bucket, size = _Bucket(), 0
-                self.buckets.append(bucket)
-            bucket.parameters.append(parameter)
-            open_buckets[parameter.dtype] = bucket, size + parameter.numel() * parameter.element_size()
-            self._bucket_of[parameter] = bucket
-            parameter.register_post_accumulate_grad_hook(self._count)
-        self._begin_step()
+    def __init__(self, group: dist.ProcessGroup, owner: int | None = None):
+        self.group, self.owner = group, owner
+        self.used_here = owner is None or owner == group.rank()
+        self.parameters: list[nn.Parameter] = []
+        self.missing = 0
+        self._reduced: list[nn.Parameter] = []  # those whose gradients are in `_sum`
+        self._sum: Tensor | None = None
+        self._averages: dict[nn.Parameter, Tensor] = {}
+        self._weights: Tensor | None = None
+        self._work: Any = None
 
-    def _begin_step(self) -> None:
+    @property
+    def _root(self) -> int:
+        return dist.get_global_rank(self.group, self.owner)
+
+    def reduce(self) -> None:
+        """Start to average the gradients, and take them from the parameters. On all replicas the same ones have one."""
+        self._finish()
+        self._reduced = [p for p in self.parameters if p.grad is not None]
+        self._sum = torch.cat([p.grad.flatten() for p in self._reduced]).div_(self.group.size())
+        for parameter in self._reduced:
+            parameter.grad = None
+        if self.owner is None:
+            self._work = dist.all_reduce(self._sum, group=self.group, async_op=True)
+        else:
+            self._work = dist.reduce(self._sum, self._root, group=self.group, async_op=True)
+
+    def _finish(self) -> None:
+        if self._work is None:
+            return
+        self._work.wait()
+        if self.used_here:
+            for parameter, average in zip(self._reduced, _split(self._sum, self._reduced), strict=True):
+                if parameter in self._averages:
+                    self._averages[parameter].add_(average)
+                else:
+                    self._averages[parameter] = average
+        self._work = self._sum = None
+
+    def hand_over(self) -> None:
+        """Wait, and make the sums of all averages so far the gradients of the parameters, where they are used."""
+        self._finish()
+        for parameter, average in self._averages.items():
+            parameter.grad = average
+        self._averages = {}
+
+    @torch.no_grad()
+    def send_weights(self) -> None:
+        """Start to broadcast the weights from the owner."""
+        if self.used_here:
+            self._weights = torch.cat([p.flatten() for p in self.parameters])
+        else:
+            self._weights = self.parameters[0].new_empty(sum(p.numel() for p in self.parameters))
+        self._work = dist.broadcast(self._weights, self._root, group=self.group, async_op=True)
+
+    @torch.no_grad()
+    def receive_weights(self) -> None:
+        """Wait for the weights, if they are being broadcast."""
+        if self._weights is None:
+            return
+        self._work.wait()
+        if not self.used_here:
+            torch._foreach_copy_(self.parameters, _split(self._weights, self.parameters))
+        self._work = self._weights = None
+
+
+def make_buckets(
+    parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, owners: Mapping[nn.Parameter, int]
+) -> list[Bucket]:
+    """Buckets of the trained parameters, in the order of the backward pass.
+
+    About `BUCKET_BYTES` of consecutive parameters make one bucket, or as many as they have owners.
+
+    Args:
+        parameters: in forward order.
+        group: the data-parallel ranks.
+        owners: rank in `group` that owns a parameter; those not listed belong to all.
+    """
+    buckets: list[Bucket] = []
+    filling: dict[torch.dtype, dict[int | None, Bucket]] = {}
+    sizes: dict[torch.dtype, int] = {}
+    for parameter in reversed([p for p in parameters if p.requires_grad]):
+        dtype, owner = parameter.dtype, owners.get(parameter)
+        if sizes.get(dtype, BUCKET_BYTES) >= BUCKET_BYTES:
+            filling[dtype], sizes[dtype] = {}, 0
+        if owner not in filling[dtype]:
+            buckets.append(Bucket(group, owner))
+            filling[dtype][owner] = buckets[-1]
+        filling[dtype][owner].parameters.append(parameter)
+        sizes[dtype] += parameter.numel() * parameter.element_size()
+    return buckets
+
+
+class GradientReducer(BaseGradientHandler):
+    """Averages gradients over the data-parallel ranks, in buckets, each as soon as it is complete.
+
+    DistributedDataParallel does not support the several backward passes that a pipeline makes per step, nor owners;
+    Colossal-AI's `DataParallelGradientHandler` starts only after the last backward pass. Buckets start in the same
+    order on all replicas.
+
+    Args:
+        buckets: see `make_buckets`.
+        num_passes: backward passes after which a bucket is complete: those of an optimizer step, or 1 to reduce in each
+            pass, so that gradients of parameters that other ranks own need not be kept.
+    """
+
+    def __init__(self, buckets: list[Bucket], num_passes: int):
+        self.buckets, self.num_passes = buckets, num_passes
+        self._bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.parameters}
+        for parameter in self._bucket_of:
+            parameter.register_post_accumulate_grad_hook(self._count)
+        self._begin()
+
+    def _begin(self) -> None:
         self._started = 0
         for bucket in self.buckets:
             bucket.missing = len(bucket.parameters) * self.num_passes
 
     def _count(self, parameter: nn.Parameter) -> None:
         self._bucket_of[parameter].missing -= 1
-        while self._started < len(self.buckets) and not self.buckets[self._started].missing:
-            self._start_next()
-
-    def _start_next(self) -> None:
-        self.buckets[self._started].start(self.group)
-        self._started += 1
+        while self._started < len(self.buckets) and self.buckets[self._started].missing <= 0:
+            self.buckets[self._started].reduce()
+            self._started += 1
+        if self._started == len(self.buckets):
+            self._begin()
 
     def handle_gradient(self) -> None:
-        """Start the remaining, incomplete buckets, and wait for all of them."""
-        while self._started < len(self.buckets):
-            self._start_next()
+        """Reduce what is left in incomplete buckets, and wait for all of them."""
         for bucket in self.buckets:
-            bucket.finish()
-        self._begin_step()
+            if any(p.grad is not None for p in bucket.parameters):
+                bucket.reduce()
+        for bucket in self.buckets:
+            bucket.hand_over()
+        self._begin()

@@ -13,6 +13,7 @@ from colossal_vit.data.batches import IGNORED
 from colossal_vit.engine.micro_batches import MicroBatches
 from colossal_vit.hooks.priority import Priority
 from colossal_vit.hooks.recorder import Recorder
+from colossal_vit.hooks.wandb_run import WandbRun
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.ranks import RankLogger
 from colossal_vit.parallel.sharding import split_batch
@@ -54,17 +55,23 @@ class MetricsHook(BaseHook):
         directory: the run directory; None writes nothing.
         train_dataloader: what `engine.initialize` returned; it knows how long it was waited for.
         log: where evaluations are announced, and epochs too where there is no progress bar.
+        wandb: gets the records too.
     """
 
     def __init__(
-        self, directory: Path | None, train_dataloader: MicroBatches, log: RankLogger, priority: int = Priority.METRICS
+        self,
+        directory: Path | None,
+        train_dataloader: MicroBatches,
+        log: RankLogger,
+        wandb: WandbRun | None = None,
+        priority: int = Priority.METRICS,
     ):
         super().__init__(priority)
         self.train_dataloader = train_dataloader
         self.sees_loss = is_no_pp_or_last_stage()
         self.writes = self.sees_loss and is_dp_rank_0() and is_tp_rank_0()
         self.log = log
-        self.recorder = Recorder(directory, log) if directory else None
+        self.recorder = Recorder(directory, log, wandb) if directory else None
         self.accuracy = -1.0  # of the last evaluation, on the ranks that have seen it
         self.last: dict[str, Any] | None = None
         self.of_average: dict[str, float] = {}  # what the evaluation of the moving average found, if there is one

@@ -1,4 +1,4 @@
-"""Writes the metrics of a run: `metrics.jsonl` and TensorBoard events."""
+"""Writes the metrics of a run: `metrics.jsonl`, TensorBoard events and, if asked to, Weights & Biases."""
 
 import json
 import os
@@ -8,6 +8,7 @@ from typing import Any
 
 from colossal_vit.errors import TrainingError, UserError
 from colossal_vit.files import write_text
+from colossal_vit.hooks.wandb_run import WandbRun
 from colossal_vit.parallel.ranks import RankLogger
 from colossal_vit.results import METRICS, draw
 
@@ -37,21 +38,24 @@ class Recorder:
     Args:
         directory: the run directory.
         log: where write errors are reported.
+        wandb: gets the records too.
     """
 
-    def __init__(self, directory: Path, log: RankLogger):
-        self.directory, self.log = directory, log
+    def __init__(self, directory: Path, log: RankLogger, wandb: WandbRun | None = None):
+        self.directory, self.log, self.wandb = directory, log, wandb
         self.path, self.unwritten = directory / METRICS, b""
 
     def open(self, step: int, epoch: int) -> None:
         """Open the files for the records after `step`, in `epoch`.
 
         Raises:
-            UserError: if the run directory cannot be written.
+            UserError: if the run directory cannot be written, or Weights & Biases has no login.
         """
         from torch.utils.tensorboard import SummaryWriter  # takes seconds to import; only one rank needs it
 
         try:
+            if self.wandb:
+                self.wandb.open()
             if self.path.exists() and (lost := _cut(self.path, step, epoch)):
                 what = f"lacks {len(lost)} of the steps up to {step}, the first is {lost[0]}"
                 self.log.info(f"{self.path}: {what}", ranks=None)
@@ -81,6 +85,8 @@ class Recorder:
         except OSError as error:
             self.events = None
             self.log.info(f"{self.directory}: TensorBoard's events end here: {error.strerror}", ranks=None)
+        if self.wandb:
+            self.wandb.write(record)
 
     def sync(self) -> None:
         """fsync the records so far."""

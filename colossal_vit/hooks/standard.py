@@ -9,6 +9,7 @@ from colossal_vit.hooks.metrics import MetricsHook
 from colossal_vit.hooks.priority import Priority
 from colossal_vit.hooks.profile import ProfileHook
 from colossal_vit.hooks.progress import ProgressHook
+from colossal_vit.hooks.wandb_run import WandbRun
 from colossal_vit.run import Run
 from colossalai.legacy.trainer import Trainer
 from colossalai.legacy.trainer.hooks import BaseHook
@@ -38,9 +39,10 @@ def standard_hooks(run: Run, train_dataloader: MicroBatches, lr_scheduler: Any) 
         run: from `launch.start`.
         train_dataloader, lr_scheduler: as `engine.initialize` returned them.
     """
-    metrics = MetricsHook(None if run.eval_only else run.output, train_dataloader, run.log)
     if run.eval_only:
-        return [metrics]
+        return [MetricsHook(None, train_dataloader, run.log)]
+    wandb = WandbRun(run.output, run.config, run.log) if run.wandb else None
+    metrics = MetricsHook(run.output, train_dataloader, run.log, wandb)
     hooks = [
         metrics,
         ProgressHook(run, train_dataloader, metrics),

@@ -11,6 +11,7 @@ from contextlib import suppress
 import torch.distributed as dist
 from colossal_vit.checkpoint import lock
 from colossal_vit.errors import Preempted, TrainingError, UserError, end_process, error_line
+from colossal_vit.hooks import wandb_run
 from colossal_vit.launch import watchdog
 from colossal_vit.launch.launchers import rank_host_port
 from colossal_vit.parallel.ranks import say
@@ -78,6 +79,7 @@ def run(main: Callable[[], None]) -> None:
         if watchdog.current and _lost_connection(error):
             time.sleep(WATCHDOG_GRACE)  # if another rank has died, the watchdog ends this process meanwhile
         traceback.print_exc()
+    wandb_run.finish(code)
     if code:
         if watchdog.current:
             watchdog.current.leave(code)

@@ -68,6 +68,9 @@ def get_parser(description: str | None = None) -> argparse.ArgumentParser:
         help="what to do when a checkpoint cannot be written; the last one of a run always has to be",
     )
     parser.add_argument("--compile", action="store_true", help="the same as --set COMPILE=True: use torch.compile")
+    parser.add_argument(
+        "--wandb", action="store_true", help="record in Weights & Biases too; offline with WANDB_MODE=offline"
+    )
     parser.add_argument("--profile", action="store_true", help="time the parts of steps, and trace one")
     parser.add_argument("--debug-nan", action="store_true", help="name the first module whose output is not finite")
     parser.add_argument(

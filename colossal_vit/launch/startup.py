@@ -13,6 +13,7 @@ from colossal_vit.compat import cpu, patches
 from colossal_vit.config.settings import IMAGENET
 from colossal_vit.engine import precision
 from colossal_vit.errors import UserError
+from colossal_vit.hooks import wandb_run
 from colossal_vit.launch import watchdog
 from colossal_vit.launch.flags import get_parser
 from colossal_vit.launch.groups import choose_backend, choose_device, launch_groups
@@ -52,6 +53,8 @@ def start(
         raise UserError(f"--max-steps {args.max_steps}: must be at least 1")
     if not args.timeout > 0:
         raise UserError(f"--timeout {args.timeout:g}: must be a number of seconds above 0")
+    if args.wandb:
+        wandb_run.check_installed()
     overrides = [*args.set, "COMPILE=True"] if args.compile else args.set
     config = configs.load(args.config, overrides, script)
     starts_from = (config.get("finetune") or {}).get("weights")
@@ -114,6 +117,7 @@ def start(
         eval_only=args.eval_only,
         eval_knn=args.eval_knn,
         stop_on_save_error=args.on_save_error == "stop",
+        wandb=args.wandb,
         profile=args.profile,
         debug_nan=args.debug_nan,
     )

@@ -223,15 +223,18 @@ def num_replicas(parameter: Tensor) -> int:
 
 
 @torch.no_grad()
-def global_norm(tensors: Iterable[Tensor], parameters: Iterable[Tensor]) -> Tensor:
-    """L2 norm over all ranks that share the model, with each element of the full model counted once. Collective.
+def global_norm(
+    tensors: Iterable[Tensor], parameters: Iterable[Tensor], group: ParallelMode = ParallelMode.MODEL
+) -> Tensor:
+    """L2 norm over all ranks that share the tensors, with each element of the full model counted once. Collective.
 
     Args:
         tensors: this rank's pieces, for example gradients.
         parameters: the parameters they belong to, in the same order.
+        group: the ranks that share them: those with the parts of a model, or all if each replica has some of them.
 
     Returns:
-        A float32 scalar on this rank's device, equal on every rank of the model-parallel group.
+        A float32 scalar on this rank's device, equal on every rank of the group.
     """
     squared: dict[int, list[Tensor]] = {}
     for tensor, parameter in zip(tensors, parameters, strict=True):
@@ -239,9 +242,9 @@ def global_norm(tensors: Iterable[Tensor], parameters: Iterable[Tensor]) -> Tens
             continue
         squared.setdefault(num_replicas(parameter), []).append(tensor)
     total = torch.zeros((), dtype=torch.float32, device=get_accelerator().get_current_device())
-    for replicas, group in squared.items():
-        norms = torch._foreach_norm(group, 2, dtype=torch.float32)
+    for replicas, pieces in squared.items():
+        norms = torch._foreach_norm(pieces, 2, dtype=torch.float32)
         total += torch.stack(norms).square().sum() / replicas
-    if gpc.is_initialized(ParallelMode.MODEL) and gpc.get_world_size(ParallelMode.MODEL) > 1:
-        dist.all_reduce(total, group=gpc.get_group(ParallelMode.MODEL))
+    if gpc.is_initialized(group) and gpc.get_world_size(group) > 1:
+        dist.all_reduce(total, group=gpc.get_group(group))
     return total.sqrt()

@@ -1,0 +1,140 @@
+"""Optimizer state split over data-parallel ranks changes nothing of what is learned."""
+
+import functools
+
+import pytest
+import torch
+from colossal_vit.checkpoint import storage
+from colossal_vit.engine import reduction, zero
+from colossal_vit.parallel.owners import assign_owners
+from safetensors.torch import load_file
+
+import fork_ranks
+import recipes
+from check_layouts import LAYOUTS, OPTIMIZERS, PIPELINE, tensor
+from test_layouts import assert_same_curve
+
+pytestmark = pytest.mark.usefixtures("few_test_images", "random_weights")
+SPLIT = {"zero.stage": 1}
+HALF = {"BATCH_SIZE": 16}
+SPLITS = {  # what the layouts of the contract become with two replicas
+    "DP 2": (2, HALF),
+    "DP 4": (4, {"BATCH_SIZE": 8}),
+    "DP 2 × PP 2": LAYOUTS["DP 2 × PP 2"],
+    "DP 2 × PP 2 interleaved × 2": (4, {**PIPELINE, **HALF, "model.num_chunks": 2}),
+    "DP 2 × 1D 2": (4, {**HALF, **tensor("1d", 2)}),
+    "DP 2 × 2D 4": LAYOUTS["DP 2 × 2D 4"],
+    "DP 2 × 2.5D 4": (8, {**HALF, **tensor("2.5d", 4, depth=1)}),
+    "DP 2 × PP 2 × 1D 2": LAYOUTS["DP 2 × PP 2 × 1D 2"],
+}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """The curve of one process, by optimizer and number of blocks."""
+
+    @functools.cache
+    def curve(optimizer, depth):
+        return recipes.train(tmp_path_factory.mktemp("reference"), DEPTH=depth, **OPTIMIZERS[optimizer])[0]
+
+    return curve
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("layout", SPLITS)
+def test_same_curve_as_one_process(layout, optimizer, reference, tmp_path):
+    """Also with accumulation and stage 2, and with layers that wait for their weights in the next forward pass."""
+    world_size, values = SPLITS[layout]
+    values = {"DEPTH": 4 if "interleaved" in layout else 2, **values, **OPTIMIZERS[optimizer], **SPLIT}
+    if optimizer == "lamb":
+        values |= {"zero.stage": 2, "gradient_accumulation": 2, "BATCH_SIZE": values["BATCH_SIZE"] // 2}
+    num_steps = 20 if optimizer == "adamw" and values["DEPTH"] == 4 else 6
+    expected = reference(optimizer, values["DEPTH"])
+    assert min(r["grad_norm"] for r in expected) > recipes.MODEL["clip_grad_norm"], "clipping must change every step"
+    steps, _ = recipes.train(tmp_path, world_size, steps=num_steps, **values)
+    assert_same_curve(steps, expected[:num_steps])
+
+
+PRECISIONS = {
+    "fp32, AdamW": (None, "adamw", {}),
+    "fp32, LAMB, stage 2, average": (None, "lamb", {"zero.stage": 2, "ema.decay": 0.9}),
+    "TORCH in bf16, SGD": ("TORCH", "sgd", {}),
+    "NAIVE in fp16, LAMB, average": ("NAIVE", "lamb", {"fp16.dtype": "fp16", "ema.decay": 0.9}),
+    "NAIVE in bf16, AdamW, stage 2": ("NAIVE", "adamw", {"zero.stage": 2}),
+    "APEX O2 in fp16, AdamW": ("APEX", "adamw", {"fp16.dtype": "fp16", "fp16.opt_level": "O2"}),
+}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_two_replicas_make_the_bits_of_ddp(precision, tmp_path):
+    """A sum of two has no order. Nor is there a norm over all in it, whose sum has: nothing is clipped."""
+    amp, optimizer, more = PRECISIONS[precision]
+    values = {"DEPTH": 1, "IMG_SIZE": 16, "clip_grad_norm": 0.0, **HALF, **OPTIMIZERS[optimizer], **SPLIT, **more}
+    whole = {key: value for key, value in values.items() if key != "zero.stage"}
+    for output, settings in (("split", values), ("whole", whole)):
+        recipes.train(tmp_path / output, 2, steps=4, amp=amp, **settings)
+    split, whole = (tmp_path / output / "checkpoints/step-00000004" for output in ("split", "whole"))
+    files = [storage.MODEL, storage.OPTIMIZER] + [storage.EMA] * ("ema.decay" in more)
+    for name in files:
+        found, expected = load_file(split / name), load_file(whole / name)
+        assert found.keys() == expected.keys()
+        assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+    drop = {"grad_norm"}  # its sum is in another order
+    lines = [recipes.record(run.parents[1]) for run in (split, whole)]
+    assert [{k: v for k, v in line.items() if k not in drop} for line in lines[0]] == [
+        {k: v for k, v in line.items() if k not in drop} for line in lines[1]
+    ]
+
+
+def test_more_ranks_than_parameters_of_a_size(tmp_path, monkeypatch):
+    """Ranks that own nothing take part in all collectives."""
+    monkeypatch.setattr(zero, "assign_owners", lambda parameters, ranks: dict.fromkeys(parameters, 1))
+    expected, _ = recipes.train(tmp_path / "one", steps=3, DEPTH=1, **OPTIMIZERS["lamb"])
+    values = {**SPLITS["DP 2 × 1D 2"][1], **OPTIMIZERS["lamb"], "ema.decay": 0.9}
+    steps, _ = recipes.train(tmp_path / "split", 4, steps=3, DEPTH=1, **values, **SPLIT)
+    assert_same_curve(steps, expected)
+
+
+def wrong_owner(monkeypatch):
+    """The second replica updates what the first one owns, and sends what it has not updated."""
+    keep = zero.Zero.__init__
+
+    def init(self, parameters, optimizer, group, stage):
+        keep(self, parameters, optimizer, group, stage)
+        for owner in self.owners:
+            self.owners[owner] = 1 - self.owners[owner]
+
+    monkeypatch.setattr(zero.Zero, "__init__", init)
+
+
+def unsent_weights(monkeypatch):
+    send = reduction.Bucket.send_weights
+    monkeypatch.setattr(reduction.Bucket, "send_weights", lambda self: send(self) if self.owner == 0 else None)
+
+
+@pytest.mark.parametrize("fault", [wrong_owner, unsent_weights])
+def test_a_fault_is_seen(fault, reference, tmp_path, monkeypatch):
+    fault(monkeypatch)
+    steps, _ = recipes.train(tmp_path, 2, steps=3, DEPTH=2, **HALF, **SPLIT)
+    with pytest.raises(AssertionError):
+        assert_same_curve(steps, reference("adamw", 2)[:3])
+
+
+def test_owners_are_balanced():
+    parameters = [torch.empty(n) for n in (6, 1, 5, 3, 3, 2)]
+    owners = assign_owners(parameters, 2)
+    assert [owners[p] for p in parameters] == [0, 0, 1, 1, 0, 1]
+    assert assign_owners(parameters, 10).keys() == set(parameters)
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({"zero.stage": 3}, "zero.stage = 3, but it must be one of 1, 2"),
+        ({**SPLIT, "torch_ddp.bucket_cap_mb": 5}, "torch_ddp has no effect with zero"),
+    ],
+)
+def test_mistakes_are_named(values, line, tmp_path):
+    result = fork_ranks.run(recipes.HYBRID, [*recipes.flags(**values, **HALF), "--output", str(tmp_path)], 2)
+    assert result.codes == [2, 2]
+    assert line in result.stderr[0] + result.stderr[1]
