@@ -63,6 +63,8 @@ ROUNDS_AN_EPOCH = 2  # an epoch is 44 steps, and a round makes 5 to 20
 # Seconds that a rank waits for one that died before the rendezvous, without a launcher to end it. The wait for rank 0
 # is up to twice as long, since torch tries to reach it twice.
 TIMEOUT = 8.0
+# Of a relay, whose up to eight ranks are slower and whose legs make 1 to 15 steps.
+RELAY_TIMEOUT, RELAY_ROUNDS_AN_EPOCH = 30.0, 4
 
 STARTUP_EVERY, SAVE_EVERY = 5, 2  # rounds
 # Seconds. A rank that is importing when another one dies finishes importing, fails to join, tries again, and ends.
@@ -488,9 +490,9 @@ def main_relay(args: argparse.Namespace) -> int:
 
     benchmark = Benchmark(args.result)
     scratch = Path(tempfile.mkdtemp(prefix="fault-relay-"))
-    values = {**RELAY, "NUM_EPOCHS": math.ceil(args.rounds / ROUNDS_AN_EPOCH)}
+    values = {**RELAY, "NUM_EPOCHS": math.ceil(args.rounds / RELAY_ROUNDS_AN_EPOCH)}
     try:
-        legs = relay(scratch / "run", args.seed, values, ["--timeout", str(END_LIMIT)])
+        legs = relay(scratch / "run", args.seed, values, ["--timeout", str(RELAY_TIMEOUT)])
         done = fault_loop(legs, scratch / "run", args.rounds, args.seed, benchmark.say)
         command = ["--config", CONFIG, "--output", str(scratch / "undisturbed"), *set_flags(values)]
         ended = fork_ranks.run("vit_cifar10_hybrid/train_hybrid.py", command)
