@@ -378,7 +378,7 @@ def test_a_run_that_stopped_resumes_to_the_bit(layout, values, of_depth, few_tes
 
 def test_another_layout_resumes_what_is_frozen(of_depth, references, few_test_images, tmp_path):
     """From one process to a pipeline whose first stage has no moments, and back."""
-    for steps, layout in ((2, "DP 2"), (3, "PP 2"), (4, "DP 2")):
+    for steps, layout in ((1, "DP 2"), (2, "PP 2"), (4, "DP 2")):
         world_size, values = LAYOUTS[layout]
         recipes.train(tmp_path, world_size, steps=steps, **frozen(of_depth, 4, **values))
     test_layouts.assert_same_curve(read_metrics(tmp_path)[0], read_metrics(references[4, "adamw"])[0])

@@ -54,6 +54,7 @@ SMALLER = {
     "train_hybrid.py --config ./configs/config_hybrid_parallel.py --dry-run": [],
     "train.py --config ./config.py --dry-run": [],
     'train_hybrid.py --config "./configs/$2".py $SMALL': [],  # small as it is
+    "train_hybrid.py --config ./configs/config_pipeline_parallel.py $DIGITS": flags({}),
     "train_hybrid.py": flags(HYBRID),
     "train_slurm.sh ./configs/config_pipeline_parallel.py": flags(HYBRID),
     "config_sample.py --max-steps 6": [],
