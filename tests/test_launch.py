@@ -18,7 +18,7 @@ from colossal_vit.hooks.metrics import MetricsHook
 from colossal_vit.launch import rendezvous
 from colossal_vit.launch.flags import get_parser
 from colossal_vit.launch.launchers import find_rendezvous, first_slurm_host
-from colossal_vit.launch.watchdog import Watchdog
+from colossal_vit.launch.watchdog import Watchdog, time_limit
 from colossal_vit.results import read_metrics
 from colossalai.legacy import get_default_parser
 
@@ -456,3 +456,17 @@ def test_gradient_that_is_not_finite_stops_all_before_the_update(tmp_path):
     assert len(lines) == 1, str(result)
     steps = read_metrics(tmp_path)[0]
     assert f"step {len(steps) + 1}: the gradient is not finite" in lines[0]
+
+
+def test_a_rank_does_not_wait_forever_for_process_groups(capfd):
+    """gloo's own waits add up to five times --timeout when a rank dies at the wrong moment."""
+    pid = os.fork()
+    if pid == 0:
+        with time_limit(0.1):
+            time.sleep(fork_ranks.PATIENCE)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+    assert "the process groups do not exist after 0.1 s: a rank died" in capfd.readouterr().err
+    with time_limit(0.1):
+        pass
+    time.sleep(0.3)  # this process is still here

@@ -86,7 +86,9 @@ def start(
         fakes.fake_tensors(device)
         return Run(config, layout, output, 1, device, RankLogger(0), dry_run=True)
     parent.watch(rendezvous.launcher != "none", args.timeout)
-    launch_groups(config, rendezvous, backend, join_store(rendezvous, args.timeout), args.timeout, device)
+    store = join_store(rendezvous, args.timeout)
+    with watchdog.time_limit(2 * args.timeout):
+        launch_groups(config, rendezvous, backend, store, args.timeout, device)
     watchdog.begin(rendezvous.rank, rendezvous.world_size, rendezvous.host)
     seed_ranks(config.SEED)
     log = RankLogger(rendezvous.rank)

@@ -9,8 +9,8 @@ import os
 import selectors
 import socket
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
 from colossal_vit.errors import end_process
@@ -26,6 +26,22 @@ def begin(rank: int, world_size: int, host: str) -> None:
     """Create this process's watchdog as `current`; the arguments are those of `Watchdog`."""
     global current
     current = Watchdog(rank, world_size, host)
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """End this process with one line if the block, which creates process groups, takes longer.
+
+    Timeouts alone notice a rank that dies before the watchdogs exist, and gloo waits for it several times in a row.
+    """
+    line = f"the process groups do not exist after {seconds:g} s: a rank died or cannot be reached; see --timeout"
+    timer = threading.Timer(seconds, end_process, (1, line))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class Watchdog:
