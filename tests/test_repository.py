@@ -69,8 +69,17 @@ def test_examples_do_not_import_each_other():
             assert not imported & others, path
 
 
-def test_tables_of_the_recipes_page_are_those_of_the_result():
-    assert (ROOT / "results/recipes_digits/recipes.md").read_text() in (ROOT / "docs/recipes.md").read_text()
+@pytest.mark.parametrize(
+    ("page", "result"),
+    [
+        ("recipes.md", "recipes_digits/recipes.md"),
+        ("finetuning.md", "finetune_digits/finetune.md"),
+        ("zero.md", "zero_plan/zero.md"),
+        ("zero.md", "zero_cpu/zero.md"),
+    ],
+)
+def test_tables_on_pages_are_those_of_the_results(page, result):
+    assert (ROOT / "results" / result).read_text() in (ROOT / "docs" / page).read_text()
 
 
 def test_the_diagram_of_the_rooms_is_what_the_imports_say():
