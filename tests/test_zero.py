@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 import fork_ranks
 import recipes
 from check_layouts import LAYOUTS, OPTIMIZERS, PIPELINE, tensor
+from test_dry_run import planned
 from test_layouts import assert_same_curve
 
 pytestmark = pytest.mark.usefixtures("few_test_images", "random_weights")
@@ -118,6 +119,15 @@ def test_a_fault_is_seen(fault, reference, tmp_path, monkeypatch):
     steps, _ = recipes.train(tmp_path, 2, steps=3, DEPTH=2, **HALF, **SPLIT)
     with pytest.raises(AssertionError):
         assert_same_curve(steps, reference("adamw", 2)[:3])
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_memory_of_a_rank(ranks):
+    """4 + 12/d bytes a parameter in NAIVE with LAMB, by a dry run, which test_dry_run.py holds against real ranks."""
+    values = dict(HIDDEN_SIZE=512, NUM_HEADS=8, DEPTH=12, PATCH_SIZE=16, BATCH_SIZE=1, NUM_MICRO_BATCHES=1)
+    values |= {**OPTIMIZERS["lamb"], **SPLIT, "fp16.initial_scale": 1.0}
+    plan = planned(recipes.flags("NAIVE", **values), ranks)[0]
+    assert plan.memory["peak"] / plan.parameters == pytest.approx(4 + 12 / ranks, rel=0.05)
 
 
 def test_owners_are_balanced():

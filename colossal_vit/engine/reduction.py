@@ -36,8 +36,9 @@ class Bucket:
         self._reduced: list[nn.Parameter] = []  # those whose gradients are in `_sum`
         self._sum: Tensor | None = None
         self._averages: dict[nn.Parameter, Tensor] = {}
+        self._reduction: Any = None
         self._weights: Tensor | None = None
-        self._work: Any = None
+        self._broadcast: Any = None
 
     @property
     def _root(self) -> int:
@@ -51,21 +52,21 @@ class Bucket:
         for parameter in self._reduced:
             parameter.grad = None
         if self.owner is None:
-            self._work = dist.all_reduce(self._sum, group=self.group, async_op=True)
+            self._reduction = dist.all_reduce(self._sum, group=self.group, async_op=True)
         else:
-            self._work = dist.reduce(self._sum, self._root, group=self.group, async_op=True)
+            self._reduction = dist.reduce(self._sum, self._root, group=self.group, async_op=True)
 
     def _finish(self) -> None:
-        if self._work is None:
+        if self._reduction is None:
             return
-        self._work.wait()
+        self._reduction.wait()
         if self.used_here:
             for parameter, average in zip(self._reduced, _split(self._sum, self._reduced), strict=True):
                 if parameter in self._averages:
                     self._averages[parameter].add_(average)
                 else:
                     self._averages[parameter] = average
-        self._work = self._sum = None
+        self._reduction = self._sum = None
 
     def hand_over(self) -> None:
         """Wait, and make the sums of all averages so far the gradients of the parameters, where they are used."""
@@ -81,17 +82,17 @@ class Bucket:
             self._weights = torch.cat([p.flatten() for p in self.parameters])
         else:
             self._weights = self.parameters[0].new_empty(sum(p.numel() for p in self.parameters))
-        self._work = dist.broadcast(self._weights, self._root, group=self.group, async_op=True)
+        self._broadcast = dist.broadcast(self._weights, self._root, group=self.group, async_op=True)
 
     @torch.no_grad()
     def receive_weights(self) -> None:
         """Wait for the weights, if they are being broadcast."""
-        if self._weights is None:
+        if self._broadcast is None:
             return
-        self._work.wait()
+        self._broadcast.wait()
         if not self.used_here:
             torch._foreach_copy_(self.parameters, _split(self._weights, self.parameters))
-        self._work = self._weights = None
+        self._broadcast = self._weights = None
 
 
 def make_buckets(
