@@ -32,11 +32,11 @@ def launcher(*arguments):
 
 
 def test_six_kills(tmp_path, monkeypatch):
-    """A run killed six times, once while it starts, is to the bit the run that nobody disturbs."""
+    """A run with split state killed six times, once while it starts, is to the bit the run that nobody disturbs."""
     monkeypatch.setattr(fault_loop, "LONGEST_DELAY", 0.3)
     for limit in ("PROGRESS_LIMIT", "END_LIMIT"):
         monkeypatch.setattr(fault_loop, limit, fork_ranks.PATIENCE)
-    settings = {**fault_loop.SETTINGS, "BATCH_SIZE": 64, "NUM_EPOCHS": 2}
+    settings = {**fault_loop.SETTINGS, **fault_loop.SPLIT, "parallel.pipeline": 1, "BATCH_SIZE": 32, "NUM_EPOCHS": 2}
     argv = ["--config", recipes.PIPELINE_CONFIG, "--timeout", "20", *recipes.set_flags(settings)]
 
     def start(name, launched=False):
