@@ -76,3 +76,17 @@ def test_ranks_that_hold_the_same_draw_the_same(random_weights):
     for eager, compiled, programs in answers:
         assert programs >= 3
         assert compiled != eager, "dropped by a compiled kernel, with random numbers of its own"
+
+
+def test_split_optimizer_state(random_weights):
+    """The compiled model waits for all its weights, which other ranks send, before the forward pass."""
+    world_size, _ = LAYOUTS["DP 2"]
+
+    def function():
+        return train(world_size, False), train(world_size, True), counters["stats"]["unique_graphs"]
+
+    settings = recipes.config(recipes.flags(**{**LAYOUTS["DP 2"][1], "BATCH_SIZE": 8, "DEPTH": 1, "zero.stage": 1}))
+    for (eager, _), (compiled, _), programs in fork_ranks.call(function, world_size, **settings):
+        assert programs >= 1
+        assert compiled == pytest.approx(eager, rel=1e-4)
+        assert eager[-1] != eager[1], "it trains"
