@@ -259,7 +259,7 @@ def test_repeated_augmentation_uses_a_part_of_each_batch_so_often(numbered):
 def through_dali(operation, images):
     """What a graph of one operation makes of images (H, W, 3), uint8."""
 
-    @nvidia.dali.pipeline_def(batch_size=len(images), num_threads=1, device_id=None, seed=3)
+    @nvidia.dali.pipeline_def(batch_size=len(images), num_threads=1, device_id=None, seed=3, enable_conditionals=True)
     def graph():
         return operation(nvidia.dali.fn.external_source(source=lambda: images, layout="HWC", batch=True))
 

@@ -63,12 +63,24 @@ def augment(images: DataNode, size: int, policy: str | None = None, n: int = 2, 
 
 
 def erase(images: DataNode, probability: float) -> DataNode:
-    """Replace a part of normalised images (3, H, W) by noise, as often as `probability` says."""
+    """Replace a part of normalised images (3, H, W) by noise, as often as `probability` says.
+
+    Needs a pipeline with conditionals: noise is dear on the CPU, and made only where it is used.
+    """
+    happens = fn.random.coin_flip(probability=probability, dtype=types.BOOL)
+    if happens:  # noqa: SIM108 conditionals of DALI are statements
+        erased = erase_part(images)
+    else:
+        erased = images
+    return erased
+
+
+def erase_part(images: DataNode) -> DataNode:
+    """Replace a random rectangle of each of the normalised images (3, H, W) by noise."""
     root = math.sqrt(fn.random.uniform(range=ERASED_AREA))
     log_aspect = fn.random.uniform(range=tuple(map(log, ERASED_ASPECT)))
     sides = [math.min(root * math.exp(sign * log_aspect / 2), 1.0) for sign in (1, -1)]  # of the image's
     anchors = [fn.random.uniform(range=(0.0, 1.0)) * (1.0 - side) for side in sides]
-    happens = fn.random.coin_flip(probability=probability)
-    region = dict(anchor=fn.stack(*anchors), shape=fn.stack(*(side * happens for side in sides)))
+    region = dict(anchor=fn.stack(*anchors), shape=fn.stack(*sides))
     kept = fn.erase(images * 0.0 + 1.0, axis_names="HW", normalized=True, fill_value=0.0, **region)
     return images * kept + fn.random.normal(images) * (1.0 - kept)

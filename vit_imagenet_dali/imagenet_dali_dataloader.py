@@ -334,7 +334,9 @@ class DaliLoader(Loader):
 
     def _build(self) -> Pipeline:
         with warnings.catch_warnings(record=True):  # DALI itself uses features that it deprecates
-            conditional = self.train and bool(self.rand_augment or self.augment.get("policy"))
+            conditional = self.train and bool(
+                self.rand_augment or self.augment.get("policy") or self.augment.get("erase")
+            )
             pipeline = pipeline_def(self._graph, enable_conditionals=conditional)(
                 batch_size=self.batch_size,
                 num_threads=self.num_threads,
