@@ -53,9 +53,9 @@ SETTINGS: dict[str, Any] = {
     **{**MODEL, **PIPELINE, "DROP_RATE": 0.1},
     **{"checkpoint.every_steps": EVERY_STEPS, "checkpoint.keep": KEEP},
 }
-# Moments of AdamW, but steps so small that rounding, which differs between layouts, is not amplified.
+# Moments of AdamW, but steps so small, and a run so short, that rounding, which differs between layouts, is not amplified.
 RELAY: dict[str, Any] = {
-    **{**MODEL, "DEPTH": 4, "LEARNING_RATE": 2e-4, "parallel.pipeline": 1},
+    **{**MODEL, "DEPTH": 4, "LEARNING_RATE": 1e-4, "parallel.pipeline": 1},
     **{"checkpoint.every_steps": EVERY_STEPS, "checkpoint.keep": KEEP},
 }
 SPLIT = {"zero.stage": 1}
@@ -63,13 +63,13 @@ ROUNDS_AN_EPOCH = 2  # an epoch is 44 steps, and a round makes 5 to 20
 # Seconds that a rank waits for one that died before the rendezvous, without a launcher to end it. The wait for rank 0
 # is up to twice as long, since torch tries to reach it twice.
 TIMEOUT = 8.0
-# Of a relay, whose up to eight ranks are slower and whose legs make 1 to 15 steps.
-RELAY_TIMEOUT, RELAY_ROUNDS_AN_EPOCH = 30.0, 4
+# Of a relay, whose up to eight ranks are slower and whose legs make few steps.
+RELAY_TIMEOUT, RELAY_ROUNDS_AN_EPOCH, RELAY_DELAY = 30.0, 14, 0.1
 
 STARTUP_EVERY, SAVE_EVERY = 5, 2  # rounds
 # Seconds. A rank that is importing when another one dies finishes importing, fails to join, tries again, and ends.
 PROGRESS_LIMIT, END_LIMIT, LAST_WORDS, FINISH_LIMIT = 120.0, 120.0, 10.0, 3600.0
-LONGEST_DELAY = 0.7  # seconds from the first new step to the kill
+LONGEST_DELAY = 0.7  # seconds from the first new step to the kill; of a relay, RELAY_DELAY
 SAVE_LIMIT, SAVE_POLL, SAVE_DELAY = 1.0, 0.0005, 0.03  # seconds; a save takes 10 to 50 ms
 # A save waits for the previous one. So when a step is recorded, the last save but one is on disk.
 MOST_LOST = 2 * EVERY_STEPS
@@ -343,7 +343,14 @@ def _round(leg: Leg, output: Path, moment: str, begun: int, delays: dict, draw: 
     return Round(victim, moment, saving, half_written, end_s, ended.codes, *steps, verified, leg.layout)
 
 
-def fault_loop(legs: Iterator[Leg], output: Path, rounds: int, seed: int, say: Callable[[str], None]) -> list[Round]:
+def fault_loop(
+    legs: Iterator[Leg],
+    output: Path,
+    rounds: int,
+    seed: int,
+    say: Callable[[str], None],
+    longest_delay: float | None = None,
+) -> list[Round]:
     """Start a run and kill a rank or its launcher, repeatedly; then let the run complete.
 
     Args:
@@ -352,13 +359,18 @@ def fault_loop(legs: Iterator[Leg], output: Path, rounds: int, seed: int, say: C
         rounds: number of kills.
         seed: of the random victims and times.
         say: called with a line for each round.
+        longest_delay: seconds from the first new step to the kill; None means LONGEST_DELAY.
 
     Raises:
         AssertionError: if a checkpoint is lost or not valid, a rank outlives a killed one, or the run does not resume
             or complete.
     """
     draw, done, newest = random.Random(seed), [], 0
-    delays = {"any": LONGEST_DELAY, "save": SAVE_DELAY, "start-up": PROGRESS_LIMIT}  # the last one is measured
+    delays = {
+        "any": longest_delay or LONGEST_DELAY,
+        "save": SAVE_DELAY,
+        "start-up": PROGRESS_LIMIT,
+    }  # the last one is measured
     for number in range(1, rounds + 1):
         moment = "save" if number % SAVE_EVERY == 0 else "any"
         if number % STARTUP_EVERY == 0:
@@ -493,7 +505,7 @@ def main_relay(args: argparse.Namespace) -> int:
     values = {**RELAY, "NUM_EPOCHS": math.ceil(args.rounds / RELAY_ROUNDS_AN_EPOCH)}
     try:
         legs = relay(scratch / "run", args.seed, values, ["--timeout", str(RELAY_TIMEOUT)])
-        done = fault_loop(legs, scratch / "run", args.rounds, args.seed, benchmark.say)
+        done = fault_loop(legs, scratch / "run", args.rounds, args.seed, benchmark.say, RELAY_DELAY)
         command = ["--config", CONFIG, "--output", str(scratch / "undisturbed"), *set_flags(values)]
         ended = fork_ranks.run("vit_cifar10_hybrid/train_hybrid.py", command)
         assert not any(ended.codes), f"the undisturbed run failed: {ended}"
