@@ -53,7 +53,7 @@ SETTINGS: dict[str, Any] = {
     **{**MODEL, **PIPELINE, "DROP_RATE": 0.1},
     **{"checkpoint.every_steps": EVERY_STEPS, "checkpoint.keep": KEEP},
 }
-# Moments of AdamW, but steps so small, and a run so short, that rounding, which differs between layouts, is not amplified.
+# Moments of AdamW, but steps so small and a run so short that rounding, which differs between layouts, stays small.
 RELAY: dict[str, Any] = {
     **{**MODEL, "DEPTH": 4, "LEARNING_RATE": 1e-4, "parallel.pipeline": 1},
     **{"checkpoint.every_steps": EVERY_STEPS, "checkpoint.keep": KEEP},
