@@ -36,7 +36,6 @@ from colossalai.legacy.core import global_context as gpc
 from nvidia.dali import Pipeline, fn, pipeline_def, tfrecord, types
 from nvidia.dali.auto_aug.rand_augment import rand_augment
 from nvidia.dali.data_node import DataNode
-from nvidia.dali.pipeline import do_not_convert
 from torch import Tensor
 
 import augmentation
@@ -323,7 +322,6 @@ class DaliLoader(Loader):
                 resized.append(pixels[0].permute(1, 2, 0).numpy())
             return resized
 
-        @do_not_convert  # in a graph with conditionals DALI would rewrite it, and it would take five times as long
         def resize_all(images: list[np.ndarray]) -> list[np.ndarray]:
             bounds = [len(images) * part // self.num_threads for part in range(self.num_threads + 1)]
             return list(chain(*self.resizers.map(resize, [images[a:b] for a, b in pairwise(bounds)])))
