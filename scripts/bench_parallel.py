@@ -15,13 +15,8 @@ are, 1 when a side fails or the two disagree.
 """
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,73 +25,38 @@ import torch
 import torch.distributed as dist
 from colossal_vit import config as configs
 from colossal_vit import launch
-from colossal_vit.benchmark import Benchmark, in_turns, spread
-from colossal_vit.engine.assembly import initialize
+from colossal_vit.benchmark import Benchmark, spread
+from colossal_vit.engine.optimizers import build_optimizer
 from colossal_vit.run import Run
 from colossalai.legacy import nn as col_nn
-from colossalai.legacy.context import ParallelMode
-from colossalai.legacy.core import global_context as gpc
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "vit_cifar10_hybrid"))
+import sides
+from check_layouts import FOLDER, set_flags, tensor
+from sides import Step
+from vit import full_vit, partition_blocks
 
-from check_layouts import tensor
-from vit import build_vit, check_vit, full_vit, partition_blocks
-
-ROOT = Path(__file__).resolve().parents[1]
-CONFIG = ROOT / "vit_cifar10_hybrid/configs/config_pipeline_parallel.py"
 GLOBAL_BATCH = 64
-CHECKED_STEPS, TOLERANCE = 3, 1e-4  # relative tolerance of losses; these steps are also the warm-up
 SETTINGS = {
     **dict(IMG_SIZE=32, PATCH_SIZE=4, HIDDEN_SIZE=384, DEPTH=12, NUM_HEADS=6, CHECKPOINT=False),
     **dict(NUM_MICRO_BATCHES=4, LEARNING_RATE=1e-3, fp16=None, clip_grad_norm=0.0),
     **{"BATCH_SIZE": GLOBAL_BATCH, "parallel.pipeline": 1},
 }
 
-# One optimizer step on this rank's part of a batch; returns the loss, or None if this rank does not compute it.
-Step = Callable[[Tensor, Tensor], Tensor | None]
-
 # ---- The two sides ---------------------------------------------------------------------------------------------------
 
 
-def adamw(model: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=gpc.config.LEARNING_RATE, weight_decay=gpc.config.WEIGHT_DECAY)
-
-
 def ours(run: Run, criterion: nn.Module, compiled: bool = False) -> Step:
-    """The model and the engine of train_hybrid.py, whatever the layout."""
     run.config.COMPILE = compiled
-    model = build_vit(run.config, run.layout)
-    engine = initialize(model, adamw(model), criterion)[0]
-
-    def step(images: Tensor, labels: Tensor) -> Tensor | None:
-        engine.zero_grad()
-        _, _, loss = engine.execute_schedule(iter([(images, labels)]))
-        engine.step()
-        return loss
-
-    return step
-
-
-def plain(model: nn.Module, criterion: nn.Module) -> Step:
-    optimizer = adamw(model)
-
-    def step(images: Tensor, labels: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = criterion(model(images), labels)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return step
+    return sides.ours(run, criterion)
 
 
 def torch_data(run: Run, model: nn.Module, criterion: nn.Module) -> Step:
-    return plain(DistributedDataParallel(model), criterion)
+    return sides.plain(DistributedDataParallel(model), build_optimizer(run.config, model), criterion)
 
 
 def torch_tensor(run: Run, model: nn.Module, criterion: nn.Module) -> Step:
@@ -112,7 +72,7 @@ def torch_tensor(run: Run, model: nn.Module, criterion: nn.Module) -> Step:
         block.attn.num_heads //= world_size
         block.attn.attn_dim //= world_size
         parallelize_module(block, mesh, plan)
-    return plain(model, criterion)
+    return sides.plain(model, build_optimizer(run.config, model), criterion)
 
 
 def torch_pipeline(run: Run, model: nn.Module, criterion: nn.Module) -> Step:
@@ -126,7 +86,7 @@ def torch_pipeline(run: Run, model: nn.Module, criterion: nn.Module) -> Step:
         model.patch_embed, model.cls_token, model.pos_embed = nn.Identity(), None, None
     stage = PipelineStage(model, rank, world_size, run.device)
     schedule = Schedule1F1B(stage, run.config.NUM_MICRO_BATCHES, loss_fn=criterion)
-    optimizer = adamw(model)
+    optimizer = build_optimizer(run.config, model)
 
     def step(images: Tensor, labels: Tensor) -> Tensor | None:
         losses: list[Tensor] = []
@@ -175,77 +135,24 @@ def get_parser() -> argparse.ArgumentParser:
     parser.add_argument("--runs", type=int, default=7, help="paired runs (default %(default)s)")
     parser.add_argument("--steps", type=int, default=2, help="optimizer steps of a side in a run (default %(default)s)")
     parser.add_argument("--only", nargs="+", choices=PAIRS, default=["data", "tensor", "pipeline"])
-    parser.add_argument("--output", type=Path, default=ROOT / "results/parallel_cpu", help="where the result goes")
+    parser.add_argument(
+        "--output", type=Path, default=FOLDER.parent / "results/parallel_cpu", help="where the result goes"
+    )
     return parser
 
 
 def compare() -> None:
-    """Run on each rank of a pair: check that the sides agree, time them, write `pair.json` into the run directory."""
+    """Run on each rank of a pair: check that the sides agree, and time them."""
     args, more = get_parser().parse_known_args()
-    sys.argv[1:] = [*more, f"--output={args.output}"]
-    run = launch.start(script="train_hybrid", check=check_vit)
+    run = sides.start_rank(args, more)
     criterion = col_nn.CrossEntropyLoss(label_smoothing=run.config.LABEL_SMOOTHING)
-    pair, generator = PAIRS[args.only[0]], torch.Generator().manual_seed(run.config.SEED)
+    pair = PAIRS[args.only[0]]
     if pair.torch_side:
         steps = ours(run, criterion), pair.torch_side(run, full_vit(run.config).to(run.device), criterion)
     else:
         steps = ours(run, criterion, compiled=True), ours(run, criterion)
-    sides = dict(zip(pair.sides, steps, strict=True))
-
-    def next_batch() -> list[Tensor]:
-        images = torch.randn(GLOBAL_BATCH, 3, run.config.IMG_SIZE, run.config.IMG_SIZE, generator=generator)
-        labels = torch.randint(run.config.NUM_CLASSES, (GLOBAL_BATCH,), generator=generator)
-        replica = gpc.get_local_rank(ParallelMode.DATA)
-        return [whole.chunk(run.layout.data)[replica].to(run.device) for whole in (images, labels)]
-
-    def mean_loss(loss: Tensor | None) -> float:
-        losses = [None] * dist.get_world_size()
-        dist.all_gather_object(losses, None if loss is None else loss.item())
-        return statistics.fmean(value for value in losses if value is not None)
-
-    losses, images_per_s = {side: [] for side in sides}, {side: [] for side in sides}
-    for _ in range(CHECKED_STEPS):
-        batch = next_batch()
-        for side, step in sides.items():
-            losses[side].append(mean_loss(step(*batch)))
-    run.log.info(f"losses: {losses}")
-    agree = all(abs(a - b) <= TOLERANCE * abs(b) for a, b in zip(*losses.values(), strict=True))
-    for number in range(args.runs if agree else 0):
-        seconds = dict.fromkeys(sides, 0.0)
-        for index in range(args.steps):
-            batch = next_batch()
-            for side in in_turns(sides, number + index):
-                dist.barrier()
-                started = time.perf_counter()
-                sides[side](*batch)
-                dist.barrier()
-                seconds[side] += time.perf_counter() - started
-        for side, rates in images_per_s.items():
-            rates.append(GLOBAL_BATCH * args.steps / seconds[side])
-        run.log.info(f"run {number + 1}, images/s: {[round(rates[-1], 2) for rates in images_per_s.values()]}")
-    if dist.get_rank() == 0:
-        result = {"config": configs.plain(run.config), "losses": losses, "images_per_s": images_per_s}
-        (run.output / "pair.json").write_text(json.dumps(result))
-
-
-def measure(name: str, args: argparse.Namespace, more: list[str], benchmark: Benchmark) -> dict:
-    """Start the processes of a pair and return their measurements; `benchmark` logs their output."""
-    pair = PAIRS[name]
-    with tempfile.TemporaryDirectory() as output:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={pair.processes}"]
-        command += [__file__, f"--only={name}", f"--runs={args.runs}", f"--steps={args.steps}"]
-        command += [f"--set={key}={value!r}" for key, value in {**SETTINGS, **pair.values}.items()]
-        command += [f"--config={CONFIG}", f"--output={output}", *more]
-        options = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        with subprocess.Popen(command, env={"OMP_NUM_THREADS": "1", **os.environ}, **options) as processes:
-            for line in processes.stdout:
-                benchmark.say(line.rstrip("\n"))
-        if processes.returncode:
-            sys.exit(f"{name}: a side fails, see above")
-        result = json.loads((Path(output) / "pair.json").read_text())
-    if not result["images_per_s"][pair.sides[0]]:
-        sys.exit(f"{name}: the two sides do not compute the same losses: {result['losses']}")
-    return result
+    rates = sides.time_in_turns(run, dict(zip(pair.sides, steps, strict=True)), args.runs, args.steps)
+    sides.give_back(run, {"config": configs.plain(run.config), "images_per_s": rates})
 
 
 def main() -> None:
@@ -253,7 +160,11 @@ def main() -> None:
     benchmark = Benchmark(args.output)
 
     # ---- Measure ---------------------------------------------------------------------------------------------------
-    results = {name: measure(name, args, more, benchmark) for name in args.only}
+    results = {}
+    for name in args.only:
+        pair = PAIRS[name]
+        flags = [f"--runs={args.runs}", f"--steps={args.steps}", *set_flags({**SETTINGS, **pair.values}), *more]
+        results[name] = sides.start(__file__, name, pair.processes, flags, benchmark)[0]
 
     # ---- Result ----------------------------------------------------------------------------------------------------
     table = [

@@ -14,40 +14,31 @@ when a side fails or they disagree.
 """
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from colossal_vit import launch
-from colossal_vit.benchmark import Benchmark, in_turns, spread
+from colossal_vit.benchmark import Benchmark, spread
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.optimizers import build_optimizer
 from colossal_vit.plan.fakes import FakeBatches
 from colossal_vit.plan.meter import measure
 from colossal_vit.run import Run
 from colossalai.legacy import nn as col_nn
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "vit_cifar10_hybrid"))
+import sides
+from check_layouts import FOLDER, set_flags
+from sides import Step
+from vit import build_vit, full_vit
 
-from vit import build_vit, check_vit, full_vit
-
-ROOT = Path(__file__).resolve().parents[1]
-CONFIG = ROOT / "vit_cifar10_hybrid/configs/config_pipeline_parallel.py"
 GLOBAL_BATCH = 32
-CHECKED_STEPS, TOLERANCE = 3, 1e-4  # relative tolerance of losses; these steps are also the warm-up
 COMMON = {
     "parallel.pipeline": 1,
     "NUM_MICRO_BATCHES": 1,
@@ -58,50 +49,28 @@ COMMON = {
 }
 SPEED = {**COMMON, "PATCH_SIZE": 8, "DEPTH": 8, "fp16": None, "clip_grad_norm": 0.0, "OPTIMIZER": "adamw"}
 MEMORY = {**COMMON, "PATCH_SIZE": 16, "DEPTH": 12, "BATCH_SIZE": 1, "OPTIMIZER": "lamb"}
+MEMORY |= {"HIDDEN_SIZE": 1024, "NUM_HEADS": 16, "fp16.dtype": "fp16", "fp16.initial_scale": 1.0}
 SPEED_PROCESSES, MEMORY_PROCESSES = (2, 4), (1, 2, 4, 8)
 STAGES = {"stage 1": (1, 1), "stage 1, 2 micro-batches": (1, 2), "stage 2, 2 micro-batches": (2, 2)}
-
-Step = Callable[[Tensor, Tensor], Tensor]
 
 
 # ---- The sides -------------------------------------------------------------------------------------------------------
 
 
 def ours(run: Run) -> Step:
-    model = build_vit(run.config, run.layout)
-    engine = initialize(model, build_optimizer(run.config, model), nn.CrossEntropyLoss())[0]
-
-    def step(images: Tensor, labels: Tensor) -> Tensor:
-        engine.zero_grad()
-        loss = engine.execute_schedule(iter([(images, labels)]))[2]
-        engine.step()
-        return loss
-
-    return step
-
-
-def plain(model: nn.Module, optimizer: Optimizer) -> Step:
-    criterion = nn.CrossEntropyLoss()
-
-    def step(images: Tensor, labels: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = criterion(model(images), labels)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return step
+    return sides.ours(run, nn.CrossEntropyLoss())
 
 
 def ddp(run: Run) -> Step:
     model = DistributedDataParallel(full_vit(run.config), gradient_as_bucket_view=True)
-    return plain(model, build_optimizer(run.config, model))
+    return sides.plain(model, build_optimizer(run.config, model), nn.CrossEntropyLoss())
 
 
 def zero_redundancy(run: Run) -> Step:
     model = DistributedDataParallel(full_vit(run.config), gradient_as_bucket_view=True)
     options = dict(lr=run.config.LEARNING_RATE, weight_decay=run.config.WEIGHT_DECAY)
-    return plain(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **options))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **options)
+    return sides.plain(model, optimizer, nn.CrossEntropyLoss())
 
 
 def sharded(run: Run) -> Step:
@@ -109,7 +78,7 @@ def sharded(run: Run) -> Step:
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    return plain(model, build_optimizer(run.config, model))
+    return sides.plain(model, build_optimizer(run.config, model), nn.CrossEntropyLoss())
 
 
 SIDES: dict[str, Callable[[Run], Step]] = {
@@ -131,49 +100,14 @@ def measure_memory(run: Run) -> dict[str, float]:
     return {part: size / plan.parameters for part, size in plan.memory.items()}
 
 
-def measure_speed(run: Run, num_runs: int, num_steps: int) -> dict[str, list[float]]:
-    """Images/s of each side in each run; the sides must agree."""
-    steps = {name: build(run) for name, build in SIDES.items()}
-    generator = torch.Generator().manual_seed(run.config.SEED)
-
-    def next_batch() -> list[Tensor]:
-        images = torch.randn(GLOBAL_BATCH, 3, run.config.IMG_SIZE, run.config.IMG_SIZE, generator=generator)
-        labels = torch.randint(run.config.NUM_CLASSES, (GLOBAL_BATCH,), generator=generator)
-        return [whole.chunk(dist.get_world_size())[dist.get_rank()] for whole in (images, labels)]
-
-    for _ in range(CHECKED_STEPS):
-        batch = next_batch()
-        losses = {name: step(*batch).item() for name, step in steps.items()}
-        if max(losses.values()) - min(losses.values()) > TOLERANCE * min(losses.values()):
-            sys.exit(f"the sides do not compute the same losses: {losses}")
-    images_per_s: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(num_runs):
-        seconds = dict.fromkeys(steps, 0.0)
-        for index in range(num_steps):
-            batch = next_batch()
-            for name in in_turns(steps, number + index):
-                dist.barrier()
-                started = time.perf_counter()
-                steps[name](*batch)
-                dist.barrier()
-                seconds[name] += time.perf_counter() - started
-        for name, rates in images_per_s.items():
-            rates.append(GLOBAL_BATCH * num_steps / seconds[name])
-        run.log.info(
-            f"run {number + 1}, images/s: { {name: round(rates[-1], 2) for name, rates in images_per_s.items()} }"
-        )
-    return images_per_s
-
-
 def on_rank() -> None:
     args, more = get_parser().parse_known_args()
-    sys.argv[1:] = [*more, f"--output={args.output}"]
-    run = launch.start(script="train_hybrid", check=check_vit)
-    result = measure_memory(run) if args.only == "memory" else measure_speed(run, args.runs, args.steps)
-    results = [None] * dist.get_world_size()
-    dist.all_gather_object(results, result)
-    if dist.get_rank() == 0:
-        (run.output / "result.json").write_text(json.dumps(results))
+    run = sides.start_rank(args, more)
+    if args.only == "memory":
+        sides.give_back(run, measure_memory(run))
+    else:
+        steps = {name: build(run) for name, build in SIDES.items()}
+        sides.give_back(run, sides.time_in_turns(run, steps, args.runs, args.steps))
 
 
 # ---- All -------------------------------------------------------------------------------------------------------------
@@ -184,23 +118,8 @@ def get_parser() -> argparse.ArgumentParser:
     parser.add_argument("--runs", type=int, default=7, help="of each side (default %(default)s)")
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps of a side in a run (default %(default)s)")
     parser.add_argument("--only", choices=("memory", "speed"), help="measure only this")
-    parser.add_argument("--output", type=Path, default=ROOT / "results/zero_cpu", help="where the result goes")
+    parser.add_argument("--output", type=Path, default=FOLDER.parent / "results/zero_cpu", help="where the result goes")
     return parser
-
-
-def start(what: str, processes: int, values: list[str], args: argparse.Namespace, benchmark: Benchmark) -> list:
-    """Start processes, and return the result of each rank."""
-    with tempfile.TemporaryDirectory() as output:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-        command += [__file__, f"--only={what}", f"--runs={args.runs}", f"--steps={args.steps}"]
-        command += [*(f"--set={value}" for value in values), f"--config={CONFIG}", f"--output={output}"]
-        options = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        with subprocess.Popen(command, env={"OMP_NUM_THREADS": "1", **os.environ}, **options) as ranks:
-            for line in ranks.stdout:
-                benchmark.say(line.rstrip("\n").replace(output, "SCRATCH"))
-        if ranks.returncode:
-            sys.exit(f"{what} on {processes} processes failed, see above")
-        return json.loads((Path(output) / "result.json").read_text())
 
 
 def main() -> None:
@@ -208,16 +127,17 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for train_hybrid.py")
     args = parser.parse_args()
     benchmark = Benchmark(args.output, changes_allowed=True)
+    overrides = [f"--set={value}" for value in args.set]
     memory, speed = {}, {}
     for d in MEMORY_PROCESSES if args.only != "speed" else ():
-        common = [*(f"{key}={value!r}" for key, value in MEMORY.items()), "fp16.mode=AMP_TYPE.NAIVE"]
-        common += ["fp16.dtype='fp16'", "fp16.initial_scale=1.0", *args.set]
         for name, (stage, accumulation) in STAGES.items():
-            own = [f"zero.stage={stage}", f"gradient_accumulation={accumulation}"]
-            memory.setdefault(d, {})[name] = start("memory", d, [*common, *own], args, benchmark)
+            values = {**MEMORY, "zero.stage": stage, "gradient_accumulation": accumulation}
+            flags = [*set_flags(values), "--set=fp16.mode=AMP_TYPE.NAIVE", *overrides]
+            memory.setdefault(d, {})[name] = sides.start(__file__, "memory", d, flags, benchmark)
     for d in SPEED_PROCESSES if args.only != "memory" else ():
-        values = [f"{key}={value!r}" for key, value in {**SPEED, "BATCH_SIZE": GLOBAL_BATCH // d}.items()]
-        speed[d] = start("speed", d, [*values, "zero.stage=1", *args.set], args, benchmark)[0]
+        flags = [*set_flags({**SPEED, "BATCH_SIZE": GLOBAL_BATCH // d, "zero.stage": 1}), *overrides]
+        flags += [f"--runs={args.runs}", f"--steps={args.steps}"]
+        speed[d] = sides.start(__file__, "speed", d, flags, benchmark)[0]
 
     table = []
     if memory:

@@ -167,10 +167,10 @@ def initialize(
     name_parameters(model)
     if is_using_ddp():
         sync_model_param(model, ParallelMode.DATA)
-    frozen = frozen_parameters(model, config)
+    frozen = set(frozen_parameters(model, config))
     zero = None
     if is_using_ddp() and (stage := (config.get("zero") or {}).get("stage")):
-        trained = [p for p in model.parameters() if p not in set(frozen)]
+        trained = [p for p in model.parameters() if p not in frozen]
         zero = Zero(trained, optimizer, gpc.get_group(ParallelMode.DATA), stage)  # before master weights are made
     model, optimizer, criterion = precision.wrap_for_precision(model, optimizer, criterion, fp16, device)
     for parameter in frozen:  # after wrapping: it keeps its fp32 copy, from which checkpoints are made

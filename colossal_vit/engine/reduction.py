@@ -1,5 +1,6 @@
 """Gradient reduction over the data-parallel ranks in buckets, overlapped with the backward pass."""
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ from colossalai.legacy.engine.gradient_handler import BaseGradientHandler
 from torch import Tensor, nn
 
 BUCKET_BYTES = 25 * 2**20  # the default of torch's DistributedDataParallel
+IN_FLIGHT_BYTES = 2 * BUCKET_BYTES  # of buckets being sent at a time: one while the next one is made
 
 
 def _split(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
@@ -41,12 +43,16 @@ class Bucket:
         self._broadcast: Any = None
 
     @property
+    def nbytes(self) -> int:
+        return sum(p.numel() * p.element_size() for p in self.parameters)
+
+    @property
     def _root(self) -> int:
         return dist.get_global_rank(self.group, self.owner)
 
     def reduce(self) -> None:
         """Start to average the gradients, and take them from the parameters. On all replicas the same ones have one."""
-        self._finish()
+        self.finish()
         self._reduced = [p for p in self.parameters if p.grad is not None]
         self._sum = torch.cat([p.grad.flatten() for p in self._reduced]).div_(self.group.size())
         for parameter in self._reduced:
@@ -56,7 +62,8 @@ class Bucket:
         else:
             self._reduction = dist.reduce(self._sum, self._root, group=self.group, async_op=True)
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """Wait for the averages, if gradients are being reduced, and free what other ranks own."""
         if self._reduction is None:
             return
         self._reduction.wait()
@@ -70,7 +77,7 @@ class Bucket:
 
     def hand_over(self) -> None:
         """Wait, and make the sums of all averages so far the gradients of the parameters, where they are used."""
-        self._finish()
+        self.finish()
         for parameter, average in self._averages.items():
             parameter.grad = average
         self._averages = {}
@@ -127,7 +134,8 @@ class GradientReducer(BaseGradientHandler):
 
     DistributedDataParallel does not support the several backward passes that a pipeline makes per step, nor owners;
     Colossal-AI's `DataParallelGradientHandler` starts only after the last backward pass. Buckets start in the same
-    order on all replicas.
+    order on all replicas. At most `IN_FLIGHT_BYTES` are being reduced at a time, since a bucket's buffer is freed only
+    when it has arrived.
 
     Args:
         buckets: see `make_buckets`.
@@ -144,14 +152,19 @@ class GradientReducer(BaseGradientHandler):
 
     def _begin(self) -> None:
         self._started = 0
+        self._in_flight: deque[Bucket] = deque()
         for bucket in self.buckets:
             bucket.missing = len(bucket.parameters) * self.num_passes
 
     def _count(self, parameter: nn.Parameter) -> None:
         self._bucket_of[parameter].missing -= 1
         while self._started < len(self.buckets) and self.buckets[self._started].missing <= 0:
-            self.buckets[self._started].reduce()
+            bucket = self.buckets[self._started]
+            bucket.reduce()
             self._started += 1
+            self._in_flight.append(bucket)
+            while sum(b.nbytes for b in self._in_flight) > IN_FLIGHT_BYTES:
+                self._in_flight.popleft().finish()
         if self._started == len(self.buckets):
             self._begin()
 

@@ -1,10 +1,11 @@
 """Optimizer state split over the data-parallel ranks, known as ZeRO (S. Rajbhandari et al., arXiv:1910.02054)."""
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.distributed as dist
-from colossal_vit.engine.reduction import Bucket, GradientReducer, make_buckets
+from colossal_vit.engine.reduction import IN_FLIGHT_BYTES, Bucket, GradientReducer, make_buckets
 from colossal_vit.parallel.owners import assign_owners
 from torch import nn
 from torch.optim import Optimizer
@@ -33,6 +34,10 @@ class Zero:
         for options in optimizer.param_groups:
             options["params"] = [p for p in options["params"] if self.has(p)]
         self.buckets: list[Bucket] = []
+        self._unsent: deque[Bucket] = (
+            deque()
+        )  # whose new weights are still to be sent, in the order of the forward pass
+        self._in_flight: list[Bucket] = []
 
     def has(self, parameter: nn.Parameter) -> bool:
         """Whether this rank has a parameter's optimizer state; all ranks have those of frozen parameters."""
@@ -52,20 +57,40 @@ class Zero:
         if overlap:
             bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
             for module in model.modules():
-                own = {bucket_of[p] for p in module.parameters(recurse=False) if p in bucket_of}
+                own = dict.fromkeys(bucket_of[p] for p in module.parameters(recurse=False) if p in bucket_of)
                 if own:
-                    module.register_forward_pre_hook(_receive_first(own))
+                    module.register_forward_pre_hook(self._receive_first(own))
         return GradientReducer(self.buckets, 1 if self.stage == 2 else num_passes)
 
     def send_weights(self) -> None:
-        """Start to broadcast all weights from their owners, those of the first layers first."""
-        for bucket in reversed(self.buckets):
-            bucket.send_weights()
+        """Start to broadcast the weights from their owners, those of the first layers first.
+
+        At most `IN_FLIGHT_BYTES` are on their way at a time; as they are received, more are sent.
+        """
+        self.receive_weights()  # of layers that the last forward pass did without
+        self._unsent = deque(reversed(self.buckets))
+        self._send_more()
+
+    def _send_more(self) -> None:
+        while self._unsent and sum(b.nbytes for b in self._in_flight) < IN_FLIGHT_BYTES:
+            self._send_next()
+
+    def _send_next(self) -> None:
+        self._in_flight.append(self._unsent.popleft())
+        self._in_flight[-1].send_weights()
+
+    def _receive(self, bucket: Bucket) -> None:
+        while bucket in self._unsent:
+            self._send_next()
+        if bucket in self._in_flight:
+            bucket.receive_weights()
+            self._in_flight.remove(bucket)
+            self._send_more()
 
     def receive_weights(self) -> None:
         """Wait for all weights."""
-        for bucket in self.buckets:
-            bucket.receive_weights()
+        for bucket in reversed(self.buckets):
+            self._receive(bucket)
 
     def before_forward(self) -> None:
         """Wait for all weights, unless each layer waits for its own."""
@@ -77,10 +102,9 @@ class Zero:
         self.send_weights()
         self.receive_weights()
 
+    def _receive_first(self, buckets: Iterable[Bucket]) -> Callable[[nn.Module, Any], None]:
+        def receive(module: nn.Module, inputs: Any) -> None:
+            for bucket in buckets:
+                self._receive(bucket)
 
-def _receive_first(buckets: Iterable[Bucket]) -> Callable[[nn.Module, Any], None]:
-    def receive(module: nn.Module, inputs: Any) -> None:
-        for bucket in buckets:
-            bucket.receive_weights()
-
-    return receive
+        return receive
