@@ -6,7 +6,6 @@ layers it is made of depends on the tensor-parallel mode and is decided in one p
 holds depends on its pipeline stage.
 """
 
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
@@ -17,6 +16,7 @@ from colossal_vit.config.load import num_model_chunks
 from colossal_vit.errors import UserError
 from colossal_vit.models import cpu_seed
 from colossal_vit.parallel.layout import Layout
+from colossal_vit.parallel.partition import partition_blocks
 from colossal_vit.parallel.sharding import annotate, load_full, split_batch
 from colossalai.context import Config
 from colossalai.legacy import nn as col_nn
@@ -244,28 +244,6 @@ def full_vit(config: Config) -> VisionTransformer:
             global_pool=config.get("POOL", "token"),
             weight_init="jax",
         )
-
-
-def partition_blocks(config: Config, num_parts: int) -> list[range]:
-    """Split the blocks into consecutive parts of nearly equal cost; the embedding adds to the first part's cost, the
-    head to the last one's.
-
-    Costs are multiplications per image, relative to a block's 12 D² N + 2 D N² for width D and N tokens (with an MLP
-    ratio of 4). Every part gets one block; then each further block goes to the part with the lowest cost so far, which
-    is optimal because all blocks cost the same.
-    """
-    width, patches = config.HIDDEN_SIZE, (config.IMG_SIZE // config.PATCH_SIZE) ** 2
-    tokens = patches + 1
-    block = (4 + 2 * config.MLP_RATIO) * width**2 * tokens + 2 * width * tokens**2
-    costs, sizes = [1.0] * num_parts, [1] * num_parts
-    costs[0] += patches * width * 3 * config.PATCH_SIZE**2 / block
-    costs[-1] += width * config.NUM_CLASSES / block
-    for _ in range(config.DEPTH - num_parts):
-        cheapest = costs.index(min(costs))
-        costs[cheapest] += 1.0
-        sizes[cheapest] += 1
-    ends = list(itertools.accumulate(sizes))
-    return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
 def build_vit(config: Config, layout: Layout) -> nn.Module:

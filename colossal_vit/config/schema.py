@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from colossal_vit.config.machine import MACHINE
 from colossal_vit.config.rules import (
     AREA,
     BOOL,
@@ -270,6 +271,7 @@ GROUPS: dict[str, dict[str, Setting | Block]] = {
                 "find_unused_parameters": Setting(BOOL, "some parameters have no gradient"),
             },
         ),
+        "machine": MACHINE,
         "COMPILE": Setting(BOOL, "torch.compile", False),
         "TF32": Setting(BOOL, "TensorFloat-32 in matrix products and convolutions in fp32", False),
         "cudnn_benchmark": Setting(BOOL, "let cuDNN try its algorithms", False),

@@ -41,7 +41,8 @@ _COLLECTIVES = {
 }
 
 
-def _num_bytes(tensors: Any) -> int:
+def count_bytes(tensors: Any) -> int:
+    """Bytes of all tensors in nested lists, tuples and dicts."""
     return sum(t.numel() * t.element_size() for t in tree_leaves(tensors) if isinstance(t, Tensor))
 
 
@@ -80,8 +81,11 @@ class StepMeter(TorchDispatchMode):
             kind, message = _COLLECTIVES[name]
             group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
             size = dist.ProcessGroup.unbox(group).size()
-            self.calls[kind] = self.calls.get(kind, 0) + 1
-            self.sent[kind] = self.sent.get(kind, 0.0) + _num_bytes(args[message]) * SENT_SHARE[kind](size)
+            self._record(kind, size, count_bytes(args[message]))
+
+    def _record(self, kind: str, size: int, nbytes: int) -> None:
+        self.calls[kind] = self.calls.get(kind, 0) + 1
+        self.sent[kind] = self.sent.get(kind, 0.0) + nbytes * SENT_SHARE[kind](size)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
@@ -128,6 +132,9 @@ class StepPlan:
     notes: list[str] = field(default_factory=list)
 
 
+observe: Callable[[Engine, Iterable], Any] | None = None  # what `measure` does instead, in forks of the planner
+
+
 def measure(engine: Engine, batches: Iterable) -> StepPlan:
     """Measure the first optimizer step of an engine.
 
@@ -137,6 +144,8 @@ def measure(engine: Engine, batches: Iterable) -> StepPlan:
         engine: has made no step yet.
         batches: micro-batches for at least one optimizer step.
     """
+    if observe is not None:
+        return observe(engine, batches)
     config = gpc.config
     model = engine.model
     optimizer = engine.optimizer.optim
@@ -148,7 +157,7 @@ def measure(engine: Engine, batches: Iterable) -> StepPlan:
     with StepMeter([*model.parameters(), *model.buffers(), *copies]) as meter:
 
         def before_update(*_: Any) -> None:
-            memory["gradients"] = _num_bytes([p.grad for p in updated])
+            memory["gradients"] = count_bytes([p.grad for p in updated])
             memory["before update"], meter.peak = meter.peak, meter.live
 
         hook = optimizer.register_step_pre_hook(before_update)
@@ -160,9 +169,9 @@ def measure(engine: Engine, batches: Iterable) -> StepPlan:
             engine.step()
         hook.remove()
 
-    moments = _num_bytes([list(state.values()) for state in optimizer.state.values()])
-    memory["weights"] = _num_bytes([*weights])
-    memory["optimizer"] = moments + _num_bytes(copies)
+    moments = count_bytes([list(state.values()) for state in optimizer.state.values()])
+    memory["weights"] = count_bytes([*weights])
+    memory["optimizer"] = moments + count_bytes(copies)
     # From the second step on, the moments also take memory during forward and backward.
     memory["peak"] = max(memory.pop("before update") + moments, meter.peak)
     known = sum(memory[part] for part in ("weights", "gradients", "optimizer"))

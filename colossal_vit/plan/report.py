@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout
+from typing import Any
 
 import torch
 from colossal_vit.config.load import num_model_chunks
@@ -18,7 +19,7 @@ from colossal_vit.plan.meter import SENT_SHARE, StepPlan
 from colossalai.context import Config
 
 
-def _in_fork(function: Callable[[], StepPlan]) -> StepPlan:
+def in_fork(function: Callable[[], Any]) -> Any:
     """Call a function in a forked child process; its `UserError` or `TrainingError` is raised here."""
     fork = multiprocessing.get_context("fork")
     receive, send = fork.Pipe(duplex=False)
@@ -55,7 +56,7 @@ def plan_rank(main: Callable[[], StepPlan | None], rank: int) -> StepPlan:
         sys.argv += ["--rank", str(rank)]
         return main()
 
-    return _in_fork(of_rank)
+    return in_fork(of_rank)
 
 
 def plan(main: Callable[[], StepPlan | None]) -> list[StepPlan]:

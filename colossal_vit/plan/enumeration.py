@@ -1,0 +1,186 @@
+"""All layouts for a model and a number of ranks."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from colossal_vit.config.load import num_model_chunks
+from colossal_vit.config.settings import HYBRID
+from colossal_vit.errors import UserError
+from colossal_vit.parallel.layout import Layout
+from colossalai.context import Config
+from colossalai.legacy.amp import AMP_TYPE
+
+MOST_TENSOR_RANKS = 64  # larger groups are left out: their pieces of a Vision Transformer's matrices are tiny
+Check = Callable[[Config, Layout], None]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layout, and what else decides how it is run.
+
+    Attributes:
+        layout: data × pipeline × tensor.
+        depth: of 2.5D, else None.
+        batch: BATCH_SIZE, images that a data-parallel rank takes at a time.
+        accumulation: batches in an optimizer step.
+        micro_batches: into which a pipeline divides a batch; 1 without one.
+        chunks: of the model on each stage.
+        checkpoint: whether activations are computed again.
+        zero: stage of split optimizer state; 0 is none.
+    """
+
+    layout: Layout
+    depth: int | None
+    batch: int
+    accumulation: int = 1
+    micro_batches: int = 1
+    chunks: int = 1
+    checkpoint: bool = False
+    zero: int = 0
+
+    @property
+    def passes(self) -> int:
+        """Forward passes of a block in an optimizer step."""
+        return self.accumulation * self.micro_batches
+
+    @property
+    def images(self) -> int:
+        """Of a micro-batch."""
+        return self.batch // self.micro_batches
+
+    @property
+    def tensor(self) -> tuple[str | None, int, int | None]:
+        """Mode, size and depth of tensor parallelism."""
+        return self.layout.tensor_mode, self.layout.tensor, self.depth
+
+    def settings(self, hybrid: bool = True) -> dict[str, Any]:
+        """The config values that make it; `hybrid` is whether the script can do more than data parallelism."""
+        values: dict[str, Any] = {"BATCH_SIZE": self.batch, "gradient_accumulation": self.accumulation}
+        if hybrid:
+            tensor = {"mode": self.layout.tensor_mode, "size": self.layout.tensor}
+            if self.depth:
+                tensor["depth"] = self.depth
+            values["parallel"] = {"pipeline": self.layout.pipeline, "tensor": tensor}
+            values["NUM_MICRO_BATCHES"] = self.micro_batches
+            values["model"] = {"num_chunks": self.chunks}
+            values["CHECKPOINT"] = self.checkpoint
+        values["zero"] = {"stage": self.zero} if self.zero else None
+        return values
+
+    def __str__(self) -> str:
+        words = [str(self.layout)]
+        if self.depth:
+            words.append(f"depth {self.depth}")
+        if self.layout.pipeline > 1:
+            words.append(f"{self.micro_batches} micro-batches")
+        if self.chunks > 1:
+            words.append(f"{self.chunks} chunks")
+        if self.accumulation > 1:
+            words.append(f"accumulation {self.accumulation}")
+        if self.checkpoint:
+            words.append("recomputed")
+        if self.zero:
+            words.append(f"zero {self.zero}")
+        return ", ".join(words)
+
+
+def global_batch(config: Config, world_size: int) -> int:
+    """Images of a step of the config on so many ranks: GLOBAL_BATCH, or what its own layout makes of BATCH_SIZE.
+
+    Raises:
+        UserError: if its layout does not fit the number of ranks.
+    """
+    return config.get("GLOBAL_BATCH") or Layout.of(config, world_size).global_batch(config)
+
+
+def divisors(number: int) -> list[int]:
+    low = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return low + [number // d for d in reversed(low) if d * d != number]
+
+
+def _tensor_options(world_size: int) -> Iterator[tuple[str | None, int, int | None]]:
+    yield None, 1, None
+    for size in divisors(world_size):
+        if 1 < size <= MOST_TENSOR_RANKS:
+            yield "1d", size, None
+            for side in range(2, size):
+                if side**2 == size:
+                    yield "2d", size, None
+                elif size % side**2 == 0:
+                    yield "2.5d", size, size // side**2
+                if side**3 == size:
+                    yield "3d", size, None
+
+
+def enumerate_layouts(config: Config, world_size: int, images: int, script: str, check: Check | None) -> list[Choice]:
+    """Every layout in which a step has `images` images, and that the config's checks allow.
+
+    Without a pipeline, micro-batches are those of gradient accumulation; with one, the schedule makes them, since more
+    of them fill the bubble.
+
+    Args:
+        config: of the run; all but the layout is kept.
+        world_size: number of ranks.
+        images: of an optimizer step.
+        script: one of `settings.SCRIPTS`.
+        check: raises `UserError` for a config and layout that do not fit the model.
+    """
+    hybrid = script == HYBRID
+    fp16 = config.fp16
+    pipelines = hybrid and (not fp16 or fp16.mode == AMP_TYPE.NAIVE)
+    found: list[Choice] = []
+
+    def allowed(choice: Choice) -> bool:
+        changed = Config({**config, **choice.settings(hybrid)})
+        for derived in ("TENSOR_SHAPE", "TENSOR_PARALLEL_SIZE", "TENSOR_PARALLEL_MODE", "NUM_CHUNKS"):
+            changed.pop(derived, None)
+        try:
+            if check:
+                check(changed, Layout.of(changed, world_size))
+        except UserError:
+            return False
+        return True
+
+    for mode, size, depth in _tensor_options(world_size) if hybrid else [(None, 1, None)]:
+        for stages in divisors(world_size // size) if pipelines else [1]:
+            data = world_size // size // stages
+            if images % data or stages > config.get("DEPTH", stages):
+                continue
+            try:
+                parallel = {"pipeline": stages, "tensor": {"mode": mode, "size": size, "depth": depth}}
+                layout = Layout.of(Config({"parallel": parallel}), world_size)
+            except UserError:
+                continue
+            for parts in divisors(images // data):
+                if stages == 1:
+                    schedules = [Choice(layout, depth, images // data // parts, accumulation=parts)]
+                else:
+                    chunks = range(1, config.DEPTH // stages + 1) if parts % stages == 0 else [1]
+                    schedules = [Choice(layout, depth, images // data, 1, parts, number) for number in chunks]
+                for choice in filter(allowed, schedules):
+                    stages_of_zero = (
+                        (0,) if data == 1 or config.get("torch_ddp") else (0, 1, 2)[: 2 + (choice.passes > 1)]
+                    )
+                    for zero in stages_of_zero:
+                        found.append(dataclasses.replace(choice, zero=zero))
+                        again = dataclasses.replace(choice, zero=zero, checkpoint=True)
+                        if hybrid and (choice.layout.tensor_mode != "3d" or allowed(again)):
+                            found.append(again)
+    return found
+
+
+def own_layout(config: Config, world_size: int) -> Choice:
+    """The layout that the config itself asks for."""
+    layout = Layout.of(config, world_size)
+    return Choice(
+        layout,
+        config.parallel.tensor.get("depth"),
+        config.BATCH_SIZE,
+        config.gradient_accumulation,
+        config.get("NUM_MICRO_BATCHES", 1) if layout.pipeline > 1 else 1,
+        num_model_chunks(config),
+        config.get("CHECKPOINT", False),
+        (config.get("zero") or {}).get("stage", 0),
+    )

@@ -1,0 +1,105 @@
+"""Peak memory of the ranks of a layout, from a `Trace`; the tests compare it with dry runs."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from colossal_vit.plan.enumeration import Choice
+from colossal_vit.plan.simulation import Compute, program
+from colossal_vit.plan.trace import Pass, Trace
+
+
+class Chunk(NamedTuple):
+    """A part of the model that a stage computes at a time: some blocks, the first one behind the embedding."""
+
+    blocks: int
+    first: bool
+    last: bool
+
+    def parts(self) -> list[tuple[str, int]]:
+        """Parts of the model, and how often they come, in forward order."""
+        counts = [("embed", int(self.first)), ("block", self.blocks), ("head", int(self.last))]
+        return [(part, count) for part, count in counts if count]
+
+
+def cut(blocks: Sequence[range], num_stages: int) -> list[list[Chunk]]:
+    """The chunks of each stage; of p stages, stage r has the parts r, r + p, ... of the model."""
+    chunks = [Chunk(len(part), number == 0, number == len(blocks) - 1) for number, part in enumerate(blocks)]
+    return [chunks[stage::num_stages] for stage in range(num_stages)]
+
+
+def sizes_of(chunks: Sequence[Chunk], trace: Trace) -> list[int]:
+    """Elements of each parameter of a stage."""
+    return [size for chunk in chunks for part, count in chunk.parts() for size in trace.parameters[part] * count]
+
+
+def owned_share(sizes: Sequence[int], num_ranks: int) -> float:
+    """The share of elements that the fullest of the data-parallel ranks owns, see `parallel.owners`."""
+    return max(1 / num_ranks, max(sizes) / sum(sizes))
+
+
+def stage_memory(choice: Choice, trace: Trace, chunks: Sequence[Chunk], stage: int, image_bytes: float) -> float:
+    """Peak bytes of a rank of a stage in an optimizer step, as `--dry-run` has them: in PyTorch's tensors."""
+    layout = choice.layout
+    sizes = sizes_of(chunks, trace)
+    elements = sum(sizes)
+    share = owned_share(sizes, layout.data) if choice.zero else 1.0
+    weights, kept = trace.weight_bytes * elements, trace.optimizer_bytes * elements * share
+    boundary = trace.boundary * choice.images
+    gradients = {number: trace.weight_bytes * sum(sizes_of([chunk], trace)) for number, chunk in enumerate(chunks)}
+    ddp = layout.data > 1 and layout.pipeline == 1 and not choice.zero
+    split = choice.zero == 2 and choice.passes > 1
+
+    def walk(live: float, record: Pass) -> tuple[float, float]:
+        return live + record.left, live + record.peak
+
+    live = peak = weights + kept
+    if chunks[0].first:
+        live += choice.batch * image_bytes
+    reduced: set[int] = set()  # chunks that have gradients
+    if ddp:  # which has made its buckets at the start
+        reduced.add(0)
+        live += gradients[0]
+    if layout.pipeline > 1:
+        steps = [
+            step for step in program(stage, layout.pipeline, choice.passes, choice.chunks) if type(step) is Compute
+        ]
+    else:
+        steps = [Compute(kind, 0, 0) for kind in ("forward", "backward") * min(choice.passes, 2)]
+    for step in steps:
+        chunk = chunks[step.chunk]
+        if step.kind == "forward":
+            live += 0 if chunk.first else boundary
+            for part, count in chunk.parts():
+                record = trace.part(part, "forward", choice.images)
+                for _ in range(count):
+                    after, highest = walk(live, record)
+                    live = live + boundary if choice.checkpoint and part == "block" else after
+                    peak = max(peak, highest)
+            continue
+        again = step.chunk in reduced
+        live += 0 if chunk.last else boundary  # the gradient of the output
+        for part, count in reversed(chunk.parts()):
+            record = trace.part(part, "accumulate" if again else "backward", choice.images)
+            forward = trace.part(part, "forward", choice.images)
+            for _ in range(count):
+                if choice.checkpoint and part == "block":
+                    live, highest = walk(live - boundary, forward)
+                    peak = max(peak, highest)
+                live, highest = walk(live, record)
+                peak = max(peak, highest)
+        live -= 0 if chunk.last else boundary
+        if not chunk.first:  # the schedule keeps the input of the last part, and its gradient, for its list of outputs
+            live += boundary if chunk.last else -boundary
+        reduced.add(step.chunk)
+        if split:
+            live -= gradients[step.chunk] * (1 - share)
+            reduced.discard(step.chunk)
+    updating = weights + (trace.update_peak - trace.weight_bytes) * elements * share
+    return max(peak, updating)
+
+
+def rank_memory(choice: Choice, trace: Trace, stages: Sequence[Sequence[Chunk]], image_bytes: float) -> float:
+    """Peak bytes of the fullest rank: of the first stage, which has most micro-batches on their way; of the second,
+    which may have more blocks; or of the last one, which has the head."""
+    some = sorted({0, min(1, len(stages) - 1), len(stages) - 1})
+    return max(stage_memory(choice, trace, stages[stage], stage, image_bytes) for stage in some)

@@ -1,0 +1,261 @@
+"""What one tensor-parallel rank computes, sends and keeps in each part of a model: the unit of the planner's sums.
+
+Recorded from the unchanged model and engine, on fake tensors, at two batch sizes. All figures are linear in the batch,
+with a constant part for weights.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from colossal_vit.engine.engine import Engine
+from colossal_vit.plan.meter import StepMeter, count_bytes
+from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+PARTS = ("embed", "block", "head")  # of a Vision Transformer; the head includes the last norm and the loss
+
+
+class Message(NamedTuple):
+    """A call of a tensor-parallel collective.
+
+    Attributes:
+        kind: see `meter.SENT_SHARE`.
+        size: of the group.
+        nbytes: of the message.
+    """
+
+    kind: str
+    size: int
+    nbytes: float
+
+
+@dataclass
+class Pass:
+    """The forward or the backward pass of a part of the model.
+
+    Attributes:
+        operations: FLOPs and bytes read and written, by operator; (operators, 2).
+        live: bytes in tensors after each operator, since the beginning of the pass.
+        messages: in order.
+    """
+
+    operations: np.ndarray
+    live: np.ndarray
+    messages: list[Message]
+
+    @property
+    def left(self) -> float:
+        """Bytes that the pass leaves in memory; negative if it frees more."""
+        return float(self.live[-1])
+
+    @property
+    def peak(self) -> float:
+        return float(max(self.live.max(), 0.0))
+
+    def at(self, other: "Pass", weight: float) -> "Pass":
+        """On the line from this pass to the same one with another batch."""
+
+        def mix(here: Any, there: Any) -> Any:
+            return here + (there - here) * weight
+
+        if len(self.live) != len(other.live) or len(self.messages) != len(other.messages):
+            raise RuntimeError("the model makes other operations with another batch size")
+        return Pass(
+            mix(self.operations, other.operations),
+            mix(self.live, other.live),
+            [a._replace(nbytes=mix(a.nbytes, b.nbytes)) for a, b in zip(self.messages, other.messages, strict=True)],
+        )
+
+
+@dataclass
+class Trace:
+    """A model on one tensor-parallel rank, without data parallelism and pipeline.
+
+    Attributes:
+        sizes: the two batch sizes, images of a micro-batch on all tensor-parallel ranks.
+        passes: by part, pass ("forward", "backward", "accumulate": a later backward pass) and batch size.
+        parameters: elements of each parameter, by part.
+        weight_bytes: bytes of weights ÷ elements.
+        gradient_bytes: of gradients at the update, and of what the optimizer keeps, likewise.
+        optimizer_bytes: see `gradient_bytes`.
+        update_bytes: read and written in the update ÷ elements.
+        update_peak: bytes that the update takes at its peak, weights and gradients and state included ÷ elements.
+        boundary: bytes of activations between blocks ÷ images.
+    """
+
+    sizes: tuple[int, int]
+    passes: dict[tuple[str, str, int], Pass]
+    parameters: dict[str, list[int]]
+    weight_bytes: float
+    gradient_bytes: float
+    optimizer_bytes: float
+    update_bytes: float
+    update_peak: float
+    boundary: float
+
+    def part(self, name: str, kind: str, batch: int) -> Pass:
+        """A pass of a part with a micro-batch of so many images."""
+        few, many = self.sizes
+        first, second = (self.passes[name, kind, size] for size in self.sizes)
+        return first.at(second, (batch - few) / (many - few))
+
+
+def _flops(function: Any, args: tuple, kwargs: dict, result: Any) -> float:
+    name = function._schema.name
+    if name.endswith("flash_attention_for_cpu"):  # which PyTorch's registry lacks
+        return sdpa_flop_count(*(arg.shape for arg in args[:3]))
+    if name.endswith("flash_attention_for_cpu_backward"):
+        return sdpa_backward_flop_count(*(arg.shape for arg in args[:4]))
+    count = flop_registry.get(function._overloadpacket)
+    return count(*args, **kwargs, out_val=result) if count else 0.0
+
+
+class _Recorder(StepMeter):
+    """Records operators, memory and messages, in `passes` by the name of the current one."""
+
+    def __init__(self, existing: Iterable[Tensor]):
+        super().__init__(existing)
+        self.passes: dict[Any, Pass] = {}
+        self._key: Any = None
+
+    def begin(self, key: Any) -> None:
+        """End the current pass, and begin another one; None records nothing."""
+        self.end()
+        self._key, self._from = key, self.live
+        self._operations, self._live, self._messages = [], [], []
+
+    def end(self) -> None:
+        if self._key is not None:
+            live = np.array([*self._live, self.live - self._from], dtype=float)
+            operations = np.array([*self._operations, (0.0, 0.0)], dtype=float)
+            self.passes[self._key] = Pass(operations, live, self._messages)
+        self._key = None
+
+    def _record(self, kind: str, size: int, nbytes: int) -> None:
+        super()._record(kind, size, nbytes)
+        if self._key is not None:
+            self._messages.append(Message(kind, size, nbytes))
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        if self._key is not None and function.namespace != "c10d" and not function.is_view:
+            flops = _flops(function, args, kwargs or {}, result)
+            self._operations.append((flops, count_bytes([args, kwargs, result])))
+            self._live.append(self.live - self._from)
+        return result
+
+
+def mark_parts(model: nn.Module, begin: Callable[[str, str], None]) -> list[Any]:
+    """Have `begin(part, "forward" or "backward")` called where a pass through a model comes to the next part.
+
+    The last block is the part "block", and blocks before it are "first". The caller begins the embedding's forward pass
+    and the head's backward pass.
+
+    Args:
+        model: has `blocks`, as timm's models do.
+        begin: what to call.
+
+    Returns:
+        Handles, to remove the hooks.
+    """
+    blocks = list(model.blocks.children())
+
+    def on_gradient(tensor: Tensor, part: str) -> None:
+        if tensor.requires_grad:
+            tensor.register_hook(lambda gradient: begin(part, "backward"))
+
+    def before(part: str, part_before: str) -> Callable:
+        def hook(module: nn.Module, inputs: tuple) -> None:
+            begin(part, "forward")
+            on_gradient(inputs[0], part_before)
+
+        return hook
+
+    def after(module: nn.Module, inputs: tuple, output: Tensor) -> None:
+        on_gradient(output, "block")
+        begin("head", "forward")
+
+    handles = [blocks[-1].register_forward_pre_hook(before("block", "first" if len(blocks) > 1 else "embed"))]
+    handles.append(blocks[-1].register_forward_hook(after))
+    if len(blocks) > 1:
+        handles.append(blocks[0].register_forward_pre_hook(before("first", "embed")))
+    return handles
+
+
+def _part_of(name: str, last_block: str) -> str | None:
+    """The part that a parameter belongs to, by its timm name; None for blocks before the last."""
+    if "blocks." in name:
+        return "block" if f"blocks.{last_block}." in name else None
+    return "embed" if any(word in name for word in ("patch_embed", "token", "pos_embed")) else "head"
+
+
+def trace(engine: Engine, batches: Iterable) -> Trace:
+    """Record a step of an engine without data parallelism and pipeline, at two batch sizes.
+
+    Args:
+        engine: on fake tensors; has made no step yet.
+        batches: of images and labels; the first one is used, and the half of it.
+    """
+    model, optimizer = engine.bare_model, engine.optimizer.optim
+    weights = list(model.parameters())
+    updated = [p for group in optimizer.param_groups for p in group["params"]]
+    known = set(weights)
+    copies = [p for p in updated if p not in known]
+    images, labels = next(iter(batches))
+    sizes = (len(images) // 2, len(images))
+    engine.train()
+    with _Recorder([*model.parameters(), *model.buffers(), *copies, images, labels]) as recorder:
+        size, accumulating = 0, False
+
+        def begin(part: str, kind: str) -> None:
+            if kind == "forward" and accumulating:
+                return recorder.begin(None)
+            recorder.begin((part, "accumulate" if accumulating else kind, size))
+
+        handles = mark_parts(model, begin)
+        for size in sizes:
+            for accumulating in (False, True):
+                begin("embed", "forward")
+                loss = engine.criterion(engine(images[:size]), labels[:size])
+                recorder.end()
+                begin("head", "backward")
+                engine.backward(loss)
+                recorder.end()
+                del loss
+            engine.optimizer.zero_grad()
+        for handle in handles:
+            handle.remove()
+
+        seen: list[int] = []
+        handle = list(model.blocks.children())[-1].register_forward_hook(lambda m, i, o: seen.append(count_bytes(o)))
+        engine.backward(engine.criterion(engine(images), labels))
+        handle.remove()
+        recorder.peak = recorder.live
+        gradients: list[int] = []
+        hook = optimizer.register_step_pre_hook(lambda *_: gradients.append(count_bytes([p.grad for p in updated])))
+        recorder.begin("update")
+        engine.step()
+        recorder.end()
+        hook.remove()
+    update = recorder.passes.pop("update")
+    moments = count_bytes([list(state.values()) for state in optimizer.state.values()])
+    elements = sum(p.numel() for p in weights)
+    last = [name for name, _ in model.blocks.named_children()][-1]
+    parameters: dict[str, list[int]] = {part: [] for part in PARTS}
+    for name, parameter in model.named_parameters():
+        if part := _part_of(name, last):
+            parameters[part].append(parameter.numel())
+    constant = count_bytes([images, labels]) + count_bytes([*model.buffers()])
+    return Trace(
+        sizes,
+        {key: record for key, record in recorder.passes.items() if key[0] in PARTS},
+        parameters,
+        count_bytes(weights) / elements,
+        gradients[0] / elements,
+        (moments + count_bytes(copies)) / elements,
+        update.operations[:, 1].sum() / elements,
+        (recorder.peak - constant) / elements,
+        seen[0] / len(images),
+    )
