@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from colossal_vit.parallel.ranks import say
+from colossal_vit.parallel.ranks import write_line
 from colossal_vit.results import provenance, write_origin
 
 
@@ -32,9 +32,9 @@ class Benchmark:
         self.origin = provenance(shlex.join(["python", *sys.argv]), changes_allowed) if folder else None
         self.log = ""
 
-    def say(self, line: str) -> None:
+    def print(self, line: str) -> None:
         """Print a line and append it to the log."""
-        say(line, sys.stdout)
+        write_line(line, sys.stdout)
         self.log += line + "\n"
 
     def write(self, name: str, table: list[str], details: Any) -> None:
@@ -53,7 +53,7 @@ class Benchmark:
 
     def finish(self, name: str, table: list[str], details: Any) -> None:
         """Print the table, then `write`."""
-        say("\n".join(table), sys.stdout)
+        write_line("\n".join(table), sys.stdout)
         self.write(name, table, details)
 
 

@@ -33,7 +33,7 @@ def free_name(path: Path) -> Path:
 
 
 @contextmanager
-def appearing(folder: Path) -> Iterator[Path]:
+def atomic_folder(folder: Path) -> Iterator[Path]:
     """Create a folder atomically: the block fills a temporary one, which is renamed to `folder` at its end.
 
     If another process creates `folder` first, that one is kept, as its contents are assumed to be the same.

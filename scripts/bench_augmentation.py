@@ -14,7 +14,6 @@ import argparse
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -27,14 +26,13 @@ from colossalai.context import Config
 
 from bench_loader import (
     BATCH_SIZE,
-    DRAINED,
     HEIGHT,
     IMG_SIZE,
     NUM_CLASSES,
     ROOT,
-    SETTLED,
     WIDTH,
     WORKERS,
+    rate,
     tfrecords,
     write_images,
 )
@@ -70,17 +68,6 @@ def endless(loader: Loader) -> Iterator:
         yield from loader
 
 
-def measure(batches: Iterator, count: int) -> float:
-    """Images/s of so many batches."""
-    time.sleep(SETTLED)
-    for _ in range(DRAINED):
-        next(batches)
-    started = time.perf_counter()
-    for _ in range(count):
-        next(batches)
-    return BATCH_SIZE * count / (time.perf_counter() - started)
-
-
 def main() -> None:
     # ---- Command line ----------------------------------------------------------------------------------------------
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -95,7 +82,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         images, packed = Path(scratch) / "images", Path(scratch) / "tfrecords"
         kilobytes = write_images(images)
-        benchmark.say(f"images of {WIDTH} x {HEIGHT} pixels, {kilobytes:.0f} KB on average")
+        benchmark.print(f"images of {WIDTH} x {HEIGHT} pixels, {kilobytes:.0f} KB on average")
         with redirect_stdout(None):
             tfrecords.build(tfrecords.parse([str(images), str(packed)]))
         records = find_records(packed, "train")
@@ -104,9 +91,9 @@ def main() -> None:
         for number in range(args.runs):
             for part, pair in sides.items():
                 for side in in_turns(pair, number):
-                    rates[part][side].append(measure(pair[side], args.batches))
+                    rates[part][side].append(rate(pair[side], args.batches))
                 here = ", ".join(f"{side} {of_side[-1]:.1f}" for side, of_side in rates[part].items())
-                benchmark.say(f"run {number + 1} of {args.runs}, {part}: {here} images/s")
+                benchmark.print(f"run {number + 1} of {args.runs}, {part}: {here} images/s")
 
     # ---- Table -----------------------------------------------------------------------------------------------------
     ratios = {part: [a / b for a, b in zip(of["with"], of["without"], strict=True)] for part, of in rates.items()}

@@ -58,7 +58,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         source, target = Path(scratch) / "images", Path(scratch) / "target"
         megabytes = multiply(source, args.images)
-        benchmark.say(f"{args.images} images, {megabytes:.0f} MB")
+        benchmark.print(f"{args.images} images, {megabytes:.0f} MB")
         build = [sys.executable, str(ROOT / "vit_imagenet_dali/build_tfrecords.py"), str(source), str(target)]
         commands = {"build_tfrecords.py": build, "cp -r": ["cp", "-r", str(source), str(target)]}
         for number in range(args.runs):
@@ -69,7 +69,7 @@ def main() -> None:
                 seconds[name].append(time.perf_counter() - started)
                 shutil.rmtree(target)
             times = ", ".join(f"{name} {values[-1]:.2f} s" for name, values in seconds.items())
-            benchmark.say(f"run {number}: {times}")
+            benchmark.print(f"run {number}: {times}")
     ratios = [copied / built for built, copied in zip(*seconds.values(), strict=True)]
     table = ["| | MB/s, median | times `cp -r`, median (lowest, highest) |", "| --- | ---: | ---: |"]
     for name, values in seconds.items():

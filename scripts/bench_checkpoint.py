@@ -162,7 +162,7 @@ def main() -> None:
     disk = ["df", "--output=fstype", str(args.scratch)]
     file_system = subprocess.run(disk, capture_output=True, text=True, check=True).stdout.split()[-1]
     free = shutil.disk_usage(args.scratch).free
-    benchmark.say(f"{args.scratch} is {file_system} with {free / 1e9:.1f} GB free")
+    benchmark.print(f"{args.scratch} is {file_system} with {free / 1e9:.1f} GB free")
     results = {}
     for name in args.models:
         with (
@@ -170,7 +170,7 @@ def main() -> None:
             ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process,
         ):
             results[name] = process.submit(measure, name, args.runs, Path(scratch)).result()
-        benchmark.say(f"{name}: {results[name]}")
+        benchmark.print(f"{name}: {results[name]}")
     details = {"settings": SETTINGS, "file_system": file_system, "free_bytes": free, "models": results}
     benchmark.finish("checkpoint", make_table(results), details)
 

@@ -163,7 +163,7 @@ def main() -> None:
         ):
             results[name] = process.submit(measure, args, Path(scratch) / "run", settings).result()
         for run in results[name]:
-            benchmark.say(f"{name}: {run}")
+            benchmark.print(f"{name}: {run}")
         seconds = " | ".join(f"{statistics.median(run[side] for run in results[name]):.4f}" for side in SIDES)
         overheads = spread((run["overhead"] for run in results[name]), "+.2%")
         table.append(f"| {name} | {seconds} | {' | '.join(overheads)} |")

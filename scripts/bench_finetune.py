@@ -58,7 +58,7 @@ def main() -> None:
                 [sys.executable, *command], cwd=FOLDER, env=environment, capture_output=True, text=True
             )
             said = (done.stdout + done.stderr).replace(scratch, "SCRATCH")
-            benchmark.say(f"===== {name}\n{said}")
+            benchmark.print(f"===== {name}\n{said}")
             if done.returncode:
                 sys.exit(f"{name} failed, see above")
             accuracy = ACCURACY.findall(said)[-1]

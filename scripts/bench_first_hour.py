@@ -80,7 +80,9 @@ def main() -> None:
                 done = list(pool.map(run, commands, (folders[commit] for commit in order)))
             for commit, (wall, cpu, code, said) in zip(order, done, strict=True):
                 runs.append({"commit": commit, "wall_s": wall, "cpu_s": cpu, "exit_code": code})
-                benchmark.say(f"===== run {number} of {commit}: {wall:.0f} s, {cpu:.0f} CPU s, exit code {code} =====")
+                benchmark.print(
+                    f"===== run {number} of {commit}: {wall:.0f} s, {cpu:.0f} CPU s, exit code {code} ====="
+                )
                 benchmark.log += said.replace(scratch, "SCRATCH")
     table = ["| commit | wall seconds | CPU seconds | exit code |", "| --- | ---: | ---: | ---: |"]
     medians = {}

@@ -141,7 +141,7 @@ def main() -> None:
                     result["waited"] = sum(s["data_s"] for s in steps["dali"]) / sum(s["step_s"] for s in steps["dali"])
                     result["loop"] = result["dali"] / min(result["synthetic"], result["loader"])
                     results.append(result)
-                    benchmark.say(", ".join(f"{k} {v:.4g}" if isinstance(v, float) else v for k, v in result.items()))
+                    benchmark.print(", ".join(f"{k} {v:.4g}" if isinstance(v, float) else v for k, v in result.items()))
         pool.close()
         pool.join()
 

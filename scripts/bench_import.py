@@ -60,7 +60,7 @@ def main() -> None:
     seconds: dict[str, dict[str, list[float]]] = {}
     for python in (sys.executable, *args.python):
         versions = subprocess.run([python, "-c", VERSIONS], capture_output=True, text=True, check=True).stdout.strip()
-        benchmark.say(versions)
+        benchmark.print(versions)
         measured = seconds[versions] = {name: [] for name in imports}
         for name in imports:  # once, so that files are in the page cache
             cpu_seconds(python, *imports[name])
@@ -68,7 +68,7 @@ def main() -> None:
             for name in in_turns(imports, number):
                 measured[name].append(cpu_seconds(python, *imports[name]))
             times = ", ".join(f"{name} {values[-1]:.2f} s" for name, values in measured.items())
-            benchmark.say(f"run {number}: {times}")
+            benchmark.print(f"run {number}: {times}")
         table.append(f"| **{versions}** | | |")
         for name, values in measured.items():
             ratios = [own / timm for own, timm in zip(values, measured["timm"], strict=True)]

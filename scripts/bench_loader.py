@@ -89,6 +89,17 @@ def torchvisions(folder: Path) -> Batches:
     return iter(DataLoader(dataset, BATCH_SIZE, sampler=endless, num_workers=WORKERS))
 
 
+def rate(batches: Batches, count: int) -> float:
+    """Images/s of so many batches, after some that were made ahead."""
+    time.sleep(SETTLED)
+    for _ in range(DRAINED):
+        next(batches)
+    started = time.perf_counter()
+    for _ in range(count):
+        next(batches)
+    return BATCH_SIZE * count / (time.perf_counter() - started)
+
+
 def statistics_of(batches: Batches) -> tuple[float, float]:
     """Mean and standard deviation of the pixels of some batches."""
     images = torch.cat([next(batches)[0] for _ in range(CHECKED)])
@@ -110,23 +121,17 @@ def main() -> None:
         folder = Path(scratch) / "images"
         kilobytes = write_images(folder)
         num_images = NUM_CLASSES * IMAGES_PER_CLASS
-        benchmark.say(f"{num_images} images of {WIDTH} x {HEIGHT} pixels, {kilobytes:.0f} KB on average")
+        benchmark.print(f"{num_images} images of {WIDTH} x {HEIGHT} pixels, {kilobytes:.0f} KB on average")
         sides = {"ours": ours(folder), "torchvision": torchvisions(folder)}
         found = {name: statistics_of(batches) for name, batches in sides.items()}
-        benchmark.say(f"mean and standard deviation: {found}")
+        benchmark.print(f"mean and standard deviation: {found}")
         if any(abs(a - b) > TOLERANCE * found["torchvision"][1] for a, b in zip(*found.values(), strict=True)):
             sys.exit(f"the two sides do not make the same batches: {found}")
         for number in range(args.runs):
             for name in in_turns(sides, number):
-                time.sleep(SETTLED)
-                for _ in range(DRAINED):
-                    next(sides[name])
-                started = time.perf_counter()
-                for _ in range(args.batches):
-                    next(sides[name])
-                rates[name].append(BATCH_SIZE * args.batches / (time.perf_counter() - started))
+                rates[name].append(rate(sides[name], args.batches))
             here = ", ".join(f"{name} {of_side[-1]:.1f}" for name, of_side in rates.items())
-            benchmark.say(f"run {number + 1} of {args.runs}: {here} images/s")
+            benchmark.print(f"run {number + 1} of {args.runs}: {here} images/s")
 
     # ---- Table -----------------------------------------------------------------------------------------------------
     ratios = [a / b for a, b in zip(*rates.values(), strict=True)]

@@ -7,10 +7,10 @@ A small Vision Transformer is trained with several seeds, for the same number of
 
 - from scratch, in each example: "plain" and "full" (Mixup, colour jitter, no weight decay on vectors), and of the full
   runs also the moving average of the weights;
-- on 10 images of each of the digits 5 to 9, in the two examples that can fine-tune: from scratch, and from the weights
-  of a plain run on the digits 0 to 4. The 10 images are the same for all seeds.
+- on 10 images of each of the digits 5 to 9, in each example: from scratch, and from the weights of a plain run on the
+  digits 0 to 4. The 10 images are the same for all seeds.
 
-Each run is kept in a folder below --runs, named after the commit: a benchmark that was stopped goes on when it is
+Each run is kept in a folder below --runs, named after the commit: a benchmark that was stopped resumes when it is
 started again. The runs are forks of one process that has imported everything.
 
 Writes recipes.md (mean and standard deviation over the seeds), recipes.json (every run), log.txt and provenance.json.
@@ -20,6 +20,7 @@ import argparse
 import statistics
 import sys
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ from colossal_vit.results import read_metrics  # noqa: E402
 
 import conftest  # noqa: E402, F401 one thread and no GPU, which forks could not share; unsets DATA
 import fork_ranks  # noqa: E402
+from build_tfrecords import build, parse  # noqa: E402
+from check_layouts import set_flags  # noqa: E402
 
 Values = dict[str, Any]
 SIZE = dict(IMG_SIZE=32, PATCH_SIZE=8, HIDDEN_SIZE=64, DEPTH=4, NUM_HEADS=4, NUM_CLASSES=10, DROP_RATE=0.0, fp16=None)
@@ -55,18 +58,19 @@ FULL = {"mix.mixup": 0.2, "mix.prob": 0.5, "augment.color_jitter": 0.1, "DECAY_V
 FULL |= {"ema.decay": 0.99, "ema.warmup": True}
 RECIPES: dict[str, Values] = {"plain": {}, "full": FULL}
 
-FINE_TUNED = ("CIFAR-10", "Caltech101")
 OLD, NEW = tuple(range(5)), tuple(range(5, 10))  # the digits that the weights come from, and those they are tuned to
 TRAIN_PER_CLASS = 10
 FEW = {"NUM_CLASSES": len(NEW), "BATCH_SIZE": 10}  # 5 steps an epoch
 
 
 def write_splits(root: Path) -> None:
-    """Write the digits `OLD` and `NEW` in the formats of `FINE_TUNED`, to `root/old` and `root/new`."""
-    digits.write_cifar10(root / "old", OLD)
-    digits.write_cifar10(root / "new", NEW, TRAIN_PER_CLASS)
-    for name, classes in (("old", OLD), ("new", NEW)):
-        digits.write_caltech101(root / name, classes)
+    """Write the digits `OLD` and `NEW` in the formats of all examples, to `root/old` and `root/new`."""
+    for name, classes, most in (("old", OLD, None), ("new", NEW, TRAIN_PER_CLASS)):
+        digits.write_cifar10(root / name, classes, most)
+        digits.write_caltech101(root / name, classes)  # its test set is what training leaves over
+        folder = digits.write_imagenet(root / name, classes, most)
+        with redirect_stdout(None):
+            build(parse([str(folder), str(root / name)]))
 
 
 def train(benchmark: Benchmark, folder: Path, example: str, name: str, values: Values) -> tuple[Path, dict[str, float]]:
@@ -86,8 +90,8 @@ def train(benchmark: Benchmark, folder: Path, example: str, name: str, values: V
     run = folder / f"{example.split(',')[0]}-{name}".replace(" ", "-")
     printed = run / "printed.txt"
     if not printed.exists():
-        flags = [f"{key}={value!r}" for key, value in {**SIZE, **TRAINING, **own, **values}.items()]
-        argv = ["--config", config, "--output", str(run), *(part for flag in flags for part in ("--set", flag))]
+        flags = set_flags({**SIZE, **TRAINING, **own, **values})
+        argv = ["--config", config, "--output", str(run), *flags]
         started = time.perf_counter()
         done = fork_ranks.run(script, argv)
         if done.codes != [0]:
@@ -95,7 +99,7 @@ def train(benchmark: Benchmark, folder: Path, example: str, name: str, values: V
         printed.write_text(f"{done.stdout[0]}{time.perf_counter() - started:.0f} s\n")
     last = read_metrics(run)[1][-1]
     benchmark.log += f"===== {example}, {name} =====\n{printed.read_text()}".replace(str(folder), "RUNS")
-    benchmark.say(f"{example}, {name}: {last}")
+    benchmark.print(f"{example}, {name}: {last}")
     return run, last
 
 
@@ -127,16 +131,15 @@ def main() -> None:
                 _, last = train(benchmark, folder, example, f"{recipe} {seed}", {**always, **values})
                 found[recipe].append(last["eval_accuracy"])
             found["full, EMA"].append(last["ema_accuracy"])
-            if example in FINE_TUNED:
-                old = {**always, "NUM_CLASSES": len(OLD), "DATA": str(folder / "data/old")}
-                weights, _ = train(benchmark, folder, example, f"old digits {seed}", old)
-                new = {**always, **FEW, "DATA": str(folder / "data/new")}
-                if example == "Caltech101":  # which has no split on disk
-                    new["TRAIN_PER_CLASS"] = TRAIN_PER_CLASS
-                starts = {"from scratch": {}, "from weights": {"finetune.weights": str(weights)}}
-                for start, values in starts.items():
-                    _, last = train(benchmark, folder, example, f"new digits {start} {seed}", {**new, **values})
-                    tuned.setdefault(example, {}).setdefault(start, []).append(last["eval_accuracy"])
+            old = {**always, "NUM_CLASSES": len(OLD), "DATA": str(folder / "data/old")}
+            weights, _ = train(benchmark, folder, example, f"old digits {seed}", old)
+            new = {**always, **FEW, "DATA": str(folder / "data/new")}
+            if example == "Caltech101":  # which has no split on disk
+                new["TRAIN_PER_CLASS"] = TRAIN_PER_CLASS
+            starts = {"from scratch": {}, "from weights": {"finetune.weights": str(weights)}}
+            for start, values in starts.items():
+                _, last = train(benchmark, folder, example, f"new digits {start} {seed}", {**new, **values})
+                tuned.setdefault(example, {}).setdefault(start, []).append(last["eval_accuracy"])
 
     table = ["| test accuracy | plain | full | full, EMA |", "| --- |" + " ---: |" * 3]
     table += [f"| {name} | {' | '.join(map(cell, found.values()))} |" for name, found in scratch.items()]

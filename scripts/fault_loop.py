@@ -10,7 +10,7 @@ step. After each round, the other ranks must have ended by themselves, every che
 lost. In the end the run is completed, and compared bit for bit with an undisturbed one: the final weights and moments,
 and all of `metrics.jsonl` except the times.
 
-With `--relay` each round goes on in another layout, drawn from those of check_layouts.py, on 1 to 8 ranks, with and
+With `--relay` each round resumes in another layout, drawn from those of check_layouts.py, on 1 to 8 ranks, with and
 without optimizer state split over the data-parallel ranks; ranks are killed, no launcher. The losses and gradient norms
 must then be those of an undisturbed run of one process within the limits of check_layouts.py. Ranks are forks of this
 process, so that they need not import everything; that takes about 15 minutes for 100 rounds.
@@ -348,7 +348,7 @@ def fault_loop(
     output: Path,
     rounds: int,
     seed: int,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
     longest_delay: float | None = None,
 ) -> list[Round]:
     """Start a run and kill a rank or its launcher, repeatedly; then let the run complete.
@@ -358,7 +358,7 @@ def fault_loop(
         output: their run directory.
         rounds: number of kills.
         seed: of the random victims and times.
-        say: called with a line for each round.
+        report: called with a line for each round.
         longest_delay: seconds from the first new step to the kill; None means LONGEST_DELAY.
 
     Raises:
@@ -383,7 +383,7 @@ def fault_loop(
         done.append(this)
         during = ", in a save" * this.saving + ", left half-written" * this.half_written
         where = f" ({this.layout})" if this.layout else ""
-        say(
+        report(
             f"round {number}{where}: {_name(this.victim)} killed ({moment}{during}) "
             f"after steps {this.begun} to {this.reached}; "
             f"the others ended after {this.end_s:.2f} s; {this.verified} checkpoints hold, the newest of step {newest}"
@@ -392,7 +392,7 @@ def fault_loop(
         ended = attempt.wait(FINISH_LIMIT)
     assert not any(ended.codes), f"left alone after {rounds} rounds, the run failed: {ended}"
     _check_checkpoints(output / storage.FOLDER, newest)
-    say("left alone, the run has come to its end")
+    report("left alone, the run has come to its end")
     return done
 
 
@@ -447,6 +447,15 @@ def compare_curves(output: Path, undisturbed: Path) -> tuple[list[dict], float]:
     return records, worst
 
 
+class Outcome(NamedTuple):
+    """What a run with kills came to: its config values, rounds, records, and rows about its comparison."""
+
+    settings: dict[str, Any]
+    done: list[Round]
+    records: list[dict]
+    verdict: dict[str, str]
+
+
 def make_table(done: list[Round], records: list[dict], verdict: dict[str, str]) -> list[str]:
     """A summary as a Markdown table; `records` are those of the completed run, `verdict` its comparison."""
     steps = records[-1]["step"]
@@ -488,41 +497,63 @@ def relay(output: Path, seed: int, values: dict[str, Any], flags: Sequence[str])
         name = draw.choice([name for name in kinds if name != previous])
         size, own = kinds[name]
         command = ["--config", CONFIG, "--output", str(output), *flags, *set_flags({**values, **own})]
-        environments = [] if size == 1 else fork_ranks.by_torchrun(size)
-        start = partial(fork_ranks.start, "vit_cifar10_hybrid/train_hybrid.py", command, environments or [{}])
+        environments = [{}] if size == 1 else fork_ranks.by_torchrun(size)
+        start = partial(fork_ranks.start, "vit_cifar10_hybrid/train_hybrid.py", command, environments)
         yield Leg(lambda launched, start=start: start(), range(size), name)
         previous = name
 
 
-def main_relay(args: argparse.Namespace) -> int:
-    """`--relay`."""
+def run_relay(args: argparse.Namespace, scratch: Path, benchmark: Benchmark) -> Outcome:
+    """The run of `--relay`, and an undisturbed one of one process."""
     sys.path += [str(FOLDER), str(FOLDER.parent / "tests")]
     import conftest  # noqa: F401 prepares this process for forks
     import fork_ranks
 
-    benchmark = Benchmark(args.result)
-    scratch = Path(tempfile.mkdtemp(prefix="fault-relay-"))
     values = {**RELAY, "NUM_EPOCHS": math.ceil(args.rounds / RELAY_ROUNDS_AN_EPOCH)}
-    try:
-        legs = relay(scratch / "run", args.seed, values, ["--timeout", str(RELAY_TIMEOUT)])
-        done = fault_loop(legs, scratch / "run", args.rounds, args.seed, benchmark.say, RELAY_DELAY)
-        command = ["--config", CONFIG, "--output", str(scratch / "undisturbed"), *set_flags(values)]
-        ended = fork_ranks.run("vit_cifar10_hybrid/train_hybrid.py", command)
-        assert not any(ended.codes), f"the undisturbed run failed: {ended}"
-        records, worst = compare_curves(scratch / "run", scratch / "undisturbed")
-    except AssertionError as error:
-        print(f"fault_loop.py: error: {error}\nThe run is left in {scratch}", file=sys.stderr)
-        return 1
+    legs = relay(scratch / "run", args.seed, values, ["--timeout", str(RELAY_TIMEOUT)])
+    done = fault_loop(legs, scratch / "run", args.rounds, args.seed, benchmark.print, RELAY_DELAY)
+    command = ["--config", CONFIG, "--output", str(scratch / "undisturbed"), *set_flags(values)]
+    ended = fork_ranks.run("vit_cifar10_hybrid/train_hybrid.py", command)
+    assert not any(ended.codes), f"the undisturbed run failed: {ended}"
+    records, worst = compare_curves(scratch / "run", scratch / "undisturbed")
     layouts = {this.layout for this in done}
     verdict = {
         "layouts": f"{len(layouts)}, {sum('split' in name for name in layouts)} of them with split state",
         "largest difference of a loss or gradient norm from one undisturbed process": f"{worst:.1e}",
         "final loss": f"{next(line['loss'] for line in reversed(records) if 'loss' in line):.3f}",
     }
-    details = {"settings": values, "seed": args.seed, "worst": worst, "rounds": [asdict(this) for this in done]}
-    benchmark.finish("fault_loop", make_table(done, records, verdict), details)
-    shutil.rmtree(scratch)
-    return 0
+    return Outcome(values, done, records, verdict)
+
+
+# ---- From the command line -------------------------------------------------------------------------------------------
+
+
+def run_launched(args: argparse.Namespace, scratch: Path, benchmark: Benchmark) -> Outcome:
+    """The run whose ranks or launcher are killed, and an undisturbed one."""
+    log = scratch / "log.txt"
+    settings = {**SETTINGS, "NUM_EPOCHS": math.ceil(args.rounds / ROUNDS_AN_EPOCH)}
+    command = ["train_hybrid.py", "--config", CONFIG, "--timeout", str(TIMEOUT), *set_flags(settings)]
+
+    def start(name: str, launched: bool = False) -> Ranks:
+        return Ranks([*command, "--output", str(scratch / name)], log, launched)
+
+    def report(line: str) -> None:
+        benchmark.print(line)
+        with open(log, "a") as file:
+            file.write(f"fault_loop.py: {line}\n")
+
+    legs = repeat(Leg(partial(start, "run"), [*range(WORLD_SIZE), LAUNCHER]))
+    done = fault_loop(legs, scratch / "run", args.rounds, args.seed, report)
+    with _started(partial(start, "undisturbed")) as attempt:
+        ended = attempt.wait(FINISH_LIMIT)
+    assert not any(ended.codes), f"the undisturbed run failed: {ended}"
+    records = compare(scratch / "run", scratch / "undisturbed")
+    benchmark.log = log.read_text()
+    verdict = {
+        "records as in the undisturbed run": f"all {len(records)}, to the bit",
+        "final weights and moments as in the undisturbed run": "to the bit",
+    }
+    return Outcome(settings, done, records, verdict)
 
 
 def main() -> int:
@@ -534,40 +565,16 @@ def main() -> int:
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds}: must be at least 1")
-    if args.relay:
-        return main_relay(args)
     benchmark = Benchmark(args.result)
-
     scratch = Path(tempfile.mkdtemp(prefix="fault-loop-"))
-    log = scratch / "log.txt"
-    settings = {**SETTINGS, "NUM_EPOCHS": math.ceil(args.rounds / ROUNDS_AN_EPOCH)}
-    command = ["train_hybrid.py", "--config", CONFIG, "--timeout", str(TIMEOUT), *set_flags(settings)]
-
-    def start(name: str, launched: bool = False) -> Ranks:
-        return Ranks([*command, "--output", str(scratch / name)], log, launched)
-
-    def say(line: str) -> None:
-        benchmark.say(line)
-        with open(log, "a") as file:
-            file.write(f"fault_loop.py: {line}\n")
-
     try:
-        legs = repeat(Leg(partial(start, "run"), [*range(WORLD_SIZE), LAUNCHER]))
-        done = fault_loop(legs, scratch / "run", args.rounds, args.seed, say)
-        with _started(partial(start, "undisturbed")) as attempt:
-            ended = attempt.wait(FINISH_LIMIT)
-        assert not any(ended.codes), f"the undisturbed run failed: {ended}"
-        records = compare(scratch / "run", scratch / "undisturbed")
+        outcome = (run_relay if args.relay else run_launched)(args, scratch, benchmark)
     except AssertionError as error:
         print(f"fault_loop.py: error: {error}\nThe run is left in {scratch}", file=sys.stderr)
         return 1
-    benchmark.log = log.read_text()
-    details = {"settings": settings, "seed": args.seed, "rounds": [asdict(this) for this in done]}
-    verdict = {
-        "records as in the undisturbed run": f"all {len(records)}, to the bit",
-        "final weights and moments as in the undisturbed run": "to the bit",
-    }
-    benchmark.finish("fault_loop", make_table(done, records, verdict), details)
+    table = make_table(outcome.done, outcome.records, outcome.verdict)
+    rounds = [asdict(this) for this in outcome.done]
+    benchmark.finish("fault_loop", table, {"settings": outcome.settings, "seed": args.seed, "rounds": rounds})
     shutil.rmtree(scratch)
     return 0
 

@@ -280,15 +280,15 @@ def main(argv: list[str] | None = None) -> int:
             layouts = [describe(case[part]) for part in ("first", "second")]
             kind = "bf16" if case["amp"] else "fp32"
             said = f"{number}: {' → '.join(layouts)}, {case['optimizer']}, {kind}: {first:.1e}, {most:.1e}"
-            benchmark.say(said + (f": {fault}" if fault else ""))
+            benchmark.print(said + (f": {fault}" if fault else ""))
             results.append({"number": number, "case": case, "first_step": first, "worst": most, "fault": fault})
             for part in ("first", "second"):
                 worst[case[part]["mode"] or "no tensor parallelism", kind].append((first, most))
             if fault:
-                benchmark.say(
+                benchmark.print(
                     as_commands(case) if args.no_shrink else f"as simple as it fails:\n{as_commands(shrink(case))}"
                 )
-        benchmark.say(f"{args.cases} cases in {time.monotonic() - started:.0f} s")
+        benchmark.print(f"{args.cases} cases in {time.monotonic() - started:.0f} s")
     shutil.rmtree(folder)
     failed = [r["number"] for r in results if r["fault"]]
     table = ["| tensor mode | precision | layouts | first step: worst | any step: median | worst |"]

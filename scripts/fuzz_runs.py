@@ -213,7 +213,7 @@ def main(argv: list[str] | None = None) -> int:
             if found:
                 failed.append(number)
             for line in (f"{number}:", *(f"  {command}" for command in done), *(f"  {fault}" for fault in found)):
-                benchmark.say(line)
+                benchmark.print(line)
     shutil.rmtree(scratch)
     table = how_they_ended([command for case in cases for command in case["commands"]])
     table += ["", f"Seed {args.seed}: {args.cases} pairs, {len(failed)} failed{f': {failed}' if failed else ''}."]

@@ -236,7 +236,7 @@ def main() -> int:
             continue
         before = results.get(name, {})
         if before.get("result") == PASSED and before["commit"] == commit and not args.again:
-            benchmark.say(f"{name}: has passed at this commit")
+            benchmark.print(f"{name}: has passed at this commit")
             continue
         left = 60 * args.minutes - (time.monotonic() - started)
         result = {"result": UNFINISHED, "seconds": 0.0, "said": "", "commit": commit, "command": typed}
@@ -253,7 +253,7 @@ def main() -> int:
                 result |= {"result": FAILED, "said": f"took longer than {check.minutes:g} minutes"}
         cut_short |= result["result"] == UNFINISHED
         results[name] = result
-        benchmark.say(f"{name}: {result['result']} after {result['seconds']:.0f} s: {result['said']}")
+        benchmark.print(f"{name}: {result['result']} after {result['seconds']:.0f} s: {result['said']}")
         benchmark.write("gpu_check", make_table(results), results)
     if args.list:
         return 0

@@ -82,7 +82,7 @@ def main() -> None:
             sys.argv = ["train.py", *flags, *given, "--dry-run", "--world_size", str(number)]
             plans = report.plan(train.main)
             (plan,) = plans
-            benchmark.say(f"===== {name} on {number} GPUs =====\n{report.format_report(plans)}\n")
+            benchmark.print(f"===== {name} on {number} GPUs =====\n{report.format_report(plans)}\n")
             memory = plan.memory["peak"] / 1e9
             hours = plan.config["NUM_EPOCHS"] * NUM_IMAGES / (rate.images_per_s * number * 3600)
             size = f"{plan.config['BATCH_SIZE']} × {plan.config['gradient_accumulation']}"

@@ -145,7 +145,7 @@ def start(script: str, name: str, processes: int, flags: list[str], benchmark: B
         options = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         with subprocess.Popen(command, env={"OMP_NUM_THREADS": "1", **os.environ}, **options) as ranks:
             for line in ranks.stdout:
-                benchmark.say(line.rstrip("\n").replace(output, "SCRATCH"))
+                benchmark.print(line.rstrip("\n").replace(output, "SCRATCH"))
         if ranks.returncode:
             sys.exit(f"{name} on {processes} processes failed, see above")
         return json.loads((Path(output) / "result.json").read_text())

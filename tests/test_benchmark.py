@@ -34,8 +34,8 @@ def test_a_result_is_kept_when_nobody_reads_what_is_said(monkeypatch, tmp_path):
         monkeypatch.setattr("sys.argv", ["bench.py", "--set", "a b"])
         for folder in (None, tmp_path / "kept"):
             measured = Benchmark(folder, changes_allowed=True)
-            measured.say(f"first line, in {fork_ranks.ROOT}/runs")
-            measured.say("second line")
+            measured.print(f"first line, in {fork_ranks.ROOT}/runs")
+            measured.print("second line")
             measured.finish("speed", ["| a |", "| --- |"], {"a": 1})
     kept = {path.name: path.read_text() for path in (tmp_path / "kept").iterdir()}
     assert json.loads(kept.pop("provenance.json"))["command"] == "python bench.py --set 'a b'"

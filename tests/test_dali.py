@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import shutil
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -334,6 +335,20 @@ ALL = dict(policy="three", color_jitter=0.3, erase=0.5)
 
 
 @in_fork
+def test_a_graph_with_conditionals_runs_python_functions_as_written(numbered, monkeypatch):
+    """DALI's AutoGraph would rewrite the one that resizes, which then takes several times as long."""
+    files, interpolate = set(), loaders.F.interpolate
+
+    def record(*args, **options):
+        files.add(sys._getframe(1).f_code.co_filename)
+        return interpolate(*args, **options)
+
+    monkeypatch.setattr(loaders.F, "interpolate", record)
+    next(iter(loader(numbered, augment=dict(erase=0.5))))
+    assert files == {loaders.__file__}
+
+
+@in_fork
 def test_the_loader_augments_as_the_block_says(numbered):
     plain, labels = next(iter(loader(numbered, crop_area=(1.0, 1.0), flip=False)))
     for how in (ALL, dict(policy="rand"), dict(color_jitter=0.3), dict(erase=1.0)):
@@ -345,7 +360,7 @@ def test_the_loader_augments_as_the_block_says(numbered):
 
 @pytest.mark.parametrize("options", [{}, dict(rand_augment=dict(n=1, m=9)), dict(augment=ALL, repeats=3)])
 @in_fork
-def test_a_saved_stream_goes_on_to_the_bit(numbered, options):
+def test_a_saved_stream_resumes_to_the_bit(numbered, options):
     stream = loader(numbered, rank=1, num_ranks=2, **options)
     list(stream)  # 22 batches
     part = iter(stream)

@@ -56,7 +56,7 @@ def test_learning_rate_step_by_step():
 
 @pytest.mark.parametrize(("num_gpus", "expected"), [(4, (256, 32)), (64, (256, 2)), (1024, (32, 1)), (3, (254, 43))])
 def test_plan_keeps_the_global_batch(num_gpus, expected):
-    micro_batch, accumulation = planning.split(num_gpus, 256, 32_768)
+    micro_batch, accumulation = planning.batch_and_accumulation(num_gpus, 256, 32_768)
     assert (micro_batch, accumulation) == expected
     assert abs(micro_batch * accumulation * num_gpus - 32_768) < num_gpus
 

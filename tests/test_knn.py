@@ -114,7 +114,7 @@ CALTECH101 = "vit_caltech101_amp/train.py", "vit_caltech101_amp/config/config_fp
 IMAGENET = "vit_imagenet_dali/train.py", "vit_imagenet_dali/config_sample.py"
 
 
-def say(example, tmp_path, world_size=1, **values):
+def knn(example, tmp_path, world_size=1, **values):
     script, config = example
     argv = [
         "--config",
@@ -129,7 +129,7 @@ def say(example, tmp_path, world_size=1, **values):
 def test_caltech101(weights, tmp_path, monkeypatch):
     write_caltech101(tmp_path)
     monkeypatch.setenv("DATA", str(tmp_path))
-    one, two = (say(CALTECH101, tmp_path, size, **SMALL, **weights) for size in (1, 2))
+    one, two = (knn(CALTECH101, tmp_path, size, **SMALL, **weights) for size in (1, 2))
     found = re.search(K_NN, one.stdout[0])
     assert found, str(one)
     assert int(found[3]) + int(found[4]) == 1797
@@ -146,7 +146,7 @@ def test_caltech101(weights, tmp_path, monkeypatch):
     ],
 )
 def test_what_cannot_be_evaluated_is_one_line(example, values, said, weights, tmp_path):
-    result = say(example, tmp_path, **values, **(weights if values else {}))
+    result = knn(example, tmp_path, **values, **(weights if values else {}))
     assert result.codes == [2], str(result)
     assert said in result.stderr[0]
     assert result.stderr[0].count("\n") == 1

@@ -257,7 +257,7 @@ def main() -> int:
         except (UserError, Failed) as error:
             row["failed"] = str(error)
         rows.append(row)
-        benchmark.say(json.dumps(row))
+        benchmark.print(json.dumps(row))
     (base,) = [row for row in rows if row["config"] == "config_fp32" and "failed" not in row] or [None]
     for row in rows:
         if base and "failed" not in row:

@@ -27,7 +27,7 @@ from colossal_vit.data.digits import write_caltech101
 from colossal_vit.data.identity import identify
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.errors import UserError
-from colossal_vit.files import appearing
+from colossal_vit.files import atomic_folder
 from colossal_vit.parallel.ranks import RankLogger, raise_on_all_ranks, run_on_rank_0
 from colossal_vit.plan.fakes import FakeBatches
 from colossal_vit.run import Run
@@ -189,7 +189,7 @@ def fill_cache(images: Images, size: int, log: RankLogger) -> None:
     log.info(f"decoding {len(images.paths)} images into {folder}{', which is damaged' if folder.exists() else ''}")
     try:
         shutil.rmtree(folder, ignore_errors=True)
-        with appearing(folder) as scratch:
+        with atomic_folder(folder) as scratch:
             shape = (len(images.paths), size, size, 3)
             array = np.lib.format.open_memmap(scratch / "images.npy", "w+", np.uint8, shape)
             with open(scratch / "images.npy", "r+b") as file:  # a full disk raises here, but kills with a memory map

@@ -36,6 +36,7 @@ from colossalai.legacy.core import global_context as gpc
 from nvidia.dali import Pipeline, fn, pipeline_def, tfrecord, types
 from nvidia.dali.auto_aug.rand_augment import rand_augment
 from nvidia.dali.data_node import DataNode
+from nvidia.dali.pipeline import do_not_convert
 from torch import Tensor
 
 import augmentation
@@ -307,6 +308,7 @@ class DaliLoader(Loader):
             images = augmentation.erase(images, self.augment["erase"])
         return labels, images.gpu() if self.device.type == "cuda" else images
 
+    @do_not_convert  # in graphs with conditionals DALI would rewrite the Python functions in it, which makes them slow
     def _resize(self, images: DataNode, size: list[int] | None = None, resize_shorter: int | None = None) -> DataNode:
         """Resize bilinearly with antialiasing. On the CPU with torch, since DALI's own takes as long as decoding."""
         if self.on_gpu:
@@ -405,7 +407,7 @@ class DaliLoader(Loader):
             "place": [self.rank, self.num_ranks, self.with_images, self.on_gpu],
             "sizes": [self.records.num_images, self.batch_size, self.img_size],
             "augmentation": [self.crop_area, self.flip, self.rand_augment, *([self.augment] if self.augment else [])],
-            **({"repeats": self.repeats} if self.repeats > 1 else {}),  # added later: older streams go on
+            **({"repeats": self.repeats} if self.repeats > 1 else {}),  # added later: older streams resume
             "dali": nvidia.dali.__version__,
         }
 

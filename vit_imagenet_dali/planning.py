@@ -34,7 +34,7 @@ def images_per_s(config: Config, output: Path) -> tuple[float, str] | None:
     return None
 
 
-def split(num_gpus: int, batch_size: int, global_batch: int) -> tuple[int, int]:
+def batch_and_accumulation(num_gpus: int, batch_size: int, global_batch: int) -> tuple[int, int]:
     """Micro-batch per GPU, at most `batch_size`, and accumulation steps that give the global batch."""
     per_gpu = global_batch // num_gpus
     micro_batch = max(size for size in range(1, min(batch_size, per_gpu) + 1) if per_gpu % size == 0)
@@ -48,7 +48,7 @@ def schedule(config: Config, output: Path, num_gpus: int) -> list[str]:
     global_batch = config.get("GLOBAL_BATCH", here)
     rows = []
     for number in sorted(number for number in NUM_GPUS | {num_gpus} if number <= global_batch):
-        micro_batch, accumulation = split(number, config.BATCH_SIZE, global_batch)
+        micro_batch, accumulation = batch_and_accumulation(number, config.BATCH_SIZE, global_batch)
         steps = NUM_IMAGES // global_batch * config.NUM_EPOCHS
         hours = f"{config.NUM_EPOCHS * NUM_IMAGES / (rate[0] * number) / 3600:.2f}" if rate else "?"
         rows.append([str(number), str(micro_batch), str(accumulation), f"{steps:,}", hours])

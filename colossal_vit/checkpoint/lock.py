@@ -17,10 +17,10 @@ _CANNOT = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EI
 
 # Per directory, the open lock file and whether this process created the directory. The file stays open: closing any
 # descriptor of a file releases the process's POSIX locks on it.
-_held: dict[Path, tuple[int, bool]] = {}
+_acquired: dict[Path, tuple[int, bool]] = {}
 
 
-def hold(directory: Path) -> str | None:
+def acquire(directory: Path) -> str | None:
     """Lock a run directory until this process ends; creates the directory if it is missing.
 
     The lock is a POSIX record lock: forked children do not inherit it, and NFS supports it.
@@ -42,7 +42,7 @@ def hold(directory: Path) -> str | None:
         file = os.open(directory / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(directory / NAME, file):  # and not meanwhile removed by its holder's `leave_nothing`
+            if _is_at(directory / NAME, file):  # and not meanwhile removed by its holder's `remove_unused`
                 break
         except OSError as error:
             if error.errno in _CANNOT:
@@ -56,7 +56,7 @@ def hold(directory: Path) -> str | None:
         time.sleep(0.1)
     os.ftruncate(file, 0)
     os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%F %T},\n".encode(), 0)
-    _held[directory] = file, made
+    _acquired[directory] = file, made
     return None
 
 
@@ -67,9 +67,9 @@ def _is_at(path: Path, file: int) -> bool:
         return False
 
 
-def leave_nothing() -> None:
-    """Remove the lock files, and the directories that `hold` created, where nothing else was written."""
-    for directory, (_, made) in _held.items():
+def remove_unused() -> None:
+    """Remove the lock files, and the directories that `acquire` created, where nothing else was written."""
+    for directory, (_, made) in _acquired.items():
         with suppress(OSError):
             if os.listdir(directory) == [NAME]:
                 os.unlink(directory / NAME)

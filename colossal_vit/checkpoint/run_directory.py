@@ -64,7 +64,7 @@ def _has_a_run(directory: Path) -> bool:
     return (directory / METRICS).exists() or (folder.is_dir() and any(folder.iterdir()))
 
 
-def _set_aside(directory: Path) -> Path:
+def _rename_earlier_run(directory: Path) -> Path:
     """Rename the directory of an earlier run to `<name>.1`, `<name>.2`, ..., and create an empty one.
 
     This run's index files move to the new directory. A symbolic link is followed, not renamed.
@@ -75,7 +75,7 @@ def _set_aside(directory: Path) -> Path:
     directory = directory.resolve()
     older = directory.rename(free_name(directory))
     directory.mkdir()
-    lock.hold(directory)
+    lock.acquire(directory)
     if (older / INDEX_FILES).exists():
         (older / INDEX_FILES).rename(directory / INDEX_FILES)
     return older
@@ -159,7 +159,7 @@ def prepare(
     own = output / storage.FOLDER
     if not args.eval_only:
         try:
-            if reason := lock.hold(output):
+            if reason := lock.acquire(output):
                 log.info(f"{output}: cannot be locked ({reason}): see to it that no other run writes there")
             tempfile.TemporaryFile(dir=output).close()
         except OSError as error:
@@ -192,9 +192,9 @@ def begin(output: Path, path: Path | None, config: Config, log: RankLogger) -> N
         if path and path.resolve().parent == own.resolve():
             storage.clean(own)
             for newer in _newer_than(path, own):
-                log.info(f"{newer} is {storage.set_aside(newer).name} now")
+                log.info(f"{newer} is {storage.rename_damaged(newer).name} now")
         elif _has_a_run(output):
-            log.info(f"an earlier run was in {output}; it is in {_set_aside(output)} now")
+            log.info(f"an earlier run was in {output}; it is in {_rename_earlier_run(output)} now")
         own.mkdir(exist_ok=True)
         write_text(output / "config.json", configs.to_json(config) + "\n")
     except OSError as error:

@@ -207,7 +207,7 @@ def first_valid(paths: list[Path]) -> tuple[Path | None, list[str]]:
     return None, skipped
 
 
-def set_aside(path: Path) -> Path:
+def rename_damaged(path: Path) -> Path:
     """Rename a damaged checkpoint to `damaged-<name>`, so that a new one can take its name; returns the new path."""
     target = path.with_name(f"damaged-{path.name}")
     return path.rename(free_name(target) if target.exists() else target)

@@ -8,7 +8,7 @@ import timm
 import torch
 from colossal_vit.checkpoint import fitting, lock, storage
 from colossal_vit.errors import UserError
-from colossal_vit.files import appearing
+from colossal_vit.files import atomic_folder
 from colossal_vit.models import SHAPE
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -77,7 +77,7 @@ def export_timm(path: Path, folder: Path, dtype: torch.dtype, ema: bool = False)
     try:
         if folder.exists():
             folder.rmdir()
-        with appearing(folder) as scratch:
+        with atomic_folder(folder) as scratch:
             # timm adds the model's arguments itself.
             save_for_hf(model, str(scratch), safe_serialization=True, data_config=_preprocessing(state))
             for file in scratch.iterdir():
@@ -131,7 +131,7 @@ def import_timm(source: Path, path: Path, img_size: int | None, num_classes: int
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.resolve().parent.name == storage.FOLDER:  # of a run
-            lock.hold(path.resolve().parents[1])
+            lock.acquire(path.resolve().parents[1])
         storage.write(path, weights, {}, state)
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error}") from None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from colossal_vit.files import appearing
+from colossal_vit.files import atomic_folder
 
 TEST_FRACTION = 0.2
 SPLIT_SEED = 0
@@ -64,7 +64,7 @@ def write_cifar10(root: Path, classes: Sequence[int] = ALL, train_per_class: int
     if folder.is_dir():
         return folder
     train_images, train_labels, test_images, test_labels = digits(32, classes, train_per_class)
-    with appearing(folder) as scratch:
+    with atomic_folder(folder) as scratch:
 
         def write(name: str, images: np.ndarray, labels: np.ndarray) -> None:
             planes = np.repeat(images.reshape(len(images), 1, -1), 3, axis=1).reshape(len(images), -1)
@@ -78,11 +78,15 @@ def write_cifar10(root: Path, classes: Sequence[int] = ALL, train_per_class: int
     return folder
 
 
-def write_imagenet(root: Path) -> Path:
+def write_imagenet(root: Path, classes: Sequence[int] = ALL, train_per_class: int | None = None) -> Path:
     """Write the digits as ImageNet's folders to `root/imagenet`, which appears in one rename.
 
     `train/<wnid>/<wnid>_<number>.JPEG` and `val/<wnid>/ILSVRC2012_val_<number>.JPEG`, RGB of 64 x 64 pixels, with the
     wnids n00000000 to n00000009 for the digits 0 to 9; the split is that of `digits`.
+
+    Args:
+        root: the data folder.
+        classes, train_per_class: see `digits`.
 
     Returns:
         The folder; one that exists is left as it is.
@@ -92,11 +96,11 @@ def write_imagenet(root: Path) -> Path:
     folder = root / "imagenet"
     if folder.is_dir():
         return folder
-    train_images, train_labels, test_images, test_labels = digits(64)
-    with appearing(folder) as scratch:
+    train_images, train_labels, test_images, test_labels = digits(64, classes, train_per_class)
+    with atomic_folder(folder) as scratch:
         for split, images, labels in (("train", train_images, train_labels), ("val", test_images, test_labels)):
             for number, (image, label) in enumerate(zip(images, labels, strict=True), start=1):
-                wnid = f"n{label:08d}"
+                wnid = f"n{classes[label]:08d}"
                 stem = f"{wnid}_{number}" if split == "train" else f"ILSVRC2012_val_{number:08d}"
                 path = scratch / split / wnid / f"{stem}.JPEG"
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -124,7 +128,7 @@ def write_caltech101(root: Path, classes: Sequence[int] = ALL) -> Path:
         return folder
     train_images, train_labels, test_images, test_labels = digits(64, classes)
     images, labels = np.concatenate([train_images, test_images]), np.concatenate([train_labels, test_labels])
-    with appearing(folder) as scratch:
+    with atomic_folder(folder) as scratch:
         for label, digit in enumerate(classes):
             part = scratch / "101_ObjectCategories" / str(digit)
             part.mkdir(parents=True)

