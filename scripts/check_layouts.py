@@ -35,6 +35,7 @@ NUM_STEPS = 20
 FIRST_STEP, ANY_STEP = 1e-5, 1e-4  # relative tolerances
 STEPS_PER_EPOCH = 44  # of the digits, with MODEL's batch
 ONE = "one process"
+LONGEST = 3600.0  # seconds that a run on forks may take
 
 # A ViT of 4 blocks on 32 px images cut into 16 patches, on a global batch of 32.
 MODEL: dict[str, Any] = dict(
@@ -109,7 +110,8 @@ def train(
     if forks:
         import fork_ranks
 
-        result = fork_ranks.run(FOLDER / "train_hybrid.py", flags, processes)
+        environments = fork_ranks.by_torchrun(processes) if processes > 1 else [{}]
+        result = fork_ranks.start(FOLDER / "train_hybrid.py", flags + fork_ranks.FOREVER, environments).wait(LONGEST)
         failed, said = any(result.codes), "".join(result.stderr)
     else:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
