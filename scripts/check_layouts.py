@@ -1,7 +1,8 @@
 """Check on this machine that every layout computes the same training: 20 steps of each, compared with one process.
 
     python scripts/check_layouts.py [--world N] [--optimizer adamw|sgd|lamb] [--only NAME ...]
-    python scripts/check_layouts.py --forks --steps 300 --set LEARNING_RATE=1e-3 --result results/one_curve
+    python scripts/check_layouts.py --forks --steps 300 --result results/one_curve \\
+        --set LEARNING_RATE=5e-4 --set CROP_PADDING=0 --set FLIP=False
 
 Prints a table: layout, relative error (the larger of `loss` and `grad_norm`) in the first step and in the worst one,
 images/s. The model is small, in fp32, without dropout, on the digits sample; gradients are clipped. Exit code 1 if a
