@@ -73,6 +73,7 @@ def test_examples_do_not_import_each_other():
     ("page", "result"),
     [
         ("recipes.md", "recipes_digits/recipes.md"),
+        ("recipes.md", "recipes_digits_imagenet/recipes.md"),
         ("recipes.md", "augmentation_cost/augmentation.md"),
         ("finetuning.md", "finetune_digits/finetune.md"),
         ("zero.md", "zero_plan/zero.md"),
