@@ -12,7 +12,6 @@ ROOT = Path(__file__).resolve().parents[1]
 TRACKED = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
 FILES = [ROOT / name for name in TRACKED.stdout.split("\n") if name and (ROOT / name).exists()]
 PAGES = [path for path in FILES if path.suffix == ".md" and "results" not in path.parts]
-RESULTS = sorted({path.relative_to(ROOT).parts[1] for path in FILES if path.relative_to(ROOT).parts[0] == "results"})
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -117,11 +116,6 @@ def test_numbers_beside_a_result_are_in_it(page):
         for number in set(said) - ELSEWHERE.get(str(page.relative_to(ROOT)), set()):
             whole = rf"(?<![\d.]){re.escape(number)}(?![\d])"
             assert any(re.search(whole, numbers_of(folder)) for folder in folders), f"{number} in: {passage}"
-
-
-def test_every_result_is_in_the_index():
-    index = (ROOT / "docs/benchmarks.md").read_text()
-    assert set(re.findall(r"^\| \[(\w+)\]\(\.\./results/\1\)", index, re.MULTILINE)) == set(RESULTS)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
