@@ -14,7 +14,8 @@ import recipes
 from recipes import DATA_PARALLEL, HYBRID, PIPELINE_CONFIG
 
 PAGE = (fork_ranks.ROOT / "docs" / "troubleshooting.md").read_text()
-LINES = dict(re.findall(r"^## (.+)\n\n```text\n(.+)\n```$", PAGE, re.MULTILINE))
+SHOWN = re.findall(r"^## ([^\n]+)\n\n```text\n(.+?)\n```$", PAGE, re.MULTILINE | re.DOTALL)
+LINES = {title: text.replace("\n", " ") for title, text in SHOWN}  # broken on the page, whole in the terminal
 
 pytestmark = pytest.mark.usefixtures("few_test_images")
 
