@@ -2,9 +2,10 @@
 
     python scripts/plan_memory.py [--limit 22] [--output results/memory_plan]
 
-Takes about 6 minutes on a CPU. Each config is planned on the number of processes in its docstring's command. Where a rank
-needs more than the limit, BATCH_SIZE is halved and gradient_accumulation doubled until it does not, which keeps the global
-batch. The limit leaves 3 of 24 GB for what a dry run does not count: CUDA's context, NCCL's buffers, fragmentation.
+Takes about 6 minutes on a CPU. Each config is planned on the number of processes in its docstring's command. Where a
+rank needs more than the limit, BATCH_SIZE is halved and gradient_accumulation doubled until it does not, which keeps
+the global batch. The limit leaves at least 2 GB of such a card for what a dry run does not count: CUDA's context,
+NCCL's buffers, the allocator's fragments.
 
 Writes memory.md (the table), memory.json, log.txt (every dry run) and provenance.json.
 """

@@ -168,6 +168,8 @@ def measure(engine: Engine, batches: Iterable, output: Path | None = None) -> St
             engine.execute_schedule(data_iter, forward_only=False, return_loss=True)
             engine.step()
         hook.remove()
+        if engine.zero:
+            engine.zero.receive_weights()  # some would be sent in the next forward pass only
 
     moments = _num_bytes([list(state.values()) for state in optimizer.state.values()])
     memory["weights"] = _num_bytes([*weights])

@@ -126,7 +126,7 @@ def format_report(plans: list[StepPlan]) -> str:
             [f"stage {s}"] + [f"{p.sent.get(kind, 0) / 1e6:,.2f} ({p.calls.get(kind, 0)})" for kind in kinds]
             for s, p in enumerate(plans)
         ]
-        lines += ["", *format_table(["MB sent a step (calls)", *kinds], traffic)]
+        lines += ["", *format_table(["MB sent per step (calls)", *kinds], traffic)]
     if layout.pipeline > 1:
         chunks, micro_batches = num_model_chunks(config), config.NUM_MICRO_BATCHES
         bubble = (layout.pipeline - 1) / (chunks * micro_batches)
