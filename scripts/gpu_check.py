@@ -66,7 +66,7 @@ CHECKS = {
     "losses": Check("every mode of precision follows the CPU in fp32", tests("losses"), 8),
     "resume": Check("a stopped run resumes to the bit, at 197 tokens", tests("resumes_to"), 8),
     "memory": Check("a dry run says what CUDA allocates, to 10 %", tests("memory"), 5),
-    "waits": Check("one wait for the device a step", tests("waits"), 5),
+    "waits": Check("one wait for the device per step", tests("waits"), 5),
     "dali": Check("DALI decodes and trains on the GPU", tests("dali"), 6, package="nvidia.dali"),
     "ranks": Check("with NCCL, a rank that hangs ends the others", tests("ranks"), 5, gpus=2),
     "overlap": Check("replicas reduce during the backward pass", tests("overlaps"), 5, gpus=2),

@@ -120,7 +120,9 @@ def test_the_report(tmp_path, monkeypatch):
     assert "stage 1, rank(s) 2-3, 6-7, " in said
     assert "blocks 2-3, norm, head" in said
     assert "(2 - 1) / (1 × 2) = 50.0%" in said
-    assert not (tmp_path / "run").exists()
+    picture = tmp_path / "run/layout.png"
+    assert f"picture: {picture}" in said
+    assert list((tmp_path / "run").iterdir()) == [picture]
 
 
 def test_the_fewest_processes_are_the_default():

@@ -93,7 +93,7 @@ def test_hours_of_a_rate_that_is_given(tmp_path):
 
 
 def test_sample_trains_on_two_processes(tmp_path):
-    """DALI, Mixup, LAMB, 32 micro-batches a step; every image of the validation set counts once."""
+    """DALI, Mixup, LAMB, 32 micro-batches per step; every image of the validation set counts once."""
     train(2, "--config", "config_sample.py", "--max-steps", "3", "--output", str(tmp_path))
     steps, evaluations = read_metrics(tmp_path)
     assert [record["step"] for record in steps] == [1, 2, 3]

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import re
+import sys
 
 import pytest
 import torch
@@ -280,9 +281,19 @@ def test_the_command_checks_layouts(monkeypatch, capsys, tmp_path):
     assert re.search(r"DP 2 +\d\.\de[-+]\d+ +\d\.\de[-+]\d+ +\d+$", said, re.MULTILINE), said
     assert "not checked, since they need more than 2 processes: 3D 8" in said
 
-    def drifting(processes, *_):
-        return [dict(loss=loss, grad_norm=1.0, images_per_s=1.0) for loss in (1.0, 1.0 + 2e-4 * processes)]
+    def drifting(processes, *_, steps, **__):
+        losses = [1.0] * (steps - 1) + [1.0 + 2e-4 * processes]
+        return [
+            dict(step=step, loss=loss, grad_norm=1.0, images_per_s=1.0) for step, loss in enumerate(losses, start=1)
+        ]
 
     monkeypatch.setattr(check_layouts, "train", drifting)
     assert check_layouts.main() == 1
     assert "OUT" in capsys.readouterr().out
+    # In later steps than the 20th the error is put on record, and nothing else.
+    monkeypatch.setattr("sys.argv", [*sys.argv, "--steps", "21", "--result", str(tmp_path / "curve")])
+    monkeypatch.setenv("REHEARSE", "1")
+    assert check_layouts.main() == 0
+    assert "| DP 2 | 2 | 0.0e+00 | 0.0e+00 | 2.0e-04 |" in (tmp_path / "curve/one_curve.md").read_text()
+    lines = (tmp_path / "curve/losses.csv").read_text().splitlines()
+    assert (lines[0], lines[21], len(lines)) == ("step,one process,DP 2", "21,1.0002,1.0004", 22)

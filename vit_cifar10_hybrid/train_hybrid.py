@@ -40,7 +40,7 @@ def main() -> StepPlan | None:
         model, optimizer, criterion, train_dataloader, test_dataloader, lr_scheduler
     )
     if run.dry_run:
-        return measure(engine, train_dataloader)
+        return measure(engine, train_dataloader, run.output)
 
     # ---- Train, from the newest checkpoint on if there is one ------------------------------------------------------
     trainer = Trainer(engine, logger=run.log)

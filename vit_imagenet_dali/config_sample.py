@@ -1,4 +1,4 @@
-"""A small ViT on the digits sample, in the manner of the 32K recipe: DALI, Mixup, LAMB, 32 micro-batches a step.
+"""A small ViT on the digits sample, in the manner of the 32K recipe: DALI, Mixup, LAMB, 32 micro-batches per step.
 
     torchrun --standalone --nproc_per_node 2 train.py --config ./config_sample.py
 

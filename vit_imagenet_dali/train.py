@@ -47,7 +47,7 @@ def main() -> StepPlan | None:
         model, optimizer, criterion, train_dataloader, test_dataloader, lr_scheduler
     )
     if run.dry_run:
-        plan = measure(engine, train_dataloader)
+        plan = measure(engine, train_dataloader, run.output)
         plan.notes = schedule(config, run.output, run.layout.data)
         return plan
 

@@ -27,7 +27,7 @@ def choose_backend(args: argparse.Namespace, rendezvous: Rendezvous) -> str:
     if available and _device_index(rendezvous) >= torch.cuda.device_count():
         raise UserError(
             f"rank {rendezvous.rank} would be process {rendezvous.local_rank + 1} on this machine, which has "
-            f"{torch.cuda.device_count()} GPU(s): start one process a GPU"
+            f"{torch.cuda.device_count()} GPU(s): start at most one process per GPU"
         )
     return backend
 

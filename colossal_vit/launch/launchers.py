@@ -106,7 +106,7 @@ def _from_flags(args: argparse.Namespace) -> Rendezvous:
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
-        return Rendezvous("none", 0, args.local_rank or 0, 1, "localhost", port, "nobody, so this is the only process")
+        return Rendezvous("none", 0, args.local_rank or 0, 1, "localhost", port, "hand, as the only process")
     if missing:
         raise UserError(f"starting processes by hand needs {' '.join(missing)} too", own=True)
     if not 0 <= args.rank < args.world_size:

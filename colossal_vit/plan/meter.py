@@ -5,12 +5,14 @@ Works on fake tensors and process groups, and on real ones, with which the tests
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from colossal_vit.engine.engine import Engine
 from colossal_vit.parallel.layout import Layout
+from colossal_vit.parallel.sharding import Shard
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from torch import Tensor
@@ -119,6 +121,9 @@ class StepPlan:
         config: the resolved config.
         stage_ranks: one rank of each pipeline stage, with this rank's data and tensor coordinates.
         notes: lines that the script appends to the report.
+        output: the run directory, where the report puts its picture.
+        shards: of parameters that `annotate` has seen, by name.
+        shapes: of these full parameters, as timm stores them.
     """
 
     layers: list[str]
@@ -130,12 +135,15 @@ class StepPlan:
     config: dict[str, Any] = field(repr=False)
     stage_ranks: list[int] = field(default_factory=lambda: [0])
     notes: list[str] = field(default_factory=list)
+    output: Path | None = None
+    shards: dict[str, Shard] = field(default_factory=dict, repr=False)
+    shapes: dict[str, list[int]] = field(default_factory=dict, repr=False)
 
 
 observe: Callable[[Engine, Iterable], Any] | None = None  # what `measure` does instead, in forks of the planner
 
 
-def measure(engine: Engine, batches: Iterable) -> StepPlan:
+def measure(engine: Engine, batches: Iterable, output: Path | None = None) -> StepPlan:
     """Measure the first optimizer step of an engine.
 
     Later steps send as many bytes, but DDP splits them into several all-reduce calls.
@@ -143,6 +151,7 @@ def measure(engine: Engine, batches: Iterable) -> StepPlan:
     Args:
         engine: has made no step yet.
         batches: micro-batches for at least one optimizer step.
+        output: see `StepPlan`.
     """
     if observe is not None:
         return observe(engine, batches)
@@ -168,6 +177,8 @@ def measure(engine: Engine, batches: Iterable) -> StepPlan:
             engine.execute_schedule(data_iter, forward_only=False, return_loss=True)
             engine.step()
         hook.remove()
+        if engine.zero:
+            engine.zero.receive_weights()  # some would be sent in the next forward pass only
 
     moments = count_bytes([list(state.values()) for state in optimizer.state.values()])
     memory["weights"] = count_bytes([*weights])
@@ -176,6 +187,7 @@ def measure(engine: Engine, batches: Iterable) -> StepPlan:
     memory["peak"] = max(memory.pop("before update") + moments, meter.peak)
     known = sum(memory[part] for part in ("weights", "gradients", "optimizer"))
     memory["activations"] = max(memory["peak"] - known, 0)
+    annotated = [p for p in model.parameters() if hasattr(p, "shard")]
     pipelined = gpc.is_initialized(ParallelMode.PIPELINE)
     return StepPlan(
         layers=list(
@@ -188,4 +200,7 @@ def measure(engine: Engine, batches: Iterable) -> StepPlan:
         layout=Layout.current(),
         config=dict(config),
         stage_ranks=list(gpc.get_ranks_in_group(ParallelMode.PIPELINE)) if pipelined else [0],
+        output=output,
+        shards={p.shard.name: p.shard for p in annotated},
+        shapes={p.shard.name: p.shard.full_shape(p.shape) for p in annotated},
     )

@@ -10,13 +10,17 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any
 
 import torch
 from colossal_vit.config.load import num_model_chunks
 from colossal_vit.errors import TrainingError, UserError
+from colossal_vit.plan import pictures
 from colossal_vit.plan.meter import SENT_SHARE, StepPlan
+from colossal_vit.plan.pictures import Piece
 from colossalai.context import Config
+from matplotlib.figure import Figure
 
 
 def in_fork(function: Callable[[], Any]) -> Any:
@@ -122,7 +126,7 @@ def format_report(plans: list[StepPlan]) -> str:
             [f"stage {s}"] + [f"{p.sent.get(kind, 0) / 1e6:,.2f} ({p.calls.get(kind, 0)})" for kind in kinds]
             for s, p in enumerate(plans)
         ]
-        lines += ["", *format_table(["MB sent a step (calls)", *kinds], traffic)]
+        lines += ["", *format_table(["MB sent per step (calls)", *kinds], traffic)]
     if layout.pipeline > 1:
         chunks, micro_batches = num_model_chunks(config), config.NUM_MICRO_BATCHES
         bubble = (layout.pipeline - 1) / (chunks * micro_batches)
@@ -134,7 +138,46 @@ def format_report(plans: list[StepPlan]) -> str:
     return "\n".join([*lines, "", *plans[0].notes] if plans[0].notes else lines)
 
 
+def tensor_pieces(plan: StepPlan) -> dict[str, list[Piece]]:
+    """What the tensor-parallel ranks hold of a block's MLP weights and of an activation: pieces by title."""
+    named = {name.split(".", 2)[-1]: name for name in reversed(plan.shards) if name.startswith("blocks.")}
+    shards = {key: plan.shards[named[key]] for key in ("mlp.fc1.weight", "mlp.fc2.weight")}
+    norm = plan.shards[named["norm1.weight"]]
+    pieces = in_fork(lambda: pictures.find_pieces(plan.config["parallel"], plan.layout.side, shards, norm))
+    titles = {key: f"{named[key]}\n{' × '.join(map(str, plan.shapes[named[key]]))} (output × input)" for key in shards}
+    batch, hidden = plan.config["BATCH_SIZE"], plan.shapes[named["norm1.weight"]][0]
+    titles[pictures.ACTIVATION] = f"activations between blocks\n{batch} × {hidden} (images × hidden)"
+    return {titles[key]: found for key, found in pieces.items()}
+
+
+def draw_layout(plans: list[StepPlan]) -> Figure:
+    """A picture of the layout, see `pictures.draw_layout`."""
+    layout = plans[0].layout
+    stages = [_layers(stage_plan.layers) for stage_plan in plans]
+    if len(stages) > 1:
+        stages = [f"stage {number}; {layers}" for number, layers in enumerate(stages)]
+    matrices = tensor_pieces(plans[0]) if layout.tensor > 1 else {}
+    return pictures.draw_layout(str(layout), stages, layout.data, layout.tensor, matrices)
+
+
+def _write_picture(plans: list[StepPlan], folder: Path) -> str:
+    """Write `layout.png` into a folder, created if missing; returns a line that says where it is, or why not."""
+    path = folder / "layout.png"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        pictures.save(draw_layout(plans), path)
+    except OSError as error:
+        return f"no picture: {path} cannot be written: {error.strerror or error}"
+    return f"picture: {path}"
+
+
 def report(main: Callable[[], StepPlan | None], prints: bool = True) -> None:
-    """Print the report of a train script's `main`; does nothing unless `prints`, set on one process of a launcher."""
+    """Print the report of a train script's `main`, and draw the layout in the run directory.
+
+    Does nothing unless `prints`, set on one process of a launcher.
+    """
     if prints:
-        print(format_report(plan(main)))
+        plans = plan(main)
+        print(format_report(plans))
+        if plans[0].output:
+            print(f"\n{_write_picture(plans, plans[0].output)}")

@@ -1,11 +1,14 @@
 """`--plan`: the time and memory of every layout, and the best ones."""
 
 import sys
+
 from colossal_vit.plan import meter, report
-from colossal_vit.plan.trace import Trace, trace
+from colossal_vit.plan.trace import trace
 
 
 class PlanRequested(Exception):
+    """Ends `launch.start` on purpose: the train script is to be planned."""
+
     def __init__(self, path, config, overrides, check, script):
         super().__init__()
         self.path, self.config, self.overrides, self.check, self.script = path, config, overrides, check, script

@@ -209,14 +209,14 @@ def trace(engine: Engine, batches: Iterable) -> Trace:
     with _Recorder([*model.parameters(), *model.buffers(), *copies, images, labels]) as recorder:
         size, accumulating = 0, False
 
-        def begin(part: str, kind: str) -> None:
+        def begin(part: str, kind: str) -> None:  # with the current `size` and `accumulating`
             if kind == "forward" and accumulating:
                 return recorder.begin(None)
             recorder.begin((part, "accumulate" if accumulating else kind, size))
 
         handles = mark_parts(model, begin)
         for size in sizes:
-            for accumulating in (False, True):
+            for accumulating in (False, True):  # noqa: B007 begin reads it
                 begin("embed", "forward")
                 loss = engine.criterion(engine(images[:size]), labels[:size])
                 recorder.end()

@@ -1,4 +1,4 @@
-"""DeiT III ViT-B/16 on ImageNet-1K at 192 px: 800 epochs, which `config_deit3_b16_finetune.py` goes on from at 224 px.
+"""DeiT III ViT-B/16 on ImageNet-1K at 192 px: 800 epochs, then `config_deit3_b16_finetune.py` at 224 px.
 
     torchrun --standalone --nproc_per_node 8 train.py --output ../runs/deit3_b16 --config ./configs/config_deit3_b16.py
 

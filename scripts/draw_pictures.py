@@ -1,0 +1,226 @@
+"""Draw the pictures of docs/pictures from results/, from dry runs and from the simulated schedules.
+
+    python scripts/draw_pictures.py [NAME ...]
+
+They have no background and mid-tone colours, so that they can be read on light and on dark pages. The docstring of each
+function in PICTURES suggests the alternative text of its picture.
+"""
+
+import argparse
+import csv
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from colossal_vit.plan import report
+from colossal_vit.plan.meter import StepPlan
+from colossal_vit.plan.pictures import COLORS, KINDS, TEXT, draw_pieces, draw_timetable, save, style
+from colossal_vit.plan.simulation import Cost, simulate
+from colossal_vit.results import read_metrics
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from check_layouts import CONFIG, FOLDER, NUM_STEPS, ONE, set_flags, tensor
+
+sys.path.append(str(FOLDER))
+
+import train_hybrid
+
+ROOT = FOLDER.parent
+RESULTS, OUTPUT = ROOT / "results", ROOT / "docs/pictures"
+
+
+def read(path: str) -> Any:
+    return json.loads((RESULTS / path).read_text())
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """A figure of so many inches."""
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def add_legend(figure: Figure, **options: Any) -> None:
+    figure.legend(frameon=False, labelcolor=TEXT, fontsize=8, **options)
+
+
+def draw_bars(axes: Axes, values: dict[str, float], title: str, form: str) -> None:
+    """Horizontal bars from top to bottom, each with its value."""
+    bars = axes.barh(list(values), list(values.values()), color=COLORS[: len(values)], height=0.7)
+    axes.bar_label(bars, fmt=form, padding=3, color=TEXT, fontsize=9)
+    axes.invert_yaxis()
+    axes.margins(x=0.2)
+    axes.set_title(title, fontsize=10)
+    style(axes)
+    axes.spines["bottom"].set_visible(False)
+    axes.tick_params(length=0, labelbottom=False)
+
+
+# ---- From results ----------------------------------------------------------------------------------------------------
+
+
+def one_curve() -> Figure:
+    """The loss curves of one process and of 19 parallel layouts lie on each other, over 20 and over 300 steps; below,
+    the largest relative deviation from one process so far.
+    """
+    with open(RESULTS / "one_curve/losses.csv") as file:
+        header, *rows = csv.reader(file)
+    values = np.array(rows, float)
+    steps, losses = values[:, 0], dict(zip(header[1:], values[:, 1:].T, strict=True))
+    layouts = [name for name in losses if name != ONE]
+    deviations = {name: np.maximum.accumulate(np.abs(losses[name] / losses[ONE] - 1)) for name in layouts}
+    figure = new_figure(9, 6.2)
+    top, bottom = figure.subplots(2, 2)
+    for column, end in enumerate((NUM_STEPS, len(steps))):
+        for number, (name, loss) in enumerate(losses.items()):
+            width = 8 - 7 * number / len(layouts)  # so that those below can be seen
+            color = TEXT if name == ONE else COLORS[number % len(COLORS)]
+            dashes = ("-", "--", ":")[number // len(COLORS)]
+            label = name if column == 0 else None
+            top[column].plot(steps[:end], loss[:end], color=color, linewidth=width, label=label)
+            if name != ONE:
+                bottom[column].semilogy(steps[:end], deviations[name][:end], dashes, color=color, linewidth=1)
+        largest = max(deviation[:end].max() for deviation in deviations.values())
+        top[column].set(title=f"steps 1 to {end}", ylabel="loss")
+        bottom[column].set(
+            title=f"largest deviation: {largest:.1e}", xlabel="optimizer step", ylabel="largest so far, relative"
+        )
+    for axes in (*top, *bottom):
+        style(axes)
+    add_legend(figure, loc="outside right center")
+    return figure
+
+
+def quickstart() -> Figure:
+    """The training and test loss, and the test accuracy, of the quickstart's run."""
+    steps, evaluations = read_metrics(RESULTS / "quickstart")
+    figure = new_figure(8, 3)
+    left, right = figure.subplots(1, 2)
+    left.plot([r["step"] for r in steps], [r["loss"] for r in steps], color=COLORS[0], linewidth=1, label="training")
+    at = [r["step"] for r in evaluations]
+    left.plot(at, [r["eval_loss"] for r in evaluations], "o-", color=COLORS[1], markersize=3, label="test")
+    left.set(xlabel="optimizer step", ylabel="loss")
+    left.legend(frameon=False, labelcolor=TEXT)
+    accuracy = [100 * r["eval_accuracy"] for r in evaluations]
+    right.plot(at, accuracy, "o-", color=COLORS[1], markersize=3)
+    right.annotate(
+        f"{accuracy[-1]:.1f} %", (at[-1], accuracy[-1]), (0, -16), textcoords="offset points", color=TEXT, ha="right"
+    )
+    right.set(xlabel="optimizer step", ylabel="test accuracy, %")
+    for axes in (left, right):
+        style(axes).grid(color=TEXT, alpha=0.2)
+    return figure
+
+
+def amp() -> Figure:
+    """Peak memory and images per second of each mixed-precision mode on a CPU, in bfloat16, beside fp32."""
+    rows = {
+        row["config"].removeprefix("config_").removeprefix("AMP_"): row
+        for row in read("caltech101_amp_cpu/amp.json")["rows"]
+    }
+    figure = new_figure(8, 2.6)
+    left, right = figure.subplots(1, 2)
+    draw_bars(left, {name: row["memory_gb"] for name, row in rows.items()}, "peak memory, GB", "%.2f")
+    draw_bars(right, {name: row["images_per_s"] for name, row in rows.items()}, "images/s", "%.1f")
+    return figure
+
+
+def checkpoint() -> Figure:
+    """For ViT-B and ViT-L, how long training stops for a checkpoint, and how long writing it in the background, its
+    verification and a restart's loading take.
+    """
+    models = read("checkpoint/checkpoint.json")["models"]
+    parts = {"training stops": "take", "write, in the background": "write", "verify": "verify", "load": "resume"}
+    figure = new_figure(8, 2.4)
+    for axes, (name, model) in zip(figure.subplots(1, len(models)), models.items(), strict=True):
+        size = sum(model["bytes"].values()) / 1e9
+        seconds = {part: statistics.median(model["seconds"][key]) for part, key in parts.items()}
+        draw_bars(axes, seconds, f"{name}\n{size:.1f} GB, seconds", "%.2f")
+    return figure
+
+
+# ---- From dry runs and schedules -------------------------------------------------------------------------------------
+
+
+def dry_run(processes: int, values: dict[str, Any], config: str = CONFIG) -> list[StepPlan]:
+    """The plans of a layout of train_hybrid.py, by stage."""
+    flags = ["--dry-run", "--world_size", str(processes), *set_flags(values)]
+    sys.argv[1:] = ["--config", str(FOLDER / config), "--output", tempfile.gettempdir(), *flags]
+    return report.plan(train_hybrid.main)
+
+
+def layout_example() -> Figure:
+    """Eight ranks as two replicas of two pipeline stages, each split over two ranks by 1D tensor parallelism: the
+    ranks of each stage, and the pieces of weights that each rank holds.
+    """
+    return report.draw_layout(dry_run(8, {}, "configs/config_hybrid_parallel.py"))
+
+
+def tensor_modes() -> Figure:
+    """What 1D, 2D, 2.5D and 3D tensor parallelism do to two weight matrices and to an activation: which rank holds
+    which piece.
+    """
+    modes = {
+        "1D, 4 ranks": tensor("1d", 4),
+        "2D, 4 ranks": tensor("2d", 4),
+        "2.5D, 8 ranks": tensor("2.5d", 8, depth=2),
+        "3D, 8 ranks": tensor("3d", 8),
+    }
+    figure = new_figure(8.4, 10.6)
+    for number, (row, (name, values)) in enumerate(zip(figure.subplots(4, 3), modes.items(), strict=True)):
+        processes = values["parallel.tensor.size"]
+        plan = dry_run(processes, {"parallel.pipeline": 1, "NUM_MICRO_BATCHES": 1, "DEPTH": 1, "fp16": None, **values})[
+            0
+        ]
+        for axes, (title, pieces) in zip(row, report.tensor_pieces(plan).items(), strict=True):
+            draw_pieces(axes, pieces, range(processes), title if number == 0 else "")
+        row[0].set_ylabel(name, color=TEXT, fontsize=12)
+    return figure
+
+
+def timetable() -> Figure:
+    """Who computes when in a step of 4 pipeline stages and 8 micro-batches, with the 1F1B schedule and with the
+    interleaved one, whose stages idle less; backward takes twice as long as forward, and messages no time.
+    """
+    figure = new_figure(9, 4.4)
+    both = figure.subplots(2, 1)
+    for axes, chunks in zip(both, (1, 2), strict=True):
+        events = simulate([[Cost(1 / chunks, 2 / chunks)] * chunks] * 4, 8)
+        events = [event for event in events if event.kind != "communication"]
+        busy = sum(event.end - event.start for event in events)
+        idle = 1 - busy / (4 * max(event.end for event in events))
+        schedule = "1F1B" if chunks == 1 else f"interleaved, {chunks} chunks per stage (the second fainter)"
+        draw_timetable(axes, events, f"{schedule}: {idle:.0%} idle")
+    for axes in both:
+        axes.set_xlim(right=max(axes.get_xlim()[1] for axes in both))
+    both[-1].set_xlabel("time, in forward passes of a micro-batch")
+    bars = [Patch(color=KINDS[kind], label=kind) for kind in ("forward", "backward")]
+    add_legend(figure, handles=bars, loc="outside right upper")
+    return figure
+
+
+PICTURES: dict[str, Callable[[], Figure]] = {
+    function.__name__: function
+    for function in (one_curve, quickstart, amp, checkpoint, layout_example, tensor_modes, timetable)
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", choices=[[], *PICTURES], metavar="NAME", help=", ".join(PICTURES))
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="folder (default: docs/pictures)")
+    args = parser.parse_args()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same picture on every machine
+    args.output.mkdir(parents=True, exist_ok=True)
+    for name in args.names or PICTURES:
+        save(PICTURES[name](), args.output / f"{name}.png")
+
+
+if __name__ == "__main__":
+    main()

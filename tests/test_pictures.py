@@ -1,0 +1,82 @@
+"""Pictures show what ranks really hold, and those in docs/ are what their script draws."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pytest
+import torch
+from colossal_vit.parallel.layout import Layout
+from colossal_vit.plan import pictures, report
+from colossal_vit.plan.simulation import Cost, simulate
+from colossalai.legacy.core import global_context as gpc
+from matplotlib.figure import Figure
+from PIL import Image
+
+import draw_pictures
+import fork_ranks
+import recipes
+import vit
+from check_layouts import LAYOUTS
+
+WEIGHTS = ("blocks.0.mlp.fc1.weight", "blocks.0.mlp.fc2.weight")
+
+
+@pytest.mark.parametrize("layout", ["1D 4", "2D 4", "2.5D 8", "3D 8"])
+def test_pieces_are_what_ranks_hold(layout):
+    """Real ranks' weights, and the output of their first block, are those pieces of the full ones."""
+    world_size, values = LAYOUTS[layout]
+    config = recipes.config(recipes.flags(**values))
+    images = torch.randn(config.BATCH_SIZE, 3, config.IMG_SIZE, config.IMG_SIZE)
+
+    @torch.no_grad()
+    def on_a_rank():
+        model = vit.build_vit(gpc.config, Layout.of(gpc.config, world_size))
+        held = {p.shard.name: (p.shard, p.data.t() if p.shard.transposed else p.data) for p in model.parameters()}
+        return held, model.blocks["0"](model.patch_embed(images))
+
+    ranks = fork_ranks.call(on_a_rank, world_size, **config)
+    shards = {name: shard for name, (shard, _) in ranks[0][0].items()}
+    side, norm = Layout.of(config, world_size).side, shards["blocks.0.norm1.weight"]
+    matrices = {name: shards[name] for name in WEIGHTS}
+    (found,) = fork_ranks.call(lambda: pictures.find_pieces(config.parallel, side, matrices, norm), launched=False)
+
+    full = vit.full_vit(config)
+    with torch.no_grad():
+        activation = full.blocks[0](full.norm_pre(full._pos_embed(full.patch_embed(images)))).transpose(1, 2)
+    for rank, (held, output) in enumerate(ranks):
+        parts = {name: (full.state_dict()[name], held[name][1]) for name in WEIGHTS}
+        parts[pictures.ACTIVATION] = activation, output.transpose(1, 2)
+        for name, (whole, part) in parts.items():
+            piece = found[name][rank]
+            top, height = round(piece.top * whole.shape[0]), round(piece.height * whole.shape[0])
+            left, width = round(piece.left * whole.shape[1]), round(piece.width * whole.shape[1])
+            torch.testing.assert_close(part, whole[top : top + height, left : left + width], rtol=0, atol=1e-5)
+
+
+def test_a_picture_that_cannot_be_written_is_a_line(tmp_path):
+    (tmp_path / "file").touch()
+    plans = draw_pictures.dry_run(2, LAYOUTS["PP 2"][1] | {"DEPTH": 2})
+    assert "layout.png cannot be written: Not a directory" in report._write_picture(plans, tmp_path / "file" / "run")
+
+
+def test_the_timetable_has_all_passes():
+    axes = Figure().subplots()
+    pictures.draw_timetable(axes, simulate([[Cost(1, 2)]] * 3, 4), "")
+    assert sorted(text.get_text() for text in axes.texts) == sorted("0123" * 3 * 2)
+
+
+def test_committed_pictures_are_what_the_script_draws(tmp_path, monkeypatch):
+    """`python scripts/draw_pictures.py` draws them; compared where matplotlib is the one that drew them."""
+    tracked = subprocess.run(["git", "ls-files", "docs/pictures"], cwd=fork_ranks.ROOT, capture_output=True, text=True)
+    committed = {Path(name).name for name in tracked.stdout.split()}
+    assert committed == {f"{name}.png" for name in draw_pictures.PICTURES}
+    monkeypatch.setattr(sys, "argv", ["draw_pictures.py", "--output", str(tmp_path)])
+    draw_pictures.main()
+    for name in committed:
+        was, now = (Image.open(folder / name) for folder in (draw_pictures.OUTPUT, tmp_path))
+        if f"version{matplotlib.__version__}," in was.info["Software"]:
+            assert was.size == now.size, name
+            assert np.array_equal(np.asarray(was), np.asarray(now)), f"{name} is not up to date"

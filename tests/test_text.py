@@ -1,0 +1,140 @@
+"""What the pages say is there: links, anchors, flags, numbers with their results. And their sentences are short."""
+
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+from colossal_vit.launch.flags import get_parser
+
+ROOT = Path(__file__).resolve().parents[1]
+TRACKED = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+FILES = [ROOT / name for name in TRACKED.stdout.split("\n") if name and (ROOT / name).exists()]
+PAGES = [path for path in FILES if path.suffix == ".md" and "results" not in path.parts]
+
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def prose(page):
+    """A page without its code blocks, comments and pictures."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"<!--.*?-->|!\[[^\]]*\]\([^)]*\)", "", text, flags=re.DOTALL)
+
+
+@cache
+def anchors(page):
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", re.sub(LINK, "", heading).lower()).replace(" ", "-") for heading in headings}
+
+
+@pages
+def test_links_lead_somewhere(page):
+    """Each names a tracked file or a folder with such files, and each anchor a heading of its page."""
+    for link in LINK.findall(page.read_text()):
+        if link.startswith("https://"):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target in FILES or any(target in path.parents for path in FILES), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@pages
+def test_pictures_say_what_they_show(page):
+    for words in re.findall(r"!\[([^\]]*)\]", page.read_text()):
+        assert len(words.split()) >= 5, words
+
+
+def test_every_page_is_linked_from_the_readme():
+    linked = {(ROOT / link.partition("#")[0]).resolve() for link in LINK.findall((ROOT / "README.md").read_text())}
+    assert not {page for page in PAGES if page.name != "README.md"} - linked
+
+
+def own_flags():
+    return {flag for action in get_parser()._actions for flag in action.option_strings if flag.startswith("--")}
+
+
+def test_every_flag_is_on_the_page():
+    """`--local-rank` is what torch.distributed.launch passes."""
+    (table,) = re.findall(r"^## Flags\n(.+?)^## ", (ROOT / "docs/launching.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert set(re.findall(r"--[a-z][\w-]*", table)) == own_flags() - {"--help", "--local-rank"}
+
+
+OTHERS = {  # flags of other programs that the pages name, by who has them
+    "bash": {"--fast", "--minutes", "--rehearse", "--check"},
+    "build_tfrecords.py": {"--verify", "--check", "--index-only", "--synset-map"},
+    "benchmark.py": {"--tf32", "--synthetic", "--find-batch-size"},
+    "python -m colossal_vit.checkpoint": {"--dtype", "--img-size", "--num-classes", "--ema"},
+    "scripts": {"--only", "--write"},
+    "torchrun": {"--standalone", "--nnodes", "--rdzv_backend", "--rdzv_endpoint", "--max-restarts", "--nproc_per_node"},
+    "SLURM, pip": {"--nodes", "--ntasks", "--no-deps", "--pty"},
+    "torch.distributed.launch": {"--master_addr", "--master_port"},
+    "timm": {"--layer-decay"},
+}
+
+
+@pages
+def test_flags_exist(page):
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page.read_text()))
+    assert not named - own_flags() - set().union(*OTHERS.values())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Numbers
+# ---------------------------------------------------------------------------------------------------------------------
+
+NUMBER = re.compile(r"(?<![\w.,-])\d+(?:\.\d+)?e-\d+|(?<![\w.,])\d+\.\d+(?![\w.]|,\d)|(?<![\w.,])\d+(?= ?%)")
+# Numbers in a paragraph or row with a result that are from elsewhere.
+ELSEWHERE = {
+    "docs/checkpoints.md": {"3.7"},  # GB, in the result MB
+    "docs/imagenet-data.md": {"6.3", "2.2"},  # published; GB, in the result MB
+}
+
+
+@cache
+def numbers_of(folder):
+    """The text of a result, without spaces before % signs."""
+    texts = [path.read_text() for path in FILES if folder in path.parents and path.suffix in (".md", ".json", ".txt")]
+    return re.sub(r" (?=%)", "", "\n".join(texts))
+
+
+def passages(page):
+    """Paragraphs, items of lists and rows of tables."""
+    return re.split(r"\n\n|\n(?=[|-])", prose(page))
+
+
+@pages
+def test_numbers_beside_a_result_are_in_it(page):
+    """Fractions, percentages and powers, in each passage that links to a folder of results/."""
+    for passage in passages(page):
+        linked = [(page.parent / link).resolve() for link in LINK.findall(passage) if "results/" in link]
+        folders = [path if path.is_dir() else path.parent for path in linked]
+        said = NUMBER.findall(re.sub(r"\]\([^)]*\)|`[^`]*`", "", passage)) if folders else []
+        for number in set(said) - ELSEWHERE.get(str(page.relative_to(ROOT)), set()):
+            whole = rf"(?<![\d.]){re.escape(number)}(?![\d])"
+            assert any(re.search(whole, numbers_of(folder)) for folder in folders), f"{number} in: {passage}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sentences
+# ---------------------------------------------------------------------------------------------------------------------
+
+LONGEST = 30  # words
+
+
+def sentences(page):
+    """The sentences of a page; each cell of a table, item of a list and heading is one or more of its own."""
+    text = re.sub(r"\]\([^)]*\)", "]", prose(page))
+    for block in re.split(r"\n\n|\n(?=[|#-]|\d\.)|\|", text):
+        yield from re.split(r"(?<=[.!?:;])\**\s+", " ".join(block.split()))
+
+
+@pages
+def test_sentences_are_short(page):
+    if page.name == "configuration.md":
+        return  # written from the schema
+    long = [sentence for sentence in sentences(page) if len(re.findall(r"[^\s]*\w[^\s]*", sentence)) > LONGEST]
+    assert not long, "\n".join(long)
