@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from colossal_vit.engine.reduction import IN_FLIGHT_BYTES
 from colossal_vit.plan.enumeration import Choice
 from colossal_vit.plan.simulation import Compute, program
 from colossal_vit.plan.trace import Pass, Trace
@@ -48,6 +49,7 @@ def stage_memory(choice: Choice, trace: Trace, chunks: Sequence[Chunk], stage: i
     gradients = {number: trace.weight_bytes * sum(sizes_of([chunk], trace)) for number, chunk in enumerate(chunks)}
     ddp = layout.data > 1 and layout.pipeline == 1 and not choice.zero
     split = choice.zero == 2 and choice.passes > 1
+    in_flight = min(IN_FLIGHT_BYTES, (1 - share) * sum(gradients.values())) if split else 0.0
 
     def walk(live: float, record: Pass) -> tuple[float, float]:
         return live + record.left, live + record.peak
@@ -59,10 +61,9 @@ def stage_memory(choice: Choice, trace: Trace, chunks: Sequence[Chunk], stage: i
     if ddp:  # which has made its buckets at the start
         reduced.add(0)
         live += gradients[0]
+    passes = min(choice.passes, 3 * layout.pipeline)  # the others are like these
     if layout.pipeline > 1:
-        steps = [
-            step for step in program(stage, layout.pipeline, choice.passes, choice.chunks) if type(step) is Compute
-        ]
+        steps = [step for step in program(stage, layout.pipeline, passes, choice.chunks) if isinstance(step, Compute)]
     else:
         steps = [Compute(kind, 0, 0) for kind in ("forward", "backward") * min(choice.passes, 2)]
     for step in steps:
@@ -92,8 +93,11 @@ def stage_memory(choice: Choice, trace: Trace, chunks: Sequence[Chunk], stage: i
             live += boundary if chunk.last else -boundary
         reduced.add(step.chunk)
         if split:
-            live -= gradients[step.chunk] * (1 - share)
+            live += in_flight - gradients[step.chunk] * (1 - share)
+            in_flight = 0.0  # what the last pass left to be sent is there once
             reduced.discard(step.chunk)
+    if layout.pipeline > 1 and chunks[-1].last:
+        peak += 2 * boundary * (choice.passes - passes)
     updating = weights + (trace.update_peak - trace.weight_bytes) * elements * share
     return max(peak, updating)
 

@@ -150,17 +150,16 @@ class _Recorder(StepMeter):
 def mark_parts(model: nn.Module, begin: Callable[[str, str], None]) -> list[Any]:
     """Have `begin(part, "forward" or "backward")` called where a pass through a model comes to the next part.
 
-    The last block is the part "block", and blocks before it are "first". The caller begins the embedding's forward pass
-    and the head's backward pass.
+    The first block is the part "block", later ones are "others": where the next block begins, all that the first one
+    does not keep has been freed. The caller begins the embedding's forward pass and the head's backward pass.
 
     Args:
-        model: has `blocks`, as timm's models do.
+        model: has at least two `blocks`, as timm's models do.
         begin: what to call.
 
     Returns:
         Handles, to remove the hooks.
     """
-    blocks = list(model.blocks.children())
 
     def on_gradient(tensor: Tensor, part: str) -> None:
         if tensor.requires_grad:
@@ -174,20 +173,21 @@ def mark_parts(model: nn.Module, begin: Callable[[str, str], None]) -> list[Any]
         return hook
 
     def after(module: nn.Module, inputs: tuple, output: Tensor) -> None:
-        on_gradient(output, "block")
+        on_gradient(output, "others")
         begin("head", "forward")
 
-    handles = [blocks[-1].register_forward_pre_hook(before("block", "first" if len(blocks) > 1 else "embed"))]
-    handles.append(blocks[-1].register_forward_hook(after))
-    if len(blocks) > 1:
-        handles.append(blocks[0].register_forward_pre_hook(before("first", "embed")))
-    return handles
+    first, second, *_ = blocks = list(model.blocks.children())
+    return [
+        first.register_forward_pre_hook(before("block", "embed")),
+        second.register_forward_pre_hook(before("others", "block")),
+        blocks[-1].register_forward_hook(after),
+    ]
 
 
-def _part_of(name: str, last_block: str) -> str | None:
-    """The part that a parameter belongs to, by its timm name; None for blocks before the last."""
+def _part_of(name: str, first_block: str) -> str | None:
+    """The part that a parameter belongs to, by its name; None for blocks after the first."""
     if "blocks." in name:
-        return "block" if f"blocks.{last_block}." in name else None
+        return "block" if f"blocks.{first_block}." in name else None
     return "embed" if any(word in name for word in ("patch_embed", "token", "pos_embed")) else "head"
 
 
@@ -242,10 +242,10 @@ def trace(engine: Engine, batches: Iterable) -> Trace:
     update = recorder.passes.pop("update")
     moments = count_bytes([list(state.values()) for state in optimizer.state.values()])
     elements = sum(p.numel() for p in weights)
-    last = [name for name, _ in model.blocks.named_children()][-1]
+    first_block = next(iter(dict(model.blocks.named_children())))
     parameters: dict[str, list[int]] = {part: [] for part in PARTS}
     for name, parameter in model.named_parameters():
-        if part := _part_of(name, last):
+        if part := _part_of(name, first_block):
             parameters[part].append(parameter.numel())
     constant = count_bytes([images, labels]) + count_bytes([*model.buffers()])
     return Trace(
