@@ -15,7 +15,7 @@ from colossal_vit.hooks import wandb_run
 from colossal_vit.launch import watchdog
 from colossal_vit.launch.launchers import rank_host_port
 from colossal_vit.parallel.ranks import write_line
-from colossal_vit.plan import report
+from colossal_vit.plan import report, search
 from colossalai.legacy.core import global_context as gpc
 
 WATCHDOG_GRACE = 5.0  # seconds that a rank which lost a connection waits for the watchdog to name the dead rank
@@ -56,8 +56,11 @@ def run(main: Callable[[], None]) -> None:
     Exit codes: 0 for success, 2 for a `UserError`, 75 for `Preempted`, 130 for Ctrl-C, 1 for anything else. A
     `UserError`, `TrainingError` or `Preempted` becomes one line on stderr, printed by one rank.
     """
-    if "--dry-run" in sys.argv[1:]:
-        main = functools.partial(report.report, main, prints=rank_host_port()[0] == 0)
+    instead = report.report if "--dry-run" in sys.argv[1:] else None
+    if any(flag.split("=")[0] == "--plan" for flag in sys.argv[1:]):
+        instead = search.run
+    if instead:
+        main = functools.partial(instead, main, prints=rank_host_port()[0] == 0)
     code = 0
     try:
         main()

@@ -78,4 +78,9 @@ def get_parser(description: str | None = None) -> argparse.ArgumentParser:
         action="store_true",
         help="train nothing: print what each rank of the layout (on --world_size processes) would hold and send",
     )
+    parser.add_argument(
+        "--plan",
+        metavar="MACHINE",
+        help="train nothing: predict the fastest layouts for --world_size processes of this machine, such as h100",
+    )
     return parser

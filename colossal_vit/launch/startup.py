@@ -23,6 +23,7 @@ from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.ranks import RankLogger, run_on_rank_0
 from colossal_vit.parallel.seeds import seed_ranks
 from colossal_vit.plan import fakes
+from colossal_vit.plan.search import PlanRequested
 from colossal_vit.run import Run
 from colossalai.context import Config
 from torch.testing._internal.distributed.fake_pg import FakeStore  # and torch's backend "fake"
@@ -41,10 +42,11 @@ def start(
         check: raises `UserError` if config and layout do not fit the script's model.
 
     Raises:
+        PlanRequested: with `--plan`, once the config is loaded.
         UserError: if flags, environment, config, layout, device or run directory are not usable.
     """
     args = get_parser(description).parse_args()
-    rendezvous = None if args.dry_run else find_rendezvous(args)
+    rendezvous = None if args.dry_run or args.plan else find_rendezvous(args)
     if args.config is None:
         raise UserError(
             "--config FILE is missing: the Python file with the hyper-parameters, for example from configs/"
@@ -69,6 +71,8 @@ def start(
     if args.debug_nan and config.get("COMPILE"):
         raise UserError("--debug-nan looks into the model, which COMPILE merges into one piece: leave one of them out")
     rendezvous = rendezvous or planned_rendezvous(args, config)
+    if args.plan:
+        raise PlanRequested(args.plan, args.config, overrides, config, rendezvous.world_size, script, check)
     layout = Layout.of(config, rendezvous.world_size)
     if check is not None:
         check(config, layout)

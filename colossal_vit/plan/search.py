@@ -1,37 +1,325 @@
-"""`--plan`: the time and memory of every layout, and the best ones."""
+"""`--plan MACHINE`: the step time and memory of every layout, predicted, and the best ones."""
 
+import shlex
 import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
 
+from colossal_vit.config.settings import HYBRID
+from colossal_vit.engine.reduction import BUCKET_BYTES
+from colossal_vit.errors import UserError
+from colossal_vit.parallel.layout import Layout
+from colossal_vit.parallel.partition import partition_blocks
 from colossal_vit.plan import meter, report
-from colossal_vit.plan.trace import trace
+from colossal_vit.plan.enumeration import Choice, enumerate_layouts, global_batch
+from colossal_vit.plan.machines import RESERVED_GB, Machine, find_machine
+from colossal_vit.plan.memory import Chunk, cut, owned_share, rank_memory, sizes_of
+from colossal_vit.plan.simulation import Cost, Event, finish, simulate
+from colossal_vit.plan.trace import Message, Trace, trace
+from colossalai.context import Config
+
+SHOWN = 10  # layouts in the table
+TRACED_IMAGES = 8  # per part of a batch; traces have half of it, too
+TensorParallel = tuple[str | None, int, int | None]  # mode, size, depth
+
+
+class Prediction(NamedTuple):
+    """What is predicted of a layout.
+
+    Attributes:
+        choice: the layout.
+        seconds: of an optimizer step.
+        memory: bytes of the fullest rank, in PyTorch's tensors.
+        computing, communicating, bubble: shares of the step, on average over the stages. Communicating is what nothing
+            is computed beside; the bubble is waiting for other stages.
+        events: of the step.
+    """
+
+    choice: Choice
+    seconds: float
+    memory: float
+    computing: float
+    communicating: float
+    bubble: float
+    events: list[Event]
+
+
+class _Stage(NamedTuple):
+    """Seconds of a stage: of its chunks, tensor-parallel messages included; and those messages alone, per pass."""
+
+    costs: list[Cost]
+    messages: float
+    reduction: float
+    broadcast: float
+    num_buckets: int
+    update: float
+
+    def least(self, passes: int) -> float:
+        return passes * sum(map(sum, self.costs)) + self.update
+
+
+class Predictor:
+    """Predicts layouts of one model on one machine.
+
+    Args:
+        config: of the run.
+        machine: that it is to run on.
+        traces: of the model, by tensor parallelism.
+    """
+
+    def __init__(self, config: Config, machine: Machine, traces: Mapping[TensorParallel, Trace]):
+        self.config, self.machine, self.traces = config, machine, traces
+        self.image_bytes = 3 * 4 * config.IMG_SIZE**2
+        self._part = cache(self._part)
+        self._chunks = cache(self._chunks)
+
+    def _part(self, tensor: TensorParallel, part: str, kind: str, images: int) -> tuple[float, float]:
+        """Seconds of computing and of messages of a part's pass."""
+        record = self.traces[tensor].part(part, kind, images)
+        on_node = self.machine.ranks_per_node if tensor[1] <= self.machine.ranks_per_node else 1
+        sent = sum(self.machine.send(message, on_node) for message in record.messages)
+        return self.machine.compute((tensor, part, kind, images), record), sent
+
+    def _chunks(self, num_stages: int, num_chunks: int) -> list[list[Chunk]]:
+        return cut(partition_blocks(self.config, num_stages * num_chunks), num_stages)
+
+    def _stage(self, choice: Choice, chunks: list[Chunk]) -> _Stage:
+        costs, messages = [], 0.0
+        for chunk in chunks:
+            seconds = {"forward": 0.0, "backward": 0.0}
+            for part, count in chunk.parts():
+                for kind in seconds:
+                    again = ["forward"] if kind == "backward" and choice.checkpoint and part == "block" else []
+                    for each in (kind, *again):
+                        computing, sent = self._part(choice.tensor, part, each, choice.images)
+                        seconds[kind] += count * (computing + sent)
+                        messages += count * sent
+            costs.append(Cost(**seconds))
+        layout, traced = choice.layout, self.traces[choice.tensor]
+        sizes = sizes_of(chunks, traced)
+        share = owned_share(sizes, layout.data) if choice.zero else 1.0
+        num_bytes = traced.weight_bytes * sum(sizes)
+        on_node = max(self.machine.ranks_per_node // (layout.pipeline * layout.tensor), 1)
+        num_buckets = -(-num_bytes // BUCKET_BYTES) if layout.data > 1 else 0
+
+        def send(kind: str) -> float:
+            if not num_buckets:
+                return 0.0
+            return num_buckets * self.machine.send(Message(kind, layout.data, num_bytes / num_buckets), on_node)
+
+        elements = share * sum(sizes)
+        update = self.machine.update((choice.tensor, sum(sizes)), traced.update_bytes * elements, elements)
+        world = layout.data * layout.pipeline * layout.tensor
+        update += self.machine.send(Message("all_reduce", world, 4), self.machine.ranks_per_node)  # of the norm
+        reduction, broadcast = (send("reduce"), send("broadcast")) if choice.zero else (send("all_reduce"), 0.0)
+        return _Stage(costs, messages, reduction, broadcast, int(num_buckets), update)
+
+    def stages(self, choice: Choice) -> list[_Stage]:
+        done: dict[tuple[Chunk, ...], _Stage] = {}  # most stages are alike
+        all_chunks = self._chunks(choice.layout.pipeline, choice.chunks)
+        for chunks in map(tuple, all_chunks):
+            if chunks not in done:
+                done[chunks] = self._stage(choice, list(chunks))
+        return [done[tuple(chunks)] for chunks in all_chunks]
+
+    def memory(self, choice: Choice) -> float:
+        """Bytes of the fullest rank at the peak of a step."""
+        chunks = self._chunks(choice.layout.pipeline, choice.chunks)
+        return rank_memory(choice, self.traces[choice.tensor], chunks, self.image_bytes)
+
+    def least(self, choice: Choice) -> float:
+        """Seconds that the slowest stage computes: a step takes no less."""
+        return max(stage.least(choice.passes) for stage in self.stages(choice))
+
+    def predict(self, choice: Choice) -> Prediction:
+        stages, layout = self.stages(choice), choice.layout
+        traced, machine = self.traces[choice.tensor], self.machine
+        on_node = machine.ranks_per_node if layout.pipeline * layout.tensor <= machine.ranks_per_node else 1
+        transfer = machine.send(Message("send", 2, traced.boundary * choice.images), on_node)
+        ranks = layout.data * layout.tensor  # of a stage, which compute together
+        busy = min(ranks * layout.pipeline, machine.ranks_per_node)
+
+        def speed(num_active: int) -> float:
+            return machine.speed(min(num_active * ranks, busy))
+
+        slowed = {"speed": speed} if speed(layout.pipeline) < 1 else {}
+        events = simulate([stage.costs for stage in stages], choice.passes, transfer, **slowed)
+        slow = machine.speed(busy)
+        events = finish(
+            events,
+            [stage.reduction for stage in stages],
+            [stage.num_buckets for stage in stages],
+            [stage.update / slow for stage in stages],
+            machine.overlap,
+        )
+        exposed = 0.0  # outside of the simulation
+        for stage in stages:
+            forward, backward = (sum(getattr(cost, kind) for cost in stage.costs) for kind in Cost._fields)
+            earlier = choice.passes - 1 if choice.zero == 2 else 0  # passes that reduce, too
+            if machine.overlap:
+                here = max(stage.broadcast - forward, 0.0) + earlier * max(stage.reduction - backward, 0.0)
+            else:
+                here = stage.broadcast + earlier * stage.reduction
+            exposed = max(exposed, here)
+        seconds = max(event.end for event in events) + exposed
+        computing = communicating = 0.0
+        for number, stage in enumerate(stages):
+            own = [event for event in events if event.stage == number]
+            passes = sum(e.end - e.start for e in own if e.kind in ("forward", "backward", "update"))
+            sent = choice.passes * stage.messages
+            passed = max(e.end for e in own if e.kind in ("forward", "backward", "communication"))
+            reduced = max((e.end for e in own if e.kind == "reduce"), default=passed)
+            moved = sum(min(e.end - e.start, transfer) for e in own if e.kind == "communication")
+            computing += (passes - sent) / len(stages)
+            communicating += (sent + moved + max(reduced - passed, 0.0) + exposed) / len(stages)
+        shares = computing / seconds, communicating / seconds
+        return Prediction(choice, seconds, self.memory(choice), *shares, max(1 - sum(shares), 0.0), events)
+
+
+class Plan(NamedTuple):
+    """The best layouts, the fastest first, and what was left out."""
+
+    best: list[Prediction]
+    num_layouts: int
+    num_too_large: int
+    least_memory: float
+
+
+def search(predictor: Predictor, choices: Iterable[Choice], shown: int = SHOWN) -> Plan:
+    """The fastest layouts that fit.
+
+    They are simulated in the order of what they take at least, until that is more than the slowest of the best ones
+    takes.
+    """
+    limit = (predictor.machine.memory_gb - RESERVED_GB) * 1e9
+    choices = list(choices)
+    fitting, smallest = [], float("inf")
+    for choice in choices:
+        memory = predictor.memory(choice)
+        smallest = min(smallest, memory)
+        if memory <= limit:
+            fitting.append((predictor.least(choice), len(fitting), choice))
+    best: list[Prediction] = []
+    for least, _, choice in sorted(fitting):
+        if len(best) == shown and least > best[-1].seconds:
+            break
+        best = sorted([*best, predictor.predict(choice)], key=lambda p: (p.seconds, p.memory))[:shown]
+    return Plan(best, len(choices), len(choices) - len(fitting), smallest)
+
+
+# ---- From the command line -------------------------------------------------------------------------------------------
 
 
 class PlanRequested(Exception):
-    """Ends `launch.start` on purpose: the train script is to be planned."""
+    """Raised by a train script's start under `--plan`: what is to be planned.
 
-    def __init__(self, path, config, overrides, check, script):
+    Args:
+        machine: name of a machine.
+        path: of the config file.
+        overrides: of its values.
+        config: loaded from both.
+        world_size: number of ranks.
+        script: one of `settings.SCRIPTS`, or None.
+        check: raises `UserError` for a config and a layout that do not fit the model.
+    """
+
+    def __init__(
+        self,
+        machine: str,
+        path: str,
+        overrides: Sequence[str],
+        config: Config,
+        world_size: int,
+        script: str | None,
+        check: Callable[[Config, Layout], None] | None,
+    ):
         super().__init__()
-        self.path, self.config, self.overrides, self.check, self.script = path, config, overrides, check, script
+        self.machine, self.path, self.overrides, self.config = machine, path, overrides, config
+        self.world_size, self.script, self.check = world_size, script, check
 
 
-def traced(main, request, choice, observe=trace):
-    parts = choice.layout.batch_parts
-    one = {
-        "parallel": {"pipeline": 1, "tensor": choice.settings()["parallel"]["tensor"]},
-        "BATCH_SIZE": 8 * parts,
-        "gradient_accumulation": 1,
-        "zero": None,
-    }
-    if request.script == "train_hybrid":
-        one |= {"NUM_MICRO_BATCHES": 1, "model": {"num_chunks": 1}, "CHECKPOINT": False}
-    if "DEPTH" in request.config:
-        one["DEPTH"] = 2
+def request_of(main: Callable[[], Any]) -> PlanRequested:
+    """What a train script's `main` is to plan; `--plan` is on its command line."""
+    try:
+        main()
+    except PlanRequested as request:
+        return request
+    raise RuntimeError("the script does not begin with launch.start")
 
-    def of_rank():
-        meter.observe = observe
-        sys.argv[1:] = ["--config", request.path, "--dry-run", "--world_size", str(choice.layout.tensor)]
-        for override in [*request.overrides, *(f"{key}={value!r}" for key, value in one.items())]:
+
+def record(main: Callable[[], Any], request: PlanRequested, tensor: TensorParallel) -> Trace:
+    """The trace of a train script's `main` with this tensor parallelism, made in a fork."""
+    mode, size, depth = tensor
+    parallel = {"pipeline": 1, "tensor": {"mode": mode, "size": size, **({"depth": depth} if depth else {})}}
+    parts = Layout.of(Config({"parallel": parallel}), size).batch_parts
+    values: dict[str, Any] = {"BATCH_SIZE": TRACED_IMAGES * parts, "gradient_accumulation": 1, "zero": None, "DEPTH": 2}
+    if request.script == HYBRID:
+        values |= {"parallel": parallel, "NUM_MICRO_BATCHES": 1, "model": {"num_chunks": 1}, "CHECKPOINT": False}
+
+    def of_rank() -> Trace:
+        meter.observe = trace
+        sys.argv[1:] = ["--config", request.path, "--dry-run", "--world_size", str(size)]
+        for override in (*request.overrides, *(f"{key}={value!r}" for key, value in values.items())):
             sys.argv += ["--set", override]
         return main()
 
     return report.in_fork(of_rank)
+
+
+def set_flags(choice: Choice, script: str | None) -> list[str]:
+    """What to put on the command line for a layout, quoted for a shell."""
+    values = choice.settings(script == HYBRID)
+    if "model" in values:
+        values["model.num_chunks"] = values.pop("model")["num_chunks"]
+    return [f"--set {shlex.quote(f'{key}={value!r}')}" for key, value in values.items()]
+
+
+def format_plan(plan: Plan, request: PlanRequested, images: int) -> str:
+    """The table of the best layouts, and the flags of the first one."""
+    where = f"{request.world_size} ranks, {request.machine}"
+    lines = [f"{where}, {images} images per step: {plan.num_layouts} layouts; predicted, not measured"]
+    if plan.num_too_large:
+        lines.append(
+            f"{plan.num_too_large} of them do not fit the memory; the smallest takes {plan.least_memory / 1e9:.1f} GB"
+        )
+    if not plan.best:
+        return "\n".join(lines)
+    rows = [
+        [
+            str(each.choice),
+            f"{images / each.seconds:,.0f}",
+            f"{each.memory / 1e9:.1f}",
+            *(f"{share:.0%}" for share in (each.computing, each.communicating, each.bubble)),
+        ]
+        for each in plan.best
+    ]
+    header = ["layout", "images/s", "GB per rank", "computing", "communicating", "bubble"]
+    best = " ".join(set_flags(plan.best[0].choice, request.script))
+    return "\n".join([*lines, "", *report.format_table(header, rows), "", "the first one:", best])
+
+
+def make_plan(main: Callable[[], Any], request: PlanRequested) -> tuple[Plan, int]:
+    """The best layouts, and the images of a step.
+
+    Raises:
+        UserError: if the machine is not known, or the model has fewer than two blocks.
+    """
+    config = request.config
+    if not config.get("DEPTH", 0) > 1:
+        raise UserError("--plan is for models whose config has a DEPTH of at least 2")
+    half = bool(config.fp16)
+    machine = find_machine(request.machine, config.get("machine"), half, config.get("TF32", False))
+    images = global_batch(config, request.world_size)
+    choices = enumerate_layouts(config, request.world_size, images, request.script, request.check)
+    kinds = dict.fromkeys(choice.tensor for choice in choices)
+    traces = {tensor: record(main, request, tensor) for tensor in kinds}
+    return search(Predictor(config, machine, traces), choices), images
+
+
+def run(main: Callable[[], Any], prints: bool = True) -> None:
+    """Print the plan of a train script's `main`; does nothing unless `prints`, set on one process of a launcher."""
+    if prints:
+        request = request_of(main)
+        plan, images = make_plan(main, request)
+        print(format_plan(plan, request, images))
