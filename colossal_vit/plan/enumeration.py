@@ -118,7 +118,7 @@ def enumerate_layouts(config: Config, world_size: int, images: int, script: str,
     """Every layout in which a step has `images` images, and that the config's checks allow.
 
     Without a pipeline, micro-batches are those of gradient accumulation; with one, the schedule makes them, since more
-    of them fill the bubble.
+    of them fill the bubble. The chunks of a stage have as many blocks each, but for the rest of the division.
 
     Args:
         config: of the run; all but the layout is kept.
@@ -157,7 +157,7 @@ def enumerate_layouts(config: Config, world_size: int, images: int, script: str,
                 if stages == 1:
                     schedules = [Choice(layout, depth, images // data // parts, accumulation=parts)]
                 else:
-                    chunks = range(1, config.DEPTH // stages + 1) if parts % stages == 0 else [1]
+                    chunks = divisors(config.DEPTH // stages) if parts % stages == 0 else [1]
                     schedules = [Choice(layout, depth, images // data, 1, parts, number) for number in chunks]
                 for choice in filter(allowed, schedules):
                     stages_of_zero = (

@@ -1,6 +1,7 @@
 """Peak memory of the ranks of a layout, from a `Trace`; the tests compare it with dry runs."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from colossal_vit.engine.reduction import IN_FLIGHT_BYTES
@@ -16,6 +17,7 @@ class Chunk(NamedTuple):
     first: bool
     last: bool
 
+    @lru_cache  # noqa: B019 there are few different ones
     def parts(self) -> list[tuple[str, int]]:
         """Parts of the model, and how often they come, in forward order."""
         counts = [("embed", int(self.first)), ("block", self.blocks), ("head", int(self.last))]

@@ -5,7 +5,8 @@ with a constant part for weights.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,13 +46,14 @@ class Pass:
     live: np.ndarray
     messages: list[Message]
 
-    @property
+    @cached_property
     def left(self) -> float:
         """Bytes that the pass leaves in memory; negative if it frees more."""
         return float(self.live[-1])
 
-    @property
+    @cached_property
     def peak(self) -> float:
+        """Bytes above those at its beginning."""
         return float(max(self.live.max(), 0.0))
 
     def at(self, other: "Pass", weight: float) -> "Pass":
@@ -94,12 +96,16 @@ class Trace:
     update_bytes: float
     update_peak: float
     boundary: float
+    _parts: dict[tuple[str, str, int], Pass] = field(default_factory=dict, repr=False)
 
     def part(self, name: str, kind: str, batch: int) -> Pass:
         """A pass of a part with a micro-batch of so many images."""
-        few, many = self.sizes
-        first, second = (self.passes[name, kind, size] for size in self.sizes)
-        return first.at(second, (batch - few) / (many - few))
+        key = name, kind, batch
+        if key not in self._parts:
+            few, many = self.sizes
+            first, second = (self.passes[name, kind, size] for size in self.sizes)
+            self._parts[key] = first.at(second, (batch - few) / (many - few))
+        return self._parts[key]
 
 
 def _flops(function: Any, args: tuple, kwargs: dict, result: Any) -> float:
