@@ -25,6 +25,8 @@ RUNS["hybrid"][3]["TENSOR_SHAPE"] = (32, 5, 16)
 RUNS["naive"][3].update({"OPTIMIZER": "lamb", "TENSOR_SHAPE": (64, 5, 16), "SEQ_LENGTH": 5})
 for name in ("dp", "caltech101", "imagenet"):
     RUNS[name][3]["gradient_accumulation"] = 1
+# The files were written on another CPU. In bf16 its kernels round differently, by up to half a unit in the last place.
+TOLERANCES = dict.fromkeys(RUNS, 1e-5) | dict.fromkeys(("naive", "dp"), 2**-9)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -41,5 +43,6 @@ def test_a_run_of_before_resumes(name, tmp_path, monkeypatch):
     expected = [json.loads(line) for line in (OLD / name / "expected.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps[3:]] == [step["step"] for step in expected] == [4, 5, 6]
     for here, there in zip(steps[3:], expected, strict=True):
-        for key in ("loss", "grad_norm", "lr"):
-            assert here[key] == pytest.approx(there[key], rel=1e-5), (here, there)
+        assert here["lr"] == pytest.approx(there["lr"], rel=1e-12)
+        for key in ("loss", "grad_norm"):
+            assert here[key] == pytest.approx(there[key], rel=TOLERANCES[name]), (here, there)

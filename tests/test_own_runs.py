@@ -281,6 +281,8 @@ def test_values_that_change_what_is_learned_are_refused_or_put_on_record(trained
     line = refused(trained, LEARNING_RATE=1e-3, gradient_accumulation=2)
     assert "step-00000002: was trained with other values (LEARNING_RATE 0.003 → 0.001, global batch 128 → 256)" in line
     assert "resume it as it is with --accept-changes" in line
+    run(trained, "--accept-changes", "--max-steps", "2", LEARNING_RATE=1e-3)
+    assert json.loads((trained / "config.json").read_text())["LEARNING_RATE"] == 3e-3, "no step was made with 1e-3"
     run(trained, "--accept-changes", "--max-steps", "3", LEARNING_RATE=1e-3)
     (change,) = state_of(trained)["changes"]
     assert change == {"step": 2, "values": {"LEARNING_RATE": [0.003, 0.001]}, "data": ""}

@@ -132,7 +132,11 @@ def resume(run: Run, trainer: Trainer, train_dataloader: MicroBatches, lr_schedu
     elif (run.config.get("finetune") or {}).get("weights"):
         start_from(run, trainer.engine)
     if not run.eval_only:
-        run_on_rank_0(lambda: run_directory.begin(run.output, run.checkpoint, run.config, run.log))
+        made = trainer.cur_epoch * len(train_dataloader) + train_dataloader.start  # micro-steps
+        last = run.config.NUM_EPOCHS * len(train_dataloader)
+        if run.max_steps:
+            last = min(last, run.max_steps * trainer.engine.accumulation)
+        run_on_rank_0(lambda: run_directory.begin(run.output, run.checkpoint, run.config, run.log, made >= last))
 
 
 def _resume(run: Run, trainer: Trainer, train_dataloader: MicroBatches, lr_scheduler: Any) -> None:

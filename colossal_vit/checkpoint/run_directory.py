@@ -172,7 +172,7 @@ def prepare(
     return path, _resume_path(args.resume) or inherited
 
 
-def begin(output: Path, path: Path | None, config: Config, log: RankLogger) -> None:
+def begin(output: Path, path: Path | None, config: Config, log: RankLogger, complete: bool = False) -> None:
     """Prepare the run directory for the steps after checkpoint `path`: write config.json, set aside what conflicts.
 
     That is, an earlier run of which `path` is no part, or else the damaged checkpoints after `path`. Called once all
@@ -183,6 +183,7 @@ def begin(output: Path, path: Path | None, config: Config, log: RankLogger) -> N
         path: the checkpoint that was loaded, or None.
         config: the resolved config.
         log: where renames are reported.
+        complete: whether no step is left; config.json then stays that of the steps made.
 
     Raises:
         UserError: if it cannot be written.
@@ -196,6 +197,7 @@ def begin(output: Path, path: Path | None, config: Config, log: RankLogger) -> N
         elif _has_a_run(output):
             log.info(f"an earlier run was in {output}; it is in {_rename_earlier_run(output)} now")
         own.mkdir(exist_ok=True)
-        write_text(output / "config.json", configs.to_json(config) + "\n")
+        if not complete or not (output / "config.json").exists():
+            write_text(output / "config.json", configs.to_json(config) + "\n")
     except OSError as error:
         raise UserError(f"--output {output}: cannot be written: {error.strerror or error}") from None
