@@ -287,11 +287,7 @@ def default(block: str, key: str) -> Any:
 
 
 def defaults(script: str | None) -> dict[str, Any]:
-    """The keys that a script has defaults for, with these.
-
-    Args:
-        script: one of SCRIPTS; None, for any other one, means the defaults that all scripts share.
-    """
+    """The keys that a script of SCRIPTS has defaults for, with these; for None, those that all scripts share."""
     found = {key: default_for(setting, script) for key, setting in SCHEMA.items()}
     return {key: value for key, value in found.items() if value is not REQUIRED and value is not OPTIONAL}
 

@@ -74,7 +74,7 @@ class Choice:
         if self.depth:
             words.append(f"depth {self.depth}")
         if self.layout.pipeline > 1:
-            words.append(f"{self.micro_batches} micro-batches")
+            words.append(f"{self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)}")
         if self.chunks > 1:
             words.append(f"{self.chunks} chunks")
         if self.accumulation > 1:

@@ -1,0 +1,179 @@
+"""`--plan`: memory by formula is that of dry runs, and the layouts that it names run."""
+
+import re
+import shlex
+import sys
+
+import pytest
+from colossal_vit.parallel.layout import Layout
+from colossal_vit.parallel.partition import partition_blocks
+from colossal_vit.plan import memory, search
+from colossal_vit.plan.enumeration import Choice, enumerate_layouts, own_layout
+from colossal_vit.plan.machines import MACHINES, RESERVED_GB, Gpus
+from colossal_vit.plan.trace import Message
+
+import fork_ranks
+import recipes
+import train_hybrid
+import vit
+from check_layouts import PIPELINE, tensor
+from test_dry_run import planned
+
+SIZE = dict(IMG_SIZE=64, PATCH_SIZE=8, HIDDEN_SIZE=192, DEPTH=6, NUM_HEADS=6, NUM_CLASSES=10, BATCH_SIZE=64)
+SIZE |= {"NUM_MICRO_BATCHES": 1, "fp16.initial_scale": 1.0}
+
+
+def argv_of(**values):
+    return recipes.flags("NAIVE", **{**SIZE, **values})
+
+
+def request_for(argv, world_size):
+    sys.argv = ["train_hybrid.py", *argv, "--plan", "h100", "--world_size", str(world_size)]
+    return search.request_of(train_hybrid.main)
+
+
+LAYOUTS = {
+    "accumulation": (1, {"gradient_accumulation": 2}),
+    "recomputed": (1, {"CHECKPOINT": True}),
+    "DP 2": (2, {}),
+    "zero 2, accumulation": (8, {"zero.stage": 2, "gradient_accumulation": 2}),
+    "PP 2, 8 micro-batches": (2, {**PIPELINE, "NUM_MICRO_BATCHES": 8}),
+    "interleaved": (4, {**PIPELINE, "NUM_MICRO_BATCHES": 4, "model.num_chunks": 2, "zero.stage": 1}),
+    "1D 2": (2, tensor("1d", 2)),
+    "2D 4 × PP 2": (8, {**PIPELINE, "NUM_MICRO_BATCHES": 4, **tensor("2d", 4), "NUM_HEADS": 6}),
+    "2.5D 8": (8, tensor("2.5d", 8, depth=2)),
+    "3D 8": (8, tensor("3d", 8)),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_memory_is_that_of_a_dry_run(name):
+    world_size, values = LAYOUTS[name]
+    argv = argv_of(**values)
+
+    def predicted():
+        request = request_for(argv, world_size)
+        choice = own_layout(request.config, world_size)
+        trace = search.record(train_hybrid.main, request, choice.tensor)
+        blocks = partition_blocks(request.config, choice.layout.pipeline * choice.chunks)
+        stages = memory.cut(blocks, choice.layout.pipeline)
+        image = 3 * 4 * request.config.IMG_SIZE**2
+        return [memory.stage_memory(choice, trace, chunks, stage, image) for stage, chunks in enumerate(stages)]
+
+    here = fork_ranks.call(predicted, launched=False)[0]
+    there = planned(argv, world_size)
+    assert here == pytest.approx([there[rank].memory["peak"] for rank in there[0].stage_ranks], rel=0.05)
+
+
+def test_every_layout_is_one_that_the_scripts_accept():
+    """And each comes once; on 8 ranks there are some of every kind."""
+    config = recipes.config(argv_of())
+    choices = enumerate_layouts(config, 8, 64, "train_hybrid", vit.check_vit)
+    assert len(set(choices)) == len(choices)
+    assert {choice.tensor for choice in choices} == {
+        *((None, 1, None), ("1d", 2, None), ("2d", 4, None), ("2.5d", 8, 2), ("3d", 8, None))
+    }
+    for choice in choices:
+        layout = choice.layout
+        assert layout.data * layout.pipeline * layout.tensor == 8
+        assert choice.batch * choice.accumulation * layout.data == 64
+        assert choice.batch % (choice.micro_batches * layout.batch_parts) == 0
+
+
+def test_collectives_and_products_on_gpus():
+    """By hand: 1 GB in a ring of 4, at 80 % of 450 GB/s; between nodes all cards of a node carry it."""
+    machine = MACHINES["h100"]
+    on_node = machine.send(Message("all_reduce", 4, 1e9), 8)
+    assert on_node == pytest.approx(2 * 3 / 4 * 1e9 / 360e9 + 2 * 10e-6)
+    between = machine.send(Message("all_reduce", 16, 1e9), 4)
+    assert between == pytest.approx(2 * 15 / 16 * 1e9 / (4 * 50e9 * 0.8) + 4 * 20e-6)
+    assert machine.send(Message("all_reduce", 1, 1e9), 8) == 0
+
+
+def run_plan(*more, world_size=4, machine="h100", **values):
+    argv = [*argv_of(**{**values, "gradient_accumulation": 2}), "--plan", machine, "--world_size", str(world_size)]
+    return fork_ranks.run(recipes.HYBRID, [*argv, *more])
+
+
+def test_the_best_layout_really_runs(tmp_path):
+    """The flags that `--plan` prints make the layout that it names, with the same images in a step."""
+    result = run_plan()
+    assert result.codes == [0], str(result)
+    said = result.stdout[0]
+    assert "4 ranks, h100, 512 images per step: " in said
+    best = said.splitlines()[-1]
+    argv = [*argv_of(), *shlex.split(best), "--set", "NUM_EPOCHS=1", "--output", str(tmp_path), "--max-steps", "1"]
+    result = fork_ranks.run(recipes.HYBRID, argv, 4)
+    assert result.codes == [0] * 4, str(result)
+    (row,) = [line for line in said.splitlines() if line.startswith("data") and "%" in line][:1]
+    assert row.split(",")[0].split("  ")[0] in result.stdout[0]
+    assert "global batch 512 = " in result.stdout[0]
+
+
+def test_what_is_refused_does_not_fit():
+    """With the memory of a GPU between that of two layouts, the larger one is left out; its dry run needs more."""
+    argv = argv_of(**{"machine.memory_gb": RESERVED_GB + 0.2})
+
+    def refused():
+        request = request_for(argv, 2)
+        plan, images = search.make_plan(train_hybrid.main, request)
+        choices = enumerate_layouts(request.config, 2, images, request.script, request.check)
+        trace = {kind: search.record(train_hybrid.main, request, kind) for kind in {c.tensor for c in choices}}
+        predictor = search.Predictor(request.config, MACHINES["h100"], trace)
+        large = [choice for choice in choices if predictor.memory(choice) > 0.2e9]
+        smallest = min(large, key=predictor.memory)
+        return plan, len(large), smallest, [predictor.memory(best.choice) for best in plan.best]
+
+    plan, num_large, choice, fitting = fork_ranks.call(refused, launched=False)[0]
+    assert plan.num_too_large == num_large > 0
+    assert max(fitting) <= 0.2e9
+    values = [part for flag in search.set_flags(choice, "train_hybrid") for part in shlex.split(flag)]
+    peaks = [each.memory["peak"] for each in planned([*argv, *values], 2).values()]
+    assert max(peaks) > 0.2e9
+
+
+@pytest.mark.parametrize(
+    ("machine", "values", "line"),
+    [
+        ("h10", {}, "--plan h10: no such machine; did you mean h100?"),
+        (
+            "mine",
+            {"machine.memory_gb": 8},
+            "Another one needs a config block machine with half_tflops, single_tflops, ",
+        ),
+        ("h100", {"machine.memory_gb": -8}, "machine.memory_gb = -8, but it must be"),
+        ("h100", {"parallel.pipeline": 3}, "world size 4 does not fit parallel.pipeline = 3"),
+    ],
+)
+def test_mistakes_are_named(machine, values, line):
+    result = run_plan(machine=machine, **values)
+    assert result.codes == [2]
+    assert line in result.stderr[0]
+    assert len(result.stderr[0].splitlines()) == 1
+
+
+def test_a_machine_of_ones_own():
+    own = dict(half_tflops=100, single_tflops=10, memory_gb=24, memory_gb_s=900, link_gb_s=30, network_gb_s=3)
+    result = run_plan(machine="mine", **{f"machine.{key}": value for key, value in own.items()})
+    assert result.codes == [0], str(result)
+    assert re.search(r"^4 ranks, mine, 512 images per step: \d+ layouts; predicted, not measured", result.stdout[0])
+
+
+def test_uneven_pipelines_wait():
+    """More micro-batches, less waiting; computing, communicating and waiting are the whole step."""
+    config = recipes.config(argv_of())
+
+    def shares():
+        request = request_for(argv_of(), 4)
+        predictor = search.Predictor(
+            config,
+            Gpus(1e-3, 1e-3, 80, 1e3, 1e3, 1e3),
+            {(None, 1, None): search.record(train_hybrid.main, request, (None, 1, None))},
+        )
+        layout = Layout(1, 4, 1, None, 1)
+        return [predictor.predict(Choice(layout, None, 64, 1, number)) for number in (4, 16, 64)]
+
+    few, more, most = (each._replace(events=[]) for each in fork_ranks.call(shares, launched=False)[0])
+    assert few.bubble > more.bubble > most.bubble > 0
+    for each in (few, more, most):
+        assert each.computing + each.communicating + each.bubble == pytest.approx(1)
