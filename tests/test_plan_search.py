@@ -139,7 +139,7 @@ def test_what_is_refused_does_not_fit():
         (
             "mine",
             {"machine.memory_gb": 8},
-            "Another one needs a config block machine with half_tflops, single_tflops, ",
+            "(or describe it in a config block machine: half_tflops, single_tflops, ",
         ),
         ("h100", {"machine.memory_gb": -8}, "machine.memory_gb = -8, but it must be"),
         ("h100", {"parallel.pipeline": 3}, "world size 4 does not fit parallel.pipeline = 3"),
