@@ -119,7 +119,7 @@ def test_what_is_refused_does_not_fit():
         plan, images = search.make_plan(train_hybrid.main, request)
         choices = enumerate_layouts(request.config, 2, images, request.script, request.check)
         trace = {kind: search.record(train_hybrid.main, request, kind) for kind in {c.tensor for c in choices}}
-        predictor = search.Predictor(request.config, MACHINES["h100"], trace)
+        predictor = search.Predictor(request.config, MACHINES["h100"], trace, 2)
         large = [choice for choice in choices if predictor.memory(choice) > 0.2e9]
         smallest = min(large, key=predictor.memory)
         return plan, len(large), smallest, [predictor.memory(best.choice) for best in plan.best]
@@ -169,6 +169,7 @@ def test_uneven_pipelines_wait():
             config,
             Gpus(1e-3, 1e-3, 80, 1e3, 1e3, 1e3),
             {(None, 1, None): search.record(train_hybrid.main, request, (None, 1, None))},
+            4,
         )
         layout = Layout(1, 4, 1, None, 1)
         return [predictor.predict(Choice(layout, None, 64, 1, number)) for number in (4, 16, 64)]

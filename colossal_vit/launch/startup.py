@@ -71,13 +71,14 @@ def start(
     if args.debug_nan and config.get("COMPILE"):
         raise UserError("--debug-nan looks into the model, which COMPILE merges into one piece: leave one of them out")
     rendezvous = rendezvous or planned_rendezvous(args, config)
+    output = args.output or run_directory.default(Path(sys.argv[0]), Path(args.config), overrides, args.resume)
     if args.plan:
-        raise PlanRequested(args.plan, args.config, overrides, config, rendezvous.world_size, script, check)
+        world_size = rendezvous.world_size
+        raise PlanRequested(args.plan, args.config, overrides, config, world_size, script, check, output)
     layout = Layout.of(config, rendezvous.world_size)
     if check is not None:
         check(config, layout)
     backend = choose_backend(args, rendezvous)
-    output = args.output or run_directory.default(Path(sys.argv[0]), Path(args.config), overrides, args.resume)
 
     if not torch.cuda.is_available():
         cpu.enable()
@@ -87,7 +88,8 @@ def start(
         config.pop("COMPILE", None)  # does not change memory and messages
         launch_groups(config, rendezvous, "fake", FakeStore(), args.timeout, device)
         seed_ranks(config.SEED)
-        fakes.fake_tensors(device)
+        if not fakes.real_tensors:
+            fakes.fake_tensors(device)
         return Run(config, layout, output, 1, device, RankLogger(0), dry_run=True)
     parent.watch(rendezvous.launcher != "none", args.timeout)
     store = join_store(rendezvous, args.timeout)

@@ -9,6 +9,8 @@ from torch._C._distributed_c10d import _create_work_from_future
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+real_tensors = False  # set in forks of the planner that take times, in which only the other ranks are fake
+
 
 class FakeBatches(Loader):
     """A loader of `(images, labels)` for dry runs: zeros in the shape of images, int64 labels (B,).

@@ -8,8 +8,10 @@ exist, so that a laptop can plan any model for any world size.
 import multiprocessing
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stdout
+from multiprocessing import connection
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,12 @@ from colossalai.context import Config
 from matplotlib.figure import Figure
 
 
-def in_fork(function: Callable[[], Any]) -> Any:
-    """Call a function in a forked child process; its `UserError` or `TrainingError` is raised here."""
+def in_forks(functions: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Call functions at the same time, each in a forked process; a `UserError` or `TrainingError` is raised here."""
     fork = multiprocessing.get_context("fork")
-    receive, send = fork.Pipe(duplex=False)
+    children = []
 
-    def child() -> None:
+    def child(function: Callable[[], Any], send: Connection) -> None:
         torch.set_num_threads(
             torch.get_num_threads()
         )  # repairs PyTorch's thread pool after the fork, before autograd's
@@ -39,18 +41,32 @@ def in_fork(function: Callable[[], Any]) -> Any:
             answer = error
         send.send(answer)
 
-    process = fork.Process(target=child)
-    process.start()
-    send.close()
-    try:
-        answer = receive.recv()
-    except EOFError:
-        sys.exit(1)  # the child has printed its traceback
-    finally:
+    for function in functions:
+        receive, send = fork.Pipe(duplex=False)
+        process = fork.Process(target=child, args=(function, send))
+        process.start()
+        send.close()
+        children.append((process, receive))
+    answers: dict[Connection, Any] = {}
+    while waiting := [receive for _, receive in children if receive not in answers]:
+        for receive in connection.wait(waiting):
+            try:
+                answers[receive] = receive.recv()
+            except EOFError:  # the child has printed its traceback
+                for process, _ in children:
+                    process.kill()
+                sys.exit(1)
+    for process, _ in children:
         process.join()
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
+    for answer in answers.values():
+        if isinstance(answer, Exception):
+            raise answer
+    return [answers[receive] for _, receive in children]
+
+
+def in_fork(function: Callable[[], Any]) -> Any:
+    """Call a function in a forked child process; its `UserError` or `TrainingError` is raised here."""
+    return in_forks([function])[0]
 
 
 def plan_rank(main: Callable[[], StepPlan | None], rank: int) -> StepPlan:

@@ -3,14 +3,18 @@
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+from colossal_vit.config.load import plain
 from colossal_vit.config.settings import HYBRID
+from colossal_vit.engine.engine import Engine
 from colossal_vit.engine.reduction import BUCKET_BYTES
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.partition import partition_blocks
-from colossal_vit.plan import meter, report
+from colossal_vit.plan import calibration, fakes, meter, report
 from colossal_vit.plan.enumeration import Choice, enumerate_layouts, global_batch
 from colossal_vit.plan.machines import RESERVED_GB, Machine, find_machine
 from colossal_vit.plan.memory import Chunk, cut, owned_share, rank_memory, sizes_of
@@ -65,10 +69,12 @@ class Predictor:
         config: of the run.
         machine: that it is to run on.
         traces: of the model, by tensor parallelism.
+        world_size: number of ranks.
     """
 
-    def __init__(self, config: Config, machine: Machine, traces: Mapping[TensorParallel, Trace]):
+    def __init__(self, config: Config, machine: Machine, traces: Mapping[TensorParallel, Trace], world_size: int):
         self.config, self.machine, self.traces = config, machine, traces
+        self.all_busy = machine.speed(min(world_size, machine.ranks_per_node))  # while messages were timed
         self.image_bytes = 3 * 4 * config.IMG_SIZE**2
         self._part = cache(self._part)
         self._chunks = cache(self._chunks)
@@ -77,7 +83,7 @@ class Predictor:
         """Seconds of computing and of messages of a part's pass."""
         record = self.traces[tensor].part(part, kind, images)
         on_node = self.machine.ranks_per_node if tensor[1] <= self.machine.ranks_per_node else 1
-        sent = sum(self.machine.send(message, on_node) for message in record.messages)
+        sent = self.all_busy * sum(self.machine.send(message, on_node) for message in record.messages)
         return self.machine.compute((tensor, part, kind, images), record), sent
 
     def _chunks(self, num_stages: int, num_chunks: int) -> list[list[Chunk]]:
@@ -135,7 +141,7 @@ class Predictor:
         stages, layout = self.stages(choice), choice.layout
         traced, machine = self.traces[choice.tensor], self.machine
         on_node = machine.ranks_per_node if layout.pipeline * layout.tensor <= machine.ranks_per_node else 1
-        transfer = machine.send(Message("send", 2, traced.boundary * choice.images), on_node)
+        transfer = self.all_busy * machine.send(Message("send", 2, traced.boundary * choice.images), on_node)
         ranks = layout.data * layout.tensor  # of a stage, which compute together
         busy = min(ranks * layout.pipeline, machine.ranks_per_node)
 
@@ -144,12 +150,11 @@ class Predictor:
 
         slowed = {"speed": speed} if speed(layout.pipeline) < 1 else {}
         events = simulate([stage.costs for stage in stages], choice.passes, transfer, **slowed)
-        slow = machine.speed(busy)
         events = finish(
             events,
             [stage.reduction for stage in stages],
             [stage.num_buckets for stage in stages],
-            [stage.update / slow for stage in stages],
+            [stage.update / self.all_busy for stage in stages],
             machine.overlap,
         )
         exposed = 0.0  # outside of the simulation
@@ -221,6 +226,7 @@ class PlanRequested(Exception):
         world_size: number of ranks.
         script: one of `settings.SCRIPTS`, or None.
         check: raises `UserError` for a config and a layout that do not fit the model.
+        output: run directory, for the calibration.
     """
 
     def __init__(
@@ -232,10 +238,11 @@ class PlanRequested(Exception):
         world_size: int,
         script: str | None,
         check: Callable[[Config, Layout], None] | None,
+        output: Path,
     ):
         super().__init__()
         self.machine, self.path, self.overrides, self.config = machine, path, overrides, config
-        self.world_size, self.script, self.check = world_size, script, check
+        self.world_size, self.script, self.check, self.output = world_size, script, check, output
 
 
 def request_of(main: Callable[[], Any]) -> PlanRequested:
@@ -247,23 +254,46 @@ def request_of(main: Callable[[], Any]) -> PlanRequested:
     raise RuntimeError("the script does not begin with launch.start")
 
 
-def record(main: Callable[[], Any], request: PlanRequested, tensor: TensorParallel) -> Trace:
-    """The trace of a train script's `main` with this tensor parallelism, made in a fork."""
+def run_model(
+    main: Callable[[], Any],
+    request: PlanRequested,
+    tensor: TensorParallel,
+    observe: Callable[[Engine, Iterable], Any],
+    images: int | None = None,
+) -> Callable[[], Any]:
+    """A function, for a fork, that runs a train script's `main` up to its engine, and returns what is observed.
+
+    Args:
+        main: of the script.
+        request: to plan.
+        tensor: tensor parallelism of the model; it has two blocks, and neither data parallelism nor a pipeline.
+        observe: called with engine and batches.
+        images: of a batch; with them, tensors are real and only the other ranks are fake.
+    """
     mode, size, depth = tensor
     parallel = {"pipeline": 1, "tensor": {"mode": mode, "size": size, **({"depth": depth} if depth else {})}}
     parts = Layout.of(Config({"parallel": parallel}), size).batch_parts
-    values: dict[str, Any] = {"BATCH_SIZE": TRACED_IMAGES * parts, "gradient_accumulation": 1, "zero": None, "DEPTH": 2}
+    values: dict[str, Any] = {"BATCH_SIZE": images or TRACED_IMAGES * parts, "gradient_accumulation": 1}
+    values |= {"zero": None, "DEPTH": 2}
     if request.script == HYBRID:
         values |= {"parallel": parallel, "NUM_MICRO_BATCHES": 1, "model": {"num_chunks": 1}, "CHECKPOINT": False}
 
-    def of_rank() -> Trace:
-        meter.observe = trace
+    def of_rank() -> Any:
+        meter.observe = observe
+        fakes.real_tensors = images is not None
+        if images and request.world_size > 1:
+            torch.set_num_threads(1)  # as torchrun has it
         sys.argv[1:] = ["--config", request.path, "--dry-run", "--world_size", str(size)]
         for override in (*request.overrides, *(f"{key}={value!r}" for key, value in values.items())):
             sys.argv += ["--set", override]
         return main()
 
-    return report.in_fork(of_rank)
+    return of_rank
+
+
+def record(main: Callable[[], Any], request: PlanRequested, tensor: TensorParallel) -> Trace:
+    """The trace of a train script's `main` with this tensor parallelism, made in a fork."""
+    return report.in_fork(run_model(main, request, tensor, trace))
 
 
 def set_flags(choice: Choice, script: str | None) -> list[str]:
@@ -307,13 +337,44 @@ def make_plan(main: Callable[[], Any], request: PlanRequested) -> tuple[Plan, in
     config = request.config
     if not config.get("DEPTH", 0) > 1:
         raise UserError("--plan is for models whose config has a DEPTH of at least 2")
-    half = bool(config.fp16)
-    machine = find_machine(request.machine, config.get("machine"), half, config.get("TF32", False))
     images = global_batch(config, request.world_size)
     choices = enumerate_layouts(config, request.world_size, images, request.script, request.check)
     kinds = dict.fromkeys(choice.tensor for choice in choices)
+    known = request.machine != "here" and not request.machine.endswith(".json")
+    machine = (
+        find_machine(request.machine, config.get("machine"), bool(config.fp16), config.get("TF32", False))
+        if known
+        else None
+    )
     traces = {tensor: record(main, request, tensor) for tensor in kinds}
-    return search(Predictor(config, machine, traces), choices), images
+    machine = machine or measured(main, request, choices, traces)
+    return search(Predictor(config, machine, traces, request.world_size), choices), images
+
+
+def measured(
+    main: Callable[[], Any], request: PlanRequested, choices: Iterable[Choice], traces: Mapping[TensorParallel, Trace]
+) -> calibration.Here:
+    """This machine, measured or from a file."""
+    model = plain({key: request.config.get(key) for key in calibration.MODEL})
+    made = calibration.origin(request.world_size, model)
+    if request.machine != "here":
+        return calibration.load(Path(request.machine), made)
+    images: dict[TensorParallel, set[int]] = {}
+    for choice in choices:
+        images.setdefault(choice.tensor, set()).add(choice.images)
+    elements = {
+        tensor: sum(map(sum, traces[tensor].parameters.values())) + sum(traces[tensor].parameters["block"])
+        for tensor in images
+    }
+
+    def observe(tensor: TensorParallel, batch: int, look: Callable) -> Callable[[], Any]:
+        return run_model(main, request, tensor, look, batch)
+
+    here = calibration.calibrate(
+        observe, {tensor: sorted(sizes) for tensor, sizes in images.items()}, elements, request.world_size, made
+    )
+    calibration.save(here, request.output / "calibration.json")
+    return here
 
 
 def run(main: Callable[[], Any], prints: bool = True) -> None:

@@ -1,0 +1,295 @@
+"""`--plan here`: what this machine takes, measured: parts of the model, messages, processes side by side."""
+
+import dataclasses
+import json
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from itertools import pairwise
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+from colossal_vit.engine.engine import Engine
+from colossal_vit.errors import UserError
+from colossal_vit.files import write_text
+from colossal_vit.plan import report
+from colossal_vit.plan.trace import Message, Pass, mark_parts
+from torch import Tensor
+
+VALID_DAYS = 7
+REPEATS = 5  # of what is timed; the median counts
+BESIDE_S = 1.5  # for which processes compute side by side
+MESSAGES = (2**12, 2**22)  # bytes; the time in between is taken to be linear
+MODEL = ("IMG_SIZE", "PATCH_SIZE", "HIDDEN_SIZE", "NUM_HEADS", "MLP_RATIO", "NUM_CLASSES", "OPTIMIZER", "fp16")
+
+
+@dataclass
+class Here:
+    """A `Machine` by measurements. Seconds are those of a process that computes alone, unless it says otherwise.
+
+    Attributes:
+        made: when, on which machine, with which torch, for how many processes, and for which model.
+        parts: by tensor parallelism, part and pass: images of a micro-batch, and seconds.
+        updates: by tensor parallelism: of an optimizer step ÷ elements.
+        messages: by kind of collective and size of the group: latency, and seconds per byte, while all processes send.
+        speeds: by number of processes that compute: of each, relative to one alone.
+        memory_gb: of this machine for each process.
+    """
+
+    made: dict[str, Any]
+    memory_gb: float
+    parts: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    updates: dict[str, float] = field(default_factory=dict)
+    messages: dict[str, tuple[float, float]] = field(default_factory=dict)
+    speeds: dict[int, float] = field(default_factory=dict)
+    overlap: bool = False  # on CPUs messages take the cores' time
+    ranks_per_node: int = 2**30
+
+    def compute(self, part: tuple, record: Pass) -> float:
+        tensor, name, kind, images = part
+        points = self.parts[f"{tensor} {name} {kind}"]
+        slope, constant = (
+            np.polyfit(*zip(*points, strict=True), 1) if len(points) > 1 else (points[0][1] / points[0][0], 0)
+        )
+        return max(float(slope * images + constant), 0.0)
+
+    def send(self, message: Message, on_node: int) -> float:
+        if message.size == 1:
+            return 0.0
+        sizes = [int(key.split()[1]) for key in self.messages if key.split()[0] == message.kind]
+        nearest = min((size for size in sizes if size >= message.size), default=max(sizes))
+        latency, per_byte = self.messages[f"{message.kind} {nearest}"]
+        return latency + per_byte * message.nbytes
+
+    def update(self, part: tuple, num_bytes: float, elements: float) -> float:
+        return self.updates[str(part[0])] * elements
+
+    def speed(self, num_active: int) -> float:
+        counts = sorted(self.speeds)
+        return float(np.interp(num_active, counts, [n * self.speeds[n] for n in counts])) / num_active
+
+
+def _synchronize() -> float:
+    """The time, when the device has done everything."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def clock(engine: Engine, batches: Iterable, sizes: Sequence[int]) -> tuple[dict[str, list], float]:
+    """Time the parts of a model of two blocks, and the update.
+
+    Args:
+        engine: without data parallelism and pipeline; messages to other ranks go nowhere.
+        batches: of images and labels; the first is used.
+        sizes: of micro-batches, at most that of the batch.
+
+    Returns:
+        By part and pass, images and seconds; and seconds of the update.
+    """
+    images, labels = next(iter(batches))
+    found: dict[str, list[tuple[int, float]]] = {}
+    spans: list[tuple[str, float]] = []
+    handles = mark_parts(engine.bare_model, lambda part, kind: spans.append((f"{part} {kind}", _synchronize())))
+    engine.train()
+    updates, wholes = [], []
+
+    def step(size: int) -> None:
+        spans.append(("embed forward", _synchronize()))
+        loss = engine.criterion(engine(images[:size]), labels[:size])
+        spans.append(("head backward", _synchronize()))
+        engine.backward(loss)
+        spans.append(("update", _synchronize()))
+        engine.step()
+        spans.append(("", _synchronize()))
+        engine.zero_grad()
+
+    for size in sizes:
+        runs: dict[str, list[float]] = {}
+        for number in range(1 + REPEATS):
+            spans.clear()
+            step(size)
+            for (name, start), (_, end) in pairwise(spans):
+                if number:
+                    runs.setdefault(name, []).append(end - start)
+        updates += runs.pop("update")
+        for name, seconds in runs.items():
+            found.setdefault(name, []).append((size, statistics.median(seconds)))
+    for handle in handles:
+        handle.remove()
+    for _ in range(1 + REPEATS):  # what a step takes beside its parts
+        started = _synchronize()
+        engine.zero_grad()
+        engine.execute_schedule(iter([(images[: sizes[-1]], labels[: sizes[-1]])]))
+        engine.step()
+        wholes.append(_synchronize() - started)
+    update = statistics.median(updates)
+    rest = statistics.median(wholes[1:]) - update - sum(points[-1][1] for points in found.values())
+    found["head forward"] = [(size, seconds + max(rest, 0.0)) for size, seconds in found["head forward"]]
+    return found, update
+
+
+def work(engine: Engine, batches: Iterable, barrier: Any) -> float:
+    """Forward and backward passes per second, beside the processes that wait at the same barrier."""
+    images, labels = next(iter(batches))
+    engine.train()
+
+    def step() -> None:
+        engine.backward(engine.criterion(engine(images), labels))
+        engine.zero_grad()
+
+    step()
+    barrier.wait()
+    started, count = _synchronize(), 0
+    while _synchronize() - started < BESIDE_S:
+        step()
+        count += 1
+    return count / (_synchronize() - started)
+
+
+def _collectives(size: int, group: Any, ranks: list[int]) -> dict[str, Callable[[Tensor], Any]]:
+    """By kind: a collective on a message; of all-gather and reduce-scatter, the message is the full tensor."""
+    place = ranks.index(dist.get_rank())
+
+    def send(message: Tensor) -> None:
+        if place < 2:
+            other = ranks[1 - place]
+            dist.send(message, other, group) if place == 0 else dist.recv(message, other, group)
+
+    return {
+        "all_reduce": lambda message: dist.all_reduce(message, group=group),
+        "all_gather": lambda message: dist.all_gather(list(message.chunk(size)), message.chunk(size)[0].clone(), group),
+        "reduce_scatter": lambda message: dist.reduce_scatter(
+            message.chunk(size)[0].clone(), list(message.chunk(size)), group=group
+        ),
+        "broadcast": lambda message: dist.broadcast(message, ranks[0], group),
+        "reduce": lambda message: dist.reduce(message, ranks[0], group=group),
+        "send": send,
+    }
+
+
+def time_messages(rank: int, world_size: int, store: str, device: torch.device, backend: str) -> dict[str, tuple]:
+    """On each rank: latency and seconds per byte of each collective, in groups of each size, all of them at a time."""
+    torch.set_num_threads(1)
+    dist.init_process_group(backend, store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+    found = {}
+    for size in (n for n in range(2, world_size + 1) if world_size % n == 0):
+        groups = [(list(range(i, i + size)),) for i in range(0, world_size, size)]
+        made = [(ranks, dist.new_group(ranks)) for (ranks,) in groups]
+        ranks, group = next((ranks, group) for ranks, group in made if rank in ranks)
+        for kind, collective in _collectives(size, group, ranks).items():
+            medians = []
+            for num_bytes in MESSAGES:
+                message, seconds = torch.zeros(num_bytes // 4, device=device), []
+                for _ in range(1 + REPEATS):
+                    dist.barrier()
+                    started = _synchronize()
+                    collective(message)
+                    seconds.append(_synchronize() - started)
+                medians.append(statistics.median(seconds[1:]))
+            per_byte = max(medians[1] - medians[0], 0.0) / (MESSAGES[1] - MESSAGES[0])
+            found[f"{kind} {size}"] = (medians[0], per_byte)
+    dist.destroy_process_group()
+    return found
+
+
+def origin(world_size: int, model: Mapping[str, Any]) -> dict[str, Any]:
+    """What a calibration is valid for, and when it was made."""
+    cpu = next((line.split(": ")[1] for line in _cpuinfo() if line.startswith("model name")), platform.machine())
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    place = {"host": platform.node(), "cpu": cpu, "cores": psutil.cpu_count(), "gpu": gpu, "torch": torch.__version__}
+    return {"date": datetime.now().isoformat(timespec="seconds"), **place, "ranks": world_size, "model": dict(model)}
+
+
+def _cpuinfo() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def calibrate(
+    observe: Callable[[tuple, dict[str, Any], Callable], Callable[[], Any]],
+    images: Mapping[tuple, Sequence[int]],
+    elements: Mapping[tuple, int],
+    world_size: int,
+    made: dict[str, Any],
+) -> Here:
+    """Measure this machine.
+
+    Args:
+        observe: makes a function that runs a model with a tensor parallelism, for a batch of so many images, on
+            processes of its own and with real tensors, and gives its engine and batches to the third argument.
+        images: by tensor parallelism, the sizes of micro-batches that matter.
+        elements: by tensor parallelism, those of the traced model on a rank.
+        world_size: number of processes.
+        made: of `origin`.
+    """
+    here = Here(made, psutil.virtual_memory().total / 1e9 / world_size)
+    for tensor, sizes in images.items():
+        ends = sorted({min(sizes), max(sizes)})
+        parts, update = report.in_fork(observe(tensor, ends[-1], lambda *of, ends=ends: clock(*of, ends)))
+        here.parts |= {f"{tensor} {name}": points for name, points in parts.items()}
+        here.updates[str(tensor)] = update / elements[tensor]
+    some = next(iter(images))
+    batch = max(images[some])
+    rates = {}
+    for count in sorted({1, 2, world_size} & set(range(1, world_size + 1))):
+        barrier = get_context("fork").Barrier(count)
+        run = observe(some, batch, lambda *of, barrier=barrier: work(*of, barrier))
+        rates[count] = statistics.fmean(report.in_forks([run] * count))
+    here.speeds = {count: rate / rates[1] for count, rate in rates.items()}
+    if world_size > 1:
+        cuda = torch.cuda.is_available()
+        with tempfile.TemporaryDirectory() as folder:
+
+            def on_rank(rank: int) -> Callable[[], dict[str, tuple]]:
+                device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+                backend = "nccl" if cuda else "gloo"
+                return lambda: time_messages(rank, world_size, f"{folder}/store", device, backend)
+
+            by_rank = report.in_forks([on_rank(rank) for rank in range(world_size)])
+        for key in by_rank[0]:
+            here.messages[key] = tuple(max(found[key][i] for found in by_rank) for i in (0, 1))
+    return here
+
+
+def save(here: Here, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(dataclasses.asdict(here), indent=2) + "\n")
+
+
+def load(path: Path, wanted: dict[str, Any]) -> Here:
+    """A calibration from a file.
+
+    Args:
+        path: that `save` wrote.
+        wanted: `origin` of the plan to be made.
+
+    Raises:
+        UserError: if it cannot be read, is of another machine, torch, model or number of ranks, or is too old.
+    """
+    try:
+        values = json.loads(path.read_text())
+        values["speeds"] = {int(count): speed for count, speed in values["speeds"].items()}
+        here = Here(**values)
+        made = datetime.fromisoformat(here.made["date"])
+    except OSError as error:
+        raise UserError(f"--plan {path}: {error.strerror}; --plan here writes one") from None
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"--plan {path}: is not a calibration; --plan here writes one") from None
+    for key, value in wanted.items():
+        if key != "date" and here.made.get(key) != value:
+            raise UserError(
+                f"--plan {path}: is of another {key} ({here.made.get(key)!r}, here {value!r}): use --plan here"
+            )
+    if datetime.now() - made > timedelta(days=VALID_DAYS):
+        raise UserError(f"--plan {path}: was made on {made:%F}, over {VALID_DAYS} days ago: use --plan here")
+    return here
