@@ -54,8 +54,9 @@ class Bucket:
         """Start to average the gradients, and take them from the parameters. On all replicas the same ones have one."""
         self.finish()
         self._reduced = [p for p in self.parameters if p.grad is not None]
-        self._sum = torch.cat([p.grad.flatten() for p in self._reduced]).div_(self.group.size())
-        for parameter in self._reduced:
+        self._sum = self._reduced[0].grad.new_empty(sum(p.numel() for p in self._reduced))
+        for parameter, part in zip(self._reduced, _split(self._sum, self._reduced), strict=True):
+            torch.div(parameter.grad, self.group.size(), out=part)  # which also copies
             parameter.grad = None
         if self.owner is None:
             self._reduction = dist.all_reduce(self._sum, group=self.group, async_op=True)
