@@ -431,7 +431,7 @@ def test_training_goes_on_where_rank_0_cannot_listen():
 
 
 def test_a_bug_on_one_rank_ends_the_others(tmp_path, monkeypatch):
-    """An exception that only rank 1 meets: its traceback, and nobody waits for it."""
+    """An exception that only rank 1 meets: its traceback, nobody waits for it, and no empty run directory is left."""
     original = cifar10.read
 
     def read(root, train):
@@ -440,11 +440,13 @@ def test_a_bug_on_one_rank_ends_the_others(tmp_path, monkeypatch):
         return original(root, train)
 
     monkeypatch.setattr(cifar10, "read", read)
-    argv = ["--config", recipes.PIPELINE_CONFIG, "--output", str(tmp_path), *SMALL_PIPELINE, *fork_ranks.FOREVER]
+    output = tmp_path / "run"
+    argv = ["--config", recipes.PIPELINE_CONFIG, "--output", str(output), *SMALL_PIPELINE, *fork_ranks.FOREVER]
     result = fork_ranks.run(recipes.HYBRID, argv, 2)
     assert result.codes == [1, 1], str(result)
     assert "RuntimeError: a bug" in result.stderr[1]
     assert "Traceback" not in result.stderr[0]
+    assert not output.exists()
 
 
 def test_gradient_that_is_not_finite_stops_all_before_the_update(tmp_path):

@@ -42,8 +42,9 @@ def reference(tmp_path_factory):
 
 
 def small_buckets(monkeypatch, size):
-    """Make many buckets of even a small model, so that some wait until others have arrived."""
+    """Make many buckets of even a small model: some wait until others have arrived, some weights are sent alone."""
     monkeypatch.setattr(reduction, "BUCKET_BYTES", size)
+    monkeypatch.setattr(reduction, "LARGE_BYTES", size // 2)
     for module in (reduction, zero):
         monkeypatch.setattr(module, "IN_FLIGHT_BYTES", 2 * size)
 

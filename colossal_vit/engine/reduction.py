@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 BUCKET_BYTES = 25 * 2**20  # the default of torch's DistributedDataParallel
 IN_FLIGHT_BYTES = 4 * BUCKET_BYTES  # being sent at a time; with half of it, training on CPUs was 6 % slower
+LARGE_BYTES = 2**20  # of a weight that is sent alone: copying it would take longer than one more message
 
 
 def _split(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
@@ -39,12 +40,13 @@ class Bucket:
         self._sum: Tensor | None = None
         self._averages: dict[nn.Parameter, Tensor] = {}
         self._reduction: Any = None
+        self._small: list[nn.Parameter] = []  # those whose weights are in `_weights`
         self._weights: Tensor | None = None
-        self._broadcast: Any = None
+        self._broadcasts: list[Any] = []
 
     @property
     def nbytes(self) -> int:
-        return sum(p.numel() * p.element_size() for p in self.parameters)
+        return sum(p.nbytes for p in self.parameters)
 
     @property
     def _root(self) -> int:
@@ -54,8 +56,9 @@ class Bucket:
         """Start to average the gradients, and take them from the parameters. On all replicas the same ones have one."""
         self.finish()
         self._reduced = [p for p in self.parameters if p.grad is not None]
-        self._sum = torch.cat([p.grad.flatten() for p in self._reduced]).div_(self.group.size())
-        for parameter in self._reduced:
+        self._sum = self._reduced[0].grad.new_empty(sum(p.numel() for p in self._reduced))
+        for parameter, part in zip(self._reduced, _split(self._sum, self._reduced), strict=True):
+            torch.div(parameter.grad, self.group.size(), out=part)  # which also copies
             parameter.grad = None
         if self.owner is None:
             self._reduction = dist.all_reduce(self._sum, group=self.group, async_op=True)
@@ -84,22 +87,22 @@ class Bucket:
 
     @torch.no_grad()
     def send_weights(self) -> None:
-        """Start to broadcast the weights from the owner."""
-        if self.used_here:
-            self._weights = torch.cat([p.flatten() for p in self.parameters])
-        else:
-            self._weights = self.parameters[0].new_empty(sum(p.numel() for p in self.parameters))
-        self._broadcast = dist.broadcast(self._weights, self._root, group=self.group, async_op=True)
+        """Start to broadcast the weights from the owner: large ones in place, the others in one message."""
+        messages = [p.detach() for p in self.parameters if p.nbytes >= LARGE_BYTES]
+        self._small = [p for p in self.parameters if p.nbytes < LARGE_BYTES]
+        if self._small:
+            self._weights = torch.cat([p.flatten() for p in self._small])
+            messages.append(self._weights)
+        self._broadcasts = [dist.broadcast(m, self._root, group=self.group, async_op=True) for m in messages]
 
     @torch.no_grad()
     def receive_weights(self) -> None:
         """Wait for the weights, if they are being broadcast."""
-        if self._broadcast is None:
-            return
-        self._broadcast.wait()
-        if not self.used_here:
-            torch._foreach_copy_(self.parameters, _split(self._weights, self.parameters))
-        self._broadcast = self._weights = None
+        for broadcast in self._broadcasts:
+            broadcast.wait()
+        if self._small and not self.used_here:
+            torch._foreach_copy_(self._small, _split(self._weights, self._small))
+        self._broadcasts, self._small, self._weights = [], [], None
 
 
 def make_buckets(
@@ -125,7 +128,7 @@ def make_buckets(
             buckets.append(Bucket(group, owner))
             filling[dtype][owner] = buckets[-1]
         filling[dtype][owner].parameters.append(parameter)
-        sizes[dtype] += parameter.numel() * parameter.element_size()
+        sizes[dtype] += parameter.nbytes
     return buckets
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
+from colossal_vit.checkpoint import lock
 from colossal_vit.errors import end_process
 from colossal_vit.launch.rendezvous import is_own, listen
 
@@ -116,10 +117,13 @@ class Watchdog:
                 if self.leaving.is_set():
                     return
                 selector.unregister(connection)
+                if word == "bye":
+                    continue
+                lock.remove_unused()  # held by this rank, while the error is another's
                 if word == "end":
                     self._tell("end", code[0])
                     end_process(int(code[0]))
-                elif word == "died":
+                else:
                     self._tell("end", "1")
                     end_process(1, f"{names[connection]} died; the other ranks end too")
 
