@@ -60,7 +60,7 @@ def predict(model: str, layouts: list[str], num_ranks: int, traces: dict) -> dic
             traces[choice.tensor] = search.record(train_hybrid.main, request, choice.tensor)
     with tempfile.TemporaryDirectory() as folder:
         request.output = Path(folder)
-        here = search.measured(train_hybrid.main, request, choices.values(), traces)
+        here = search.measured(train_hybrid.main, request, choices.values())
     predictor = Predictor(request.config, here, traces, num_ranks)
     return {layout: predictor.predict(choice).seconds for layout, choice in choices.items()}
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 VALID_DAYS = 7
 REPEATS = 5  # of what is timed; the median counts
+MOST_SIZES = 4  # of micro-batches that are timed; times in between are on lines between them
 BESIDE_S = 1.5  # for which processes compute side by side
 MESSAGES = (2**12, 2**22)  # bytes; the time in between is taken to be linear
 MODEL = ("IMG_SIZE", "PATCH_SIZE", "HIDDEN_SIZE", "NUM_HEADS", "MLP_RATIO", "NUM_CLASSES", "OPTIMIZER", "fp16")
@@ -56,11 +57,7 @@ class Here:
 
     def compute(self, part: tuple, record: Pass) -> float:
         tensor, name, kind, images = part
-        points = self.parts[f"{tensor} {name} {kind}"]
-        slope, constant = (
-            np.polyfit(*zip(*points, strict=True), 1) if len(points) > 1 else (points[0][1] / points[0][0], 0)
-        )
-        return max(float(slope * images + constant), 0.0)
+        return float(np.interp(images, *zip(*self.parts[f"{tensor} {name} {kind}"], strict=True)))
 
     def send(self, message: Message, on_node: int) -> float:
         if message.size == 1:
@@ -94,7 +91,7 @@ def clock(engine: Engine, batches: Iterable, sizes: Sequence[int]) -> tuple[dict
         sizes: of micro-batches, at most that of the batch.
 
     Returns:
-        By part and pass, images and seconds; and seconds of the update.
+        By part and pass, images and seconds; and seconds of the update ÷ elements.
     """
     images, labels = next(iter(batches))
     found: dict[str, list[tuple[int, float]]] = {}
@@ -135,7 +132,7 @@ def clock(engine: Engine, batches: Iterable, sizes: Sequence[int]) -> tuple[dict
     update = statistics.median(updates)
     rest = statistics.median(wholes[1:]) - update - sum(points[-1][1] for points in found.values())
     found["head forward"] = [(size, seconds + max(rest, 0.0)) for size, seconds in found["head forward"]]
-    return found, update
+    return found, update / sum(p.numel() for p in engine.bare_model.parameters())
 
 
 def work(engine: Engine, batches: Iterable, barrier: Any) -> float:
@@ -215,10 +212,16 @@ def _cpuinfo() -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
+def _some(sizes: Iterable[int]) -> list[int]:
+    """Up to `MOST_SIZES` of some sizes, the least and the largest among them."""
+    ordered = sorted(set(sizes))
+    places = np.linspace(0, len(ordered) - 1, min(MOST_SIZES, len(ordered)))
+    return [ordered[round(place)] for place in places]
+
+
 def calibrate(
-    observe: Callable[[tuple, dict[str, Any], Callable], Callable[[], Any]],
-    images: Mapping[tuple, Sequence[int]],
-    elements: Mapping[tuple, int],
+    observe: Callable[[tuple, int, Callable], Callable[[], Any]],
+    images: Mapping[tuple, Iterable[int]],
     world_size: int,
     made: dict[str, Any],
 ) -> Here:
@@ -226,24 +229,24 @@ def calibrate(
 
     Args:
         observe: makes a function that runs a model with a tensor parallelism, for a batch of so many images, on
-            processes of its own and with real tensors, and gives its engine and batches to the third argument.
+            real tensors, and returns what the third argument makes of its engine and batches.
         images: by tensor parallelism, the sizes of micro-batches that matter.
-        elements: by tensor parallelism, those of the traced model on a rank.
         world_size: number of processes.
         made: of `origin`.
     """
     here = Here(made, psutil.virtual_memory().total / 1e9 / world_size)
     for tensor, sizes in images.items():
-        ends = sorted({min(sizes), max(sizes)})
-        parts, update = report.in_fork(observe(tensor, ends[-1], lambda *of, ends=ends: clock(*of, ends)))
+        timed = _some(sizes)
+        parts, here.updates[str(tensor)] = report.in_fork(
+            observe(tensor, timed[-1], lambda engine, batches, timed=timed: clock(engine, batches, timed))
+        )
         here.parts |= {f"{tensor} {name}": points for name, points in parts.items()}
-        here.updates[str(tensor)] = update / elements[tensor]
     some = next(iter(images))
     batch = max(images[some])
     rates = {}
     for count in sorted({1, 2, world_size} & set(range(1, world_size + 1))):
         barrier = get_context("fork").Barrier(count)
-        run = observe(some, batch, lambda *of, barrier=barrier: work(*of, barrier))
+        run = observe(some, batch, lambda engine, batches, barrier=barrier: work(engine, batches, barrier))
         rates[count] = statistics.fmean(report.in_forks([run] * count))
     here.speeds = {count: rate / rates[1] for count, rate in rates.items()}
     if world_size > 1:

@@ -22,6 +22,7 @@ from colossal_vit.plan.simulation import Cost, Event, finish, simulate
 from colossal_vit.plan.trace import Message, Trace, trace
 from colossalai.context import Config
 
+HERE = "here"  # the name of this machine
 SHOWN = 10  # layouts in the table
 TRACED_IMAGES = 8  # per part of a batch; traces have half of it, too
 TensorParallel = tuple[str | None, int, int | None]  # mode, size, depth
@@ -339,40 +340,28 @@ def make_plan(main: Callable[[], Any], request: PlanRequested) -> tuple[Plan, in
         raise UserError("--plan is for models whose config has a DEPTH of at least 2")
     images = global_batch(config, request.world_size)
     choices = enumerate_layouts(config, request.world_size, images, request.script, request.check)
-    kinds = dict.fromkeys(choice.tensor for choice in choices)
-    known = request.machine != "here" and not request.machine.endswith(".json")
-    machine = (
-        find_machine(request.machine, config.get("machine"), bool(config.fp16), config.get("TF32", False))
-        if known
-        else None
-    )
-    traces = {tensor: record(main, request, tensor) for tensor in kinds}
-    machine = machine or measured(main, request, choices, traces)
+    machine: Machine
+    if request.machine == HERE or request.machine.endswith(".json"):
+        machine = measured(main, request, choices)
+    else:
+        machine = find_machine(request.machine, config.get("machine"), bool(config.fp16), config.get("TF32", False))
+    traces = {tensor: record(main, request, tensor) for tensor in {choice.tensor: None for choice in choices}}
     return search(Predictor(config, machine, traces, request.world_size), choices), images
 
 
-def measured(
-    main: Callable[[], Any], request: PlanRequested, choices: Iterable[Choice], traces: Mapping[TensorParallel, Trace]
-) -> calibration.Here:
-    """This machine, measured or from a file."""
-    model = plain({key: request.config.get(key) for key in calibration.MODEL})
-    made = calibration.origin(request.world_size, model)
-    if request.machine != "here":
+def measured(main: Callable[[], Any], request: PlanRequested, choices: Iterable[Choice]) -> calibration.Here:
+    """This machine, measured, or read from the file that a request names."""
+    made = calibration.origin(request.world_size, plain({key: request.config.get(key) for key in calibration.MODEL}))
+    if request.machine != HERE:
         return calibration.load(Path(request.machine), made)
     images: dict[TensorParallel, set[int]] = {}
     for choice in choices:
         images.setdefault(choice.tensor, set()).add(choice.images)
-    elements = {
-        tensor: sum(map(sum, traces[tensor].parameters.values())) + sum(traces[tensor].parameters["block"])
-        for tensor in images
-    }
 
     def observe(tensor: TensorParallel, batch: int, look: Callable) -> Callable[[], Any]:
         return run_model(main, request, tensor, look, batch)
 
-    here = calibration.calibrate(
-        observe, {tensor: sorted(sizes) for tensor, sizes in images.items()}, elements, request.world_size, made
-    )
+    here = calibration.calibrate(observe, images, request.world_size, made)
     calibration.save(here, request.output / "calibration.json")
     return here
 
