@@ -60,7 +60,7 @@ class Here:
         return float(np.interp(images, *zip(*self.parts[f"{tensor} {name} {kind}"], strict=True)))
 
     def send(self, message: Message, on_node: int) -> float:
-        if message.size == 1:
+        if message.size == 1 or not self.messages:
             return 0.0
         sizes = [int(key.split()[1]) for key in self.messages if key.split()[0] == message.kind]
         nearest = min((size for size in sizes if size >= message.size), default=max(sizes))
