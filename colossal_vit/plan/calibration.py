@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import platform
 import statistics
 import tempfile
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from functools import partial
 from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
@@ -28,7 +30,8 @@ from torch import Tensor
 VALID_DAYS = 7
 REPEATS = 5  # of what is timed; the median counts
 MOST_SIZES = 4  # of micro-batches that are timed; times in between are on lines between them
-BESIDE_S = 1.5  # for which processes compute side by side
+BESIDE_S = 1.0  # for which processes compute side by side
+ROUNDS = 3  # of processes alone and side by side
 MESSAGES = (2**12, 2**22)  # bytes; the time in between is taken to be linear
 MODEL = ("IMG_SIZE", "PATCH_SIZE", "HIDDEN_SIZE", "NUM_HEADS", "MLP_RATIO", "NUM_CLASSES", "OPTIMIZER", "fp16")
 
@@ -40,7 +43,7 @@ class Here:
     Attributes:
         made: when, on which machine, with which torch, for how many processes, and for which model.
         parts: by tensor parallelism, part and pass: images of a micro-batch, and seconds.
-        updates: by tensor parallelism: of an optimizer step ÷ elements.
+        updates: by tensor parallelism: of an optimizer step for each element, and what a step takes beside its parts.
         messages: by kind of collective and size of the group: latency, and seconds per byte, while all processes send.
         speeds: by number of processes that compute: of each, relative to one alone.
         memory_gb: of this machine for each process.
@@ -49,7 +52,7 @@ class Here:
     made: dict[str, Any]
     memory_gb: float
     parts: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
-    updates: dict[str, float] = field(default_factory=dict)
+    updates: dict[str, tuple[float, float]] = field(default_factory=dict)
     messages: dict[str, tuple[float, float]] = field(default_factory=dict)
     speeds: dict[int, float] = field(default_factory=dict)
     overlap: bool = False  # on CPUs messages take the cores' time
@@ -68,7 +71,8 @@ class Here:
         return latency + per_byte * message.nbytes
 
     def update(self, part: tuple, num_bytes: float, elements: float) -> float:
-        return self.updates[str(part[0])] * elements
+        per_element, rest = self.updates[str(part[0])]
+        return per_element * elements + rest
 
     def speed(self, num_active: int) -> float:
         counts = sorted(self.speeds)
@@ -82,16 +86,19 @@ def _synchronize() -> float:
     return time.perf_counter()
 
 
-def clock(engine: Engine, batches: Iterable, sizes: Sequence[int]) -> tuple[dict[str, list], float]:
-    """Time the parts of a model of two blocks, and the update.
+def clock(
+    engine: Engine, batches: Iterable, sizes: Sequence[int], barrier: Any
+) -> tuple[dict[str, list], tuple[float, float]]:
+    """Time the parts of a model of two blocks, and the update, beside the processes that wait at the same barrier.
 
     Args:
         engine: without data parallelism and pipeline; messages to other ranks go nowhere.
         batches: of images and labels; the first is used.
         sizes: of micro-batches, at most that of the batch.
+        barrier: of all processes.
 
     Returns:
-        By part and pass, images and seconds; and seconds of the update ÷ elements.
+        By part and pass, images and seconds; and `Here.updates`.
     """
     images, labels = next(iter(batches))
     found: dict[str, list[tuple[int, float]]] = {}
@@ -110,6 +117,8 @@ def clock(engine: Engine, batches: Iterable, sizes: Sequence[int]) -> tuple[dict
         spans.append(("", _synchronize()))
         engine.zero_grad()
 
+    step(sizes[-1])
+    barrier.wait()
     for size in sizes:
         runs: dict[str, list[float]] = {}
         for number in range(1 + REPEATS):
@@ -131,8 +140,7 @@ def clock(engine: Engine, batches: Iterable, sizes: Sequence[int]) -> tuple[dict
         wholes.append(_synchronize() - started)
     update = statistics.median(updates)
     rest = statistics.median(wholes[1:]) - update - sum(points[-1][1] for points in found.values())
-    found["head forward"] = [(size, seconds + max(rest, 0.0)) for size, seconds in found["head forward"]]
-    return found, update / sum(p.numel() for p in engine.bare_model.parameters())
+    return found, (update / sum(p.numel() for p in engine.bare_model.parameters()), max(rest, 0.0))
 
 
 def work(engine: Engine, batches: Iterable, barrier: Any) -> float:
@@ -235,20 +243,30 @@ def calibrate(
         made: of `origin`.
     """
     here = Here(made, psutil.virtual_memory().total / 1e9 / world_size)
+    fork = get_context("fork")
+    cores = 1 if torch.cuda.is_available() else len(os.sched_getaffinity(0))
+    some, most = next((tensor, max(sizes)) for tensor, sizes in images.items())
+    counts = sorted({1, min(cores, world_size), world_size})
+    rates: dict[int, list[float]] = {count: [] for count in counts}
+    for _ in range(ROUNDS):
+        for count, found in rates.items():
+            run = observe(some, most, partial(work, barrier=fork.Barrier(count)))
+            found.append(statistics.fmean(report.in_forks([run] * count)))
+    here.speeds = {
+        count: statistics.median(rate / alone for rate, alone in zip(found, rates[1], strict=True))
+        for count, found in rates.items()
+    }
+    beside = min(cores, world_size)  # timed as they will be, side by side
     for tensor, sizes in images.items():
         timed = _some(sizes)
-        parts, here.updates[str(tensor)] = report.in_fork(
-            observe(tensor, timed[-1], lambda engine, batches, timed=timed: clock(engine, batches, timed))
-        )
-        here.parts |= {f"{tensor} {name}": points for name, points in parts.items()}
-    some = next(iter(images))
-    batch = max(images[some])
-    rates = {}
-    for count in sorted({1, 2, world_size} & set(range(1, world_size + 1))):
-        barrier = get_context("fork").Barrier(count)
-        run = observe(some, batch, lambda engine, batches, barrier=barrier: work(engine, batches, barrier))
-        rates[count] = statistics.fmean(report.in_forks([run] * count))
-    here.speeds = {count: rate / rates[1] for count, rate in rates.items()}
+        run = observe(tensor, timed[-1], partial(clock, sizes=timed, barrier=fork.Barrier(beside)))
+        by_process = report.in_forks([run] * beside)
+        for name in by_process[0][0]:
+            seconds = zip(*([seconds for _, seconds in parts[name]] for parts, _ in by_process), strict=True)
+            alone = [here.speeds[beside] * statistics.fmean(each) for each in seconds]
+            here.parts[f"{tensor} {name}"] = list(zip(timed, alone, strict=True))
+        updates = zip(*(update for _, update in by_process), strict=True)
+        here.updates[str(tensor)] = tuple(here.speeds[beside] * statistics.fmean(each) for each in updates)
     if world_size > 1:
         cuda = torch.cuda.is_available()
         with tempfile.TemporaryDirectory() as folder:
