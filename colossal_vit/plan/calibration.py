@@ -28,10 +28,10 @@ from colossal_vit.plan.trace import Message, Pass, mark_parts
 from torch import Tensor
 
 VALID_DAYS = 7
-REPEATS = 5  # of what is timed; the median counts
+REPEATS = 3  # of what is timed in a round; the median counts
 MOST_SIZES = 4  # of micro-batches that are timed; times in between are on lines between them
 BESIDE_S = 1.0  # for which processes compute side by side
-ROUNDS = 3  # of processes alone and side by side
+ROUNDS = 5  # spread over time; the medians count
 MESSAGES = (2**12, 2**22)  # bytes; the time in between is taken to be linear
 MODEL = ("IMG_SIZE", "PATCH_SIZE", "HIDDEN_SIZE", "NUM_HEADS", "MLP_RATIO", "NUM_CLASSES", "OPTIMIZER", "fp16")
 
@@ -86,9 +86,7 @@ def _synchronize() -> float:
     return time.perf_counter()
 
 
-def clock(
-    engine: Engine, batches: Iterable, sizes: Sequence[int], barrier: Any
-) -> tuple[dict[str, list], tuple[float, float]]:
+def clock(engine: Engine, batches: Iterable, sizes: Sequence[int], barrier: Any) -> dict[str, list[float]]:
     """Time the parts of a model of two blocks, and the update, beside the processes that wait at the same barrier.
 
     Args:
@@ -98,10 +96,10 @@ def clock(
         barrier: of all processes.
 
     Returns:
-        By part and pass, images and seconds; and `Here.updates`.
+        By part and pass: seconds with a micro-batch of each size. And as "update" what is in `Here.updates`.
     """
     images, labels = next(iter(batches))
-    found: dict[str, list[tuple[int, float]]] = {}
+    found: dict[str, list[float]] = {}
     spans: list[tuple[str, float]] = []
     handles = mark_parts(engine.bare_model, lambda part, kind: spans.append((f"{part} {kind}", _synchronize())))
     engine.train()
@@ -129,7 +127,7 @@ def clock(
                     runs.setdefault(name, []).append(end - start)
         updates += runs.pop("update")
         for name, seconds in runs.items():
-            found.setdefault(name, []).append((size, statistics.median(seconds)))
+            found.setdefault(name, []).append(statistics.median(seconds))
     for handle in handles:
         handle.remove()
     for _ in range(1 + REPEATS):  # what a step takes beside its parts
@@ -139,8 +137,9 @@ def clock(
         engine.step()
         wholes.append(_synchronize() - started)
     update = statistics.median(updates)
-    rest = statistics.median(wholes[1:]) - update - sum(points[-1][1] for points in found.values())
-    return found, (update / sum(p.numel() for p in engine.bare_model.parameters()), max(rest, 0.0))
+    rest = statistics.median(wholes[1:]) - update - sum(seconds[-1] for seconds in found.values())
+    found["update"] = [update / sum(p.numel() for p in engine.bare_model.parameters()), max(rest, 0.0)]
+    return found
 
 
 def work(engine: Engine, batches: Iterable, barrier: Any) -> float:
@@ -182,15 +181,17 @@ def _collectives(size: int, group: Any, ranks: list[int]) -> dict[str, Callable[
     }
 
 
-def time_messages(rank: int, world_size: int, store: str, device: torch.device, backend: str) -> dict[str, tuple]:
+def time_messages(rank: int, world_size: int, store: str, device: str, backend: str) -> dict[str, tuple[float, float]]:
     """On each rank: latency and seconds per byte of each collective, in groups of each size, all of them at a time."""
     torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     dist.init_process_group(backend, store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
     found = {}
     for size in (n for n in range(2, world_size + 1) if world_size % n == 0):
-        groups = [(list(range(i, i + size)),) for i in range(0, world_size, size)]
-        made = [(ranks, dist.new_group(ranks)) for (ranks,) in groups]
-        ranks, group = next((ranks, group) for ranks, group in made if rank in ranks)
+        members = [list(range(first, first + size)) for first in range(0, world_size, size)]
+        groups = [dist.new_group(ranks) for ranks in members]
+        ranks, group = members[rank // size], groups[rank // size]
         for kind, collective in _collectives(size, group, ranks).items():
             medians = []
             for num_bytes in MESSAGES:
@@ -242,44 +243,49 @@ def calibrate(
         world_size: number of processes.
         made: of `origin`.
     """
-    here = Here(made, psutil.virtual_memory().total / 1e9 / world_size)
     fork = get_context("fork")
     cores = 1 if torch.cuda.is_available() else len(os.sched_getaffinity(0))
+    beside = min(cores, world_size)  # so many are timed at a time, as they will compute
     some, most = next((tensor, max(sizes)) for tensor, sizes in images.items())
-    counts = sorted({1, min(cores, world_size), world_size})
-    rates: dict[int, list[float]] = {count: [] for count in counts}
-    for _ in range(ROUNDS):
-        for count, found in rates.items():
+    found: dict[tuple, list] = {}  # by what is measured: of each round
+    for _ in range(ROUNDS):  # the speed of a machine changes from second to second
+        for count in sorted({1, beside, world_size}):
             run = observe(some, most, partial(work, barrier=fork.Barrier(count)))
-            found.append(statistics.fmean(report.in_forks([run] * count)))
-    here.speeds = {
-        count: statistics.median(rate / alone for rate, alone in zip(found, rates[1], strict=True))
-        for count, found in rates.items()
-    }
-    beside = min(cores, world_size)  # timed as they will be, side by side
-    for tensor, sizes in images.items():
-        timed = _some(sizes)
-        run = observe(tensor, timed[-1], partial(clock, sizes=timed, barrier=fork.Barrier(beside)))
-        by_process = report.in_forks([run] * beside)
-        for name in by_process[0][0]:
-            seconds = zip(*([seconds for _, seconds in parts[name]] for parts, _ in by_process), strict=True)
-            alone = [here.speeds[beside] * statistics.fmean(each) for each in seconds]
-            here.parts[f"{tensor} {name}"] = list(zip(timed, alone, strict=True))
-        updates = zip(*(update for _, update in by_process), strict=True)
-        here.updates[str(tensor)] = tuple(here.speeds[beside] * statistics.fmean(each) for each in updates)
-    if world_size > 1:
-        cuda = torch.cuda.is_available()
-        with tempfile.TemporaryDirectory() as folder:
+            found.setdefault(("rate", count), []).append(statistics.fmean(report.in_forks([run] * count)))
+        for tensor, sizes in images.items():
+            timed = _some(sizes)
+            run = observe(tensor, timed[-1], partial(clock, sizes=timed, barrier=fork.Barrier(beside)))
+            for of_process in report.in_forks([run] * beside):
+                for name, seconds in of_process.items():
+                    found.setdefault((name, tensor), []).append(seconds)
+        for of_process in _messages(world_size):
+            for name, seconds in of_process.items():
+                found.setdefault(("message", name), []).append(seconds)
 
-            def on_rank(rank: int) -> Callable[[], dict[str, tuple]]:
-                device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-                backend = "nccl" if cuda else "gloo"
-                return lambda: time_messages(rank, world_size, f"{folder}/store", device, backend)
-
-            by_rank = report.in_forks([on_rank(rank) for rank in range(world_size)])
-        for key in by_rank[0]:
-            here.messages[key] = tuple(max(found[key][i] for found in by_rank) for i in (0, 1))
+    here = Here(made, psutil.virtual_memory().total / 1e9 / world_size)
+    medians = {key: np.median(values, axis=0) for key, values in found.items()}
+    here.speeds = {count: float(rate / medians["rate", 1]) for (kind, count), rate in medians.items() if kind == "rate"}
+    for (name, of), seconds in medians.items():
+        if name == "message":
+            here.messages[of] = tuple(seconds.tolist())
+        elif name == "update":
+            here.updates[str(of)] = tuple((here.speeds[beside] * seconds).tolist())
+        elif name != "rate":
+            alone = (here.speeds[beside] * seconds).tolist()
+            here.parts[f"{of} {name}"] = list(zip(_some(images[of]), alone, strict=True))
     return here
+
+
+def _messages(world_size: int) -> list[dict[str, tuple[float, float]]]:
+    """What `time_messages` returns on each of so many ranks."""
+    if world_size == 1:
+        return []
+    device, backend = ("cuda", "nccl") if torch.cuda.is_available() else ("cpu", "gloo")
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            partial(time_messages, rank, world_size, f"{folder}/store", device, backend) for rank in range(world_size)
+        ]
+        return report.in_forks(ranks)
 
 
 def save(here: Here, path: Path) -> None:
