@@ -32,6 +32,7 @@ REPEATS = 3  # of what is timed in a round; the median counts
 MOST_SIZES = 4  # of micro-batches that are timed; times in between are on lines between them
 BESIDE_S = 1.0  # for which processes compute side by side
 ROUNDS = 5  # spread over time; the medians count
+MESSAGE_CALLS = 8  # of a collective, one after the other
 MESSAGES = (2**12, 2**22)  # bytes; the time in between is taken to be linear
 MODEL = ("IMG_SIZE", "PATCH_SIZE", "HIDDEN_SIZE", "NUM_HEADS", "MLP_RATIO", "NUM_CLASSES", "OPTIMIZER", "fp16")
 
@@ -188,22 +189,29 @@ def time_messages(rank: int, world_size: int, store: str, device: str, backend: 
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
     found = {}
+    matrix = torch.ones(256, 256, device=device)
+
+    def timed(collective: Callable[[Tensor], Any] | None, num_bytes: int) -> float:
+        """Seconds of a call, between operators as in a model: ranks that share cores do not come to it together."""
+        message = torch.zeros(num_bytes // 4, device=device)
+        for calls in (1, MESSAGE_CALLS):
+            dist.barrier()
+            started = _synchronize()
+            for _ in range(calls):
+                matrix.mm(matrix)
+                if collective:
+                    collective(message)
+        return (_synchronize() - started) / MESSAGE_CALLS - computing
+
+    computing = 0.0
+    computing = timed(None, 4)
     for size in (n for n in range(2, world_size + 1) if world_size % n == 0):
         members = [list(range(first, first + size)) for first in range(0, world_size, size)]
         groups = [dist.new_group(ranks) for ranks in members]
         ranks, group = members[rank // size], groups[rank // size]
         for kind, collective in _collectives(size, group, ranks).items():
-            medians = []
-            for num_bytes in MESSAGES:
-                message, seconds = torch.zeros(num_bytes // 4, device=device), []
-                for _ in range(1 + REPEATS):
-                    dist.barrier()
-                    started = _synchronize()
-                    collective(message)
-                    seconds.append(_synchronize() - started)
-                medians.append(statistics.median(seconds[1:]))
-            per_byte = max(medians[1] - medians[0], 0.0) / (MESSAGES[1] - MESSAGES[0])
-            found[f"{kind} {size}"] = (medians[0], per_byte)
+            small, large = (timed(collective, num_bytes) for num_bytes in MESSAGES)
+            found[f"{kind} {size}"] = (small, max(large - small, 0.0) / (MESSAGES[1] - MESSAGES[0]))
     dist.destroy_process_group()
     return found
 
