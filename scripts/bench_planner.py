@@ -2,7 +2,7 @@
 
     python scripts/bench_planner.py [--steps N] [--rounds N] [--only MODEL ...] [--output results/planner_cpu]
 
-About 15 minutes on 2 CPU cores. On 1, 2, 4 and 8 processes, the machine is calibrated for the model as `--plan here`
+About 35 minutes on 2 CPU cores. On 1, 2, 4 and 8 processes, the machine is calibrated for the model as `--plan here`
 does it, each layout is predicted, and then trained: the median of its steps counts. Calibration and training take turns
 in rounds, since the speed of a machine changes; the medians over the rounds are compared. Nothing is fitted to the
 measured layouts.
@@ -83,7 +83,7 @@ def measure(model: str, layout: str, steps: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=6, help="of a layout in a round (default %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="of calibration and training (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, help="of calibration and training (default %(default)s)")
     parser.add_argument("--only", nargs="+", choices=SIZES, default=list(SIZES), help="these models")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8], help="these numbers of processes")
     parser.add_argument("--output", type=Path, default=ROOT / "results/planner_cpu", help="where the result goes")
