@@ -145,6 +145,55 @@ def checkpoint() -> Figure:
     return figure
 
 
+def planner() -> Figure:
+    """Predicted step time of the ten fastest layouts of ViT-L/16 and ViT-22B/14 on 64 H100s: computing, communicating
+    that nothing is computed beside, and waiting for other pipeline stages.
+    """
+    plans = read("layouts_plan/layouts.json")
+    figure = new_figure(9, 5.6)
+    parts = dict(zip(("computing", "communicating", "bubble"), (COLORS[0], COLORS[3], COLORS[1]), strict=True))
+    for axes, model in zip(figure.subplots(2, 1), ("L/16", "22B/14"), strict=True):
+        best = plans[f"{model}, 64 ranks"]["fastest"]["best"]
+        names = [layout["choice"] for layout in best]
+        left = np.zeros(len(best))
+        for part, color in parts.items():
+            seconds = np.array([layout["seconds"] * layout[part] for layout in best])
+            bars = axes.barh(names, seconds, left=left, color=color, height=0.7)
+            left += seconds
+        rates = [f"{plans['images'] / layout['seconds']:,.0f} images/s" for layout in best]
+        axes.bar_label(bars, rates, padding=3, color=TEXT, fontsize=8)
+        axes.invert_yaxis()
+        axes.margins(x=0.2)
+        axes.set(title=f"ViT-{model}", xlabel="seconds of a step of 4,096 images, predicted")
+        style(axes)
+        axes.tick_params(axis="y", length=0, labelsize=7.5)
+    add_legend(figure, handles=[Patch(color=parts[part], label=part) for part in parts], loc="outside upper right", ncols=3)
+    return figure
+
+
+def predicted_and_measured() -> Figure:
+    """Predicted against measured seconds of a step, for two models in 20 layouts on 1, 2, 4 and 8 processes of a CPU."""
+    figure = new_figure(4.6, 4.2)
+    axes = figure.subplots()
+    ends = np.array([np.inf, 0.0])
+    for color, (model, layouts) in zip(COLORS, read("planner_cpu/planner.json")["seconds"].items(), strict=False):
+        measured, predicted = (
+            np.array([statistics.median(seconds[side]) for seconds in layouts.values()])
+            for side in ("measured", "predicted")
+        )
+        axes.plot(measured, predicted, "o", color=color, markersize=5, alpha=0.8, label=model)
+        ends = np.array([min(ends[0], measured.min()), max(ends[1], measured.max())])
+    ends *= (0.8, 1.25)
+    axes.plot(ends, ends, color=TEXT, linewidth=1)
+    for factor in (0.75, 1.25):
+        axes.plot(ends, factor * ends, ":", color=TEXT, linewidth=1)
+    axes.set(xscale="log", yscale="log", xlabel="measured, s", ylabel="predicted, s")
+    axes.set_title("one point per layout; dotted: ± 25 %", fontsize=9)
+    axes.legend(frameon=False, labelcolor=TEXT, fontsize=8)
+    style(axes)
+    return figure
+
+
 # ---- From dry runs and schedules -------------------------------------------------------------------------------------
 
 
@@ -207,7 +256,10 @@ def timetable() -> Figure:
 
 PICTURES: dict[str, Callable[[], Figure]] = {
     function.__name__: function
-    for function in (one_curve, quickstart, amp, checkpoint, layout_example, tensor_modes, timetable)
+    for function in (
+        *(one_curve, quickstart, amp, checkpoint, planner, predicted_and_measured),
+        *(layout_example, tensor_modes, timetable),
+    )
 }
 
 

@@ -81,6 +81,7 @@ def get_parser(description: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--plan",
         metavar="MACHINE",
-        help="train nothing: predict the fastest layouts for --world_size processes of this machine, such as h100",
+        help="train nothing: predict the fastest layouts for --world_size processes of a machine such as h100, of this "
+        "one with `here`, or of the one in a calibration.json that `here` has written",
     )
     return parser

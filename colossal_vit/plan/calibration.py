@@ -323,7 +323,7 @@ def load(path: Path, wanted: dict[str, Any]) -> Here:
     for key, value in wanted.items():
         if key != "date" and here.made.get(key) != value:
             raise UserError(
-                f"--plan {path}: is of another {key} ({here.made.get(key)!r}, here {value!r}): use --plan here"
+                f"--plan {path}: was made with {key} = {here.made.get(key)!r}, here it is {value!r}: use --plan here"
             )
     if datetime.now() - made > timedelta(days=VALID_DAYS):
         raise UserError(f"--plan {path}: was made on {made:%F}, over {VALID_DAYS} days ago: use --plan here")

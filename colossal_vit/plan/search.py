@@ -351,7 +351,9 @@ def make_plan(main: Callable[[], Any], request: PlanRequested) -> tuple[Plan, in
 
 def measured(main: Callable[[], Any], request: PlanRequested, choices: Iterable[Choice]) -> calibration.Here:
     """This machine, measured, or read from the file that a request names."""
-    made = calibration.origin(request.world_size, plain({key: request.config.get(key) for key in calibration.MODEL}))
+    model = plain({key: request.config.get(key) for key in calibration.MODEL})
+    model |= {"script": request.script, "images of a step": global_batch(request.config, request.world_size)}
+    made = calibration.origin(request.world_size, model)
     if request.machine != HERE:
         return calibration.load(Path(request.machine), made)
     images: dict[TensorParallel, set[int]] = {}
