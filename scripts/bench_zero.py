@@ -125,15 +125,15 @@ def main() -> None:
     benchmark = Benchmark(args.output, changes_allowed=True)
     overrides = [f"--set={value}" for value in args.set]
     memory, speed = {}, {}
+    for d in SPEED_PROCESSES if args.only != "memory" else ():
+        flags = [*set_flags({**SPEED, "BATCH_SIZE": GLOBAL_BATCH // d, "zero.stage": 1}), *overrides]
+        flags += [f"--runs={args.runs}", f"--steps={args.steps}"]
+        speed[d] = sides.start(__file__, "speed", d, flags, benchmark)[0]
     for d in MEMORY_PROCESSES if args.only != "speed" else ():
         for name, (stage, accumulation) in STAGES.items():
             values = {**MEMORY, "zero.stage": stage, "gradient_accumulation": accumulation}
             flags = [*set_flags(values), "--set=fp16.mode=AMP_TYPE.NAIVE", *overrides]
             memory.setdefault(d, {})[name] = sides.start(__file__, "memory", d, flags, benchmark)
-    for d in SPEED_PROCESSES if args.only != "memory" else ():
-        flags = [*set_flags({**SPEED, "BATCH_SIZE": GLOBAL_BATCH // d, "zero.stage": 1}), *overrides]
-        flags += [f"--runs={args.runs}", f"--steps={args.steps}"]
-        speed[d] = sides.start(__file__, "speed", d, flags, benchmark)[0]
 
     table = []
     if memory:
