@@ -52,7 +52,7 @@ SETTINGS = {
 
 def ours(run: Run, criterion: nn.Module, compiled: bool = False) -> Step:
     run.config.COMPILE = compiled
-    return sides.ours(run, criterion)
+    return sides.ours(sides.build_engine(run, criterion))
 
 
 def torch_data(run: Run, model: nn.Module, criterion: nn.Module) -> Step:

@@ -7,7 +7,7 @@ About 15 minutes on 2 CPU cores. Memory: the peak of tensors of a rank in an opt
 6 + 12/d bytes that implementations with fp32 gradients take. Speed: on 2 and 4 processes, in fp32 with AdamW, the same
 steps by our engine with `zero`, by torch's DistributedDataParallel, by it with ZeroRedundancyOptimizer, and by
 `fully_shard`. All sides run in the same processes, start from the same weights, get the same batches, must compute the
-same losses, and take turns step by step.
+same losses, and take turns run by run. A run of ours ends when its last weights have arrived.
 
 Writes zero.md (the tables), zero.json (every run), log.txt and provenance.json. Exit code 0 whatever the numbers are, 1
 when a side fails or they disagree.
@@ -57,10 +57,6 @@ STAGES = {"stage 1": (1, 1), "stage 1, 2 micro-batches": (1, 2), "stage 2, 2 mic
 # ---- The sides -------------------------------------------------------------------------------------------------------
 
 
-def ours(run: Run) -> Step:
-    return sides.ours(run, nn.CrossEntropyLoss())
-
-
 def ddp(run: Run) -> Step:
     model = DistributedDataParallel(full_vit(run.config), gradient_as_bucket_view=True)
     return sides.plain(model, build_optimizer(run.config, model), nn.CrossEntropyLoss())
@@ -81,8 +77,7 @@ def sharded(run: Run) -> Step:
     return sides.plain(model, build_optimizer(run.config, model), nn.CrossEntropyLoss())
 
 
-SIDES: dict[str, Callable[[Run], Step]] = {
-    "zero": ours,
+OTHERS: dict[str, Callable[[Run], Step]] = {
     "DistributedDataParallel": ddp,
     "ZeroRedundancyOptimizer": zero_redundancy,
     "fully_shard": sharded,
@@ -106,8 +101,9 @@ def on_rank() -> None:
     if args.only == "memory":
         sides.give_back(run, measure_memory(run))
     else:
-        steps = {name: build(run) for name, build in SIDES.items()}
-        sides.give_back(run, sides.time_in_turns(run, steps, args.runs, args.steps))
+        engine = sides.build_engine(run, nn.CrossEntropyLoss())
+        steps = {"zero": sides.ours(engine), **{name: build(run) for name, build in OTHERS.items()}}
+        sides.give_back(run, sides.time_in_turns(run, steps, args.runs, args.steps, engine.zero.receive_weights))
 
 
 # ---- All -------------------------------------------------------------------------------------------------------------
@@ -115,8 +111,8 @@ def on_rank() -> None:
 
 def get_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=7, help="of each side (default %(default)s)")
-    parser.add_argument("--steps", type=int, default=3, help="optimizer steps of a side in a run (default %(default)s)")
+    parser.add_argument("--runs", type=int, default=11, help="of each side (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=4, help="optimizer steps of a side in a run (default %(default)s)")
     parser.add_argument("--only", choices=("memory", "speed"), help="measure only this")
     parser.add_argument("--output", type=Path, default=FOLDER.parent / "results/zero_cpu", help="where the result goes")
     return parser
@@ -129,15 +125,15 @@ def main() -> None:
     benchmark = Benchmark(args.output, changes_allowed=True)
     overrides = [f"--set={value}" for value in args.set]
     memory, speed = {}, {}
+    for d in SPEED_PROCESSES if args.only != "memory" else ():
+        flags = [*set_flags({**SPEED, "BATCH_SIZE": GLOBAL_BATCH // d, "zero.stage": 1}), *overrides]
+        flags += [f"--runs={args.runs}", f"--steps={args.steps}"]
+        speed[d] = sides.start(__file__, "speed", d, flags, benchmark)[0]
     for d in MEMORY_PROCESSES if args.only != "speed" else ():
         for name, (stage, accumulation) in STAGES.items():
             values = {**MEMORY, "zero.stage": stage, "gradient_accumulation": accumulation}
             flags = [*set_flags(values), "--set=fp16.mode=AMP_TYPE.NAIVE", *overrides]
             memory.setdefault(d, {})[name] = sides.start(__file__, "memory", d, flags, benchmark)
-    for d in SPEED_PROCESSES if args.only != "memory" else ():
-        flags = [*set_flags({**SPEED, "BATCH_SIZE": GLOBAL_BATCH // d, "zero.stage": 1}), *overrides]
-        flags += [f"--runs={args.runs}", f"--steps={args.steps}"]
-        speed[d] = sides.start(__file__, "speed", d, flags, benchmark)[0]
 
     table = []
     if memory:

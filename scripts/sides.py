@@ -17,6 +17,7 @@ import torch.distributed as dist
 from colossal_vit import launch
 from colossal_vit.benchmark import Benchmark, in_turns
 from colossal_vit.engine.assembly import initialize
+from colossal_vit.engine.engine import Engine
 from colossal_vit.engine.optimizers import build_optimizer
 from colossal_vit.parallel.ranks import all_gather_object
 from colossal_vit.run import Run
@@ -46,10 +47,14 @@ def start_rank(args: argparse.Namespace, more: list[str]) -> Run:
     return launch.start(script="train_hybrid", check=check_vit)
 
 
-def ours(run: Run, criterion: nn.Module) -> Step:
+def build_engine(run: Run, criterion: nn.Module) -> Engine:
     """The model and the engine of train_hybrid.py, whatever the layout."""
     model = build_vit(run.config, run.layout)
-    engine = initialize(model, build_optimizer(run.config, model), criterion)[0]
+    return initialize(model, build_optimizer(run.config, model), criterion)[0]
+
+
+def ours(engine: Engine) -> Step:
+    """A training step of an engine."""
 
     def step(images: Tensor, labels: Tensor) -> Tensor | None:
         engine.zero_grad()
@@ -73,8 +78,21 @@ def plain(model: nn.Module, optimizer: Optimizer, criterion: nn.Module) -> Step:
     return step
 
 
-def time_in_turns(run: Run, sides: Mapping[str, Step], num_runs: int, num_steps: int) -> dict[str, list[float]]:
-    """Check that all sides compute the same losses, then time them; they take turns step by step.
+def time_in_turns(
+    run: Run,
+    sides: Mapping[str, Step],
+    num_runs: int,
+    num_steps: int,
+    finish: Callable[[], None] = lambda: None,
+) -> dict[str, list[float]]:
+    """Check that all sides compute the same losses, then time them; they take turns run by run.
+
+    Args:
+        run: of this rank.
+        sides: by name.
+        num_runs: of each side.
+        num_steps: of a run; all sides get the same batches.
+        finish: called at the end of each run, within its time, to wait for what a step has left to be done later.
 
     Returns:
         Images/s of each side in each run.
@@ -103,15 +121,16 @@ def time_in_turns(run: Run, sides: Mapping[str, Step], num_runs: int, num_steps:
             sys.exit(f"the sides do not compute the same losses: {losses}")
     images_per_s: dict[str, list[float]] = {side: [] for side in sides}
     for number in range(num_runs):
-        seconds = dict.fromkeys(sides, 0.0)
-        for index in range(num_steps):
-            batch = next_batch()
-            for side in in_turns(sides, number + index):
-                dist.barrier()
-                started = time.perf_counter()
+        batches = [next_batch() for _ in range(num_steps)]
+        seconds = {}
+        for side in in_turns(sides, number):
+            dist.barrier()
+            started = time.perf_counter()
+            for batch in batches:
                 sides[side](*batch)
-                dist.barrier()
-                seconds[side] += time.perf_counter() - started
+            finish()
+            dist.barrier()
+            seconds[side] = time.perf_counter() - started
         for side, rates in images_per_s.items():
             rates.append(global_batch * num_steps / seconds[side])
         last = {side: round(rates[-1], 2) for side, rates in images_per_s.items()}

@@ -6,6 +6,7 @@ When an upstream half fails, upstream has changed, and the fix may go.
 import importlib
 import inspect
 import math
+import resource
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -228,6 +229,24 @@ def test_host_answers_for_cuda():
     assert all(modes == {"DATA", "TENSOR"} for modes, _, _ in answers)
     assert answers[0][1] != answers[1][1], "split activations need other masks on each tensor-parallel rank"
     assert answers[0][2] == answers[1][2], "common activations need the same masks on each tensor-parallel rank"
+
+
+def test_memory_of_large_tensors_is_reused():
+    """Otherwise each step gets new pages, and the system clears them first."""
+
+    def new_pages():
+        if enabled:
+            cpu.enable()
+        for number in range(30):
+            if number == 20:  # a fork first copies the pages that it has from its parent
+                before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            torch.ones(2**24)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    found = []
+    for enabled in (False, True):  # noqa: B007 new_pages reads it
+        found += fork_ranks.call(new_pages, launched=False)
+    assert found[0] > 10 * found[1]
 
 
 # ---- layers of 1D ----

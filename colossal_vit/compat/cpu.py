@@ -5,6 +5,7 @@ redirects both to the CPU, inside Colossal-AI only: `torch.cuda` itself is not c
 """
 
 import contextlib
+import ctypes
 import importlib
 import os
 import types
@@ -22,6 +23,7 @@ _MODULES_CALLING_CUDA = (
     "colossalai.legacy.communication.utils",
     "colossalai.legacy.nn.layer.parallel_3d._utils",
 )
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
 
 
 class HostAccelerator(CpuAccelerator):
@@ -81,8 +83,20 @@ def idle_gpus(root: Path = Path("/")) -> str | None:
     )
 
 
+def _keep_freed_memory() -> None:
+    """Have glibc reuse freed memory instead of giving it back to the system, as PyTorch does on GPUs.
+
+    Otherwise the large tensors of each training step are new pages, which the system has to clear.
+    """
+    with contextlib.suppress(AttributeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
 def enable() -> None:
     """Make Colossal-AI run on the CPU in this process. Call before launching; calling twice is harmless."""
+    _keep_freed_memory()
     set_accelerator(HostAccelerator())
     torch_on_host = overlay(torch, cuda=_CUDA_ON_HOST)
     for name in _MODULES_CALLING_CUDA:

@@ -38,6 +38,7 @@ class Bucket:
         self.missing = 0
         self._reduced: list[nn.Parameter] = []  # those whose gradients are in `_sum`
         self._sum: Tensor | None = None
+        self._other: Tensor | None = None  # the other rank's part of the sum, where there are two
         self._averages: dict[nn.Parameter, Tensor] = {}
         self._reduction: Any = None
         self._small: list[nn.Parameter] = []  # those whose weights are in `_weights`
@@ -62,21 +63,28 @@ class Bucket:
             parameter.grad = None
         if self.owner is None:
             self._reduction = dist.all_reduce(self._sum, group=self.group, async_op=True)
-        else:
+        elif self.group.size() > 2 or self._sum.is_cuda:
             self._reduction = dist.reduce(self._sum, self._root, group=self.group, async_op=True)
+        elif self.used_here:  # gloo's `reduce` would send half as much again between two ranks, in several steps
+            self._other = torch.empty_like(self._sum)
+            self._reduction = dist.irecv(self._other, group=self.group, group_src=1 - self.owner)
+        else:
+            self._reduction = dist.isend(self._sum, group=self.group, group_dst=self.owner)
 
     def finish(self) -> None:
         """Wait for the averages, if gradients are being reduced, and free what other ranks own."""
         if self._reduction is None:
             return
         self._reduction.wait()
+        if self._other is not None:
+            self._sum.add_(self._other)
         if self.used_here:
             for parameter, average in zip(self._reduced, _split(self._sum, self._reduced), strict=True):
                 if parameter in self._averages:
                     self._averages[parameter].add_(average)
                 else:
                     self._averages[parameter] = average
-        self._reduction = self._sum = None
+        self._reduction = self._sum = self._other = None
 
     def hand_over(self) -> None:
         """Wait, and make the sums of all averages so far the gradients of the parameters, where they are used."""
