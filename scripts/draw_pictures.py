@@ -167,7 +167,9 @@ def planner() -> Figure:
         axes.set(title=f"ViT-{model}", xlabel="seconds of a step of 4,096 images, predicted")
         style(axes)
         axes.tick_params(axis="y", length=0, labelsize=7.5)
-    add_legend(figure, handles=[Patch(color=parts[part], label=part) for part in parts], loc="outside upper right", ncols=3)
+    add_legend(
+        figure, handles=[Patch(color=parts[part], label=part) for part in parts], loc="outside upper right", ncols=3
+    )
     return figure
 
 

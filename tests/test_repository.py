@@ -82,6 +82,7 @@ def test_examples_do_not_import_each_other():
         ("docs/recipes.md", "recipes_digits_imagenet/recipes.md"),
         ("docs/recipes.md", "augmentation_cost/augmentation.md"),
         ("docs/finetuning.md", "finetune_digits/finetune.md"),
+        ("docs/layouts.md", "layouts_plan/layouts.md"),
         ("docs/zero.md", "zero_plan/zero.md"),
         ("docs/zero.md", "zero_cpu/zero.md"),
         ("docs/precision.md", "memory_plan/memory.md"),
@@ -90,6 +91,11 @@ def test_examples_do_not_import_each_other():
 )
 def test_tables_on_pages_are_those_of_the_results(page, result):
     assert (ROOT / "results" / result).read_text() in (ROOT / page).read_text()
+
+
+def test_errors_of_the_planner_on_its_page():
+    summary, _ = (ROOT / "results/planner_cpu/planner.md").read_text().split("\n\n")
+    assert summary in (ROOT / "docs/layouts.md").read_text()
 
 
 def test_every_result_is_in_the_index():

@@ -14,6 +14,7 @@ from colossal_vit.mfu import peak_flops
 from colossal_vit.plan.meter import SENT_SHARE
 from colossal_vit.plan.trace import Message, Pass
 
+HERE = "here"  # the name of this machine
 RESERVED_GB = 2.0  # CUDA's context, NCCL's buffers, workspaces of cuBLAS: nothing of PyTorch's allocator
 
 
@@ -139,6 +140,6 @@ def find_machine(name: str, changes: Mapping[str, Any] | None, half: bool, tf32:
         needed = [f.name for f in dataclasses.fields(Gpus) if f.default is dataclasses.MISSING]
         missing = [key for key in needed if key not in changes]
         raise UserError(
-            f"--plan {name}: no such machine{nearest(name, MACHINES)} (or describe it in a config block machine: "
+            f"--plan {name}: no such machine{nearest(name, [*MACHINES, HERE])} (or describe it in a config block machine: "
             f"{', '.join(missing)})"
         ) from None

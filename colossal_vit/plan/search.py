@@ -16,13 +16,12 @@ from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.partition import partition_blocks
 from colossal_vit.plan import calibration, fakes, meter, report
 from colossal_vit.plan.enumeration import Choice, enumerate_layouts, global_batch
-from colossal_vit.plan.machines import RESERVED_GB, Machine, find_machine
+from colossal_vit.plan.machines import HERE, RESERVED_GB, Machine, find_machine
 from colossal_vit.plan.memory import Chunk, cut, owned_share, rank_memory, sizes_of
 from colossal_vit.plan.simulation import Cost, Event, finish, simulate
 from colossal_vit.plan.trace import Message, Trace, trace
 from colossalai.context import Config
 
-HERE = "here"  # the name of this machine
 SHOWN = 10  # layouts in the table
 TRACED_IMAGES = 8  # per part of a batch; traces have half of it, too
 TensorParallel = tuple[str | None, int, int | None]  # mode, size, depth
