@@ -174,7 +174,7 @@ def planner() -> Figure:
 
 
 def predicted_and_measured() -> Figure:
-    """Predicted against measured seconds of a step, for two models in 20 layouts on 1, 2, 4 and 8 processes of a CPU."""
+    """Predicted against measured seconds of a step, for two models in 20 layouts on up to 8 processes of a CPU."""
     figure = new_figure(4.6, 4.2)
     axes = figure.subplots()
     ends = np.array([np.inf, 0.0])

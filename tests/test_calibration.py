@@ -1,4 +1,4 @@
-"""`--plan here`: measured parts, messages and speeds make a machine, which is saved, and refused where it is foreign."""
+"""`--plan here`: parts, messages and speeds are measured and saved; calibrations of other machines are refused."""
 
 import json
 import re
@@ -85,7 +85,7 @@ def test_what_is_no_calibration_is_refused(tmp_path, text, words):
 def test_plans_this_machine_and_again_from_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(calibration, "ROUNDS", 1)
     monkeypatch.setattr(calibration, "BESIDE_S", 0.1)
-    flags = recipes.flags("fp32", **SIZE) + ["--world_size", "2", "--output", str(tmp_path)]
+    flags = [*recipes.flags(**SIZE), "--world_size", "2", "--output", str(tmp_path)]
     tables = []
     for machine in ("here", str(tmp_path / "calibration.json")):
         result = fork_ranks.run(recipes.HYBRID, [*flags, "--plan", machine], 1)

@@ -140,6 +140,6 @@ def find_machine(name: str, changes: Mapping[str, Any] | None, half: bool, tf32:
         needed = [f.name for f in dataclasses.fields(Gpus) if f.default is dataclasses.MISSING]
         missing = [key for key in needed if key not in changes]
         raise UserError(
-            f"--plan {name}: no such machine{nearest(name, [*MACHINES, HERE])} (or describe it in a config block machine: "
-            f"{', '.join(missing)})"
+            f"--plan {name}: no such machine{nearest(name, [*MACHINES, HERE])} (or describe it in a config block "
+            f"machine: {', '.join(missing)})"
         ) from None
