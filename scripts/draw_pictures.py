@@ -20,7 +20,17 @@ from typing import Any
 import numpy as np
 from colossal_vit.plan import report
 from colossal_vit.plan.meter import StepPlan
-from colossal_vit.plan.pictures import COLORS, KINDS, TEXT, draw_pieces, draw_timetable, save, style
+from colossal_vit.plan.pictures import (
+    COLORS,
+    KINDS,
+    TEXT,
+    add_legend,
+    draw_pieces,
+    draw_steps,
+    draw_timetable,
+    save,
+    style,
+)
 from colossal_vit.plan.simulation import Cost, simulate
 from colossal_vit.results import read_metrics
 from matplotlib.axes import Axes
@@ -44,10 +54,6 @@ def read(path: str) -> Any:
 def new_figure(width: float, height: float) -> Figure:
     """A figure of so many inches."""
     return Figure(figsize=(width, height), layout="constrained")
-
-
-def add_legend(figure: Figure, **options: Any) -> None:
-    figure.legend(frameon=False, labelcolor=TEXT, fontsize=8, **options)
 
 
 def draw_bars(axes: Axes, values: dict[str, float], title: str, form: str) -> None:
@@ -93,7 +99,7 @@ def one_curve() -> Figure:
         )
     for axes in (*top, *bottom):
         style(axes)
-    add_legend(figure, loc="outside right center")
+    add_legend(figure, loc="outside right center", ncols=1)
     return figure
 
 
@@ -151,25 +157,11 @@ def planner() -> Figure:
     """
     plans = read("layouts_plan/layouts.json")
     figure = new_figure(9, 5.6)
-    parts = dict(zip(("computing", "communicating", "bubble"), (COLORS[0], COLORS[3], COLORS[1]), strict=True))
-    for axes, model in zip(figure.subplots(2, 1), ("L/16", "22B/14"), strict=True):
-        best = plans[f"{model}, 64 ranks"]["fastest"]["best"]
-        names = [layout["choice"] for layout in best]
-        left = np.zeros(len(best))
-        for part, color in parts.items():
-            seconds = np.array([layout["seconds"] * layout[part] for layout in best])
-            bars = axes.barh(names, seconds, left=left, color=color, height=0.7)
-            left += seconds
-        rates = [f"{plans['images'] / layout['seconds']:,.0f} images/s" for layout in best]
-        axes.bar_label(bars, rates, padding=3, color=TEXT, fontsize=8)
-        axes.invert_yaxis()
-        axes.margins(x=0.2)
-        axes.set(title=f"ViT-{model}", xlabel="seconds of a step of 4,096 images, predicted")
-        style(axes)
-        axes.tick_params(axis="y", length=0, labelsize=7.5)
-    add_legend(
-        figure, handles=[Patch(color=parts[part], label=part) for part in parts], loc="outside upper right", ncols=3
-    )
+    panels = figure.subplots(2, 1)
+    for axes, model in zip(panels, ("L/16", "22B/14"), strict=True):
+        best = {layout["choice"]: layout for layout in plans[f"{model}, 64 ranks"]["fastest"]["best"]}
+        draw_steps(axes, best, plans["images"], f"ViT-{model}")
+    add_legend(figure, handles=panels[0].get_legend_handles_labels()[0])
     return figure
 
 
@@ -252,7 +244,7 @@ def timetable() -> Figure:
         axes.set_xlim(right=max(axes.get_xlim()[1] for axes in both))
     both[-1].set_xlabel("time, in forward passes of a micro-batch")
     bars = [Patch(color=KINDS[kind], label=kind) for kind in ("forward", "backward")]
-    add_legend(figure, handles=bars, loc="outside right upper")
+    add_legend(figure, handles=bars, loc="outside right upper", ncols=1)
     return figure
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from colossal_vit.compat import patches
@@ -21,6 +21,7 @@ TEXT = "#7d8590"
 COLORS = ("#3a7fc1", "#c56a1f", "#3a8f55", "#c14b48", "#8464c4", "#8f6a48", "#bd5a9b", "#28898f")
 MOST_REPLICAS = 4  # of a model, that are drawn
 MOST_PIECES = 64  # of a matrix, that are labelled
+SHARES = {"computing": COLORS[0], "communicating": COLORS[3], "bubble": COLORS[1]}  # of a step
 KINDS = {"forward": COLORS[0], "backward": COLORS[1], "communication": TEXT, "reduce": COLORS[2], "update": COLORS[4]}
 
 
@@ -38,6 +39,16 @@ def style(axes: Axes) -> Axes:
 def save(figure: Figure, path: Path) -> None:
     """Write a figure with a transparent background."""
     figure.savefig(path, transparent=True, dpi=120)
+
+
+def write(figure: Figure, path: Path) -> str:
+    """Save a figure, in a folder that is created if missing; returns a line that says where it is, or why not."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save(figure, path)
+    except OSError as error:
+        return f"no picture: {path} cannot be written: {error.strerror or error}"
+    return f"picture: {path}"
 
 
 # ---- Which piece a rank holds ----------------------------------------------------------------------------------------
@@ -182,3 +193,46 @@ def draw_timetable(axes: Axes, events: Sequence[Event], title: str) -> None:
             axes.text(middle, event.stage, event.micro_batch, ha="center", va="center", color="white", fontsize=7)
     axes.set(xlim=(0, end), ylim=(num_stages - 0.5, -0.5), yticks=range(num_stages), ylabel="stage", title=title)
     style(axes)
+
+
+def draw_steps(axes: Axes, layouts: Mapping[str, Mapping[str, float]], images: int, title: str) -> None:
+    """Draw the step times of layouts as stacked bars from top to bottom, each with its images/s.
+
+    Args:
+        axes: to draw on.
+        layouts: by name: "seconds" of a step, and what shares of it are "computing", "communicating" and "bubble".
+        images: of a step.
+        title: of the axes.
+    """
+    names, ends = list(layouts), [0.0] * len(layouts)
+    for part, color in SHARES.items():
+        seconds = [layout["seconds"] * layout[part] for layout in layouts.values()]
+        bars = axes.barh(names, seconds, 0.7, ends, color=color, label=part)
+        ends = [end + more for end, more in zip(ends, seconds, strict=True)]
+    rates = [f"{images / layout['seconds']:,.0f} images/s" for layout in layouts.values()]
+    axes.bar_label(bars, rates, padding=3, color=TEXT, fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.2)
+    axes.set(title=title, xlabel=f"seconds of a step of {images:,} images, predicted")
+    style(axes)
+    axes.tick_params(axis="y", length=0, labelsize=7.5)
+
+
+def add_legend(figure: Figure, **options: Any) -> None:
+    """Add a legend to a figure, by default at the top; options as for matplotlib."""
+    figure.legend(frameon=False, labelcolor=TEXT, fontsize=8, **{"loc": "outside upper right", "ncols": 3, **options})
+
+
+def draw_plan(
+    layouts: Mapping[str, Mapping[str, float]], images: int, title: str, events: Sequence[Event] | None
+) -> Figure:
+    """A figure of `draw_steps`, and below it the timetable of the first layout, if `events` are given."""
+    figure = Figure(figsize=(9, 3.2 + (2.4 if events else 0)), layout="constrained")
+    axes = figure.subplots(2 if events else 1, 1, squeeze=False)[:, 0]
+    draw_steps(axes[0], layouts, images, title)
+    bars = list(axes[0].get_legend_handles_labels()[0])
+    if events:
+        draw_timetable(axes[1], events, "the first one: forward passes in blue, backward passes in brown")
+        axes[1].set_xlabel("seconds")
+    add_legend(figure, handles=bars)
+    return figure

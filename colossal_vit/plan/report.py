@@ -178,13 +178,7 @@ def draw_layout(plans: list[StepPlan]) -> Figure:
 
 def _write_picture(plans: list[StepPlan], folder: Path) -> str:
     """Write `layout.png` into a folder, created if missing; returns a line that says where it is, or why not."""
-    path = folder / "layout.png"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        pictures.save(draw_layout(plans), path)
-    except OSError as error:
-        return f"no picture: {path} cannot be written: {error.strerror or error}"
-    return f"picture: {path}"
+    return pictures.write(draw_layout(plans), folder / "layout.png")
 
 
 def report(main: Callable[[], StepPlan | None], prints: bool = True) -> None:

@@ -14,13 +14,14 @@ from colossal_vit.engine.reduction import BUCKET_BYTES
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.partition import partition_blocks
-from colossal_vit.plan import calibration, fakes, meter, report
+from colossal_vit.plan import calibration, fakes, meter, pictures, report
 from colossal_vit.plan.enumeration import Choice, enumerate_layouts, global_batch
 from colossal_vit.plan.machines import HERE, RESERVED_GB, Machine, find_machine
 from colossal_vit.plan.memory import Chunk, cut, owned_share, rank_memory, sizes_of
 from colossal_vit.plan.simulation import Cost, Event, finish, simulate
 from colossal_vit.plan.trace import Message, Trace, trace
 from colossalai.context import Config
+from matplotlib.figure import Figure
 
 SHOWN = 10  # layouts in the table
 TRACED_IMAGES = 8  # per part of a batch; traces have half of it, too
@@ -328,6 +329,16 @@ def format_plan(plan: Plan, request: PlanRequested, images: int) -> str:
     return "\n".join([*lines, "", *report.format_table(header, rows), "", "the first one:", best])
 
 
+def draw(plan: Plan, request: PlanRequested, images: int) -> Figure:
+    """The best layouts as bars, and the timetable of the first one if it is a pipeline."""
+    layouts = {
+        str(each.choice): {key: getattr(each, key) for key in ("seconds", *pictures.SHARES)} for each in plan.best
+    }
+    first = plan.best[0]
+    events = first.events if first.choice.layout.pipeline > 1 else None
+    return pictures.draw_plan(layouts, images, f"{request.world_size} ranks, {request.machine}", events)
+
+
 def make_plan(main: Callable[[], Any], request: PlanRequested) -> tuple[Plan, int]:
     """The best layouts, and the images of a step.
 
@@ -368,8 +379,13 @@ def measured(main: Callable[[], Any], request: PlanRequested, choices: Iterable[
 
 
 def run(main: Callable[[], Any], prints: bool = True) -> None:
-    """Print the plan of a train script's `main`; does nothing unless `prints`, set on one process of a launcher."""
+    """Print the plan of a train script's `main`, and draw it in the run directory.
+
+    Does nothing unless `prints`, set on one process of a launcher.
+    """
     if prints:
         request = request_of(main)
         plan, images = make_plan(main, request)
         print(format_plan(plan, request, images))
+        if plan.best:
+            print(f"\n{pictures.write(draw(plan, request, images), request.output / 'plan.png')}")
