@@ -182,6 +182,10 @@ def predicted_and_measured() -> Figure:
     for factor in (0.75, 1.25):
         axes.plot(ends, factor * ends, ":", color=TEXT, linewidth=1)
     axes.set(xscale="log", yscale="log", xlabel="measured, s", ylabel="predicted, s")
+    ticks = (0.3, 0.5, 1, 2, 3)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_ticks(ticks, [str(tick) for tick in ticks])
+        axis.set_ticks([], minor=True)
     axes.set_title("one point per layout; dotted: ± 25 %", fontsize=9)
     axes.legend(frameon=False, labelcolor=TEXT, fontsize=8)
     style(axes)
