@@ -386,6 +386,6 @@ def run(main: Callable[[], Any], prints: bool = True) -> None:
     if prints:
         request = request_of(main)
         plan, images = make_plan(main, request)
-        print(format_plan(plan, request, images))
         if plan.best:
-            print(f"\n{pictures.write(draw(plan, request, images), request.output / 'plan.png')}")
+            print(f"{pictures.write(draw(plan, request, images), request.output / 'plan.png')}\n")
+        print(format_plan(plan, request, images))  # the flags come last
