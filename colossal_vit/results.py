@@ -54,6 +54,19 @@ def draw(directory: Path) -> None:
         figure.savefig(directory / filename)
 
 
+def hardware() -> dict[str, Any]:
+    """This machine's processor, its cores, and its GPUs."""
+    import torch
+
+    path = Path("/proc/cpuinfo")
+    cpu = re.search(r"model name\s*:\s*(.+)", path.read_text()) if path.exists() else None
+    return {
+        "cpu": cpu.group(1) if cpu else platform.machine(),
+        "cores": os.cpu_count(),
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+    }
+
+
 def provenance(command: str, changes_allowed: bool = False) -> dict[str, Any]:
     """What it takes to reproduce a result: command, commit, date, hardware, versions.
 
@@ -65,8 +78,6 @@ def provenance(command: str, changes_allowed: bool = False) -> dict[str, Any]:
     Raises:
         SystemExit: with one line, if the working tree differs from its commit or there is no commit to name.
     """
-    import torch
-
     root = Path(__file__).resolve().parents[1]
     changes_allowed = changes_allowed or "REHEARSE" in os.environ
 
@@ -83,18 +94,13 @@ def provenance(command: str, changes_allowed: bool = False) -> dict[str, Any]:
         commit = os.environ.get("COMMIT") or "unknown"
         if commit == "unknown" and not changes_allowed:
             sys.exit("error: no git repository: set COMMIT to the commit that this is a copy of")
-    cpu = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
     packages = ("torch", "torchvision", "colossalai", "timm", "nvidia-dali-cuda130")
     installed = {distribution.name for distribution in metadata.distributions()}
     return {
         "command": command,
         "commit": commit,
         "date": datetime.now(UTC).date().isoformat(),
-        "hardware": {
-            "cpu": cpu.group(1) if cpu else platform.machine(),
-            "cores": os.cpu_count(),
-            "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
-        },
+        "hardware": hardware(),
         "versions": {
             "python": platform.python_version(),
             **{name: metadata.version(name) for name in packages if name in installed},

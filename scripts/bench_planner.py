@@ -48,7 +48,7 @@ def flags(model: str, layout: str) -> list[str]:
 
 
 def predict(model: str, layouts: list[str], num_ranks: int, traces: dict) -> dict[str, float]:
-    """Seconds of a step of each layout, with this machine calibrated anew; `traces` keeps those of the model."""
+    """Seconds of a step of each layout, with this machine calibrated again; `traces` keeps those of the model."""
     requests = {}
     for layout in layouts:
         sys.argv = ["train_hybrid.py", *flags(model, layout), "--plan", "here", "--world_size", str(num_ranks)]
@@ -61,7 +61,7 @@ def predict(model: str, layouts: list[str], num_ranks: int, traces: dict) -> dic
     with tempfile.TemporaryDirectory() as folder:
         request.output = Path(folder)
         here = search.measured(train_hybrid.main, request, choices.values())
-    predictor = Predictor(request.config, here, traces, num_ranks)
+    predictor = Predictor(request.config, here, traces)
     return {layout: predictor.predict(choice).seconds for layout, choice in choices.items()}
 
 

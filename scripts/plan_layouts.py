@@ -65,7 +65,7 @@ def prepare(values: dict[str, Any], machine: str, ranks: int, known: dict) -> tu
         if tensor not in known:
             known[tensor] = search.record(train_hybrid.main, request, tensor)
         traces[tensor] = known[tensor]
-    return Predictor(request.config, find_machine(machine, None, True, False), traces, ranks), choices, own
+    return Predictor(request.config, find_machine(machine, None, True, False), traces), choices, own
 
 
 def cells(best: list[Prediction], images: int) -> str:

@@ -25,6 +25,7 @@ from colossal_vit.errors import UserError
 from colossal_vit.files import write_text
 from colossal_vit.plan import report
 from colossal_vit.plan.trace import Message, Pass, mark_parts
+from colossal_vit.results import hardware
 from torch import Tensor
 
 VALID_DAYS = 7
@@ -220,15 +221,8 @@ def time_messages(rank: int, world_size: int, store: str, device: str, backend: 
 
 def origin(world_size: int, model: Mapping[str, Any]) -> dict[str, Any]:
     """What a calibration is valid for, and when it was made."""
-    cpu = next((line.split(": ")[1] for line in _cpuinfo() if line.startswith("model name")), platform.machine())
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    place = {"host": platform.node(), "cpu": cpu, "cores": psutil.cpu_count(), "gpu": gpu, "torch": torch.__version__}
+    place = {"host": platform.node(), **hardware(), "torch": torch.__version__}
     return {"date": datetime.now().isoformat(timespec="seconds"), **place, "ranks": world_size, "model": dict(model)}
-
-
-def _cpuinfo() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return path.read_text().splitlines() if path.exists() else []
 
 
 def _some(sizes: Iterable[int]) -> list[int]:
@@ -239,7 +233,7 @@ def _some(sizes: Iterable[int]) -> list[int]:
 
 
 def calibrate(
-    observe: Callable[[tuple, int, Callable], Callable[[], Any]],
+    run_model: Callable[[tuple, Callable, int], Callable[[], Any]],
     images: Mapping[tuple, Iterable[int]],
     world_size: int,
     made: dict[str, Any],
@@ -247,8 +241,8 @@ def calibrate(
     """Measure this machine.
 
     Args:
-        observe: makes a function that runs a model with a tensor parallelism, for a batch of so many images, on
-            real tensors, and returns what the third argument makes of its engine and batches.
+        run_model: makes a function that runs a model with a tensor parallelism on real tensors, and returns what the
+            second argument makes of its engine and batches, which have so many images.
         images: by tensor parallelism, the sizes of micro-batches that matter.
         world_size: number of processes.
         made: of `origin`.
@@ -260,11 +254,11 @@ def calibrate(
     found: dict[tuple, list] = {}  # by what is measured: of each round
     for _ in range(ROUNDS):  # the speed of a machine changes from second to second
         for count in sorted({1, beside, world_size}):
-            run = observe(some, most, partial(work, barrier=fork.Barrier(count)))
+            run = run_model(some, partial(work, barrier=fork.Barrier(count)), most)
             found.setdefault(("rate", count), []).append(statistics.fmean(report.in_forks([run] * count)))
         for tensor, sizes in images.items():
             timed = _some(sizes)
-            run = observe(tensor, timed[-1], partial(clock, sizes=timed, barrier=fork.Barrier(beside)))
+            run = run_model(tensor, partial(clock, sizes=timed, barrier=fork.Barrier(beside)), timed[-1])
             for of_process in report.in_forks([run] * beside):
                 for name, seconds in of_process.items():
                     found.setdefault((name, tensor), []).append(seconds)

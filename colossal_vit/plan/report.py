@@ -31,9 +31,8 @@ def in_forks(functions: Sequence[Callable[[], Any]]) -> list[Any]:
     children = []
 
     def child(function: Callable[[], Any], send: Connection) -> None:
-        torch.set_num_threads(
-            torch.get_num_threads()
-        )  # repairs PyTorch's thread pool after the fork, before autograd's
+        # Repairs PyTorch's thread pool after the fork, before autograd's.
+        torch.set_num_threads(torch.get_num_threads())
         try:
             with redirect_stdout(None):
                 answer = function()

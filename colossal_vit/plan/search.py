@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,12 +70,10 @@ class Predictor:
         config: of the run.
         machine: that it is to run on.
         traces: of the model, by tensor parallelism.
-        world_size: number of ranks.
     """
 
-    def __init__(self, config: Config, machine: Machine, traces: Mapping[TensorParallel, Trace], world_size: int):
+    def __init__(self, config: Config, machine: Machine, traces: Mapping[TensorParallel, Trace]):
         self.config, self.machine, self.traces = config, machine, traces
-        self.all_busy = machine.speed(min(world_size, machine.ranks_per_node))  # while messages were timed
         self.image_bytes = 3 * 4 * config.IMG_SIZE**2
         self._part = cache(self._part)
         self._chunks = cache(self._chunks)
@@ -84,14 +82,19 @@ class Predictor:
         """Seconds of computing and of messages of a part's pass."""
         record = self.traces[tensor].part(part, kind, images)
         on_node = self.machine.ranks_per_node if tensor[1] <= self.machine.ranks_per_node else 1
-        sent = self.all_busy * sum(self.machine.send(message, on_node) for message in record.messages)
+        sent = sum(self.machine.send(message, on_node) for message in record.messages)
         return self.machine.compute((tensor, part, kind, images), record), sent
+
+    def _ranks_on_node(self, layout: Layout) -> int:
+        """How many ranks share a node; all of them compute in updates, and while messages are timed."""
+        return min(layout.data * layout.pipeline * layout.tensor, self.machine.ranks_per_node)
 
     def _chunks(self, num_stages: int, num_chunks: int) -> list[list[Chunk]]:
         return cut(partition_blocks(self.config, num_stages * num_chunks), num_stages)
 
     def _stage(self, choice: Choice, chunks: list[Chunk]) -> _Stage:
         costs, messages = [], 0.0
+        all_busy = self.machine.speed(self._ranks_on_node(choice.layout))
         for chunk in chunks:
             seconds = {"forward": 0.0, "backward": 0.0}
             for part, count in chunk.parts():
@@ -99,6 +102,7 @@ class Predictor:
                     again = ["forward"] if kind == "backward" and choice.checkpoint and part == "block" else []
                     for each in (kind, *again):
                         computing, sent = self._part(choice.tensor, part, each, choice.images)
+                        sent *= all_busy
                         seconds[kind] += count * (computing + sent)
                         messages += count * sent
             costs.append(Cost(**seconds))
@@ -142,20 +146,21 @@ class Predictor:
         stages, layout = self.stages(choice), choice.layout
         traced, machine = self.traces[choice.tensor], self.machine
         on_node = machine.ranks_per_node if layout.pipeline * layout.tensor <= machine.ranks_per_node else 1
-        transfer = self.all_busy * machine.send(Message("send", 2, traced.boundary * choice.images), on_node)
+        busy = self._ranks_on_node(layout)
+        all_busy = machine.speed(busy)
+        transfer = all_busy * machine.send(Message("send", 2, traced.boundary * choice.images), on_node)
         ranks = layout.data * layout.tensor  # of a stage, which compute together
-        busy = min(ranks * layout.pipeline, machine.ranks_per_node)
 
         def speed(num_active: int) -> float:
             return machine.speed(min(num_active * ranks, busy))
 
-        slowed = {"speed": speed} if speed(layout.pipeline) < 1 else {}
+        slowed = {"speed": speed} if all_busy < 1 else {}
         events = simulate([stage.costs for stage in stages], choice.passes, transfer, **slowed)
         events = finish(
             events,
             [stage.reduction for stage in stages],
             [stage.num_buckets for stage in stages],
-            [stage.update / self.all_busy for stage in stages],
+            [stage.update / all_busy for stage in stages],
             machine.overlap,
         )
         exposed = 0.0  # outside of the simulation
@@ -306,7 +311,7 @@ def set_flags(choice: Choice, script: str | None) -> list[str]:
 
 
 def format_plan(plan: Plan, request: PlanRequested, images: int) -> str:
-    """The table of the best layouts, and the flags of the first one."""
+    """The table of the best layouts."""
     where = f"{request.world_size} ranks, {request.machine}"
     lines = [f"{where}, {images} images per step: {plan.num_layouts} layouts; predicted, not measured"]
     if plan.num_too_large:
@@ -325,8 +330,7 @@ def format_plan(plan: Plan, request: PlanRequested, images: int) -> str:
         for each in plan.best
     ]
     header = ["layout", "images/s", "GB per rank", "computing", "communicating", "bubble"]
-    best = " ".join(set_flags(plan.best[0].choice, request.script))
-    return "\n".join([*lines, "", *report.format_table(header, rows), "", "the first one:", best])
+    return "\n".join([*lines, "", *report.format_table(header, rows)])
 
 
 def draw(plan: Plan, request: PlanRequested, images: int) -> Figure:
@@ -356,7 +360,7 @@ def make_plan(main: Callable[[], Any], request: PlanRequested) -> tuple[Plan, in
     else:
         machine = find_machine(request.machine, config.get("machine"), bool(config.fp16), config.get("TF32", False))
     traces = {tensor: record(main, request, tensor) for tensor in {choice.tensor: None for choice in choices}}
-    return search(Predictor(config, machine, traces, request.world_size), choices), images
+    return search(Predictor(config, machine, traces), choices), images
 
 
 def measured(main: Callable[[], Any], request: PlanRequested, choices: Iterable[Choice]) -> calibration.Here:
@@ -370,10 +374,7 @@ def measured(main: Callable[[], Any], request: PlanRequested, choices: Iterable[
     for choice in choices:
         images.setdefault(choice.tensor, set()).add(choice.images)
 
-    def observe(tensor: TensorParallel, batch: int, look: Callable) -> Callable[[], Any]:
-        return run_model(main, request, tensor, look, batch)
-
-    here = calibration.calibrate(observe, images, request.world_size, made)
+    here = calibration.calibrate(partial(run_model, main, request), images, request.world_size, made)
     calibration.save(here, request.output / "calibration.json")
     return here
 
@@ -386,6 +387,7 @@ def run(main: Callable[[], Any], prints: bool = True) -> None:
     if prints:
         request = request_of(main)
         plan, images = make_plan(main, request)
+        print(format_plan(plan, request, images))
         if plan.best:
-            print(f"{pictures.write(draw(plan, request, images), request.output / 'plan.png')}\n")
-        print(format_plan(plan, request, images))  # the flags come last
+            print(f"\n{pictures.write(draw(plan, request, images), request.output / 'plan.png')}")
+            print("\nthe first one:", " ".join(set_flags(plan.best[0].choice, request.script)), sep="\n")
