@@ -19,6 +19,38 @@ def _split(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
     return [part.view_as(tensor) for part, tensor in zip(flat.split([t.numel() for t in like]), like, strict=True)]
 
 
+class _DirectSum:
+    """The sum of a tensor over a group's ranks, which all the others send straight to its owner.
+
+    On CPUs it takes a third less time than gloo's `reduce`, which passes sums on from rank to rank.
+    """
+
+    def __init__(self, tensor: Tensor, owner: int, group: dist.ProcessGroup):
+        self._tensor = tensor
+        self._received: list[Tensor] = []
+        if group.rank() != owner:
+            self._messages = [dist.isend(tensor, group=group, group_dst=owner)]
+            return
+        senders = [rank for rank in range(group.size()) if rank != owner]
+        self._received = [torch.empty_like(tensor) for _ in senders]
+        self._messages = [
+            dist.irecv(part, group=group, group_src=rank) for part, rank in zip(self._received, senders, strict=True)
+        ]
+
+    def wait(self) -> None:
+        for message in self._messages:
+            message.wait()
+        for part in self._received:
+            self._tensor.add_(part)
+
+
+def reduce(tensor: Tensor, owner: int, group: dist.ProcessGroup) -> Any:
+    """Start to sum a tensor over the ranks of a group, into that of `owner`; `wait()` of what is returned ends it."""
+    if tensor.is_cuda:
+        return dist.reduce(tensor, group=group, group_dst=owner, async_op=True)
+    return _DirectSum(tensor, owner, group)
+
+
 class Bucket:
     """Parameters of one data type whose gradients are averaged together, and whose weights are broadcast together.
 
@@ -38,7 +70,6 @@ class Bucket:
         self.missing = 0
         self._reduced: list[nn.Parameter] = []  # those whose gradients are in `_sum`
         self._sum: Tensor | None = None
-        self._other: Tensor | None = None  # the other rank's part of the sum, where there are two
         self._averages: dict[nn.Parameter, Tensor] = {}
         self._reduction: Any = None
         self._small: list[nn.Parameter] = []  # those whose weights are in `_weights`
@@ -48,10 +79,6 @@ class Bucket:
     @property
     def nbytes(self) -> int:
         return sum(p.nbytes for p in self.parameters)
-
-    @property
-    def _root(self) -> int:
-        return dist.get_global_rank(self.group, self.owner)
 
     def reduce(self) -> None:
         """Start to average the gradients, and take them from the parameters. On all replicas the same ones have one."""
@@ -63,28 +90,21 @@ class Bucket:
             parameter.grad = None
         if self.owner is None:
             self._reduction = dist.all_reduce(self._sum, group=self.group, async_op=True)
-        elif self.group.size() > 2 or self._sum.is_cuda:
-            self._reduction = dist.reduce(self._sum, self._root, group=self.group, async_op=True)
-        elif self.used_here:  # gloo's `reduce` would send half as much again between two ranks, in several steps
-            self._other = torch.empty_like(self._sum)
-            self._reduction = dist.irecv(self._other, group=self.group, group_src=1 - self.owner)
         else:
-            self._reduction = dist.isend(self._sum, group=self.group, group_dst=self.owner)
+            self._reduction = reduce(self._sum, self.owner, self.group)
 
     def finish(self) -> None:
         """Wait for the averages, if gradients are being reduced, and free what other ranks own."""
         if self._reduction is None:
             return
         self._reduction.wait()
-        if self._other is not None:
-            self._sum.add_(self._other)
         if self.used_here:
             for parameter, average in zip(self._reduced, _split(self._sum, self._reduced), strict=True):
                 if parameter in self._averages:
                     self._averages[parameter].add_(average)
                 else:
                     self._averages[parameter] = average
-        self._reduction = self._sum = self._other = None
+        self._reduction = self._sum = None
 
     def hand_over(self) -> None:
         """Wait, and make the sums of all averages so far the gradients of the parameters, where they are used."""
@@ -101,7 +121,9 @@ class Bucket:
         if self._small:
             self._weights = torch.cat([p.flatten() for p in self._small])
             messages.append(self._weights)
-        self._broadcasts = [dist.broadcast(m, self._root, group=self.group, async_op=True) for m in messages]
+        self._broadcasts = [
+            dist.broadcast(message, group=self.group, group_src=self.owner, async_op=True) for message in messages
+        ]
 
     @torch.no_grad()
     def receive_weights(self) -> None:

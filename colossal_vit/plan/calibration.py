@@ -21,6 +21,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from colossal_vit.engine.engine import Engine
+from colossal_vit.engine.reduction import reduce
 from colossal_vit.errors import UserError
 from colossal_vit.files import write_text
 from colossal_vit.plan import report
@@ -171,6 +172,10 @@ def _collectives(size: int, group: Any, ranks: list[int]) -> dict[str, Callable[
             other = ranks[1 - place]
             dist.send(message, other, group) if place == 0 else dist.recv(message, other, group)
 
+    def reduce_parts(message: Tensor) -> None:  # each to another owner, as gradients are
+        for reduction in [reduce(part, owner, group) for owner, part in enumerate(message.chunk(size))]:
+            reduction.wait()
+
     return {
         "all_reduce": lambda message: dist.all_reduce(message, group=group),
         "all_gather": lambda message: dist.all_gather(list(message.chunk(size)), message.chunk(size)[0].clone(), group),
@@ -178,7 +183,7 @@ def _collectives(size: int, group: Any, ranks: list[int]) -> dict[str, Callable[
             message.chunk(size)[0].clone(), list(message.chunk(size)), group=group
         ),
         "broadcast": lambda message: dist.broadcast(message, ranks[0], group),
-        "reduce": lambda message: dist.reduce(message, ranks[0], group=group),
+        "reduce": reduce_parts,
         "send": send,
     }
 
