@@ -60,18 +60,17 @@ class Bucket:
 
     Attributes:
         parameters: those in the bucket.
-        missing: gradient accumulations until it is complete.
     """
 
     def __init__(self, group: dist.ProcessGroup, owner: int | None = None):
         self.group, self.owner = group, owner
         self.used_here = owner is None or owner == group.rank()
         self.parameters: list[nn.Parameter] = []
-        self.missing = 0
-        self._reduced: list[nn.Parameter] = []  # those whose gradients are in `_sum`
         self._sum: Tensor | None = None
-        self._averages: dict[nn.Parameter, Tensor] = {}
+        self._parts: dict[nn.Parameter, Tensor] = {}  # of `_sum`
+        self._taken: set[nn.Parameter] = set()  # those whose gradients are in `_sum`
         self._reduction: Any = None
+        self._averages: dict[nn.Parameter, Tensor] = {}
         self._small: list[nn.Parameter] = []  # those whose weights are in `_weights`
         self._weights: Tensor | None = None
         self._broadcasts: list[Any] = []
@@ -80,14 +79,35 @@ class Bucket:
     def nbytes(self) -> int:
         return sum(p.nbytes for p in self.parameters)
 
+    @property
+    def full(self) -> bool:
+        """Whether all gradients are there, and their reduction has not started."""
+        return self._reduction is None and len(self._taken) == len(self.parameters)
+
+    def take(self, parameter: nn.Parameter) -> None:
+        """Move a gradient from the parameter into the bucket."""
+        self.finish()  # of an earlier pass
+        if self._sum is None:
+            self._sum = parameter.grad.new_empty(sum(p.numel() for p in self.parameters))
+            self._parts = dict(zip(self.parameters, _split(self._sum, self.parameters), strict=True))
+        part, share = self._parts[parameter], 1 / self.group.size()
+        if parameter in self._taken:
+            part.add_(parameter.grad, alpha=share)
+        else:
+            torch.mul(parameter.grad, share, out=part)
+        parameter.grad = None
+        self._taken.add(parameter)
+
     def reduce(self) -> None:
-        """Start to average the gradients, and take them from the parameters. On all replicas the same ones have one."""
-        self.finish()
-        self._reduced = [p for p in self.parameters if p.grad is not None]
-        self._sum = self._reduced[0].grad.new_empty(sum(p.numel() for p in self._reduced))
-        for parameter, part in zip(self._reduced, _split(self._sum, self._reduced), strict=True):
-            torch.div(parameter.grad, self.group.size(), out=part)  # which also copies
-            parameter.grad = None
+        """Start to average the gradients, if there are any. On all replicas the same parameters have one."""
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                self.take(parameter)
+        if not self._taken or self._reduction is not None:
+            return
+        for parameter, part in self._parts.items():
+            if parameter not in self._taken:
+                part.zero_()
         if self.owner is None:
             self._reduction = dist.all_reduce(self._sum, group=self.group, async_op=True)
         else:
@@ -98,13 +118,13 @@ class Bucket:
         if self._reduction is None:
             return
         self._reduction.wait()
-        if self.used_here:
-            for parameter, average in zip(self._reduced, _split(self._sum, self._reduced), strict=True):
-                if parameter in self._averages:
-                    self._averages[parameter].add_(average)
-                else:
-                    self._averages[parameter] = average
+        for parameter, average in self._parts.items() if self.used_here else ():
+            if parameter in self._averages:
+                self._averages[parameter].add_(average)
+            elif parameter in self._taken:
+                self._averages[parameter] = average
         self._reduction = self._sum = None
+        self._parts, self._taken = {}, set()
 
     def hand_over(self) -> None:
         """Wait, and make the sums of all averages so far the gradients of the parameters, where they are used."""
@@ -172,8 +192,8 @@ class GradientReducer(BaseGradientHandler):
 
     Args:
         buckets: see `make_buckets`.
-        num_passes: backward passes after which a bucket is complete: those of an optimizer step, or 1 to reduce in each
-            pass, so that gradients of parameters that other ranks own need not be kept.
+        num_passes: backward passes after which a gradient is complete: those of an optimizer step, or 1 to reduce in
+            each pass, so that gradients of parameters that other ranks own need not be kept.
     """
 
     def __init__(self, buckets: list[Bucket], num_passes: int):
@@ -186,12 +206,14 @@ class GradientReducer(BaseGradientHandler):
     def _begin(self) -> None:
         self._started = 0
         self._in_flight: deque[Bucket] = deque()
-        for bucket in self.buckets:
-            bucket.missing = len(bucket.parameters) * self.num_passes
+        self._passes_left = dict.fromkeys(self._bucket_of, self.num_passes)
 
     def _count(self, parameter: nn.Parameter) -> None:
-        self._bucket_of[parameter].missing -= 1
-        while self._started < len(self.buckets) and self.buckets[self._started].missing <= 0:
+        self._passes_left[parameter] -= 1
+        if self._passes_left[parameter] != 0:
+            return
+        self._bucket_of[parameter].take(parameter)  # now, while it is in the cache
+        while self._started < len(self.buckets) and self.buckets[self._started].full:
             bucket = self.buckets[self._started]
             bucket.reduce()
             self._started += 1
@@ -204,8 +226,7 @@ class GradientReducer(BaseGradientHandler):
     def handle_gradient(self) -> None:
         """Reduce what is left in incomplete buckets, and wait for all of them."""
         for bucket in self.buckets:
-            if any(p.grad is not None for p in bucket.parameters):
-                bucket.reduce()
+            bucket.reduce()
         for bucket in self.buckets:
             bucket.hand_over()
         self._begin()
