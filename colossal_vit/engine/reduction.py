@@ -44,7 +44,7 @@ class _DirectSum:
             self._tensor.add_(part)
 
 
-def reduce(tensor: Tensor, owner: int, group: dist.ProcessGroup) -> Any:
+def reduce_to_owner(tensor: Tensor, owner: int, group: dist.ProcessGroup) -> Any:
     """Start to sum a tensor over the ranks of a group, into that of `owner`; `wait()` of what is returned ends it."""
     if tensor.is_cuda:
         return dist.reduce(tensor, group=group, group_dst=owner, async_op=True)
@@ -111,7 +111,7 @@ class Bucket:
         if self.owner is None:
             self._reduction = dist.all_reduce(self._sum, group=self.group, async_op=True)
         else:
-            self._reduction = reduce(self._sum, self.owner, self.group)
+            self._reduction = reduce_to_owner(self._sum, self.owner, self.group)
 
     def finish(self) -> None:
         """Wait for the averages, if gradients are being reduced, and free what other ranks own."""

@@ -21,7 +21,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from colossal_vit.engine.engine import Engine
-from colossal_vit.engine.reduction import reduce
+from colossal_vit.engine.reduction import reduce_to_owner
 from colossal_vit.errors import UserError
 from colossal_vit.files import write_text
 from colossal_vit.plan import report
@@ -173,7 +173,7 @@ def _collectives(size: int, group: Any, ranks: list[int]) -> dict[str, Callable[
             dist.send(message, other, group) if place == 0 else dist.recv(message, other, group)
 
     def reduce_parts(message: Tensor) -> None:  # each to another owner, as gradients are
-        for reduction in [reduce(part, owner, group) for owner, part in enumerate(message.chunk(size))]:
+        for reduction in [reduce_to_owner(part, owner, group) for owner, part in enumerate(message.chunk(size))]:
             reduction.wait()
 
     return {
