@@ -46,9 +46,9 @@ class _DirectSum:
 
 def reduce_to_owner(tensor: Tensor, owner: int, group: dist.ProcessGroup) -> Any:
     """Start to sum a tensor over the ranks of a group, into that of `owner`; `wait()` of what is returned ends it."""
-    if tensor.is_cuda:
-        return dist.reduce(tensor, group=group, group_dst=owner, async_op=True)
-    return _DirectSum(tensor, owner, group)
+    if tensor.device.type == "cpu":
+        return _DirectSum(tensor, owner, group)
+    return dist.reduce(tensor, group=group, group_dst=owner, async_op=True)
 
 
 class Bucket:
@@ -78,6 +78,12 @@ class Bucket:
     @property
     def nbytes(self) -> int:
         return sum(p.nbytes for p in self.parameters)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of all buffers of a reduction: an owner on a CPU has one for each rank."""
+        direct = self.owner is not None and self.parameters[0].device.type == "cpu"
+        return self.nbytes * (self.group.size() if direct and self.used_here else 1)
 
     @property
     def full(self) -> bool:
@@ -187,8 +193,8 @@ class GradientReducer(BaseGradientHandler):
 
     DistributedDataParallel does not support the several backward passes that a pipeline makes per step, nor owners;
     Colossal-AI's `DataParallelGradientHandler` starts only after the last backward pass. Buckets start in the same
-    order on all replicas. At most `IN_FLIGHT_BYTES` are being reduced at a time, since a bucket's buffer is freed only
-    when it has arrived.
+    order on all replicas. Buffers of at most `IN_FLIGHT_BYTES` are on their way at a time, since they are freed only when
+    they have arrived.
 
     Args:
         buckets: see `make_buckets`.
@@ -218,7 +224,7 @@ class GradientReducer(BaseGradientHandler):
             bucket.reduce()
             self._started += 1
             self._in_flight.append(bucket)
-            while sum(b.nbytes for b in self._in_flight) > IN_FLIGHT_BYTES:
+            while sum(b.buffer_bytes for b in self._in_flight) > IN_FLIGHT_BYTES:
                 self._in_flight.popleft().finish()
         if self._started == len(self.buckets):
             self._begin()
