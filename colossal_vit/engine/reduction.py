@@ -193,8 +193,7 @@ class GradientReducer(BaseGradientHandler):
 
     DistributedDataParallel does not support the several backward passes that a pipeline makes per step, nor owners;
     Colossal-AI's `DataParallelGradientHandler` starts only after the last backward pass. Buckets start in the same
-    order on all replicas. Buffers of at most `IN_FLIGHT_BYTES` are on their way at a time, since they are freed only when
-    they have arrived.
+    order on all replicas. Buffers of at most `IN_FLIGHT_BYTES` are in use at a time: the oldest reductions are waited for.
 
     Args:
         buckets: see `make_buckets`.
