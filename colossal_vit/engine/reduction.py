@@ -193,7 +193,7 @@ class GradientReducer(BaseGradientHandler):
 
     DistributedDataParallel does not support the several backward passes that a pipeline makes per step, nor owners;
     Colossal-AI's `DataParallelGradientHandler` starts only after the last backward pass. Buckets start in the same
-    order on all replicas. Buffers of at most `IN_FLIGHT_BYTES` are in use at a time: the oldest reductions are waited for.
+    order on all replicas. Their buffers take at most `IN_FLIGHT_BYTES`: before there are more, the oldest are finished.
 
     Args:
         buckets: see `make_buckets`.
