@@ -10,7 +10,7 @@ from colossalai.legacy.engine.gradient_handler import BaseGradientHandler
 from torch import Tensor, nn
 
 BUCKET_BYTES = 25 * 2**20  # the default of torch's DistributedDataParallel
-IN_FLIGHT_BYTES = 4 * BUCKET_BYTES  # being sent at a time; with half of it, training on CPUs was 6 % slower
+IN_FLIGHT_BYTES = 4 * BUCKET_BYTES  # sent at a time; with half of it, training on CPUs was 6 % slower
 LARGE_BYTES = 2**20  # of a weight that is sent alone: copying it would take longer than one more message
 
 
@@ -80,10 +80,10 @@ class Bucket:
         return sum(p.nbytes for p in self.parameters)
 
     @property
-    def buffer_bytes(self) -> int:
-        """Of all buffers of a reduction: an owner on a CPU has one for each rank."""
+    def received_bytes(self) -> int:
+        """Of the buffers for the other ranks' gradients, which an owner on a CPU has."""
         direct = self.owner is not None and self.parameters[0].device.type == "cpu"
-        return self.nbytes * (self.group.size() if direct and self.used_here else 1)
+        return self.nbytes * (self.group.size() - 1) if direct and self.used_here else 0
 
     @property
     def full(self) -> bool:
@@ -193,7 +193,8 @@ class GradientReducer(BaseGradientHandler):
 
     DistributedDataParallel does not support the several backward passes that a pipeline makes per step, nor owners;
     Colossal-AI's `DataParallelGradientHandler` starts only after the last backward pass. Buckets start in the same
-    order on all replicas. Their buffers take at most `IN_FLIGHT_BYTES`: before there are more, the oldest are finished.
+    order on all replicas. At most `IN_FLIGHT_BYTES` are being sent at a time, and as many received, since a bucket's
+    buffers are freed only when it has arrived.
 
     Args:
         buckets: see `make_buckets`.
@@ -223,10 +224,15 @@ class GradientReducer(BaseGradientHandler):
             bucket.reduce()
             self._started += 1
             self._in_flight.append(bucket)
-            while sum(b.buffer_bytes for b in self._in_flight) > IN_FLIGHT_BYTES:
+            while self._too_much_in_flight():
                 self._in_flight.popleft().finish()
         if self._started == len(self.buckets):
             self._begin()
+
+    def _too_much_in_flight(self) -> bool:
+        sent = sum(bucket.nbytes for bucket in self._in_flight)
+        received = sum(bucket.received_bytes for bucket in self._in_flight)
+        return max(sent, received) > IN_FLIGHT_BYTES
 
     def handle_gradient(self) -> None:
         """Reduce what is left in incomplete buckets, and wait for all of them."""
