@@ -11,7 +11,7 @@ from colossal_vit import config as configs
 from colossal_vit.parallel.layout import Layout
 from colossalai.context import Config
 
-import draw_rooms
+import draw_imports
 import vit
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -106,13 +106,13 @@ def test_every_result_is_in_the_index():
 
 
 def test_the_diagram_of_the_rooms_is_what_the_imports_say():
-    """`python scripts/draw_rooms.py --write` draws it."""
-    assert draw_rooms.diagram() in (ROOT / "docs/architecture.md").read_text()
+    """`python scripts/draw_imports.py --write` draws it."""
+    assert draw_imports.diagram() in (ROOT / "docs/architecture.md").read_text()
 
 
 def test_arrows_that_follow_from_others_are_left_out():
     arrows = {"a": {"b", "c", "d"}, "b": {"c"}, "c": {"d"}, "d": set()}
-    assert draw_rooms.reduce(arrows) == {"a": {"b"}, "b": {"c"}, "c": {"d"}, "d": set()}
+    assert draw_imports.reduce(arrows) == {"a": {"b"}, "b": {"c"}, "c": {"d"}, "d": set()}
 
 
 def test_test_script_passes_arguments_on():

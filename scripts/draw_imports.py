@@ -1,11 +1,11 @@
-"""Draw the dependencies between the rooms of colossal_vit as the Mermaid diagram in docs/architecture.md.
+"""Draw the dependencies between the modules of colossal_vit as the Mermaid diagram in docs/architecture.md.
 
-    python scripts/draw_rooms.py             print the diagram
-    python scripts/draw_rooms.py --write     put it into docs/architecture.md
-    python scripts/draw_rooms.py --numbers   count floors, rooms, arrows, cycles, long files, lines
+    python scripts/draw_imports.py             print the diagram
+    python scripts/draw_imports.py --write     put it into docs/architecture.md
+    python scripts/draw_imports.py --numbers   count layers, modules, arrows, cycles, long files, lines
 
-A room is a subpackage, or a module directly in colossal_vit; a floor is a layer of the import contract in
-pyproject.toml. An arrow means that a room imports another one; arrows implied by others are left out.
+Modules are the subpackages of colossal_vit and the files directly in it; layers are those of the import contract in
+pyproject.toml. An arrow means that a module imports another one; arrows implied by others are left out.
 """
 
 import argparse
@@ -21,21 +21,21 @@ LONG = 300  # lines
 
 
 def imports() -> dict[str, set[str]]:
-    """The rooms that each room imports from."""
+    """The modules that each module imports from."""
     graph = grimp.build_graph("colossal_vit", cache_dir=None)
-    rooms = graph.find_children("colossal_vit")
-    for room in rooms:
-        graph.squash_module(room)
-    found = {room: graph.find_modules_directly_imported_by(room) & rooms for room in rooms}
-    return {_name(room): {_name(other) for other in others - {room}} for room, others in sorted(found.items())}
+    modules = graph.find_children("colossal_vit")
+    for module in modules:
+        graph.squash_module(module)
+    found = {module: graph.find_modules_directly_imported_by(module) & modules for module in modules}
+    return {_name(module): {_name(other) for other in others - {module}} for module, others in sorted(found.items())}
 
 
 def _name(module: str) -> str:
     return module.removeprefix("colossal_vit.")
 
 
-def _reachable(arrows: dict[str, set[str]], room: str) -> set[str]:
-    seen, left = set(), list(arrows[room])
+def _reachable(arrows: dict[str, set[str]], module: str) -> set[str]:
+    seen, left = set(), list(arrows[module])
     while left:
         if (other := left.pop()) not in seen:
             seen.add(other)
@@ -46,25 +46,25 @@ def _reachable(arrows: dict[str, set[str]], room: str) -> set[str]:
 def reduce(arrows: dict[str, set[str]]) -> dict[str, set[str]]:
     """The transitive reduction of an acyclic graph: without arrows that other arrows imply."""
     return {
-        room: {other for other in others if not any(other in _reachable(arrows, third) for third in others - {other})}
-        for room, others in arrows.items()
+        module: {other for other in others if not any(other in _reachable(arrows, third) for third in others - {other})}
+        for module, others in arrows.items()
     }
 
 
-def floors() -> list[list[str]]:
-    """The rooms of each floor, top floor first, as pyproject.toml declares them."""
+def layers() -> list[list[str]]:
+    """The modules of each layer, the top one first, as pyproject.toml declares them."""
     (contract,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     return [re.split(r"\s*[|:]\s*", layer) for layer in contract["layers"]]
 
 
 def diagram() -> str:
-    """The rooms floor by floor, as Mermaid."""
+    """The modules by layer, as Mermaid."""
     lines = ["```mermaid", "flowchart TD"]
-    for number, rooms in enumerate(floors()):
-        lines += [f"    subgraph floor{number}[ ]", "        direction LR"]
-        lines += [f"        {room}" for room in rooms] + ["    end"]
+    for number, modules in enumerate(layers()):
+        lines += [f"    subgraph layer{number}[ ]", "        direction LR"]
+        lines += [f"        {module}" for module in modules] + ["    end"]
     arrows = reduce(imports())
-    lines += [f"    {room} --> {other}" for room in arrows for other in sorted(arrows[room])]
+    lines += [f"    {module} --> {other}" for module in arrows for other in sorted(arrows[module])]
     return "\n".join([*lines, "```"])
 
 
@@ -74,9 +74,9 @@ def numbers() -> str:
     files = {path: len(path.read_text().splitlines()) for path in (ROOT / "colossal_vit").rglob("*.py")}
     scripts = sum(len(path.read_text().splitlines()) for path in (ROOT / "scripts").glob("*.py"))
     long = [f"{path.relative_to(ROOT)} ({count})" for path, count in sorted(files.items()) if count > LONG]
-    cycles = [room for room in arrows if room in _reachable(arrows, room)]
+    cycles = [module for module in arrows if module in _reachable(arrows, module)]
     return (
-        f"{len(floors())} floors, {len(arrows)} rooms, {sum(map(len, arrows.values()))} arrows, rooms in a cycle: "
+        f"{len(layers())} layers, {len(arrows)} modules, {sum(map(len, arrows.values()))} arrows, modules in a cycle: "
         f"{len(cycles)}; {len(files)} files, above {LONG} lines: {', '.join(long) or 'none'}; "
         f"lines: {sum(files.values()):,} in colossal_vit/, {scripts:,} in scripts/"
     )
