@@ -207,11 +207,11 @@ class GradientReducer(BaseGradientHandler):
         self._bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.parameters}
         for parameter in self._bucket_of:
             parameter.register_post_accumulate_grad_hook(self._count)
+        self._in_flight: deque[Bucket] = deque()
         self._begin()
 
     def _begin(self) -> None:
         self._started = 0
-        self._in_flight: deque[Bucket] = deque()
         self._passes_left = dict.fromkeys(self._bucket_of, self.num_passes)
 
     def _count(self, parameter: nn.Parameter) -> None:
@@ -240,4 +240,5 @@ class GradientReducer(BaseGradientHandler):
             bucket.reduce()
         for bucket in self.buckets:
             bucket.hand_over()
+        self._in_flight.clear()
         self._begin()
