@@ -11,7 +11,8 @@ INTRODUCTION = """\
 <!-- Written by `python -m colossal_vit.config`; edit `colossal_vit/config/schema.py`. -->
 
 A config is a Python file. UPPERCASE names are hyper-parameters, lowercase ones switch features on. `--set KEY=VALUE`
-overrides a value; keys in a block have a dot: `--set parallel.tensor.size=2`. A name that starts with `_` is yours.
+overrides a value; keys in a block have a dot: `--set parallel.tensor.size=2`. Names that start with `_`
+are free for your own use.
 
 Unknown keys, wrong values and keys that the script at hand does not use are refused. Where a default differs between
 scripts, it is given for each: {scripts}.
