@@ -90,6 +90,12 @@ class Bucket:
         """Whether all gradients are there, and their reduction has not started."""
         return self._reduction is None and len(self._taken) == len(self.parameters)
 
+    @property
+    def waiting(self) -> bool:
+        """Whether there are gradients whose reduction has not started."""
+        in_bucket = bool(self._taken) and self._reduction is None
+        return in_bucket or any(p.grad is not None for p in self.parameters)
+
     def take(self, parameter: nn.Parameter) -> None:
         """Move a gradient from the parameter into the bucket."""
         self.finish()  # of an earlier pass
@@ -105,12 +111,10 @@ class Bucket:
         self._taken.add(parameter)
 
     def reduce(self) -> None:
-        """Start to average the gradients, if there are any. On all replicas the same parameters have one."""
+        """Start to average the gradients. On all replicas the same parameters have one."""
         for parameter in self.parameters:
             if parameter.grad is not None:
                 self.take(parameter)
-        if not self._taken or self._reduction is not None:
-            return
         for parameter, part in self._parts.items():
             if parameter not in self._taken:
                 part.zero_()
@@ -237,7 +241,8 @@ class GradientReducer(BaseGradientHandler):
     def handle_gradient(self) -> None:
         """Reduce what is left in incomplete buckets, and wait for all of them."""
         for bucket in self.buckets:
-            bucket.reduce()
+            if bucket.waiting:
+                bucket.reduce()
         for bucket in self.buckets:
             bucket.hand_over()
         self._in_flight.clear()
