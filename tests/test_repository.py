@@ -105,7 +105,7 @@ def test_every_result_is_in_the_index():
     assert set(re.findall(r"^\| \[(\w+)\]\(\.\./results/\1\)", index, re.MULTILINE)) == folders
 
 
-def test_the_diagram_of_the_rooms_is_what_the_imports_say():
+def test_the_diagram_of_the_modules_is_what_the_imports_say():
     """`python scripts/draw_imports.py --write` draws it."""
     assert draw_imports.diagram() in (ROOT / "docs/architecture.md").read_text()
 

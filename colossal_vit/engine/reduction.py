@@ -19,6 +19,11 @@ def _split(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
     return [part.view_as(tensor) for part, tensor in zip(flat.split([t.numel() for t in like]), like, strict=True)]
 
 
+def _is_direct(tensor: Tensor) -> bool:
+    """Whether gradients like this one are sent straight to their owner: on CPUs."""
+    return tensor.device.type == "cpu"
+
+
 class _DirectSum:
     """The sum of a tensor over a group's ranks, which all the others send straight to its owner.
 
@@ -46,7 +51,7 @@ class _DirectSum:
 
 def reduce_to_owner(tensor: Tensor, owner: int, group: dist.ProcessGroup) -> Any:
     """Start to sum a tensor over the ranks of a group, into that of `owner`; `wait()` of what is returned ends it."""
-    if tensor.device.type == "cpu":
+    if _is_direct(tensor):
         return _DirectSum(tensor, owner, group)
     return dist.reduce(tensor, group=group, group_dst=owner, async_op=True)
 
@@ -81,9 +86,9 @@ class Bucket:
 
     @property
     def received_bytes(self) -> int:
-        """Of the buffers for the other ranks' gradients, which an owner on a CPU has."""
-        direct = self.owner is not None and self.parameters[0].device.type == "cpu"
-        return self.nbytes * (self.group.size() - 1) if direct and self.used_here else 0
+        """Of the buffers for the other ranks' gradients, which an owner has if they are sent to it directly."""
+        received = self.owner == self.group.rank() and _is_direct(self.parameters[0])
+        return self.nbytes * (self.group.size() - 1) if received else 0
 
     @property
     def full(self) -> bool:
