@@ -49,6 +49,10 @@ AMPLIFIED = 3  # times the difference between bf16 and fp32 in one process
 TENSOR = [(None, 1, {}), ("1d", 2, {}), ("1d", 3, {}), ("1d", 4, {}), ("2d", 4, {})]
 TENSOR += [("2.5d", 4, {"depth": 1}), ("2.5d", 8, {"depth": 2}), ("3d", 8, {})]
 
+# AdamW's first updates are g / (|g| + ε). With its usual ε, 1e-8, rounding decides the sign where |g| is that small; the
+# whole learning rate in another direction has moved a loss by 1.5e-4 although the layout was correct.
+EPSILON = {"adamw": {"EPSILON": 1e-5}}
+
 SIMPLE_LAYOUT = {"data": 1, "pipeline": 1, "chunks": 1, "micro_batches": 1, "accumulation": 1, "zero": None}
 
 Case = dict[str, Any]
@@ -112,7 +116,7 @@ def command(case: Case, layout: Case | None) -> tuple[int, list[str]]:
     if case["global_batch"] % share:
         raise UserError("the batch cannot be split")
     values = {key: value for key, value in case.items() if key.isupper() or key == "clip_grad_norm"}
-    values |= OPTIMIZERS[case["optimizer"]]
+    values |= OPTIMIZERS[case["optimizer"]] | EPSILON.get(case["optimizer"], {})
     values |= {"mix.mode": case["mix"], "mix.mixup": 0.8, "mix.cutmix": 1.0} if case["mix"] else {}
     values |= {"augment.policy": case["augment"], "augment.erase": 0.3} if case["augment"] else {}
     values |= {"bce.threshold": case["bce"]} if case["bce"] else {}

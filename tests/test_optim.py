@@ -133,6 +133,13 @@ def optimizer_config(**values):
     return Config(dict(dict(OPTIMIZER="adamw", MOMENTUM=0.9, LEARNING_RATE=0.1, WEIGHT_DECAY=0.05), **values))
 
 
+@pytest.mark.parametrize(("name", "usual"), [("adamw", 1e-8), ("lamb", 1e-6)])
+def test_epsilon(name, usual):
+    layer = torch.nn.Linear(2, 3)
+    assert build_optimizer(optimizer_config(OPTIMIZER=name), layer).defaults["eps"] == usual
+    assert build_optimizer(optimizer_config(OPTIMIZER=name, EPSILON=1e-5), layer).defaults["eps"] == 1e-5
+
+
 @pytest.mark.parametrize(
     ("name", "pool"),
     [

@@ -98,7 +98,8 @@ def test_ranks_end_with_srun(slurm, tmp_path):
     job = slurm.submit(*options, str(tmp_path / "job.sh"))
     launchers.wait_until(lambda: launchers.steps_on_record(output) > 3, (tmp_path / "log").read_text)
     assert len(workers(output)) == 2
-    launchers.run(["pkill", "-KILL", "-f", f"^srun .*--output {output} "])  # and the one that srun leaves to clean up
+    for signal in ("-STOP", "-KILL"):  # srun, and its child at once, which would kill the ranks when srun is gone
+        launchers.run(["pkill", signal, "-f", f"^srun .*--output {output} "])
     launchers.wait_until(lambda: not workers(output), (tmp_path / "log").read_text)
     assert slurm.state(job) == "RUNNING"
     assert "srun gave 137" in (tmp_path / "log").read_text()

@@ -56,6 +56,7 @@ GROUPS: dict[str, dict[str, Setting | Block]] = {
         "MIN_LEARNING_RATE": Setting(NON_NEGATIVE, "what a cosine falls to", 0.0),
         "OPTIMIZER": Setting(one_of("adamw", "sgd", "lamb"), "the optimizer", Each(("lamb", "adamw", "sgd", "lamb"))),
         "MOMENTUM": Setting(FRACTION, "momentum of SGD", Each((0.9, 0.9, 0.0, 0.9))),
+        "EPSILON": Setting(POSITIVE, "what AdamW and LAMB add to √v; 1e-8 and 1e-6", OPTIONAL),
         "LEARNING_RATE": Setting(POSITIVE, "the rate after the warm-up", Each((1.8e-2, 3e-3, 1e-2, 1.8e-2))),
         "WEIGHT_DECAY": Setting(
             NON_NEGATIVE, "weight decay: decoupled in AdamW and LAMB, L2 in SGD", Each((0.1, 0.3, 0.1, 0.1))

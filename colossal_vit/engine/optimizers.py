@@ -93,6 +93,8 @@ def build_optimizer(config: Config, model: nn.Module) -> Optimizer:
     parameters = _parameters(config, model)
     if config.OPTIMIZER == "sgd":
         return torch.optim.SGD(parameters, momentum=config.MOMENTUM, **common)
+    if config.get("EPSILON"):
+        common["eps"] = config.EPSILON
     if config.OPTIMIZER == "lamb":
         return Lamb(parameters, **common)
     return torch.optim.AdamW(parameters, fused=torch.cuda.is_available() or None, **common)
