@@ -49,8 +49,8 @@ AMPLIFIED = 3  # times the difference between bf16 and fp32 in one process
 TENSOR = [(None, 1, {}), ("1d", 2, {}), ("1d", 3, {}), ("1d", 4, {}), ("2d", 4, {})]
 TENSOR += [("2.5d", 4, {"depth": 1}), ("2.5d", 8, {"depth": 2}), ("3d", 8, {})]
 
-# AdamW's first updates are g / (|g| + ε). With its usual ε, 1e-8, rounding decides the sign where |g| is that small; the
-# whole learning rate in another direction has moved a loss by 1.5e-4 although the layout was correct.
+# The first updates of AdamW are g / (|g| + ε). With ε = 1e-8, rounding decides the sign where |g| is that small;
+# the whole learning rate in another direction has moved a loss by 1.5e-4 although the layout was correct.
 EPSILON = {"adamw": {"EPSILON": 1e-5}}
 
 SIMPLE_LAYOUT = {"data": 1, "pipeline": 1, "chunks": 1, "micro_batches": 1, "accumulation": 1, "zero": None}
