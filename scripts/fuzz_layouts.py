@@ -247,12 +247,10 @@ def as_commands(case: Case) -> str:
     return "\n".join(lines)
 
 
-def describe(layout: Case) -> str:
-    parts = [f"DP {layout['data']}"] if layout["data"] > 1 else []
-    chunks = f" × {layout['chunks']} chunks" if layout["chunks"] > 1 else ""
-    parts += [f"PP {layout['pipeline']}{chunks}"] if layout["pipeline"] > 1 else []
-    parts += [f"{layout['mode']} {layout['size']}"] if layout["mode"] else []
-    return ", ".join(parts) or "one process"
+def describe(case: Case, part: str) -> str:
+    ranks, flags = command(case, case[part])
+    chunks = case[part]["chunks"]
+    return Layout.of(recipes.config(flags), ranks).short + (f", {chunks} chunks" if chunks > 1 else "")
 
 
 # ---- Command line ----------------------------------------------------------------------------------------------------
@@ -281,7 +279,7 @@ def main(argv: list[str] | None = None) -> int:
             case = draw_case(args.seed, number, args.max_ranks)
             case["amp"] = None if args.fp32 else case["amp"]
             first, most, fault = deviation(case)
-            layouts = [describe(case[part]) for part in ("first", "second")]
+            layouts = [describe(case, part) for part in ("first", "second")]
             kind = "bf16" if case["amp"] else "fp32"
             said = f"{number}: {' → '.join(layouts)}, {case['optimizer']}, {kind}: {first:.1e}, {most:.1e}"
             benchmark.print(said + (f": {fault}" if fault else ""))

@@ -68,20 +68,14 @@ def prepare(values: dict[str, Any], machine: str, ranks: int, known: dict) -> tu
     return Predictor(request.config, find_machine(machine, None, True, False), traces), choices, own
 
 
-def short(choice: Choice) -> str:
-    """A layout in the words of docs/glossary.md, without what is not split: DP 2 × PP 2, 8 micro-batches."""
-    layout = choice.layout
-    sizes = {"DP": layout.data, "PP": layout.pipeline, (layout.tensor_mode or "").upper(): layout.tensor}
-    name = " × ".join(f"{kind} {size}" for kind, size in sizes.items() if size > 1)
-    return str(choice).replace(str(layout), name)
-
-
 def cells(best: list[Prediction], images: int) -> str:
     """Layout, images/s and memory of the first prediction."""
     if not best:
         return "none fits | |"
     first = best[0]
-    return f"{short(first.choice)} | {images / first.seconds:,.0f} | {first.memory / 1e9:.1f}"
+    layout = first.choice.layout
+    name = str(first.choice).replace(str(layout), layout.short)
+    return f"{name} | {images / first.seconds:,.0f} | {first.memory / 1e9:.1f}"
 
 
 def plan_models(details: dict[str, Any]) -> list[str]:

@@ -63,6 +63,12 @@ class Layout:
         """Images per optimizer step: BATCH_SIZE × gradient_accumulation × data-parallel size."""
         return config.BATCH_SIZE * config.gradient_accumulation * self.data
 
+    @property
+    def short(self) -> str:
+        """In the words of docs/glossary.md, without what is not split: 'DP 2 × PP 2 × 1D 4'; or 'one process'."""
+        sizes = {"DP": self.data, "PP": self.pipeline, (self.tensor_mode or "").upper(): self.tensor}
+        return " × ".join(f"{kind} {size}" for kind, size in sizes.items() if size > 1) or "one process"
+
     def __str__(self) -> str:
         tensor = f" ({self.tensor_mode})" if self.tensor_mode else ""
         return f"data {self.data} × pipeline {self.pipeline} × tensor {self.tensor}{tensor}"
