@@ -2,7 +2,7 @@
 
     python scripts/bench_zero.py [--runs N] [--steps N] [--output DIR] [--set KEY=VALUE ...]
 
-About 20 minutes on 2 CPU cores. Memory: the peak of tensors of a rank in an optimizer step, in NAIVE fp16 with LAMB, on
+About 25 minutes on 2 CPU cores. Memory: the peak of tensors of a rank in an optimizer step, in NAIVE fp16 with LAMB, on
 1, 2, 4 and 8 processes, divided by the number of parameters of a model whose activations are small; beside it, the
 6 + 12/d bytes that implementations with fp32 gradients take. Speed: on 2 and 4 processes, in fp32 with AdamW, the same
 steps by our engine with `zero` and without, where it uses DistributedDataParallel; and in plain PyTorch by
@@ -118,7 +118,7 @@ def on_rank() -> None:
 def get_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=11, help="of each side (default %(default)s)")
-    parser.add_argument("--steps", type=int, default=4, help="optimizer steps of a side in a run (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=8, help="optimizer steps of a side in a run (default %(default)s)")
     parser.add_argument("--only", choices=("memory", "speed"), help="measure only this")
     parser.add_argument("--output", type=Path, default=FOLDER.parent / "results/zero_cpu", help="where the result goes")
     return parser

@@ -21,7 +21,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from colossal_vit.engine.engine import Engine
-from colossal_vit.engine.reduction import reduce_to_owner
+from colossal_vit.engine.reduction import broadcast_from_owner, reduce_to_owner
 from colossal_vit.errors import UserError
 from colossal_vit.files import write_text
 from colossal_vit.plan import report
@@ -172,9 +172,15 @@ def _collectives(size: int, group: Any, ranks: list[int]) -> dict[str, Callable[
             other = ranks[1 - place]
             dist.send(message, other, group) if place == 0 else dist.recv(message, other, group)
 
-    def reduce_parts(message: Tensor) -> None:  # each to another owner, as gradients are
+    # As gradients and weights, each part has another owner.
+    def reduce_parts(message: Tensor) -> None:
         for reduction in [reduce_to_owner(part, owner, group) for owner, part in enumerate(message.chunk(size))]:
             reduction.wait()
+
+    def broadcast_parts(message: Tensor) -> None:
+        for broadcasts in [broadcast_from_owner(part, owner, group) for owner, part in enumerate(message.chunk(size))]:
+            for broadcast in broadcasts:
+                broadcast.wait()
 
     return {
         "all_reduce": lambda message: dist.all_reduce(message, group=group),
@@ -182,7 +188,7 @@ def _collectives(size: int, group: Any, ranks: list[int]) -> dict[str, Callable[
         "reduce_scatter": lambda message: dist.reduce_scatter(
             message.chunk(size)[0].clone(), list(message.chunk(size)), group=group
         ),
-        "broadcast": lambda message: dist.broadcast(message, ranks[0], group),
+        "broadcast": broadcast_parts,
         "reduce": reduce_parts,
         "send": send,
     }
