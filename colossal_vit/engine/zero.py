@@ -34,9 +34,7 @@ class Zero:
         for options in optimizer.param_groups:
             options["params"] = [p for p in options["params"] if self.has(p)]
         self.buckets: list[Bucket] = []
-        self._unsent: deque[Bucket] = (
-            deque()
-        )  # whose new weights are still to be sent, in the order of the forward pass
+        self._unsent: deque[Bucket] = deque()  # with new weights, in the order of the forward pass
         self._in_flight: list[Bucket] = []
 
     def has(self, parameter: nn.Parameter) -> bool:

@@ -213,9 +213,8 @@ def time_messages(rank: int, world_size: int, store: str, device: str, backend: 
                 matrix.mm(matrix)
                 if collective:
                     collective(message)
-        return max(
-            (_synchronize() - started) / MESSAGE_CALLS - computing, 0.0
-        )  # a busy machine may compute slower once
+        seconds = (_synchronize() - started) / MESSAGE_CALLS
+        return max(seconds - computing, 0.0)  # a busy machine may have computed slower before
 
     computing = 0.0
     computing = timed(None, 4)
