@@ -39,7 +39,8 @@ import conftest  # noqa: E402 hides GPUs, which forks could not share, before to
 import fork_ranks  # noqa: E402
 import recipes  # noqa: E402
 import vit  # noqa: E402
-from check_layouts import OPTIMIZERS, errors  # noqa: E402
+from check_layouts import OPTIMIZERS as CHECKED_OPTIMIZERS  # noqa: E402
+from check_layouts import errors  # noqa: E402
 
 HALF, WHOLE = 3, 6  # optimizer steps
 NUM_TEST_IMAGES = 27
@@ -51,7 +52,7 @@ TENSOR += [("2.5d", 4, {"depth": 1}), ("2.5d", 8, {"depth": 2}), ("3d", 8, {})]
 
 # The first updates of AdamW are g / (|g| + ε). With ε = 1e-8, rounding decides the sign where |g| is that small;
 # the whole learning rate in another direction has moved a loss by 1.5e-4 although the layout was correct.
-EPSILON = {"adamw": {"EPSILON": 1e-5}}
+OPTIMIZERS = CHECKED_OPTIMIZERS | {"adamw": {"EPSILON": 1e-5}}
 
 SIMPLE_LAYOUT = {"data": 1, "pipeline": 1, "chunks": 1, "micro_batches": 1, "accumulation": 1, "zero": None}
 
@@ -116,7 +117,7 @@ def command(case: Case, layout: Case | None) -> tuple[int, list[str]]:
     if case["global_batch"] % share:
         raise UserError("the batch cannot be split")
     values = {key: value for key, value in case.items() if key.isupper() or key == "clip_grad_norm"}
-    values |= OPTIMIZERS[case["optimizer"]] | EPSILON.get(case["optimizer"], {})
+    values |= OPTIMIZERS[case["optimizer"]]
     values |= {"mix.mode": case["mix"], "mix.mixup": 0.8, "mix.cutmix": 1.0} if case["mix"] else {}
     values |= {"augment.policy": case["augment"], "augment.erase": 0.3} if case["augment"] else {}
     values |= {"bce.threshold": case["bce"]} if case["bce"] else {}

@@ -73,9 +73,7 @@ def cells(best: list[Prediction], images: int) -> str:
     if not best:
         return "none fits | |"
     first = best[0]
-    layout = first.choice.layout
-    name = str(first.choice).replace(str(layout), layout.short)
-    return f"{name} | {images / first.seconds:,.0f} | {first.memory / 1e9:.1f}"
+    return f"{first.choice.short} | {images / first.seconds:,.0f} | {first.memory / 1e9:.1f}"
 
 
 def plan_models(details: dict[str, Any]) -> list[str]:

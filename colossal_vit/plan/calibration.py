@@ -172,15 +172,14 @@ def _collectives(size: int, group: Any, ranks: list[int]) -> dict[str, Callable[
             other = ranks[1 - place]
             dist.send(message, other, group) if place == 0 else dist.recv(message, other, group)
 
-    # As gradients and weights, each part has another owner.
-    def reduce_parts(message: Tensor) -> None:
-        for reduction in [reduce_to_owner(part, owner, group) for owner, part in enumerate(message.chunk(size))]:
-            reduction.wait()
+    def in_parts(start: Callable[[Tensor, int, Any], Any]) -> Callable[[Tensor], None]:
+        """As of gradients and weights, each part has another owner."""
 
-    def broadcast_parts(message: Tensor) -> None:
-        for broadcasts in [broadcast_from_owner(part, owner, group) for owner, part in enumerate(message.chunk(size))]:
-            for broadcast in broadcasts:
-                broadcast.wait()
+        def collective(message: Tensor) -> None:
+            for part in [start(part, owner, group) for owner, part in enumerate(message.chunk(size))]:
+                part.wait()
+
+        return collective
 
     return {
         "all_reduce": lambda message: dist.all_reduce(message, group=group),
@@ -188,8 +187,8 @@ def _collectives(size: int, group: Any, ranks: list[int]) -> dict[str, Callable[
         "reduce_scatter": lambda message: dist.reduce_scatter(
             message.chunk(size)[0].clone(), list(message.chunk(size)), group=group
         ),
-        "broadcast": broadcast_parts,
-        "reduce": reduce_parts,
+        "broadcast": in_parts(broadcast_from_owner),
+        "reduce": in_parts(reduce_to_owner),
         "send": send,
     }
 

@@ -69,8 +69,8 @@ class Choice:
         values["zero"] = {"stage": self.zero} if self.zero else None
         return values
 
-    def __str__(self) -> str:
-        words = [str(self.layout)]
+    def _options(self) -> list[str]:
+        words = []
         if self.depth:
             words.append(f"depth {self.depth}")
         if self.layout.pipeline > 1:
@@ -83,7 +83,15 @@ class Choice:
             words.append("recomputed")
         if self.zero:
             words.append(f"zero {self.zero}")
-        return ", ".join(words)
+        return words
+
+    @property
+    def short(self) -> str:
+        """With `Layout.short`, for tables."""
+        return ", ".join([self.layout.short, *self._options()])
+
+    def __str__(self) -> str:
+        return ", ".join([str(self.layout), *self._options()])
 
 
 def global_batch(config: Config, world_size: int) -> int:
