@@ -115,12 +115,17 @@ def test_arrows_that_follow_from_others_are_left_out():
     assert draw_imports.reduce(arrows) == {"a": {"b"}, "b": {"c"}, "c": {"d"}, "d": set()}
 
 
-def test_test_script_passes_arguments_on():
-    command = ["bash", "scripts/test.sh", "-q", "tests/test_config.py", "-k", "test_json"]
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["tests/test_config.py", "-k", "test_json"], "1 passed"), (["--fast", "--collect-only"], "tests collected")],
+)
+def test_test_script_passes_arguments_on(arguments, words):
+    """Pytest fails if a test that --fast names does not exist."""
+    command = ["bash", "scripts/test.sh", *arguments, "-q"]
     environment = {key: value for key, value in os.environ.items() if key not in ("VIRTUAL_ENV", "PYTHONPATH")}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 passed" in done.stdout
+    assert words in done.stdout
 
 
 def test_config_json_is_json(tmp_path):
