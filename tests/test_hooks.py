@@ -261,6 +261,8 @@ def test_the_host_waits_for_the_device_once_a_step(layout, amp, dtype, tmp_path,
     assert result.codes == [0] * world_size, str(result)
     (said,) = re.findall(r"in a step the host waits for the device: (.*)", result.stdout[0])
     assert said == "1 for loss and norm"
+    (forward,) = re.findall(r"a step takes .* forward ([\d.]+) ms", result.stdout[0])
+    assert float(forward) > 0, "pipelines, too, say when a forward pass begins"
 
 
 @pytest.mark.parametrize(

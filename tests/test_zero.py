@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from colossal_vit.checkpoint import storage
-from colossal_vit.engine import reduction, zero
+from colossal_vit.engine import assembly, reduction, zero
 from colossal_vit.parallel.owners import assign_owners
 from safetensors.torch import load_file
 
@@ -68,6 +68,18 @@ def test_same_curve_as_one_process(layout, optimizer, reference, tmp_path, monke
     assert min(r["grad_norm"] for r in expected) > recipes.MODEL["clip_grad_norm"], "clipping must change every step"
     steps, _ = recipes.train(tmp_path, world_size, steps=num_steps, **values)
     assert_same_curve(steps, expected[:num_steps])
+
+
+@pytest.mark.parametrize("layout", ["DP 2", "DP 2 × PP 2", "DP 2 × PP 2 interleaved × 2"])
+def test_a_compiled_model_has_all_weights_before_its_forward_pass(layout, reference, tmp_path, monkeypatch):
+    """No layer of it waits for its own. What waits is tried here, in every schedule; test_pairs.py compiles."""
+    for part in ("_check_compilable", "_compile"):
+        monkeypatch.setattr(assembly, part, lambda *_: None)
+    small_buckets(monkeypatch, 2**13)
+    world_size, values = SPLITS[layout]
+    values = {"DEPTH": 4 if "interleaved" in layout else 2, **values, **OPTIMIZERS["sgd"], **SPLIT, "COMPILE": True}
+    steps, _ = recipes.train(tmp_path, world_size, steps=4, **values)
+    assert_same_curve(steps, reference("sgd", values["DEPTH"])[:4])
 
 
 PRECISIONS = {

@@ -40,7 +40,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 
-class InterleavedSchedule(InterleavedPipelineSchedule):
+class ForwardPasses:
+    """For pipeline schedules, whose upstream versions call the model past the engine."""
+
+    def _forward_step(self, engine: Engine, *args: Any, **options: Any) -> Tensor:
+        with engine.forward_pass():
+            return super()._forward_step(engine, *args, **options)
+
+
+class OneForwardOneBackward(ForwardPasses, PipelineSchedule):
+    """Colossal-AI's 1F1B schedule."""
+
+
+class InterleavedSchedule(ForwardPasses, InterleavedPipelineSchedule):
     """Colossal-AI's interleaved 1F1B schedule, without a check that imports a module which no longer exists."""
 
     def pre_processing(self, engine: Engine) -> None:
@@ -71,7 +83,7 @@ def _schedule(config: Any, dtype: torch.dtype) -> NonPipelineSchedule | Pipeline
     num_chunks = num_model_chunks(config)
     if num_chunks > 1:
         return InterleavedSchedule(config.NUM_MICRO_BATCHES, num_chunks, **options)
-    return PipelineSchedule(config.NUM_MICRO_BATCHES, **options)
+    return OneForwardOneBackward(config.NUM_MICRO_BATCHES, **options)
 
 
 def _check_compilable(device: torch.device) -> None:

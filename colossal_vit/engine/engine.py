@@ -11,8 +11,8 @@ Differences from upstream 0.5.0:
 """
 
 import math
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -97,10 +97,16 @@ class Engine(ColossalEngine):
         if self._micro_step == 0:
             super().zero_grad()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    @contextmanager
+    def forward_pass(self) -> Iterator[None]:
+        """Around whatever calls the model. Pipelines call it, or a chunk of it, without the engine."""
         with self.part("forward"):
             if self.zero:
                 self.zero.before_forward()
+            yield
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.forward_pass():
             return super().__call__(*args, **kwargs)
 
     def backward(self, loss: Tensor) -> None:
