@@ -51,6 +51,20 @@ def fix_positions(model: nn.Module) -> None:
     model.register_buffer("pos_embed", torch.cat([others, patches])[None])
 
 
+def set_drop_path(model: nn.Module, rate: float, uniform: bool) -> None:
+    """Set the stochastic depth of a timm model's blocks: `rate` in all of them, or linear from 0 to it.
+
+    timm's own way reads the rates from a tensor, which in a dry run has no values.
+    """
+    last = max(len(model.blocks) - 1, 1)
+    for number, block in enumerate(model.blocks):
+        of_block = rate if uniform else rate * number / last
+        for module in list(block.modules()):
+            for name, _ in list(module.named_children()):
+                if name.startswith("drop_path"):  # one in blocks of parallel parts, two in others
+                    setattr(module, name, DropPath(of_block) if of_block else nn.Identity())
+
+
 def build_timm_vit(config: Config) -> nn.Module:
     """The timm model `config.MODEL`, its weights initialised on the CPU from `config.SEED`.
 
@@ -65,14 +79,11 @@ def build_timm_vit(config: Config) -> nn.Module:
             img_size=config.IMG_SIZE,
             pos_drop_rate=config.DROP_RATE,
             proj_drop_rate=config.DROP_RATE,
-            drop_path_rate=config.get("DROP_PATH_RATE", 0.0),
             **{name: config[key] for key, name in SHAPE.items() if key in config},
         )
     if config.get("POSITIONS") == "sincos2d":
         fix_positions(model)
-    if config.get("DROP_PATH_UNIFORM"):
-        for block in model.blocks:
-            block.drop_path1, block.drop_path2 = (DropPath(config.DROP_PATH_RATE) for _ in range(2))
+    set_drop_path(model, config.get("DROP_PATH_RATE", 0.0), config.get("DROP_PATH_UNIFORM", False))
     return model
 
 

@@ -6,18 +6,20 @@ import pytest
 import torch
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.parallel.layout import Layout
-from colossal_vit.plan import report
+from colossal_vit.plan import meter, report
 from colossal_vit.plan.fakes import FakeBatches
 from colossal_vit.plan.meter import StepPlan, measure
 from colossal_vit.plan.report import plan_rank
 from colossalai.legacy import nn as col_nn
 from colossalai.legacy.core import global_context as gpc
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fork_ranks
 import recipes
+import train_dp
 import train_hybrid
 import vit
-from check_layouts import LAYOUTS
+from check_layouts import FOLDER, LAYOUTS, set_flags
 
 CASES = {
     **{
@@ -159,3 +161,30 @@ def test_of_the_data_parallel_script():
     )
     assert result.codes == [0], str(result)
     assert "cls_token, pos_embed, patch_embed, blocks 0-11, norm, head; 85,806,346 parameters" in result.stdout[0]
+
+
+@pytest.mark.parametrize(("rate", "draws"), [(0.0, 0), (0.1, 4)])
+def test_timms_stochastic_depth_is_planned_with_its_own_rates(rate, draws):
+    """Of three blocks the first one has rate 0, and the others draw for both of their branches."""
+
+    class Draws(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.count += function is torch.ops.aten.bernoulli_.float
+            return function(*args, **(kwargs or {}))
+
+    def observe(engine, batches):
+        engine.train()
+        with Draws() as drawn:
+            engine(next(iter(batches))[0])
+        return drawn.count
+
+    def plan():
+        values = {"DEPTH": 3, "HIDDEN_SIZE": 48, "NUM_HEADS": 4, "DROP_PATH_RATE": rate, "DROP_RATE": 0.0}
+        sys.argv = ["train_dp.py", "--config", str(FOLDER / "configs/config_data_parallel.py"), *set_flags(values)]
+        sys.argv += ["--dry-run", "--set", "fp16=None"]
+        meter.observe = observe
+        return train_dp.main()
+
+    assert fork_ranks.call(plan, launched=False) == [draws]

@@ -8,6 +8,7 @@ from colossal_vit.errors import UserError
 from colossal_vit.models import build_timm_vit, check_timm_vit
 from colossal_vit.parallel.layout import Layout
 from colossalai.context import Config
+from timm.layers import DropPath
 
 TINY = dict(SEED=1, NUM_CLASSES=5, IMG_SIZE=32, PATCH_SIZE=8, HIDDEN_SIZE=16, DEPTH=2, NUM_HEADS=2, DROP_RATE=0.0)
 
@@ -41,12 +42,16 @@ def test_a_model_without_positions_keeps_none():
         check_timm_vit(config, Layout(1, 1, 1, None, 1))
 
 
+@pytest.mark.parametrize(
+    ("model", "paths"),
+    [("vit_tiny_patch16_224", 2), ("vit_small_patch16_18x2_224", 4)],
+)
 @pytest.mark.parametrize(("uniform", "expected"), [(False, [0, 0.1, 0.2]), (True, [0.2, 0.2, 0.2])])
-def test_drop_path_grows_or_is_the_same_in_all_blocks(uniform, expected):
-    vit = build(DEPTH=3, DROP_PATH_RATE=0.2, DROP_PATH_UNIFORM=uniform)
+def test_drop_path_grows_or_is_the_same_in_all_blocks(model, paths, uniform, expected):
+    vit = build(model, DEPTH=3, DROP_PATH_RATE=0.2, DROP_PATH_UNIFORM=uniform)
     for block, rate in zip(vit.blocks, expected, strict=True):
-        rates = [getattr(path, "drop_prob", 0) for path in (block.drop_path1, block.drop_path2)]
-        assert rates == pytest.approx([rate, rate])
+        rates = [module.drop_prob for module in block.modules() if isinstance(module, DropPath)]
+        assert rates == pytest.approx([rate] * paths if rate else [])
 
 
 def test_layer_scale_starts_as_it_is_told():
