@@ -7,6 +7,7 @@ stubs, and filters warnings. docs/architecture.md lists the subpackages.
 import warnings
 
 import colossal_vit.parent  # noqa: F401 records the parent process before the slow imports
+from colossal_vit import streams
 from colossal_vit.compat.stand_ins import install
 
 for _module in (r"colossalai\.", r"torch\.jit\._script"):
@@ -15,3 +16,4 @@ for _module in (r"colossalai\.", r"torch\.jit\._script"):
 warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
 warnings.filterwarnings("ignore", message=r"c10d::\w+: an autograd kernel was not registered", category=UserWarning)
 install()
+streams.open_missing()

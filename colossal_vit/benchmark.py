@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from colossal_vit import streams
 from colossal_vit.parallel.ranks import write_line
 from colossal_vit.results import provenance, write_origin
 
@@ -28,6 +29,7 @@ class Benchmark:
     """
 
     def __init__(self, folder: Path | None, changes_allowed: bool = False):
+        streams.protect()
         self.folder = folder
         self.origin = provenance(shlex.join(["python", *sys.argv]), changes_allowed) if folder else None
         self.log = ""

@@ -187,8 +187,8 @@ def test_ctrl_c_keeps_what_was_trained(tmp_path):
 
 def test_nobody_has_to_read_what_a_run_says(tmp_path):
     """As `| head -1`: it trains on, to the end."""
-    read, write = os.pipe()
     with warm.Warm(tmp_path / "warm") as programs:
+        read, write = os.pipe()  # not before, since the programs' parent would have both ends, too
         environment = launchers.environment(
             PYTHONPATH=str(fork_ranks.ROOT), DATA=os.environ["DATA"], **programs.environment
         )
@@ -199,6 +199,32 @@ def test_nobody_has_to_read_what_a_run_says(tmp_path):
         os.close(read)
         assert process.wait(fork_ranks.PATIENCE) == 0
     assert read_metrics(tmp_path / "run")[1][-1]["step"] == 11
+
+
+STREAMS = {  # what a process finds where stdout and stderr should be
+    "a full disk": "os.dup2(os.open('/dev/full', os.O_WRONLY), 1); os.dup2(1, 2)",
+    "ASCII": "sys.stdout = open(1, 'w', encoding='ascii', closefd=False)",
+    "nothing": "os.close(1); os.close(2); sys.stdout = sys.stderr = None; streams.open_missing()",
+}
+
+
+@pytest.mark.parametrize("found", STREAMS)
+def test_a_run_that_cannot_print_trains_to_its_end(found, tmp_path):
+    script = tmp_path / "script.py"
+    begin = f"import os, runpy, sys; from colossal_vit import streams; {STREAMS[found]}"
+    script.write_text(f"{begin}; runpy.run_path({str(fork_ranks.ROOT / recipes.HYBRID)!r}, run_name='__main__')")
+    result = fork_ranks.run(script, argv(tmp_path / "run", "--max-steps", "2"))
+    assert result.codes == [0], str(result)
+    assert len(read_metrics(tmp_path / "run")[0]) == 2
+    assert ("\\xd7" in result.stdout[0]) == (found == "ASCII")
+    assert fork_ranks.run(script, argv(tmp_path / "run", SEED=-1)).codes == [2]
+
+
+def test_no_file_gets_the_number_of_a_missing_stderr():
+    code = "import colossal_vit, os; os._exit(os.open('/dev/null', os.O_RDONLY))"
+    environment = launchers.environment(PYTHONPATH=str(fork_ranks.ROOT))
+    command = ["bash", "-c", '"$0" -c "$1" <&- >&- 2>&-', sys.executable, code]
+    assert subprocess.run(command, env=environment).returncode > 2
 
 
 # ---------------------------------------------------------------------------------------------------------------------

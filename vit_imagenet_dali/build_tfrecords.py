@@ -33,6 +33,7 @@ from itertools import repeat, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from colossal_vit import streams
 from colossal_vit.errors import Parser, UserError
 from colossal_vit.files import sync
 from tqdm import tqdm
@@ -508,6 +509,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns the exit code: 2 for a `UserError`, 1 for faults found or a worker that died."""
+    streams.protect()
     code = 2
     try:
         args = parse(argv)

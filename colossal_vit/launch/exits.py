@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import torch.distributed as dist
+from colossal_vit import streams
 from colossal_vit.checkpoint import lock
 from colossal_vit.errors import Preempted, TrainingError, UserError, end_process, error_line
 from colossal_vit.hooks import wandb_run
@@ -56,6 +57,7 @@ def run(main: Callable[[], None]) -> None:
     Exit codes: 0 for success, 2 for a `UserError`, 75 for `Preempted`, 130 for Ctrl-C, 1 for anything else. A
     `UserError`, `TrainingError` or `Preempted` becomes one line on stderr, printed by one rank.
     """
+    streams.protect()
     instead = report.report if "--dry-run" in sys.argv[1:] else None
     if any(flag.split("=")[0] == "--plan" for flag in sys.argv[1:]):
         instead = search.run

@@ -1,6 +1,5 @@
 """Collectives on Python objects and errors, work done by rank 0 alone, and logging."""
 
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -20,12 +19,9 @@ tqdm.set_lock(threading.RLock())
 
 
 def write_line(line: str, file: TextIO) -> None:
-    """Print a line above the progress bar. If the reader has closed the pipe, this and later output is discarded."""
-    try:
-        with tqdm.external_write_mode(file):
-            print(line, file=file, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+    """Print a line above the progress bar."""
+    with tqdm.external_write_mode(file):
+        print(line, file=file, flush=True)
 
 
 class RankLogger:
