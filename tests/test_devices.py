@@ -157,39 +157,168 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("driver", "said", "installs"),
-    [
-        (None, "no NVIDIA driver: the CUDA 13 set, on the CPU", "sync --frozen"),
-        ("13.0", "a driver for CUDA 13: the CUDA 13 set", "sync --frozen"),
-        (
-            "12.4",
-            "a driver for CUDA 12: the CUDA 12 set, requirements-cu12.txt",
-            "-r requirements-cu12.txt --group dev",
-        ),
-        ("11.8", "a driver for CUDA 11, too old for either set: the CUDA 13 set, on the CPU", "sync --frozen"),
-    ],
-)
-def test_setup_installs_what_the_driver_takes(driver, said, installs, tmp_path):
-    """With a uv that only notes what it is told."""
-    programs = tmp_path / "bin"
-    for path, lines in {
-        tmp_path / ".venv/bin/uv": 'echo "$@" > "$(dirname "$0")/told"',
-        programs / "nvidia-smi": f'echo "| NVIDIA-SMI 999.9  Driver Version: 999.9  CUDA Version: {driver}  |"',
-    }.items():
+MACHINES = {  # the driver's version and CUDA, compute capabilities of the GPUs, the machine: the set that is installed
+    "no driver": (None, None, [], "x86_64", 13),
+    "too old a driver": ("470.57", "11.4", [8.0], "x86_64", 13),
+    "CUDA 12.0, the oldest driver": ("525.60", "12.0", [7.0, 8.0], "x86_64", 12),
+    "CUDA 12, Blackwell": ("575.57", "12.9", [12.0], "x86_64", 12),
+    "CUDA 12, ARM": ("550.54", "12.4", [9.0], "aarch64", 13),
+    "CUDA 13": ("580.65", "13.0", [7.5, 8.9, 12.1], "x86_64", 13),
+    "CUDA 13, ARM": ("580.65", "13.0", [9.0], "aarch64", 13),
+    "CUDA 13, Volta": ("580.65", "13.0", [7.0], "x86_64", 12),
+    "CUDA 13, Volta and Pascal": ("580.65", "13.0", [6.1, 7.0], "x86_64", 13),
+    "CUDA 14": ("620.10", "14.1", [9.0], "x86_64", 13),
+}
+SAID = {
+    "no driver": "no NVIDIA driver: the CUDA 13 set, on the CPU",
+    "too old a driver": "a driver for CUDA 11, too old for the sets for x86_64: the CUDA 13 set, on the CPU",
+    "CUDA 12, ARM": "a driver for CUDA 12, too old for the sets for aarch64: the CUDA 13 set, on the CPU",
+}
+
+
+def machine(folder, driver=None, cuda=None, gpus=(), architecture="x86_64", nvidia_smi=True, **programs):
+    """A folder with scripts/setup.sh on a machine with this driver, and a uv that only notes what it is told.
+
+    Args:
+        folder: an empty one.
+        driver: its version; None: there is none.
+        cuda: the newest CUDA that it knows.
+        gpus: their compute capabilities.
+        architecture: what `uname -m` says.
+        nvidia_smi: whether there is this program.
+        programs: shell scripts by name, in place of those on PATH, or of uv in the environment.
+
+    Returns:
+        Runs a command there; `CompletedProcess`.
+    """
+    listed = "\\n".join(str(gpu) for gpu in gpus)
+    scripts = {
+        "nvidia-smi": f'''case "$*" in
+            "") echo "| NVIDIA-SMI {driver}  Driver Version: {driver}  CUDA Version: {cuda}  |" ;;
+            "--query-gpu=compute_cap --format=csv,noheader") printf "{listed}\\n" ;;
+            *) exit 2 ;;
+        esac''',
+        "uname": f"echo {architecture}",
+        "uv": 'echo "$UV_PROJECT_ENVIRONMENT $@" >> "$(dirname "$0")/told"',
+        **programs,
+    }
+    if driver is None or not nvidia_smi:
+        scripts["nvidia-smi"] = "exit 9"
+    for name, lines in scripts.items():
+        path = folder / ".venv/bin/uv" if name == "uv" else folder / "bin" / name
+        if lines is None:
+            continue
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"#!/bin/sh\n{lines}\n")
         path.chmod(0o755)
-    if driver is None:
-        (programs / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
-    (tmp_path / ".venv/bin/activate").touch()
-    (tmp_path / "scripts").mkdir()
-    shutil.copy(fork_ranks.ROOT / "scripts/setup.sh", tmp_path / "scripts")
-    command = ["bash", "-euo", "pipefail", "-c", "source scripts/setup.sh"]
-    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, f"setup: {said}, into {tmp_path}/.venv\n"), done.stderr
-    assert installs in (tmp_path / ".venv/bin/told").read_text()
+    if scripts["uv"]:
+        (folder / ".venv/bin/activate").touch()
+    proc = folder / "proc/driver/nvidia"
+    if driver is not None:
+        proc.mkdir(parents=True)
+        module = "NVIDIA UNIX Open Kernel Module for x86_64"
+        (proc / "version").write_text(
+            f"NVRM version: {module}  {driver}.05  Release Build  (builder@host)  Tue Sep 24 2024\nGCC version:  gcc 12.3.0\n"
+        )
+    (folder / "scripts").mkdir()
+    for name in ("requirements.txt", "requirements-cu12.txt"):
+        shutil.copy(fork_ranks.ROOT / name, folder)
+    script = (fork_ranks.ROOT / "scripts/setup.sh").read_text()
+    assert "/proc/driver/nvidia/version" in script
+    (folder / "scripts/setup.sh").write_text(script.replace("/proc/driver/nvidia", str(proc)))
+
+    def run(*command, **variables):
+        given = {key: value for key, value in os.environ.items() if not key.startswith("VIT_")}
+        environment = {**given, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", **variables}
+        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+    return run
+
+
+SOURCE = ("bash", "-euo", "pipefail", "-c", "source scripts/setup.sh; echo goes on")
+
+
+@pytest.mark.parametrize("nvidia_smi", [True, False])
+@pytest.mark.parametrize("name", MACHINES)
+def test_setup_installs_what_the_driver_and_gpus_take(name, nvidia_smi, tmp_path):
+    """Without nvidia-smi it knows the driver, but not the GPUs."""
+    driver, cuda, gpus, architecture, cuda_set = MACHINES[name]
+    done = machine(tmp_path, driver, cuda, gpus, architecture, nvidia_smi)(*SOURCE)
+    if not nvidia_smi and name == "CUDA 13, Volta":
+        cuda_set = 13
+    said = SAID.get(name, f"a driver for CUDA {min(int(float(cuda or 0)), 99)}: the CUDA {cuda_set} set")
+    if not nvidia_smi:
+        said = said.replace("CUDA 14", "CUDA 13")  # the newest that there was when this was written
+    assert (done.returncode, done.stdout) == (0, f"setup: {said}, into {tmp_path}/.venv\ngoes on\n"), done.stderr
+    told = (tmp_path / ".venv/bin/told").read_text()
+    assert told.startswith(f"{tmp_path}/.venv sync --frozen")
+    assert told.endswith(f"--no-default-groups --group dev --group cuda{cuda_set}\n")
+    unfit = "6.1" if nvidia_smi and 6.1 in gpus else None
+    assert done.stderr.count("\n") == bool(unfit)
+    if unfit:
+        assert (
+            f"has no kernels for the GPUs here of compute capability {unfit} 7.0; set CUDA_VISIBLE_DEVICES"
+            in done.stderr
+        )
+
+
+def test_setup_takes_a_set_and_a_folder_by_name(tmp_path):
+    run = machine(tmp_path, "580.65", "13.0", [9.0])
+    (tmp_path / "other").symlink_to(".venv")
+    done = run(*SOURCE, VIT_CUDA_SET="12", VIT_VENV="other")
+    assert done.stdout == f"setup: VIT_CUDA_SET: the CUDA 12 set, into {tmp_path}/other\ngoes on\n", done.stderr
+    told = (tmp_path / ".venv/bin/told").read_text()
+    assert told.startswith(f"{tmp_path}/other sync")
+    assert told.endswith("--group cuda12\n")
+    done = run(*SOURCE, VIT_CUDA_SET="11")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "setup: VIT_CUDA_SET = '11', and there are sets for CUDA 12 and 13\n"
+
+
+def test_setup_removes_the_other_set_first(tmp_path):
+    """Both have files of the same names, and what is listed as installed is not installed again."""
+    run = machine(tmp_path, "580.65", "13.0", [9.0])
+    (tmp_path / ".venv/lib/python3.11/site-packages/nvidia_dali_cuda120-2.4.0.dist-info").mkdir(parents=True)
+    assert run(*SOURCE).returncode == 0
+    removed, installed = (tmp_path / ".venv/bin/told").read_text().splitlines()
+    removed = removed.split()
+    assert removed[:2] == ["pip", "uninstall"]
+    assert {"nvidia-dali-cuda120", "nvidia-cudnn-cu12", "nvidia-nccl-cu12"} < set(removed)
+    assert not {"torch", "numpy", "nvidia-dali-cuda130"} & set(removed)
+    assert " sync " in installed
+
+
+@pytest.mark.parametrize(
+    ("programs", "words"),
+    [
+        ({"uv": "exit 1"}, "uv could not install the CUDA 13 set into"),
+        ({"uv": None, "python3": '[ "$1" = -c ]'}, "-m venv"),
+        (
+            {
+                "uv": None,
+                "python3": '[ "$1" = -c ] || { mkdir -p "$3/bin"; echo exit 1 > "$3/bin/python"; chmod +x "$3/bin/python"; }',
+            },
+            "pip could not install uv into",
+        ),
+    ],
+    ids=["uv", "venv", "pip"],
+)
+@pytest.mark.parametrize("command", [SOURCE, ("bash", "scripts/setup.sh")], ids=["sourced", "run"])
+def test_setup_ends_with_one_line_if_an_installation_fails(command, programs, words, tmp_path):
+    done = machine(tmp_path, **programs)(*command)
+    assert done.returncode == 2
+    assert "goes on" not in done.stdout
+    assert done.stderr.count("\n") == 1
+    assert words in done.stderr
+
+
+def test_setup_knows_for_which_gpus_torch_has_kernels():
+    """Of the set that is installed here; its list needs no GPU."""
+    kernels = " ".join(name.removeprefix("sm_") for name in torch._C._cuda_getArchFlags().split())
+    assert (
+        f'{torch.version.cuda.split(".")[0]}) kernels="{kernels}" ;;'
+        in (fork_ranks.ROOT / "scripts/setup.sh").read_text()
+    )
 
 
 def test_gpus_that_torch_cannot_use_are_told_of(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from pathlib import Path
 import fork_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
-ENVIRONMENT = ROOT / ".venv"
+ENVIRONMENT = Path(sys.prefix)
 
 CLIENT = """#!{python} -ISE
 import json, os, socket, sys
