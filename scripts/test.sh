@@ -4,7 +4,13 @@
 #   bash scripts/test.sh                        # everything, as CI does
 #   bash scripts/test.sh --fast                 # the inner loop: a test or two of each part
 #   bash scripts/test.sh [-k layouts] [-x] ...  # what pytest makes of its arguments
+#   bash scripts/test.sh --cu12 [...]           # any of these under the CUDA 12 set, in .venv-cu12
 set -euo pipefail
+if [ "${1:-}" = --cu12 ]; then
+    shift
+    VIT_VENV=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/.venv-cu12
+    export VIT_VENV VIT_CUDA_SET=12 # also for the scripts that tests start
+fi
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 ruff check .
 ruff format --check .

@@ -162,7 +162,7 @@ def clone(tmp_path_factory):
         target = root / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(path, target)
-    (root / ".venv").symlink_to(ROOT / ".venv")
+    (root / ".venv").symlink_to(sys.prefix)
     return root
 
 

@@ -26,7 +26,6 @@ from colossalai.legacy.nn.layer import parallel_2d, parallel_2p5d, parallel_3d
 from colossalai.legacy.trainer import Trainer
 from colossalai.legacy.utils import get_dataloader
 from colossalai.nn import lr_scheduler as col_schedulers
-from packaging.version import Version
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fork_ranks
@@ -472,7 +471,6 @@ def test_stages_of_a_pipeline_see_the_same_samples():
 # ---- the learning rate ----
 
 
-@pytest.mark.skipif(Version(torch.__version__) < Version("2.10"), reason="a recent torch is what breaks it")
 def test_upstream_warm_up_overshoots():
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     scheduler = col_schedulers.CosineAnnealingWarmupLR(optimizer, total_steps=20, warmup_steps=5)

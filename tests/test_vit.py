@@ -130,16 +130,6 @@ def test_refuses_a_model_that_does_not_fit(values, world_size, words):
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
-def test_refuses_recomputation_in_3d_where_it_is_wrong(monkeypatch):
-    config = Config({**MODEL, "CHECKPOINT": True, "parallel": LAYOUTS["3D 8"][1]})
-    layout = Layout.of(config, 8)
-    monkeypatch.setattr(torch, "__version__", "2.14.1")
-    vit.check_vit(config, layout)
-    monkeypatch.setattr(torch, "__version__", "2.5.1+cu121")
-    with pytest.raises(UserError, match=r"CHECKPOINT = True .* 2\.5\.1"):
-        vit.check_vit(config, layout)
-
-
 # ---- Random masks ----
 
 DROPPED = {**MODEL, "DROP_RATE": 0.2, "DROP_PATH_RATE": 0.3}

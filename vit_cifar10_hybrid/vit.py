@@ -25,7 +25,6 @@ from colossalai.legacy.context.random import set_seed_states
 from colossalai.legacy.context.random._helper import get_states
 from colossalai.legacy.core import global_context as gpc
 from colossalai.legacy.nn.layer.vanilla import WrappedDropout
-from packaging.version import Version
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -292,11 +291,6 @@ def check_vit(config: Config, layout: Layout) -> None:
     if layout.hidden_parts > 1:
         divides(layout.side**2, "HIDDEN_SIZE", f"the square of the side {layout.side} of {layout.tensor_mode}")
         divides(layout.batch_parts, "BATCH_SIZE", f"the parts of a batch in {layout.tensor_mode}")
-    if layout.tensor_mode == "3d" and config.CHECKPOINT and Version(torch.__version__) < Version("2.10"):
-        raise UserError(
-            f"CHECKPOINT = True gives wrong gradients in 3D on torch {torch.__version__} (seen on 2.5.1, not on "
-            f"2.14.1): set it to False"
-        )
     num_chunks = num_model_chunks(config)
     if layout.pipeline * num_chunks > config.DEPTH:
         raise UserError(

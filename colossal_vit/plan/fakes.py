@@ -9,6 +9,9 @@ from torch._C._distributed_c10d import _create_work_from_future
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::broadcast_", "Meta"):
+    import torch.distributed._tools.fake_collectives  # where older versions of torch make them known to fake tensors
+
 real_tensors = False  # set in forks of the planner that take times, in which only the other ranks are fake
 
 
