@@ -276,6 +276,8 @@ def mistakes(runs, exported, damaged, tmp_path):
         (["import", weights, new, "--img-size", "50"], ["--img-size 50", "patch size 8", "use 48 or 56"]),
         (["import", weights, new, "--img-size", "0"], ["--img-size 0", "use 8"]),
         (["import", weights, new, "--num-classes", "0"], ["--num-classes 0", "at least 1"]),
+        (["import", weights, new, "--num-classes", "1000000000000"], ["--num-classes 1000000000000", " GB, and this"]),
+        (["import", weights, new, "--img-size", "800000000"], ["--img-size 800000000", " GB, and this machine has"]),
         (["import", tmp_path / "no-positions.safetensors", new, "--img-size", "8"], ["pos_embed", "(0,)"]),
         (["import", tmp_path / "oblong.safetensors", new, "--img-size", "8"], ["pos_embed", "(1, 12, 8)"]),
         (["import", tmp_path / "oblong.safetensors", new], ["no head", "--num-classes"]),

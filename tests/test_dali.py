@@ -443,6 +443,7 @@ def test_wrong_files_are_refused(copied, mistake):
     [
         (dict(NUM_CLASSES=9), 1, r"NUM_CLASSES = 9, but .*classes.txt has 10"),
         (dict(BATCH_SIZE=400, gradient_accumulation=2), 2, r"global batch of 1600 .*training set of 1437"),
+        (dict(BATCH_SIZE=4, REPEATS=4, mix={"mixup": 0.8}), 2, r"REPEATS = 4: must be below BATCH_SIZE = 4 with mix"),
         ({}, 361, r"has 360 images, but there are 361"),
     ],
 )

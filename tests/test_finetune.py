@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import socket
 
 import huggingface_hub.constants
 import pytest
@@ -9,7 +10,9 @@ import timm
 import torch
 import torch.nn.functional as F
 from colossal_vit.checkpoint import __main__ as cli
+from colossal_vit.checkpoint import start_from as start_from_module
 from colossal_vit.checkpoint import storage
+from colossal_vit.checkpoint.fitting import PATCHES
 from colossal_vit.checkpoint.restore import _load_moments
 from colossal_vit.checkpoint.start_from import start_from
 from colossal_vit.checkpoint.state import parameter_slots
@@ -226,6 +229,10 @@ def mistakes(file, hub, tmp_path_factory):
     save_file({name: t for name, t in weights.items() if "head" not in name}, folder / "no_head.safetensors")
     save_file({**weights, "dist_token": torch.zeros(1)}, folder / "more.safetensors")
     (folder / "damaged.safetensors").write_bytes(file.read_bytes()[:-1])
+    save_file({**weights, PATCHES: torch.zeros(0, 3, 8, 8)}, folder / "no_width.safetensors")
+    save_file({**weights, PATCHES: torch.zeros(32, 3, 0, 0)}, folder / "no_patch.safetensors")
+    save_file({**weights, PATCHES: torch.tensor(1.0)}, folder / "scalar.safetensors")
+    save_file({**weights, "pos_embed": torch.zeros(1, 10, 0)}, folder / "no_embedding.safetensors")
     (folder / "weights.pth").write_bytes(b"")
     (folder / "empty").mkdir()
     return folder
@@ -258,6 +265,10 @@ def mistakes(file, hub, tmp_path_factory):
         ("{}/no_head.safetensors", {"finetune": {"head": "keep"}}, "has no head, but finetune.head = 'keep' needs one"),
         ("{}/no_vit.safetensors", {}, "not a Vision Transformer with timm's names"),
         ("{}/more.safetensors", {}, "has dist_token, which this model lacks: it is of another model"),
+        ("{}/no_width.safetensors", {}, "patch_embed.proj.weight is of shape (0, 3, 8, 8), which is not (width, 3"),
+        ("{}/no_patch.safetensors", {}, "patch_embed.proj.weight is of shape (32, 3, 0, 0), which is not (width, 3"),
+        ("{}/scalar.safetensors", {}, "patch_embed.proj.weight is of shape (), which is not (width, 3"),
+        ("{}/no_embedding.safetensors", {}, "is of shape (1, 10, 0), which is not (1, N, width)"),
         ("{}/damaged.safetensors", {}, "damaged.safetensors: "),
         ("{}/weights.pth", {}, "only .safetensors files are read"),
         ("{}/nothing.safetensors", {}, "no such file or directory"),
@@ -278,6 +289,44 @@ def test_a_mistake_is_one_line_on_every_rank(source, values, said, mistakes):
     assert only.startswith("finetune.weights: ")
     assert said in only
     assert "\n" not in only
+
+
+@pytest.mark.parametrize(("offline", "most"), [(False, 2), (True, 0)])
+def test_without_a_network_it_is_asked_for_once(offline, most, tmp_path, monkeypatch, capfd):
+    """Not again and again with a warning each time; with HF_HUB_OFFLINE not at all."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    asked = []
+
+    def getaddrinfo(*where, **options):
+        asked.append(where)
+        raise socket.gaierror("Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    said = "offline mode is enabled" if offline else "Name or service not known"
+    with pytest.raises(UserError, match=rf"cannot be fetched from .* \(.*{said}.*\); without a network"):
+        start_from_module._of_timm("vit_small_patch16_224")
+    assert len(asked) <= most, "of the name of the host, by one request"
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("values", "flags", "said"),
+    [
+        ({"finetune.frozen_blocks": 2}, [], "finetune = {'frozen_blocks': 2}, but there are no weights to start from"),
+        ({"finetune.linear_probe": True}, [], "but there are no weights to start from: set finetune.weights, --resume"),
+        ({"finetune.weights": ""}, [], "finetune.weights = '', but it must be a string that is not empty"),
+        ({"finetune.weights": "{}"}, ["--eval-only"], "but finetune.head = 'new' starts with one of zeros"),
+    ],
+)
+def test_what_would_be_trained_or_evaluated_from_scratch_is_refused(values, flags, said, file, tmp_path):
+    values = {key: value.format(file) if isinstance(value, str) else value for key, value in values.items()}
+    result = fork_ranks.run(recipes.HYBRID, [*recipes.flags(**values), "--output", str(tmp_path), *flags])
+    assert result.codes == [2], str(result)
+    assert said in result.stderr[0]
+    assert result.stderr[0].count("\n") == 1
+    assert not (tmp_path / "metrics.jsonl").exists()
+    assert not (tmp_path / storage.FOLDER).exists()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

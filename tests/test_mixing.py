@@ -5,7 +5,8 @@ import pytest
 import torch
 from colossal_vit.data import mixing
 from colossal_vit.data.batches import IGNORED, Loader
-from colossal_vit.engine.criterion import BinaryCrossEntropy
+from colossal_vit.data.samplers import GlobalBatchSampler
+from colossal_vit.engine.criterion import BinaryCrossEntropy, build_criterion
 from colossal_vit.errors import UserError
 from colossalai.context import Config
 from timm.data import mixup as timm_mixup
@@ -172,6 +173,29 @@ def test_a_loader_that_resumes_mixes_as_one_that_did_not_stop():
     assert not any(map(torch.equal, first, second))
 
 
+@pytest.mark.parametrize(("smoothing", "threshold"), [(0.0, 0.0), (0.1, 0.01), (0.1, 0.9099)])
+def test_a_threshold_that_is_accepted_tells_the_classes_apart(smoothing, threshold):
+    settings = Config(dict(LABEL_SMOOTHING=smoothing, NUM_CLASSES=10, bce={"threshold": threshold}))
+    labels, logits = torch.arange(10), 20 * torch.eye(10) - 10
+    assert build_criterion(settings)(logits, labels) < 1e-4
+    assert build_criterion(settings)(logits, labels.flip(0)) > 1
+
+
+@pytest.mark.parametrize("repeats", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("size", [4, 6, 8, 10, 16])
+def test_an_image_is_not_mixed_with_its_copies(size, repeats):
+    """As long as not more than half of a global batch may be copies of one image; else some are, and it is refused."""
+    order = torch.cat(list(GlobalBatchSampler(90, size, rank=0, num_ranks=1, repeats=repeats)))
+    one, other = (order % 90).view(-1, 2).unbind(1)
+    settings = Config({**config(size, 1, mixup=0.8), "REPEATS": repeats})
+    if repeats > size // 2:
+        with pytest.raises(UserError, match="are mixed with their own copies"):
+            mixing.MixedBatches(Same(1), settings, 0, 1)
+    else:
+        assert not (one == other).any()
+        mixing.MixedBatches(Same(1), settings, 0, 1)
+
+
 def test_an_image_without_a_partner_is_refused():
     with pytest.raises(UserError, match="BATCH_SIZE = 3: must be even"):
         mixing.mixed(Same(1), config(3, mixup=0.8))
@@ -184,6 +208,10 @@ def test_an_image_without_a_partner_is_refused():
     [
         ({"mix.mixup": 0.8, "mix.mode": "half"}, "mix.mode = 'half', but it must be one of 'batch', 'pair', 'elem'"),
         ({"mix.mixup": 0.8, "BATCH_SIZE": 15}, "BATCH_SIZE = 15: must be even for mix"),
+        ({"mix.mixup": 0.8, "REPEATS": 17}, "REPEATS = 17: must be at most 16 with mix, half of the global batch"),
+        ({"bce.threshold": 0.0}, "bce.threshold = 0.0: all targets would be 1"),
+        ({"bce.threshold": 0.91}, "bce.threshold = 0.91: all targets would be 0"),
+        ({"bce.threshold": 1.0, "LABEL_SMOOTHING": 0.0}, "set it to at least 0 and below 1"),
     ],
 )
 def test_mistakes_are_one_line(values, words, tmp_path):

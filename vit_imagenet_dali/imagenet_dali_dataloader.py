@@ -460,6 +460,11 @@ def check_sizes(train: Records, validation: Records, data: Path, config: Config,
     if (num_classes := len(class_names(data))) > config.NUM_CLASSES:
         raise UserError(f"NUM_CLASSES = {config.NUM_CLASSES}, but {data / 'classes.txt'} has {num_classes}")
     batch_size, accumulation = config.BATCH_SIZE, config.gradient_accumulation
+    if config.get("mix") and config.get("REPEATS", 1) >= batch_size:
+        raise UserError(
+            f"REPEATS = {config.REPEATS}: must be below BATCH_SIZE = {batch_size} with mix, else a batch has one image "
+            f"only, which is mixed with its own copies"
+        )
     if train.num_images // num_ranks // batch_size < accumulation:
         raise UserError(
             f"a global batch of {batch_size * accumulation * num_ranks} (BATCH_SIZE {batch_size} × "

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
 import torch
 from colossal_vit.errors import UserError
 from safetensors import SafetensorError
@@ -35,7 +36,21 @@ def in_fp32(source: Path | str, weights: Mapping[str, Tensor]) -> dict[str, Tens
     """
     if PATCHES not in weights:
         raise UserError(f"{source}: has no {PATCHES}: not a Vision Transformer with timm's names")
+    shape = tuple(weights[PATCHES].shape)
+    if len(shape) != 4 or min(shape) < 1 or shape[2] != shape[3]:
+        raise UserError(f"{source}: {PATCHES} is of shape {shape}, which is not (width, 3, patch size, patch size)")
     return {name: tensor.float() for name, tensor in weights.items()}
+
+
+def _check_memory(asked: str, numel: int) -> None:
+    """Check that this machine can hold a tensor of so many elements.
+
+    Raises:
+        UserError: if not, since the allocator would end the process, by a traceback or a signal.
+    """
+    needed, there = 4 * numel, psutil.virtual_memory().total
+    if needed > there:
+        raise UserError(f"{asked}: would take {needed / 1e9:,.0f} GB, and this machine has {there / 1e9:,.0f}")
 
 
 def resample(source: Path | str, weights: dict[str, Tensor], img_size: int, asked: str) -> None:
@@ -58,12 +73,13 @@ def resample(source: Path | str, weights: dict[str, Tensor], img_size: int, aske
     position = weights.get("pos_embed", torch.empty(0))  # (1, N, C)
     num_tokens = position.shape[1] if position.ndim == 3 else 0
     num_prefix = num_tokens - math.isqrt(num_tokens) ** 2  # tokens that are not patches
-    if num_tokens == 0 or num_prefix > 1:
+    if num_tokens == 0 or num_prefix > 1 or position.shape != (1, num_tokens, len(weights[PATCHES])):
         raise UserError(
-            f"{asked}: pos_embed of {source} is of shape {tuple(position.shape)}, which is not (1, N, C) with N a "
-            f"square, or a square and the class token"
+            f"{asked}: pos_embed of {source} is of shape {tuple(position.shape)}, which is not (1, N, width) with "
+            f"N a square, or a square and the class token"
         )
     grid = [img_size // patch] * 2
+    _check_memory(asked, math.prod(grid) * position.shape[2])
     weights["pos_embed"] = resample_abs_pos_embed(position, grid, num_prefix_tokens=num_prefix)
 
 
@@ -72,9 +88,19 @@ def has_head(weights: Mapping[str, Tensor], num_classes: int) -> bool:
     return "head.weight" in weights and len(weights["head.weight"]) == num_classes
 
 
-def new_head(weights: dict[str, Tensor], num_classes: int) -> None:
-    """Give the weights a head of zeros, as the ViT paper does for fine-tuning (arXiv:2010.11929, section 3.2)."""
+def new_head(weights: dict[str, Tensor], num_classes: int, asked: str) -> None:
+    """Give the weights a head of zeros, as the ViT paper does for fine-tuning (arXiv:2010.11929, section 3.2).
+
+    Args:
+        weights: by timm's names.
+        num_classes: of the head.
+        asked: how the user gave `num_classes`, for messages.
+
+    Raises:
+        UserError: if this machine cannot hold it.
+    """
     width = len(weights[PATCHES])
+    _check_memory(asked, num_classes * width)
     weights["head.weight"], weights["head.bias"] = torch.zeros(num_classes, width), torch.zeros(num_classes)
 
 

@@ -129,7 +129,7 @@ def resume(run: Run, trainer: Trainer, train_dataloader: MicroBatches, lr_schedu
         raise UserError("the ranks read different data: DATA must be the same on all machines")
     if run.checkpoint is not None:
         _resume(run, trainer, train_dataloader, lr_scheduler)
-    elif (run.config.get("finetune") or {}).get("weights"):
+    elif run.config.get("finetune"):
         start_from(run, trainer.engine)
     if not run.eval_only:
         made = trainer.cur_epoch * len(train_dataloader) + train_dataloader.start  # micro-steps

@@ -14,11 +14,29 @@ from colossal_vit.engine.engine import Engine
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.ranks import all_gather_object
 from colossal_vit.run import Run
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from safetensors import SafetensorError
 from timm.models import get_pretrained_cfg, load_state_dict_from_hf
 from torch import Tensor
 
 OTHER_MODEL = "take weights of the same model, or set MODEL or its sizes to theirs"
+FILE = "model.safetensors"
+
+
+def _check_reachable(repository: str) -> None:
+    """Ask the Hugging Face Hub once for a file that is not in its cache on this machine.
+
+    A download asks again and again, with a warning each time, until 24 seconds later it says that there is no network.
+
+    Raises:
+        OSError: if the file cannot be had.
+    """
+    name, _, revision = repository.partition("@")
+    if try_to_load_from_cache(name, FILE, revision=revision or None) is None:
+        try:
+            get_hf_file_metadata(hf_hub_url(name, FILE, revision=revision or None))
+        except Exception as error:  # not an OSError if it is one of the HTTP client, of which the hub has had several
+            raise OSError(str(error) or type(error).__name__) from error
 
 
 def _of_timm(name: str) -> dict[str, Tensor]:
@@ -38,7 +56,8 @@ def _of_timm(name: str) -> dict[str, Tensor]:
     if not known.hf_hub_id:
         raise UserError(f"{name}: timm has no weights of it on the Hugging Face Hub, see timm.list_pretrained()")
     try:
-        return load_state_dict_from_hf(known.hf_hub_id, "model.safetensors")
+        _check_reachable(known.hf_hub_id)
+        return load_state_dict_from_hf(known.hf_hub_id, FILE)
     except (OSError, SafetensorError) as error:
         raise UserError(
             f"{name}: cannot be fetched from {known.hf_hub_id} on the Hugging Face Hub ({str(error).splitlines()[0]}); "
@@ -72,7 +91,7 @@ def _fit(
     if "fc_norm.weight" in shapes and "norm.weight" in weights:
         fitting.new_norm(weights)
     if head == "new":
-        fitting.new_head(weights, config["NUM_CLASSES"])
+        fitting.new_head(weights, config["NUM_CLASSES"], f"NUM_CLASSES = {config['NUM_CLASSES']}")
     elif not fitting.has_head(weights, config["NUM_CLASSES"]):
         there = f"one for {len(weights['head.weight'])} classes" if "head.weight" in weights else "no head"
         raise UserError(
@@ -87,10 +106,21 @@ def start_from(run: Run, engine: Engine) -> None:
     Only rank 0 reads them.
 
     Raises:
-        UserError: on every rank, if they cannot be read, or are not of this model.
+        UserError: on every rank, if there are none, they cannot be read or are not of this model, or only the head
+            that they would not get is asked for.
     """
     finetune = run.config.finetune
-    named, head = finetune["weights"], finetune.get("head", default("finetune", "head"))
+    named, head = finetune.get("weights"), finetune.get("head", default("finetune", "head"))
+    if named is None:
+        raise UserError(
+            f"finetune = {dict(finetune)}, but there are no weights to start from: set finetune.weights, --resume a "
+            f"checkpoint, or leave the block out"
+        )
+    if run.eval_only and not run.eval_knn and head == "new":
+        raise UserError(
+            f"--eval-only evaluates the head of finetune.weights = {named!r}, but finetune.head = 'new' starts with "
+            f"one of zeros: set it to 'keep', or give --eval-knn, which needs no head"
+        )
     shapes = {name: shape for shapes in all_gather_object(own_shapes(engine)) for name, shape in shapes.items()}
 
     def find() -> Source:

@@ -113,7 +113,7 @@ def import_timm(source: Path, path: Path, img_size: int | None, num_classes: int
     if num_classes is not None and num_classes < 1:
         raise UserError(f"--num-classes {num_classes}: must be at least 1")
     if num_classes is not None and not fitting.has_head(weights, num_classes):
-        fitting.new_head(weights, num_classes)
+        fitting.new_head(weights, num_classes, f"--num-classes {num_classes}")
     state = {
         "step": 0,
         "epoch": 0,

@@ -37,7 +37,7 @@ FRACTION = Rule("a number from 0 up to, not including, 1", lambda value: _is_num
 SHARE = Rule("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1)
 SHARE_ABOVE_0 = Rule("a number above 0 and up to 1", lambda value: _is_number(value) and 0 < value <= 1)
 BOOL = Rule("True or False", lambda value: isinstance(value, bool))
-TEXT = Rule("a string", lambda value: isinstance(value, str))
+TEXT = Rule("a string that is not empty", lambda value: isinstance(value, str) and value != "")
 TENSOR_MODE = one_of(None, "1d", "2d", "2.5d", "3d")
 SHAPE = Rule(
     "a sequence of whole numbers",

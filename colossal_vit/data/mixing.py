@@ -101,7 +101,8 @@ class MixedBatches(LoaderWrapper):
         rank, num_ranks: data-parallel rank and size; default: this process's.
 
     Raises:
-        UserError: if BATCH_SIZE is odd, which leaves an image without a partner.
+        UserError: if BATCH_SIZE is odd, which leaves an image without a partner; or more than half of a global batch
+            may be copies of one image, which leaves some with none but their own copies.
     """
 
     def __init__(self, loader: Loader, config: Config, rank: int | None = None, num_ranks: int | None = None):
@@ -113,6 +114,12 @@ class MixedBatches(LoaderWrapper):
         self.config, self.how = config, how
         self.rank = gpc.get_local_rank(ParallelMode.DATA) if rank is None else rank
         self.num_ranks = gpc.get_world_size(ParallelMode.DATA) if num_ranks is None else num_ranks
+        global_batch = config.BATCH_SIZE * config.gradient_accumulation * self.num_ranks
+        if (repeats := config.get("REPEATS", 1)) > global_batch // 2:
+            raise UserError(
+                f"REPEATS = {repeats}: must be at most {global_batch // 2} with mix, half of the global batch of "
+                f"{global_batch}, else images are mixed with their own copies"
+            )
         self.epoch = self.start = 0
 
     def seek(self, epoch: int, start: int, state: Mapping[str, Any]) -> bool:

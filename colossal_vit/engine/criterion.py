@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from colossal_vit.data.batches import IGNORED
+from colossal_vit.errors import UserError
 from colossal_vit.parallel.sharding import mean_over_batch_parts, split_batch
 from colossalai.context import Config
 from colossalai.legacy import nn as col_nn
@@ -39,7 +40,20 @@ class BinaryCrossEntropy(nn.Module):
 
 
 def build_criterion(config: Config) -> nn.Module:
-    """Cross entropy with LABEL_SMOOTHING, or what the block `bce` says."""
+    """Cross entropy with LABEL_SMOOTHING, or what the block `bce` says.
+
+    Raises:
+        UserError: if bce.threshold does not lie between the smoothed targets of a wrong and of the right class.
+    """
     if (bce := config.get("bce")) is not None:
+        wrong = config.LABEL_SMOOTHING / config.NUM_CLASSES
+        right = 1 - config.LABEL_SMOOTHING + wrong
+        if (threshold := bce.get("threshold")) is not None and not wrong <= threshold < right:
+            raise UserError(
+                f"bce.threshold = {threshold}: all targets would be {int(threshold < wrong)}, since those of other "
+                f"classes are {wrong:g} and that of an image's own is {right:g} with LABEL_SMOOTHING = "
+                f"{config.LABEL_SMOOTHING} and NUM_CLASSES = {config.NUM_CLASSES}: set it to at least {wrong:g} and "
+                f"below {right:g}, or LABEL_SMOOTHING = 0.0"
+            )
         return BinaryCrossEntropy(config.LABEL_SMOOTHING, **bce)
     return col_nn.CrossEntropyLoss(label_smoothing=config.LABEL_SMOOTHING)
