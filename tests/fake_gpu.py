@@ -1,28 +1,33 @@
-"""A fake GPU whose tensors have a device but no data, to find tensors that are left on the CPU by mistake.
+"""A fake GPU whose tensors have a device but no data, beside a CPU that computes, to find what a CPU alone cannot show.
 
-Mixing its tensors with CPU tensors fails as on a real GPU. It cannot run a backward pass, for which autograd needs a
-CUDA context, so every leaf of the graph gets a gradient of ones; and it has no values, so the host reads 1.0, 0 and
-False. PyTorch's device `meta`, whose tensors do not mix with CPU tensors either, runs the real backward pass.
+Mixing the GPU's tensors with CPU tensors fails as on a real GPU, and copies between both are seen by dispatch modes. It
+cannot run a backward pass, for which autograd needs a CUDA context, so every leaf of the graph gets a gradient of ones,
+and DistributedDataParallel gets no reducer. It has no values, so the host reads random ones, which take both sides of
+branches. PyTorch's device `meta`, whose tensors do not mix with CPU tensors either, runs the real backward pass.
 """
 
+import random
 import sys
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import torch
 import torch.distributed as dist
 from colossal_vit import launch
-from colossal_vit.checkpoint import capture, storage
+from colossal_vit.checkpoint import storage
 from colossal_vit.compat import cpu
+from colossal_vit.engine import waits
 from colossal_vit.parallel import ranks
 from colossal_vit.plan import fakes
 from colossal_vit.run import Run
 from colossalai.accelerator import set_accelerator
 from colossalai.accelerator.cuda_accelerator import CudaAccelerator
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 CUDA, META = torch.device("cuda", 0), torch.device("meta")
 ANSWERS = {
@@ -36,17 +41,42 @@ ANSWERS = {
     "default_stream": SimpleNamespace(synchronize=lambda: None),
     "current_stream": SimpleNamespace(synchronize=lambda: None),
 }
-NOTHING = ("set_device", "manual_seed", "manual_seed_all", "set_rng_state", "synchronize", "empty_cache")
+NOTHING = ("_lazy_init", "set_device", "manual_seed", "manual_seed_all", "set_rng_state", "synchronize", "empty_cache")
 BYTES = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
 
 
-class _Values(TorchDispatchMode):
-    """Makes up the values of tensors without data that the host reads."""
+class _Device(TorchDispatchMode):
+    """Leaves operators on the fake device to the fake tensor mode; all others compute real values on the CPU.
+
+    Args:
+        mode: the fake tensor mode.
+        device: the fake device.
+        overflows: how often the gradient norm or the loss of a step is infinite, from 0 to 1.
+    """
+
+    def __init__(self, mode: FakeTensorMode, device: torch.device, overflows: float):
+        super().__init__()
+        self.mode, self.device, self.overflows = mode, device, overflows
+        self.random = random.Random(0)
+
+    def _is_there(self, value: object) -> bool:
+        return isinstance(value, FakeTensor) or (isinstance(value, torch.device) and value.type == self.device.type)
+
+    def _made_up(self, dtype: torch.dtype) -> float | int | bool:
+        """A value that the host reads of the device."""
+        if not dtype.is_floating_point:
+            return self.random.randrange(2)
+        infinite = waits._reading and self.random.random() < self.overflows
+        return float("inf") if infinite else self.random.uniform(0.1, 10.0)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.aten._local_scalar_dense.default:
-            return 1.0 if args[0].is_floating_point() else 0
-        return function(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if function is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return self._made_up(args[0].dtype)
+        if any(map(self._is_there, tree_leaves((args, kwargs)))):
+            with self.mode:
+                return function(*args, **kwargs)
+        return function(*args, **kwargs)
 
 
 def _backward(outputs: Iterable[Tensor]) -> None:
@@ -61,25 +91,6 @@ def _backward(outputs: Iterable[Tensor]) -> None:
         if (leaf := getattr(node, "variable", None)) is not None:
             ones = torch.ones_like(leaf)
             leaf.grad = ones if leaf.grad is None else leaf.grad + ones
-
-
-class _NoThread:
-    """A thread pool that works in the calling thread, since the fake tensor mode applies to one thread only."""
-
-    def __init__(self, _):
-        pass
-
-    def __enter__(self) -> "_NoThread":
-        return self
-
-    def __exit__(self, *_) -> None:
-        pass
-
-    def submit(self, function: Callable, *args) -> SimpleNamespace:
-        answer = function(*args)
-        return SimpleNamespace(result=lambda: answer)
-
-    map = staticmethod(map)
 
 
 def _built_on(device: torch.device, build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
@@ -104,6 +115,15 @@ def _pretend(mode: FakeTensorMode) -> None:
     for name in BYTES:
         setattr(torch.cuda, name, lambda *_, **__: 0)
     torch.cuda.get_rng_state = lambda *_: torch.zeros(16, dtype=torch.uint8)
+    # The reducer of DistributedDataParallel measures its times by CUDA events.
+    for name in ("Reducer", "Logger"):
+        setattr(dist, name, lambda *_, spec=getattr(dist, name), **__: MagicMock(spec=spec))
+
+
+def _pin(tensor: Tensor) -> Tensor:
+    pinned = tensor.clone()
+    pinned.is_in_pinned_memory = True
+    return pinned
 
 
 def without_peers(noted: Callable[..., object] = lambda **_: None) -> None:
@@ -121,10 +141,18 @@ def without_peers(noted: Callable[..., object] = lambda **_: None) -> None:
     dist.init_process_group = init_process_group
 
 
-def run(main: Callable[[], None], argv: list[str], device: torch.device = CUDA) -> list[dict[str, Tensor]]:
+def run(
+    main: Callable[[], None], argv: list[str], device: torch.device = CUDA, overflows: float = 0.0
+) -> list[dict[str, Tensor]]:
     """Call a train script's `main` on a fake GPU or `meta`. Patches this process irreversibly, so call it in a fork.
 
     With `--dry-run`, one rank of any layout makes one step.
+
+    Args:
+        main: of the train script.
+        argv: its command line.
+        device: `CUDA` or `META`.
+        overflows: how often the gradient norm or the loss of a step is infinite, from 0 to 1.
 
     Returns:
         For each checkpoint that `main` saves, its model and optimizer tensors.
@@ -147,15 +175,15 @@ def run(main: Callable[[], None], argv: list[str], device: torch.device = CUDA) 
 
     def enter(chosen: torch.device) -> None:
         assert chosen == device
-        mode.__enter__()
-        _Values().__enter__()
+        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) copies where modes see it
+        _Device(mode, device, overflows).__enter__()
         nn.Module._apply = fakes._convert
         if device == CUDA:
             torch.Tensor.backward = lambda loss, *_, **__: _backward([loss])
             torch.autograd.backward = lambda tensors, *_, **__: _backward(tensors)
-        torch.Tensor.pin_memory = lambda tensor: tensor
+        torch.Tensor.pin_memory = _pin
+        torch.Tensor.is_pinned = lambda tensor: getattr(tensor, "is_in_pinned_memory", False)
         torch.Tensor.data_ptr = lambda tensor: id(tensor)  # pointers are only compared
-        capture.random_state = dict
         storage.write = write
         for name in ("build_timm_vit", "build_vit"):
             if hasattr(script, name):
@@ -174,8 +202,6 @@ def run(main: Callable[[], None], argv: list[str], device: torch.device = CUDA) 
     for module in list(sys.modules.values()):
         if getattr(module, "run_on_rank_0", None) is run_on_rank_0:
             module.run_on_rank_0 = lambda work: work()
-    if reader := sys.modules.get("caltech101"):
-        reader.ThreadPoolExecutor = _NoThread
     launch.start, fakes.fake_tensors = start_there, enter
     sys.argv = [script.__file__, *argv]
     if "--dry-run" not in argv:  # dry runs have fake groups anyway

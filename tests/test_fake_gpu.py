@@ -1,10 +1,15 @@
 """Every train script on a GPU that is not there, in every mode: data, model, loss, update, evaluation, checkpoint."""
 
+import contextlib
 import importlib
+import io
+import re
 import sys
 
 import pytest
 import torch
+from colossal_vit.results import read_metrics
+from torchvision.transforms import v2
 
 import check_layouts
 import cifar10
@@ -13,12 +18,13 @@ import fork_ranks
 import recipes
 
 MODES = [None, "TORCH", "NAIVE", "APEX"]
+RECIPE = {"mix.mixup": 0.8, "mix.cutmix": 1.0, "bce.threshold": 0.2, "ema.decay": 0.9}
 SMALL = dict(IMG_SIZE=32, HIDDEN_SIZE=32, DEPTH=2, NUM_HEADS=4, DROP_RATE=0.1, BATCH_SIZE=16)
 FOLDER = fork_ranks.ROOT / "vit_caltech101_amp/config"
 SCRIPTS = {
     "vit_cifar10_hybrid/train_hybrid.py": (
         "configs/config_pipeline_parallel.py",
-        {**SMALL, "parallel.pipeline": 1, "DROP_PATH_RATE": 0.1},
+        {**SMALL, **RECIPE, "parallel.pipeline": 1, "DROP_PATH_RATE": 0.1},
     ),
     "vit_cifar10_hybrid/train_dp.py": ("configs/config_data_parallel.py", {**SMALL, "gradient_accumulation": 2}),
     "vit_caltech101_amp/train.py": ("config/config_fp32.py", {**SMALL, "CACHE_SIZE": 36, "OPTIMIZER": "adamw"}),
@@ -26,11 +32,11 @@ SCRIPTS = {
 }
 
 
-def on_gpu(script, amp, *more, prepare=lambda: None, device=fake_gpu.CUDA):
-    """Run a script there; returns what is in its checkpoints: (is a moment, type)."""
+def on_gpu(script, amp, *more, prepare=lambda: None, device=fake_gpu.CUDA, overflows=0.0, **values):
+    """Run a script there; returns what is in its checkpoints, (is a moment, type), and what it printed."""
     path = fork_ranks.ROOT / script
-    config, values = SCRIPTS[script]
-    flags = recipes.set_flags({**values, **({"fp16.dtype": "fp16"} if amp else {"fp16": None})})
+    config, own = SCRIPTS[script]
+    flags = recipes.set_flags({**own, **values, **({"fp16.dtype": "fp16"} if amp else {"fp16": None})})
     flags += ["--set", f"fp16.mode=AMP_TYPE.{amp}"] if amp else []
 
     def function():
@@ -38,18 +44,22 @@ def on_gpu(script, amp, *more, prepare=lambda: None, device=fake_gpu.CUDA):
         sys.path.insert(0, str(path.parent))
         sys.modules.pop("train", None)  # there are two
         module = importlib.import_module(path.stem)
-        saved = fake_gpu.run(module.main, ["--config", str(path.parent / config), *flags, *more], device)
-        return {(name.startswith("exp_avg."), str(t.dtype)) for tensors in saved for name, t in tensors.items()}
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            argv = ["--config", str(path.parent / config), *flags, *more]
+            saved = fake_gpu.run(module.main, argv, device, overflows)
+        types = {(name.startswith("exp_avg."), str(t.dtype)) for tensors in saved for name, t in tensors.items()}
+        return types, said.getvalue()
 
-    (types,) = fork_ranks.call(function, launched=False)
-    return types
+    return fork_ranks.call(function, launched=False)[0]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("amp", MODES)
 def test_a_run_leaves_nothing_on_the_cpu(script, amp, tmp_path):
     """Two optimizer steps, an evaluation and a checkpoint."""
-    types = on_gpu(script, amp, "--output", str(tmp_path), "--max-steps", "2")
+    types, said = on_gpu(script, amp, "--output", str(tmp_path), "--max-steps", "4", "--profile")
+    print(said)
+    assert "in a step the host waits for the device: 1 for loss and norm\n" in said
     assert {kind for kind, _ in types} == {False, True}
     assert {dtype for _, dtype in types} == {"torch.float32"}, "weights and moments are kept in fp32"
 
@@ -74,14 +84,56 @@ def test_what_is_left_there_is_found(tmp_path):
         on_gpu(recipes.HYBRID, None, "--output", str(tmp_path), prepare=prepare)
 
 
-@pytest.mark.parametrize("amp", [None, "NAIVE"])
 @pytest.mark.parametrize(
-    "layout", ["DP 2, split state", "PP 2", "PP 2 interleaved × 2", "1D 2", "2D 4", "2.5D 8", "3D 8", "PP 2 × 2D 4"]
+    ("script", "policy", "operations"),
+    [
+        (recipes.DATA_PARALLEL, "three", {"RandomGrayscale", "RandomSolarize", "GaussianBlur"}),
+        ("vit_caltech101_amp/train.py", "rand", set(v2.RandAugment._AUGMENTATION_SPACE)),
+    ],
 )
+def test_every_augmentation_and_steps_that_overflow(script, policy, operations, tmp_path):
+    def prepare():
+        def note(name, image):
+            assert image.device == fake_gpu.CUDA
+            print("did", name)
+
+        for kind in (v2.RandomGrayscale, v2.RandomSolarize, v2.GaussianBlur, v2.ColorJitter, v2.RandomErasing):
+
+            def transform(self, image, params, original=kind.transform):
+                note(type(self).__name__, image)
+                return original(self, image, params)
+
+            kind.transform = transform
+        apply = v2.RandAugment._apply_image_or_video_transform
+
+        def apply_and_note(self, image, name, *args, **kwargs):
+            note(name, image)
+            return apply(self, image, name, *args, **kwargs)
+
+        v2.RandAugment._apply_image_or_video_transform = apply_and_note
+
+    values = {"augment.policy": policy, "augment.color_jitter": 0.3, "augment.erase": 0.5}
+    argv = ["--output", str(tmp_path), "--max-steps", "6"]
+    _, said = on_gpu(script, "TORCH", *argv, prepare=prepare, overflows=0.3, **values)
+    done = set(re.findall("^did (.*)$", said, re.MULTILINE))
+    assert done == {*operations, "ColorJitter", "RandomErasing"}
+    assert {step["skipped"] for step in read_metrics(tmp_path)[0]} == {False, True}
+
+
+LAYOUTS = {**check_layouts.LAYOUTS, "DP 2, split state": (2, {"BATCH_SIZE": 16, "zero.stage": 1})}
+OF_EACH_KIND = ["DP 2", "DP 2, split state", "PP 2", "PP 2 interleaved × 2", "1D 2", "2D 4", "2.5D 8", "3D 8"]
+OF_EACH_KIND += ["PP 2 × 2D 4", "DP 2 × PP 2"]
+
+
+@pytest.mark.parametrize("amp", [None, "NAIVE", "TORCH"])
+@pytest.mark.parametrize("layout", OF_EACH_KIND)
 def test_nor_does_a_layout(layout, amp):
-    """A step of the first rank, collectives included."""
-    world_size, values = {**check_layouts.LAYOUTS, "DP 2, split state": (2, {"zero.stage": 1})}[layout]
-    argv = [*recipes.flags(amp, **values), "--dry-run", "--world_size", str(world_size)]
+    """A step of the first rank, collectives included, in fp16 with `amp`."""
+    world_size, values = LAYOUTS[layout]
+    if amp == "TORCH" and "PP" in layout:
+        return
+    dtype = {"fp16.dtype": "fp16"} if amp else {}
+    argv = [*recipes.flags(amp, **values, **dtype), "--dry-run", "--world_size", str(world_size)]
 
     def function():
         import train_hybrid

@@ -74,7 +74,8 @@ class ProfileHook(BaseHook):
             return
         if engine.num_steps == self.COUNTED - 1 and not gpc.config.get("COMPILE"):  # no dispatch modes in it
             states = engine.optimizer.optim.state.values()
-            self.waits = WaitCounter(state["step"] for state in states if "step" in state)
+            step_counts = (state["step"] for state in states if "step" in state)
+            self.waits = WaitCounter(step_counts, get_accelerator().get_current_device())
             self.waits.__enter__()
         elif engine.num_steps == self.COUNTED and self.waits:
             self.waits.__exit__(None, None, None)
