@@ -2,8 +2,8 @@
 
 A GPU executes its queue asynchronously until the host needs a value; the queue then runs empty while the host waits.
 
-A training step waits once, in `read`. `WaitCounter` counts any other wait, also on a CPU, where waiting costs nothing, so
-that tests can check it without a GPU. Copies between host and device cannot be seen there; tests see them on a fake GPU.
+A training step waits once, in `read`. `WaitCounter` counts any other wait, also on a CPU, where waiting costs nothing,
+so that tests can check it without a GPU. A CPU has no copies between host and device; tests see them on a fake GPU.
 """
 
 from collections.abc import Iterable
