@@ -37,6 +37,7 @@ ANSWERS = {
     "get_device_name": "NVIDIA H200",
     "get_device_capability": (9, 0),
     "is_bf16_supported": True,
+    "is_current_stream_capturing": False,
     "get_device_properties": SimpleNamespace(name="NVIDIA H200", total_memory=1e11, major=9, minor=0),
     "default_stream": SimpleNamespace(synchronize=lambda: None),
     "current_stream": SimpleNamespace(synchronize=lambda: None),

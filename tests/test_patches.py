@@ -26,6 +26,7 @@ from colossalai.legacy.nn.layer import parallel_2d, parallel_2p5d, parallel_3d
 from colossalai.legacy.trainer import Trainer
 from colossalai.legacy.utils import get_dataloader
 from colossalai.nn import lr_scheduler as col_schedulers
+from packaging.version import Version
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fork_ranks
@@ -549,6 +550,7 @@ def shapes_of_a_backward_pass(replaced):
     return fork_ranks.call(function, launched=False)
 
 
+@pytest.mark.skipif(Version(torch.__version__) < Version("2.11"), reason="torch 2.10 refuses to have them replaced")
 def test_upstream_replaces_pytorchs_shape_functions_by_old_ones():
     with pytest.raises(AssertionError, match="meta_conv_backward"):
         shapes_of_a_backward_pass(replaced=True)
