@@ -1,11 +1,15 @@
 """Atomic writes of files and folders, fsync, and unused file names."""
 
+import fcntl
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+SCRATCH = ".colossal_vit-"  # what the names of scratch folders begin with
+LOCK = ".lock"  # in a scratch folder
 
 
 def sync(path: Path) -> None:
@@ -32,6 +36,66 @@ def free_name(path: Path) -> Path:
     return free
 
 
+def _lock(path: Path) -> int:
+    """Open and lock a file, without waiting; returns its descriptor, whose closing releases the lock.
+
+    Raises:
+        OSError: if it does not exist, is locked, or its file system has no locks.
+    """
+    # Not a POSIX lock, which a process does not have against itself.
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _remove_stale(parent: Path) -> None:
+    """Remove the scratch folders of processes that were killed: their lock files are there, but not locked."""
+    for scratch in parent.glob(f"{SCRATCH}*"):
+        with suppress(OSError):
+            descriptor = _lock(scratch / LOCK)
+            shutil.rmtree(scratch, ignore_errors=True)
+            os.close(descriptor)
+
+
+@contextmanager
+def scratch_folder(parent: Path) -> Iterator[Path]:
+    """A temporary folder in `parent`, which is created if missing; removed at the end.
+
+    If the process is killed, the next one that makes a scratch folder there removes it.
+
+    Yields:
+        The folder. A hidden file in it is locked for as long as the block runs.
+
+    Raises:
+        OSError: if it cannot be created.
+    """
+    parent.mkdir(parents=True, exist_ok=True)
+    _remove_stale(parent)
+    descriptor = None
+    while True:
+        scratch = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=parent))
+        (scratch / LOCK).touch()
+        try:
+            descriptor = _lock(scratch / LOCK)
+        except (BlockingIOError, FileNotFoundError):
+            continue  # another process took it for a stale one before it was locked
+        except OSError:
+            break  # some network file systems have no locks; nobody removes what cannot be locked
+        if (scratch / LOCK).exists():
+            break
+        os.close(descriptor)
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        if descriptor is not None:
+            os.close(descriptor)
+
+
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """Create a folder atomically: the block fills a temporary one, which is renamed to `folder` at its end.
@@ -44,14 +108,12 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     Raises:
         OSError: if it cannot be written.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        yield scratch
-        scratch.chmod(0o755)
-        scratch.rename(folder)
-    except OSError:
-        if not folder.is_dir():
-            raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    with scratch_folder(folder.parent) as scratch:
+        made = scratch / folder.name
+        try:
+            made.mkdir()
+            yield made
+            made.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise

@@ -2,10 +2,12 @@
 
 import hashlib
 import http.server
+import io
 import os
 import shutil
 import tarfile
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import torch
 import torchvision
 from colossal_vit.data.digits import write_caltech101
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
+from colossal_vit.errors import UserError
 from colossal_vit.parallel.ranks import RankLogger
 from colossal_vit.results import read_metrics
 from PIL import Image
@@ -20,6 +23,7 @@ from torchvision.transforms import v2
 
 import caltech101
 import fork_ranks
+import image_files
 
 FOLDER = fork_ranks.ROOT / "vit_caltech101_amp"
 CONFIGS = sorted((FOLDER / "config").glob("config_*.py"))
@@ -63,15 +67,151 @@ def test_images_are_found_in_order_without_the_background(few):
     assert images.classes == ["0", "1", "2"]
     assert images.labels.tolist() == [0] * 5 + [1] * 5 + [2] * 5
     assert images.paths[5] == "1/image_0001.jpg"
+    assert images.left_out == ""
+
+
+def test_images_of_every_format_are_read_and_what_is_none_is_said(few):
+    root = few / caltech101.FOLDER
+    (root / "1").rename(root / "_one")
+    for number, name in enumerate(("UPPER.JPG", "b.jpeg", "c.Png", "d.webp", "e.TIFF", "f.gif", "g.bmp", "h.pgm")):
+        Image.new("L", (20, 20), number).save(root / "0" / name)
+    for name in ("0/notes.txt", "0/movie.mp4", "2/notes.TXT", "2/no_ending", "readme.txt"):
+        (root / name).touch()
+    images = caltech101.find_images(few)
+    assert images.classes == ["0", "2", "_one"]
+    assert np.bincount(images.labels).tolist() == [13, 5, 5]
+    assert images.left_out == (
+        f"5 files that are no images are left out (.txt 3, .mp4 1, no ending 1), the first is {root}/readme.txt"
+    )
+
+
+def mode_16(image):
+    """The same in grey of 16 bits."""
+    return Image.fromarray(np.asarray(image.convert("L")).astype(np.uint16) * 257)
+
+
+def on_alpha(image):
+    """Opaque where it is white or grey, transparent with black behind it elsewhere."""
+    alpha = image.convert("L")
+    return Image.merge("RGBA", [*Image.new("RGB", image.size).split(), alpha])
+
+
+@pytest.mark.parametrize(
+    ("change", "ending"),
+    [
+        *[(mode_16, ending) for ending in ("png", "tif", "pgm")],
+        *[(on_alpha, ending) for ending in ("png", "tif", "webp")],
+        (lambda image: on_alpha(image).convert("LA"), "png"),
+        *[(lambda image: image.convert("CMYK"), ending) for ending in ("jpg", "tif")],
+        *[(lambda image: image.convert("1"), ending) for ending in ("png", "gif", "bmp", "pbm")],
+        (lambda image: image.convert("P"), "png"),
+        (lambda image: image, "png"),
+    ],
+)
+@pytest.mark.parametrize("orientation", [1, 3, 6])
+def test_an_image_of_any_kind_is_the_same_in_all_scripts(tmp_path, change, ending, orientation):
+    """Upright and with all its shades, as Pillow shows its pixels; and as build_tfrecords.py packs what it takes."""
+    ramp = np.linspace(0, 255, 24).round().astype(np.uint8)
+    image = Image.fromarray(np.add.outer(ramp // 4, ramp // 2))
+    changed = change(image)
+    expected = np.asarray(image if changed.mode not in ("1", "RGBA", "LA") else changed.convert("L")).astype(int)
+    if changed.mode in ("RGBA", "LA"):
+        expected = 255 - np.asarray(image).astype(int)
+    turns = {1: 0, 3: 2, 6: 3}[orientation]
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    turned = ending in ("jpg", "png", "tif", "webp")
+    path = tmp_path / caltech101.FOLDER / "a" / f"1.{ending}"
+    path.parent.mkdir(parents=True)
+    options = {"webp": dict(lossless=True, exact=True), "jpg": dict(quality=100)}.get(ending, {})
+    changed.save(path, **(options | dict(exif=exif) if turned else options))
+    pixels = caltech101.decode(caltech101.find_images(tmp_path), 24, 0).astype(int)
+    expected = np.rot90(expected, turns if turned else 0)
+    assert abs(pixels - expected[..., None]).max() <= 3
+    if ending in ("jpg", "png"):
+        packed = Image.open(io.BytesIO(image_files.prepare_image(path.read_bytes(), quality=100)))
+        assert abs(np.asarray(packed).astype(int) - pixels).max() <= 4
+
+
+@pytest.mark.parametrize(("mode", "ending"), [("F", "tif"), ("I", "tif"), ("F", "pfm")])
+def test_pixels_without_a_known_white_are_refused(few, mode, ending):
+    path = few / caltech101.FOLDER / "0" / f"a.{ending}"
+    Image.new(mode, (20, 20)).save(path)
+    images = caltech101.find_images(few)
+    with pytest.raises(UserError, match=f"{path}: cannot be decoded: which grey is white is not known; save it with"):
+        caltech101.decode(images, 16, images.paths.index(f"0/a.{ending}"))
+
+
+def test_no_other_program_decodes_an_image(few, monkeypatch):
+    """EPS under the name of a JPEG would be run by Ghostscript."""
+    path = few / caltech101.FOLDER / "0" / "image_0001.jpg"
+    path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n")
+    with Image.open(path) as image:
+        assert image.format == "EPS"
+    with pytest.raises(UserError, match=f"{path}: cannot be decoded: cannot identify image file"):
+        caltech101.decode(caltech101.find_images(few), 16, 0)
+
+
+ODD = {  # what may be in a class folder, and what is said of it
+    "a dangling link": (lambda path: path.symlink_to("nowhere"), "No such file or directory; repair or remove it"),
+    "links in a circle": (lambda path: path.symlink_to(path.name), "Too many levels of symbolic links; repair or"),
+    "a FIFO": (os.mkfifo, "is neither a file nor a folder; repair or remove it"),
+    "a device": (lambda path: path.symlink_to("/dev/zero"), "is neither a file nor a folder; repair or remove it"),
+    "a folder": (lambda path: path.mkdir(), "is a folder, but images must lie directly in"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_is_no_file_is_refused_by_name(few, name):
+    make, words = ODD[name]
+    path = few / caltech101.FOLDER / "1" / "odd.jpg"
+    make(path)
+    with pytest.raises(UserError, match=f"^{path}: {words}"):
+        caltech101.find_images(few)
+    if name != "a folder":
+        path.unlink()
+        make(few / caltech101.FOLDER / "odd.jpg")
+        with pytest.raises(UserError, match=f"{few / caltech101.FOLDER}/odd.jpg: {words}"):
+            caltech101.find_images(few)
+
+
+def test_links_to_images_and_to_classes_are_followed(few):
+    root = few / caltech101.FOLDER
+    (root / "2").rename(few / "elsewhere")
+    (root / "2").symlink_to(few / "elsewhere")
+    (root / "0" / "link.jpg").symlink_to(few / "elsewhere" / "image_0001.jpg")
+    images = caltech101.find_images(few)
+    assert np.bincount(images.labels).tolist() == [6, 5, 5]
+    assert np.array_equal(caltech101.decode(images, 16, 5), caltech101.decode(images, 16, 11))
+
+
+def of_sizes(*sizes):
+    """Images, of which only names and labels are known; class a has `sizes[0]`."""
+    labels = np.repeat(np.arange(len(sizes)), sizes)
+    return caltech101.Images(Path("root"), list("abc"[: len(sizes)]), [], [], [], labels, "")
 
 
 @pytest.mark.parametrize(("per_class", "expected"), [(None, [8, 40]), (30, [30, 30])])
 def test_split_is_stratified_and_always_the_same(per_class, expected):
-    labels = np.array([0] * 10 + [1] * 50) if per_class is None else np.array([0] * 31 + [1] * 60)
-    train, test = caltech101.split(labels, per_class)
+    images = of_sizes(10, 50) if per_class is None else of_sizes(31, 60)
+    labels = images.labels
+    train, test = caltech101.split(images, per_class)
     assert np.bincount(labels[train]).tolist() == expected
     assert sorted([*train.tolist(), *test.tolist()]) == list(range(len(labels)))
-    assert all(torch.equal(a, b) for a, b in zip(caltech101.split(labels, per_class), (train, test), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(caltech101.split(images, per_class), (train, test), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "per_class", "words"),
+    [
+        ((3, 1), None, "root/b: has 1 image, but 3 are the fewest to train and to test on: add some, or"),
+        ((2, 3), None, "root/a: has 2 images, but 3 are the fewest to train and to test on: add some, or"),
+        ((9, 5), 5, "root/b: has 5 images, but TRAIN_PER_CLASS = 5 needs 6, so that one is left to test: lower"),
+    ],
+)
+def test_classes_that_are_too_small_to_split_are_named_with_a_remedy(sizes, per_class, words):
+    with pytest.raises(UserError, match=f"^{words}"):
+        caltech101.split(of_sizes(*sizes), per_class)
 
 
 def test_cache_has_what_pillow_decodes_and_is_made_anew_when_a_file_changes(few, capsys):
@@ -88,6 +228,7 @@ def test_cache_has_what_pillow_decodes_and_is_made_anew_when_a_file_changes(few,
     caltech101.fill_cache(images, 48, log)
     assert capsys.readouterr().out == "", "once is enough"
     os.utime(images.root / images.paths[3], ns=(1, 1))
+    images = caltech101.find_images(few)
     caltech101.fill_cache(images, 48, log)
     assert caltech101.cache_folder(images, 48).is_dir()
     assert not folder.exists(), "what nobody will read any more goes"
@@ -267,7 +408,8 @@ def once(data, *more, monkeypatch, world_size=2):
     monkeypatch.setenv("DATA", str(data))
     flags = [part for key, value in SMALL.items() for part in ("--set", f"{key}={value!r}")]
     small = ["--set", "BATCH_SIZE=2", "--set", "TRAIN_PER_CLASS=4", "--set", "DEPTH=1", *more]
-    argv = ["--config", str(CONFIGS[-1]), "--output", str(data / "run"), "--max-steps", "1", *flags, *small]
+    output = data.with_name(f"{ascii(data.name)[1:-1]}-run".replace("\\", ""))
+    argv = ["--config", str(CONFIGS[-1]), "--output", str(output), "--max-steps", "1", *flags, *small]
     result = fork_ranks.run("vit_caltech101_amp/train.py", argv, world_size)
     assert len(set(result.codes)) == 1, str(result)
     return result.codes[0], "".join(result.stderr).splitlines()
@@ -290,9 +432,27 @@ def test_an_empty_class(few, monkeypatch):
     (few / caltech101.FOLDER / "3").mkdir()
     code, (line,) = once(few, monkeypatch=monkeypatch)
     assert code == 2
-    assert line.endswith(f"{caltech101.FOLDER}/3: has no .jpg files")
+    assert f"{caltech101.FOLDER}/3: has no images (.apng, .bmp, " in line
+    assert line.endswith("); fill it or remove it")
     (few / caltech101.FOLDER / "3").rmdir()
     assert once(few, monkeypatch=monkeypatch) == (0, [])
+
+
+def test_names_that_are_not_utf8(few, monkeypatch):
+    """Of DATA, a class and a file, in the data's identity and in the log."""
+    data = few / os.fsdecode(b"d\xe4ta")
+    data.mkdir()
+    (few / "caltech101").rename(data / "caltech101")
+    root = data / caltech101.FOLDER
+    (root / "0").rename(root / os.fsdecode(b"fl\xf6wer"))
+    (root / "1" / "image_0001.jpg").rename(root / "1" / os.fsdecode(b"b\xe4r.jpg"))
+    (root / "1" / os.fsdecode(b"\xff.txt")).touch()
+    assert once(data, monkeypatch=monkeypatch) == (0, [])
+    assert once(data, "--max-steps", "2", monkeypatch=monkeypatch) == (0, []), "resumed, with the same identity"
+    (root / os.fsdecode(b"fl\xf6wer")).rename(root / "flower")
+    code, (line,) = once(data, "--max-steps", "3", monkeypatch=monkeypatch)
+    assert code == 2
+    assert r"without fl\udcf6wer with flower" in line
 
 
 def test_a_truncated_cache_is_made_anew(few, monkeypatch):
@@ -370,4 +530,4 @@ def test_half_an_archive(archive_server, tmp_path, monkeypatch):
     archive_server["bytes"] = archive_server["whole"]
     code, lines = once(data, monkeypatch=monkeypatch)
     assert code == 0, lines
-    assert sorted(entry.name for entry in data.iterdir()) == ["caltech101", "run"]
+    assert [entry.name for entry in data.iterdir()] == ["caltech101"]

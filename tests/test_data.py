@@ -1,8 +1,13 @@
 """Which samples a rank gets, what augmentation does to them, and what becomes of damaged files."""
 
+import contextlib
+import errno
 import functools
 import hashlib
 import http.server
+import os
+import shutil
+import signal
 import tarfile
 import threading
 import time
@@ -10,14 +15,16 @@ import time
 import numpy as np
 import pytest
 import torch
+from colossal_vit import files
 from colossal_vit.data.batches import IGNORED
-from colossal_vit.data.digits import digits, write_cifar10
+from colossal_vit.data.digits import digits, write_caltech101, write_cifar10
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.ranks import RankLogger, run_on_rank_0
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 
+import caltech101
 import cifar10
 import fork_ranks
 
@@ -234,6 +241,121 @@ def test_download_with_a_wrong_checksum_leaves_nothing(tmp_path, archive):
     with pytest.raises(UserError, match="cannot be downloaded"):
         cifar10.prepare(str(data), tmp_path, RankLogger())
     assert not list(data.iterdir())
+
+
+TYPOS = {  # what DATA is, by the name of a folder and what is in it, and what is said of it
+    "typo/deep": ([], "{data}: no such folder, and no {parent} to make it in; correct the path"),
+    "own images": (
+        ["cats/1.jpg"],
+        "{data}: has no {set}/.*; it is downloaded to an empty or a new folder only, but cats",
+    ),
+    "a file": (None, "{data}: has no {set}/.*Not a directory"),
+    "an archive": (["caltech101/caltech-101.zip", "cifar/x"], "is in this one: set DATA to another folder, or unpack"),
+}
+
+
+@pytest.mark.parametrize("name", TYPOS)
+@pytest.mark.parametrize("module", [cifar10, caltech101])
+def test_nothing_is_downloaded_to_a_folder_that_is_probably_a_mistake(tmp_path, monkeypatch, module, name):
+    files, words = TYPOS[name]
+    data = tmp_path / name
+    if files is None:
+        data.touch()
+    for file in files or []:
+        (data / file).parent.mkdir(parents=True)
+        (data / file).touch()
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.setattr(module, "download_and_extract_archive" if module is cifar10 else "Caltech101", None)
+    expected = words.format(data=f"DATA = {data}", set=module.FOLDER, parent=data.parent)
+    with pytest.raises(UserError, match=expected):
+        module.prepare(str(data), tmp_path, RankLogger())
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_sets_of_several_scripts_may_share_a_folder(tmp_path, monkeypatch, archive):
+    monkeypatch.setattr(cifar10, "ARCHIVE_MD5", hashlib.md5(archive.read_bytes()).hexdigest())
+    data = tmp_path / "data"
+    write_caltech101(data)
+    (data / ".DS_Store").touch()
+    cifar10.prepare(str(data), tmp_path, RankLogger())
+    assert sorted(path.name for path in data.iterdir()) == [".DS_Store", "caltech101", cifar10.FOLDER]
+
+
+# ---- Scratch folders ----
+
+
+@contextlib.contextmanager
+def process(work):
+    """A fork that calls `work` with a function that stays for ever; yields once it is called, and kills the fork."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        fork_ranks.end_as(lambda: work(lambda: (os.write(writing, b"."), signal.pause())))
+    os.close(writing)
+    assert os.read(reading, 1) == b"."
+    os.close(reading)
+    yield
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize("make", [files.atomic_folder, lambda folder: files.scratch_folder(folder.parent)])
+def test_scratch_folders_of_killed_processes_are_removed_and_those_of_others_kept(tmp_path, make):
+    """Those of any folder beside it: a cache's name changes with the data."""
+
+    def fill(wait):
+        with make(tmp_path / "one") as scratch:
+            (scratch / "large").write_bytes(bytes(1000))
+            wait()
+
+    with process(fill):
+        (scratch,) = tmp_path.iterdir()
+        assert list(scratch.rglob("large"))
+        (tmp_path / f"{files.SCRATCH}of-the-user").mkdir()
+        with files.atomic_folder(tmp_path / "other"):
+            pass
+        assert list(scratch.rglob("large")), "its process is alive"
+        assert len(list(tmp_path.iterdir())) == 3
+    with files.atomic_folder(tmp_path / "third") as made:
+        assert not scratch.exists()
+        assert not any(made.iterdir())
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{files.SCRATCH}of-the-user", "other", "third"]
+
+
+def test_a_scratch_folder_that_is_taken_for_a_stale_one_is_made_again(tmp_path, monkeypatch):
+    """Between its making and its locking another process may begin, or have ended, to remove it."""
+    lock, removed = files._lock, []
+
+    def late(path):
+        if len(removed) == 0:
+            removed.append(path)
+            shutil.rmtree(path.parent)
+        elif len(removed) == 1:
+            removed.append(path)
+            descriptor = lock(path)
+            shutil.rmtree(path.parent)
+            return descriptor
+        elif len(removed) == 2:
+            removed.append(path)
+            lock(path)  # by the other one, which goes on with it
+        return lock(path)
+
+    monkeypatch.setattr(files, "_lock", late)
+    with files.atomic_folder(tmp_path / "made") as made:
+        assert len(removed) == 3
+        assert made.parent not in [path.parent for path in removed]
+        assert made.is_dir()
+    assert (tmp_path / "made").is_dir()
+
+
+def test_without_locks_nothing_is_removed(tmp_path, monkeypatch):
+    def no_locks(*arguments):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(files.fcntl, "flock", no_locks)
+    with files.atomic_folder(tmp_path / "one"), files.atomic_folder(tmp_path / "two"):
+        assert len(list(tmp_path.iterdir())) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
 
 
 def test_one_rank_works_while_the_others_wait(tmp_path):

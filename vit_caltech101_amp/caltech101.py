@@ -1,9 +1,9 @@
 """Caltech101 for a ViT: decoded once into a memory-mapped cache, augmented a batch at a time on the device.
 
 The images (9,144 JPEGs in all, 131 MB) are decoded by all cores when a run first needs them, as RGB squares of
-`CACHE_SIZE` pixels, into one file next to them. After that, reading a batch is an index operation in a background
-thread, so that training does not wait for data. The augmentation of an image depends on the seed, the epoch and the
-image, not on the rank that processes it.
+`CACHE_SIZE` pixels, into one file next to them. Your own may have other formats. After that, reading a batch is an
+index operation in a background thread, so that training does not wait for data. The augmentation of an image depends
+on the seed, the epoch and the image, not on the rank that processes it.
 """
 
 import hashlib
@@ -11,7 +11,8 @@ import json
 import math
 import os
 import shutil
-import tempfile
+import warnings
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -23,7 +24,9 @@ import torch
 import torch.nn.functional as F
 from colossal_vit.data.augment import Augment, build_augment
 from colossal_vit.data.batches import IGNORED, Loader, SampledLoader, SyntheticBatches
+from colossal_vit.data.decoding import FORMATS, endings, to_rgb
 from colossal_vit.data.digits import write_caltech101
+from colossal_vit.data.folders import class_folders, download, list_files
 from colossal_vit.data.identity import identify
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.errors import UserError
@@ -40,6 +43,7 @@ from tqdm import tqdm
 
 FOLDER = "caltech101/101_ObjectCategories"
 NO_CLASS = "BACKGROUND_Google"  # images of no class, which torchvision leaves out, too
+DECODER = b"2"  # differs for caches that another version of `decode` made
 NUM_TRAINING_IMAGES = 6_941  # four fifths of 8,677, for dry runs
 TRAIN_FRACTION, SPLIT_SEED = 0.8, 0
 ASPECT_RATIOS = (3 / 4, 4 / 3)  # of crops, as in torchvision's RandomResizedCrop
@@ -58,18 +62,24 @@ class Images(NamedTuple):
         root: the folder of the class folders.
         classes: their names, in the order of the labels.
         paths: relative to `root`.
+        sizes: in bytes.
+        times: of their last modification, in ns.
         labels: int64, (N,).
+        left_out: what else is in these folders, for the log; empty for nothing.
     """
 
     root: Path
     classes: list[str]
     paths: list[str]
+    sizes: list[int]
+    times: list[int]
     labels: np.ndarray
+    left_out: str
 
     def digest(self) -> str:
         """A digest of the files' names and sizes, which copying does not change."""
-        lines = (f"{path} {(self.root / path).stat().st_size}\n" for path in self.paths)
-        return hashlib.sha256("".join(lines).encode()).hexdigest()
+        lines = (f"{path} {size}\n" for path, size in zip(self.paths, self.sizes, strict=True))
+        return hashlib.sha256(os.fsencode("".join(lines))).hexdigest()
 
 
 def prepare(data: str | None, sample: Path, log: RankLogger) -> None:
@@ -85,45 +95,48 @@ def prepare(data: str | None, sample: Path, log: RankLogger) -> None:
     root = Path(data)
     if (root / FOLDER).is_dir():
         return
-    log.info(f"downloading Caltech101 to {root}")
-    scratch = None
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=".caltech101-", dir=root))
+
+    def fetch(scratch: Path) -> None:
+        log.info(f"downloading Caltech101 to {root}")
         Caltech101(str(scratch), download=True)  # checks the archive's MD5
-        (scratch / "caltech101").rename(root / "caltech101")
-    except (OSError, RuntimeError, ImportError) as error:
-        raise UserError(
-            f"DATA = {data}: has no {FOLDER}/ and it cannot be downloaded ({str(error).splitlines()[0]}); unpack the "
-            f"archive of https://data.caltech.edu/records/mzrjq-6wc02 there by hand, or unset DATA for the sample"
-        ) from None
-    finally:
-        if scratch:
-            shutil.rmtree(scratch, ignore_errors=True)
+
+    by_hand = "unpack the archive of https://data.caltech.edu/records/mzrjq-6wc02 there by hand"
+    download(root, FOLDER.split("/")[0], fetch, f"has no {FOLDER}/<class>/", by_hand)
 
 
 def find_images(data: Path) -> Images:
-    """All images below `data`.
+    """All images below `data`, of every format that `decode` reads.
 
     Raises:
-        UserError: if there are no class folders, or one of them is empty.
+        UserError: if there are no class folders, or one of them is empty or has something else than files.
     """
-    root = data / FOLDER
-    classes = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and entry.name[0] not in "._")
-    classes = [name for name in classes if name != NO_CLASS]
+    root, known = data / FOLDER, endings()
+    files, left_out = [], []
+    try:
+        classes, beside = class_folders(root)
+        if NO_CLASS in classes:
+            classes.remove(NO_CLASS)
+        for label, name in enumerate(classes):
+            own, others = [], []
+            for file in list_files(root / name):
+                (own if Path(file[0]).suffix.lower() in known else others).append(file)
+            if not own:
+                raise UserError(f"{root / name}: has no images ({', '.join(sorted(known))}); fill it or remove it")
+            files += [(f"{name}/{file}", size, time, label) for file, size, time in own]
+            left_out += [f"{name}/{file}" for file, *_ in others]
+    except OSError as error:
+        raise UserError(f"{error.filename}: {error.strerror}") from None
     if not classes:
         raise UserError(f"{root}: has no class folders")
-    paths, labels = [], []
-    for label, name in enumerate(classes):
-        own = sorted(f"{name}/{path.name}" for path in (root / name).glob("[!.]*.jpg"))
-        if not own:
-            raise UserError(f"{root / name}: has no .jpg files")
-        paths += own
-        labels += [label] * len(own)
-    return Images(root, classes, paths, np.array(labels))
+    if left_out := beside + left_out:
+        kinds = Counter(Path(path).suffix.lower() or "no ending" for path in left_out)
+        said = ", ".join(f"{kind} {count}" for kind, count in kinds.most_common())
+        left_out = f"{len(left_out)} files that are no images are left out ({said}), the first is {root / left_out[0]}"
+    paths, sizes, times, labels = map(list, zip(*files, strict=True))
+    return Images(root, classes, paths, sizes, times, np.array(labels), left_out or "")
 
 
-def split(labels: np.ndarray, per_class: int | None = None) -> tuple[Tensor, Tensor]:
+def split(images: Images, per_class: int | None = None) -> tuple[Tensor, Tensor]:
     """Indices for training and for testing, the same in every run.
 
     Caltech101 comes without a split. By default four fifths of each class are for training; the paper of the data set
@@ -134,11 +147,17 @@ def split(labels: np.ndarray, per_class: int | None = None) -> tuple[Tensor, Ten
         UserError: if a class has no image left to test.
     """
     generator, train, test = np.random.default_rng(SPLIT_SEED), [], []
-    for label in range(labels.max() + 1):
-        own = generator.permutation(np.flatnonzero(labels == label))
+    for label, name in enumerate(images.classes):
+        own = generator.permutation(np.flatnonzero(images.labels == label))
         count = round(len(own) * TRAIN_FRACTION) if per_class is None else per_class
         if not 0 < count < len(own):
-            raise UserError(f"TRAIN_PER_CLASS = {per_class}, but class number {label} has {len(own)} images")
+            there = f"{images.root / name}: has {len(own)} image{'s'[: len(own) > 1]}"
+            if per_class is None:
+                raise UserError(f"{there}, but 3 are the fewest to train and to test on: add some, or remove the class")
+            raise UserError(
+                f"{there}, but TRAIN_PER_CLASS = {per_class} needs {per_class + 1}, so that one is left to test: lower "
+                f"TRAIN_PER_CLASS, or remove the class"
+            )
         train.append(own[:count])
         test.append(own[count:])
     return torch.from_numpy(np.sort(np.concatenate(train))), torch.from_numpy(np.sort(np.concatenate(test)))
@@ -152,8 +171,8 @@ def decode(images: Images, size: int, number: int) -> np.ndarray:
     """
     path = images.root / images.paths[number]
     try:
-        with Image.open(path) as image:
-            image = image.convert("RGB")
+        with Image.open(path, formats=FORMATS) as image:
+            image = to_rgb(image)
         shrunk = v2.functional.resize(image, size, antialias=True)
         return np.asarray(v2.functional.center_crop(shrunk, size))
     except Exception as error:  # decoders raise nearly any exception for a broken file
@@ -162,10 +181,9 @@ def decode(images: Images, size: int, number: int) -> np.ndarray:
 
 def cache_folder(images: Images, size: int) -> Path:
     """The folder of the decoded images; its name depends on `size` and on the names, sizes and times of the files."""
-    digest = hashlib.sha256()
-    for path in images.paths:
-        status = (images.root / path).stat()
-        digest.update(f"{path} {status.st_size} {status.st_mtime_ns}\n".encode())
+    digest = hashlib.sha256(DECODER)
+    for path, size_in_bytes, time in zip(images.paths, images.sizes, images.times, strict=True):
+        digest.update(os.fsencode(f"{path} {size_in_bytes} {time}\n"))
     return images.root.parent / f"decoded-{size}px-{digest.hexdigest()[:12]}"
 
 
@@ -194,7 +212,8 @@ def fill_cache(images: Images, size: int, log: RankLogger) -> None:
             array = np.lib.format.open_memmap(scratch / "images.npy", "w+", np.uint8, shape)
             with open(scratch / "images.npy", "r+b") as file:  # a full disk raises here, but kills with a memory map
                 os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
-            with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # Pillow lets other threads run
+            # Pillow lets other threads run. It warns of what it reads all the same.
+            with warnings.catch_warnings(action="ignore"), ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
                 decoded = pool.map(partial(decode, images, size), range(len(array)))
                 for number, image in enumerate(tqdm(decoded, "decoding", len(array), unit="img", disable=None)):
                     array[number] = image
@@ -325,9 +344,11 @@ def build_caltech101(run: Run) -> tuple[Loader, Loader | None]:
             raise UserError(f"NUM_CLASSES = {config.NUM_CLASSES}, but {images.root} has {len(images.classes)} classes")
         if size < config.IMG_SIZE:
             raise UserError(f"CACHE_SIZE = {size}: must be at least IMG_SIZE = {config.IMG_SIZE}")
-        train, test = split(images.labels, config.get("TRAIN_PER_CLASS"))
+        train, test = split(images, config.get("TRAIN_PER_CLASS"))
         sizes = config.BATCH_SIZE, config.gradient_accumulation
         train_sampler = GlobalBatchSampler(len(train), *sizes, config.SEED, repeats=config.REPEATS)
+    if images.left_out:
+        run.log.info(images.left_out)
     run_on_rank_0(lambda: fill_cache(images, size, run.log))
     with raise_on_all_ranks():
         pixels = open_cache(folder := cache_folder(images, size))

@@ -7,8 +7,6 @@ layout trains on the same images.
 
 import hashlib
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +16,7 @@ import torch.nn.functional as F
 from colossal_vit.data.augment import Augment, build_augment
 from colossal_vit.data.batches import IGNORED, SampledLoader, sees_images, to_device
 from colossal_vit.data.digits import write_cifar10
+from colossal_vit.data.folders import download
 from colossal_vit.data.identity import identify
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.errors import UserError
@@ -44,17 +43,6 @@ MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)  # of CIFAR-10's 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _download(root: Path) -> None:
-    """Download and unpack the official binary archive to a temporary folder, and rename it to its final name."""
-    root.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=".cifar-10-", dir=root))
-    try:
-        download_and_extract_archive(ARCHIVE, str(scratch), md5=ARCHIVE_MD5)
-        (scratch / FOLDER).rename(root / FOLDER)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
 def prepare(data: str | None, sample: Path, log) -> Path:
     """Make sure that the images are on disk.
 
@@ -76,14 +64,12 @@ def prepare(data: str | None, sample: Path, log) -> Path:
         return sample
     root = Path(data)
     if not any((root / folder).is_dir() for folder in (FOLDER, CIFAR10.base_folder)):
-        log.info(f"downloading CIFAR-10 to {root}")
-        try:
-            _download(root)
-        except (OSError, RuntimeError) as error:
-            raise UserError(
-                f"DATA = {data}: has no {FOLDER}/ and it cannot be downloaded ({str(error).splitlines()[0]}); unpack "
-                f"{ARCHIVE} there by hand, or unset DATA for the sample"
-            ) from None
+
+        def fetch(scratch: Path) -> None:
+            log.info(f"downloading CIFAR-10 to {root}")
+            download_and_extract_archive(ARCHIVE, str(scratch), md5=ARCHIVE_MD5)
+
+        download(root, FOLDER, fetch, f"has no {FOLDER}/", f"unpack {ARCHIVE} there by hand")
     return root
 
 

@@ -5,11 +5,13 @@ import re
 import struct
 import warnings
 
-from PIL import Image, ImageOps
+from colossal_vit.data.decoding import to_rgb
+from PIL import Image
 
 QUALITY = 95  # of re-encoded JPEGs
 PNG_START = b"\x89PNG\r\n\x1a\n"
 JPEG_MARKER = re.compile(rb"\xff+([^\xff\x00])")  # searched for, since decoders skip bytes between segments
+MAX_PIXELS = 2 * Image.MAX_IMAGE_PIXELS  # as many as Pillow decodes
 START_OF_SCAN, FRAME_HEADERS = 0xDA, {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
 
 
@@ -20,15 +22,17 @@ def jpeg_components(data: bytes) -> int:
         ValueError: if its start, frame header, scan or end is missing.
     """
     if not data.startswith(b"\xff\xd8"):
-        raise ValueError("neither JPEG nor PNG" if data else "an image of 0 bytes")
+        raise ValueError("neither JPEG nor PNG: convert it" if data else "an image of 0 bytes")
     position, code, components = 2, None, 0
     while code != START_OF_SCAN:
         if not (marker := JPEG_MARKER.search(data, position)):
             raise ValueError("JPEG without image data; cut off?")
         position, code = marker.end(), marker[1][0]
         if code in FRAME_HEADERS and position + 8 <= len(data):
-            height, width, components = struct.unpack_from(">HHB", data, position + 3)
-            if not height or not width:
+            bits, height, width, components = struct.unpack_from(">BHHB", data, position + 2)
+            if bits != 8:
+                raise ValueError(f"JPEG of {bits} bits a channel: save it with 8")
+            if not 0 < height * width <= MAX_PIXELS:
                 raise ValueError(f"JPEG of {width} x {height} pixels")
         position += int.from_bytes(data[position : position + 2])
     if not components:
@@ -60,7 +64,7 @@ def check_scan(data: bytes, components: int) -> None:
 def prepare_image(data: bytes, resize: int | None = None, quality: int | None = None, check: str = "header") -> bytes:
     """The bytes to store for an image file: its own, or a re-encoded RGB JPEG for a PNG, a CMYK JPEG, or the options.
 
-    A re-encoded image is rotated according to its EXIF orientation, since the EXIF data is lost.
+    A re-encoded image is upright, since its EXIF data is lost, and what was transparent is white.
 
     Args:
         data: the file's contents.
@@ -82,7 +86,7 @@ def prepare_image(data: bytes, resize: int | None = None, quality: int | None = 
             scale = min(1.0, resize / min(image.size)) if resize else 1.0
             if kept and not quality and scale == 1.0:
                 return data
-            image = ImageOps.exif_transpose(image).convert("RGB")
+            image = to_rgb(image)
             if scale < 1.0:
                 image = image.resize([round(side * scale) for side in image.size], Image.Resampling.BICUBIC)
             image.save(encoded := io.BytesIO(), "JPEG", quality=quality or QUALITY)

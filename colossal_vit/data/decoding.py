@@ -1,0 +1,48 @@
+"""Image files of any kind as upright RGB images of 8 bits a channel."""
+
+from PIL import Image, ImageOps
+
+# Formats of still photographs. Pillow reads more, some of them with other programs: EPS is run by Ghostscript.
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+WHITE = 65535  # of grey images of 16 bits
+BITS, PHOTOMETRIC, BLACK_IS_ZERO = 258, 262, 1  # tags of TIFF
+
+
+def endings() -> set[str]:
+    """How names of files of `FORMATS` end, in lower case."""
+    return {ending for ending, of in Image.registered_extensions().items() if of in FORMATS}
+
+
+def _to_8_bits(image: Image.Image) -> Image.Image:
+    """A grey image of 16 bits in 8, rounded; Pillow's own conversion makes every value above 255 white.
+
+    Raises:
+        ValueError: if it is not known which value is white: it has 12 or 32 bits, or is in floating point.
+    """
+    if image.format == "TIFF":
+        known = image.tag_v2.get(BITS) == (16,) and image.tag_v2.get(PHOTOMETRIC) == BLACK_IS_ZERO and image.mode != "I"
+    else:
+        known = image.format in ("PNG", "PPM") and image.mode != "F"
+    if not known:
+        raise ValueError("which grey is white is not known; save it with 8 bits a channel")
+    grey = image.convert("I").point(lambda value: value * (255 / WHITE) + 0.5).convert("L")
+    if "transparency" in image.info:
+        grey.info["transparency"] = round(image.info["transparency"] * 255 / WHITE)
+    return grey
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """The first frame of an image file, upright according to its EXIF orientation; what is transparent becomes white.
+
+    Args:
+        image: as `Image.open` returns it.
+
+    Raises:
+        ValueError: if its pixels are of a kind that cannot be converted. For a damaged file nearly any exception.
+    """
+    if image.mode == "F" or image.mode.startswith("I"):
+        image = _to_8_bits(image)
+    image = ImageOps.exif_transpose(image)
+    if image.has_transparency_data:
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+    return image.convert("RGB")

@@ -1,0 +1,94 @@
+"""Data folders of the user's: class folders with image files, and where a data set may be downloaded to."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from colossal_vit.errors import UserError
+from colossal_vit.files import scratch_folder
+
+# What these scripts download. A folder may have several of them, and no other set is taken for the user's own images.
+DOWNLOADED = {"cifar-10-batches-bin", "cifar-10-batches-py", "caltech101"}
+
+
+def _entries(folder: Path) -> list[os.DirEntry]:
+    """Everything in a folder but what is hidden, sorted.
+
+    Raises:
+        UserError: if a link leads nowhere, or something is neither a file nor a folder: a FIFO would block its reader.
+        OSError: if the folder cannot be read.
+    """
+    with os.scandir(folder) as found:
+        entries = sorted((entry for entry in found if entry.name[0] != "."), key=lambda entry: entry.name)
+    for entry in entries:
+        try:
+            if entry.is_dir() or entry.is_file():
+                continue
+            entry.stat()
+            reason = "is neither a file nor a folder"
+        except OSError as error:
+            reason = error.strerror
+        raise UserError(f"{entry.path}: {reason}; repair or remove it")
+    return entries
+
+
+def class_folders(root: Path) -> tuple[list[str], list[str]]:
+    """The names of the folders in a folder, and of the files beside them; both sorted, hidden ones omitted.
+
+    Raises:
+        UserError, OSError: see `_entries`.
+    """
+    entries = _entries(root)
+    return [entry.name for entry in entries if entry.is_dir()], [entry.name for entry in entries if entry.is_file()]
+
+
+def list_files(folder: Path) -> list[tuple[str, int, int]]:
+    """Name, bytes and modification time (ns) of the files of a class, sorted; hidden ones omitted.
+
+    Raises:
+        UserError: if there is a folder among them, or see `_entries`.
+        OSError: if the folder cannot be read.
+    """
+    files = []
+    for entry in _entries(folder):
+        if entry.is_dir():
+            raise UserError(f"{entry.path}: is a folder, but images must lie directly in {folder}")
+        status = entry.stat()
+        files.append((entry.name, status.st_size, status.st_mtime_ns))
+    return files
+
+
+def download(root: Path, made: str, fetch: Callable[[Path], None], lacking: str, by_hand: str) -> None:
+    """Download a data set to `root`, atomically.
+
+    Only a folder that is empty, has other data sets of these scripts, or is new in an existing one is taken: another
+    one is probably the user's own, or a mistake in writing.
+
+    Args:
+        root: the data folder.
+        made: the folder that `fetch` makes, which gets the same name in `root`.
+        fetch: downloads and unpacks to the folder that it gets.
+        lacking: what is missing, for messages.
+        by_hand: how to get the data set without a network, for messages.
+
+    Raises:
+        UserError: if `root` is not such a folder, or the data set cannot be downloaded.
+    """
+    asked = f"DATA = {root}"
+    try:
+        if not root.parent.is_dir():
+            raise UserError(f"{asked}: no such folder, and no {root.parent} to make it in; correct the path")
+        there = sorted(name for name in os.listdir(root) if name[0] != ".") if root.exists() else []
+        if other := [name for name in there if name not in DOWNLOADED or name == made]:
+            raise UserError(
+                f"{asked}: {lacking}; it is downloaded to an empty or a new folder only, but {other[0]} is in this "
+                f"one: set DATA to another folder, or {by_hand}"
+            )
+        with scratch_folder(root) as scratch:
+            fetch(scratch)
+            (scratch / made).rename(root / made)
+    except (OSError, RuntimeError, ImportError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"{asked}: {lacking} and it cannot be downloaded ({reason}); {by_hand}, or unset DATA for the sample"
+        ) from None
