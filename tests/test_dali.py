@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import math
+import os
 import shutil
 import sys
 from types import SimpleNamespace
@@ -412,7 +413,31 @@ def cut_index(data):
 def spoil_index(data):
     index = tfrecords.index_path(data, "train", "train-00001-of-00004")
     index.write_text("0 12 3\n")
-    return rf"{index}: is not lines of two integers; .*--index-only"
+    return rf"{index}: line 1 is '0 12 3', not offset and size of a record; run .*--index-only {data}`"
+
+
+def index_with(line, number, words):
+    """A mistake: another line in the place of line `number`."""
+
+    def mistake(data):
+        index = tfrecords.index_path(data, "train", "train-00001-of-00004")
+        lines = index.read_text().splitlines()
+        offset, size = map(int, lines[number - 1].split())
+        lines[number - 1] = line.format(offset=offset, size=size, over=offset - 1, long=size + 10**18)
+        index.write_text("\n".join(lines) + "\n")
+        return rf"{index}: {words.format(offset=offset)}; run .*--index-only {data}`"
+
+    return mistake
+
+
+NOT = "line 3 is .*, not offset and size of a record"
+BEGINS = "line {} is .*, but a record begins at byte {{offset}}"
+INDICES = [
+    *(index_with(line, 3, NOT) for line in ("-5 {size}", "{offset} -{size}", "1e3 {size}", "{offset} 5_0", "", "²5 5")),
+    *(index_with(line, 3, BEGINS.format(3)) for line in ("{over} {size}", "{offset} 0", "{offset} 16", "0 {size}")),
+    index_with("{offset} {long}", 3, "line 4 is .*, but a record begins at byte 1000000000000\\d+"),
+    index_with("{offset} {long}", 359, "ends at byte 1000000000000\\d+, but .*train-00001-of-00004 has \\d+"),
+]
 
 
 def remove_shard(data):
@@ -430,12 +455,25 @@ def remove_split(data):
     return rf"DATA = {data}: has no TFRecords in train/"
 
 
-@pytest.mark.parametrize("mistake", [remove_index, cut_index, spoil_index, remove_shard, mix_sets, remove_split])
+@pytest.mark.parametrize(
+    "mistake", [remove_index, cut_index, spoil_index, remove_shard, mix_sets, remove_split, *INDICES]
+)
 def test_wrong_files_are_refused(copied, mistake):
     expected = mistake(copied)
     with pytest.raises(UserError, match=expected) as error:
         loaders.find_records(copied, "train")
     assert "\n" not in str(error.value)
+
+
+def test_a_path_that_is_not_utf8_is_refused_and_a_link_to_it_taken(sample, tmp_path):
+    odd = tmp_path / os.fsdecode(b"d\xe4ta")
+    odd.symlink_to(sample)
+    with pytest.raises(
+        UserError, match=r"ta: DALI reads paths in UTF-8 only; rename it, or set DATA to a link"
+    ):
+        loaders.find_records(odd, "train")
+    (tmp_path / "link").symlink_to(odd)
+    assert loaders.find_records(tmp_path / "link", "train").num_images == 1437
 
 
 @pytest.mark.parametrize(

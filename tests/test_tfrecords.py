@@ -9,15 +9,18 @@ import random
 import resource
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
 import termios
 import time
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
+from colossal_vit.data import decoding
 from colossal_vit.data.digits import digits, write_imagenet
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from PIL import Image
@@ -140,6 +143,18 @@ def jpeg(mode="RGB", size=(40, 30), **kwargs):
     encoded = io.BytesIO()
     Image.fromarray(pixels, mode).resize(size, Image.BICUBIC).save(encoded, **{"format": "JPEG", **kwargs})
     return encoded.getvalue()
+
+
+def png(width, height, bits, colour, pixels, *chunks):
+    """A PNG of these bytes; `colour` is 0 for grey, 2 for RGB."""
+
+    def chunk(name, data):
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    rows = b"".join(b"\0" + pixels[row * len(pixels) // height :][: len(pixels) // height] for row in range(height))
+    header = struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, 0)
+    parts = [("IHDR", header), *chunks, ("IDAT", zlib.compress(rows)), ("IEND", b"")]
+    return image_files.PNG_START + b"".join(chunk(name.encode(), data) for name, data in parts)
 
 
 def decode(data):
@@ -362,6 +377,29 @@ def test_png_and_cmyk_become_rgb_jpeg(raw, tmp_path, capfd):
         assert min(abs(decode(data) - decode(original)).mean() for data in changed) < 3
 
 
+RAMP = np.linspace(0, 65535, 64).round()
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (png(8, 8, 16, 0, RAMP.astype(">u2").tobytes()), RAMP / 257),
+        (png(8, 8, 16, 2, RAMP.repeat(3).astype(">u2").tobytes()), RAMP / 257),
+        (png(8, 8, 16, 0, RAMP.astype(">u2").tobytes(), ("gAMA", struct.pack(">I", 45455))), RAMP / 257),
+        (
+            png(8, 8, 16, 0, RAMP.astype(">u2").tobytes(), ("tRNS", RAMP[:1].astype(">u2").tobytes())),
+            np.where(np.arange(64) == 0, 255, RAMP / 257),
+        ),
+        (png(64, 1, 8, 4, np.stack([0 * RAMP, RAMP / 257], 1).astype(np.uint8).tobytes()), 255 - RAMP // 257),
+    ],
+    ids=["grey of 16 bits", "RGB of 16 bits", "gamma", "a transparent grey", "grey with alpha"],
+)
+def test_pixels_of_png_are_kept_in_eight_bits_on_white(content, expected):
+    pixels = np.asarray(decoding.to_rgb(Image.open(io.BytesIO(content)))).astype(int)
+    assert abs(pixels - expected.reshape(*pixels.shape[:2], 1)).max() <= 1
+    assert abs(decode(image_files.prepare_image(content, quality=100)) - pixels).max() <= 4
+
+
 def test_resize_and_quality():
     large, small = jpeg(size=(300, 200)), jpeg(size=(90, 200))
     sizes = [Image.open(io.BytesIO(image_files.prepare_image(data, resize=100))).size for data in (large, small)]
@@ -393,12 +431,21 @@ def broken_huffman_table(data):
     return data[:at] + b"\xff" * 16 + data[at + 16 :]
 
 
+def with_size(data, height, width):
+    at = data.index(b"\xff\xc0") + 5
+    return data[:at] + struct.pack(">HH", height, width) + data[at + 4 :]
+
+
 BAD = {
     "cut.JPEG": (jpeg()[:-200], "without an end marker"),
     "cut_early.JPEG": (jpeg()[:100], "cut off"),
     "empty.JPEG": (b"", "0 bytes"),
     "page.JPEG": (b"<html>404</html>", "neither JPEG nor PNG"),
     "cut.png": (jpeg(format="PNG")[:-300], "cannot be decoded"),
+    "photo.webp": (jpeg(format="WEBP"), "neither JPEG nor PNG: convert it"),
+    "bits.JPEG": (jpeg().replace(b"\xff\xc0\0\x11\x08", b"\xff\xc0\0\x11\x0c"), "12 bits a channel: save it with 8"),
+    "bomb.JPEG": (with_size(jpeg(), 65500, 65500), "JPEG of 65500 x 65500 pixels"),
+    "bomb.png": (png(65500, 65500, 8, 0, b""), "cannot be decoded: Image size (4290250000 pixels) exceeds limit"),
     "thumbnail.JPEG": (jpeg()[:2] + b"\xff\xe1\x00\x08\xff\xd9\xff\xd9??" + jpeg()[2:-2], "without an end marker"),
 }
 
@@ -410,7 +457,7 @@ def test_bad_images_are_listed(raw, tmp_path, capfd):
     (folder / ".DS_Store").write_bytes(b"hidden files are none")
     (raw / "val" / WNIDS[0] / "page.JPEG").write_bytes(b"<html>")
     assert run(raw, tmp_path / "out", "--max-bad", 10) == 0
-    assert "7 bad images" in capfd.readouterr().out
+    assert f"{len(BAD) + 1} bad images" in capfd.readouterr().out
     lines = (tmp_path / "out" / "skipped.txt").read_text().splitlines()
     assert lines == sorted(lines)
     skipped = dict(line.split("\t") for line in lines)
@@ -421,6 +468,47 @@ def test_bad_images_are_listed(raw, tmp_path, capfd):
         file for file in files(raw, "train") if file[0] not in bad
     )
     assert run("--verify", tmp_path / "out") == 0
+
+
+def test_names_that_are_not_utf8_or_have_odd_characters_are_kept(raw, tmp_path, capfd):
+    """In classes.txt, skipped.txt and a map of a flat val/; only a line break ends a line."""
+    odd = [os.fsdecode(b"fl\xf6wer"), "form\x0cfeed", "next\x85line", "\u2028separator"]
+    for old, new in zip(WNIDS, odd, strict=False):
+        for split in ("train", "val"):
+            (raw / split / old).rename(raw / split / new)
+    bad = [os.fsdecode(b"b\xe4d.JPEG"), "of\ntwo lines\\", "a\ttab"]
+    for name in bad:
+        (raw / "train" / odd[0] / name).write_bytes(b"<html>")
+    (raw / "train" / "archive.tar").touch()
+    out = tmp_path / os.fsdecode(b"out\xff")
+    assert run(raw, out, "--max-bad", 5) == 0
+    assert "1 files beside the class folders are left out, the first is archive.tar" in capfd.readouterr().out
+    assert tfrecords.class_names(out) == sorted([*odd, *WNIDS[4:]])
+    assert sorted(tfrecords.read_skipped(out)) == sorted(
+        f"train/{odd[0]}/{name}" for name in (bad[0], r"of\ntwo lines\\", bad[2])
+    )
+    said, errors = start("--verify", out, shards=()).communicate(timeout=PATIENCE)
+    assert (said, errors) == (rf"{tmp_path}/out\udcff: 0 faults in 6 shards with 100 records" + "\n", "")
+    (tmp_path / "map").write_bytes(b"\xf6 n1\r\nb n2")
+    assert tfrecords.read_synset_map(tmp_path / "map", ["val/b.JPEG", os.fsdecode(b"val/\xf6.png")]) == ["n2", "n1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("build.json", "[]", "should be a"),
+        ("build.json", '{"images": {"train": "3"}}', "images.train = '3': should be a valid integer"),
+        ("build.json", "\ufffd", "is no JSON"),
+        ("skipped.txt", "no tab\n", "has a line without a tab"),
+    ],
+)
+def test_damaged_files_of_a_build_are_one_line(built, small_source, capfd, name, content, words):
+    (built / name).write_text(content)
+    for arguments in ((small_source, built), ("--verify", built)):
+        assert run(*arguments) == 2
+        line = error_line(capfd)
+        assert f"{built}/{name}: {words}" in line
+        assert line.endswith("; no build wrote this: take another folder")
 
 
 def test_trailing_bytes_and_fill_bytes_are_no_fault():
@@ -753,7 +841,7 @@ def lose_a_line(shard):
         (stale, lambda entries: 0, "line 1 of its index"),
         (lose_a_line, lambda entries: entries[-1][0], "says None"),
         (lambda s: index_of(s).write_text(""), lambda entries: 0, "says None"),
-        (lambda s: index_of(s).write_text("0 x\n"), None, "not lines of two integers"),
+        (lambda s: index_of(s).write_text("0 x\n"), None, "line 1 is '0 x', not offset and size"),
         (lambda s: index_of(s).unlink(), None, "No such file"),
     ],
 )
@@ -881,7 +969,27 @@ MISTAKES = {
     ),
     "a dangling link": (
         lambda raw: (raw / "train" / WNIDS[1] / "link.JPEG").symlink_to("nowhere"),
-        "{raw}/train/n00000001/link.JPEG: No such file",
+        "{raw}/train/n00000001/link.JPEG: No such file or directory; repair or remove it",
+    ),
+    "a class folder that is a dangling link": (
+        lambda raw: (raw / "train" / "n00000010").symlink_to("nowhere"),
+        "{raw}/train/n00000010: No such file or directory; repair or remove it",
+    ),
+    "links in a circle": (
+        lambda raw: (raw / "train" / WNIDS[1] / "link.JPEG").symlink_to("link.JPEG"),
+        "{raw}/train/n00000001/link.JPEG: Too many levels of symbolic links; repair or remove it",
+    ),
+    "a FIFO": (
+        lambda raw: os.mkfifo(raw / "val" / WNIDS[1] / "pipe.JPEG"),
+        "{raw}/val/n00000001/pipe.JPEG: is neither a file nor a folder; repair or remove it",
+    ),
+    "a socket in the place of a class": (
+        lambda raw: socket.socket(socket.AF_UNIX).bind(os.path.relpath(raw / "train" / "n00000010")),
+        "{raw}/train/n00000010: is neither a file nor a folder",
+    ),
+    "a class name of two lines": (
+        lambda raw: [(raw / split / WNIDS[9]).rename(raw / split / "b\nc") for split in ("train", "val")],
+        "{raw}/train: has a class folder 'b\\nc'; rename it without the line break",
     ),
 }
 

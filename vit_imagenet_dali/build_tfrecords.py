@@ -31,12 +31,14 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from itertools import repeat, zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NotRequired
 
-from colossal_vit import streams
+from colossal_vit import streams, typed_json
+from colossal_vit.data.folders import class_folders, list_files
 from colossal_vit.errors import Parser, UserError
 from colossal_vit.files import sync
 from tqdm import tqdm
+from typing_extensions import TypedDict
 
 from image_files import prepare_image
 from tfrecord import encode_record, masked_crc, parse_example, record_size
@@ -44,6 +46,7 @@ from tfrecord import encode_record, masked_crc, parse_example, record_size
 NUM_SHARDS = {"train": 1024, "validation": 128}
 MIN_IMAGES = 256  # a shard: a small set gets fewer shards
 NUM_CLASSES = 1000  # where no classes.txt says it
+INDEX_LINE = re.compile(r"(\d{1,19})[ \t]+(\d{1,19})[ \t]*", re.ASCII)
 SCAN_THREADS = 16  # for folders on a network
 
 
@@ -56,27 +59,30 @@ def _blame(path: Path) -> Iterator[None]:
         raise UserError(f"{error.filename or path}: {error.strerror or error}") from None
 
 
+# ---- Text files with names, which need not be UTF-8 ----
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a file that `_publish` or the user wrote; only a line break ends one."""
+    text = os.fsdecode(path.read_bytes()).replace("\r\n", "\n").rstrip("\n")
+    return text.split("\n") if text else []
+
+
+def class_names(output: Path) -> list[str]:
+    """The names in `classes.txt`, in the order of their labels; empty if there is no such file."""
+    path = output / "classes.txt"
+    return read_lines(path) if path.exists() else []
+
+
 # ---- Source folders ----
-
-
-def find_classes(folder: Path) -> list[str]:
-    """Sorted names of the subfolders of a folder."""
-    return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != ".")
 
 
 def list_images(source: Path, folder: str) -> list[tuple[str, int, int]]:
     """Path relative to SOURCE, bytes and modification time (ns) of all files in a folder but hidden ones, sorted."""
-    files = []
-    for entry in os.scandir(source / folder):
-        if entry.name[0] == ".":
-            continue
-        if entry.is_dir():
-            raise UserError(f"{entry.path}: is a folder, but images must lie directly in {source / folder}")
-        status = entry.stat()
-        files.append((f"{folder}/{entry.name}", status.st_size, status.st_mtime_ns))
+    files = [(f"{folder}/{name}", *status) for name, *status in list_files(source / folder)]
     if not files:
         raise UserError(f"{source / folder}: has no images; fill the folder or remove it")
-    return sorted(files)
+    return files
 
 
 def read_synset_map(path: Path, images: list[str]) -> list[str]:
@@ -85,7 +91,7 @@ def read_synset_map(path: Path, images: list[str]) -> list[str]:
     A line of the file is a wnid, in the order of the sorted images, or a file name, with or without its ending, then a
     space or comma, then a wnid.
     """
-    lines = [line.replace(",", " ").split()[:2] for line in path.read_text().splitlines() if line.strip()]
+    lines = [line.replace(",", " ").split()[:2] for line in read_lines(path) if line.strip()]
     if lines and all(len(line) == 1 for line in lines):
         if len(lines) != len(images):
             raise UserError(f"{path}: has {len(lines)} wnids for {len(images)} images; one for each is needed")
@@ -113,9 +119,11 @@ def scan(source: Path, synset_map: Path | None) -> tuple[list[str], dict[str, li
             f"{source}: has {' and '.join(there) or 'no train/'}; train/ and one of val/ and validation/ are needed"
         )
     (validation,) = found
-    wnids, of_validation = find_classes(train), find_classes(validation)
+    (wnids, beside), (of_validation, beside_validation) = map(class_folders, (train, validation))
     if not wnids:
         raise UserError(f"{train}: has no class folders; train/<wnid>/* is needed")
+    if broken := [wnid for wnid in wnids if "\n" in wnid or "\r" in wnid]:
+        raise UserError(f"{train}: has a class folder {broken[0]!r}; rename it without the line break")
     if not of_validation and not synset_map:
         raise UserError(f"{validation}: has no class folders; name the file with its wnids with --synset-map")
     if of_validation and synset_map:
@@ -123,6 +131,9 @@ def scan(source: Path, synset_map: Path | None) -> tuple[list[str], dict[str, li
     if of_validation and (odd := sorted(set(wnids) ^ set(of_validation))):
         lacking, other = (validation, train) if odd[0] in wnids else (train, validation)
         raise UserError(f"{lacking}: has no class folder {odd[0]}, which {other} has")
+    for folder, files in ((train, beside), (validation, beside_validation if of_validation else [])):
+        if files:
+            print(f"{folder}: {len(files)} files beside the class folders are left out, the first is {files[0]}")
     labels, digest = {wnid: label for label, wnid in enumerate(wnids, start=1)}, hashlib.sha256()
     images = {"train": [], "validation": []}
     for split, folder in zip(images, (train.name, validation.name), strict=True):
@@ -242,7 +253,7 @@ def build_shard(args: argparse.Namespace, shard: Shard) -> dict[str, str]:
     """Write a shard and its index under temporary names; runs in a worker.
 
     Returns:
-        The images left out: path relative to SOURCE -> reason.
+        The images left out: path relative to SOURCE, in a line -> reason.
     """
     skipped, lines, offset = {}, [], 0
     with _blame(shard.path), open(_temporary(shard.path), "wb") as file:
@@ -252,7 +263,8 @@ def build_shard(args: argparse.Namespace, shard: Shard) -> dict[str, str]:
             try:
                 record = encode_record(prepare_image(data, args.resize, args.quality, args.check), label)
             except ValueError as error:
-                skipped[path] = " ".join(str(error).split())
+                in_a_line = path.replace("\\", "\\\\").replace("\n", "\\n")
+                skipped[in_a_line] = " ".join(str(error).split())
                 continue
             file.write(record)
             lines.append(f"{offset} {len(record)}\n")
@@ -261,13 +273,20 @@ def build_shard(args: argparse.Namespace, shard: Shard) -> dict[str, str]:
     return skipped
 
 
+class Plan(TypedDict):
+    """What `build.json` must be to be compared."""
+
+    __pydantic_config__ = typed_json.RECORD
+    images: NotRequired[dict[str, typed_json.Count]]
+
+
 def read_plan(output: Path) -> dict[str, Any]:
     """The contents of `build.json`; empty if there is none."""
     path = output / "build.json"
     try:
-        return json.loads(path.read_text()) if path.exists() else {}
-    except ValueError:
-        raise UserError(f"{path}: is not the file that a build wrote; take another folder") from None
+        return typed_json.read(path, Plan) if path.exists() else {}
+    except UserError as error:
+        raise UserError(f"{error}; no build wrote this: take another folder") from None
 
 
 def check_plan(output: Path, plan: dict[str, Any]) -> None:
@@ -288,8 +307,10 @@ def check_plan(output: Path, plan: dict[str, Any]) -> None:
 def read_skipped(output: Path) -> dict[str, str]:
     """The contents of `skipped.txt`: path -> reason."""
     path = output / "skipped.txt"
-    lines = os.fsdecode(path.read_bytes()).split("\n")[:-1] if path.exists() else []
-    return dict(line.rsplit("\t", 1) for line in lines)
+    pairs = [line.rsplit("\t", 1) for line in read_lines(path)] if path.exists() else []
+    if any(len(pair) != 2 for pair in pairs):
+        raise UserError(f"{path}: has a line without a tab; no build wrote this: take another folder")
+    return dict(pairs)
 
 
 def build(args: argparse.Namespace) -> int:
@@ -339,6 +360,21 @@ def build(args: argparse.Namespace) -> int:
 def find_shards(output: Path, split: str) -> list[Path]:
     """All files in a split's folder and its subfolders, sorted, hidden ones omitted."""
     return sorted(path for path in (output / split).rglob("[!.]*") if path.is_file())
+
+
+def parse_index(index: Path) -> list[tuple[int, int]]:
+    """Offset and size in bytes of each record that an index file lists.
+
+    Raises:
+        ValueError: if a line is something else, naming it.
+        OSError: if the file cannot be read.
+    """
+    records = []
+    for number, line in enumerate(read_lines(index), start=1):
+        if not (found := INDEX_LINE.fullmatch(line)):
+            raise ValueError(f"line {number} is {line[:50]!r}, not offset and size of a record")
+        records.append((int(found[1]), int(found[2])))
+    return records
 
 
 def index_shard(path: Path, index: Path) -> None:
@@ -395,9 +431,9 @@ def verify_shard(path: Path, index: Path, num_classes: int, check: str) -> tuple
     """
     faults, records, crcs, indexed = [], [], [], None
     try:
-        indexed = [(int(offset), int(size)) for offset, size in map(str.split, index.read_text().splitlines())]
+        indexed = parse_index(index)
     except (OSError, ValueError) as error:
-        faults.append(f"{index}: {getattr(error, 'strerror', 'is not lines of two integers')}; --index-only writes it")
+        faults.append(f"{index}: {getattr(error, 'strerror', error)}; --index-only writes it")
     offset, end, sizes = 0, path.stat().st_size, dict(indexed or ())
     with _blame(path), open(path, "rb") as file:
         while offset < max(end, 1):
@@ -448,10 +484,10 @@ def name_faults(output: Path, split: str, shards: list[Path]) -> Iterator[str]:
 
 def verify(args: argparse.Namespace) -> int:
     """Check everything in `args.verify`, and print a line for each fault; returns the exit code."""
-    output, classes = args.verify, args.verify / "classes.txt"
+    output = args.verify
     if not output.is_dir():
         raise UserError(f"{output}: no such folder; OUTPUT is the folder with train/ and validation/")
-    num_classes = len(classes.read_text().splitlines()) if classes.exists() else NUM_CLASSES
+    num_classes = len(class_names(output)) or NUM_CLASSES
     shards = [(split, path) for split in NUM_SHARDS for path in find_shards(output, split)]
     tasks = [(path, index_path(output, split, path.name), num_classes, args.check) for split, path in shards]
     with worker_pool(args.workers) as pool:

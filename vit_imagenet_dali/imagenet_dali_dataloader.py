@@ -46,6 +46,7 @@ from tfrecord import record_size
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's training set, per channel
 CROP_ASPECT = (3 / 4, 4 / 3)  # as in "Going deeper with convolutions", arXiv:1409.4842, like CROP_AREA = (0.08, 1)
+EMPTY_RECORD = 16  # bytes
 INITIAL_FILL = 4096  # records in the shuffle buffer; pointers into memory-mapped files, so they take hardly any memory
 PREFETCH = 3  # batches
 FEATURES = {
@@ -78,12 +79,6 @@ class Records(NamedTuple):
         return digest.hexdigest()
 
 
-def class_names(data: Path) -> list[str]:
-    """The names in `classes.txt`, in the order of their labels; empty if there is no such file."""
-    path = data / "classes.txt"
-    return path.read_text().splitlines() if path.exists() else []
-
-
 def read_index(index: Path) -> list[tuple[int, int]]:
     """Offset and size in bytes of each record that an index file lists.
 
@@ -91,19 +86,21 @@ def read_index(index: Path) -> list[tuple[int, int]]:
         UserError: if the file does not exist or is no index.
     """
     try:
-        return [(int(offset), int(size)) for offset, size in map(str.split, index.read_text().splitlines())]
-    except OSError as error:
-        reason = error.strerror
-    except ValueError:
-        reason = "is not lines of two integers"
-    raise UserError(f"{index}: {reason}; run `python build_tfrecords.py --index-only {index.parents[2]}`")
+        return tfrecords.parse_index(index)
+    except (OSError, ValueError) as error:
+        raise _wrong_index(index, getattr(error, "strerror", error)) from None
+
+
+def _wrong_index(index: Path, reason: str | Exception) -> UserError:
+    return UserError(f"{index}: {reason}; run `python build_tfrecords.py --index-only {index.parents[2]}`")
 
 
 def find_records(data: Path, split: str) -> Records:
     """The records in `data/train` or `data/validation`.
 
     Raises:
-        UserError: if there are none, shards are missing or from two sets, or an index is missing or does not match.
+        UserError: if there are none, shards are missing or from two sets, an index is missing or does not match, or
+            DALI cannot read paths like theirs.
     """
     shards = tfrecords.find_shards(data, split)
     if not shards:
@@ -111,20 +108,24 @@ def find_records(data: Path, split: str) -> Records:
     for fault in tfrecords.name_faults(data, split, shards):
         raise UserError(fault)
     indices = [tfrecords.index_path(data, split, shard.name) for shard in shards]
+    try:
+        "".join(map(str, shards)).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"DATA = {data}: DALI reads paths in UTF-8 only; rename it, or set DATA to a link") from None
     return list_records(shards, indices, whole=True)
 
 
 def list_records(shards: list[Path], indices: list[Path], whole: bool) -> Records:
-    """Count the records; with `whole`, check that each index covers its shard to the last byte."""
+    """Count the records; with `whole`, check that each index covers its shard from the first byte to the last."""
     found = []
     for shard, index in zip(shards, indices, strict=True):
-        lines, size = read_index(index), shard.stat().st_size
-        end = sum(lines[-1]) if lines else 0
+        lines, size, end = read_index(index), shard.stat().st_size, 0
+        for number, (offset, length) in enumerate(lines if whole else [], start=1):
+            if offset != end or length <= EMPTY_RECORD:
+                raise _wrong_index(index, f"line {number} is '{offset} {length}', but a record begins at byte {end}")
+            end += length
         if whole and end != size:
-            raise UserError(
-                f"{index}: ends at byte {end}, but {shard} has {size}; "
-                f"run `python build_tfrecords.py --index-only {index.parents[2]}`"
-            )
+            raise _wrong_index(index, f"ends at byte {end}, but {shard} has {size}")
         if lines:
             found.append((shard, index, len(lines)))
     return Records(*map(list, zip(*found, strict=True))) if found else Records([], [], [])
@@ -457,7 +458,7 @@ def check_sizes(train: Records, validation: Records, data: Path, config: Config,
     Raises:
         UserError: if not.
     """
-    if (num_classes := len(class_names(data))) > config.NUM_CLASSES:
+    if (num_classes := len(tfrecords.class_names(data))) > config.NUM_CLASSES:
         raise UserError(f"NUM_CLASSES = {config.NUM_CLASSES}, but {data / 'classes.txt'} has {num_classes}")
     batch_size, accumulation = config.BATCH_SIZE, config.gradient_accumulation
     if config.get("mix") and config.get("REPEATS", 1) >= batch_size:
@@ -519,7 +520,7 @@ def build_imagenet(run: Run) -> tuple[Loader, Loader | None]:
     train, validation = splits
     with raise_on_all_ranks():
         check_sizes(train, validation, data, config, run.layout.data)
-    classes, counts = class_names(data), (train.num_images, validation.num_images)
+    classes, counts = tfrecords.class_names(data), (train.num_images, validation.num_images)
     run.data = identify("ImageNet", counts, classes or config.NUM_CLASSES, f"{train.digest()} {validation.digest()}")
     run.log.info(f"{train.num_images} training and {validation.num_images} test images from {data}")
     options = dict(
