@@ -468,9 +468,7 @@ def test_wrong_files_are_refused(copied, mistake):
 def test_a_path_that_is_not_utf8_is_refused_and_a_link_to_it_taken(sample, tmp_path):
     odd = tmp_path / os.fsdecode(b"d\xe4ta")
     odd.symlink_to(sample)
-    with pytest.raises(
-        UserError, match=r"ta: DALI reads paths in UTF-8 only; rename it, or set DATA to a link"
-    ):
+    with pytest.raises(UserError, match=r"ta: DALI reads paths in UTF-8 only; rename it, or set DATA to a link"):
         loaders.find_records(odd, "train")
     (tmp_path / "link").symlink_to(odd)
     assert loaders.find_records(tmp_path / "link", "train").num_images == 1437
