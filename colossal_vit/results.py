@@ -63,7 +63,8 @@ def hardware() -> dict[str, Any]:
     return {
         "cpu": cpu.group(1) if cpu else platform.machine(),
         "cores": os.cpu_count(),
-        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        # A driver that is too old for this torch counts GPUs, and cannot name them.
+        "gpus": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count() * torch.cuda.is_available())],
     }
 
 

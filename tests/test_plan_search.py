@@ -3,20 +3,23 @@
 import re
 import shlex
 import sys
+from types import SimpleNamespace
 
 import pytest
+from colossal_vit.config.settings import CALTECH101, DP, IMAGENET, PATHS
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.partition import partition_blocks
 from colossal_vit.plan import memory, search
 from colossal_vit.plan.enumeration import Choice, enumerate_layouts, own_layout
 from colossal_vit.plan.machines import MACHINES, RESERVED_GB, Gpus
+from colossal_vit.plan.search import Prediction
 from colossal_vit.plan.trace import Message
 
 import fork_ranks
 import recipes
 import train_hybrid
 import vit
-from check_layouts import PIPELINE, tensor
+from check_layouts import PIPELINE, set_flags, tensor
 from test_dry_run import planned
 
 SIZE = dict(IMG_SIZE=64, PATCH_SIZE=8, HIDDEN_SIZE=192, DEPTH=6, NUM_HEADS=6, NUM_CLASSES=10, BATCH_SIZE=64)
@@ -78,6 +81,48 @@ def test_every_layout_is_one_that_the_scripts_accept():
         assert layout.data * layout.pipeline * layout.tensor == 8
         assert choice.batch * choice.accumulation * layout.data == 64
         assert choice.batch % (choice.micro_batches * layout.batch_parts) == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "allowed"),
+    [
+        ({}, lambda choice: True),
+        ({"mix.mixup": 0.8}, lambda choice: choice.batch % 2 == 0),
+        ({"torch_ddp.static_graph": True}, lambda choice: choice.accumulation == 1 and not choice.zero),
+        ({"amp": "TORCH"}, lambda choice: choice.layout.pipeline == 1),
+        ({"amp": "APEX"}, lambda choice: choice.layout.pipeline == 1 and not choice.zero),
+    ],
+)
+def test_layouts_that_features_exclude_are_left_out(values, allowed):
+    without = {key: value for key, value in SIZE.items() if key != "fp16.initial_scale"}
+    config = recipes.config(recipes.flags(**{**without, "amp": "NAIVE", **values}))
+    choices = set(enumerate_layouts(config, 4, 64, "train_hybrid", vit.check_vit))
+    everything = enumerate_layouts(recipes.config(argv_of()), 4, 64, "train_hybrid", vit.check_vit)
+    assert choices == set(filter(allowed, everything))
+
+
+def test_layouts_within_the_noise_are_equal_and_the_simplest_comes_first():
+    one = Layout(2, 1, 1, None, 1)
+    plain, accumulated = Choice(one, None, 32), Choice(one, None, 2, accumulation=16, zero=1)
+    pipeline, larger = Choice(Layout(1, 2, 1, None, 1), None, 64, 1, 4), Choice(one, None, 64)
+    seconds = {accumulated: 1.0, plain: 1.08, pipeline: 1.2, larger: 0.5}
+
+    def plan(noise, shown=10):
+        machine = SimpleNamespace(memory_gb=3, reserved_gb=1, noise=noise, warning=None)
+        predictor = SimpleNamespace(
+            machine=machine,
+            memory=lambda choice: 3e9 if choice is larger else 1e9,
+            least=seconds.get,
+            predict=lambda choice: Prediction(choice, seconds[choice], 1e9, 1, 0, 0, []),
+        )
+        found = search.search(predictor, seconds, shown)
+        assert (found.num_layouts, found.num_too_large, found.limit, found.smallest) == (4, 1, 2e9, 1e9)
+        return [each.choice for each in found.best], found.num_equal
+
+    assert plan(0.0) == ([accumulated, plain, pipeline], 1)
+    assert plan(0.1) == ([plain, accumulated, pipeline], 2)
+    assert plan(0.1, shown=1) == ([plain], 2)
+    assert plan(0.3) == ([plain, accumulated, pipeline], 3)
 
 
 def test_collectives_and_products_on_gpus():
@@ -143,11 +188,64 @@ def test_what_is_refused_does_not_fit():
         ),
         ("h100", {"machine.memory_gb": -8}, "machine.memory_gb = -8, but it must be"),
         ("h100", {"parallel.pipeline": 3}, "world size 4 does not fit parallel.pipeline = 3"),
+        ("h100", {"MLP_RATIO": 0.001}, "MLP_RATIO = 0.001 of HIDDEN_SIZE = 192 makes 0 hidden units"),
+        (
+            "h100",
+            {"machine.memory_gb": 2},
+            "layouts fits the memory of a rank, 2.0 GB less 2.0 GB for what is no tensor; the smallest takes 0.0 GB",
+        ),
     ],
 )
 def test_mistakes_are_named(machine, values, line):
     result = run_plan(machine=machine, **values)
     assert result.codes == [2]
+    assert line in result.stderr[0]
+    assert len(result.stderr[0].splitlines()) == 1
+
+
+SCRIPTS = {
+    DP: "vit_cifar10_hybrid/configs/config_data_parallel.py",
+    CALTECH101: "vit_caltech101_amp/config/config_AMP_torch.py",
+    IMAGENET: "vit_imagenet_dali/config.py",
+}
+
+
+def plan_of(script, *settings, world_size):
+    sizes = {"MODEL": "vit_tiny_patch16_224", "IMG_SIZE": 32, "BATCH_SIZE": 8, "gradient_accumulation": 2}
+    argv = ["--config", str(fork_ranks.ROOT / SCRIPTS[script]), *set_flags(sizes)]
+    argv += ["--plan", "h100", "--world_size", str(world_size)]
+    return fork_ranks.run(PATHS[script], [*argv, *(part for setting in settings for part in ("--set", setting))])
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_plan_of_each_script_names_layouts_that_it_runs(script):
+    """timm's model has its depth from its name; the flags that are printed pass a dry run."""
+    result = plan_of(script, *["GLOBAL_BATCH=64"] * (script == IMAGENET), world_size=4)
+    assert result.codes == [0], str(result)
+    said = result.stdout[0]
+    assert "4 ranks, h100, 64 images per step: " in said
+    rows = [line.split("  ")[0] for line in said.splitlines() if line.startswith("data")]
+    assert len(rows) == 10
+    assert all(row.startswith("data 4 × pipeline 1 × tensor 1") for row in rows)
+    flags = [*set_flags({"MODEL": "vit_tiny_patch16_224", "IMG_SIZE": 32}), *shlex.split(said.splitlines()[-1])]
+    argv = ["--config", str(fork_ranks.ROOT / SCRIPTS[script]), "--dry-run", "--world_size", "4", *flags]
+    result = fork_ranks.run(PATHS[script], argv)
+    assert result.codes == [0], str(result)
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (["GLOBAL_BATCH=100"], "makes GLOBAL_BATCH = 100 images per step: make them 99 or 102 (a multiple of 3)"),
+        (["GLOBAL_BATCH=9", "mix.cutmix=1.0"], "make them 6 or 12 (a multiple of 6)"),
+        (["MODEL='vit_large'"], "MODEL = 'vit_large' is not a Vision Transformer of timm"),
+        (["parallel.pipeline=3"], "this script is data parallel only"),
+        (["DEPTH=1"], "DEPTH of at least 2"),
+    ],
+)
+def test_a_plan_without_layouts_says_why(settings, line):
+    result = plan_of(IMAGENET, *settings, world_size=3)
+    assert result.codes == [2], str(result)
     assert line in result.stderr[0]
     assert len(result.stderr[0].splitlines()) == 1
 

@@ -185,4 +185,4 @@ def planned_rendezvous(args: argparse.Namespace, config: Config) -> Rendezvous:
     world_size = args.world_size if args.world_size is not None else int(next(filter(None, launched), fewest))
     if world_size < 1:
         raise UserError(f"--world_size {world_size}: must be at least 1")
-    return Rendezvous("none", args.rank or 0, 0, world_size, "nowhere", 0)
+    return Rendezvous("none", args.rank or 0, args.local_rank or 0, world_size, "nowhere", 0)

@@ -9,34 +9,69 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
+from colossal_vit import typed_json
+from colossal_vit.config.schema import GROUPS
 from colossal_vit.engine.engine import Engine
 from colossal_vit.engine.reduction import broadcast_from_owner, reduce_to_owner
 from colossal_vit.errors import UserError
 from colossal_vit.files import write_text
 from colossal_vit.plan import report
-from colossal_vit.plan.trace import Message, Pass, mark_parts
+from colossal_vit.plan.enumeration import divisors
+from colossal_vit.plan.machines import RESERVED_GB
+from colossal_vit.plan.meter import SENT_SHARE
+from colossal_vit.plan.simulation import Cost
+from colossal_vit.plan.trace import PARTS, Message, Pass, mark_parts
 from colossal_vit.results import hardware
+from colossal_vit.typed_json import RECORD, Count
+from pydantic import AfterValidator, AwareDatetime, Field
 from torch import Tensor
+from typing_extensions import TypedDict
 
 VALID_DAYS = 7
+QUIET = 0.1  # share of the cores that other processes may use, and by which rounds may differ
+QUIET_WAIT_S = 60.0  # for a busy machine to become quiet
+LOOK_S = 1.0  # at who uses the cores
 REPEATS = 3  # of what is timed in a round; the median counts
 MOST_SIZES = 4  # of micro-batches that are timed; times in between are on lines between them
 BESIDE_S = 1.0  # for which processes compute side by side
 ROUNDS = 5  # spread over time; the medians count
 MESSAGE_CALLS = 8  # of a collective, one after the other
 MESSAGES = (2**12, 2**22)  # bytes; the time in between is taken to be linear
-MODEL = ("IMG_SIZE", "PATCH_SIZE", "HIDDEN_SIZE", "NUM_HEADS", "MLP_RATIO", "NUM_CLASSES", "OPTIMIZER", "fp16")
+# Config keys on which the times of a model's parts depend: not the number of blocks, of which two are timed.
+MODEL = (*(key for key in GROUPS["Model"] if key not in ("DEPTH", "CHECKPOINT")), "OPTIMIZER", "fp16", "TF32")
+
+
+def _growing(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    images = [number for number, _ in points]
+    if images != sorted(set(images)):
+        raise ValueError("numbers of images must grow")
+    return points
+
+
+# What a calibration may have in its fields. All figures have an upper limit, so that sums of them stay finite.
+Above0 = Annotated[float, Field(strict=True, allow_inf_nan=False, gt=0, le=1e6)]
+NotNegative = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=0, le=1e6)]
+Points = Annotated[list[tuple[Count, Above0]], Field(min_length=1), AfterValidator(_growing)]
+KindAndSize = Annotated[str, Field(pattern=r"^[a-z_]+ [1-9]\d{0,9}$")]
+NumRanks = Annotated[int, Field(ge=1)]
+
+
+class Origin(TypedDict):
+    """When a calibration was made, and what else it is valid for, see `origin`."""
+
+    __pydantic_config__ = RECORD
+    date: AwareDatetime
 
 
 @dataclass
@@ -45,21 +80,47 @@ class Here:
 
     Attributes:
         made: when, on which machine, with which torch, for how many processes, and for which model.
+        memory_gb: of this machine for each process.
+        reserved_gb: of that, what a process takes beside its tensors.
+        busy: share of the cores that other processes used meanwhile.
+        spread: by how much the rounds differ, as a share.
         parts: by tensor parallelism, part and pass: images of a micro-batch, and seconds.
         updates: by tensor parallelism: of an optimizer step for each element, and what a step takes beside its parts.
         messages: by kind of collective and size of the group: latency, and seconds per byte, while all processes send.
         speeds: by number of processes that compute: of each, relative to one alone.
-        memory_gb: of this machine for each process.
     """
 
-    made: dict[str, Any]
-    memory_gb: float
-    parts: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
-    updates: dict[str, tuple[float, float]] = field(default_factory=dict)
-    messages: dict[str, tuple[float, float]] = field(default_factory=dict)
-    speeds: dict[int, float] = field(default_factory=dict)
-    overlap: bool = False  # on CPUs messages take the cores' time
-    ranks_per_node: int = 2**30
+    made: Origin
+    memory_gb: Above0
+    reserved_gb: NotNegative
+    busy: NotNegative
+    spread: NotNegative
+    parts: dict[str, Points] = field(default_factory=dict)
+    updates: dict[str, tuple[Above0, NotNegative]] = field(default_factory=dict)
+    messages: dict[KindAndSize, tuple[NotNegative, NotNegative]] = field(default_factory=dict)
+    speeds: dict[NumRanks, Above0] = field(default_factory=dict)
+    ranks_per_node = 2**30
+
+    @property
+    def overlap(self) -> bool:
+        """On CPUs messages take the cores' time."""
+        return bool(self.made["gpus"])
+
+    @property
+    def noise(self) -> float:
+        """Predicted times that differ by less, as a share, may be equal."""
+        return max(self.busy, self.spread)
+
+    @property
+    def warning(self) -> str | None:
+        """What is to be said of a calibration on a machine that was not quiet."""
+        if self.noise <= QUIET:
+            return None
+        return (
+            f"warning: on {self.made['date'].astimezone():%F %R}, when this machine was measured, other processes used "
+            f"{self.busy:.0%} of its cores, and rounds differed by {self.spread:.0%}: repeat --plan here when it is "
+            f"quiet"
+        )
 
     def compute(self, part: tuple, record: Pass) -> float:
         tensor, name, kind, images = part
@@ -228,10 +289,55 @@ def time_messages(rank: int, world_size: int, store: str, device: str, backend: 
     return found
 
 
-def origin(world_size: int, model: Mapping[str, Any]) -> dict[str, Any]:
+def origin(world_size: int, model: Mapping[str, Any]) -> Origin:
     """What a calibration is valid for, and when it was made."""
-    place = {"host": platform.node(), **hardware(), "torch": torch.__version__}
-    return {"date": datetime.now().isoformat(timespec="seconds"), **place, "ranks": world_size, "model": dict(model)}
+    # Who asks for GPUs starts CUDA, and no fork of a process that has done so can use a GPU.
+    place = {"host": platform.node(), **report.in_fork(hardware), "torch": torch.__version__}
+    date = datetime.now(UTC).replace(microsecond=0)
+    return {"date": date, **place, "ranks": world_size, "model": dict(model)}
+
+
+def _gpu_memory(num_gpus: int) -> float:
+    """Bytes that are free on the fullest of the first GPUs."""
+    return min(torch.cuda.mem_get_info(index)[0] for index in range(num_gpus))
+
+
+def _memory(world_size: int, gpus: Sequence[str]) -> tuple[float, float]:
+    """GB for each process, and of that what it takes beside its tensors."""
+    if gpus:
+        return report.in_fork(partial(_gpu_memory, world_size)) / 1e9, RESERVED_GB
+    return psutil.virtual_memory().total / 1e9 / world_size, psutil.Process().memory_full_info().uss / 1e9
+
+
+def _cpu_seconds() -> np.ndarray:
+    """So far: of the clock, of this process's cores at work for anybody, and of this process and its ended children."""
+    percpu = psutil.cpu_times(percpu=True)
+    cores = [percpu[core] for core in os.sched_getaffinity(0) if core < len(percpu)]
+    at_work = sum(core.user + core.nice + core.system + core.irq + core.softirq + core.steal for core in cores)
+    return np.array([time.monotonic(), at_work, sum(os.times()[:4])])
+
+
+def _busy(since: np.ndarray) -> float:
+    """Share of the cores that other processes have used."""
+    clock, at_work, own = _cpu_seconds() - since
+    return max(at_work - own, 0.0) / (clock * len(os.sched_getaffinity(0)))
+
+
+def _wait_until_quiet() -> None:
+    """Wait, up to a limit, until other processes leave the cores alone."""
+    until, waiting = time.monotonic() + QUIET_WAIT_S, False
+    while time.monotonic() < until:
+        since = _cpu_seconds()
+        time.sleep(LOOK_S)
+        if (busy := _busy(since)) <= QUIET:
+            return
+        if not waiting:
+            print(
+                f"other processes use {busy:.0%} of this machine's cores: waiting up to {QUIET_WAIT_S:.0f} s for it to "
+                f"become quiet",
+                flush=True,
+            )
+        waiting = True
 
 
 def _some(sizes: Iterable[int]) -> list[int]:
@@ -242,41 +348,47 @@ def _some(sizes: Iterable[int]) -> list[int]:
 
 
 def calibrate(
-    run_model: Callable[[tuple, Callable, int], Callable[[], Any]],
+    run_model: Callable[[tuple, Callable, int, int], Callable[[], Any]],
     images: Mapping[tuple, Iterable[int]],
     world_size: int,
-    made: dict[str, Any],
+    made: Origin,
 ) -> Here:
-    """Measure this machine.
+    """Measure this machine, once it is quiet.
 
     Args:
         run_model: makes a function that runs a model with a tensor parallelism on real tensors, and returns what the
-            second argument makes of its engine and batches, which have so many images.
+            second argument makes of its engine and batches, which have so many images; the fourth one is the index of
+            the GPU, if there are any.
         images: by tensor parallelism, the sizes of micro-batches that matter.
         world_size: number of processes.
         made: of `origin`.
     """
     fork = get_context("fork")
-    cores = 1 if torch.cuda.is_available() else len(os.sched_getaffinity(0))
+    cores = 1 if made["gpus"] else len(os.sched_getaffinity(0))
     beside = min(cores, world_size)  # so many are timed at a time, as they will compute
     some, most = next((tensor, max(sizes)) for tensor, sizes in images.items())
     found: dict[tuple, list] = {}  # by what is measured: of each round
+    _wait_until_quiet()
+    since = _cpu_seconds()
     for _ in range(ROUNDS):  # the speed of a machine changes from second to second
         for count in sorted({1, beside, world_size}):
-            run = run_model(some, partial(work, barrier=fork.Barrier(count)), most)
-            found.setdefault(("rate", count), []).append(statistics.fmean(report.in_forks([run] * count)))
+            observe = partial(work, barrier=fork.Barrier(count))
+            runs = [run_model(some, observe, most, device) for device in range(count)]
+            found.setdefault(("rate", count), []).append(statistics.fmean(report.in_forks(runs)))
         for tensor, sizes in images.items():
             timed = _some(sizes)
-            run = run_model(tensor, partial(clock, sizes=timed, barrier=fork.Barrier(beside)), timed[-1])
-            for of_process in report.in_forks([run] * beside):
+            observe = partial(clock, sizes=timed, barrier=fork.Barrier(beside))
+            runs = [run_model(tensor, observe, timed[-1], device) for device in range(beside)]
+            for of_process in report.in_forks(runs):
                 for name, seconds in of_process.items():
                     found.setdefault((name, tensor), []).append(seconds)
-        for of_process in _messages(world_size):
+        for of_process in _messages(world_size, made["gpus"]):
             for name, seconds in of_process.items():
                 found.setdefault(("message", name), []).append(seconds)
 
-    here = Here(made, psutil.virtual_memory().total / 1e9 / world_size)
     medians = {key: np.median(values, axis=0) for key, values in found.items()}
+    spread = max(np.ptp(found[key]) / 2 / rate for key, rate in medians.items() if key[0] == "rate")
+    here = Here(made, *_memory(world_size, made["gpus"]), _busy(since), float(spread))
     here.speeds = {count: float(rate / medians["rate", 1]) for (kind, count), rate in medians.items() if kind == "rate"}
     for (name, of), seconds in medians.items():
         if name == "message":
@@ -289,11 +401,11 @@ def calibrate(
     return here
 
 
-def _messages(world_size: int) -> list[dict[str, tuple[float, float]]]:
+def _messages(world_size: int, gpus: Sequence[str]) -> list[dict[str, tuple[float, float]]]:
     """What `time_messages` returns on each of so many ranks."""
     if world_size == 1:
         return []
-    device, backend = ("cuda", "nccl") if torch.cuda.is_available() else ("cpu", "gloo")
+    device, backend = ("cuda", "nccl") if gpus else ("cpu", "gloo")
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
             partial(time_messages, rank, world_size, f"{folder}/store", device, backend) for rank in range(world_size)
@@ -303,33 +415,44 @@ def _messages(world_size: int) -> list[dict[str, tuple[float, float]]]:
 
 def save(here: Here, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(dataclasses.asdict(here), indent=2) + "\n")
+    write_text(path, json.dumps(dataclasses.asdict(here), indent=2, default=datetime.isoformat) + "\n")
 
 
-def load(path: Path, wanted: dict[str, Any]) -> Here:
+def load(path: Path, wanted: Origin, tensors: Iterable[tuple]) -> Here:
     """A calibration from a file.
 
     Args:
         path: that `save` wrote.
         wanted: `origin` of the plan to be made.
+        tensors: the kinds of tensor parallelism that it is needed for.
 
     Raises:
-        UserError: if it cannot be read, is of another machine, torch, model or number of ranks, or is too old.
+        UserError: if it cannot be read, is damaged, of another machine, torch, model or number of ranks, or too old.
     """
     try:
-        values = json.loads(path.read_text())
-        values["speeds"] = {int(count): speed for count, speed in values["speeds"].items()}
-        here = Here(**values)
-        made = datetime.fromisoformat(here.made["date"])
-    except OSError as error:
-        raise UserError(f"--plan {path}: {error.strerror}; --plan here writes one") from None
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"--plan {path}: is not a calibration; --plan here writes one") from None
+        here = typed_json.read(path, Here)
+    except UserError as error:
+        raise UserError(f"--plan {error}; --plan here writes one") from None
     for key, value in wanted.items():
         if key != "date" and here.made.get(key) != value:
             raise UserError(
                 f"--plan {path}: was made with {key} = {here.made.get(key)!r}, here it is {value!r}: use --plan here"
             )
-    if datetime.now() - made > timedelta(days=VALID_DAYS):
-        raise UserError(f"--plan {path}: was made on {made:%F}, over {VALID_DAYS} days ago: use --plan here")
+    ranks, tensors = wanted["ranks"], list(tensors)
+    needed = {
+        "parts": {f"{tensor} {part} {kind}" for tensor in tensors for part in PARTS for kind in Cost._fields},
+        "updates": set(map(str, tensors)),
+        "messages": {f"{kind} {size}" for kind in SENT_SHARE for size in divisors(ranks)[1:]},
+        "speeds": {1, ranks},
+    }
+    for name, keys in needed.items():
+        if missing := keys - getattr(here, name).keys():
+            raise UserError(f"--plan {path}: {name} lacks {min(missing)!r}; --plan here writes one")
+    age = wanted["date"] - here.made["date"]
+    if age > timedelta(days=VALID_DAYS):
+        raise UserError(
+            f"--plan {path}: was made on {here.made['date']:%F}, over {VALID_DAYS} days ago: use --plan here"
+        )
+    if age < timedelta(minutes=-1):
+        raise UserError(f"--plan {path}: made.date = {here.made['date']:%F %R} is in the future: use --plan here")
     return here

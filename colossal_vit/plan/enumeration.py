@@ -51,6 +51,13 @@ class Choice:
         return self.batch // self.micro_batches
 
     @property
+    def complexity(self) -> tuple[int, ...]:
+        """Sorts layouts that are equally fast: the first one has the fewest parts and features."""
+        layout = self.layout
+        split = (layout.tensor, layout.pipeline, self.chunks)
+        return *split, int(self.checkpoint), self.zero, self.accumulation, self.micro_batches
+
+    @property
     def tensor(self) -> tuple[str | None, int, int | None]:
         """Mode, size and depth of tensor parallelism."""
         return self.layout.tensor_mode, self.layout.tensor, self.depth
@@ -136,11 +143,16 @@ def enumerate_layouts(config: Config, world_size: int, images: int, script: str,
         check: raises `UserError` for a config and layout that do not fit the model.
     """
     hybrid = script == HYBRID
-    fp16 = config.fp16
-    pipelines = hybrid and (not fp16 or fp16.mode == AMP_TYPE.NAIVE)
+    mode, ddp = (config.fp16 or {}).get("mode"), config.get("torch_ddp")
+    pipelines = hybrid and mode in (None, AMP_TYPE.NAIVE)
+    can_split_state = not ddp and mode != AMP_TYPE.APEX  # apex looks for overflows on each rank
     found: list[Choice] = []
 
     def allowed(choice: Choice) -> bool:
+        if config.get("mix") and choice.batch % 2:  # images are mixed in pairs
+            return False
+        if choice.accumulation > 1 and (ddp or {}).get("static_graph"):
+            return False
         changed = Config({**config, **choice.settings(hybrid)})
         for derived in ("TENSOR_SHAPE", "TENSOR_PARALLEL_SIZE", "TENSOR_PARALLEL_MODE", "NUM_CHUNKS"):
             changed.pop(derived, None)
@@ -151,13 +163,13 @@ def enumerate_layouts(config: Config, world_size: int, images: int, script: str,
             return False
         return True
 
-    for mode, size, depth in _tensor_options(world_size) if hybrid else [(None, 1, None)]:
+    for tensor_mode, size, depth in _tensor_options(world_size) if hybrid else [(None, 1, None)]:
         for stages in divisors(world_size // size) if pipelines else [1]:
             data = world_size // size // stages
             if images % data or stages > config.get("DEPTH", stages):
                 continue
             try:
-                parallel = {"pipeline": stages, "tensor": {"mode": mode, "size": size, "depth": depth}}
+                parallel = {"pipeline": stages, "tensor": {"mode": tensor_mode, "size": size, "depth": depth}}
                 layout = Layout.of(Config({"parallel": parallel}), world_size)
             except UserError:
                 continue
@@ -168,9 +180,7 @@ def enumerate_layouts(config: Config, world_size: int, images: int, script: str,
                     chunks = divisors(config.DEPTH // stages) if parts % stages == 0 else [1]
                     schedules = [Choice(layout, depth, images // data, 1, parts, number) for number in chunks]
                 for choice in filter(allowed, schedules):
-                    stages_of_zero = (
-                        (0,) if data == 1 or config.get("torch_ddp") else (0, 1, 2)[: 2 + (choice.passes > 1)]
-                    )
+                    stages_of_zero = (0, 1, 2)[: 2 + (choice.passes > 1)] if data > 1 and can_split_state else (0,)
                     for zero in stages_of_zero:
                         found.append(dataclasses.replace(choice, zero=zero))
                         again = dataclasses.replace(choice, zero=zero, checkpoint=True)

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -19,11 +19,23 @@ RESERVED_GB = 2.0  # CUDA's context, NCCL's buffers, workspaces of cuBLAS: nothi
 
 
 class Machine(Protocol):
-    """What the planner asks. Times in seconds; groups of ranks are given by size, and ranks of them on a node."""
+    """What the planner asks. Times in seconds; groups of ranks are given by size, and ranks of them on a node.
+
+    Attributes:
+        memory_gb: for each rank.
+        reserved_gb: of that, what a rank takes beside its tensors.
+        overlap: whether messages are sent while a rank computes.
+        ranks_per_node: at most.
+        noise: share by which predicted times have to differ, or else they may be equal.
+        warning: a line about how the machine was measured, or None.
+    """
 
     memory_gb: float
+    reserved_gb: float
     overlap: bool
     ranks_per_node: int
+    noise: float
+    warning: str | None
 
     def compute(self, part: tuple, record: Pass) -> float:
         """A pass of a part of the model; `part` is (mode, size and depth of tensor parallelism, part, pass, batch)."""
@@ -70,6 +82,9 @@ class Gpus:
     network_us: float = 20.0
     half: bool = True
     overlap: bool = True
+    reserved_gb: ClassVar[float] = RESERVED_GB
+    noise: ClassVar[float] = 0.0
+    warning: ClassVar[str | None] = None
 
     @property
     def ranks_per_node(self) -> int:

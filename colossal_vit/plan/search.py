@@ -12,11 +12,12 @@ from colossal_vit.config.settings import HYBRID
 from colossal_vit.engine.engine import Engine
 from colossal_vit.engine.reduction import BUCKET_BYTES
 from colossal_vit.errors import UserError
+from colossal_vit.models import build_timm_vit
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.partition import partition_blocks
 from colossal_vit.plan import calibration, fakes, meter, pictures, report
 from colossal_vit.plan.enumeration import Choice, enumerate_layouts, global_batch
-from colossal_vit.plan.machines import HERE, RESERVED_GB, Machine, find_machine
+from colossal_vit.plan.machines import HERE, Machine, find_machine
 from colossal_vit.plan.memory import Chunk, cut, owned_share, rank_memory, sizes_of
 from colossal_vit.plan.simulation import Cost, Event, finish, simulate
 from colossal_vit.plan.trace import Message, Trace, trace
@@ -90,6 +91,8 @@ class Predictor:
         return min(layout.data * layout.pipeline * layout.tensor, self.machine.ranks_per_node)
 
     def _chunks(self, num_stages: int, num_chunks: int) -> list[list[Chunk]]:
+        if num_stages * num_chunks == 1:  # timm's models need not have their sizes in the config
+            return cut([range(self.config.DEPTH)], 1)
         return cut(partition_blocks(self.config, num_stages * num_chunks), num_stages)
 
     def _stage(self, choice: Choice, chunks: list[Chunk]) -> _Stage:
@@ -188,21 +191,34 @@ class Predictor:
 
 
 class Plan(NamedTuple):
-    """The best layouts, the fastest first, and what was left out."""
+    """The best layouts, and what was left out.
+
+    Attributes:
+        best: the fastest first; but those that are as fast as the fastest one, within the noise, by simplicity.
+        num_equal: so many are as fast as the fastest one, itself included.
+        num_layouts, num_too_large: all, and those that do not fit the memory.
+        limit, smallest: bytes that a rank has for its tensors, and that the smallest layout takes.
+        noise, warning: of the machine.
+    """
 
     best: list[Prediction]
+    num_equal: int
     num_layouts: int
     num_too_large: int
-    least_memory: float
+    limit: float
+    smallest: float
+    noise: float
+    warning: str | None
 
 
 def search(predictor: Predictor, choices: Iterable[Choice], shown: int = SHOWN) -> Plan:
     """The fastest layouts that fit.
 
     They are simulated in the order of what they take at least, until that is more than the slowest of the best ones
-    takes.
+    takes, and than what is equal to the fastest one.
     """
-    limit = (predictor.machine.memory_gb - RESERVED_GB) * 1e9
+    machine = predictor.machine
+    limit = (machine.memory_gb - machine.reserved_gb) * 1e9
     choices = list(choices)
     fitting, smallest = [], float("inf")
     for choice in choices:
@@ -211,11 +227,18 @@ def search(predictor: Predictor, choices: Iterable[Choice], shown: int = SHOWN) 
         if memory <= limit:
             fitting.append((predictor.least(choice), len(fitting), choice))
     best: list[Prediction] = []
+    equal = 0.0  # seconds, within the noise, to those of the fastest one
     for least, _, choice in sorted(fitting):
-        if len(best) == shown and least > best[-1].seconds:
+        if len(best) >= shown and least > max(best[-1].seconds, equal):
             break
-        best = sorted([*best, predictor.predict(choice)], key=lambda p: (p.seconds, p.memory))[:shown]
-    return Plan(best, len(choices), len(choices) - len(fitting), smallest)
+        best = sorted([*best, predictor.predict(choice)], key=lambda p: (p.seconds, p.memory))
+        equal = best[0].seconds * (1 + machine.noise)
+        best = [each for place, each in enumerate(best) if place < shown or each.seconds <= equal]
+    ties = [each for each in best if each.seconds <= equal]
+    if machine.noise:
+        best[: len(ties)] = sorted(ties, key=lambda p: p.choice.complexity)
+    num_too_large = len(choices) - len(fitting)
+    return Plan(best[:shown], len(ties), len(choices), num_too_large, limit, smallest, machine.noise, machine.warning)
 
 
 # ---- From the command line -------------------------------------------------------------------------------------------
@@ -266,6 +289,7 @@ def run_model(
     tensor: TensorParallel,
     observe: Callable[[Engine, Iterable], Any],
     images: int | None = None,
+    device: int = 0,
 ) -> Callable[[], Any]:
     """A function, for a fork, that runs a train script's `main` up to its engine, and returns what is observed.
 
@@ -275,6 +299,7 @@ def run_model(
         tensor: tensor parallelism of the model; it has two blocks, and neither data parallelism nor a pipeline.
         observe: called with engine and batches.
         images: of a batch; with them, tensors are real and only the other ranks are fake.
+        device: index of the GPU, if there are any.
     """
     mode, size, depth = tensor
     parallel = {"pipeline": 1, "tensor": {"mode": mode, "size": size, **({"depth": depth} if depth else {})}}
@@ -290,6 +315,7 @@ def run_model(
         if images and request.world_size > 1:
             torch.set_num_threads(1)  # as torchrun has it
         sys.argv[1:] = ["--config", request.path, "--dry-run", "--world_size", str(size)]
+        sys.argv += ["--local_rank", str(device)]
         for override in (*request.overrides, *(f"{key}={value!r}" for key, value in values.items())):
             sys.argv += ["--set", override]
         return main()
@@ -316,10 +342,13 @@ def format_plan(plan: Plan, request: PlanRequested, images: int) -> str:
     lines = [f"{where}, {images} images per step: {plan.num_layouts} layouts; predicted, not measured"]
     if plan.num_too_large:
         lines.append(
-            f"{plan.num_too_large} of them do not fit the memory; the smallest takes {plan.least_memory / 1e9:.1f} GB"
+            f"{plan.num_too_large} of them do not fit the {plan.limit / 1e9:.1f} GB that a rank has for tensors; the "
+            f"smallest takes {plan.smallest / 1e9:.1f} GB"
         )
-    if not plan.best:
-        return "\n".join(lines)
+    if plan.warning:
+        lines.append(plan.warning)
+    if plan.noise and plan.num_equal > 1:
+        lines.append(f"{plan.num_equal} are equal within the noise of {plan.noise:.1%}: the simplest of them is first")
     rows = [
         [
             str(each.choice),
@@ -347,20 +376,44 @@ def make_plan(main: Callable[[], Any], request: PlanRequested) -> tuple[Plan, in
     """The best layouts, and the images of a step.
 
     Raises:
-        UserError: if the machine is not known, or the model has fewer than two blocks.
+        UserError: if the machine is not known, the model has fewer than two blocks, or no layout makes as many images
+            per step, or fits the memory.
     """
-    config = request.config
+    config, check, num_ranks = request.config, request.check, request.world_size
+    own = Layout.of(config, num_ranks)
+    if "MODEL" in config:  # timm's model, the same in all layouts; it knows its depth
+        check(config, own)
+        check = None
+        with torch.device("meta"):
+            config = Config({**config, "DEPTH": len(build_timm_vit(config).blocks)})
     if not config.get("DEPTH", 0) > 1:
         raise UserError("--plan is for models whose config has a DEPTH of at least 2")
-    images = global_batch(config, request.world_size)
-    choices = enumerate_layouts(config, request.world_size, images, request.script, request.check)
+    images = global_batch(config, num_ranks)
+    choices = enumerate_layouts(config, num_ranks, images, request.script, check)
+    if not choices:
+        if check:
+            check(config, own)
+        fits = num_ranks * (2 if config.get("mix") else 1)  # images are mixed in pairs
+        nearest = " or ".join(str(number) for number in (images // fits * fits, (images // fits + 1) * fits) if number)
+        key = "GLOBAL_BATCH" if config.get("GLOBAL_BATCH") else "BATCH_SIZE × gradient_accumulation × data parallel"
+        raise UserError(
+            f"--plan: no layout of {num_ranks} ranks makes {key} = {images} images per step: make them {nearest} (a "
+            f"multiple of {fits})"
+        )
     machine: Machine
     if request.machine == HERE or request.machine.endswith(".json"):
         machine = measured(main, request, choices)
     else:
         machine = find_machine(request.machine, config.get("machine"), bool(config.fp16), config.get("TF32", False))
     traces = {tensor: record(main, request, tensor) for tensor in {choice.tensor: None for choice in choices}}
-    return search(Predictor(config, machine, traces), choices), images
+    plan = search(Predictor(config, machine, traces), choices)
+    if not plan.best:
+        raise UserError(
+            f"--plan {request.machine}: none of {plan.num_layouts} layouts fits the memory of a rank, "
+            f"{machine.memory_gb:.1f} GB less {machine.reserved_gb:.1f} GB for what is no tensor; the smallest takes "
+            f"{plan.smallest / 1e9:.1f} GB"
+        )
+    return plan, images
 
 
 def measured(main: Callable[[], Any], request: PlanRequested, choices: Iterable[Choice]) -> calibration.Here:
@@ -368,12 +421,16 @@ def measured(main: Callable[[], Any], request: PlanRequested, choices: Iterable[
     model = plain({key: request.config.get(key) for key in calibration.MODEL})
     model |= {"script": request.script, "images of a step": global_batch(request.config, request.world_size)}
     made = calibration.origin(request.world_size, model)
-    if request.machine != HERE:
-        return calibration.load(Path(request.machine), made)
+    if (num_gpus := len(made["gpus"])) and request.world_size > num_gpus:
+        raise UserError(
+            f"--plan {request.machine}: --world_size {request.world_size}, but this machine has {num_gpus} GPU(s): at "
+            f"most one process per GPU can be timed here"
+        )
     images: dict[TensorParallel, set[int]] = {}
     for choice in choices:
         images.setdefault(choice.tensor, set()).add(choice.images)
-
+    if request.machine != HERE:
+        return calibration.load(Path(request.machine), made, images)
     here = calibration.calibrate(partial(run_model, main, request), images, request.world_size, made)
     calibration.save(here, request.output / "calibration.json")
     return here
@@ -388,6 +445,5 @@ def run(main: Callable[[], Any], prints: bool = True) -> None:
         request = request_of(main)
         plan, images = make_plan(main, request)
         print(format_plan(plan, request, images))
-        if plan.best:
-            print(f"\n{pictures.write(draw(plan, request, images), request.output / 'plan.png')}")
-            print("\nthe first one:", " ".join(set_flags(plan.best[0].choice, request.script)), sep="\n")
+        print(f"\n{pictures.write(draw(plan, request, images), request.output / 'plan.png')}")
+        print("\nthe first one:", " ".join(set_flags(plan.best[0].choice, request.script)), sep="\n")
