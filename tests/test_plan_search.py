@@ -17,6 +17,7 @@ from colossal_vit.plan.trace import Message
 
 import fork_ranks
 import recipes
+import train_dp
 import train_hybrid
 import vit
 from check_layouts import PIPELINE, set_flags, tensor
@@ -231,6 +232,20 @@ def test_a_plan_of_each_script_names_layouts_that_it_runs(script):
     argv = ["--config", str(fork_ranks.ROOT / SCRIPTS[script]), "--dry-run", "--world_size", "4", *flags]
     result = fork_ranks.run(PATHS[script], argv)
     assert result.codes == [0], str(result)
+
+
+def test_the_block_that_stands_for_all_of_timms_has_stochastic_depth():
+    def num_operators(rate):
+        settings = {"DEPTH": 3, "HIDDEN_SIZE": 48, "NUM_HEADS": 4, "IMG_SIZE": 32, "DROP_PATH_RATE": rate}
+        sys.argv = ["train_dp.py", "--config", str(fork_ranks.ROOT / SCRIPTS[DP]), *set_flags(settings)]
+        sys.argv += ["--plan", "h100"]
+        trace = search.record(train_dp.main, search.request_of(train_dp.main), (None, 1, None))
+        return len(trace.part("block", "forward", 8).operations)
+
+    def difference():
+        return num_operators(0.1) - num_operators(0.0)
+
+    assert fork_ranks.call(difference, launched=False)[0] >= 2 * 2  # a mask and a product for each branch
 
 
 @pytest.mark.parametrize(

@@ -306,6 +306,8 @@ def run_model(
     parts = Layout.of(Config({"parallel": parallel}), size).batch_parts
     values: dict[str, Any] = {"BATCH_SIZE": images or TRACED_IMAGES * parts, "gradient_accumulation": 1}
     values |= {"zero": None, "DEPTH": 2}
+    if "MODEL" in request.config:
+        values["DROP_PATH_UNIFORM"] = True  # the first of two blocks would have none, and it stands for all
     if request.script == HYBRID:
         values |= {"parallel": parallel, "NUM_MICRO_BATCHES": 1, "model": {"num_chunks": 1}, "CHECKPOINT": False}
 
