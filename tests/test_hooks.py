@@ -1,5 +1,6 @@
 """What a run leaves behind: metrics.jsonl, TensorBoard events, curves, the resolved config."""
 
+import errno
 import itertools
 import json
 import os
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from colossal_vit.checkpoint import storage
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.trainer import Trainer
 from colossal_vit.engine.waits import WaitCounter, read
@@ -312,6 +314,70 @@ def test_debug_nan_names_the_module(tmp_path, monkeypatch, amp):
     line = "".join(result.stderr)
     assert re.search(r"step 1, rank 1: the output of blocks\.3\.mlp\.fc2\S* \(\w+\) is not finite: 272 of 8704", line)
     assert line.count("\n") == 1, line
+
+
+# ---- The thread that writes checkpoints ----
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_error_in_the_thread_that_writes_ends_the_run_with_its_traceback(world_size, tmp_path, monkeypatch):
+    """One that is no disk's, and so nobody's but ours; the first checkpoint is written, the second is not."""
+    write = storage.write
+
+    def wrong(path, *args):
+        return write(path, *args) if path.name == "step-00000002" else write(path, None, None, None)
+
+    monkeypatch.setattr(storage, "write", wrong)
+    values = {"checkpoint.every_steps": 2, "BATCH_SIZE": 128 // world_size, "DEPTH": 1, "NUM_EPOCHS": 1}
+    argv = [*recipes.flags(**values), "--output", str(tmp_path), *fork_ranks.FOREVER]
+    result = fork_ranks.run(recipes.HYBRID, argv, world_size)
+    assert result.codes == [1] * world_size, str(result)
+    assert "Traceback" in result.stderr[0]
+    assert "TypeError: 'NoneType' object is not iterable" in result.stderr[0]
+    assert storage.newest(tmp_path / "checkpoints")[0].name == "step-00000002"
+
+
+def test_a_checkpoint_for_which_there_is_no_memory_is_like_one_without_a_disk(tmp_path, monkeypatch):
+    write = storage.write
+
+    def small(path, *args):
+        if path.name == "step-00000002":
+            raise MemoryError
+        write(path, *args)
+
+    monkeypatch.setattr(storage, "write", small)
+    argv = [*recipes.flags(DEPTH=1, **{"checkpoint.every_steps": 2}), "--output", str(tmp_path), "--max-steps"]
+    result = fork_ranks.run(recipes.HYBRID, [*argv, "4"])
+    assert result.codes == [0], str(result)
+    assert "step-00000002: cannot be written: out of memory; training continues" in result.stdout[0]
+    assert storage.newest(tmp_path / "checkpoints")[0].name == "step-00000004"
+    result = fork_ranks.run(recipes.HYBRID, [*argv, "2", "--resume", "never"])
+    assert result.codes == [1], str(result)
+    assert "out of memory; the last checkpoint of the run is missing" in result.stderr[0]
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_named_and_the_new_one_is_there(tmp_path, monkeypatch):
+    def busy(path):
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+
+    monkeypatch.setattr(storage, "_remove", busy)
+    values = {"checkpoint.every_steps": 2, "checkpoint.keep": 1, "DEPTH": 1}
+    result = fork_ranks.run(recipes.HYBRID, [*recipes.flags(**values), "--output", str(tmp_path), "--max-steps", "4"])
+    assert result.codes == [0], str(result)
+    assert f"{tmp_path}/checkpoints/step-00000002: cannot be removed: Device or resource busy" in result.stdout[0]
+    assert len(storage.list_steps(tmp_path / "checkpoints")) == 2
+
+
+def test_a_record_that_cannot_be_synced_does_not_end_the_run(tmp_path, monkeypatch):
+    """As on a full disk that says so late."""
+
+    def full(file):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(storage, "sync", lambda path: None)
+    result = fork_ranks.run(recipes.HYBRID, [*recipes.flags(DEPTH=1), "--output", str(tmp_path), "--max-steps", "2"])
+    assert result.codes == [0], str(result)
 
 
 def test_debug_nan_names_the_module_whose_gradient_overflows():

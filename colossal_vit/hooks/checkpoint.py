@@ -65,6 +65,7 @@ class CheckpointHook(BaseHook):
         self.asked: tuple[Tensor, dist.Work] | None = None
         self.writer: threading.Thread | None = None
         self.failure: str | None = None  # of the last save
+        self.bug: Exception | None = None  # what else went wrong in the thread that writes
 
     # ---- Signals ----
 
@@ -118,24 +119,40 @@ class CheckpointHook(BaseHook):
         return path
 
     def _write(self, path: Path, snapshot: Snapshot) -> None:
+        """Write a checkpoint and remove old ones; in a thread of its own, whose exceptions nobody else would see."""
+        try:
+            self.failure = self._why_not_written(path, snapshot)
+            if self.failure is None:
+                best = snapshot.state["best"]
+                storage.prune(path.parent, self.keep, best and best["step"])
+            elif not self.run.stop_on_save_error:
+                self.run.log.info(f"{self.failure}; training continues")
+        except OSError as error:  # the new checkpoint is there; the next save tries again to remove the old ones
+            self.run.log.info(f"{error.filename or path.parent}: cannot be removed: {error.strerror or error}")
+        except Exception as error:
+            self.bug = error
+
+    def _why_not_written(self, path: Path, snapshot: Snapshot) -> str | None:
+        """Write a checkpoint; returns why that has failed, or None."""
         try:
             if not path.exists():  # it does if the run was stopped just before an epoch's evaluation, and resumed
                 storage.write(path, *snapshot)
-            best = snapshot.state["best"]
-            storage.prune(path.parent, self.keep, best and best["step"])
-            self.failure = None
         except OSError as error:
-            self.failure = f"{path}: cannot be written: {error.strerror or error}"
-            if not self.run.stop_on_save_error:
-                self.run.log.info(f"{self.failure}; training continues")
+            return f"{path}: cannot be written: {error.strerror or error}"
+        except MemoryError:
+            return f"{path}: cannot be written: out of memory"
 
     def _finish(self) -> None:
         """Wait until the checkpoint in progress is written (rank 0)."""
         if self.writer is not None:
             self.writer.join()
             self.writer = None
+        if self.bug:
+            raise self.bug
 
     def _check(self) -> None:
+        if self.bug:
+            raise self.bug
         if self.failure and self.run.stop_on_save_error:
             raise TrainingError(f"{self.failure}; earlier checkpoints are as they were (--on-save-error stop)")
 
