@@ -17,7 +17,7 @@ class Run:
     Attributes:
         config: the resolved config, also `gpc.config`.
         layout: data, pipeline and tensor parallel sizes.
-        output: the run directory; exists, unless `eval_only` or `dry_run`.
+        output: the run directory, absolute and without links; exists, unless `eval_only` or `dry_run`.
         max_steps: optimizer steps to stop after, or None.
         checkpoint: to resume, or None; only rank 0 reads it.
         started_from: the `--resume PATH` that this run began with, or None.

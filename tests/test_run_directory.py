@@ -2,13 +2,17 @@
 
 import os
 import pickle
+import re
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
+from colossal_vit.checkpoint import earlier_run, lock, storage
 from colossal_vit.checkpoint.run_directory import MAX_NAME, default
 from colossal_vit.compat.stand_ins import STAND_INS
+from colossal_vit.errors import UserError
+from colossal_vit.results import CURVES
 
 import fork_ranks
 import recipes
@@ -84,6 +88,134 @@ def test_two_commands_do_not_continue_each_other(tmp_path):
     runs = sorted((tmp_path / "runs" / "example" / "train_hybrid").iterdir())
     assert len(runs) == 2
     assert all(run.name.startswith("config_pipeline_parallel,BATCH_SIZE=128,") for run in runs)
+
+
+# ---- What is in it already ----
+
+CONFIG_FILE = '{"SEED": 0, "gradient_accumulation": 1}'
+RUN = ["config.json", "metrics.jsonl"]
+STEP = "checkpoints/step-00000002/state.json"
+
+
+def fill(directory, names):
+    """Make files, each with its name in it, and config.json as a run's."""
+    for name in names:
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(CONFIG_FILE if name == "config.json" else name)
+
+
+@pytest.mark.parametrize(
+    ("names", "there"),
+    [
+        ([], False),
+        (["src/a.py", "checkpoints/mine.pt", "model.safetensors", "classes.txt"], False),  # is beside a run, untouched
+        (["config.json"], False),  # a run that made no step
+        (RUN, True),
+        ([STEP], True),  # imported
+        (
+            [
+                *(
+                    *RUN,
+                    *CURVES,
+                    STEP,
+                    ".lock",
+                    ".config.json",
+                    ".metrics.jsonl",
+                    "wandb/id.txt",
+                    "profile-rank12.json",
+                ),
+                *("events.out.tfevents.1.h.2.0", "idx_files/train/a.idx", "calibration.json", "layout.png", "plan.png"),
+                *("checkpoints/damaged-step-00000001.1/a", "checkpoints/.step-00000003-x_/a"),
+            ],
+            True,
+        ),
+        ([*RUN, "notes.txt"], "has an earlier run, and notes.txt, which is no part of it"),
+        ([*RUN, "checkpoints/mine.pt"], "has an earlier run, and checkpoints/mine.pt, which is no part of it"),
+        ([*RUN, "other/config.json"], "has an earlier run, and other, which is no part of it"),
+        ([STEP, "model.safetensors"], "has an earlier run, and model.safetensors, which is no part of it"),
+        (["metrics.jsonl"], "has a metrics.jsonl that is no run's, and that a run would overwrite"),
+        (["loss.png"], "has a loss.png that is no run's"),
+    ],
+)
+def test_a_run_is_told_from_what_nobody_asked_to_touch(names, there, tmp_path):
+    fill(tmp_path, names)
+    if isinstance(there, bool):
+        assert earlier_run.is_there(tmp_path) == there
+    else:
+        with pytest.raises(UserError, match=f"^--output {tmp_path}: {re.escape(there)}"):
+            earlier_run.is_there(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "null", '{"model_type": "vit"}', "\xff", '{"SEED": 1'])
+def test_another_program_s_config_is_not_overwritten(text, tmp_path):
+    (tmp_path / "config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(UserError, match=r"has a config\.json that is no run's"):
+        earlier_run.is_there(tmp_path)
+
+
+def test_no_directory_is_no_run(tmp_path):
+    assert not earlier_run.is_there(tmp_path / "run")
+
+
+def snapshot(folder):
+    """All files below a folder, without locks, which say who came last."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != lock.NAME)
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize(
+    ("output", "inside"), [(".", ""), ("../run", ""), ("checkpoints/..", ""), ("..", "checkpoints"), ("../link", "")]
+)
+def test_the_working_directory_is_not_renamed(output, inside, tmp_path):
+    """Nor one above it: the new run would go on in the earlier one's."""
+    run = tmp_path / "run"
+    fill(run, [*RUN, STEP])
+    (tmp_path / "link").symlink_to(run)
+    before = snapshot(tmp_path)
+    argv = [*recipes.flags(DEPTH=1), "--output", output, "--resume", "never", "--max-steps", "1"]
+    result = fork_ranks.run(recipes.HYBRID, argv, cwd=run / inside)
+    assert result.codes == [2], str(result)
+    (line,) = result.stderr[0].splitlines()
+    assert f"--output {run}: has an earlier run, and cannot be renamed, since the working directory is in it" in line
+    assert snapshot(tmp_path) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "run"]
+    assert not (run / lock.NAME).exists()
+
+
+@pytest.mark.parametrize("output", ["run", "run/../run", "run/checkpoints/.."])
+def test_a_relative_directory_is_set_aside_as_an_absolute_one(output, tmp_path):
+    """Whatever way leads to it: all that was there is under the new name, and the new run under the old one."""
+    run = tmp_path / "run"
+    fill(run, [*RUN, STEP])
+    before = snapshot(run)
+    argv = [*recipes.flags(DEPTH=1, BATCH_SIZE=128), "--output", output, "--resume", "never", "--max-steps", "1"]
+    result = fork_ranks.run(recipes.HYBRID, argv, cwd=tmp_path)
+    assert result.codes == [0], str(result)
+    assert f"an earlier run was in {run}; it is in {run}.1 now" in result.stdout[0]
+    assert snapshot(tmp_path / "run.1") == before
+    assert storage.verify(run / "checkpoints/step-00000001")["step"] == 1
+    assert (run / lock.NAME).exists()
+
+
+def test_a_folder_that_is_no_run_is_neither_moved_nor_changed(tmp_path):
+    fill(tmp_path, names := ["src/a.py", "checkpoints/mine.pt"])
+    argv = [*recipes.flags(DEPTH=1, BATCH_SIZE=128), "--output", str(tmp_path), "--max-steps", "1"]
+    assert fork_ranks.run(recipes.HYBRID, argv).codes == [0]
+    assert {name: (tmp_path / name).read_text() for name in names} == {name: name for name in names}
+    before = snapshot(tmp_path)
+    result = fork_ranks.run(recipes.HYBRID, [*argv, "--resume", "never"])
+    assert result.codes == [2], str(result)
+    assert "has an earlier run, and checkpoints/mine.pt, which is no part of it: give another --output" in str(result)
+    assert snapshot(tmp_path) == before
+
+
+def test_nothing_is_left_of_a_refused_command_in_folders_that_it_made(tmp_path):
+    """Nor in those that it found: a lock."""
+    fill(tmp_path, ["there/metrics.jsonl"])
+    for output in ("a/b/c", "there"):
+        argv = [*recipes.flags(DEPTH=1), "--output", str(tmp_path / output), "--resume", str(tmp_path / "nothing")]
+        assert fork_ranks.run(recipes.HYBRID, argv).codes == [2]
+    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["there", "there/metrics.jsonl"]
 
 
 # ---- What is not imported ----

@@ -15,9 +15,9 @@ NAME = ".lock"  # in a run directory
 PATIENCE = 10.0  # seconds to wait for the lock: ranks whose launcher was killed take a moment to end
 _CANNOT = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
 
-# Per directory, the open lock file and whether this process created the directory. The file stays open: closing any
-# descriptor of a file releases the process's POSIX locks on it.
-_acquired: dict[Path, tuple[int, bool]] = {}
+# Lock files stay open: closing any descriptor of a file releases the process's POSIX locks on it.
+_files: list[int] = []
+_made: list[Path] = []  # what `acquire` has created, directories before what is in them
 
 
 def acquire(directory: Path) -> str | None:
@@ -35,7 +35,7 @@ def acquire(directory: Path) -> str | None:
         UserError: if another process still holds the lock after `PATIENCE` seconds, naming that process.
         OSError: if the lock file cannot be written.
     """
-    made = not directory.exists()
+    made = [path for path in (directory / NAME, directory, *directory.parents) if not path.exists()]
     deadline = time.monotonic() + PATIENCE
     while True:
         directory.mkdir(parents=True, exist_ok=True)
@@ -56,7 +56,8 @@ def acquire(directory: Path) -> str | None:
         time.sleep(0.1)
     os.ftruncate(file, 0)
     os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%F %T},\n".encode(), 0)
-    _acquired[directory] = file, made
+    _files.append(file)
+    _made.extend(reversed(made))
     return None
 
 
@@ -67,11 +68,14 @@ def _is_at(path: Path, file: int) -> bool:
         return False
 
 
+def keep() -> None:
+    """Leave what `acquire` has created: something is about to be written beside it."""
+    _made.clear()
+
+
 def remove_unused() -> None:
-    """Remove the lock files, and the directories that `acquire` created, where nothing else was written."""
-    for directory, (_, made) in _acquired.items():
+    """Remove the lock files and directories that `acquire` has created, unless `keep` was called or they are used."""
+    while _made:
+        path = _made.pop()
         with suppress(OSError):
-            if os.listdir(directory) == [NAME]:
-                os.unlink(directory / NAME)
-                if made:
-                    os.rmdir(directory)
+            path.unlink() if path.name == NAME else path.rmdir()

@@ -5,20 +5,19 @@ import hashlib
 import os
 import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from colossal_vit import config as configs
-from colossal_vit.checkpoint import lock, storage
+from colossal_vit.checkpoint import earlier_run, lock, storage
 from colossal_vit.errors import UserError
-from colossal_vit.files import free_name, write_text
+from colossal_vit.files import write_text
 from colossal_vit.parallel.ranks import RankLogger
-from colossal_vit.results import METRICS
 from colossalai.context import Config
 
-INDEX_FILES = "idx_files"  # DALI's index files, written if some records are left out
 MAX_NAME = 200  # bytes of a folder's name; file systems allow 255
 
 
@@ -59,33 +58,16 @@ def _plain(value: Any) -> str:
     return value if isinstance(value, str) else repr(value)
 
 
-def _has_a_run(directory: Path) -> bool:
-    folder = directory / storage.FOLDER
-    return (directory / METRICS).exists() or (folder.is_dir() and any(folder.iterdir()))
-
-
-def _rename_earlier_run(directory: Path) -> Path:
-    """Rename the directory of an earlier run to `<name>.1`, `<name>.2`, ..., and create an empty one.
-
-    This run's index files move to the new directory. A symbolic link is followed, not renamed.
-
-    Returns:
-        The earlier run's new directory.
-    """
-    directory = directory.resolve()
-    older = directory.rename(free_name(directory))
-    directory.mkdir()
-    lock.acquire(directory)
-    if (older / INDEX_FILES).exists():
-        (older / INDEX_FILES).rename(directory / INDEX_FILES)
-    return older
+def _is_own(path: Path | None, own: Path) -> bool:
+    """Whether a checkpoint is one of those in the folder `own`."""
+    return path is not None and path.resolve().parent == own.resolve()
 
 
 def _newer_than(path: Path, own: Path) -> list[Path]:
     """The checkpoints in `own` that are newer than `path`, if that is one of them."""
     steps = storage.list_steps(own)
     names = [step.name for step in steps]
-    return steps[: names.index(path.name)] if path.resolve().parent == own.resolve() and path.name in names else []
+    return steps[: names.index(path.name)] if _is_own(path, own) and path.name in names else []
 
 
 def _find_checkpoint(args: argparse.Namespace, own: Path, log: RankLogger) -> Path | None:
@@ -98,7 +80,7 @@ def _find_checkpoint(args: argparse.Namespace, own: Path, log: RankLogger) -> Pa
     restarted = any(count.isdigit() and int(count) for count in restarts)  # by torchrun or SLURM, with the same command
     if args.resume == "never" and not restarted:
         return None
-    newest, skipped = storage.newest(own)
+    newest, skipped = storage.newest(own, held=True)
     if args.resume == "auto" or restarted or (newest and _has_same_start(args, newest)):
         for reason in skipped:
             log.info(f"skipped: {reason}")
@@ -108,12 +90,12 @@ def _find_checkpoint(args: argparse.Namespace, own: Path, log: RankLogger) -> Pa
         return None
     path = Path(args.resume)
     if (path / storage.FOLDER).is_dir():
-        path, skipped = storage.newest(named := path / storage.FOLDER)
+        path, skipped = storage.newest(named := path / storage.FOLDER, held=True)
         if path is None:
             raise UserError(f"--resume {args.resume}: {skipped[0] if skipped else f'{named} is empty'}")
     else:
         try:
-            storage.verify(path)
+            storage.verify(path, held=True)
         except UserError as error:
             raise UserError(f"--resume {args.resume}: {error}") from None
     if (newer := _newer_than(path, own)) and not args.eval_only:
@@ -139,10 +121,18 @@ def started_from(path: Path) -> str | None:
     return storage.read_state(path).get("started_from")
 
 
+@contextmanager
+def _writing(output: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"--output {output}: cannot be written: {error.strerror or error}") from None
+
+
 def prepare(
     args: argparse.Namespace, output: Path, weights: str | None, log: RankLogger
 ) -> tuple[Path | None, str | None]:
-    """Lock the run directory and find the checkpoint to resume. Writes nothing but the lock.
+    """Lock the run directory and find the checkpoint to resume, which is held. Writes nothing but the lock.
 
     Args:
         args: the command line.
@@ -154,21 +144,24 @@ def prepare(
         The checkpoint, or None; and the value of `started_from` for this run's checkpoints.
 
     Raises:
-        UserError: if the checkpoint is missing or not valid, the directory is not writable, or another run holds it.
+        UserError: if the checkpoint is missing or not valid, the directory is not writable, another run holds it, or it
+            holds what a run there would overwrite or move.
     """
     own = output / storage.FOLDER
     if not args.eval_only:
-        try:
+        with _writing(output):
             if reason := lock.acquire(output):
                 log.info(f"{output}: cannot be locked ({reason}): see to it that no other run writes there")
             tempfile.TemporaryFile(dir=output).close()
-        except OSError as error:
-            raise UserError(f"--output {output}: cannot be written: {error.strerror or error}") from None
     path = _find_checkpoint(args, own, log)
     if args.eval_only and path is None and weights is None:
         flag = "--eval-knn" if args.eval_knn else "--eval-only"
         raise UserError(f"{flag}: no checkpoint in {own}; name one with --resume PATH, or its --output")
-    inherited = started_from(path) if path and path.resolve().parent == own.resolve() else None
+    continues = _is_own(path, own)
+    if not continues and not args.eval_only:
+        with _writing(output):
+            earlier_run.is_there(output)  # refuses before minutes of preparations what `begin` would refuse after them
+    inherited = started_from(path) if continues else None
     return path, _resume_path(args.resume) or inherited
 
 
@@ -186,18 +179,17 @@ def begin(output: Path, path: Path | None, config: Config, log: RankLogger, comp
         complete: whether no step is left; config.json then stays that of the steps made.
 
     Raises:
-        UserError: if it cannot be written.
+        UserError: if it cannot be written, or see `earlier_run.is_there`.
     """
     own = output / storage.FOLDER
-    try:
-        if path and path.resolve().parent == own.resolve():
+    with _writing(output):
+        if _is_own(path, own):
             storage.clean(own)
             for newer in _newer_than(path, own):
                 log.info(f"{newer} is {storage.rename_damaged(newer).name} now")
-        elif _has_a_run(output):
-            log.info(f"an earlier run was in {output}; it is in {_rename_earlier_run(output)} now")
+        elif earlier_run.is_there(output):
+            log.info(f"an earlier run was in {output}; it is in {earlier_run.set_aside(output)} now")
+        lock.keep()
         own.mkdir(exist_ok=True)
-        if not complete or not (output / "config.json").exists():
-            write_text(output / "config.json", configs.to_json(config) + "\n")
-    except OSError as error:
-        raise UserError(f"--output {output}: cannot be written: {error.strerror or error}") from None
+        if not complete or not (output / earlier_run.CONFIG).exists():
+            write_text(output / earlier_run.CONFIG, configs.to_json(config) + "\n")

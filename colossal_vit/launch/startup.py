@@ -1,5 +1,6 @@
 """`launch.start`: how every train script begins."""
 
+import os
 import socket
 import sys
 from collections.abc import Callable
@@ -72,6 +73,7 @@ def start(
         raise UserError("--debug-nan looks into the model, which COMPILE merges into one piece: leave one of them out")
     rendezvous = rendezvous or planned_rendezvous(args, config)
     output = args.output or run_directory.default(Path(sys.argv[0]), Path(args.config), overrides, args.resume)
+    output = Path(os.path.realpath(output))  # relative, it would lead elsewhere once an earlier run there is renamed
     if args.plan:
         world_size = rendezvous.world_size
         raise PlanRequested(args.plan, args.config, overrides, config, world_size, script, check, output)

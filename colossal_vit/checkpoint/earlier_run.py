@@ -1,0 +1,94 @@
+"""What a run directory holds before a run begins in it: nothing, an earlier run, or what nobody asked to touch."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from colossal_vit import typed_json
+from colossal_vit.checkpoint import lock, storage
+from colossal_vit.errors import UserError
+from colossal_vit.files import free_name
+from colossal_vit.results import CURVES, METRICS
+from typing_extensions import TypedDict
+
+CONFIG = "config.json"
+INDEX_FILES = "idx_files"  # DALI's index files, written if some records are left out
+# What a run writes into its directory, where a file of the same name would be overwritten or appended to.
+_WRITTEN = (CONFIG, METRICS, *CURVES)
+# All that may be in it besides: what runs add, and --dry-run, --plan and kills leave.
+_OF_A_RUN = re.compile(
+    rf"{re.escape(lock.NAME)}|{storage.FOLDER}|{INDEX_FILES}|wandb|events\.out\.tfevents\..*|profile-rank\d+\.json|"
+    rf"calibration\.json|layout\.png|plan\.png|\.?({'|'.join(map(re.escape, _WRITTEN))})"
+)
+_OF_CHECKPOINTS = re.compile(r"(damaged-)?step-\d{8,}(\.\d+)?|\.step-\d{8,}-.*")
+
+
+class _OurConfig(TypedDict):
+    """Two of the keys that config.json has in every run, and that of another program has not."""
+
+    SEED: Any
+    gradient_accumulation: Any
+
+
+def _is_ours(config: Path) -> bool:
+    try:
+        typed_json.read(config, _OurConfig)
+    except UserError:
+        return False
+    return True
+
+
+def _foreign(directory: Path) -> list[str]:
+    """Names of what is in a directory, or in its folder of checkpoints, and is no part of a run."""
+    folder = directory / storage.FOLDER
+    inside = folder.iterdir() if folder.is_dir() else ()
+    found = [path.name for path in directory.iterdir() if not _OF_A_RUN.fullmatch(path.name)]
+    return sorted(found + [f"{folder.name}/{path.name}" for path in inside if not _OF_CHECKPOINTS.fullmatch(path.name)])
+
+
+def is_there(directory: Path) -> bool:
+    """Whether a directory, which need not exist, holds an earlier run, to be set aside by `set_aside`.
+
+    Raises:
+        UserError: if a new run cannot begin there: it would overwrite what is no run's, or what is no run's would be
+            renamed with the earlier run, or the working directory would.
+    """
+    if not directory.is_dir():
+        return False
+    ours = _is_ours(directory / CONFIG)
+    written = [name for name in _WRITTEN if (directory / name).exists()]
+    if not storage.list_steps(directory / storage.FOLDER):
+        if written and not ours:
+            raise UserError(
+                f"--output {directory}: has a {written[0]} that is no run's, and that a run would overwrite: give "
+                f"another --output"
+            )
+        if METRICS not in written:
+            return False
+    if foreign := _foreign(directory):
+        raise UserError(
+            f"--output {directory}: has an earlier run, and {foreign[0]}, which is no part of it: give another "
+            f"--output, or move one of them away"
+        )
+    if Path.cwd().is_relative_to(directory):
+        raise UserError(
+            f"--output {directory}: has an earlier run, and cannot be renamed, since the working directory is in it: "
+            f"give another --output"
+        )
+    return True
+
+
+def set_aside(directory: Path) -> Path:
+    """Rename the directory of an earlier run to `<name>.1`, `<name>.2`, ..., and create an empty one.
+
+    This run's index files move to the new directory.
+
+    Returns:
+        The earlier run's new directory.
+    """
+    older = directory.rename(free_name(directory))
+    directory.mkdir()
+    lock.acquire(directory)
+    if (older / INDEX_FILES).exists():
+        (older / INDEX_FILES).rename(directory / INDEX_FILES)
+    return older
