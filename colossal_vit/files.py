@@ -23,8 +23,13 @@ def sync(path: Path) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file atomically, replacing an existing one: to a temporary name, then rename."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """`write_text` for bytes."""
     scratch = path.with_name(f".{path.name}")
-    scratch.write_text(text)
+    scratch.write_bytes(content)
     scratch.replace(path)
 
 

@@ -15,14 +15,61 @@ import sys
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
-METRICS = "metrics.jsonl"  # in a run directory
+from colossal_vit import typed_json
+from colossal_vit.errors import UserError
+from colossal_vit.typed_json import RECORD, Count, Number
+from typing_extensions import TypedDict
+
+METRICS, CURVES = "metrics.jsonl", ("loss.png", "accuracy.png")  # in a run directory
 
 
-def read_metrics(directory: Path) -> tuple[list[dict], list[dict]]:
-    """The records of a run's `metrics.jsonl`: those of steps, and those of evaluations."""
-    records = [json.loads(line) for line in (directory / METRICS).read_text().splitlines()]
+class Step(TypedDict):
+    """What is recorded of an optimizer step, see `hooks.metrics`; a norm that overflowed is no finite number."""
+
+    __pydantic_config__ = RECORD
+    step: Count
+    epoch: Count
+    loss: Number
+
+
+class Evaluation(TypedDict):
+    """What is recorded of an evaluation."""
+
+    __pydantic_config__ = RECORD
+    step: Count
+    epoch: Count
+    eval_loss: Number
+    eval_accuracy: Number
+    ema_loss: NotRequired[Number]
+    ema_accuracy: NotRequired[Number]
+
+
+def read_records(path: Path) -> tuple[list[tuple[bytes, Step | Evaluation]], list[str]]:
+    """The records of a `metrics.jsonl`, each with its line, and what is wrong with each line that is none.
+
+    Raises:
+        OSError: if it cannot be read.
+    """
+    records, faults = [], []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        try:
+            kind = Evaluation if b'"eval_loss"' in line else Step
+            records.append((line, typed_json.parse(line, kind, f"{path}, line {number}")))
+        except UserError as error:
+            if line.endswith(b"\n"):  # else the run was killed while it wrote the line
+                faults.append(str(error))
+    return records, faults
+
+
+def read_metrics(directory: Path) -> tuple[list[Step], list[Evaluation]]:
+    """The records of a run's `metrics.jsonl`: those of steps, and those of evaluations; damaged lines are left out.
+
+    Raises:
+        OSError: if it cannot be read.
+    """
+    records = [record for _, record in read_records(directory / METRICS)[0]]
     return [r for r in records if "loss" in r], [r for r in records if "eval_loss" in r]
 
 
@@ -148,6 +195,8 @@ if __name__ == "__main__":
     args = parser.parse_args()
     if args.verb == "draw":
         for run in args.runs:
+            for fault in read_records(run / METRICS)[1]:
+                print(f"left out: {fault}", file=sys.stderr)
             draw(run)
     else:
         record(args.run, args.result, args.command, args.log)

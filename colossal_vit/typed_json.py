@@ -24,7 +24,8 @@ T = TypeVar("T")
 
 # A whole number of at least 0 which every 64-bit integer, and every float, holds exactly; 3.0, "3" and true are none.
 Count = Annotated[int, Field(strict=True, ge=0, le=2**53)]
-Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]  # a number, whole or not; "3" and true are none
+Number = Annotated[float, Field(strict=True)]  # whole or not, infinite and NaN too; "3" and true are none
+Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Positive = Annotated[float, Field(strict=True, allow_inf_nan=False, gt=0)]
 RECORD = ConfigDict(extra="allow")  # keeps fields that the type does not name: those of a newer version, for example
 
@@ -40,37 +41,44 @@ def _describe(errors: list[ErrorDetails]) -> str:
     where, what = first["loc"], first["msg"].removeprefix("Input ").removeprefix("Value error, ")
     if first["type"] == "missing":
         *where, _ = where
-        missing = [
-            error["loc"][-1] for error in errors if error["type"] == "missing" and error["input"] is first["input"]
-        ]
-        what = f"lacks {', '.join(sorted(missing))}"
+        beside = [error for error in errors if error["type"] == "missing" and error["input"] is first["input"]]
+        what = f"lacks {', '.join(sorted(str(error['loc'][-1]) for error in beside))}"
     elif where:
         what = f"= {reprlib.repr(first['input'])}: {what}"
     return " ".join([*".".join(map(str, where)).split(), what])
 
 
-def parse(text: str | bytes, model: type[T], source: str | Path) -> T:
-    """The value in a JSON text.
+def check(value: Any, model: type[T], source: str | Path) -> T:
+    """A value that a JSON text held, as one of type `model`.
 
     Args:
-        text: of one JSON value.
-        model: the type of the value.
-        source: of the text, for messages.
+        value: as `json.loads` returns it.
+        model: the type.
+        source: of the value, for messages.
 
     Raises:
-        UserError: if it is no JSON or not of the type; one line that names the source, the field and its value.
+        UserError: if it is not of the type; one line that names the source, the field and its value.
     """
-    try:
-        # Not pydantic's own parser, which refuses the surrogates that stand for bytes of file names that are no UTF-8.
-        value: Any = json.loads(text)
-    except RecursionError:
-        raise UserError(f"{source}: is too deeply nested") from None
-    except ValueError as error:
-        raise UserError(f"{source}: is no JSON: {error}") from None
     try:
         return _adapter(model).validate_python(value)
     except ValidationError as error:
         raise UserError(f"{source}: {_describe(error.errors(include_url=False))}") from None
+
+
+def parse(text: str | bytes, model: type[T], source: str | Path) -> T:
+    """The value in a JSON text; the arguments are those of `check`.
+
+    Raises:
+        UserError: also if it is no JSON.
+    """
+    try:
+        # Not pydantic's own parser, which refuses the surrogates that stand for bytes of file names that are no UTF-8.
+        value = json.loads(text)
+    except RecursionError:
+        raise UserError(f"{source}: is too deeply nested") from None
+    except ValueError as error:
+        raise UserError(f"{source}: is no JSON: {error}") from None
+    return check(value, model, source)
 
 
 def read(path: Path, model: type[T]) -> T:

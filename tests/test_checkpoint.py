@@ -1,6 +1,7 @@
 """Checkpoints on disk: whole or not there, whatever happens; checked before they are read; nothing in them can run."""
 
 import ast
+import copy
 import json
 import os
 import pickle
@@ -15,7 +16,8 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from colossal_vit.checkpoint import storage
+from colossal_vit.checkpoint import __main__, run_directory, sources, storage
+from colossal_vit.checkpoint.contents import UNTRAINED
 from colossal_vit.errors import UserError
 from colossal_vit.hooks.metrics import MetricsHook
 from colossal_vit.results import read_metrics
@@ -28,14 +30,14 @@ import recipes
 import vit
 from check_layouts import OPTIMIZERS
 
-STATE = dict.fromkeys(storage._STATE_KEYS)
+OLD = fork_ranks.ROOT / "tests/old_checkpoints/hybrid/checkpoints/step-00000003"
 
 
 def save(folder, step, size=100):
     """A small checkpoint of `step`, filled with that number."""
     path = folder / f"step-{step:08d}"
     tensors = {"a.weight": torch.full((size,), float(step)), "b": torch.zeros(3, 2)}
-    storage.write(path, tensors, {"exp_avg.a.weight": torch.ones(size)}, {**STATE, "step": step})
+    storage.write(path, tensors, {"exp_avg.a.weight": torch.ones(size)}, {**UNTRAINED, "step": step})
     return path
 
 
@@ -59,7 +61,7 @@ def forked(function):
 def test_what_is_written_is_read(tmp_path):
     path = save(tmp_path, 7)
     assert sorted(file.name for file in path.iterdir()) == sorted([*storage.CONTENTS, storage.MANIFEST])
-    assert storage.verify(path) == {**STATE, "step": 7}
+    assert storage.verify(path) == {**UNTRAINED, "step": 7}
     assert safetensors.torch.load_file(path / storage.MODEL)["a.weight"].unique().tolist() == [7]
     assert os.listdir(tmp_path) == ["step-00000007"], "nothing else is left"
     assert {oct(file.stat().st_mode)[-3:] for file in path.iterdir()} == {"644"}
@@ -234,18 +236,18 @@ DAMAGES = {
     ),
     "missing": (lambda p: (p / "optimizer.safetensors").unlink(), "optimizer.safetensors: No such file"),
     "no manifest": (lambda p: (p / "manifest.json").unlink(), "manifest.json: No such file"),
-    "empty manifest": (lambda p: (p / "manifest.json").write_text(""), "manifest.json: Expecting value"),
-    "a later version": (lambda p: rewrite(p, lambda m: m.update(version=2)), "format version 2, and only 1 is known"),
+    "empty manifest": (lambda p: (p / "manifest.json").write_text(""), "manifest.json: is no JSON: Expecting value"),
+    "a later version": (lambda p: rewrite(p, lambda m: m.update(version=2)), "version = 2: only 1 is known here"),
     "a file outside": (
         lambda p: rewrite(p, lambda m: m["files"].update({"../../x": {"bytes": 0, "sha256": ""}})),
         "manifest.json: does not list",
     ),
-    "a list": (lambda p: (p / "manifest.json").write_text("[]\n"), "is no manifest"),
+    "a list": (lambda p: (p / "manifest.json").write_text("[]\n"), "manifest.json: should be a valid dict"),
     "no safetensors": (lambda p: forge(p, "model.safetensors", b"x" * 100), "model.safetensors: "),
     "a state that lacks a key": (lambda p: forge(p, "state.json", b'{"step": 2}'), "state.json: lacks best, config"),
-    "a state that is a list": (lambda p: forge(p, "state.json", b"[]"), "state.json: lacks best"),
-    "a deep state": (lambda p: forge(p, "state.json", b"[" * 200_000), "state.json: "),
-    "text that is none": (lambda p: forge(p, "state.json", b"\xff\xfe\x00"), "state.json: "),
+    "a state that is a list": (lambda p: forge(p, "state.json", b"[]"), "state.json: should be a valid dict"),
+    "a deep state": (lambda p: forge(p, "state.json", b"[" * 200_000), "state.json: is too deeply nested"),
+    "text that is none": (lambda p: forge(p, "state.json", b"\xff\xfe\x00"), "state.json: is no JSON: "),
 }
 
 
@@ -256,6 +258,111 @@ def test_damage_is_one_line_and_the_earlier_one_is_taken(damage, tmp_path):
     act, words = DAMAGES[damage]
     act(path)
     refused(tmp_path, path, words)
+
+
+FULL_STATE = {
+    **json.loads((OLD / storage.STATE).read_text()),
+    "best": {"accuracy": 0.5, "step": 2},
+    "scaler": {"loss_scale": 65536.0, "growth_step": 3, "hysteresis_step": 0},
+    "data": {"images": "a", "training images": 3, "test images": 2, "classes": ["a"], "content": "x"},
+    "started_from": "/run",
+    "changes": [{"step": 1, "values": {"SEED": [1, 2]}, "data": ""}],
+}
+MISSING = object()
+WRONG = ["x", "", [], [[]], [{}], {}, None, True, -1, 0.5, 3.0, 10**400, float("inf"), float("nan"), MISSING]
+
+
+def fields(value, place=()):
+    """Where every field of a JSON value is, except those of the config, which may hold anything."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*place, key)
+        if key not in ("config", "layout", "values"):
+            yield from fields(inner, (*place, key))
+
+
+def changed(value, place, new):
+    """A copy of a JSON value with another value, or none, in one place."""
+    value = copy.deepcopy(value)
+    *way, last = place
+    inner = value
+    for key in way:
+        inner = inner[key]
+    if new is MISSING:
+        del inner[last]
+    else:
+        inner[last] = new
+    return value
+
+
+def test_a_forged_field_of_any_type_is_valid_or_one_line(tmp_path, capsys):
+    """Of state.json, with the right SHA-256, and of manifest.json: everything that reads a checkpoint says the same."""
+    folder = tmp_path / "checkpoints"
+    path = folder / "step-00000003"
+    shutil.copytree(OLD, path)
+    older = shutil.copytree(OLD, folder / "step-00000002")
+    forge(older, storage.STATE, json.dumps({**FULL_STATE, "step": 2}).encode())
+    manifest, lines = (path / storage.MANIFEST).read_text(), set()
+    cases = [(storage.STATE, FULL_STATE, place, new) for place in fields(FULL_STATE) for new in WRONG]
+    cases += [(storage.MANIFEST, m, place, new) for m in [json.loads(manifest)] for place in fields(m) for new in WRONG]
+    for name, good, place, new in cases:
+        content = storage._to_text(changed(good, place, new)).encode()
+        (path / storage.MANIFEST).write_text(manifest)
+        forge(path, name, content) if name == storage.STATE else (path / name).write_bytes(content)
+        try:
+            state = storage.verify(path)
+        except UserError as error:
+            line = str(error)
+            assert line.startswith(f"{path / name}: ") or name == storage.MANIFEST
+            assert len(line.splitlines()) == 1
+            assert name == storage.MANIFEST or str(place[0]) in line, f"{place} is not named in {line}"
+            assert storage.newest(folder) == (older, [line])
+            lines.add(line)
+        else:
+            assert state["step"] == 3
+            assert storage.newest(folder) == (path, [])
+            assert name == storage.STATE or changed(good, place, new) == good
+    assert len(cases) > 500
+    assert len(lines) > 100
+    for verb in ("ls", "verify"):
+        assert __main__.main([verb, str(tmp_path)]) == int(verb == "verify")
+    assert "Traceback" not in str(capsys.readouterr())
+
+
+# What `verify` cannot know to be wrong. With each, a run resumes, or is refused with one line.
+STRANGE = {
+    "far": ({"epoch": 2**53}, "resuming from .*step 2, epoch 9007199254740992"),
+    "beyond its epoch": ({"images": 2**53}, "test accuracy"),
+    "many moments": ({"moments_step": 2**53}, "resuming from"),
+    "no ranks": ({"ranks": []}, "resuming from"),
+    "too few ranks": ({"layout": None, "ranks": [{"rng": {}, "data": {}}]}, "random numbers .* are new ones"),
+    "no random numbers": ({"ranks": [{"rng": {}, "data": {}}]}, r"state\.json: ranks\.0\.rng: is no state of .*'CPU'"),
+    "random text": ({"ranks": [{"rng": {"CPU": "x"}, "data": {}}]}, r"ranks\.0\.rng: is no state of .*base64"),
+    "random bytes": ({"ranks": [{"rng": {"CPU": "AAAA"}, "data": {}}]}, r"ranks\.0\.rng: is no state of .*size"),
+    "an empty config": ({"config": {}}, "was trained with other values"),
+    "another optimizer": ({"optimizer": ""}, "was trained with , but this run's optimizer is AdamW"),
+}
+
+
+@pytest.mark.parametrize("strange", STRANGE)
+def test_a_state_that_no_run_wrote_is_resumed_or_refused_with_one_line(strange, strange_run, tmp_path):
+    path = shutil.copytree(strange_run, tmp_path / "run") / "checkpoints/step-00000002"
+    forged, words = STRANGE[strange]
+    forge(path, storage.STATE, json.dumps({**storage.read_state(path), **forged}).encode())
+    values = dict(DEPTH=1, BATCH_SIZE=128, NUM_EPOCHS=1)
+    argv = [*recipes.flags(**values), "--output", str(tmp_path / "run"), "--max-steps", "12"]
+    result = fork_ranks.run(recipes.HYBRID, argv)
+    said = result.stdout[0] + result.stderr[0]
+    assert result.codes[0] in (0, 2), said
+    assert len(result.stderr[0].splitlines()) == (result.codes[0] == 2)
+    assert re.search(words, said), said
+
+
+@pytest.fixture(scope="module")
+def strange_run(tmp_path_factory):
+    output = tmp_path_factory.mktemp("strange") / "run"
+    recipes.train(output, steps=2, DEPTH=1, BATCH_SIZE=128, NUM_EPOCHS=1)
+    return output
 
 
 def test_a_checkpoint_under_another_step_s_name_is_not_valid(tmp_path):
@@ -283,6 +390,139 @@ def test_a_run_passes_over_what_is_damaged_and_goes_on(tmp_path):
     assert [record["loss"] for record in again[:8]] == [record["loss"] for record in steps]
     assert (damaged.with_name("damaged-step-00000008") / storage.MODEL).exists()
     assert storage.verify(damaged)["step"] == 8
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Beside a run that removes its old checkpoints
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_read_gives_way_to_a_newer_one(tmp_path, monkeypatch):
+    """Not to an older one, such as the best, which stays; and nothing is said of it, since nothing is damaged."""
+    for step in (1, 2):
+        save(tmp_path, step)
+    found, verify = [], storage._verify
+
+    def slow(path):
+        found.append(path.name)
+        if len(found) == 1:
+            save(tmp_path, 3)
+            storage.prune(tmp_path, 1, best_step=1)
+        return verify(path)
+
+    monkeypatch.setattr(storage, "_verify", slow)
+    assert storage.newest(tmp_path) == (tmp_path / "step-00000003", [])
+    assert found == ["step-00000002", "step-00000003"]
+
+
+def test_a_link_to_nowhere_among_the_checkpoints_is_damaged(tmp_path):
+    save(tmp_path, 1)
+    (tmp_path / "step-00000002").symlink_to("nowhere")
+    newest, (skipped,) = storage.newest(tmp_path)
+    assert newest == tmp_path / "step-00000001"
+    assert skipped.endswith("step-00000002/manifest.json: No such file or directory")
+
+
+def test_what_is_held_is_read_after_it_was_removed(tmp_path):
+    path = save(tmp_path, 1)
+    opened = len(os.listdir("/proc/self/fd"))
+    assert storage.newest(tmp_path, held=True) == (path, [])
+    storage._remove(path)
+    assert not path.exists()
+    assert storage.read_state(path)["step"] == storage.verify(path)["step"] == 1
+    weights = safetensors.torch.load_file(storage.readable(path / storage.MODEL))
+    assert weights["a.weight"].unique().tolist() == [1]
+    assert not storage.readable(path / storage.EMA).exists()
+    storage.release()
+    assert storage.readable(path / storage.MODEL) == path / storage.MODEL
+    assert len(os.listdir("/proc/self/fd")) == opened
+
+
+def test_what_is_damaged_is_not_held(tmp_path):
+    save(tmp_path, 1)
+    (save(tmp_path, 2) / storage.STATE).write_text("{}")
+    opened = len(os.listdir("/proc/self/fd"))
+    assert storage.newest(tmp_path, held=True)[0].name == "step-00000001"
+    assert len(os.listdir("/proc/self/fd")) == opened + len(storage.CONTENTS) + 1
+    storage.release()
+
+
+def test_readers_beside_a_run_that_saves_all_the_time_find_a_whole_checkpoint(tmp_path):
+    """Each holds what it has found while hundreds of steps are saved and removed."""
+    save(tmp_path, 0)
+    writer = os.fork()
+    if writer == 0:
+        try:
+            for step in range(1, 100_000):
+                save(tmp_path, step)
+                storage.prune(tmp_path, 1, None)
+        finally:
+            os._exit(0)
+    try:
+        last = 0
+        for _ in range(50):
+            path, skipped = storage.newest(tmp_path, held=True)
+            assert (path is not None, skipped) == (True, [])
+            launchers.wait_until(lambda gone=path: not gone.exists(), "the writer stands still")
+            step = storage.read_state(path)["step"]
+            weights = safetensors.torch.load_file(storage.readable(path / storage.MODEL))
+            assert weights["a.weight"].unique().tolist() == [step]
+            assert step >= last
+            last = step + 1
+            storage.release()
+    finally:
+        os.kill(writer, signal.SIGKILL)
+        os.waitpid(writer, 0)
+
+
+@pytest.fixture
+def removed_when_found(monkeypatch):
+    """Checkpoints that are found are removed before they are read, as by a run that keeps one and is faster."""
+
+    def removing(find):
+        def found(*args, **options):
+            result = find(*args, **options)
+            path = result[0] if isinstance(result, tuple) else result
+            if path is not None:
+                storage._remove(path)
+            return result
+
+        return found
+
+    monkeypatch.setattr(run_directory, "prepare", removing(run_directory.prepare))
+    find = removing(sources.one_valid)
+    for module in (sources, __main__):
+        monkeypatch.setattr(module, "one_valid", find)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--eval-only",),
+        ("--eval-knn",),
+        ("--output", "{other}", "--eval-only", "--set", "finetune.weights='{run}'", "--set", "finetune.head='keep'"),
+        ("--output", "{other}", "--max-steps", "1", "--resume", "{run}", "--accept-changes"),
+    ],
+)
+def test_a_run_reads_what_is_removed_after_it_was_found(more, removed_when_found, strange_run, tmp_path):
+    run = shutil.copytree(strange_run, tmp_path / "run")
+    argv = [*recipes.flags(DEPTH=1, BATCH_SIZE=128, NUM_EPOCHS=1), "--output", str(run)]
+    result = fork_ranks.run(recipes.HYBRID, [*argv, *(m.format(run=run, other=tmp_path / "other") for m in more)])
+    assert result.codes == [0], str(result)
+    assert not list((run / storage.FOLDER).iterdir())
+
+
+@pytest.mark.parametrize("verb", ["export", "import"])
+def test_weights_are_taken_from_what_is_removed_after_it_was_found(verb, removed_when_found, strange_run, tmp_path):
+    run = shutil.copytree(strange_run, tmp_path / "run")
+    assert __main__.main([verb, str(run), str(tmp_path / "taken")]) == 0
+    assert not list((run / storage.FOLDER).iterdir())
+    weights, expected = (
+        safetensors.torch.load_file(folder / storage.MODEL)
+        for folder in (tmp_path / "taken", strange_run / "checkpoints/step-00000002")
+    )
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
 
 
 # ---------------------------------------------------------------------------------------------------------------------

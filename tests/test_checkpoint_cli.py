@@ -1,5 +1,6 @@
 """`python -m colossal_vit.checkpoint`: what is in a run, weights to timm and back, and mistakes."""
 
+import json
 import math
 import os
 import re
@@ -20,6 +21,7 @@ from torch import nn
 import cifar10
 import fork_ranks
 import recipes
+import test_checkpoint
 import vit
 
 SMALL = dict(recipes.MODEL, DEPTH=2, DROP_RATE=0.1)
@@ -101,8 +103,30 @@ def test_timm_builds_what_was_trained(name, build, runs, exported):
     ],
 )
 def test_the_crop_of_the_test_images_is_exported(values, expected):
-    state = {"config": {"IMG_SIZE": 192, **values}, "normalization": None}
-    assert timm_weights._preprocessing(state)["crop_pct"] == pytest.approx(expected)
+    assert timm_weights._preprocessing({}, {"IMG_SIZE": 192, **values})["crop_pct"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("forged", "words"),
+    [
+        ({"NUM_CLASSES": "x"}, ".NUM_CLASSES = 'x'"),
+        ({"IMG_SIZE": -5}, ".IMG_SIZE = -5: should be greater"),
+        ({"MODEL": ["a"]}, ".MODEL = ['a']: should be a valid string"),
+        ({"MODEL": "no_such_model"}, " is not of a model with these weights: Unknown model"),
+        ({"DEPTH": 3}, " is not of a model with these weights: Error"),
+        ({"DEPTH": "x"}, " is not of a model with these weights: unsupported operand"),
+        ({"NUM_HEADS": 0}, " is not of a model with these weights: "),
+        ({"HIDDEN_SIZE": 65}, " is not of a model with these weights: "),
+    ],
+)
+def test_a_forged_config_is_not_exported(forged, words, runs, tmp_path, capsys):
+    path = shutil.copytree(newest(runs / "plain"), tmp_path / "step")
+    state = storage.read_state(path)
+    test_checkpoint.forge(path, storage.STATE, json.dumps({**state, "config": {**state["config"], **forged}}).encode())
+    code, _, line = verb(capsys, "export", path, tmp_path / "new")
+    assert (code, line.count("\n")) == (2, 1), line
+    assert f"state.json: config{words}" in line
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from colossal_vit.checkpoint import storage
+from colossal_vit.checkpoint.contents import UNTRAINED
 from colossal_vit.results import read_metrics
 
 import fault_loop
@@ -103,7 +104,7 @@ def test_a_relay_of_five_legs(tmp_path, monkeypatch):
 def save(folder, step):
     path = folder / f"step-{step:08d}"
     weights = {"weight": torch.full((2,), float(step))}
-    storage.write(path, weights, weights, {**dict.fromkeys(storage._STATE_KEYS), "step": step})
+    storage.write(path, weights, weights, {**UNTRAINED, "step": step})
     return path
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from colossal_vit.data.batches import Loader
 
 from mixup import Mixup, mix
 
@@ -49,3 +50,24 @@ def test_one_share_a_batch_from_the_beta_distribution():
     mean, variance = torch.tensor(shares).mean().item(), torch.tensor(shares).var().item()
     assert mean == pytest.approx(0.5, abs=0.03)
     assert variance == pytest.approx(0.25 / 1.4, rel=0.05)  # of Beta(α, α): 1 / (4 (2α + 1))
+
+
+def test_mixup_begins_where_a_run_without_it_stopped():
+    """That run's state is of the loader inside, or of another one."""
+
+    class Inside(Loader):
+        def __len__(self):
+            return 10
+
+        def seek(self, epoch, start, state):
+            self.sought = epoch, start, state
+            return True
+
+    for state in ({}, {"batches": 3}, {"position": -1, "loader": {}}, {"position": 3, "loader": []}):
+        mixed = Mixup(Inside(), alpha=0.2, num_classes=5, seed=0, rank=0)
+        assert not mixed.seek(2, 7, state)
+        assert mixed.position == 27
+        assert mixed.loader.sought == (2, 7, state)
+    assert mixed.seek(2, 7, {"position": 3, "loader": {"batches": 1}})
+    assert mixed.position == 3
+    assert mixed.loader.sought == (2, 7, {"batches": 1})

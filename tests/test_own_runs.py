@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -458,3 +459,25 @@ def test_records_that_were_lost_are_missed(tmp_path):
     said = run(tmp_path, "--max-steps", "5")
     assert f"{path}: lacks 1 of the steps up to 4, the first is 2" in said
     assert [record["step"] for record in read_metrics(tmp_path)[0]] == [1, 3, 4, 5]
+
+
+def test_damaged_records_are_left_out_and_named_and_the_run_resumes(tmp_path):
+    """As by a disk that failed, or an editor; the record that a killed run had begun is no news."""
+    run(tmp_path, "--max-steps", "3")
+    path = tmp_path / "metrics.jsonl"
+    first, second, third, _ = path.read_bytes().splitlines(keepends=True)
+    strange = [b"null\n", b"\xff\n", b"\0\0\0\n", b"[]\n", b"{}\n", b"[" * 100_000 + b"\n", b"\n"]
+    strange += [second.replace(b'"step": 2', other) for other in (b'"step": "2"', b'"step": -2', b'"step": 1e400')]
+    strange += [second.replace(b'"epoch": 0, ', b""), second.replace(b'"loss"', b'"loss": null, "x"')]
+    path.write_bytes(b"".join([first, *strange, second, third, third[:20]]))
+    assert [record["step"] for record in read_metrics(tmp_path)[0]] == [1, 2, 3]
+    said = run(tmp_path, "--max-steps", "5")
+    left_out = re.findall(rf"left out: {path}, line (\d+): (.+)", said)
+    assert [int(number) for number, _ in left_out] == list(range(2, 2 + len(strange)))
+    assert [words for _, words in left_out[-5:-2]] == [
+        "step = '2': should be a valid integer",
+        "step = -2: should be greater than or equal to 0",
+        "step = inf: should be a valid integer",
+    ]
+    assert path.read_bytes().splitlines(keepends=True)[:3] == [first, second, third]
+    assert [record["step"] for record in read_metrics(tmp_path)[0]] == [1, 2, 3, 4, 5]

@@ -21,6 +21,7 @@ class Record(TypedDict):
     loss: NotRequired[Finite]
     best: NotRequired[Best | None]
     places: NotRequired[list[Count]]
+    colour: NotRequired[tuple[Count, Count, Count]]
 
 
 @dataclass
@@ -63,6 +64,7 @@ GOOD = '"step": 1, "name": ""'
         (f'{{{GOOD}, "best": 7}}', "best = 7: should be a valid dictionary"),
         (f'{{{GOOD}, "best": {{}}}}', "best lacks step"),
         (f'{{{GOOD}, "best": {{"step": "{"x" * 999}"}}}}', "best.step = 'xxxxxxxxxxxx...xxxxxxxxxxxxx': should be a"),
+        (f'{{{GOOD}, "colour": [1]}}', "colour lacks 1, 2"),
         (f'{{{GOOD}, "places": [0, "a\\nb"]}}', "places.1 = 'a\\\\nb': should be a valid integer"),
     ],
 )

@@ -23,6 +23,7 @@ import numpy as np
 import nvidia.dali
 import torch
 import torch.nn.functional as F
+from colossal_vit import typed_json
 from colossal_vit.data.batches import IGNORED, Loader, SyntheticBatches, sees_images, to_device
 from colossal_vit.data.digits import write_imagenet
 from colossal_vit.data.identity import identify
@@ -30,6 +31,7 @@ from colossal_vit.errors import UserError
 from colossal_vit.parallel.ranks import RankLogger, all_gather_object, raise_on_all_ranks, run_on_rank_0
 from colossal_vit.plan.fakes import FakeBatches
 from colossal_vit.run import Run
+from colossal_vit.typed_json import Count
 from colossalai.context import Config
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
@@ -37,7 +39,9 @@ from nvidia.dali import Pipeline, fn, pipeline_def, tfrecord, types
 from nvidia.dali.auto_aug.rand_augment import rand_augment
 from nvidia.dali.data_node import DataNode
 from nvidia.dali.pipeline import do_not_convert
+from pydantic import Base64Bytes
 from torch import Tensor
+from typing_extensions import TypedDict
 
 import augmentation
 import build_tfrecords as tfrecords
@@ -178,6 +182,15 @@ def filtered_index(output: Path, index: Path) -> Path:
 # ---------------------------------------------------------------------------------------------------------------------
 # In batches
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+class Position(TypedDict):
+    """A rank's position in its stream, see `DaliLoader.state_dict`; `checkpoint` is DALI's own."""
+
+    batches: Count
+    begun: Count
+    checkpoint: Base64Bytes | None
+    of: dict[str, Any]
 
 
 class DaliLoader(Loader):
@@ -426,16 +439,20 @@ class DaliLoader(Loader):
         }
 
     def seek(self, epoch: int, start: int, state: Mapping[str, Any]) -> bool:
-        """Resume from a `state_dict`, which alone determines the position; `epoch` and `start` are not needed.
+        """Resume from a `state_dict`; `epoch` and `start` are only needed if it is another loader's, or damaged.
 
         Returns:
             Whether the stream continues bit for bit. If the state is from another rank, layout, batch size or version,
             a new stream begins, with an order that was not used before.
         """
-        same = state["of"] == self._identity()
-        self.pipeline, self.batches = None, state["batches"]
-        self.begun = state["begun"] if same else self.batches
-        self.checkpoint = base64.b64decode(state["checkpoint"]) if same and state["checkpoint"] else None
+        try:
+            place = typed_json.check(state, Position, "")
+            same = place["of"] == self._identity()
+        except UserError:
+            place, same = {"batches": epoch * len(self) + start}, False
+        self.pipeline, self.batches = None, place["batches"]
+        self.begun = place["begun"] if same else self.batches
+        self.checkpoint = place["checkpoint"] if same else None
         return same
 
 

@@ -5,8 +5,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from colossal_vit import typed_json
 from colossal_vit.data.batches import Loader, LoaderWrapper, to_device
+from colossal_vit.errors import UserError
+from colossal_vit.typed_json import Count
 from torch import Tensor
+from typing_extensions import TypedDict
 
 
 def mix(images: Tensor, labels: Tensor, num_classes: int, lam: float, partner: Tensor) -> tuple[Tensor, Tensor]:
@@ -26,6 +30,13 @@ def mix(images: Tensor, labels: Tensor, num_classes: int, lam: float, partner: T
     """
     targets = torch.zeros(len(labels), num_classes, device=labels.device).scatter_(1, labels[:, None], 1.0)
     return images.lerp(images[partner], 1 - lam), targets.lerp(targets[partner], 1 - lam)
+
+
+class Position(TypedDict):
+    """The position of `Mixup`, and of the loader inside."""
+
+    position: Count
+    loader: dict[str, Any]
 
 
 class Mixup(LoaderWrapper):
@@ -55,7 +66,16 @@ class Mixup(LoaderWrapper):
         return {"position": self.position, "loader": super().state_dict()}
 
     def seek(self, epoch: int, start: int, state: Mapping[str, Any]) -> bool:
-        """Resume from a `state_dict`; returns whether the loader inside continues bit for bit."""
+        """Resume from a `state_dict`; returns whether the batches continue bit for bit.
+
+        They do not if the run had no Mixup before, whose state is that of the loader inside.
+        """
+        try:
+            state = typed_json.check(state, Position, "")
+        except UserError:
+            self.position = epoch * len(self) + start
+            super().seek(epoch, start, state)
+            return False
         self.position = state["position"]
         return super().seek(epoch, start, state["loader"])
 

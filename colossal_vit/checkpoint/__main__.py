@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from colossal_vit.checkpoint.sources import checkpoints, one_valid, weights_file
-from colossal_vit.checkpoint.storage import verify
+from colossal_vit.checkpoint.storage import release, verify
 from colossal_vit.errors import Parser, UserError
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -24,11 +24,12 @@ def _ls(args: argparse.Namespace) -> int:
     for path in checkpoints(args.run):
         try:
             state = verify(path)
-        except UserError as error:
-            print(f"{path.name}  damaged: {error}")
+            size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
+        except (UserError, OSError) as error:
+            if path.exists():  # else the run, which goes on, has removed it
+                print(f"{path.name}  damaged: {error}")
             continue
         best = best or state["best"]  # the newest checkpoint has the latest record of it
-        size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
         mark = f"  best: {best['accuracy']:.2%}" if best and best["step"] == state["step"] else ""
         print(f"{path.name}  epoch {state['epoch']}  {size:.1f} MB{mark}")
     return 0
@@ -40,8 +41,9 @@ def _verify(args: argparse.Namespace) -> int:
         try:
             print(f"{path}: good, step {verify(path)['step']}")
         except UserError as error:
-            print(error)
-            code = 1
+            if path in args.paths or path.exists():  # else the run, which goes on, has removed it
+                print(error)
+                code = 1
     return code
 
 
@@ -108,6 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"checkpoint: error: {error}", file=sys.stderr)
         return error.exit_code
+    finally:
+        release()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from colossal_vit.checkpoint.state import model_buffers, parameter_slots
+from colossal_vit.checkpoint.storage import readable
 from colossal_vit.engine.engine import Engine
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.ranks import all_gather_object, raise_on_all_ranks, run_on_rank_0
@@ -20,12 +21,12 @@ Source = tuple[dict[str, tuple[list[int], torch.dtype]], Callable[[str], Tensor]
 
 
 def from_file(path: Path) -> Source:
-    """The tensors of a safetensors file, each read when it is needed.
+    """The tensors of a safetensors file, which may be held, each read when it is needed.
 
     Raises:
         UserError: if one is of a type that no checkpoint has.
     """
-    file, listing = safe_open(path, "pt"), {}
+    file, listing = safe_open(readable(path), "pt"), {}
     for name in sorted(file.keys()):
         piece = file.get_slice(name)
         if (dtype := str(piece.get_dtype())) not in _DTYPES:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import psutil
 import torch
+from colossal_vit.checkpoint.storage import readable
 from colossal_vit.errors import UserError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -22,7 +23,7 @@ def read(source: Path) -> dict[str, Tensor]:
         UserError: if it cannot be read, or does not hold a Vision Transformer under timm's names.
     """
     try:
-        weights = load_file(source)
+        weights = load_file(readable(source))
     except (OSError, SafetensorError) as error:
         raise UserError(f"{source}: {getattr(error, 'strerror', None) or str(error).splitlines()[0]}") from None
     return in_fp32(source, weights)

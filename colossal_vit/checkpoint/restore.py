@@ -22,7 +22,7 @@ from colossal_vit.engine.lamb import Lamb
 from colossal_vit.engine.micro_batches import MicroBatches
 from colossal_vit.engine.trainer import Trainer
 from colossal_vit.errors import UserError
-from colossal_vit.parallel.ranks import all_gather_object, run_on_rank_0
+from colossal_vit.parallel.ranks import all_gather_object, raise_on_all_ranks, run_on_rank_0
 from colossal_vit.parallel.seeds import seed_ranks
 from colossal_vit.run import Run
 from colossalai.legacy.core import global_context as gpc
@@ -35,7 +35,7 @@ def _load_averages(path: Path, engine: Engine) -> None:
     """Load the moving averages of the weights; if the checkpoint has none, they start from the weights."""
     slots, averages = {slot.shard.name: slot for slot in parameter_slots(engine)}, engine.ema.averages
     engine.ema.restart()
-    if run_on_rank_0((path / storage.EMA).exists):
+    if run_on_rank_0(lambda: storage.readable(path / storage.EMA).exists()):
         for name, tensor in Distributed(partial(from_file, path / storage.EMA)).tensors():
             if name in slots and slots[name].owned:
                 averages[slots[name].master].copy_(slots[name].shard.split(tensor))
@@ -131,6 +131,7 @@ def resume(run: Run, trainer: Trainer, train_dataloader: MicroBatches, lr_schedu
         _resume(run, trainer, train_dataloader, lr_scheduler)
     elif run.config.get("finetune"):
         start_from(run, trainer.engine)
+    storage.release()
     if not run.eval_only:
         made = trainer.cur_epoch * len(train_dataloader) + train_dataloader.start  # micro-steps
         last = run.config.NUM_EPOCHS * len(train_dataloader)
@@ -167,14 +168,15 @@ def _resume(run: Run, trainer: Trainer, train_dataloader: MicroBatches, lr_sched
     steps, rest = divmod(state["images"], run.layout.global_batch(run.config))
     steps_per_epoch = len(train_dataloader) // engine.accumulation
     start = min(steps, steps_per_epoch) * engine.accumulation
-    rank, same = gpc.get_global_rank(), state["layout"] == rank_layout() and not rest
-    ranks = state["ranks"]
+    ranks, rank = state["ranks"], gpc.get_global_rank()
+    same = state["layout"] == rank_layout() and len(ranks) == rank_layout()["world_size"] and not rest
     if ranks:
-        same_data = train_dataloader.seek(state["epoch"], start, ranks[rank % len(ranks)]["data"])
-        if same:
-            load_random_state(ranks[rank]["rng"])
-        else:
-            seed_ranks(run.config.SEED + state["step"])
+        with raise_on_all_ranks():
+            same_data = train_dataloader.seek(state["epoch"], start, ranks[rank % len(ranks)]["data"])
+            if same:
+                load_random_state(ranks[rank]["rng"], f"{path / storage.STATE}: ranks.{rank}.rng")
+            else:
+                seed_ranks(run.config.SEED + state["step"])
         same = all(all_gather_object(same and same_data))
     trainer.cur_epoch, run.best = state["epoch"], state["best"]
     engine.optimizer.load_scaler_state(state["scaler"])

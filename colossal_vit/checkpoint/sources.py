@@ -39,10 +39,12 @@ def checkpoints(path: Path) -> list[Path]:
 def one_valid(path: Path) -> Path:
     """The checkpoint a path on the command line refers to: itself, or the newest valid one in a run directory.
 
+    It is held, see `storage.hold`.
+
     Raises:
         UserError: if there is no valid one.
     """
-    found, faults = first_valid(checkpoints(path))
+    found, faults = first_valid(lambda: checkpoints(path), held=True)
     if found is None:
         raise UserError(faults[0])
     return found

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from colossal_vit import config
 from colossal_vit.engine.engine import Engine
+from colossal_vit.errors import UserError
 from colossal_vit.parallel.sharding import Shard
 from colossalai.accelerator import get_accelerator
 from colossalai.legacy.context import ParallelMode
@@ -30,12 +31,19 @@ def random_state() -> dict[str, str]:
     return {"CPU": _encode(torch.get_rng_state()), **{mode.name: _encode(state) for mode, state in states.items()}}
 
 
-def load_random_state(states: Mapping[str, str]) -> None:
-    """Restore the generators from what `random_state` returned."""
-    torch.set_rng_state(_decode(states["CPU"]))
-    for mode in get_states():
-        set_seed_states(mode, _decode(states[mode.name]))
-    get_accelerator().set_rng_state(get_states()[get_current_mode()])
+def load_random_state(states: Mapping[str, str], source: str) -> None:
+    """Restore the generators from what `random_state` returned.
+
+    Raises:
+        UserError: if they cannot be, naming `source`.
+    """
+    try:
+        torch.set_rng_state(_decode(states["CPU"]))
+        for mode in get_states():
+            set_seed_states(mode, _decode(states[mode.name]))
+        get_accelerator().set_rng_state(get_states()[get_current_mode()])
+    except (KeyError, ValueError, RuntimeError) as error:  # no such generator, no base64, of another length
+        raise UserError(f"{source}: is no state of this rank's random number generators: {error}") from None
 
 
 def rank_layout() -> dict[str, Any]:

@@ -7,7 +7,7 @@
         state.json              everything else that a run needs to resume, see `capture.py`
         manifest.json           format version, size and SHA-256 of the other files
 
-Reading a checkpoint cannot execute code: tensors are safetensors, the rest is JSON.
+Reading a checkpoint cannot execute code: tensors are safetensors, the rest is JSON, read through `contents.py`'s types.
 
     python -m colossal_vit.checkpoint ls RUN_DIRECTORY
     python -m colossal_vit.checkpoint verify RUN_DIRECTORY|CHECKPOINT ...
@@ -17,15 +17,18 @@ Reading a checkpoint cannot execute code: tensors are safetensors, the rest is J
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+from colossal_vit import typed_json
+from colossal_vit.checkpoint.contents import VERSION, Fingerprint, Manifest, State
 from colossal_vit.errors import UserError
 from colossal_vit.files import free_name, sync
 from safetensors import SafetensorError, safe_open
@@ -35,22 +38,19 @@ FOLDER = "checkpoints"  # in a run directory
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
 EMA = "ema.safetensors"
 CONTENTS = (MODEL, OPTIMIZER, STATE)  # the files that the manifest lists, with EMA after them if there is one
-VERSION = 1
 STEP_NAME = re.compile(r"step-(\d{8,})")
-_STATE_KEYS = {
-    *("step", "epoch", "images", "global_batch", "best", "optimizer", "moments_step", "scaler"),
-    *("layout", "ranks", "config"),
-}
+
+_held: dict[Path, int] = {}  # descriptors of files, see `hold`
 
 
 def _to_text(value: Any) -> str:
     return json.dumps(value, indent=1) + "\n"
 
 
-def _fingerprint(path: Path) -> dict[str, Any]:
+def _fingerprint(path: Path) -> Fingerprint:
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"bytes": path.stat().st_size, "sha256": digest}
+        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": digest}
 
 
 def _remove(path: Path) -> None:
@@ -127,6 +127,28 @@ def list_steps(folder: Path) -> list[Path]:
     return sorted(found, key=step_of, reverse=True)
 
 
+# ---- Reading, also beside a run that removes its old checkpoints ----
+
+
+def hold(path: Path) -> None:
+    """Keep the files of a checkpoint readable in this process, even if another one removes them, until `release`."""
+    for file in (path / name for name in (*CONTENTS, EMA, MANIFEST)):
+        if file not in _held:
+            with suppress(OSError):  # `verify` says so
+                _held[file] = os.open(file, os.O_RDONLY)
+
+
+def release(path: Path | None = None) -> None:
+    """Let go of what `hold` holds of a checkpoint, or of all; the disk space of what was removed is free then."""
+    for file in [file for file in _held if path in (None, file.parent)]:
+        os.close(_held.pop(file))
+
+
+def readable(file: Path) -> Path:
+    """Where to read a file of a checkpoint: under its own path, unless it is held."""
+    return Path(f"/proc/self/fd/{_held[file]}") if file in _held else file
+
+
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
     """Turn errors of reading `path` into a `UserError` that names it."""
@@ -134,41 +156,50 @@ def _reading(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from None
-    except (ValueError, RecursionError, SafetensorError) as error:
+    except (ValueError, SafetensorError) as error:
         raise UserError(f"{path}: {str(error).splitlines()[0]}") from None
 
 
-def verify(path: Path) -> dict[str, Any]:
-    """Check every byte of a checkpoint against its manifest.
+def _read_manifest(path: Path) -> Manifest:
+    with _reading(path):
+        text = readable(path).read_bytes()
+    manifest = typed_json.parse(text, Manifest, path)
+    # Its own SHA-256 is nowhere: it is as it was written if it is what would be written again.
+    if tuple(manifest["files"]) not in (CONTENTS, (*CONTENTS, EMA)) or text != _to_text(manifest).encode():
+        raise UserError(f"{path}: does not list {', '.join(CONTENTS)} as it should")
+    return manifest
 
-    Returns:
-        The contents of state.json.
+
+def verify(path: Path, held: bool = False) -> State:
+    """Check every byte of a checkpoint against its manifest, and every field of state.json.
+
+    Args:
+        path: of the checkpoint.
+        held: whether to `hold` it if it is valid, and so to read later what is checked here.
 
     Raises:
         UserError: naming the damaged file and the damage.
     """
-    with _reading(path / MANIFEST):
-        text = (path / MANIFEST).read_text()
-        manifest = json.loads(text)
-        if not isinstance(manifest, dict) or "version" not in manifest:
-            raise ValueError("is no manifest of a checkpoint")
-        if manifest["version"] != VERSION:
-            raise ValueError(f"format version {manifest['version']!r}, and only {VERSION} is known here")
-        files = manifest.get("files")
-        if (
-            not isinstance(files, dict)
-            or tuple(files) not in (CONTENTS, (*CONTENTS, EMA))
-            or text != _to_text(manifest)
-        ):
-            raise ValueError(f"does not list {', '.join(CONTENTS)} as it should")
-    for name in files:
+    if held:
+        hold(path)
+    try:
+        return _verify(path)
+    except UserError:
+        release(path)
+        raise
+
+
+def _verify(path: Path) -> State:
+    files = _read_manifest(path / MANIFEST)["files"]
+    for name, expected in files.items():
         with _reading(path / name):
-            if (size := (path / name).stat().st_size) != files[name].get("bytes"):
-                raise ValueError(f"has {size} bytes instead of {files[name].get('bytes')}; cut off?")
-            if _fingerprint(path / name) != files[name]:
+            found = _fingerprint(readable(path / name))
+            if found["bytes"] != expected["bytes"]:
+                raise ValueError(f"has {found['bytes']} bytes instead of {expected['bytes']}; cut off?")
+            if found != expected:
                 raise ValueError("its SHA-256 is not the one in the manifest; damaged?")
     for name in files.keys() - {STATE}:
-        with _reading(path / name), safe_open(path / name, "pt"):
+        with _reading(path / name), safe_open(readable(path / name), "pt"):
             pass
     state = read_state(path)
     if (name := STEP_NAME.fullmatch(path.name)) and int(name[1]) != state["step"]:
@@ -176,35 +207,45 @@ def verify(path: Path) -> dict[str, Any]:
     return state
 
 
-def read_state(path: Path) -> dict[str, Any]:
+def read_state(path: Path) -> State:
     """The contents of state.json, in a checkpoint that `verify` has passed.
 
     Raises:
-        UserError: if it cannot be read or lacks keys.
+        UserError: if it cannot be read or a field is wrong.
     """
     with _reading(path / STATE):
-        state = json.loads((path / STATE).read_text())
-        if not isinstance(state, dict) or not state.keys() >= _STATE_KEYS:
-            lacks = ", ".join(sorted(_STATE_KEYS - set(state)))
-            raise ValueError(f"lacks {lacks}")
-    return state
+        text = readable(path / STATE).read_bytes()
+    return typed_json.parse(text, State, path / STATE)
 
 
-def newest(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest valid checkpoint in a folder, or None, and the reason why each newer one is not valid."""
-    return first_valid(list_steps(folder))
+def newest(folder: Path, held: bool = False) -> tuple[Path | None, list[str]]:
+    """The newest valid checkpoint in a folder, or None, and the reason why each newer one is not valid.
+
+    Args:
+        folder: with the checkpoints.
+        held: see `verify`.
+    """
+    return first_valid(lambda: list_steps(folder), held)
 
 
-def first_valid(paths: list[Path]) -> tuple[Path | None, list[str]]:
-    """The first valid checkpoint in a list, or None, and the reason why each one before it is not valid."""
-    skipped = []
-    for path in paths:
-        try:
-            verify(path)
-            return path, skipped
-        except UserError as error:
-            skipped.append(str(error))
-    return None, skipped
+def first_valid(list_paths: Callable[[], list[Path]], held: bool = False) -> tuple[Path | None, list[str]]:
+    """The first valid checkpoint of those listed, or None, and the reason why each one before it is not valid.
+
+    If one is removed while it is read, as a run that trains removes its old ones, there may be newer ones: all are
+    listed again.
+    """
+    while True:
+        skipped, removed = [], False
+        for path in list_paths():
+            try:
+                verify(path, held)
+                return path, skipped
+            except UserError as error:
+                skipped.append(str(error))
+            if removed := not os.path.lexists(path):
+                break
+        if not removed:
+            return None, skipped
 
 
 def rename_damaged(path: Path) -> Path:

@@ -3,31 +3,37 @@
 import json
 import os
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from colossal_vit.errors import TrainingError, UserError
-from colossal_vit.files import write_text
+from colossal_vit.files import write_bytes
 from colossal_vit.hooks.wandb_run import WandbRun
 from colossal_vit.parallel.ranks import RankLogger
-from colossal_vit.results import METRICS, draw
+from colossal_vit.results import METRICS, draw, read_records
 
 
-def _cut(path: Path, step: int, epoch: int) -> list[int]:
-    """Remove from a `metrics.jsonl` the steps after `step` and the evaluations of `epoch` and later.
+def _cut(path: Path, step: int, epoch: int) -> list[str]:
+    """Remove from a `metrics.jsonl` the steps after `step`, the evaluations of `epoch` and later, and damaged lines.
 
     Returns:
-        The steps up to `step` whose records are missing.
+        What else is missing afterwards, in words.
     """
-    kept, steps = [], [step + 1]
-    for line in path.read_text().splitlines(keepends=True):
-        with suppress(ValueError):  # a truncated line
-            record = json.loads(line)
-            if record["epoch"] < epoch if "eval_loss" in record else record["step"] <= step:
-                kept.append(line)
-                steps += [record["step"]]
-    write_text(path, "".join(kept))
-    return sorted(set(range(min(steps), step + 1)) - set(steps))
+    records, faults = read_records(path)
+    kept = [
+        (line, record)
+        for line, record in records
+        if (record["epoch"] < epoch if "eval_loss" in record else record["step"] <= step)
+    ]
+    write_bytes(path, b"".join(line for line, _ in kept))
+    said = [f"left out: {fault}" for fault in faults]
+    steps = sorted({record["step"] for _, record in kept if record["step"] <= step})
+    first = min([*steps, step + 1])
+    if lost := step + 1 - first - len(steps):
+        missing = next(number for number, there in zip(count(first), [*steps, None]) if number != there)
+        said.append(f"{path}: lacks {lost} of the steps up to {step}, the first is {missing}")
+    return said
 
 
 class Recorder:
@@ -56,9 +62,8 @@ class Recorder:
         try:
             if self.wandb:
                 self.wandb.open()
-            if self.path.exists() and (lost := _cut(self.path, step, epoch)):
-                what = f"lacks {len(lost)} of the steps up to {step}, the first is {lost[0]}"
-                self.log.info(f"{self.path}: {what}", ranks=None)
+            for line in _cut(self.path, step, epoch) if self.path.exists() else ():
+                self.log.info(line, ranks=None)
             self.file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             self.events = SummaryWriter(str(self.directory), purge_step=step + 1 if step else None)
         except OSError as error:
@@ -89,8 +94,9 @@ class Recorder:
             self.wandb.write(record)
 
     def sync(self) -> None:
-        """fsync the records so far."""
-        os.fsync(self.file)
+        """fsync the records so far, if the disk takes them; `write` says so if not."""
+        with suppress(OSError):
+            os.fsync(self.file)
 
     def close(self) -> None:
         """Write the remaining records, close the files and draw the curves.

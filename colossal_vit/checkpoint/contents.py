@@ -1,0 +1,111 @@
+"""The types of a checkpoint's JSON files, through which they are read."""
+
+from typing import Annotated, Any, NotRequired
+
+from colossal_vit.typed_json import RECORD, Count, Finite, Positive
+from pydantic import AfterValidator
+from typing_extensions import TypedDict
+
+VERSION = 1
+
+
+def _is_known(version: int) -> int:
+    if version != VERSION:
+        raise ValueError(f"only {VERSION} is known here")
+    return version
+
+
+Channels = tuple[Finite, Finite, Finite]
+
+
+class Fingerprint(TypedDict):
+    """Of a file."""
+
+    bytes: Count
+    sha256: str
+
+
+class Manifest(TypedDict):
+    """manifest.json: what the other files are."""
+
+    version: Annotated[Count, AfterValidator(_is_known)]
+    files: dict[str, Fingerprint]
+
+
+class Best(TypedDict):
+    """The best evaluation so far, and the step after which it was."""
+
+    accuracy: Finite
+    step: Count
+
+
+class Scaler(TypedDict):
+    """The state of a loss scaler; empty without one. That of apex has other fields."""
+
+    __pydantic_config__ = RECORD
+    loss_scale: NotRequired[Positive]
+    growth_step: NotRequired[Count]
+    hysteresis_step: NotRequired[Count]
+
+
+class RankState(TypedDict):
+    """What only the same rank of the same layout can resume: random number generators (base64), place in the data."""
+
+    __pydantic_config__ = RECORD
+    rng: dict[str, str]
+    data: dict[str, Any]
+
+
+class Data(TypedDict):
+    """What identifies a data set, see `data.identity.identify`."""
+
+    __pydantic_config__ = RECORD
+    classes: NotRequired[list[str] | Count]
+
+
+class Change(TypedDict):
+    """What `--accept-changes` accepted after a step: values, each before and after, and other data in words."""
+
+    __pydantic_config__ = RECORD
+    step: Count
+    values: dict[str, Any]
+    data: str
+
+
+class State(TypedDict):
+    """state.json, see `capture.capture`; older versions wrote none of the fields that are not required."""
+
+    __pydantic_config__ = RECORD
+    step: Count
+    epoch: Count
+    images: Count
+    global_batch: Count
+    optimizer: str | None
+    moments_step: Count
+    scaler: Scaler
+    best: Best | None
+    layout: dict[str, Any] | None
+    ranks: list[RankState]
+    config: dict[str, Any]
+    normalization: NotRequired[tuple[Channels, Channels] | None]  # mean, standard deviation
+    versions: NotRequired[dict[str, str]]
+    data: NotRequired[Data | None]
+    started_from: NotRequired[str | None]
+    changes: NotRequired[list[Change]]
+
+
+# Of weights that nothing was trained with.
+UNTRAINED: State = {
+    "step": 0,
+    "epoch": 0,
+    "images": 0,
+    "global_batch": 0,
+    "optimizer": None,  # and no moments
+    "moments_step": 0,
+    "scaler": {},
+    "best": None,
+    "layout": None,
+    "ranks": [],
+    "config": {},
+    "normalization": None,
+}
