@@ -58,9 +58,14 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (--help lists the flags)")
 
 
+def in_one_line(text: str) -> str:
+    """The text with its line breaks written as escapes: names of files may have some."""
+    return text.replace("\n", "\\n").replace("\r", "\\r")
+
+
 def error_line(error: Exception) -> str:
     """The line to print for an error: script name and message."""
-    return f"{Path(sys.argv[0]).name}: error: {error}"
+    return f"{Path(sys.argv[0]).name}: error: {in_one_line(str(error))}"
 
 
 def end_process(code: int, message: str | None = None) -> NoReturn:

@@ -235,6 +235,18 @@ def test_cache_has_what_pillow_decodes_and_is_made_anew_when_a_file_changes(few,
     assert caltech101.cache_folder(images, 32) != caltech101.cache_folder(images, 48)
 
 
+def test_jpegs_whose_missing_pixels_become_grey_are_said(few, capsys):
+    """Cut off, with an end marker behind it, so that Pillow decodes it without a word."""
+    path = few / caltech101.FOLDER / "1" / "image_0002.jpg"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) * 3 // 4] + b"\xff\xd9")
+    caltech101.fill_cache(caltech101.find_images(few), 16, RankLogger())
+    _, line = capsys.readouterr().out.splitlines()
+    assert (
+        f"1 images are damaged, and grey where pixels are missing; the first is {path}: Corrupt JPEG data: pre" in line
+    )
+
+
 def test_a_wide_image_is_cut_in_the_middle(tmp_path):
     part = tmp_path / caltech101.FOLDER / "a"
     part.mkdir(parents=True)
@@ -416,13 +428,15 @@ def once(data, *more, monkeypatch, world_size=2):
 
 
 def test_a_corrupt_image(few, monkeypatch):
-    path = few / caltech101.FOLDER / "1" / "image_0003.jpg"
+    path = few / caltech101.FOLDER / "1" / "two\nlines.jpg"
+    path.with_name("image_0003.jpg").rename(path)
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
     code, lines = once(few, monkeypatch=monkeypatch)
     assert code == 2
     assert len(lines) == 1, lines
-    assert f"{path}: cannot be decoded: image file is truncated" in lines[0]
+    assert "/1/two\\nlines.jpg: cannot be decoded: image file is truncated" in lines[0]
+    assert lines[0].endswith("; repair or remove it")
     assert [entry.name for entry in path.parents[2].iterdir()] == ["101_ObjectCategories"]
     path.write_bytes(whole)
     assert once(few, monkeypatch=monkeypatch) == (0, [])

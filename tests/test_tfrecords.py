@@ -967,6 +967,10 @@ MISTAKES = {
         lambda raw: (raw / "train" / WNIDS[1] / "images").mkdir(),
         "{raw}/train/n00000001/images: is a folder, but images must lie directly in {raw}/train/n00000001",
     ),
+    "a folder with a line break": (
+        lambda raw: (raw / "train" / WNIDS[1] / "a\nb").mkdir(),
+        "{raw}/train/n00000001/a\\nb: is a folder",
+    ),
     "a dangling link": (
         lambda raw: (raw / "train" / WNIDS[1] / "link.JPEG").symlink_to("nowhere"),
         "{raw}/train/n00000001/link.JPEG: No such file or directory; repair or remove it",

@@ -24,12 +24,12 @@ import torch
 import torch.nn.functional as F
 from colossal_vit.data.augment import Augment, build_augment
 from colossal_vit.data.batches import IGNORED, Loader, SampledLoader, SyntheticBatches
-from colossal_vit.data.decoding import FORMATS, endings, to_rgb
+from colossal_vit.data.decoding import FORMATS, check_scan, endings, to_rgb
 from colossal_vit.data.digits import write_caltech101
 from colossal_vit.data.folders import class_folders, download, list_files
 from colossal_vit.data.identity import identify
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
-from colossal_vit.errors import UserError
+from colossal_vit.errors import UserError, in_one_line
 from colossal_vit.files import atomic_folder
 from colossal_vit.parallel.ranks import RankLogger, raise_on_all_ranks, run_on_rank_0
 from colossal_vit.plan.fakes import FakeBatches
@@ -128,12 +128,18 @@ def find_images(data: Path) -> Images:
         raise UserError(f"{error.filename}: {error.strerror}") from None
     if not classes:
         raise UserError(f"{root}: has no class folders")
-    if left_out := beside + left_out:
-        kinds = Counter(Path(path).suffix.lower() or "no ending" for path in left_out)
-        said = ", ".join(f"{kind} {count}" for kind, count in kinds.most_common())
-        left_out = f"{len(left_out)} files that are no images are left out ({said}), the first is {root / left_out[0]}"
     paths, sizes, times, labels = map(list, zip(*files, strict=True))
-    return Images(root, classes, paths, sizes, times, np.array(labels), left_out or "")
+    return Images(root, classes, paths, sizes, times, np.array(labels), _say_left_out(root, beside + left_out))
+
+
+def _say_left_out(root: Path, files: list[str]) -> str:
+    """A line about files that are no images; empty if there are none."""
+    if not files:
+        return ""
+    kinds = Counter(Path(path).suffix.lower() or "no ending" for path in files)
+    counts = ", ".join(f"{kind} {count}" for kind, count in kinds.most_common())
+    first = in_one_line(str(root / files[0]))
+    return f"{len(files)} files that are no images are left out ({counts}), the first is {first}"
 
 
 def split(images: Images, per_class: int | None = None) -> tuple[Tensor, Tensor]:
@@ -176,7 +182,19 @@ def decode(images: Images, size: int, number: int) -> np.ndarray:
         shrunk = v2.functional.resize(image, size, antialias=True)
         return np.asarray(v2.functional.center_crop(shrunk, size))
     except Exception as error:  # decoders raise nearly any exception for a broken file
-        raise UserError(f"{path}: cannot be decoded: {error}") from None
+        raise UserError(f"{path}: cannot be decoded: {error}; repair or remove it") from None
+
+
+def find_damage(path: Path) -> str | None:
+    """What is wrong with the pixels of a JPEG that `decode` takes; it fills those that are missing with grey."""
+    data = path.read_bytes()
+    try:
+        if data.startswith(b"\xff\xd8"):
+            with Image.open(path, formats=FORMATS) as image:
+                check_scan(data, cmyk=image.mode == "CMYK")
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def cache_folder(images: Images, size: int) -> Path:
@@ -217,6 +235,11 @@ def fill_cache(images: Images, size: int, log: RankLogger) -> None:
                 decoded = pool.map(partial(decode, images, size), range(len(array)))
                 for number, image in enumerate(tqdm(decoded, "decoding", len(array), unit="img", disable=None)):
                     array[number] = image
+                faults = pool.map(find_damage, (images.root / path for path in images.paths))
+                damaged = [(path, fault) for path, fault in zip(images.paths, faults, strict=True) if fault]
+            if damaged:
+                said = in_one_line(f"{images.root / damaged[0][0]}: {damaged[0][1]}")
+                log.info(f"{len(damaged)} images are damaged, and grey where pixels are missing; the first is {said}")
             array.flush()
             (scratch / "about.json").write_text(json.dumps({"size": size, "classes": images.classes}) + "\n")
         for other in folder.parent.glob(f"decoded-{size}px-*"):  # outdated: the files have changed since

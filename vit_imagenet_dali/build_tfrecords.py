@@ -35,7 +35,7 @@ from typing import Any, NamedTuple, NotRequired
 
 from colossal_vit import streams, typed_json
 from colossal_vit.data.folders import class_folders, list_files
-from colossal_vit.errors import Parser, UserError
+from colossal_vit.errors import Parser, UserError, in_one_line
 from colossal_vit.files import sync
 from tqdm import tqdm
 from typing_extensions import TypedDict
@@ -133,7 +133,8 @@ def scan(source: Path, synset_map: Path | None) -> tuple[list[str], dict[str, li
         raise UserError(f"{lacking}: has no class folder {odd[0]}, which {other} has")
     for folder, files in ((train, beside), (validation, beside_validation if of_validation else [])):
         if files:
-            print(f"{folder}: {len(files)} files beside the class folders are left out, the first is {files[0]}")
+            first = in_one_line(files[0])
+            print(f"{folder}: {len(files)} files beside the class folders are left out, the first is {first}")
     labels, digest = {wnid: label for label, wnid in enumerate(wnids, start=1)}, hashlib.sha256()
     images = {"train": [], "validation": []}
     for split, folder in zip(images, (train.name, validation.name), strict=True):
@@ -263,8 +264,7 @@ def build_shard(args: argparse.Namespace, shard: Shard) -> dict[str, str]:
             try:
                 record = encode_record(prepare_image(data, args.resize, args.quality, args.check), label)
             except ValueError as error:
-                in_a_line = path.replace("\\", "\\\\").replace("\n", "\\n")
-                skipped[in_a_line] = " ".join(str(error).split())
+                skipped[in_one_line(path.replace("\\", "\\\\"))] = " ".join(str(error).split())
                 continue
             file.write(record)
             lines.append(f"{offset} {len(record)}\n")
@@ -507,7 +507,7 @@ def verify(args: argparse.Namespace) -> int:
         if records[split] != expected:
             faults.append(f"{output / split}: has {records[split]} records, but {expected} images were to be packed")
     for fault in faults:
-        print(fault)
+        print(in_one_line(fault))
     print(f"{output}: {len(faults)} faults in {len(shards)} shards with {sum(records.values())} records")
     return 1 if faults else 0
 
@@ -559,7 +559,7 @@ def main(argv: list[str] | None = None) -> int:
         code, message = 1, "a worker was killed, perhaps for lack of memory; the same command resumes from here"
     except KeyboardInterrupt:
         code, message = 130, "interrupted; the same command resumes from here"
-    print(f"{Path(__file__).name}: error: {message}", file=sys.stderr)
+    print(f"{Path(__file__).name}: error: {in_one_line(message)}", file=sys.stderr)
     return code
 
 

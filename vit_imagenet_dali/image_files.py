@@ -5,7 +5,7 @@ import re
 import struct
 import warnings
 
-from colossal_vit.data.decoding import to_rgb
+from colossal_vit.data.decoding import check_scan, to_rgb
 from PIL import Image
 
 QUALITY = 95  # of re-encoded JPEGs
@@ -42,25 +42,6 @@ def jpeg_components(data: bytes) -> int:
     return components
 
 
-def check_scan(data: bytes, components: int) -> None:
-    """Decode a JPEG with all of libjpeg's checks; Pillow and DALI silently fill missing pixels with grey.
-
-    Extraneous bytes between the image data and the end marker are allowed, since cameras write some, unless they are
-    more than a quarter of the file: then the image was probably overwritten.
-
-    Raises:
-        ValueError: if pixels are missing or a code is not in the Huffman table.
-    """
-    import simplejpeg  # imports NumPy; packing without this check needs neither
-
-    try:  # at an eighth of the size and in grey, which is fast: only the entropy coding can be damaged
-        simplejpeg.decode_jpeg(data, "CMYK" if components == 4 else "GRAY", min_height=1, min_width=1, min_factor=8)
-    except ValueError as error:
-        extraneous = re.search(r"(\d+) extraneous bytes", str(error))
-        if not extraneous or int(extraneous[1]) > len(data) / 4:
-            raise
-
-
 def prepare_image(data: bytes, resize: int | None = None, quality: int | None = None, check: str = "header") -> bytes:
     """The bytes to store for an image file: its own, or a re-encoded RGB JPEG for a PNG, a CMYK JPEG, or the options.
 
@@ -81,7 +62,7 @@ def prepare_image(data: bytes, resize: int | None = None, quality: int | None = 
         return data
     try:
         if components:
-            check_scan(data, components)
+            check_scan(data, cmyk=components == 4)
         with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(data), formats=("JPEG", "PNG")) as image:
             scale = min(1.0, resize / min(image.size)) if resize else 1.0
             if kept and not quality and scale == 1.0:
