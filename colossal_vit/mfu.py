@@ -8,9 +8,14 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
-# Dense TFLOP/s of matrix products in (fp16 or bf16, TF32, fp32), from NVIDIA's data sheets. The first entry whose words
-# all occur in the device's name applies. Whole words are compared: "RTX A1000" is no A100.
-PEAK_TFLOPS = {
+# Dense TFLOP/s of matrix products in (fp16 or bf16, TF32, fp32), from NVIDIA's data sheets of these names, which say
+# twice as much "with sparsity"; that of "Blackwell" has the HGX B200. The RTX 4090 is in appendix A of NVIDIA's white
+# paper "Ada GPU Architecture": products summed in fp32. The first entry whose words all occur in the device's name
+# applies; None stands for other GPUs with these words. Whole words are compared: "RTX A1000" is no A100.
+PEAK_TFLOPS: dict[tuple[str, ...], tuple[float, float, float] | None] = {
+    ("B200",): (2250, 1100, 75),
+    ("GH200",): (989, 494, 67),
+    ("H200", "NVL"): (835, 417, 60),
     ("H100", "PCIe"): (756, 378, 51),
     ("H100", "NVL"): (835, 417, 60),
     ("H100",): (989, 494, 67),
@@ -19,6 +24,10 @@ PEAK_TFLOPS = {
     ("A10",): (125, 62.5, 31.2),
     ("A40",): (149.7, 74.8, 37.4),
     ("L40S",): (362, 183, 91.6),
+    ("L40",): (181, 90.5, 90.5),
+    ("RTX", "4090", "Laptop"): None,
+    ("RTX", "4090", "D"): None,
+    ("RTX", "4090"): (165.2, 82.6, 82.6),
     ("V100", "PCIE"): (112, 14, 14),
     ("V100",): (125, 15.7, 15.7),
 }
@@ -50,11 +59,12 @@ def peak_flops(device_name: str, dtype: torch.dtype, tf32: bool = False) -> floa
         tf32: whether fp32 products use TensorFloat-32.
     """
     words = set(re.split(r"[\s-]+", device_name))
-    for needed, (half, reduced, single) in PEAK_TFLOPS.items():
-        if words.issuperset(needed):
-            full = reduced if tf32 else single
-            return (full if dtype == torch.float32 else half) * 1e12
-    return None
+    peaks = next((peaks for needed, peaks in PEAK_TFLOPS.items() if words.issuperset(needed)), None)
+    if peaks is None:
+        return None
+    half, reduced, single = peaks
+    full = reduced if tf32 else single
+    return (full if dtype == torch.float32 else half) * 1e12
 
 
 def peak_of(device: torch.device, dtype: torch.dtype, tf32: bool = False) -> float | None:

@@ -20,6 +20,7 @@ from colossal_vit.errors import UserError
 from colossal_vit.launch import groups
 from colossal_vit.launch.flags import get_parser
 from colossal_vit.launch.launchers import find_rendezvous
+from colossal_vit.parallel.layout import Layout
 from colossal_vit.plan import report
 from colossalai.context import Config
 from colossalai.legacy.amp import AMP_TYPE
@@ -109,8 +110,8 @@ CASES = {  # environment, GPUs that the process sees, the one it is to take
 }
 
 
-def launched_on_gpus(variables, visible, backend=None):
-    """What happens in which order when a rank starts on a machine of so many GPUs."""
+def launched_on_gpus(variables, visible, backend=None, pipeline=1, gpu_of=lambda rank: f"GPU-{rank}"):
+    """What happens in which order when a rank starts on a machine of so many GPUs; `gpu_of` each rank is its UUID."""
 
     def function():
         events = []
@@ -120,15 +121,20 @@ def launched_on_gpus(variables, visible, backend=None):
         cpu.enable()  # Colossal-AI's tensors are on the CPU; it and we find these GPUs when we ask torch
         torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: visible
         torch.cuda.set_device = lambda device: events.append(("device", getattr(device, "index", device)))
+        torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=gpu_of(rendezvous.rank))
         patches.apply()
         args = get_parser().parse_args(["--config", "x", *(["--backend", backend] if backend else [])])
         rendezvous = find_rendezvous(args)
-        config = Config(dict(SEED=1, parallel=dict(pipeline=1, tensor=dict(mode=None, size=1))))
+        config = Config(dict(SEED=1, parallel=dict(pipeline=pipeline, tensor=dict(mode=None, size=1))))
+        layout = Layout.of(config, rendezvous.world_size)
+        store = dist.HashStore()
+        for rank in range(rendezvous.world_size):  # what the others say
+            store.set(f"gpu-{rank}", gpu_of(rank))
         set_seed = ParallelContext.set_seed
         ParallelContext.set_seed = lambda self, seed: (events.append(("seeds",)), set_seed(self, seed))
         fake_gpu.without_peers(lambda backend, device_id=None, **_: events.append(("groups", backend, device_id)))
-        chosen, device = groups.choose_backend(args, rendezvous), groups.choose_device(rendezvous)
-        groups.launch_groups(config, rendezvous, chosen, dist.HashStore(), 10.0, device)
+        chosen, device = groups.choose_backend(args, rendezvous, layout), groups.choose_device(rendezvous)
+        groups.launch_groups(config, rendezvous, chosen, store, 10.0, device)
         return events
 
     return fork_ranks.call(function, launched=False)[0]
@@ -145,12 +151,53 @@ def test_gloo_is_bound_to_no_gpu():
     assert launched_on_gpus(torchrun(0, 0), 4, "gloo")[1] == ("groups", "gloo", None)
 
 
+@pytest.mark.parametrize("variables", [slurm(1, 1, world_size=2), openmpi(1, 1)], ids=["srun", "mpirun"])
+def test_two_processes_with_one_gpu_are_refused(variables):
+    """Each sees one, as if it had been bound to it; on all ranks, before NCCL finds out."""
+    with pytest.raises(AssertionError, match="UserError: ranks 0 and 1 have the same GPU: start at most one process"):
+        launched_on_gpus(variables, 1, gpu_of=lambda rank: "the only one")
+
+
+def test_gloo_is_refused_for_a_pipeline_on_gpus():
+    with pytest.raises(AssertionError, match=r"UserError: --backend gloo with parallel.pipeline = 2: gloo cannot send"):
+        launched_on_gpus(torchrun(0, 0), 4, "gloo", pipeline=2)
+
+
+WITHHELD = {"SLURM_JOB_ID": "7"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "flags", "refused"),
+    [
+        (WITHHELD, [], True),
+        ({}, [], False),
+        (WITHHELD, ["--backend", "gloo"], False),
+        ({**WITHHELD, "CUDA_VISIBLE_DEVICES": ""}, [], False),
+        ({**WITHHELD, "SLURM_GPUS_ON_NODE": "4"}, [], False),  # torch cannot use them, which the warning says
+    ],
+)
+def test_gpus_that_slurm_withholds_are_asked_for(variables, flags, refused, tmp_path, monkeypatch):
+    """A job that asked for none would train on CPUs."""
+    for number in range(4):
+        (tmp_path / f"proc/driver/nvidia/gpus/{number}").mkdir(parents=True)
+    count = cpu.num_idle_gpus
+    monkeypatch.setattr(cpu, "num_idle_gpus", lambda *_: count(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    argv = [*recipes.flags(), "--output", str(tmp_path / "run"), "--launcher", "none", "--max-steps", "1", *flags]
+    result = fork_ranks.start(recipes.HYBRID, argv, [variables]).wait()
+    assert result.codes == [2 if refused else 0], str(result)
+    line = "this machine has 4 NVIDIA GPU(s), but none for this job: ask SLURM for them, by srun --gpus-per-node=4, or"
+    assert (line in result.stderr[0]) == refused
+    assert (tmp_path / "run").exists() != refused
+
+
 def test_more_processes_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     rendezvous = SimpleNamespace(launcher="torch", rank=2, local_rank=2)
     with pytest.raises(UserError, match="rank 2 would be process 3 on this machine, which has 2 GPU"):
-        groups.choose_backend(SimpleNamespace(backend=None), rendezvous)
+        groups.choose_backend(SimpleNamespace(backend=None), rendezvous, SimpleNamespace(pipeline=1))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -29,8 +29,17 @@ def test_peaks():
     assert peak_flops("NVIDIA H100 NVL", torch.float16) == 835e12
     assert peak_flops("NVIDIA A10", torch.float16) == 125e12
     assert peak_flops("Tesla V100-SXM2-16GB", torch.float16) == 125e12
-    for other in ("NVIDIA A10G", "NVIDIA RTX A1000", "NVIDIA RTX A4000", "NVIDIA GH200 480GB"):
+    for other in ("NVIDIA A10G", "NVIDIA RTX A1000", "NVIDIA RTX A4000", "NVIDIA GeForce RTX 4090 D"):
         assert peak_flops(other, torch.float16) is None, "a name that only begins or ends like one in the table"
+    assert peak_flops("NVIDIA GeForce RTX 4090 Laptop GPU", torch.float16) is None
+    assert peak_flops("NVIDIA GeForce RTX 4090", torch.bfloat16) == 165.2e12
+    assert peak_flops("NVIDIA GH200 480GB", torch.bfloat16) == 989e12
+    assert peak_flops("NVIDIA B200", torch.bfloat16) == 2250e12
+    assert peak_flops("NVIDIA L40", torch.bfloat16) == 181e12
+    assert peak_flops("NVIDIA L40S", torch.bfloat16) == 362e12
+    assert peak_flops("NVIDIA H200", torch.bfloat16) == 989e12
+    assert peak_flops("NVIDIA H200 NVL", torch.bfloat16) == 835e12
+    assert peak_flops("NVIDIA GB200", torch.bfloat16) is None
     assert peak_flops("", torch.float32) is None
     assert peak_flops("NVIDIA A100-SXM4-80GB", torch.float32) == 19.5e12
     assert peak_flops("NVIDIA A100-SXM4-80GB", torch.float32, tf32=True) == 156e12

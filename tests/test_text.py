@@ -70,7 +70,7 @@ OTHERS = {  # flags of other programs that the pages name, by who has them
     "python -m colossal_vit.checkpoint": {"--dtype", "--img-size", "--num-classes", "--ema"},
     "scripts": {"--only", "--write"},
     "torchrun": {"--standalone", "--nnodes", "--rdzv_backend", "--rdzv_endpoint", "--max-restarts", "--nproc_per_node"},
-    "SLURM, pip": {"--nodes", "--ntasks", "--no-deps", "--pty"},
+    "SLURM, pip": {"--nodes", "--ntasks", "--gpus-per-node", "--no-deps", "--pty"},
     "torch.distributed.launch": {"--master_addr", "--master_port"},
     "timm": {"--layer-decay"},
 }

@@ -62,15 +62,21 @@ _CUDA_ON_HOST = types.SimpleNamespace(
 )
 
 
-def idle_gpus(root: Path = Path("/")) -> str | None:
-    """A warning if this machine has GPUs that the installed torch cannot use; None if it has none or they are hidden.
+def num_idle_gpus(root: Path = Path("/")) -> int:
+    """How many GPUs this machine has, if this process can use none and they are not hidden on purpose; else 0.
 
     Args:
         root: of the file system, where the NVIDIA driver lists its GPUs under `proc`, and WSL has `dev/dxg`.
     """
+    if torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return 0
     listed = root / "proc/driver/nvidia/gpus"
-    found = len(list(listed.iterdir())) if listed.is_dir() else int((root / "dev/dxg").exists())
-    if not found or torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+    return len(list(listed.iterdir())) if listed.is_dir() else int((root / "dev/dxg").exists())
+
+
+def idle_gpus(root: Path = Path("/")) -> str | None:
+    """A warning if this machine has GPUs that the installed torch cannot use; see `num_idle_gpus`."""
+    if not (found := num_idle_gpus(root)):
         return None
     needed = (
         f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"

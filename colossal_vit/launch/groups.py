@@ -2,21 +2,24 @@
 
 import argparse
 import os
+import time
 
 import colossalai.legacy as colossalai
 import torch
 import torch.distributed as dist
-from colossal_vit.compat import patches
+from colossal_vit.compat import cpu, patches
 from colossal_vit.errors import UserError
 from colossal_vit.launch.launchers import Rendezvous
+from colossal_vit.parallel.layout import Layout
 from colossalai.context import Config
 
 
-def choose_backend(args: argparse.Namespace, rendezvous: Rendezvous) -> str:
+def choose_backend(args: argparse.Namespace, rendezvous: Rendezvous, layout: Layout) -> str:
     """The backend `--backend`, or by default NCCL with CUDA and gloo without.
 
     Raises:
-        UserError: if the backend is unknown or needs CUDA, or this machine has fewer GPUs than processes.
+        UserError: if the backend is unknown, needs CUDA or cannot send what the layout sends, or this machine has fewer
+            GPUs than processes.
     """
     available = torch.cuda.is_available()
     backend = args.backend or ("nccl" if available else "gloo")
@@ -24,6 +27,11 @@ def choose_backend(args: argparse.Namespace, rendezvous: Rendezvous) -> str:
         raise UserError(f"--backend {backend}: must be nccl (with CUDA) or gloo")
     if backend == "nccl" and not available:
         raise UserError("--backend nccl needs CUDA, which this machine lacks: leave the flag out or use gloo")
+    if backend == "gloo" and available and layout.pipeline > 1:
+        raise UserError(
+            f"--backend gloo with parallel.pipeline = {layout.pipeline}: gloo cannot send from one GPU to another what "
+            f"stages hand on: leave the flag out, or set CUDA_VISIBLE_DEVICES= to train on CPUs"
+        )
     if available and _device_index(rendezvous) >= torch.cuda.device_count():
         raise UserError(
             f"rank {rendezvous.rank} would be process {rendezvous.local_rank + 1} on this machine, which has "
@@ -38,9 +46,48 @@ def _device_index(rendezvous: Rendezvous) -> int:
     return 0 if bound else rendezvous.local_rank  # a launcher may make only one GPU visible to each process
 
 
+def check_granted(args: argparse.Namespace) -> None:
+    """Check that SLURM has not withheld this machine's GPUs from a job that did not ask for any.
+
+    Where it enforces requests, a job without one would train on CPUs, hundreds of times slower.
+
+    Raises:
+        UserError: if it has, unless the user has chosen CPUs, by `--backend gloo` or an empty CUDA_VISIBLE_DEVICES.
+    """
+    granted = {"SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE"} & os.environ.keys()
+    if args.backend is None and "SLURM_JOB_ID" in os.environ and not granted and (count := cpu.num_idle_gpus()):
+        raise UserError(
+            f"this machine has {count} NVIDIA GPU(s), but none for this job: ask SLURM for them, by srun "
+            f"--gpus-per-node={count}, or give --backend gloo to train on CPUs"
+        )
+
+
 def choose_device(rendezvous: Rendezvous) -> torch.device:
     """This rank's device."""
     return torch.device("cuda", _device_index(rendezvous)) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _check_own_gpu(rendezvous: Rendezvous, store: dist.Store, device: torch.device) -> None:
+    """Check that each rank has a GPU of its own, which NCCL needs. Collective.
+
+    A process that sees one GPU only may have been bound to its own one, or be on a machine that has no other.
+
+    Raises:
+        UserError: on every rank, if two have the same one.
+    """
+    keys = [f"gpu-{rank}" for rank in range(rendezvous.world_size)]
+    store.set(keys[rendezvous.rank], str(torch.cuda.get_device_properties(device).uuid))
+    ranks: dict[bytes, list[int]] = {}
+    for rank, gpu in enumerate(store.multi_get(keys)):
+        ranks.setdefault(gpu, []).append(rank)
+    shared = next((found for found in ranks.values() if len(found) > 1), None)
+    if shared:
+        if rendezvous.rank == 0:
+            time.sleep(1.0)  # time for the others to read it, since the store may end with this process
+        raise UserError(
+            f"ranks {shared[0]} and {shared[1]} have the same GPU: start at most one process per GPU, on each machine "
+            f"as many as it has"
+        )
 
 
 def launch_groups(
@@ -55,10 +102,15 @@ def launch_groups(
         store: shared by all ranks, see `join_store`.
         timeout: of collective operations, in seconds.
         device: this rank's.
+
+    Raises:
+        UserError: on every rank, if two have the same GPU.
     """
     common = {"config": config, "backend": backend, "seed": config.SEED, "verbose": False}
     where = {"host": rendezvous.host, "port": rendezvous.port}
     with patches.groups(store, timeout, device):
+        if device.type == "cuda" and rendezvous.world_size > 1 and backend != "fake":
+            _check_own_gpu(rendezvous, store, device)
         if rendezvous.launcher == "torch":
             os.environ.update(MASTER_ADDR=rendezvous.host, MASTER_PORT=str(rendezvous.port))
             colossalai.launch_from_torch(**common)

@@ -17,7 +17,7 @@ from colossal_vit.errors import UserError
 from colossal_vit.hooks import wandb_run
 from colossal_vit.launch import watchdog
 from colossal_vit.launch.flags import get_parser
-from colossal_vit.launch.groups import choose_backend, choose_device, launch_groups
+from colossal_vit.launch.groups import check_granted, choose_backend, choose_device, launch_groups
 from colossal_vit.launch.launchers import find_rendezvous, planned_rendezvous
 from colossal_vit.launch.rendezvous import join_store
 from colossal_vit.parallel.layout import Layout
@@ -80,7 +80,7 @@ def start(
     layout = Layout.of(config, rendezvous.world_size)
     if check is not None:
         check(config, layout)
-    backend = choose_backend(args, rendezvous)
+    backend = choose_backend(args, rendezvous, layout)
 
     if not torch.cuda.is_available():
         cpu.enable()
@@ -93,6 +93,7 @@ def start(
         if not fakes.real_tensors:
             fakes.fake_tensors(device)
         return Run(config, layout, output, 1, device, RankLogger(0), dry_run=True)
+    check_granted(args)
     parent.watch(rendezvous.launcher != "none", args.timeout)
     store = join_store(rendezvous, args.timeout)
     with watchdog.time_limit(2 * args.timeout):
