@@ -10,8 +10,8 @@ import timm
 import torch
 import torch.nn.functional as F
 from colossal_vit.checkpoint import __main__ as cli
+from colossal_vit.checkpoint import fitting, storage
 from colossal_vit.checkpoint import start_from as start_from_module
-from colossal_vit.checkpoint import storage
 from colossal_vit.checkpoint.fitting import PATCHES
 from colossal_vit.checkpoint.restore import _load_moments
 from colossal_vit.checkpoint.start_from import start_from
@@ -33,6 +33,7 @@ from colossalai.legacy.core import global_context as gpc
 from colossalai.legacy.nn.layer.parallel_3d import _utils as parallel_3d_utils
 from safetensors.torch import load_file, save_file
 
+import cifar10
 import conftest
 import fork_ranks
 import recipes
@@ -171,6 +172,69 @@ def run(tmp_path_factory):
     output = tmp_path_factory.mktemp("runs") / "run"
     recipes.train(output, steps=1)
     return output
+
+
+HALF_CONFIG = '{"pretrained_cfg": {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}}'  # as timm writes it
+HALF, OTHER = ([0.5] * 3, [0.5] * 3), ([0.4, 0.5, 0.6], [0.1, 0.2, 0.3])
+
+
+def normalized(images, normalization):
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in normalization)
+    return (images - mean) / std
+
+
+@pytest.mark.parametrize("where", ["run", "folder", "name"])
+def test_weights_see_images_as_those_that_they_have_learned_from(where, file, run, hub, tmp_path, capfd):
+    """In a run that normalises them in another way; the log says so, or nothing if it is the same way."""
+    images, values, theirs, ours = torch.rand(8, 3, 32, 32), {}, HALF, OTHER
+    if where == "name":
+        source, values = "vit_tiny_patch16_224.augreg_in21k_ft_in1k", {**TINY, "NUM_CLASSES": 1000}
+        reference = timm.create_model(source, pretrained=True, img_size=32)
+    else:
+        source = run if where == "run" else tmp_path
+        if where == "folder":
+            shutil.copy(file, tmp_path)
+            (tmp_path / "config.json").write_text(
+                '{"pretrained_cfg": {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}}'
+            )
+        else:
+            theirs = cifar10.MEAN, cifar10.STD
+        reference = vit.full_vit(Config({**MODEL, "SEED": 0}))
+        weights = load_file(file if where == "folder" else storage.newest(run / storage.FOLDER)[0] / storage.MODEL)
+        reference.load_state_dict(weights)
+    with torch.no_grad():
+        expected = reference.eval()(normalized(images, theirs))
+
+    def logits(normalization):
+        engine, run = build_engine()
+        start_from(run, engine, normalization)
+        engine.eval()
+        with torch.no_grad():
+            return engine(normalized(images, normalization))
+
+    config = {**MODEL, "BATCH_SIZE": 8, **values, "finetune": {"weights": str(source), "head": "keep"}}
+    for normalization in (ours, theirs):
+        capfd.readouterr()
+        (found,) = fork_ranks.call(lambda: logits(normalization), **config)  # noqa: B023 called at once
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        said = f"has learned from images of mean {tuple(theirs[0])} and deviation {tuple(theirs[1])}, here they have "
+        assert capfd.readouterr().out.count(said) == (normalization is ours)
+
+
+def test_without_a_bias_only_the_deviation_can_be_fitted():
+    for ours, done in ((OTHER, False), ((HALF[0], OTHER[1]), True)):
+        weights = {PATCHES: torch.ones(2, 3, 8, 8)}
+        assert fitting.renormalize(weights, HALF, ours) == done
+        assert weights[PATCHES][0, :, 0, 0].tolist() == pytest.approx([0.2, 0.4, 0.6] if done else [1, 1, 1])
+
+
+def test_a_run_says_that_its_images_are_normalised_in_another_way(file, few_test_images, tmp_path):
+    shutil.copy(file, tmp_path)
+    (tmp_path / "config.json").write_text(HALF_CONFIG)
+    flags = recipes.flags(**{"finetune.weights": str(tmp_path), "finetune.head": "keep"})
+    result = fork_ranks.run(recipes.HYBRID, [*flags, "--output", str(tmp_path / "run"), "--eval-only"])
+    assert result.codes == [0], str(result)
+    assert "its patch embedding is rescaled, so that it sees the same" in result.stdout[0]
 
 
 def test_from_a_path(file, run, tmp_path, monkeypatch):

@@ -1,7 +1,7 @@
 """Weights of Vision Transformers under timm's names: read, and fitted to other images and other classes."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -14,6 +14,8 @@ from timm.layers import resample_abs_pos_embed
 from torch import Tensor
 
 PATCHES = "patch_embed.proj.weight"  # (width, 3, patch size, patch size)
+BIAS = "patch_embed.proj.bias"  # (width,)
+Normalization = tuple[Sequence[float], Sequence[float]]  # mean and standard deviation of each channel
 
 
 def read(source: Path) -> dict[str, Tensor]:
@@ -111,3 +113,23 @@ def new_norm(weights: dict[str, Tensor]) -> None:
     width = len(weights[PATCHES])
     weights["fc_norm.weight"], weights["fc_norm.bias"] = torch.ones(width), torch.zeros(width)
     del weights["norm.weight"], weights["norm.bias"]
+
+
+def renormalize(weights: dict[str, Tensor], theirs: Normalization, ours: Normalization) -> bool:
+    """Let the patch embedding compute in place, from images that are normalised as ours, what it did from theirs.
+
+    A channel of theirs is scale × ours + shift. The embedding is linear and its patches are not padded, so that this is
+    exact: the kernel is multiplied by the scale, and its sum over a patch, times the shift, goes to the bias.
+
+    Returns:
+        Whether it could be done: without a bias only if the means are the same.
+    """
+    (their_mean, their_std), (our_mean, our_std) = map(torch.tensor, theirs), map(torch.tensor, ours)
+    scale, shift = our_std / their_std, (our_mean - their_mean) / their_std
+    kernel = weights[PATCHES]
+    if BIAS in weights:
+        weights[BIAS] = weights[BIAS] + kernel.sum((2, 3)) @ shift
+    elif shift.any():
+        return False
+    weights[PATCHES] = kernel * scale.view(3, 1, 1)
+    return True

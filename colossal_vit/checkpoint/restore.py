@@ -130,7 +130,7 @@ def resume(run: Run, trainer: Trainer, train_dataloader: MicroBatches, lr_schedu
     if run.checkpoint is not None:
         _resume(run, trainer, train_dataloader, lr_scheduler)
     elif run.config.get("finetune"):
-        start_from(run, trainer.engine)
+        start_from(run, trainer.engine, train_dataloader.normalization)
     storage.release()
     if not run.eval_only:
         made = trainer.cur_epoch * len(train_dataloader) + train_dataloader.start  # micro-steps

@@ -3,11 +3,15 @@
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
+import numpy as np
 import timm
-from colossal_vit.checkpoint import fitting
+from colossal_vit import typed_json
+from colossal_vit.checkpoint import fitting, storage
 from colossal_vit.checkpoint.broadcast import Distributed, Source, from_memory, load_model, own_shapes
+from colossal_vit.checkpoint.contents import Channels
+from colossal_vit.checkpoint.fitting import Normalization
 from colossal_vit.checkpoint.sources import weights_file
 from colossal_vit.config.schema import default
 from colossal_vit.engine.engine import Engine
@@ -18,6 +22,7 @@ from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_c
 from safetensors import SafetensorError
 from timm.models import get_pretrained_cfg, load_state_dict_from_hf
 from torch import Tensor
+from typing_extensions import TypedDict
 
 OTHER_MODEL = "take weights of the same model, or set MODEL or its sizes to theirs"
 FILE = "model.safetensors"
@@ -65,14 +70,47 @@ def _of_timm(name: str) -> dict[str, Tensor]:
         ) from None
 
 
-def _read(source: str) -> dict[str, Tensor]:
-    """The weights of a path or, if there is no such path, of timm's model of that name, in fp32."""
+class _Preprocessing(TypedDict):
+    """What timm says of how its weights see images."""
+
+    __pydantic_config__ = typed_json.RECORD
+    mean: NotRequired[Channels | None]
+    std: NotRequired[Channels | None]
+
+
+class _Config(TypedDict):
+    """config.json in a folder of timm's."""
+
+    __pydantic_config__ = typed_json.RECORD
+    pretrained_cfg: NotRequired[_Preprocessing]
+
+
+def _normalization(file: Path) -> Normalization | None:
+    """How the images were normalised that weights were trained with, if a file beside theirs says it."""
+    folder, known = file.parent, None
+    if file.name == FILE and (folder / storage.STATE).exists():
+        known = storage.read_state(folder).get("normalization")
+    elif file.name == FILE and (folder / "config.json").exists():
+        config = typed_json.read(folder / "config.json", _Config).get("pretrained_cfg", {})
+        known = config.get("mean"), config.get("std")
+    return known if known and all(known) else None
+
+
+def _read(source: str) -> tuple[dict[str, Tensor], Normalization | None]:
+    """The weights of a path or, if there is no such path, of timm's model of that name, in fp32.
+
+    Returns:
+        Also how the images were normalised that they were trained with, if it is known.
+    """
     path = Path(source)
     if path.exists():
-        return fitting.read(weights_file(path))
+        file = weights_file(path)
+        return fitting.read(file), _normalization(file)
     if path.suffix == ".safetensors" or len(path.parts) > 1:
         raise UserError(f"{source}: no such file or directory")
-    return fitting.in_fp32(source, _of_timm(source))
+    weights = fitting.in_fp32(source, _of_timm(source))
+    known = get_pretrained_cfg(source)
+    return weights, (known.mean, known.std)
 
 
 def _fit(
@@ -100,10 +138,27 @@ def _fit(
         )
 
 
-def start_from(run: Run, engine: Engine) -> None:
+def _renormalize(named: str, weights: dict[str, Tensor], theirs: Normalization, ours: Normalization) -> str:
+    """Fit weights in place to images that are normalised in another way; returns what to log, empty for nothing."""
+    if all(map(np.array_equal, theirs, ours)):
+        return ""
+    done = fitting.renormalize(weights, theirs, ours)
+    (mean, std), (our_mean, our_std) = ([tuple(values) for values in pair] for pair in (theirs, ours))
+    return (
+        f"{named} has learned from images of mean {mean} and deviation {std}, here they have {our_mean} and {our_std}: "
+        f"{'its patch embedding is rescaled, so that it sees the same' if done else 'it does not see the same'}"
+    )
+
+
+def start_from(run: Run, engine: Engine, normalization: Normalization | None = None) -> None:
     """Load the weights that `finetune.weights` names into a model that has made no step. Collective.
 
     Only rank 0 reads them.
+
+    Args:
+        run: whose config has the block `finetune`.
+        engine: with the model.
+        normalization: how the images of this run are normalised; None if that does not matter.
 
     Raises:
         UserError: on every rank, if there are none, they cannot be read or are not of this model, or only the head
@@ -125,8 +180,10 @@ def start_from(run: Run, engine: Engine) -> None:
 
     def find() -> Source:
         try:
-            weights = _read(named)
+            weights, theirs = _read(named)
             _fit(named, weights, shapes, run.config, head)
+            if theirs and normalization and (said := _renormalize(named, weights, theirs, normalization)):
+                run.log.info(said)
         except UserError as error:
             raise UserError(f"finetune.weights: {error}") from None
         return from_memory(weights)
