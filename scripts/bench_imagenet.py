@@ -1,17 +1,19 @@
 """Speed of the ImageNet example on this machine: training with random data, training with DALI, and DALI alone.
 
     python scripts/bench_imagenet.py [--models vit_base_patch32_224 ...] [--precision fp32 bf16 fp16] [--rounds 3]
-                                     [--batch-size 256] [--accumulation 1] [--steps 8] [--output DIRECTORY]
+                                     [--batch-size N] [--accumulation 1] [--steps 8] [--output DIRECTORY]
 
 Each training measurement is a run of `train.py` in a separate process, with LAMB, Mixup and clipping as in `config.py`;
 its result is the median step after the first two. "loop" is the speed of training with DALI divided by the lower one of
 DALI alone and training with random data, all in the same round: 1 means that training never waits for data. DALI reads
-`DATA`, or generated JPEGs of 500 x 375 pixels. MFU, with random data, is given if the device's peak is known.
+`DATA`, or generated JPEGs of 500 x 375 pixels. MFU, with random data, is given if the device's peak is known. On a GPU,
+a batch has 256 images, or as many as its memory takes.
 
 Writes imagenet.md (the table, medians of all rounds), imagenet.json (every run), log.txt and provenance.json.
 """
 
 import argparse
+import math
 import multiprocessing
 import os
 import shlex
@@ -103,6 +105,15 @@ def mfu(model: str, precision: str, images_per_s: float) -> str:
     return f"{images_per_s * flops / peak:.1%}"
 
 
+def batch_size_for(memory: float) -> int:
+    """The largest power of two, up to 256, of images that a GPU with so many bytes trains any of the three models on.
+
+    By their dry runs, see results/memory_plan, an image takes up to 0.09 GB, and a model up to 7 GB. DALI and CUDA's
+    context get 2 GB.
+    """
+    return 2 ** min(8, int(math.log2(max((memory / 1e9 - 9) / 0.09, 1))))
+
+
 def main() -> None:
     # ---- Command line ----------------------------------------------------------------------------------------------
     gpu = torch.cuda.is_available()
@@ -113,7 +124,8 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=models, help="default %(default)s")
     parser.add_argument("--precision", nargs="+", choices=PRECISION, default=["fp16", "bf16"] if gpu else ["fp32"])
     parser.add_argument("--rounds", type=int, default=3, help="default %(default)s")
-    parser.add_argument("--batch-size", type=int, default=256 if gpu else 16, help="default %(default)s")
+    batch_size = batch_size_for(torch.cuda.get_device_properties(0).total_memory) if gpu else 16
+    parser.add_argument("--batch-size", type=int, default=batch_size, help="here %(default)s by default")
     parser.add_argument("--accumulation", type=int, default=1, help="default %(default)s")
     parser.add_argument("--steps", type=int, default=8, help="counted, of each run (default %(default)s)")
     parser.add_argument("--output", type=Path, default=ROOT / f"results/imagenet_{'gpu' if gpu else 'cpu'}")

@@ -4,7 +4,8 @@
 
 Each check is a separate process with a time limit and a log. Checks that have passed at this commit are not run again,
 so that an interrupted command resumes where it stopped; failed ones are. With `--rehearse` the same list runs on the
-CPU with small sizes, which tests every command of the list but nothing about GPUs.
+CPU with small sizes, which tests every command of the list but nothing about GPUs: its results are "rehearsed", never
+"passed". A check that ran on other GPUs than were found at the start, or on the CPU, has failed.
 
 Writes into results/<number and name of the GPUs>/: gpu_check.md (the table), gpu_check.json, log.txt, provenance.json,
 logs/, and a folder for each benchmark. Exit code 0 if all checks passed or were skipped, 1 if one failed, 75 if the
@@ -27,7 +28,7 @@ import torch
 from colossal_vit.benchmark import Benchmark
 
 ROOT = Path(__file__).resolve().parents[1]
-PASSED, FAILED, SKIPPED, UNFINISHED = "passed", "failed", "skipped", "unfinished"
+PASSED, REHEARSED, FAILED, SKIPPED, UNFINISHED = "passed", "rehearsed", "failed", "skipped", "unfinished"
 TINY = ["IMG_SIZE=32", "PATCH_SIZE=8", "HIDDEN_SIZE=32", "DEPTH=1", "NUM_HEADS=2"]
 SETTLE = 15  # seconds from SIGTERM to SIGKILL
 
@@ -156,6 +157,11 @@ def default_output(names: list[str]) -> Path:
     return ROOT / "results" / "_and_".join(f"{names.count(n)}x_{n.replace(' ', '_')}" for n in dict.fromkeys(names))
 
 
+def gpus_of(folder: Path) -> list[str]:
+    """The GPUs of the process that wrote the benchmark in a folder."""
+    return json.loads((folder / "provenance.json").read_text())["hardware"]["gpus"]
+
+
 def reason_to_skip(check: Check, num_gpus: int) -> str | None:
     if num_gpus < check.gpus:
         return f"needs {check.gpus} GPUs"
@@ -218,8 +224,10 @@ def main() -> int:
         sys.exit("gpu_check.py: error: no GPU here that this torch can use; --rehearse runs the list on the CPU")
     output = (args.output or (default_output(names) if names else ROOT / "runs" / "gpu_check_rehearsal")).resolve()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.getenv("PYTHONPATH")]))}
+    environment["GPU_CHECK_GPUS"] = str(len(names))  # tests/test_gpu.py fails if it finds others
     if args.rehearse:
         environment |= {"CUDA_VISIBLE_DEVICES": "", "REHEARSE": "1", "OMP_NUM_THREADS": "1"}
+    good = REHEARSED if args.rehearse else PASSED
     benchmark = Benchmark(output, changes_allowed=args.rehearse or args.list)
     commit = benchmark.origin["commit"]
     state = output / "gpu_check.json"
@@ -235,11 +243,12 @@ def main() -> int:
             print(f"{name}: {check.shows}, at most {check.minutes:g} minutes\n    {typed}")
             continue
         before = results.get(name, {})
-        if before.get("result") == PASSED and before["commit"] == commit and not args.again:
-            benchmark.print(f"{name}: has passed at this commit")
+        result = {"result": good, "commit": commit, "gpus": names}
+        if {**before, **result} == before and not args.again:
+            benchmark.print(f"{name}: {good} at this commit before")
             continue
         left = 60 * args.minutes - (time.monotonic() - started)
-        result = {"result": UNFINISHED, "seconds": 0.0, "said": "", "commit": commit, "command": typed}
+        result |= {"result": UNFINISHED, "seconds": 0.0, "said": "", "command": typed}
         if reason := None if args.rehearse else reason_to_skip(check, len(names)):
             result |= {"result": SKIPPED, "said": reason}
         elif left > SETTLE:
@@ -248,7 +257,9 @@ def main() -> int:
             code = run(command, log, environment, min(60 * check.minutes, left))
             result |= {"seconds": time.monotonic() - begun, "said": last_line(log)}
             if code is not None:
-                result["result"] = FAILED if code else PASSED
+                result["result"] = FAILED if code else good
+                if not code and "{output}" in check.command and gpus_of(output / name) != names:
+                    result |= {"result": FAILED, "said": f"ran on other GPUs: {gpus_of(output / name) or 'none'}"}
             elif left > 60 * check.minutes:
                 result |= {"result": FAILED, "said": f"took longer than {check.minutes:g} minutes"}
         cut_short |= result["result"] == UNFINISHED

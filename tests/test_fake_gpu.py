@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from colossal_vit.engine import initialize
 from colossal_vit.results import read_metrics
 from torchvision.transforms import v2
 
@@ -68,6 +69,18 @@ def test_a_run_leaves_nothing_on_the_cpu(script, amp, tmp_path):
 @pytest.mark.parametrize("amp", [None, "NAIVE"])  # autocast does not know the device
 def test_nor_does_a_backward_pass(script, amp):
     on_gpu(script, amp, "--dry-run", device=fake_gpu.META)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_attention_adds_in_one_order_with_cudnn_deterministic(asked):
+    """The backward passes of all other kernels for a GPU add by atomic operations."""
+
+    def function():
+        model = torch.nn.Linear(2, 2)
+        initialize(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        return [getattr(torch.backends.cuda, f"{k}_sdp_enabled")() for k in ("flash", "mem_efficient", "cudnn", "math")]
+
+    assert fork_ranks.call(function, cudnn_deterministic=asked) == [[not asked] * 3 + [True]]
 
 
 def test_what_is_left_there_is_found(tmp_path):

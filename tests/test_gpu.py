@@ -1,8 +1,10 @@
 """What only a GPU can show. Without one these tests are a rehearsal: small, on the CPU, which proves that they work.
 
-On a machine with GPUs every run is a process of its own, as a user starts it; in a rehearsal it is a fork.
+Every run on a GPU is a process of its own, as a user starts it; in a rehearsal, too, but that it need not import
+everything. scripts/gpu_check.py says how many GPUs it has found: if these tests find another number, all of them fail.
 """
 
+import contextlib
 import functools
 import json
 import os
@@ -17,13 +19,18 @@ import pytest
 import torch
 from colossal_vit.data.digits import write_imagenet
 from colossal_vit.results import read_metrics
+from safetensors.torch import save_file
 
+import conftest
 import fork_ranks
 import launchers
 import recipes
+import vit
+import warm
 from fork_ranks import ROOT
 
-REHEARSAL = not launchers.num_gpus()
+EXPECTED = os.environ.get("GPU_CHECK_GPUS")  # what gpu_check has found, 0 in a rehearsal
+REHEARSAL = not int(EXPECTED or launchers.num_gpus())
 HYBRID = dict(recipes.MODEL, DEPTH=2) if REHEARSAL else dict(recipes.MODEL)
 SIZE = dict(IMG_SIZE=16, PATCH_SIZE=8) if REHEARSAL else dict(IMG_SIZE=224, PATCH_SIZE=16)  # 197 tokens
 CALTECH = dict(IMG_SIZE=16, CACHE_SIZE=18, PATCH_SIZE=8, HIDDEN_SIZE=32, DEPTH=1, NUM_HEADS=4, BATCH_SIZE=16)
@@ -43,17 +50,33 @@ def on_cpu(script, flags, ranks=1):
     return result.stdout[0]
 
 
-def on_gpu(script, flags, ranks=1, **variables):
-    """The same on GPUs, if there are any."""
-    if REHEARSAL:
-        return on_cpu(script, flags, ranks)
-    program = ["torchrun", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else ["python"]
-    path = ROOT / script
-    variables["PYTHONPATH"] = PYTHONPATH
-    code, said = launchers.run([*program, path.name, *flags], cwd=path.parent, gpus=True, **variables)
-    assert code == 0, said
-    assert "(cuda:0, nccl)" in said or "--dry-run" in flags, said
-    return said
+@pytest.fixture(scope="module", autouse=True)
+def programs(tmp_path_factory):
+    """The environment variables of runs on GPUs; in a rehearsal, with programs that start at once."""
+    assert EXPECTED in (None, str(launchers.num_gpus())), f"gpu_check.py has found {EXPECTED} GPUs, torch finds others"
+    variables = {"PYTHONPATH": PYTHONPATH}
+    with contextlib.ExitStack() as stack:
+        if REHEARSAL:
+            warmed = stack.enter_context(warm.Warm(tmp_path_factory.mktemp("warm")))
+            path = launchers.environment()["PATH"]
+            variables |= {**warmed.environment, "PATH": f"{warmed.bin}:{path}", "CUDA_VISIBLE_DEVICES": ""}
+        yield variables
+
+
+@pytest.fixture(scope="module")
+def on_gpu(programs):
+    """Run a train script in new processes, on GPUs unless this is a rehearsal; returns what it printed."""
+
+    def run(script, flags, ranks=1, **variables):
+        program = ["torchrun", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else ["python"]
+        path = ROOT / script
+        command = [*program, path.name, *flags]
+        code, said = launchers.run(command, cwd=path.parent, gpus=True, **programs, **variables)
+        assert code == 0, said
+        assert ("(cpu, gloo)" if REHEARSAL else "(cuda:0, nccl)") in said or "--dry-run" in flags, said
+        return said
+
+    return run
 
 
 def flags(output, steps=NUM_STEPS, amp=None, dtype=None, **values):
@@ -70,24 +93,42 @@ def flags(output, steps=NUM_STEPS, amp=None, dtype=None, **values):
 
 
 @pytest.fixture(scope="module")
-def fp32(tmp_path_factory):
+def start(tmp_path_factory):
+    """Config values to start from random weights, by size of the images. In a file, which new processes can read."""
+
+    @functools.cache
+    def values(img_size):
+        config = recipes.config(recipes.flags(**{**HYBRID, "IMG_SIZE": img_size}))
+        with pytest.MonkeyPatch.context() as patch:
+            conftest.random_start(patch)
+            weights = vit.full_vit(config).state_dict()
+        path = tmp_path_factory.mktemp("weights") / "random.safetensors"
+        save_file(weights, path)
+        return {"finetune.weights": str(path), "finetune.head": "keep"}
+
+    return values
+
+
+@pytest.fixture(scope="module")
+def fp32(start, tmp_path_factory):
     """Steps of the CPU in fp32, by size of the images."""
 
     @functools.cache
     def steps(img_size):
         output = tmp_path_factory.mktemp("cpu")
-        on_cpu(recipes.HYBRID, flags(output, IMG_SIZE=img_size))
+        on_cpu(recipes.HYBRID, flags(output, IMG_SIZE=img_size, **start(img_size)))
         return read_metrics(output)[0]
 
     return steps
 
 
 @pytest.mark.parametrize(("amp", "dtype"), [(None, None), *MODES])
-def test_losses_are_those_of_the_cpu(amp, dtype, fp32, tmp_path, random_weights):
+def test_losses_are_those_of_the_cpu(amp, dtype, fp32, start, on_gpu, tmp_path):
     """In fp32 to the tolerances of the layouts, in half precision to 2 %."""
-    said = on_gpu(recipes.HYBRID, flags(tmp_path, amp=amp, dtype=dtype))
+    img_size = 16 if dtype and REHEARSAL else HYBRID["IMG_SIZE"]
+    said = on_gpu(recipes.HYBRID, flags(tmp_path, amp=amp, dtype=dtype, **start(img_size)))
     steps, _ = read_metrics(tmp_path)
-    expected = fp32(16 if dtype and REHEARSAL else HYBRID["IMG_SIZE"])
+    expected = fp32(img_size)
     assert len(steps) == len(expected) == NUM_STEPS
     for here, there in zip(steps, expected, strict=True):
         tolerance = 0.02 if amp else 1e-5 if here["step"] == 1 else 1e-4
@@ -105,7 +146,7 @@ def test_losses_are_those_of_the_cpu(amp, dtype, fp32, tmp_path, random_weights)
         ("vit_imagenet_dali/train.py", "config_sample.py", {**IMAGENET, "SYNTHETIC": True, "fp16": None}),
     ],
 )
-def test_losses_of_the_other_examples(script, config, values, tmp_path):
+def test_losses_of_the_other_examples(script, config, values, on_gpu, tmp_path):
     """Their data go to the device in other ways, with augmentation and Mixup there."""
     values = {**values, "DROP_RATE": 0.0}
 
@@ -123,7 +164,7 @@ def test_losses_of_the_other_examples(script, config, values, tmp_path):
 
 
 @pytest.mark.parametrize(("amp", "dtype"), [(None, None), ("TORCH", "fp16"), ("NAIVE", "fp16")])
-def test_resumes_to_the_bit(amp, dtype, tmp_path):
+def test_resumes_to_the_bit(amp, dtype, on_gpu, tmp_path):
     """With dropout, whose generator is the device's, augmentation, EMA, and a loss scale that changes."""
     values = {**SIZE, **RECIPE, "DROP_RATE": 0.1, "DROP_PATH_RATE": 0.1}
     values |= {"cudnn_deterministic": True, "checkpoint.keep": 2}
@@ -141,7 +182,7 @@ def test_resumes_to_the_bit(amp, dtype, tmp_path):
 
 
 @pytest.mark.parametrize("amp", [None, "TORCH", "NAIVE"])
-def test_memory_is_what_a_dry_run_says(amp, tmp_path):
+def test_memory_is_what_a_dry_run_says(amp, on_gpu, tmp_path):
     """Within 10 % of what CUDA has allocated, for a model of 21 M parameters."""
     values = dict(HIDDEN_SIZE=384, NUM_HEADS=6, DEPTH=12, PATCH_SIZE=4, BATCH_SIZE=256)
     if REHEARSAL:
@@ -156,7 +197,7 @@ def test_memory_is_what_a_dry_run_says(amp, tmp_path):
 
 
 @pytest.mark.parametrize(("amp", "dtype"), [(None, None), ("TORCH", "fp16"), ("NAIVE", "fp16")])
-def test_of_the_waits_one_is_left(amp, dtype, tmp_path):
+def test_of_the_waits_one_is_left(amp, dtype, on_gpu, tmp_path):
     said = on_gpu(recipes.HYBRID, [*flags(tmp_path, 4, amp, dtype), "--profile"])
     assert "in a step the host waits for the device: 1 for loss and norm\n" in said
 
@@ -204,7 +245,7 @@ def test_dali_decodes_as_on_the_cpu(packed, tmp_path):
 
 
 @pytest.mark.parametrize("recipe", [{}, {**RECIPE, "dali.mixup_alpha": 0}], ids=["published", "all of it"])
-def test_dali_trains_and_resumes(recipe, packed, tmp_path):
+def test_dali_trains_and_resumes(recipe, packed, on_gpu, tmp_path):
     """Mixup and evaluation included; the stream of images resumes where it stopped."""
     values = dict(IMAGENET, BATCH_SIZE=16, DATA=str(packed), **recipe)
 
@@ -224,7 +265,7 @@ def test_dali_trains_and_resumes(recipe, packed, tmp_path):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_reduction_overlaps_the_backward_pass(tmp_path):
+def test_reduction_overlaps_the_backward_pass(on_gpu, tmp_path):
     """In a traced step of two replicas, NCCL's kernels run beside others for a good part of their time."""
     if not REHEARSAL and launchers.num_gpus() < 2:
         pytest.skip("needs 2 GPUs")
@@ -241,12 +282,12 @@ def test_reduction_overlaps_the_backward_pass(tmp_path):
             reductions.append(event)
         elif REHEARSAL and event["name"] == "backward":
             others.append(event)
-    raise_on_all_ranks = sum(
+    beside = sum(
         max(0.0, min(a["ts"] + a["dur"], b["ts"] + b["dur"]) - max(a["ts"], b["ts"]))
         for a in reductions
         for b in others
     )
-    share = raise_on_all_ranks / sum(event["dur"] for event in reductions)
+    share = beside / sum(event["dur"] for event in reductions)
     print(f"{share:.0%} of the reductions' time is beside other kernels")
     assert share > (0.0 if REHEARSAL else 0.25)
 

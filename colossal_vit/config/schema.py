@@ -276,7 +276,9 @@ GROUPS: dict[str, dict[str, Setting | Block]] = {
         "COMPILE": Setting(BOOL, "torch.compile", False),
         "TF32": Setting(BOOL, "TensorFloat-32 in matrix products and convolutions in fp32", False),
         "cudnn_benchmark": Setting(BOOL, "let cuDNN try its algorithms", False),
-        "cudnn_deterministic": Setting(BOOL, "deterministic algorithms of cuDNN only", False),
+        "cudnn_deterministic": Setting(
+            BOOL, "only deterministic algorithms in cuDNN and attention: slower, with more memory", False
+        ),
     },
 }
 SCHEMA = {key: setting for group in GROUPS.values() for key, setting in group.items()}

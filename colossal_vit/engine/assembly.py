@@ -160,6 +160,10 @@ def initialize(
     device = get_accelerator().get_current_device()
     torch.backends.cudnn.benchmark = config.get("cudnn_benchmark", False)
     torch.backends.cudnn.deterministic = config.get("cudnn_deterministic", False)
+    # Backward passes of fused attention add up in any order, cuDNN's and the others alike, and torch's own switch for
+    # determinism leaves them so unless it makes errors of all that cannot be deterministic.
+    for kernel in ("flash", "mem_efficient", "cudnn"):
+        getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(not config.get("cudnn_deterministic", False))
     # torch's default is TF32 in cuDNN but not in matrix products: "fp32" would be two precisions in one model.
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.get("TF32", False)
     fp16 = config.fp16
