@@ -1,25 +1,30 @@
 """Kill -9 a random rank or the launcher many times in one run: the result must be that of an undisturbed run.
 
-    python scripts/fault_loop.py [--rounds 50] [--seed N] [--result results/fault_loop]
-    python scripts/fault_loop.py --relay --rounds 100 [--seed N] [--result results/fault_relay]
+    python scripts/fault_loop.py [--rounds 50] [--seed N] [--result results/fault_loop] [--scratch DIRECTORY]
+    python scripts/fault_loop.py --relay --rounds 100 [--seed N] [--result results/fault_relay] [--scratch DIRECTORY]
 
 About 20 minutes on 2 CPU cores. Two pipeline stages train a small ViT with dropout on the digits sample and save every
 second step. Each round starts them with the same command, and kills one of them or their torchrun, each as often as the
 others: in every fifth round while the ranks start, in every second one during a save, otherwise up to 0.7 s after a new
-step. After each round, the other ranks must have ended by themselves, every checkpoint must be valid, and none may be
-lost. In the end the run is completed, and compared bit for bit with an undisturbed one: the final weights and moments,
-and all of `metrics.jsonl` except the times.
+step. Before each round the record gets a damaged line, or the run a newer checkpoint that is forged with the right
+SHA-256; before each kill another process begins to read the newest checkpoint. After each round, the other ranks must
+have ended by themselves, every checkpoint must be valid, none may be lost, and what was begun to be read must be
+readable. In the end the run is completed, and compared bit for bit with an undisturbed one: the final weights and
+moments, and all of `metrics.jsonl` except the times.
 
 With `--relay` each round resumes in another layout, drawn from those of check_layouts.py, on 1 to 8 ranks, with and
 without optimizer state split over the data-parallel ranks; ranks are killed, no launcher. The losses and gradient norms
 must then be those of an undisturbed run of one process within the limits of check_layouts.py. Ranks are forks of this
 process, so that they need not import everything; that takes about 15 minutes for 100 rounds.
 
+With `--scratch` the run is there, and the same command goes on after the rounds that it made before it was interrupted.
+
 Prints a line per round and a table. With `--result` also writes fault_loop.md (the table), fault_loop.json (every
 round), log.txt (with the output of all ranks) and provenance.json. Exit code 1 if any check fails.
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -31,7 +36,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -40,9 +45,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import psutil
+import safetensors.torch
 from colossal_vit.benchmark import Benchmark
 from colossal_vit.checkpoint import storage
+from colossal_vit.checkpoint.contents import VERSION
 from colossal_vit.errors import UserError
+from colossal_vit.files import write_text
 
 from check_layouts import ANY_STEP, CONFIG, FIRST_STEP, FOLDER, LAYOUTS, MODEL, PIPELINE, set_flags
 
@@ -74,6 +82,7 @@ SAVE_LIMIT, SAVE_POLL, SAVE_DELAY = 1.0, 0.0005, 0.03  # seconds; a save takes 1
 # A save waits for the previous one. So when a step is recorded, the last save but one is on disk.
 MOST_LOST = 2 * EVERY_STEPS
 
+NO_RECORDS = [b"null", b"\xff", b"\0" * 9, b"[]", b'{"step": "x"}', b'{"step": -1}', b'{"step": 1e400}', b"[" * 99_999]
 TIMES = {"images_per_s", "data_s", "step_s", "memory_gb"}  # metrics that may differ between two runs
 
 # ---- The ranks -------------------------------------------------------------------------------------------------------
@@ -89,11 +98,13 @@ Start = Callable[[bool], "Attempt"]  # called with whether a launcher starts the
 
 
 class Leg(NamedTuple):
-    """How ranks are started in a round, and which may be killed; `layout` is for the record."""
+    """How ranks are started in a round, which may be killed, and whether `_disturb` comes before; `layout` is for the
+    record."""
 
     start: Start
     victims: Sequence[int | str]
     layout: str = ""
+    disturbed: bool = True
 
 
 class Attempt(Protocol):
@@ -232,12 +243,13 @@ def _wait_for_save(folder: Path, earlier: set[str], delay: float) -> None:
         time.sleep(SAVE_POLL)
 
 
-def _check_checkpoints(folder: Path, newest: int) -> tuple[int, int]:
+def _check_checkpoints(folder: Path, newest: int, forged: Container[str] = ()) -> tuple[int, int]:
     """Check every checkpoint of a run whose ranks have all ended.
 
     Args:
         folder: with the checkpoints.
         newest: step of the newest one before this round.
+        forged: names of those that `_disturb` has added.
 
     Returns:
         Number of checkpoints, and the step of the newest, or 0.
@@ -250,13 +262,55 @@ def _check_checkpoints(folder: Path, newest: int) -> tuple[int, int]:
         try:
             found[storage.verify(path)["step"]] = path.name
         except UserError as error:
-            raise AssertionError(f"a checkpoint is not whole: {error}") from None
+            if path.name not in forged:
+                raise AssertionError(f"a checkpoint is not whole: {error}") from None
     assert all(name == f"step-{step:08d}" for step, name in found.items()), f"steps under other names: {found}"
-    set_aside = [path.name for path in folder.glob("damaged-*")]
+    set_aside = [path.name for path in folder.glob("damaged-*") if path.stem.removeprefix("damaged-") not in forged]
     assert not set_aside, f"checkpoints did not hold when the run was started: {', '.join(set_aside)}"
     last = max(found, default=0)
     assert last >= newest, f"a checkpoint is lost: the newest was that of step {newest} and is that of step {last} now"
     return len(found), last
+
+
+def _disturb(output: Path, newest: int, draw: random.Random) -> str:
+    """Damage what a run must get over: add a line to its record that is none, or a newer checkpoint that is forged.
+
+    Returns:
+        The name of that checkpoint, or "".
+    """
+    metrics, last = output / "metrics.jsonl", output / storage.FOLDER / f"step-{newest:08d}"
+    if not newest or draw.random() < 0.5:
+        if metrics.exists():
+            lines = metrics.read_bytes().splitlines(keepends=True)
+            lines.insert(draw.randrange(len(lines) + 1), draw.choice(NO_RECORDS) + b"\n")
+            metrics.write_bytes(b"".join(lines))
+        return ""
+    forged = last.with_name(f"step-{newest + 1:08d}")
+    shutil.rmtree(forged, ignore_errors=True)
+    shutil.copytree(last, forged)
+    wrong = {draw.choice(["epoch", "images", "moments_step", "ranks", "config", "best"]): draw.choice(["x", -1, [1]])}
+    (forged / storage.STATE).write_text(storage._to_text({**storage.read_state(last), "step": newest + 1, **wrong}))
+    files = {name: storage._fingerprint(forged / name) for name in storage.CONTENTS}
+    (forged / storage.MANIFEST).write_text(storage._to_text({"version": VERSION, "files": files}))
+    return forged.name
+
+
+def _read_held(path: Path | None) -> bool:
+    """Read a checkpoint that is held; returns whether the run has removed it meanwhile.
+
+    Raises:
+        AssertionError: if it cannot be read.
+    """
+    if path is None:
+        return False
+    try:
+        storage.verify(path)
+        safetensors.torch.load_file(storage.readable(path / storage.MODEL))
+    except UserError as error:
+        raise AssertionError(f"beside the run: {error}") from None
+    finally:
+        storage.release()
+    return not path.exists()
 
 
 # ---- The loop --------------------------------------------------------------------------------------------------------
@@ -277,6 +331,8 @@ class Round:
             and the step of the newest checkpoint afterwards.
         verified: number of checkpoints afterwards.
         layout: of a relay's leg.
+        forged: name of the checkpoint that was added before, or "".
+        removed: whether the run had removed the checkpoint that was read beside it.
     """
 
     victim: int | str
@@ -290,10 +346,19 @@ class Round:
     newest: int
     verified: int
     layout: str
+    forged: str
+    removed: bool
 
 
 def _name(victim: int | str) -> str:
     return victim if victim == LAUNCHER else f"rank {victim}"
+
+
+def _moment(number: int) -> str:
+    """When a rank is killed in round `number`."""
+    if number % STARTUP_EVERY == 0:
+        return "start-up"
+    return "save" if number % SAVE_EVERY == 0 else "any"
 
 
 def _kill(pid: int) -> list[psutil.Process]:
@@ -304,12 +369,14 @@ def _kill(pid: int) -> list[psutil.Process]:
     return children
 
 
-def _round(leg: Leg, output: Path, moment: str, begun: int, delays: dict, draw: random.Random) -> Round:
+def _round(leg: Leg, output: Path, number: int, done: list[Round], delays: dict[str, float], seed: int) -> Round:
     """Start the ranks, kill one or their launcher, and check the checkpoints; `delays` has upper limits by moment."""
+    draw, begun, moment = random.Random(f"{seed} {number}"), done[-1].newest if done else 0, _moment(number)
+    delay, victim = draw.random() * delays[moment], draw.choice(leg.victims)
+    added = _disturb(output, begun, draw) if leg.disturbed else ""
+    forged = {added, *(this.forged for this in done)}
     folder, record = output / storage.FOLDER, _Record(output)
-    earlier, fraction = _hidden(folder), draw.random()
-    delay = fraction * delays[moment]
-    victim = draw.choice(leg.victims)
+    earlier = _hidden(folder)
     index = 0 if victim == LAUNCHER else victim
     name = _name(victim)
     started = time.monotonic()
@@ -318,6 +385,7 @@ def _round(leg: Leg, output: Path, moment: str, begun: int, delays: dict, draw: 
             _wait_for_step(attempt, record, begun)
             if victim != LAUNCHER:  # which takes longer
                 delays["start-up"] = min(delays["start-up"], time.monotonic() - started)
+        reading, _ = storage.newest(folder, held=True)
         if moment == "save":
             _wait_for_save(folder, earlier, delay)
         else:
@@ -336,11 +404,12 @@ def _round(leg: Leg, output: Path, moment: str, begun: int, delays: dict, draw: 
     assert not outlived, f"not all ended within {END_LIMIT:g} s of {name}: {ended}"
     assert all(others), f"exit code 0 after {name} was killed: {ended}"
     half_written = bool(_hidden(folder) - earlier)
-    verified, newest = _check_checkpoints(folder, begun)
+    removed = _read_held(reading)
+    verified, newest = _check_checkpoints(folder, begun, forged)
     reached = max(record.last_step(), begun)
     assert reached <= newest + MOST_LOST, f"step {reached} is on record, but the newest checkpoint is of step {newest}"
     steps = (begun, reached, newest)
-    return Round(victim, moment, saving, half_written, end_s, ended.codes, *steps, verified, leg.layout)
+    return Round(victim, moment, saving, half_written, end_s, ended.codes, *steps, verified, leg.layout, added, removed)
 
 
 def fault_loop(
@@ -348,8 +417,9 @@ def fault_loop(
     output: Path,
     rounds: int,
     seed: int,
-    report: Callable[[str], None],
+    report: Callable[[str, list[Round]], None],
     longest_delay: float | None = None,
+    done: Sequence[Round] = (),
 ) -> list[Round]:
     """Start a run and kill a rank or its launcher, repeatedly; then let the run complete.
 
@@ -358,41 +428,40 @@ def fault_loop(
         output: their run directory.
         rounds: number of kills.
         seed: of the random victims and times.
-        report: called with a line for each round.
+        report: called with a line for each round, and the rounds so far.
         longest_delay: seconds from the first new step to the kill; None means LONGEST_DELAY.
+        done: the rounds that were made already.
 
     Raises:
         AssertionError: if a checkpoint is lost or not valid, a rank outlives a killed one, or the run does not resume
             or complete.
     """
-    draw, done, newest = random.Random(seed), [], 0
+    done = list(done)
     delays = {
         "any": longest_delay or LONGEST_DELAY,
         "save": SAVE_DELAY,
         "start-up": PROGRESS_LIMIT,
     }  # the last one is measured
-    for number in range(1, rounds + 1):
-        moment = "save" if number % SAVE_EVERY == 0 else "any"
-        if number % STARTUP_EVERY == 0:
-            moment = "start-up"
+    for number in range(len(done) + 1, rounds + 1):
         try:
-            this = _round(next(legs), output, moment, newest, delays, draw)
+            this = _round(next(legs), output, number, done, delays, seed)
         except AssertionError as error:
-            raise AssertionError(f"round {number} ({moment}), seed {seed}: {error}") from None
-        newest = this.newest
+            raise AssertionError(f"round {number} ({_moment(number)}), seed {seed}: {error}") from None
         done.append(this)
         during = ", in a save" * this.saving + ", left half-written" * this.half_written
         where = f" ({this.layout})" if this.layout else ""
         report(
-            f"round {number}{where}: {_name(this.victim)} killed ({moment}{during}) "
+            f"round {number}{where}: {_name(this.victim)} killed ({this.moment}{during}) "
             f"after steps {this.begun} to {this.reached}; "
-            f"the others ended after {this.end_s:.2f} s; {this.verified} checkpoints hold, the newest of step {newest}"
+            f"the others ended after {this.end_s:.2f} s; {this.verified} checkpoints hold, the newest of step "
+            f"{this.newest}",
+            done,
         )
     with _started(next(legs).start) as attempt:
         ended = attempt.wait(FINISH_LIMIT)
     assert not any(ended.codes), f"left alone after {rounds} rounds, the run failed: {ended}"
-    _check_checkpoints(output / storage.FOLDER, newest)
-    report("left alone, the run has come to its end")
+    _check_checkpoints(output / storage.FOLDER, done[-1].newest, {this.forged for this in done})
+    report("left alone, the run has come to its end", done)
     return done
 
 
@@ -470,6 +539,8 @@ def make_table(done: list[Round], records: list[dict], verdict: dict[str, str]) 
         "steps made in all / of the run": f"{made} / {steps}",
         "most steps lost by a kill": max(this.reached - this.newest for this in done),
         "checkpoints verified / not whole / lost": f"{sum(this.verified for this in done)} / 0 / 0",
+        "checkpoints forged between rounds, and passed over": sum(bool(this.forged) for this in done),
+        "checkpoints read after the run had removed them": sum(this.removed for this in done),
         "longest time until the other ranks had ended": f"{max(this.end_s for this in done):.1f} s",
         **verdict,
     }
@@ -503,7 +574,7 @@ def relay(output: Path, seed: int, values: dict[str, Any], flags: Sequence[str])
         previous = name
 
 
-def run_relay(args: argparse.Namespace, scratch: Path, benchmark: Benchmark) -> Outcome:
+def run_relay(args: argparse.Namespace, scratch: Path, diary: "Diary") -> Outcome:
     """The run of `--relay`, and an undisturbed one of one process."""
     sys.path += [str(FOLDER), str(FOLDER.parent / "tests")]
     import conftest  # noqa: F401 prepares this process for forks
@@ -511,7 +582,8 @@ def run_relay(args: argparse.Namespace, scratch: Path, benchmark: Benchmark) -> 
 
     values = {**RELAY, "NUM_EPOCHS": math.ceil(args.rounds / RELAY_ROUNDS_AN_EPOCH)}
     legs = relay(scratch / "run", args.seed, values, ["--timeout", str(RELAY_TIMEOUT)])
-    done = fault_loop(legs, scratch / "run", args.rounds, args.seed, benchmark.print, RELAY_DELAY)
+    legs = itertools.islice(legs, len(diary.done), None)
+    done = fault_loop(legs, scratch / "run", args.rounds, args.seed, diary.report, RELAY_DELAY, diary.done)
     command = ["--config", CONFIG, "--output", str(scratch / "undisturbed"), *set_flags(values)]
     ended = fork_ranks.run("vit_cifar10_hybrid/train_hybrid.py", command)
     assert not any(ended.codes), f"the undisturbed run failed: {ended}"
@@ -528,27 +600,47 @@ def run_relay(args: argparse.Namespace, scratch: Path, benchmark: Benchmark) -> 
 # ---- From the command line -------------------------------------------------------------------------------------------
 
 
-def run_launched(args: argparse.Namespace, scratch: Path, benchmark: Benchmark) -> Outcome:
+class Diary:
+    """Log and rounds of a run, in files with which the same command goes on after it was interrupted.
+
+    Args:
+        folder: where they are.
+        settings: of the command.
+        print_line: called with each line of the log.
+
+    Raises:
+        AssertionError: if those in the folder are of another command.
+    """
+
+    def __init__(self, folder: Path, settings: dict[str, Any], print_line: Callable[[str], None]):
+        self.log, self.rounds = folder / "log.txt", folder / "rounds.json"
+        self.settings, self.print_line = settings, print_line
+        there = json.loads(self.rounds.read_text()) if self.rounds.exists() else {"settings": settings, "done": []}
+        assert there["settings"] == settings, f"{folder} has the run of another command: {there['settings']}"
+        self.done = [Round(**this) for this in there["done"]]
+
+    def report(self, line: str, done: list[Round]) -> None:
+        """Log a line, and keep the rounds so far."""
+        self.print_line(line)
+        with open(self.log, "a") as file:
+            file.write(f"fault_loop.py: {line}\n")
+        write_text(self.rounds, json.dumps({"settings": self.settings, "done": [asdict(this) for this in done]}))
+
+
+def run_launched(args: argparse.Namespace, scratch: Path, diary: Diary) -> Outcome:
     """The run whose ranks or launcher are killed, and an undisturbed one."""
-    log = scratch / "log.txt"
     settings = {**SETTINGS, "NUM_EPOCHS": math.ceil(args.rounds / ROUNDS_AN_EPOCH)}
     command = ["train_hybrid.py", "--config", CONFIG, "--timeout", str(TIMEOUT), *set_flags(settings)]
 
-    def start(name: str, launched: bool = False) -> Ranks:
-        return Ranks([*command, "--output", str(scratch / name)], log, launched)
-
-    def report(line: str) -> None:
-        benchmark.print(line)
-        with open(log, "a") as file:
-            file.write(f"fault_loop.py: {line}\n")
+    def start(name: str, launched: bool = False) -> Ranks:  # with a relative path, as somebody would type it
+        return Ranks([*command, "--output", os.path.relpath(scratch / name, FOLDER)], diary.log, launched)
 
     legs = repeat(Leg(partial(start, "run"), [*range(WORLD_SIZE), LAUNCHER]))
-    done = fault_loop(legs, scratch / "run", args.rounds, args.seed, report)
+    done = fault_loop(legs, scratch / "run", args.rounds, args.seed, diary.report, done=diary.done)
     with _started(partial(start, "undisturbed")) as attempt:
         ended = attempt.wait(FINISH_LIMIT)
     assert not any(ended.codes), f"the undisturbed run failed: {ended}"
     records = compare(scratch / "run", scratch / "undisturbed")
-    benchmark.log = log.read_text()
     verdict = {
         "records as in the undisturbed run": f"all {len(records)}, to the bit",
         "final weights and moments as in the undisturbed run": "to the bit",
@@ -562,13 +654,18 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of victims and moments (default %(default)s)")
     parser.add_argument("--result", type=Path, help="folder for the result (default: it is printed only)")
     parser.add_argument("--relay", action="store_true", help="each round in another layout")
+    parser.add_argument("--scratch", type=Path, help="folder of the run, with which the same command goes on")
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds}: must be at least 1")
     benchmark = Benchmark(args.result)
-    scratch = Path(tempfile.mkdtemp(prefix="fault-loop-"))
+    scratch = (args.scratch or Path(tempfile.mkdtemp(prefix="fault-loop-"))).resolve()
+    scratch.mkdir(parents=True, exist_ok=True)
     try:
-        outcome = (run_relay if args.relay else run_launched)(args, scratch, benchmark)
+        settings = {"rounds": args.rounds, "seed": args.seed, "relay": args.relay}
+        diary = Diary(scratch, settings, benchmark.print)
+        outcome = (run_relay if args.relay else run_launched)(args, scratch, diary)
+        benchmark.log = diary.log.read_text()
     except AssertionError as error:
         print(f"fault_loop.py: error: {error}\nThe run is left in {scratch}", file=sys.stderr)
         return 1

@@ -32,8 +32,15 @@ def launcher(*arguments):
     return fork_ranks.World([pid], Path(tempfile.mkdtemp(prefix="launcher-")))
 
 
+class Interrupted(Exception):
+    pass
+
+
 def test_six_kills(tmp_path, monkeypatch):
-    """A run with split state killed six times, once while it starts, is to the bit the run that nobody disturbs."""
+    """A run with split state killed six times, once while it starts, is to the bit the run that nobody disturbs.
+
+    The loop itself is interrupted after three of them.
+    """
     monkeypatch.setattr(fault_loop, "LONGEST_DELAY", 0.3)
     for limit in ("PROGRESS_LIMIT", "END_LIMIT"):
         monkeypatch.setattr(fault_loop, limit, fork_ranks.PATIENCE)
@@ -45,9 +52,19 @@ def test_six_kills(tmp_path, monkeypatch):
             recipes.HYBRID, [*argv, "--output", str(tmp_path / name)], fork_ranks.by_torchrun(2)
         )
 
-    said = []
-    legs = repeat(fault_loop.Leg(partial(start, "run"), [0, 1, fault_loop.LAUNCHER]))
-    done = fault_loop.fault_loop(legs, tmp_path / "run", 6, 35, said.append)
+    said, leg = [], fault_loop.Leg(partial(start, "run"), [0, 1, fault_loop.LAUNCHER])
+
+    def three_legs():
+        yield from repeat(leg, 3)
+        raise Interrupted
+
+    def loop(legs):
+        diary = fault_loop.Diary(tmp_path, {"seed": 30}, said.append)
+        return fault_loop.fault_loop(legs, tmp_path / "run", 6, 30, diary.report, done=diary.done)
+
+    with pytest.raises(Interrupted):
+        loop(three_legs())
+    done = loop(repeat(leg))
     result = start("undisturbed").wait()
     assert result.codes == [0, 0], str(result)
     records = fault_loop.compare(tmp_path / "run", tmp_path / "undisturbed")
@@ -55,11 +72,15 @@ def test_six_kills(tmp_path, monkeypatch):
     assert [this.moment for this in done] == ["any", "save", "any", "save", "start-up", "save"]
     assert all(-signal.SIGKILL in this.codes for this in done)
     assert any(this.saving for this in done)
+    assert any(this.forged for this in done)
     assert {this.victim for this in done} == {0, 1, "launcher"}
     assert len(said) == 7
     assert len(read_metrics(tmp_path / "run")[0]) == records[-1]["step"] == 44
     table = "\n".join(fault_loop.make_table(done, records, {}))
     assert "| steps made in all / of the run | " in table
+    assert len((tmp_path / "log.txt").read_text().splitlines()) == 7
+    with pytest.raises(AssertionError, match=r"has the run of another command: .'seed': 30"):
+        fault_loop.Diary(tmp_path, {"seed": 31}, print)
     assert " / 44 |" in table
 
 
@@ -176,7 +197,8 @@ class Pretended:
 def test_the_loop_sees_it(fault, words, tmp_path, monkeypatch):
     for name in ("LONGEST_DELAY", "SAVE_LIMIT"):
         monkeypatch.setattr(fault_loop, name, 0.2)
-    legs = repeat(fault_loop.Leg(partial(Pretended, tmp_path / "run", fault), [0, 1, fault_loop.LAUNCHER]))
+    start = partial(Pretended, tmp_path / "run", fault)
+    legs = repeat(fault_loop.Leg(start, [0, 1, fault_loop.LAUNCHER], disturbed=False))
     with pytest.raises(AssertionError, match=r"^round \d \(\w+\), seed 0: " + words):
         fault_loop.fault_loop(legs, tmp_path / "run", 4, 0, print)
 

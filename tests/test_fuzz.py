@@ -70,6 +70,27 @@ def test_new_pairs_of_commands_leave_valid_runs(capsys):
     assert f"Seed {seed}: 20 pairs, 0 failed" in said
 
 
+def test_pairs_that_were_run_are_not_run_again(tmp_path, monkeypatch, capsys):
+    """The same command goes on where it was interrupted."""
+    monkeypatch.setenv("REHEARSE", "1")
+    checked = []
+
+    def check(seed, number, data):
+        if number == 2 and 2 not in checked:
+            checked.append(number)
+            raise KeyboardInterrupt
+        checked.append(number)
+        return [], ["a fault"] if number == 1 else []
+
+    monkeypatch.setattr(fuzz_runs, "check", check)
+    with pytest.raises(KeyboardInterrupt):
+        fuzz_runs.main(["5", "4", "--output", str(tmp_path)])
+    assert fuzz_runs.main(["5", "4", "--output", str(tmp_path)]) == 1
+    assert checked == [0, 1, 2, 2, 3]
+    assert "Seed 5: 4 pairs, 1 failed: [1]." in capsys.readouterr().out
+    assert (tmp_path / "log.txt").read_text().splitlines() == ["0:", "1:", "  a fault", "2:", "3:"]
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run of five steps with two checkpoints."""
