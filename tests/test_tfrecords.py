@@ -892,6 +892,16 @@ NAME_FAULTS = {
         lambda s: [index_of(s).rename(f"{str(index_of(s))[:-9]}00005.idx"), s.rename(f"{str(s)[:-5]}00005")],
         ["{out}/train/train-00001-of-00005: is one of 5 shards, but {out}/train/train-00000-of-00004 is one of 4"],
     ),
+    "a number above all": (
+        lambda s: [
+            index_of(s).rename(str(index_of(s)).replace("00001-of", "00007-of")),
+            s.rename(f"{str(s)[:-14]}00007-of-00004"),
+        ],
+        [
+            "train-00007-of-00004: has a number that is not below 4",
+            "{out}/train: 1 of 4 shards are missing, the first is number 1",
+        ],
+    ),
     "a copy in another's place": (
         lambda s: copy_shard(s, "train-00002-of-00004"),
         ["train-00002-of-00004: has the same records as {first}"],
@@ -917,6 +927,13 @@ def test_verify_finds_missing_and_doubled_shards(built, capfd, name):
     assert len(lines) == len(expected), lines
     for line, words in zip(lines, expected, strict=True):
         assert words.format(out=built, first=shard) in line
+
+
+def test_a_name_may_claim_any_number_of_shards(tmp_path):
+    faults = tfrecords.name_faults(tmp_path, "train", [tmp_path / f"train-0-of-{10**17}"])
+    assert list(faults) == [
+        f"{tmp_path}/train: {10**17 - 1} of {10**17} shards are missing, the first is number 1",
+    ]
 
 
 def test_labels_of_others_go_to_1000(built, capfd):

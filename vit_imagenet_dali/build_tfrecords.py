@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
-from itertools import repeat, zip_longest
+from itertools import count, repeat, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, NotRequired
 
@@ -64,7 +64,8 @@ def _blame(path: Path) -> Iterator[None]:
 
 def read_lines(path: Path) -> list[str]:
     """The lines of a file that `_publish` or the user wrote; only a line break ends one."""
-    text = os.fsdecode(path.read_bytes()).replace("\r\n", "\n").rstrip("\n")
+    with _blame(path):
+        text = os.fsdecode(path.read_bytes()).replace("\r\n", "\n").rstrip("\n")
     return text.split("\n") if text else []
 
 
@@ -366,13 +367,12 @@ def parse_index(index: Path) -> list[tuple[int, int]]:
     """Offset and size in bytes of each record that an index file lists.
 
     Raises:
-        ValueError: if a line is something else, naming it.
-        OSError: if the file cannot be read.
+        UserError: if it cannot be read, or a line is something else.
     """
     records = []
     for number, line in enumerate(read_lines(index), start=1):
         if not (found := INDEX_LINE.fullmatch(line)):
-            raise ValueError(f"line {number} is {line[:50]!r}, not offset and size of a record")
+            raise UserError(f"{index}: line {number} is {line[:50]!r}, not offset and size of a record")
         records.append((int(found[1]), int(found[2])))
     return records
 
@@ -432,8 +432,8 @@ def verify_shard(path: Path, index: Path, num_classes: int, check: str) -> tuple
     faults, records, crcs, indexed = [], [], [], None
     try:
         indexed = parse_index(index)
-    except (OSError, ValueError) as error:
-        faults.append(f"{index}: {getattr(error, 'strerror', error)}; --index-only writes it")
+    except UserError as error:
+        faults.append(f"{error}; --index-only writes it")
     offset, end, sizes = 0, path.stat().st_size, dict(indexed or ())
     with _blame(path), open(path, "rb") as file:
         while offset < max(end, 1):
@@ -473,10 +473,13 @@ def name_faults(output: Path, split: str, shards: list[Path]) -> Iterator[str]:
         first = first or (total, path)
         if total != first[0]:
             yield f"{path}: is one of {total} shards, but {first[1]} is one of {first[0]}"
+        if number >= total:
+            yield f"{path}: has a number that is not below {total}"
         if numbers.setdefault(number, path) != path:
             yield f"{path}: has the number of {numbers[number]}"
-    if first and (missing := set(range(first[0])) - set(numbers)):
-        yield f"{output / split}: {len(missing)} of {first[0]} shards are missing, the first is number {min(missing)}"
+    if first and (missing := first[0] - sum(number < first[0] for number in numbers)):
+        least = next(number for number in count() if number not in numbers)  # a name may claim any number of shards
+        yield f"{output / split}: {missing} of {first[0]} shards are missing, the first is number {least}"
     for index in sorted((output / "idx_files" / split).glob("[!.]*")):
         if index.stem not in {path.name for path in shards}:
             yield f"{index}: is the index of no shard"

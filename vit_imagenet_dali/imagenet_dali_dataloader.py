@@ -91,12 +91,12 @@ def read_index(index: Path) -> list[tuple[int, int]]:
     """
     try:
         return tfrecords.parse_index(index)
-    except (OSError, ValueError) as error:
-        raise _wrong_index(index, getattr(error, "strerror", error)) from None
+    except UserError as error:
+        raise _wrong_index(index, str(error)) from None
 
 
-def _wrong_index(index: Path, reason: str | Exception) -> UserError:
-    return UserError(f"{index}: {reason}; run `python build_tfrecords.py --index-only {index.parents[2]}`")
+def _wrong_index(index: Path, error: str) -> UserError:
+    return UserError(f"{error}; run `python build_tfrecords.py --index-only {index.parents[2]}`")
 
 
 def find_records(data: Path, split: str) -> Records:
@@ -126,10 +126,12 @@ def list_records(shards: list[Path], indices: list[Path], whole: bool) -> Record
         lines, size, end = read_index(index), shard.stat().st_size, 0
         for number, (offset, length) in enumerate(lines if whole else [], start=1):
             if offset != end or length <= EMPTY_RECORD:
-                raise _wrong_index(index, f"line {number} is '{offset} {length}', but a record begins at byte {end}")
+                raise _wrong_index(
+                    index, f"{index}: line {number} is '{offset} {length}', but a record begins at byte {end}"
+                )
             end += length
         if whole and end != size:
-            raise _wrong_index(index, f"ends at byte {end}, but {shard} has {size}")
+            raise _wrong_index(index, f"{index}: ends at byte {end}, but {shard} has {size}")
         if lines:
             found.append((shard, index, len(lines)))
     return Records(*map(list, zip(*found, strict=True))) if found else Records([], [], [])
