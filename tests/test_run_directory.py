@@ -273,3 +273,12 @@ def test_stand_ins_are_no_obstacle_to_pickle():
     function.__module__, function.__qualname__ = None, "not_there"
     with pytest.raises(pickle.PicklingError, match="not_there"):
         pickle._dumps(function)
+
+
+def test_a_directory_that_is_not_utf8_is_refused_before_training(tmp_path):
+    output = tmp_path / os.fsdecode(b"r\xe4n")
+    result = fork_ranks.run(recipes.HYBRID, [*recipes.flags(), "--output", str(output)])
+    assert result.codes == [2], str(result)
+    assert result.stderr[0].endswith("/r\\udce4n: is not in UTF-8; give another --output\n")
+    assert result.stderr[0].count("\n") == 1
+    assert not any(tmp_path.iterdir())

@@ -74,6 +74,10 @@ def start(
     rendezvous = rendezvous or planned_rendezvous(args, config)
     output = args.output or run_directory.default(Path(sys.argv[0]), Path(args.config), overrides, args.resume)
     output = Path(os.path.realpath(output))  # relative, it would lead elsewhere once an earlier run there is renamed
+    try:
+        str(output).encode()
+    except UnicodeEncodeError:  # TensorBoard would crash once training begins
+        raise UserError(f"the run directory {output}: is not in UTF-8; give another --output") from None
     if args.plan:
         world_size = rendezvous.world_size
         raise PlanRequested(args.plan, args.config, overrides, config, world_size, script, check, output)
