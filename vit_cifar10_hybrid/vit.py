@@ -47,7 +47,8 @@ class Layers(NamedTuple):
 
 
 def _dropout_of_parts(rate: float) -> nn.Module:
-    return WrappedDropout(rate, mode=ParallelMode.TENSOR)
+    # At rate 0, WrappedDropout switches the generator's state all the same, on the host, for each micro-batch.
+    return WrappedDropout(rate, mode=ParallelMode.TENSOR) if rate else nn.Identity()
 
 
 def _norm(size: int) -> nn.Module:
