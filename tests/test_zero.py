@@ -70,16 +70,25 @@ def test_same_curve_as_one_process(layout, optimizer, reference, tmp_path, monke
     assert_same_curve(steps, expected[:num_steps])
 
 
-@pytest.mark.parametrize("layout", ["DP 2", "DP 2 × PP 2", "DP 2 × PP 2 interleaved × 2"])
-def test_a_compiled_model_has_all_weights_before_its_forward_pass(layout, reference, tmp_path, monkeypatch):
-    """No layer of it waits for its own. What waits is tried here, in every schedule; test_pairs.py compiles."""
+@pytest.mark.parametrize(
+    ("layout", "average"),
+    [("DP 2", {}), ("DP 2 × PP 2", {}), ("DP 2 × PP 2 interleaved × 2", {"ema.decay": 0.5})],
+)
+def test_a_compiled_model_has_all_weights_before_its_forward_pass(layout, average, tmp_path, monkeypatch):
+    """Also before the first one of an evaluation. No layer of it waits for its own.
+
+    What waits is tried here, in every schedule; test_pairs.py compiles.
+    """
     for part in ("_check_compilable", "_compile"):
         monkeypatch.setattr(assembly, part, lambda *_: None)
     small_buckets(monkeypatch, 2**13)
     world_size, values = SPLITS[layout]
-    values = {"DEPTH": 4 if "interleaved" in layout else 2, **values, **OPTIMIZERS["sgd"], **SPLIT, "COMPILE": True}
-    steps, _ = recipes.train(tmp_path, world_size, steps=4, **values)
-    assert_same_curve(steps, reference("sgd", values["DEPTH"])[:4])
+    common = {"DEPTH": 4 if "interleaved" in layout else 2, **average, **OPTIMIZERS["sgd"]}
+    expected, expected_evaluations = recipes.train(tmp_path / "one", steps=4, **common)
+    steps, evaluations = recipes.train(tmp_path, world_size, steps=4, **common, **values, **SPLIT, COMPILE=True)
+    assert_same_curve(steps, expected)
+    for key in ["eval_loss"] + ["ema_loss"] * bool(average):
+        assert evaluations[-1][key] == pytest.approx(expected_evaluations[-1][key], rel=1e-5)
 
 
 PRECISIONS = {
