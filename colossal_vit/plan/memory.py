@@ -60,9 +60,10 @@ def stage_memory(choice: Choice, trace: Trace, chunks: Sequence[Chunk], stage: i
     if chunks[0].first:
         live += choice.batch * image_bytes
     reduced: set[int] = set()  # chunks that have gradients
-    if ddp:  # which has made its buckets at the start
-        reduced.add(0)
+    if ddp:  # which has made its buckets at the start; of one pass, gradients are views of them from the beginning
         live += gradients[0]
+        if choice.passes == 1:
+            reduced.add(0)
     passes = min(choice.passes, 3 * layout.pipeline)  # the others are like these
     if layout.pipeline > 1:
         steps = [step for step in program(stage, layout.pipeline, passes, choice.chunks) if isinstance(step, Compute)]

@@ -374,6 +374,14 @@ def draw(plan: Plan, request: PlanRequested, images: int) -> Figure:
     return pictures.draw_plan(layouts, images, f"{request.world_size} ranks, {request.machine}", events)
 
 
+def with_depth(config: Config) -> Config:
+    """The config with its model's DEPTH, which it need not have if the model is timm's."""
+    if "MODEL" not in config:
+        return config
+    with torch.device("meta"):
+        return Config({**config, "DEPTH": len(build_timm_vit(config).blocks)})
+
+
 def make_plan(main: Callable[[], Any], request: PlanRequested) -> tuple[Plan, int]:
     """The best layouts, and the images of a step.
 
@@ -383,11 +391,10 @@ def make_plan(main: Callable[[], Any], request: PlanRequested) -> tuple[Plan, in
     """
     config, check, num_ranks = request.config, request.check, request.world_size
     own = Layout.of(config, num_ranks)
-    if "MODEL" in config:  # timm's model, the same in all layouts; it knows its depth
+    if "MODEL" in config:  # timm's, the same in all layouts
         check(config, own)
         check = None
-        with torch.device("meta"):
-            config = Config({**config, "DEPTH": len(build_timm_vit(config).blocks)})
+    config = with_depth(config)
     if not config.get("DEPTH", 0) > 1:
         raise UserError("--plan is for models whose config has a DEPTH of at least 2")
     images = global_batch(config, num_ranks)
