@@ -23,6 +23,7 @@ from colossal_vit.typed_json import RECORD, Count, Number
 from typing_extensions import TypedDict
 
 METRICS, CURVES = "metrics.jsonl", ("loss.png", "accuracy.png")  # in a run directory
+DRIVERS = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")  # the last is WSL's
 
 
 class Step(TypedDict):
@@ -101,17 +102,34 @@ def draw(directory: Path) -> None:
         figure.savefig(directory / filename)
 
 
+def has_driver() -> bool:
+    """Whether this machine has a driver for NVIDIA's GPUs; a container may show one of these signs only."""
+    return bool(shutil.which("nvidia-smi")) or any(map(os.path.exists, DRIVERS))
+
+
+def gpu_names() -> list[str]:
+    """The names of the GPUs that torch can use here.
+
+    Asked in a new process: who asks starts CUDA, and no fork of a process that has done so can use a GPU.
+    """
+    if not has_driver():
+        return []
+    # A driver that is too old for this torch counts GPUs, and cannot name them.
+    code = (
+        "import json; from torch import cuda; "
+        "print(json.dumps([cuda.get_device_name(n) for n in range(cuda.device_count() * cuda.is_available())]))"
+    )
+    return json.loads(subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True).stdout)
+
+
 def hardware() -> dict[str, Any]:
     """This machine's processor, its cores, and its GPUs."""
-    import torch
-
     path = Path("/proc/cpuinfo")
     cpu = re.search(r"model name\s*:\s*(.+)", path.read_text()) if path.exists() else None
     return {
         "cpu": cpu.group(1) if cpu else platform.machine(),
         "cores": os.cpu_count(),
-        # A driver that is too old for this torch counts GPUs, and cannot name them.
-        "gpus": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count() * torch.cuda.is_available())],
+        "gpus": gpu_names(),
     }
 
 

@@ -24,8 +24,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from colossal_vit.benchmark import Benchmark
+from colossal_vit.results import gpu_names
 
 ROOT = Path(__file__).resolve().parents[1]
 PASSED, REHEARSED, FAILED, SKIPPED, UNFINISHED = "passed", "rehearsed", "failed", "skipped", "unfinished"
@@ -146,10 +146,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="print what would run, and run nothing")
     parser.add_argument("--output", type=Path, help="where the results go")
     return parser.parse_args()
-
-
-def gpu_names() -> list[str]:
-    return [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
 
 
 def default_output(names: list[str]) -> Path:

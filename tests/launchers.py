@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from colossal_vit.results import read_metrics
+from colossal_vit.results import has_driver, read_metrics
 
 import fork_ranks
 import recipes
@@ -20,7 +20,6 @@ import recipes
 FOLDER = fork_ranks.ROOT / "vit_cifar10_hybrid"
 PYTHON_FOLDER = os.path.dirname(sys.executable)
 STEPS = 3
-DRIVERS = ("/proc/driver/nvidia/version", "/dev/dxg")  # containers may lack nvidia-smi; the second is WSL's
 
 
 def need(packages, *programs):
@@ -52,7 +51,7 @@ def environment(gpus=False, **more):
 @functools.cache
 def num_gpus():
     """Number of GPUs that torch finds in a new process; conftest hides them from this one."""
-    if not shutil.which("nvidia-smi") and not any(map(os.path.exists, DRIVERS)):
+    if not has_driver():
         return 0
     command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
     return int(subprocess.check_output(command, env=environment(gpus=True)))

@@ -1,0 +1,37 @@
+"""Runs programs that fork, and prints which of their processes start CUDA: run by test_cuda_starts.py as a new process.
+
+    python tests/cuda_starts.py '{"name": ["script.py", "--flag", ...], ...}' FOLDER
+
+Each program is a fork of this process, which must not have started CUDA: for that reason it is no test process. Prints
+a line of JSON: by name, the exit code, what was said on stderr, the number of the program's process, and the numbers of
+those that have started CUDA, in order.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import colossal_vit  # noqa: F401 filters warnings of the next import
+import colossalai.legacy  # noqa: F401 so that programs need not import it, nor the other
+import timm  # noqa: F401
+import torch
+from colossal_vit import results
+from colossal_vit.plan import calibration
+
+import fork_ranks
+
+torch.set_num_threads(1)
+calibration.QUIET_WAIT_S, calibration.ROUNDS = 0.0, 1
+results.DRIVERS = (__file__,)  # as on a machine that has a driver
+found = {}
+for name, (script, *argv) in json.loads(sys.argv[1]).items():
+    starts = Path(sys.argv[2]) / name
+    starts.touch()
+    world = fork_ranks.start(script, argv, [{"CUDA_STARTS": str(starts)}])
+    (pid,) = world.pids
+    done = world.wait()
+    found[name] = (done.codes[0], done.stderr[0], pid, list(map(int, starts.read_text().split())))
+own = Path(os.environ["CUDA_STARTS"])
+found["imports"] = (0, "", os.getpid(), list(map(int, own.read_text().split())) if own.exists() else [])
+print(json.dumps(found))

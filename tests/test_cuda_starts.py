@@ -1,0 +1,64 @@
+"""Which process starts CUDA: no fork of a process that has started it can use a GPU."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import launchers
+import recipes
+from check_layouts import set_flags
+from fork_ranks import ROOT
+
+IMAGENET = dict(IMG_SIZE=32, PATCH_SIZE=8, HIDDEN_SIZE=32, DEPTH=1, NUM_HEADS=4)
+DRY_RUN = [recipes.HYBRID, *recipes.flags(**{"parallel.pipeline": 2}), "--dry-run", "--world_size", "2"]
+PLAN = [recipes.HYBRID, *recipes.flags(DEPTH=2), "--world_size", "2", "--plan"]
+PROGRAMS = {  # those that fork, and need CUDA in their forks
+    "--dry-run": DRY_RUN,
+    "--dry-run, with DALI imported": [
+        "vit_imagenet_dali/train.py",
+        *("--config", "config.py", *set_flags(IMAGENET), "--dry-run", "--world_size", "2"),
+    ],
+    "--plan h100": [*PLAN, "h100"],
+    "--plan here": [*PLAN, "here"],
+    "a benchmark of dry runs": ["scripts/plan_memory.py", "--only", "config_AMP_naive"],
+}
+
+
+@pytest.fixture(scope="module")
+def starts(tmp_path_factory):
+    """By program: its process, and those that have started CUDA, on a machine whose driver is libcuda.c."""
+    folder = tmp_path_factory.mktemp("starts")
+    library = ["cc", "-shared", "-fPIC", "-o", str(folder / "libcuda.so.1"), str(ROOT / "tests/libcuda.c")]
+    done = subprocess.run(library, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    output = {name: [*argv, "--output", str(folder / "output")] for name, argv in PROGRAMS.items()}
+    programs = {**output, "--help": [recipes.HYBRID, "--help"]}
+    paths = [ROOT, *(ROOT / name for name in ("tests", "scripts", "vit_cifar10_hybrid", "vit_imagenet_dali"))]
+    code, said = launchers.run(
+        [sys.executable, "tests/cuda_starts.py", json.dumps(programs), str(folder)],
+        cwd=ROOT,
+        gpus=True,
+        PYTHONPATH=":".join(map(str, paths)),
+        LD_LIBRARY_PATH=str(folder),
+        CUDA_STARTS=str(folder / "imports"),
+        REHEARSE="1",
+    )
+    assert code == 0, said
+    found = json.loads(said.splitlines()[-1])
+    for code, stderr, *_ in found.values():
+        assert code == 0, stderr
+    return {name: processes for name, (_, _, *processes) in found.items()}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_cuda_is_started_in_forks_only(name, starts):
+    program, started = starts[name]
+    assert started, "the driver is not in use"
+    assert program not in started
+
+
+@pytest.mark.parametrize("name", ["imports", "--help"])
+def test_cuda_is_not_started_where_it_is_not_needed(name, starts):
+    assert starts[name][1] == []
