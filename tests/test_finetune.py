@@ -296,6 +296,10 @@ def mistakes(file, hub, tmp_path_factory):
     save_file({**weights, PATCHES: torch.zeros(0, 3, 8, 8)}, folder / "no_width.safetensors")
     save_file({**weights, PATCHES: torch.zeros(32, 3, 0, 0)}, folder / "no_patch.safetensors")
     save_file({**weights, PATCHES: torch.tensor(1.0)}, folder / "scalar.safetensors")
+    save_file({**weights, PATCHES: torch.zeros(32, 1, 8, 8)}, folder / "grey.safetensors")
+    save_file({**weights, "patch_embed.proj.bias": torch.zeros(0)}, folder / "no_bias.safetensors")
+    save_file({**weights, "head.weight": torch.tensor(1.0)}, folder / "scalar_head.safetensors")
+    save_file({n: t for n, t in weights.items() if n != "norm.bias"}, folder / "no_norm_bias.safetensors")
     save_file({**weights, "pos_embed": torch.zeros(1, 10, 0)}, folder / "no_embedding.safetensors")
     (folder / "weights.pth").write_bytes(b"")
     (folder / "empty").mkdir()
@@ -332,6 +336,10 @@ def mistakes(file, hub, tmp_path_factory):
         ("{}/no_width.safetensors", {}, "patch_embed.proj.weight is of shape (0, 3, 8, 8), which is not (width, 3"),
         ("{}/no_patch.safetensors", {}, "patch_embed.proj.weight is of shape (32, 3, 0, 0), which is not (width, 3"),
         ("{}/scalar.safetensors", {}, "patch_embed.proj.weight is of shape (), which is not (width, 3"),
+        ("{}/grey.safetensors", {}, "patch_embed.proj.weight is of shape (32, 1, 8, 8), which is not (width, 3"),
+        ("{}/no_bias.safetensors", {}, "patch_embed.proj.bias is of shape (0,), but patch_embed.proj.weight of (32, 3"),
+        ("{}/scalar_head.safetensors", {"finetune": {"head": "keep"}}, "head.weight is of shape (), which is not (cl"),
+        ("{}/no_norm_bias.safetensors", {}, "has no norm.bias, which this model needs"),
         ("{}/no_embedding.safetensors", {}, "is of shape (1, 10, 0), which is not (1, N, width)"),
         ("{}/damaged.safetensors", {}, "damaged.safetensors: "),
         ("{}/weights.pth", {}, "only .safetensors files are read"),

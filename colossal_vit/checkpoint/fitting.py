@@ -15,6 +15,7 @@ from torch import Tensor
 
 PATCHES = "patch_embed.proj.weight"  # (width, 3, patch size, patch size)
 BIAS = "patch_embed.proj.bias"  # (width,)
+HEAD = "head.weight"  # (classes, width)
 Normalization = tuple[Sequence[float], Sequence[float]]  # mean and standard deviation of each channel
 
 
@@ -39,9 +40,15 @@ def in_fp32(source: Path | str, weights: Mapping[str, Tensor]) -> dict[str, Tens
     """
     if PATCHES not in weights:
         raise UserError(f"{source}: has no {PATCHES}: not a Vision Transformer with timm's names")
-    shape = tuple(weights[PATCHES].shape)
-    if len(shape) != 4 or min(shape) < 1 or shape[2] != shape[3]:
+    # Of what is computed with before shapes are held against a model's.
+    shapes = {name: tuple(weights[name].shape) for name in (PATCHES, BIAS, HEAD) if name in weights}
+    shape = shapes[PATCHES]
+    if len(shape) != 4 or min(shape) < 1 or shape[1] != 3 or shape[2] != shape[3]:
         raise UserError(f"{source}: {PATCHES} is of shape {shape}, which is not (width, 3, patch size, patch size)")
+    if shapes.get(BIAS, shape[:1]) != shape[:1]:
+        raise UserError(f"{source}: {BIAS} is of shape {shapes[BIAS]}, but {PATCHES} of {shape}")
+    if len(shapes.get(HEAD, (0, 0))) != 2:
+        raise UserError(f"{source}: {HEAD} is of shape {shapes[HEAD]}, which is not (classes, width)")
     return {name: tensor.float() for name, tensor in weights.items()}
 
 
@@ -88,7 +95,7 @@ def resample(source: Path | str, weights: dict[str, Tensor], img_size: int, aske
 
 def has_head(weights: Mapping[str, Tensor], num_classes: int) -> bool:
     """Whether there is a head for so many classes."""
-    return "head.weight" in weights and len(weights["head.weight"]) == num_classes
+    return HEAD in weights and len(weights[HEAD]) == num_classes
 
 
 def new_head(weights: dict[str, Tensor], num_classes: int, asked: str) -> None:
@@ -104,7 +111,7 @@ def new_head(weights: dict[str, Tensor], num_classes: int, asked: str) -> None:
     """
     width = len(weights[PATCHES])
     _check_memory(asked, num_classes * width)
-    weights["head.weight"], weights["head.bias"] = torch.zeros(num_classes, width), torch.zeros(num_classes)
+    weights[HEAD], weights["head.bias"] = torch.zeros(num_classes, width), torch.zeros(num_classes)
 
 
 def new_norm(weights: dict[str, Tensor]) -> None:
@@ -112,7 +119,8 @@ def new_norm(weights: dict[str, Tensor]) -> None:
     appendix A.1)."""
     width = len(weights[PATCHES])
     weights["fc_norm.weight"], weights["fc_norm.bias"] = torch.ones(width), torch.zeros(width)
-    del weights["norm.weight"], weights["norm.bias"]
+    for name in ("norm.weight", "norm.bias"):
+        weights.pop(name, None)
 
 
 def renormalize(weights: dict[str, Tensor], theirs: Normalization, ours: Normalization) -> bool:
