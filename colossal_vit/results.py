@@ -19,7 +19,7 @@ from typing import Any, NotRequired
 
 from colossal_vit import typed_json
 from colossal_vit.errors import UserError
-from colossal_vit.typed_json import RECORD, Count, Number
+from colossal_vit.typed_json import RECORD, Count, Number, Positive
 from typing_extensions import TypedDict
 
 METRICS, CURVES = "metrics.jsonl", ("loss.png", "accuracy.png")  # in a run directory
@@ -33,6 +33,7 @@ class Step(TypedDict):
     step: Count
     epoch: Count
     loss: Number
+    step_s: NotRequired[Positive]
 
 
 class Evaluation(TypedDict):

@@ -503,6 +503,14 @@ def test_sizes_that_do_not_fit_are_refused(sample, settings, num_ranks, expected
         loaders.check_sizes(*splits, sample, config, num_ranks)
 
 
+def test_a_run_in_the_folder_of_the_data_does_not_replace_its_index_files(sample):
+    splits = [loaders.find_records(sample, split) for split in tfrecords.NUM_SHARDS]
+    before = [index.read_bytes() for records in splits for index in records.indices]
+    with pytest.raises(UserError, match=f"^--output {sample}: is the data's folder"):
+        loaders.leave_out(splits, sample, 10, 5, None)
+    assert [index.read_bytes() for records in splits for index in records.indices] == before
+
+
 @pytest.mark.parametrize("repeats", [1, 3])
 @in_fork
 def test_labels_out_of_range_are_refused(sample, repeats):

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from colossal_vit.checkpoint import storage
+from colossal_vit.checkpoint import lock, storage
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.trainer import Trainer
 from colossal_vit.engine.waits import WaitCounter, read
@@ -148,6 +148,23 @@ def test_wandb_has_the_same_records_and_one_run_after_a_resume(tmp_path, offline
         ids.add(summary["run_id"])
         assert [item["step"] for item in items] == {3: [1, 2, 3, 3], 5: [4, 5, 5]}[steps]
     assert len(ids) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "known"),
+    [
+        (b"1a2b3c4d\n", "1a2b3c4d"),
+        (b"my-run_2", "my-run_2"),
+        (b"", None),
+        (b"\xff\n", None),
+        (b"a/b", None),
+        (None, None),
+    ],
+)
+def test_a_damaged_id_of_wandb_is_replaced_by_a_new_one(content, known, tmp_path):
+    if content is not None:
+        (tmp_path / "id.txt").write_bytes(content)
+    assert wandb_run._read_id(tmp_path / "id.txt") == known
 
 
 def test_wandb_that_is_not_installed(tmp_path, monkeypatch):
@@ -354,6 +371,7 @@ def test_a_checkpoint_for_which_there_is_no_memory_is_like_one_without_a_disk(tm
     result = fork_ranks.run(recipes.HYBRID, [*argv, "2", "--resume", "never"])
     assert result.codes == [1], str(result)
     assert "out of memory; the last checkpoint of the run is missing" in result.stderr[0]
+    assert (tmp_path / lock.NAME).exists(), "a run that has begun keeps its lock file"
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_is_named_and_the_new_one_is_there(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from colossal_vit import config as configs
 from colossal_vit.engine import optimizers
+from colossal_vit.errors import UserError
 from colossal_vit.results import read_metrics
 from colossalai.legacy.amp import AMP_TYPE
 from colossalai.nn.lr_scheduler import LinearWarmupLR
@@ -72,6 +73,25 @@ def test_hours_as_published(tmp_path):
     header, _, *rows = planning.schedule(configs.load(FOLDER / "config_vit_b32.py"), tmp_path, 8)
     assert "published, for an A100" in header
     assert [" ".join(row.split()) for row in rows[:2]] == ["4 256 32 11,700 14.58", "8 256 16 11,700 7.29"]
+
+
+def test_hours_of_an_earlier_run_and_of_a_damaged_one(tmp_path):
+    """Damaged records do not count; without a config nothing is known of a run."""
+    (tmp_path / "metrics.jsonl").write_text(
+        "null\n" + "".join(f'{{"step": {n}, "epoch": 0, "loss": 1.0, "step_s": {s}}}\n' for n, s in ((1, 0.5), (2, 0)))
+    )
+    config = configs.load(FOLDER / "config_vit_b32.py")
+    for content, words in (
+        ('{"BATCH_SIZE": 64, "gradient_accumulation": 2}', None),
+        ("{}", "config.json: lacks BATCH_SIZE, gradient_accumulation"),
+        ('{"BATCH_SIZE": "x", "gradient_accumulation": 2}', "config.json: BATCH_SIZE = 'x'"),
+    ):
+        (tmp_path / "config.json").write_text(content)
+        if words:
+            with pytest.raises(UserError, match=words):
+                planning.schedule(config, tmp_path, 8)
+        else:
+            assert "256 images/s a GPU (the median of the run in" in planning.schedule(config, tmp_path, 8)[0]
 
 
 def test_another_global_batch_is_kept_and_said(tmp_path):

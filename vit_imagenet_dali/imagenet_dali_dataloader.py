@@ -28,6 +28,7 @@ from colossal_vit.data.batches import IGNORED, Loader, SyntheticBatches, sees_im
 from colossal_vit.data.digits import write_imagenet
 from colossal_vit.data.identity import identify
 from colossal_vit.errors import UserError
+from colossal_vit.files import write_text
 from colossal_vit.parallel.ranks import RankLogger, all_gather_object, raise_on_all_ranks, run_on_rank_0
 from colossal_vit.plan.fakes import FakeBatches
 from colossal_vit.run import Run
@@ -155,9 +156,11 @@ def leave_out(splits: list[Records], output: Path, num_classes: int, max_bad: in
     """Check every record, and write index files without the bad ones to `output/idx_files`.
 
     Raises:
-        UserError: if more than `max_bad` records are bad.
+        UserError: if more than `max_bad` records are bad, or `output` has the data's own index files.
     """
     indices = {shard: index for records in splits for shard, index, _ in zip(*records, strict=True)}
+    if any(filtered_index(output, index) == index.resolve() for index in indices.values()):
+        raise UserError(f"--output {output}: is the data's folder, whose index files a run would replace: give another")
     tasks = [(shard, index, num_classes, "decode") for shard, index in indices.items()]
     bad = []
     with tfrecords.worker_pool(len(os.sched_getaffinity(0))) as pool:
@@ -168,7 +171,7 @@ def leave_out(splits: list[Records], output: Path, num_classes: int, max_bad: in
             filtered = filtered_index(output, index)
             filtered.parent.mkdir(parents=True, exist_ok=True)
             kept = [f"{offset} {size}\n" for offset, size in read_index(index) if offset not in offsets]
-            filtered.write_text("".join(kept))
+            write_text(filtered, "".join(kept))  # atomically: a run that is being evaluated reads it again
     for line in sorted(bad)[: max_bad + 1]:
         log.info(f"left out: {line}")
     if len(bad) > max_bad:

@@ -1,13 +1,15 @@
 """Training time for several numbers of GPUs, and the settings that keep the config's global batch on each."""
 
-import json
 import statistics
 from pathlib import Path
 
+from colossal_vit import typed_json
 from colossal_vit.models import SHAPE
 from colossal_vit.plan.report import format_table
-from colossal_vit.results import read_metrics
+from colossal_vit.results import METRICS, read_metrics
+from colossal_vit.typed_json import Count
 from colossalai.context import Config
+from typing_extensions import TypedDict
 
 NUM_IMAGES = 1_281_167  # ImageNet-1K's training set
 NUM_GPUS = {4, 64, 1024}
@@ -18,14 +20,25 @@ PUBLISHED_HOURS = {  # of 300 epochs on 4 A100s, from the tutorial
 }
 
 
+class EarlierConfig(TypedDict):
+    """What is needed of an earlier run's config.json."""
+
+    BATCH_SIZE: Count
+    gradient_accumulation: Count
+
+
 def images_per_s(config: Config, output: Path) -> tuple[float, str] | None:
-    """Images/s of one GPU, and its source: the config's IMAGES_PER_S, an earlier run in `output`, or the tutorial."""
+    """Images/s of one GPU, and its source: the config's IMAGES_PER_S, an earlier run in `output`, or the tutorial.
+
+    Raises:
+        UserError: if the config of the run in `output` is damaged.
+    """
     if "IMAGES_PER_S" in config:
         return config.IMAGES_PER_S, "as given by IMAGES_PER_S"
-    if (output / "metrics.jsonl").exists():
-        run = json.loads((output / "config.json").read_text())
+    if (output / METRICS).exists():
+        run = typed_json.read(output / "config.json", EarlierConfig)
         per_gpu = run["BATCH_SIZE"] * run["gradient_accumulation"]  # images of a GPU in a step
-        rates = [per_gpu / step["step_s"] for step in read_metrics(output)[0]]
+        rates = [per_gpu / step["step_s"] for step in read_metrics(output)[0] if "step_s" in step]
         if rates:
             return statistics.median(rates), f"the median of the run in {output}"
     if config.MODEL in PUBLISHED_HOURS and config.IMG_SIZE == 224 and not SHAPE.keys() & config.keys():

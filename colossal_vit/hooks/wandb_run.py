@@ -27,6 +27,14 @@ def check_installed() -> None:
         raise UserError("--wandb needs the package wandb: pip install wandb")
 
 
+def _read_id(file: Path) -> str | None:
+    """The id of a run of Weights & Biases in a file; None if there is none, or it is damaged."""
+    if not file.exists():
+        return None
+    said = file.read_bytes().decode(errors="replace").strip()
+    return said if re.fullmatch(r"[\w-]{1,64}", said, re.ASCII) else None
+
+
 class WandbRun:
     """A run of Weights & Biases, which is the same one again when the training resumes.
 
@@ -56,7 +64,7 @@ class WandbRun:
         options = {
             "project": os.environ.get("WANDB_PROJECT") or Path(sys.argv[0]).resolve().parent.name,
             "name": os.environ.get("WANDB_NAME") or self.directory.name[:MAX_NAME],
-            "id": id_file.read_text().strip() if id_file.exists() else secrets.token_hex(4),
+            "id": _read_id(id_file) or secrets.token_hex(4),
             "resume": "allow",
             "dir": str(self.directory),
             "config": configs.plain(self.config),
