@@ -132,6 +132,13 @@ def test_the_fewest_processes_are_the_default():
     assert "8 process(es): data 1 × pipeline 1 × tensor 8 (3d)" in result.stdout[0], str(result)
 
 
+def test_by_hand_every_rank_reports():
+    argv = [*recipes.flags(**LAYOUTS["DP 2"][1]), "--dry-run", "--world_size", "4", "--rank", "3"]
+    result = fork_ranks.run(recipes.HYBRID, argv)
+    assert result.codes == [0], str(result)
+    assert "4 process(es): data 4" in result.stdout[0]
+
+
 def test_under_a_launcher_one_process_reports():
     result = fork_ranks.run(recipes.HYBRID, [*recipes.flags(**LAYOUTS["DP 2"][1]), "--dry-run"], world_size=2)
     assert result.codes == [0, 0], str(result)
@@ -143,7 +150,9 @@ def test_under_a_launcher_one_process_reports():
     ("more", "expected"),
     [
         (["--world_size", "3"], "start 2 or 4 processes"),
-        (["--world_size", "-1"], "--world_size -1: must be at least 1"),
+        (["--world_size", "-1"], "--world_size -1: must be a whole number from 1 to"),
+        (["--world_size", "2", "--rank", "7"], "--rank 7 does not fit --world_size 2: it must be 0 to 1"),
+        (["--world_size", "1000000"], "an epoch has no batch of BATCH_SIZE for each rank: start fewer processes"),
         (["--set", "HIDDEN_SIZE=33"], "HIDDEN_SIZE = 33"),
     ],
 )

@@ -53,6 +53,8 @@ class Mistakes:
         good_text = (FOLDER / good).read_text()
         self.output = tmp_path / "output"
         a_file = write("file", "")
+        pipe = str(tmp_path / "pipe")
+        os.mkfifo(pipe)
 
         def config(path):
             return {"config": path}
@@ -72,7 +74,10 @@ class Mistakes:
             "syntax error": (config(write("syntax.py", good_text + "\nx = = 3\n")), ["syntax.py:", "not valid Python"]),
             "error inside": (config(write("inside.py", "BATCH_SIZE = BATCH // 2\n")), ["inside.py:1", "NameError"]),
             "unknown key": (config(write("key.py", good_text + "\nWARMUP = 3\n")), ["WARMUP", "WARMUP_EPOCHS"]),
-            "missing key": (config(write("less.py", "BATCH_SIZE = 8\n")), ["less.py", "NUM_CLASSES is missing"]),
+            "missing key": (
+                {"config": write("less.py", "BATCH_SIZE = 8\n"), "common": []},
+                ["less.py", "NUM_EPOCHS is missing"],
+            ),
             # overrides
             "unknown override": (sets("BATCHSIZE=3"), ["BATCHSIZE", "BATCH_SIZE"]),
             "not a literal": (sets("DATA=/data"), ["--set DATA=/data", "quotes"]),
@@ -115,6 +120,28 @@ class Mistakes:
             "no steps": (flags("--max-steps", "0"), ["--max-steps 0", "at least 1"]),
             "not a number": ({**flags("--port", "http"), "ranks": 1}, ["--port", "http"]),
             "no such port": (flags("--port", "70000"), ["--port 70000", "65535"]),
+            "port 0": (flags("--port", "0"), ["--port 0", "1 to 65535"]),
+            "negative port": ({**flags("--port", "-1"), "ranks": 1}, ["--port -1", "1 to 65535"]),
+            "no host": ({**flags("--host", ""), "ranks": 1}, ["--host ''", "empty"]),
+            "no backend": (flags("--backend", ""), ["--backend ''", "gloo"]),
+            "no output": ({"output": ""}, ["--output ''", "empty"]),
+            "no name of a config": (config(""), ["--config ''", "empty"]),
+            "config is a pipe": (config(pipe), [pipe, "no regular file"]),
+            "negative steps": (flags("--max-steps", "-1"), ["--max-steps -1", "at least 1"]),
+            "too many steps": (flags("--max-steps", str(10**30)), [f"--max-steps {10**30}", "below 2³¹"]),
+            "timeout that never ends": (flags("--timeout", "inf"), ["--timeout inf", "to 1e+08"]),
+            "timeout beyond all clocks": (flags("--timeout", "1e30"), ["--timeout 1e+30", "to 1e+08"]),
+            "timeout that is no number": (flags("--timeout", "nan"), ["--timeout nan", "to 1e+08"]),
+            "too many processes": (
+                {**flags("--world_size", str(10**20)), "ranks": 1},
+                [f"--world_size {10**20}", "1 to 1048576"],
+            ),
+            "negative rank": ({**flags("--rank", "-3"), "ranks": 1}, ["--rank -3", "from 0"]),
+            "rank without a number": ({**flags("--rank"), "ranks": 1}, ["--rank", "expected one argument"]),
+            "a flag given twice": (flags("--eval-only", "--resume=x", "--resume=y"), ["--resume is given 2 times"]),
+            "no checkpoint's name": (flags("--resume", ""), ["--resume ''", "empty"]),
+            "mistyped never": (flags("--resume", "nevr"), ["--resume nevr", "neither auto nor never", "mean never?"]),
+            "no machine to plan for": ({**flags("--plan", ""), "ranks": 1}, ["--plan ''", "empty"]),
             "no such host": (flags("--host", "no-such-host.invalid"), ["--host no-such-host.invalid"]),
             "port in use": ({"port": "used"}, ["port is", "in use"]),
             "rank out of range": ({**flags("--rank", "7"), "ranks": 1}, ["--rank 7", "--world_size 2", "0 to 1"]),
@@ -143,18 +170,13 @@ class Mistakes:
             self.occupant = socket.create_server(("localhost", 0))
             port = self.occupant.getsockname()[1]
         script = given.get("script", recipes.HYBRID)
-        argv = []
+        argv, more = [], given.get("more", [])
         for rank in range(given.get("ranks", 2)):
-            own = ["--launcher", "none", "--rank", rank, "--world_size", 2, "--host", "localhost", "--port", port]
-            if (path := given.get("config", recipes.PIPELINE_CONFIG)) is not None:
-                own += ["--config", path]
-            own += [
-                "--output",
-                given.get("output", self.output),
-                *given.get("common", SMALL_PIPELINE),
-                *fork_ranks.FOREVER,
-            ]
-            argv.append([str(part) for part in own + given.get("more", [])])
+            own = {"launcher": "none", "rank": rank, "world_size": 2, "host": "localhost", "port": port}
+            own |= {"config": given.get("config", recipes.PIPELINE_CONFIG), "output": given.get("output", self.output)}
+            own |= {"timeout": 10 * fork_ranks.PATIENCE}
+            parts = [(f"--{key}", value) for key, value in own.items() if value is not None and f"--{key}" not in more]
+            argv.append([str(part) for pair in parts for part in pair] + [*given.get("common", SMALL_PIPELINE), *more])
         return fork_ranks.start(script, argv, [{}] * len(argv))
 
 

@@ -139,7 +139,8 @@ def set_pipeline_dtype(dtype: torch.dtype) -> None:
 def groups(store: dist.Store, seconds: float, device: torch.device) -> Iterator[None]:
     """Create process groups inside the block through `store`, each with a timeout, and on this rank's device.
 
-    With torch's backend "fake", all groups are fake ones, whose other members need not exist.
+    With torch's backend "fake", all groups are fake ones, whose other members need not exist, and groups of others are
+    not created at all: a million of them would take minutes.
 
     Fixes: upstream initialises torch from `tcp://[host]:port` for any host. Brackets are for IPv6 literals only, and
     Python from 3.11.4 on rejects them around anything else, so that every launcher fails; and the store that torch
@@ -152,24 +153,30 @@ def groups(store: dist.Store, seconds: float, device: torch.device) -> Iterator[
         seconds: the timeout of each group.
         device: this rank's device.
     """
-    init, new, set_device = dist.init_process_group, dist.new_group, ParallelContext.set_device
+    changed = [(dist, name) for name in ("init_process_group", "new_group", "get_backend")]
+    changed += [(ParallelContext, name) for name in ("set_device", "detect_num_processes_on_current_node")]
+    originals = [getattr(owner, name) for owner, name in changed]
+    init, new, *_ = originals
     timeout = timedelta(seconds=seconds)
 
     def init_process_group(*args: Any, init_method: str | None = None, backend: str, **options: Any) -> None:
         if backend == "nccl":
             options["device_id"] = device
         init(*args, backend=backend, store=store, timeout=timeout, **options)
+        if backend == "fake":
+            rank = dist.get_rank()
+            dist.new_group = lambda ranks, **_: (
+                new(ranks, timeout=timeout, backend="fake") if rank in ranks else dist.GroupMember.NON_GROUP_MEMBER
+            )
+            dist.get_backend = lambda *_: "fake"
+            ParallelContext.detect_num_processes_on_current_node = lambda *_: None  # asks all of them
 
-    def new_group(*args: Any, **options: Any) -> dist.ProcessGroup:
-        if dist.get_backend() == "fake":
-            options["backend"] = "fake"
-        return new(*args, timeout=timeout, **options)
-
-    dist.init_process_group, dist.new_group = init_process_group, new_group
+    dist.init_process_group, dist.new_group = init_process_group, functools.partial(new, timeout=timeout)
     ParallelContext.set_device = lambda *_: None
     try:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         yield
     finally:
-        dist.init_process_group, dist.new_group, ParallelContext.set_device = init, new, set_device
+        for (owner, name), original in zip(changed, originals, strict=True):
+            setattr(owner, name, original)

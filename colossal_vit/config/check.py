@@ -2,26 +2,14 @@
 
 import difflib
 from collections.abc import Iterable, Mapping
+from enum import Enum
 from typing import Any
 
 from colossal_vit.config.schema import SCHEMA
-from colossal_vit.config.settings import PATHS, REQUIRED, Block, Setting, default_for
+from colossal_vit.config.settings import OPTIONAL, PATHS, REQUIRED, Block, Each, Setting, default_for
 from colossal_vit.errors import UserError
-from colossalai.legacy.amp import AMP_TYPE
 
-SCALER_KEYS = {
-    AMP_TYPE.TORCH: {"init_scale", "growth_factor", "backoff_factor", "growth_interval"},
-    AMP_TYPE.NAIVE: {
-        "initial_scale",
-        "growth_factor",
-        "backoff_factor",
-        "growth_interval",
-        "hysteresis",
-        "min_scale",
-        "max_scale",
-    },
-    AMP_TYPE.APEX: {"opt_level"},  # the scalers of O1 and O2 are those of TORCH and NAIVE, with their defaults
-}
+SHOWN = 200  # characters of a value in a message
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
@@ -29,6 +17,15 @@ def nearest(name: str, names: Iterable[str]) -> str:
     by_folded = {candidate.lower(): candidate for candidate in names}
     close = difflib.get_close_matches(name.lower(), by_folded, n=1, cutoff=0.5)
     return f"; did you mean {by_folded[close[0]]}?" if close else f"; known are {', '.join(sorted(by_folded.values()))}"
+
+
+def shown(value: Any) -> str:
+    """A value on one line, cut off if it is long."""
+    try:
+        text = str(value) if isinstance(value, Enum) else " ".join(repr(value).splitlines())
+    except Exception:  # of a number with more digits than Python converts, or of a class of the config's own
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def check(values: Mapping[str, Any], source: str, settings: Mapping[str, Setting | Block] = SCHEMA, prefix: str = ""):
@@ -44,17 +41,18 @@ def check(values: Mapping[str, Any], source: str, settings: Mapping[str, Setting
         UserError: naming the key, the value and what would be right.
     """
     for key, value in values.items():
-        name = prefix + key
+        name = f"{prefix}{key}"
         if key not in settings:
             helper = "" if prefix else " (a helper's name starts with _)"
-            raise UserError(f"{source}: unknown key {name}{nearest(key, settings)}{helper}")
+            raise UserError(f"{source}: unknown key {name}{nearest(str(key), settings)}{helper}")
         setting = settings[key]
         if isinstance(setting, Setting):
             if not setting.rule.allows(value):
-                raise UserError(f"{source}: {name} = {value!r}, but it must be {setting.rule.expected}")
+                raise UserError(f"{source}: {name} = {shown(value)}, but it must be {setting.rule.expected}")
         elif value is not None:
             if not isinstance(value, Mapping):
-                raise UserError(f"{source}: {name} = {value!r}, but it must be a dict({', '.join(setting.settings)})")
+                keys = ", ".join(setting.settings)
+                raise UserError(f"{source}: {name} = {shown(value)}, but it must be a dict({keys}) or None")
             check(value, source, setting.settings, f"{name}.")
 
 
@@ -71,3 +69,55 @@ def check_script(values: Mapping[str, Any], script: str, source: str) -> None:
     for key, setting in SCHEMA.items():
         if key not in values and default_for(setting, script) is REQUIRED:
             raise UserError(f"{source}: {key} is missing; it must be {setting.rule.expected}")
+
+
+def check_effect(
+    values: Mapping[str, Any],
+    script: str | None,
+    source: str,
+    settings: Mapping[str, Setting | Block] = SCHEMA,
+    prefix: str = "",
+) -> None:
+    """Refuse values, other than defaults, that do nothing without another one, and blocks that lack what they need.
+
+    Args:
+        values: that `check` allows, without defaults.
+        script: one of SCRIPTS, or None, which leaves out what depends on the defaults of a script.
+        source, settings, prefix: as of `check`.
+
+    Raises:
+        UserError: naming both keys.
+    """
+
+    def value_of(key: str) -> Any:
+        value = values.get(key, default_for(settings[key], script))
+        return None if value is OPTIONAL or value is REQUIRED else value
+
+    for key, value in values.items():
+        name, setting = f"{prefix}{key}", settings[key]
+        if isinstance(setting, Block):
+            if value is not None and script not in setting.idle:
+                for inner, needed in setting.settings.items():
+                    if needed.default is REQUIRED and inner not in value:
+                        raise UserError(f"{source}: {name}.{inner} is missing; it must be {needed.rule.expected}")
+                if setting.switches and not any(map(value.get, setting.switches)):
+                    switches = " or ".join(f"{name}.{switch}" for switch in setting.switches)
+                    raise UserError(f"{source}: {name} = {shown(value)} does nothing: set {switches}, or {name} = None")
+                check_effect(value, script, source, setting.settings, f"{name}.")
+            continue
+        for other, fitting in setting.needs.items() if value != default_for(setting, script) else ():
+            if script is None and other not in values and isinstance(settings[other].default, Each):
+                continue
+            found = value_of(other)
+            if found not in fitting if fitting else not found:
+                remedy = f"it is for {' or '.join(map(shown, fitting))}" if fitting else f"set {prefix}{other}"
+                raise UserError(
+                    f"{source}: {name} = {shown(value)} does nothing with {prefix}{other} = {shown(found)}: {remedy}, "
+                    f"or leave it out"
+                )
+
+
+def idle_blocks(values: Mapping[str, Any], script: str | None) -> dict[str, str]:
+    """The blocks that a script takes and does nothing with, with the reason."""
+    idle = {key: SCHEMA[key].idle.get(script) for key in values if isinstance(SCHEMA.get(key), Block)}
+    return {key: reason for key, reason in idle.items() if reason}

@@ -29,6 +29,28 @@ def _check_derived(values: Mapping[str, Any], overridden: set[str], source: str)
             raise UserError(f"{source}: {key} = {values[key]!r}, but {name} = {used!r}, which is what counts: set that")
 
 
+def _complete(parallel: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The block `parallel` with its defaults."""
+    parallel = parallel or {}
+    tensor = {"mode": None, "size": 1, **(parallel.get("tensor") or {})}
+    if tensor["mode"] == "2.5d":
+        tensor.setdefault("depth", 1)
+    return {"pipeline": parallel.get("pipeline", 1), "tensor": tensor}
+
+
+def _parse(texts: Iterable[str]) -> list[tuple[tuple[str, ...], Any]]:
+    """The overrides parsed, and checked before a file computes with them; a whole `parallel` is complete, for the same.
+
+    Raises:
+        UserError: if an override is malformed, its key unknown or its value wrong.
+    """
+    parsed = [parse_override(text) for text in texts]
+    for (name, *rest), value in parsed:
+        if not name.startswith("_"):
+            check.check({name: apply_overrides(name, None, [((name, *rest), value)])}, "--set")
+    return [(keys, _complete(value) if keys == ("parallel",) else value) for keys, value in parsed]
+
+
 def _import_for_configs(name: str, globals=None, locals=None, fromlist=(), level=0):
     """`import` as a config sees it: `colossalai.amp`, where the tutorials find AMP_TYPE, still has it."""
     if name in ("colossalai.amp", "colossalai.amp.amp_type"):
@@ -56,12 +78,14 @@ def load(
         UserError: if the file is missing or fails, a key is unknown or missing, or a value has the wrong type.
     """
     path = Path(path)
-    parsed = [parse_override(text) for text in overrides]
+    parsed = _parse(overrides)
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():  # reading a pipe might wait forever
+            raise UserError(f"--config {path}: is no regular file")
         tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
     except OSError as error:
         raise UserError(f"--config {path}: {error.strerror or error}") from None
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         where = f"{path}:{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else str(path)
         raise UserError(f"--config {where}: not valid Python: {getattr(error, 'msg', error)}") from None
 
@@ -74,14 +98,14 @@ def load(
     }
     try:
         exec(compile(tree, str(path), "exec"), namespace)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         trace, line = error.__traceback__, None
         while trace is not None:
             if trace.tb_frame.f_code.co_filename == str(path):
                 line = trace.tb_lineno
             trace = trace.tb_next
         where = f"{path}:{line}" if line else str(path)
-        raise UserError(f"--config {where}: {type(error).__name__}: {error}") from None
+        raise UserError(f"--config {where}: {type(error).__name__}: {' '.join(str(error).split())}") from None
 
     values = {
         key: value
@@ -95,23 +119,15 @@ def load(
     check.check(values, str(path))
     if script is not None:
         check.check_script(values, script, str(path))
+    check.check_effect(values, script, str(path))
     values = {**schema.defaults(script), **values}
     warm_up, epochs = values.get("WARMUP_EPOCHS", 0), values.get("NUM_EPOCHS", math.inf)
     if warm_up >= epochs:
         raise UserError(f"{path}: WARMUP_EPOCHS = {warm_up} must be less than NUM_EPOCHS = {epochs}")
-    parallel = values.get("parallel") or {}
-    tensor = {"mode": None, "size": 1, **(parallel.get("tensor") or {})}
-    if tensor["mode"] == "2.5d":
-        tensor.setdefault("depth", 1)
-    values["parallel"] = {"pipeline": parallel.get("pipeline", 1), "tensor": tensor}
+    values["parallel"] = _complete(values.get("parallel"))
     _check_derived(values, {keys[0] for keys, _ in parsed}, str(path))
-    fp16 = values.get("fp16") or {}
-    if not fp16.get("mode"):
+    if not (values.get("fp16") or {}).get("mode"):
         values["fp16"] = None
-    else:
-        allowed = check.SCALER_KEYS[fp16["mode"]]
-        for key in fp16.keys() - {"mode", "dtype"} - allowed:
-            raise UserError(f"{path}: fp16.{key} is not an option of {fp16['mode']}{check.nearest(key, allowed)}")
     return Config(values)
 
 

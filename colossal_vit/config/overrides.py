@@ -9,8 +9,17 @@ from colossal_vit.errors import UserError
 from colossalai.legacy.amp import AMP_TYPE
 
 
-class _DictCalls(ast.NodeTransformer):
-    """`dict(a=1)` as the literal {'a': 1}."""
+class _Literals(ast.NodeTransformer):
+    """`dict(a=1)` as the literal {'a': 1}, and `AMP_TYPE.NAIVE` as a constant, as configs write them."""
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        if isinstance(node.value, ast.Name) and node.value.id == "AMP_TYPE":
+            try:
+                return ast.Constant(AMP_TYPE[node.attr])
+            except KeyError:
+                names = ", ".join(f"AMP_TYPE.{mode.name}" for mode in AMP_TYPE)
+                raise UserError(f"AMP_TYPE.{node.attr} is none of {names}") from None
+        return node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
@@ -29,7 +38,7 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
     """Parse one `--set` argument.
 
     Args:
-        text: `KEY=VALUE`; KEY may be nested with dots, VALUE is a Python literal or `AMP_TYPE.<NAME>`.
+        text: `KEY=VALUE`; KEY may be nested with dots, VALUE is a Python literal, in which AMP_TYPE.<NAME> may stand.
 
     Returns:
         The path of the key and the value.
@@ -42,15 +51,11 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
     literal = literal.strip()
     if not equals or not all(part.isidentifier() for part in path):
         raise UserError(f"--set {text}: must have the form KEY=VALUE, for example --set BATCH_SIZE=64")
-    if literal.startswith("AMP_TYPE."):
-        try:
-            return path, AMP_TYPE[literal.removeprefix("AMP_TYPE.")]
-        except KeyError:
-            names = ", ".join(f"AMP_TYPE.{mode.name}" for mode in AMP_TYPE)
-            raise UserError(f"--set {text}: {literal} is none of {names}") from None
     try:
-        return path, ast.literal_eval(_DictCalls().visit(ast.parse(literal, mode="eval")))
-    except (ValueError, SyntaxError, TypeError, MemoryError):
+        return path, ast.literal_eval(_Literals().visit(ast.parse(literal, mode="eval")))
+    except UserError as error:
+        raise UserError(f"--set {text}: {error}") from None
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         raise UserError(f"--set {text}: {literal!r} is not a Python literal{_quotes(key, literal)}") from None
 
 

@@ -1,19 +1,27 @@
 """What the value of a setting must be."""
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from colossalai.legacy.amp import AMP_TYPE
 
+MOST = 2**31 - 1  # of what is counted; more overflows in C++ somewhere
+LARGEST, SMALLEST = 1e30, 1e-30  # of numbers other than 0: float32 holds their products with ordinary ones
+
 
 @dataclass(frozen=True)
 class Rule:
-    """What a value must be: `expected` completes the sentence 'must be ...'."""
+    """What a value must be: `expected` completes the sentence 'must be ...'.
+
+    Attributes:
+        allows: whether a value is right; never raises.
+        ends: the smallest and the largest number that are, if it must be a number.
+    """
 
     expected: str
     allows: Callable[[Any], bool]
+    ends: tuple[float, float] | None = None
 
 
 def _is_int(value: Any) -> bool:
@@ -21,51 +29,64 @@ def _is_int(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, float) or (_is_int(value) and abs(value) <= 2**53)  # larger ones overflow in torch
+
+
+def whole(low: int, high: int = MOST) -> Rule:
+    """A whole number in a range."""
+    expected = f"of at least {low} and below 2³¹" if high == MOST else f"from {low} to {high}"
+    return Rule(f"a whole number {expected}", lambda value: _is_int(value) and low <= value <= high, (low, high))
+
+
+def number(low: float, high: float, expected: str | None = None) -> Rule:
+    """A number in a range. NaN, infinity and integers that no float holds are in none: Python compares them exactly."""
+    expected = expected or f"a number from {low:g} to {high:g}"
+    return Rule(expected, lambda value: _is_number(value) and low <= value <= high, (low, high))
+
+
+def zero_or(rule: Rule, expected: str) -> Rule:
+    """0, or what a rule for numbers allows: numbers just above 0 are 0 in float32, and would switch nothing off."""
+    return Rule(expected, lambda value: (_is_number(value) and value == 0) or rule.allows(value), (0, rule.ends[1]))
 
 
 def one_of(*allowed: Any) -> Rule:
-    return Rule(f"one of {', '.join(map(repr, allowed))}", lambda value: value in allowed)
+    """One of these values, of the same type: True is not 1."""
+    return Rule(
+        f"one of {', '.join(map(repr, allowed))}",
+        lambda value: any(type(value) is type(choice) and value == choice for choice in allowed),
+    )
 
 
-POSITIVE_INT = Rule("a whole number of at least 1", lambda value: _is_int(value) and value >= 1)
-NON_NEGATIVE_INT = Rule("a whole number of at least 0", lambda value: _is_int(value) and value >= 0)
-POSITIVE = Rule("a number above 0", lambda value: _is_number(value) and value > 0)
-NON_NEGATIVE = Rule("a number of at least 0", lambda value: _is_number(value) and value >= 0)
-MAGNITUDE = Rule("a whole number from 0 to 30", lambda value: _is_int(value) and 0 <= value <= 30)
-FRACTION = Rule("a number from 0 up to, not including, 1", lambda value: _is_number(value) and 0 <= value < 1)
-SHARE = Rule("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1)
-SHARE_ABOVE_0 = Rule("a number above 0 and up to 1", lambda value: _is_number(value) and 0 < value <= 1)
+POSITIVE_INT = whole(1)
+NON_NEGATIVE_INT = whole(0)
+POSITIVE = number(SMALLEST, LARGEST, "a number above 0 (1e-30 to 1e30)")
+NON_NEGATIVE = zero_or(POSITIVE, "a number of at least 0 (0, or 1e-30 to 1e30)")
+FRACTION = Rule(
+    "a number from 0 up to, not including, 1", lambda value: _is_number(value) and 0 <= value < 1, (0, 1 - 2**-53)
+)
+SHARE = number(0, 1)
+SHARE_ABOVE_0 = number(0.001, 1)
 BOOL = Rule("True or False", lambda value: isinstance(value, bool))
-TEXT = Rule("a string that is not empty", lambda value: isinstance(value, str) and value != "")
+TEXT = Rule(
+    "a string, neither empty nor with a NUL character",
+    lambda value: isinstance(value, str) and value != "" and "\0" not in value,
+)
 TENSOR_MODE = one_of(None, "1d", "2d", "2.5d", "3d")
 SHAPE = Rule(
-    "a sequence of whole numbers",
-    lambda value: isinstance(value, (list, tuple)) and all(_is_int(size) and size > 0 for size in value),
+    "three whole numbers above 0",
+    lambda value: isinstance(value, (list, tuple)) and len(value) == 3 and all(map(POSITIVE_INT.allows, value)),
 )
 AREA = Rule(
-    "the smallest and the largest share of an image that a crop may be, 0 < smallest <= largest <= 1",
+    "the smallest and the largest share of an image that a crop may be, 0.001 <= smallest <= largest <= 1",
     lambda value: (
         isinstance(value, (list, tuple))
         and len(value) == 2
-        and all(map(_is_number, value))
-        and 0 < value[0] <= value[1] <= 1
+        and all(map(SHARE_ABOVE_0.allows, value))
+        and value[0] <= value[1]
     ),
 )
-RAND_AUGMENT = Rule(
-    "a dict(n=..., m=...): n operations an image, of magnitude m, a whole number from 0 to 30",
-    lambda value: (
-        value is None
-        or (
-            isinstance(value, Mapping)
-            and value.keys() == {"n", "m"}
-            and all(map(_is_int, value.values()))
-            and value["n"] >= 1
-            and 0 <= value["m"] <= 30
-        )
-    ),
-)
+MAGNITUDE, OPERATIONS = whole(0, 30), whole(1, 20)
 MODE = Rule(
     "AMP_TYPE.TORCH, AMP_TYPE.NAIVE, AMP_TYPE.APEX or None",
-    lambda value: value in (AMP_TYPE.TORCH, AMP_TYPE.NAIVE, AMP_TYPE.APEX, None),
+    lambda value: value is None or isinstance(value, AMP_TYPE),
 )

@@ -26,14 +26,17 @@ class Setting:
         rule: what the value must be.
         meaning: what it does, with its unit.
         default: the value where the file has none; or one for each script, in the order of `scripts`; REQUIRED if there
-            must be one; OPTIONAL if without one nothing happens, or what `meaning` says.
+            must be one, in a block if that is given; OPTIONAL if without one nothing happens, or what `meaning` says.
         scripts: that use it.
+        needs: keys beside it without which it does nothing, each with the values that will do; none given means any
+            but None, False and 0.
     """
 
     rule: Rule
     meaning: str
     default: Any = OPTIONAL
     scripts: tuple[str, ...] = SCRIPTS
+    needs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
 class Each(tuple):
@@ -42,12 +45,21 @@ class Each(tuple):
 
 @dataclass(frozen=True)
 class Block:
-    """A key whose value is a dict of settings, or None to switch the feature off."""
+    """A key whose value is a dict of settings, or None to switch the feature off.
+
+    Attributes:
+        meaning, default, scripts: as of a `Setting`.
+        settings: in it.
+        switches: settings of which one has to be on, that is, not None, False or 0: the block does nothing otherwise.
+        idle: scripts that take it and do nothing with it, because published configs have it; with the reason.
+    """
 
     meaning: str
     settings: Mapping[str, "Setting | Block"] = field(repr=False)
     default: Any = OPTIONAL
     scripts: tuple[str, ...] = SCRIPTS
+    switches: tuple[str, ...] = ()
+    idle: Mapping[str, str] = field(default_factory=dict)
 
 
 def default_for(setting: Setting | Block, script: str | None) -> Any:

@@ -29,6 +29,10 @@ class MicroBatches(LoaderWrapper):
         super().__init__(loader)
         self.num_micro_batches = len(loader) // accumulation * accumulation
         if not self.num_micro_batches:
+            if not len(loader):
+                raise UserError(
+                    "an epoch has no batch of BATCH_SIZE for each rank: start fewer processes or lower BATCH_SIZE"
+                )
             raise UserError(
                 f"gradient_accumulation = {accumulation}, but an epoch has only {len(loader)} batches on each rank: "
                 f"lower gradient_accumulation or BATCH_SIZE"

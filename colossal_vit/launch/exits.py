@@ -14,7 +14,7 @@ from colossal_vit.checkpoint import lock
 from colossal_vit.errors import Preempted, TrainingError, UserError, end_process, error_line
 from colossal_vit.hooks import wandb_run
 from colossal_vit.launch import watchdog
-from colossal_vit.launch.launchers import rank_host_port
+from colossal_vit.launch.launchers import launched_rank, rank_host_port
 from colossal_vit.parallel.ranks import write_line
 from colossal_vit.plan import report, search
 from colossalai.legacy.core import global_context as gpc
@@ -62,7 +62,7 @@ def run(main: Callable[[], None]) -> None:
     if any(flag.split("=")[0] == "--plan" for flag in sys.argv[1:]):
         instead = search.run
     if instead:
-        main = functools.partial(instead, main, prints=rank_host_port()[0] == 0)
+        main = functools.partial(instead, main, prints=launched_rank() == 0)
     code = 0
     try:
         main()

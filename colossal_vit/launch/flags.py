@@ -1,18 +1,63 @@
 """The command line that all train scripts share."""
 
 import argparse
+import sys
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import colossalai.legacy as colossalai
-from colossal_vit.errors import Parser
+from colossal_vit.config.rules import POSITIVE_INT, TEXT, number, one_of, whole
+from colossal_vit.errors import Parser, UserError
 from colossal_vit.launch.launchers import LAUNCHERS
 
 DEFAULT_TIMEOUT = 300.0  # seconds that a rank waits for the others, at the start and in collective operations
+MOST_RANKS = 2**20
+
+RULES = {
+    **dict.fromkeys(("config", "host", "output", "resume", "plan"), TEXT),  # a shell variable may be unset
+    "port": whole(1, 65535),
+    "world_size": whole(1, MOST_RANKS),
+    "rank": whole(0, MOST_RANKS - 1),
+    "local_rank": whole(0, MOST_RANKS - 1),
+    "backend": one_of("nccl", "gloo"),
+    "max_steps": POSITIVE_INT,
+    "timeout": number(0.001, 1e8),
+}
+
+
+class TrainParser(Parser):
+    """Parses the command line of a train script, in which no flag for one value is given twice, and each has its rule.
+
+    Raises:
+        UserError: naming flag and value.
+    """
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: None = None) -> argparse.Namespace:
+        words = sys.argv[1:] if args is None else args
+        given = [self._option_string_actions.get(word.split("=")[0]) for word in words]
+        times = Counter(action.dest for action in given if isinstance(action, argparse._StoreAction))
+        parsed = super().parse_args(words)
+        for name, count in times.items():
+            if count > 1:
+                raise UserError(f"{_flag(name)} is given {count} times: leave all but one out")
+        for name, rule in RULES.items():
+            value = getattr(parsed, name)
+            if value is not None and not rule.allows(value):
+                own = name in ("rank", "local_rank")  # those of the other ranks may be right
+                raise UserError(f"{_flag(name)} {repr(value) if value == '' else value}: must be {rule.expected}", own)
+        parsed.output = parsed.output and Path(parsed.output)
+        return parsed
+
+
+def _flag(name: str) -> str:
+    """The flag of a value; Colossal-AI's have underscores."""
+    return f"--{name}" if name in ("world_size", "local_rank") else f"--{name.replace('_', '-')}"
 
 
 def get_parser(description: str | None = None) -> argparse.ArgumentParser:
     """The parser of every train script: Colossal-AI's flags and ours."""
-    parser = Parser(
+    parser = TrainParser(
         description=description,
         parents=[colossalai.get_default_parser()],
         add_help=False,
@@ -40,7 +85,7 @@ def get_parser(description: str | None = None) -> argparse.ArgumentParser:
         help="how long a rank waits for another one, at the start and later (default %(default)g)",
     )
     parser.add_argument(
-        "--output", type=Path, help="run directory (default: runs/<example>/<script>/<config>,KEY=VALUE,...)"
+        "--output", metavar="DIR", help="run directory (default: runs/<example>/<script>/<config>,KEY=VALUE,...)"
     )
     parser.add_argument(
         "--resume",

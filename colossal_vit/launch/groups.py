@@ -18,13 +18,11 @@ def choose_backend(args: argparse.Namespace, rendezvous: Rendezvous, layout: Lay
     """The backend `--backend`, or by default NCCL with CUDA and gloo without.
 
     Raises:
-        UserError: if the backend is unknown, needs CUDA or cannot send what the layout sends, or this machine has fewer
-            GPUs than processes.
+        UserError: if the backend needs CUDA or cannot send what the layout sends, or this machine has fewer GPUs than
+            processes.
     """
     available = torch.cuda.is_available()
     backend = args.backend or ("nccl" if available else "gloo")
-    if backend not in ("nccl", "gloo"):
-        raise UserError(f"--backend {backend}: must be nccl (with CUDA) or gloo")
     if backend == "nccl" and not available:
         raise UserError("--backend nccl needs CUDA, which this machine lacks: leave the flag out or use gloo")
     if backend == "gloo" and available and layout.pipeline > 1:

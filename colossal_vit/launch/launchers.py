@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from colossal_vit.errors import UserError
+from colossal_vit.plan import fakes
 from colossalai.context import Config
 
 DEFAULT_PORT = 29500
@@ -34,6 +35,13 @@ class Rendezvous:
     host: str
     port: int
     found: str = "nobody"
+
+
+def _check_rank(rank: int, world_size: int) -> None:
+    if not 0 <= rank < world_size:
+        raise UserError(
+            f"--rank {rank} does not fit --world_size {world_size}: it must be 0 to {world_size - 1}", own=True
+        )
 
 
 def _environ(*names: str) -> list[int]:
@@ -109,11 +117,6 @@ def _from_flags(args: argparse.Namespace) -> Rendezvous:
         return Rendezvous("none", 0, args.local_rank or 0, 1, "localhost", port, "hand, as the only process")
     if missing:
         raise UserError(f"starting processes by hand needs {' '.join(missing)} too", own=True)
-    if not 0 <= args.rank < args.world_size:
-        raise UserError(
-            f"--rank {args.rank} does not fit --world_size {args.world_size}: it must be 0 to {args.world_size - 1}",
-            own=True,
-        )
     local_rank = args.local_rank if args.local_rank is not None else args.rank % max(torch.cuda.device_count(), 1)
     return Rendezvous("none", args.rank, local_rank, args.world_size, args.host, args.port, "hand")
 
@@ -150,6 +153,7 @@ def find_rendezvous(args: argparse.Namespace) -> Rendezvous:
     if name == "auto":
         name = next(key for key, launcher in LAUNCHERS.items() if launcher.started())
     rendezvous = LAUNCHERS[name].read(args)
+    _check_rank(rendezvous.rank, rendezvous.world_size)
     rendezvous.host = args.host or rendezvous.host
     rendezvous.port = args.port or rendezvous.port
     if not 0 < rendezvous.port < 65536:
@@ -161,28 +165,32 @@ def find_rendezvous(args: argparse.Namespace) -> Rendezvous:
     return rendezvous
 
 
+def launched_rank() -> int:
+    """The rank that a launcher gave this process, or 0."""
+    ranks = (os.environ.get(name) for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"))
+    return int(next((rank for rank in ranks if rank and rank.isdecimal()), "0"))
+
+
 def rank_host_port() -> tuple[int, str | None, str | None]:
     """Rank, host and port of this process as far as they can be determined, even if the command line is wrong."""
     flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("rank", "host", "port"):
-        flags.add_argument(f"--{name}")
+        flags.add_argument(f"--{name}", nargs="?")
     given = flags.parse_known_args()[0]
-    ranks = (os.environ.get(name) for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"))
-    rank = next((r for r in (given.rank, *ranks) if r and r.isdigit()), "0")
-    return int(rank), given.host or os.environ.get("MASTER_ADDR"), given.port or os.environ.get("MASTER_PORT")
+    rank = int(given.rank) if given.rank and given.rank.isdecimal() else launched_rank()
+    return rank, given.host or os.environ.get("MASTER_ADDR"), given.port or os.environ.get("MASTER_PORT")
 
 
 def planned_rendezvous(args: argparse.Namespace, config: Config) -> Rendezvous:
-    """The rank that a dry run simulates: `--rank`, or 0.
+    """The rank that a dry run simulates.
 
     The world size is `--world_size`, or the launcher's, or the smallest that the layout allows.
 
     Raises:
-        UserError: if the world size is below 1.
+        UserError: if `--rank`, which does not matter otherwise, does not fit the world size.
     """
-    launched = [os.environ.get(name) for name in ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")]
+    launched = (os.environ.get(name) for name in ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"))
     fewest = config.parallel.pipeline * config.parallel.tensor.size
-    world_size = args.world_size if args.world_size is not None else int(next(filter(None, launched), fewest))
-    if world_size < 1:
-        raise UserError(f"--world_size {world_size}: must be at least 1")
-    return Rendezvous("none", args.rank or 0, args.local_rank or 0, world_size, "nowhere", 0)
+    world_size = args.world_size or int(next((size for size in launched if size and size.isdecimal()), fewest))
+    _check_rank(args.rank or 0, world_size)
+    return Rendezvous("none", fakes.rank, args.local_rank or 0, world_size, "nowhere", 0)

@@ -11,6 +11,7 @@ from colossal_vit import config as configs
 from colossal_vit import parent
 from colossal_vit.checkpoint import run_directory
 from colossal_vit.compat import cpu, patches
+from colossal_vit.config.check import nearest
 from colossal_vit.config.settings import IMAGENET
 from colossal_vit.engine import precision
 from colossal_vit.errors import UserError
@@ -47,19 +48,18 @@ def start(
         UserError: if flags, environment, config, layout, device or run directory are not usable.
     """
     args = get_parser(description).parse_args()
-    rendezvous = None if args.dry_run or args.plan else find_rendezvous(args)
+    rendezvous = None if args.dry_run or args.plan is not None else find_rendezvous(args)
     if args.config is None:
         raise UserError(
             "--config FILE is missing: the Python file with the hyper-parameters, for example from configs/"
         )
-    if args.max_steps is not None and args.max_steps < 1:
-        raise UserError(f"--max-steps {args.max_steps}: must be at least 1")
-    if not args.timeout > 0:
-        raise UserError(f"--timeout {args.timeout:g}: must be a number of seconds above 0")
     if args.wandb:
         wandb_run.check_installed()
     overrides = [*args.set, "COMPILE=True"] if args.compile else args.set
     config = configs.load(args.config, overrides, script)
+    idle = configs.idle_blocks(config, script)
+    for key in idle:
+        del config[key]
     starts_from = (config.get("finetune") or {}).get("weights")
     evaluating = "--eval-knn" if args.eval_knn else "--eval-only" if args.eval_only else None
     args.eval_only = evaluating is not None
@@ -78,7 +78,7 @@ def start(
         str(output).encode()
     except UnicodeEncodeError:  # TensorBoard would crash once training begins
         raise UserError(f"the run directory {output}: is not in UTF-8; give another --output") from None
-    if args.plan:
+    if args.plan is not None:
         world_size = rendezvous.world_size
         raise PlanRequested(args.plan, args.config, overrides, config, world_size, script, check, output)
     layout = Layout.of(config, rendezvous.world_size)
@@ -116,9 +116,18 @@ def start(
         f"{layout}; global batch {layout.global_batch(config)} = BATCH_SIZE {config.BATCH_SIZE} × "
         f"gradient_accumulation {config.gradient_accumulation} × data parallel {layout.data}"
     )
+    for key, reason in idle.items():
+        log.info(f"{key} does nothing in this script: {reason}")
     if config.fp16:
         log.info(f"mixed precision: {precision.describe(config.fp16, device)} on this device")
-    checkpoint, started_from = run_on_rank_0(lambda: run_directory.prepare(args, output, starts_from, log))
+
+    def prepare() -> tuple[Path | None, str | None]:
+        if args.resume not in ("auto", "never") and not Path(args.resume).exists():
+            meant = nearest(args.resume, ("auto", "never"))
+            raise UserError(f"--resume {args.resume}: no such path, and neither auto nor never{meant}")
+        return run_directory.prepare(args, output, starts_from, log)
+
+    checkpoint, started_from = run_on_rank_0(prepare)
     return Run(
         config,
         layout,

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::broadcast_", "Meta"):
     import torch.distributed._tools.fake_collectives  # where older versions of torch make them known to fake tensors
 
+rank = 0  # set in forks of dry runs: the one that is simulated
 real_tensors = False  # set in forks of the planner that take times, in which only the other ranks are fake
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from colossal_vit.config.load import num_model_chunks
 from colossal_vit.errors import TrainingError, UserError
-from colossal_vit.plan import pictures
+from colossal_vit.plan import fakes, pictures
 from colossal_vit.plan.meter import SENT_SHARE, StepPlan
 from colossal_vit.plan.pictures import Piece
 from colossalai.context import Config
@@ -72,7 +72,7 @@ def plan_rank(main: Callable[[], StepPlan | None], rank: int) -> StepPlan:
     """The plan that a train script's `main` returns for one rank, with `--dry-run` on the command line."""
 
     def of_rank() -> StepPlan:
-        sys.argv += ["--rank", str(rank)]
+        fakes.rank = rank
         return main()
 
     return in_fork(of_rank)
