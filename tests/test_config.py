@@ -5,12 +5,25 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from colossal_vit import config as configs
 from colossal_vit.config import schema
 from colossal_vit.config.__main__ import reference
+from colossal_vit.config.settings import CALTECH101, DP, HYBRID, IMAGENET, SCRIPTS, Block, Setting
+from colossal_vit.data.augment import build_augment
+from colossal_vit.data.mixing import mixed
+from colossal_vit.data.samplers import GlobalBatchSampler
+from colossal_vit.engine import build_criterion, build_optimizer, build_scheduler
+from colossal_vit.engine.precision import wrap_for_precision
 from colossal_vit.errors import UserError
+from colossal_vit.models import check_timm_vit
 from colossal_vit.parallel.layout import Layout
 from colossalai.legacy.amp import AMP_TYPE
+
+import fork_ranks
+from caltech101 import draw_crops
+from cifar10 import Batches
+from vit import check_vit
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "vit_cifar10_hybrid" / "configs"
@@ -49,7 +62,6 @@ from colossalai.amp import AMP_TYPE
 BATCH_SIZE = 256
 DROP_RATE = 0.1
 NUM_EPOCHS = 300
-NUM_CLASSES = 10
 fp16 = dict(mode=AMP_TYPE.TORCH, )
 NUM_CHUNKS = 1
 gradient_accumulation = 16
@@ -74,7 +86,10 @@ def test_published_files_load_unchanged(load):
     assert config.parallel.tensor == {"mode": "1d", "size": 2}
     assert config.fp16.mode is AMP_TYPE.NAIVE
     assert config.TENSOR_SHAPE == (128, 197, 768)
-    config = load(TUTORIAL_DATA_PARALLEL)
+    assert load(TUTORIAL, script=HYBRID) == {**schema.defaults(HYBRID), **config}
+    config = load(TUTORIAL_DATA_PARALLEL, script=DP)
+    assert set(configs.idle_keys(config, DP)) == {"dali", "NUM_CHUNKS"}
+    assert config.NUM_CLASSES == 10
     assert config.fp16.mode is AMP_TYPE.TORCH
     assert config.parallel == {"pipeline": 1, "tensor": {"mode": None, "size": 1}}
 
@@ -106,6 +121,10 @@ def test_shipped_configs_have_the_published_values(load):
         ("parallel.tensor.size=4", "parallel", {"pipeline": 2, "tensor": {"mode": "1d", "size": 4}}),
         ("parallel=dict", None, "not a Python literal"),
         ("parallel={'pipeline': 3}", "NUM_MICRO_BATCHES", 3),
+        ("parallel=dict(tensor=dict(mode='1d', size=2))", "NUM_MICRO_BATCHES", 1),
+        ("parallel=None", "NUM_MICRO_BATCHES", 1),
+        ("fp16=dict(mode=AMP_TYPE.NAIVE, dtype='fp16')", "fp16", {"mode": AMP_TYPE.NAIVE, "dtype": "fp16"}),
+        ("fp16={'mode': AMP_TYPE.TORCH}", "fp16", {"mode": AMP_TYPE.TORCH}),
         ("gradient_accumulation=2", "gradient_accumulation", 2),
         ("fp16.dtype='bf16'", "fp16", {"mode": AMP_TYPE.NAIVE, "dtype": "bf16"}),
         ("fp16.mode=AMP_TYPE.TORCH", "fp16", {"mode": AMP_TYPE.TORCH}),
@@ -173,6 +192,17 @@ def test_helpers_are_not_settings(load):
         ("", ("parallel..size=3",), ("KEY=VALUE",)),
         ("", ("DATA=/data",), ("'/data' is not a Python literal", "quotes")),
         ("", ("fp16.mode=AMP_TYPE.BEST",), ("AMP_TYPE.BEST", "AMP_TYPE.TORCH")),
+        ("", ("fp16=dict(mode=AMP_TYPE.BEST)",), ("AMP_TYPE.BEST", "AMP_TYPE.TORCH")),
+        ("", ("SEED=" + "[" * 10_000,), ("SEED=[", "is not a Python literal")),
+        ("BATCH_SIZE = 10**5000", (), ("BATCH_SIZE = <int>", "whole number")),
+        ("parallel = {1: 2}", (), ("unknown key parallel.1",)),
+        ("raise SystemExit('enough')", (), ("config.py:1", "SystemExit: enough")),
+        ("TF32 = 'a\\nb'", (), ("TF32 = 'a\\nb'",)),
+        ("raise ValueError('a\\nb')", (), ("ValueError: a b",)),
+        ("zero = dict(stage=True)", (), ("zero.stage = True", "one of 1, 2")),
+        ("dali = dict(rand_augment=dict(n=2))", (), ("dali.rand_augment.m is missing", "from 0 to 30")),
+        ("fp16 = dict(dtype='bf16')", (), ("fp16.dtype = 'bf16' does nothing with fp16.mode = None", "set fp16.mode")),
+        ("mix = dict(mixup=0.8, switch_prob=0.1)", (), ("mix.switch_prob = 0.1 does nothing", "set mix.cutmix")),
         ("", ("BATCH=3",), ("unknown key BATCH", "BATCH_SIZE")),
     ],
 )
@@ -221,3 +251,113 @@ def test_layouts(load, parallel, world_size, expected):
 
 def test_json(load):
     assert json.loads(configs.to_json(load(TUTORIAL)))["fp16"] == {"mode": "AMP_TYPE.NAIVE"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Every key with values that are wrong, and with the last ones that are right
+# ---------------------------------------------------------------------------------------------------------------------
+
+COMPLETE = {  # the smallest config of each script
+    DP: dict(NUM_EPOCHS=60, BATCH_SIZE=8, DEPTH=1),
+    HYBRID: dict(NUM_EPOCHS=60, BATCH_SIZE=8, IMG_SIZE=32, PATCH_SIZE=8, HIDDEN_SIZE=32, DEPTH=2, NUM_HEADS=2),
+    CALTECH101: dict(NUM_EPOCHS=60, BATCH_SIZE=8, DEPTH=1, NUM_CLASSES=9),
+    IMAGENET: dict(NUM_EPOCHS=60, BATCH_SIZE=8, DEPTH=1, NUM_CLASSES=9, MODEL="vit_tiny_patch16_224"),
+}
+WRONG = ["''", r"'a\0b'", "None", "[]", "float('nan')", "float('inf')", "-float('inf')"]
+WRONG += ["10**400", "-(10**400)", "2**63"]
+
+
+def settings_of(script, settings=schema.SCHEMA, path=()):
+    """Every setting and block that a script takes, by its path."""
+    for key, setting in settings.items():
+        if script in setting.scripts:
+            yield (*path, key), setting
+            if isinstance(setting, Block):
+                yield from settings_of(script, setting.settings, (*path, key))
+
+
+def with_value(script, path, value):
+    """A config of a script, in which one setting has this value, and what that needs."""
+    name, *rest = path
+    for key in reversed(rest):
+        value = f"{{{key!r}: {value}}}"
+    return "\n".join([*(f"{key} = {default!r}" for key, default in COMPLETE[script].items()), f"{name} = {value}"])
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_values_that_no_setting_may_have_are_refused_in_one_line(load, script):
+    """In a file, and on the command line as far as they are literals."""
+    assert load(with_value(script, ("SEED",), 1), script=script).SEED == 1
+    wrong = []
+    for path, setting in settings_of(script):
+        values = list(WRONG)
+        if isinstance(setting, Block) or path[-1] == "mode" or path[-1] == "TENSOR_PARALLEL_MODE":
+            values.remove("None")  # is off
+        if isinstance(setting, Setting) and setting.rule.ends:
+            low, high = setting.rule.ends
+            whole = setting.rule.allows(1) and not setting.rule.allows(0.75 if high < 2 else 1.5)
+            values += [repr(low - 1), repr(high + 1)] if whole else [repr(beyond(low, -1)), repr(beyond(high, 1))]
+        for value in values:
+            ways = [(with_value(script, path, value), ())]
+            if "float" not in value and "**" not in value:
+                ways.append((with_value(script, ("SEED",), 1), (f"{'.'.join(path)}={value}",)))
+            for text, overrides in ways:
+                try:
+                    load(text, *overrides, script=script)
+                    wrong.append(f"{'.'.join(path)} = {value} is allowed")
+                except UserError as error:
+                    message = str(error)
+                    if "\n" in message or path[-1] not in message or len(message) > 600:
+                        wrong.append(message)
+    assert not wrong, "\n".join(wrong)
+
+
+def beyond(end, sign):
+    """A number just beyond the end of a range, as floats and float32 know it."""
+    return end + sign * max(abs(end) * 1e-3, 1e-37)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_ends_of_every_range_work_or_are_refused(load, script):
+    """With whatever is made of them: model, samples, crops, augmentation, loss, an optimizer step, its rate."""
+
+    def try_all():
+        wrong = []
+        for path, setting in settings_of(script):
+            for value in (isinstance(setting, Setting) and setting.rule.ends) or ():
+                try:
+                    use(load(with_value(script, path, repr(value)), script=script), script)
+                except UserError:
+                    pass
+                except Exception as error:
+                    wrong.append(f"{'.'.join(path)} = {value}: {type(error).__name__}: {error}")
+        return wrong
+
+    (wrong,) = fork_ranks.call(try_all)
+    assert not wrong, "\n".join(wrong)
+
+
+def use(config, script):
+    """What a script makes of a config before and in its first step, with little data."""
+    layout = Layout.of(config, config.parallel.pipeline * config.parallel.tensor.size)
+    (check_vit if script == HYBRID else check_timm_vit)(config, layout)
+    sampler = GlobalBatchSampler(
+        1000, config.BATCH_SIZE, config.gradient_accumulation, config.SEED, repeats=config.get("REPEATS", 1)
+    )
+    images, labels = torch.zeros(1000, 3, 32, 32, dtype=torch.uint8), torch.zeros(1000, dtype=torch.int64)
+    if script in (DP, HYBRID):
+        size = min(config.IMG_SIZE, 64)
+        loader = Batches(images, labels, sampler, size, torch.device("cpu"), config.CROP_PADDING, config.FLIP)
+        loader.augment = build_augment(config)
+        assert next(iter(mixed(loader, config)))[0].isfinite().all()
+    if script == CALTECH101:
+        assert draw_crops(8, config.CROP_AREA, config.FLIP, torch.Generator()).isfinite().all()
+    model = torch.nn.Linear(4, min(config.NUM_CLASSES, 100))
+    optimizer = build_optimizer(config, model)
+    scheduler = build_scheduler(config, optimizer, 10)
+    model, optimizer, _ = wrap_for_precision(model, optimizer, None, config.fp16, torch.device("cpu"))
+    loss = build_criterion(config)(model(torch.ones(2, 4)).float(), torch.zeros(2, dtype=torch.int64))
+    optimizer.backward(loss)
+    optimizer.clip_grad_by_norm(config.clip_grad_norm)
+    optimizer.step()
+    scheduler.step()

@@ -83,6 +83,17 @@ class Mistakes:
             "not a literal": (sets("DATA=/data"), ["--set DATA=/data", "quotes"]),
             "no equals sign": (sets("BATCH_SIZE"), ["--set BATCH_SIZE", "KEY=VALUE"]),
             "wrong type": (sets("NUM_EPOCHS='ten'"), ["NUM_EPOCHS = 'ten'", "whole number"]),
+            "seed beyond 32 bits": (sets("SEED=4294967296"), ["SEED = 4294967296", "from 0 to 4294967295"]),
+            "number that no float holds": (sets(f"LEARNING_RATE=1{'0' * 400}"), ["LEARNING_RATE = 1000", "1e30"]),
+            "NUL in a path": (sets(r"DATA='a\x00b'"), ["DATA = 'a", "NUL"]),
+            "border wider than the image": (sets("CROP_PADDING=1000000"), ["CROP_PADDING = 1000000", "from 0 to 32"]),
+            "number for a block": (sets("parallel=3"), ["parallel = 3", "dict(pipeline, tensor)"]),
+            "key in a number": (sets("BATCH_SIZE.x=3"), ["BATCH_SIZE = {'x': 3}", "whole number"]),
+            "unknown key in a block": (sets('parallel={"tensor":{"siz":1}}'), ["parallel.tensor.siz", "mean size?"]),
+            "block without what it needs": (sets("zero=dict()"), ["zero.stage is missing", "one of 1, 2"]),
+            "block that does nothing": (sets("mix.prob=0.5"), ["mix = {'prob': 0.5} does nothing", "mix.mixup or"]),
+            "value that does nothing": (sets("augment.m=3", "augment.erase=0.1"), ["augment.m = 3", "'rand'"]),
+            "momentum of another optimizer": (sets("MOMENTUM=0.5"), ["MOMENTUM = 0.5", "OPTIMIZER = 'adamw'", "'sgd'"]),
             "wrong nested type": (sets("parallel.pipeline=2.0"), ["parallel.pipeline = 2.0", "whole number"]),
             "unknown AMP mode": (sets("fp16.mode=AMP_TYPE.FAST"), ["AMP_TYPE.FAST", "AMP_TYPE.NAIVE"]),
             "AMP mode that is not there yet": (sets("fp16.mode=AMP_TYPE.APEX"), ["fp16.mode", "APEX"]),
@@ -218,6 +229,7 @@ def test_thirty_mistakes_are_one_line_each(mistakes):
         if not good:
             wrong.append(f"{name}: {result}")
     assert not wrong, "\n\n".join(wrong)
+    assert not made.output.exists()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

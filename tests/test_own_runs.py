@@ -26,6 +26,7 @@ import recipes
 import warm
 from check_layouts import LAYOUTS
 from recipes import record
+from test_config import TUTORIAL_DATA_PARALLEL
 
 SMALL = dict(DEPTH=1, BATCH_SIZE=128, NUM_EPOCHS=1)
 LONG = dict(DEPTH=1, BATCH_SIZE=16, NUM_EPOCHS=10_000)
@@ -219,6 +220,17 @@ def test_a_run_that_cannot_print_trains_to_its_end(found, tmp_path):
     assert len(read_metrics(tmp_path / "run")[0]) == 2
     assert ("\\xd7" in result.stdout[0]) == (found == "ASCII")
     assert fork_ranks.run(script, argv(tmp_path / "run", SEED=-1)).codes == [2]
+
+
+def test_the_published_data_parallel_config_trains(tmp_path):
+    """One that says nothing of classes, and has a block for DALI."""
+    path = tmp_path / "published.py"
+    path.write_text(TUTORIAL_DATA_PARALLEL)
+    sizes = dict(IMG_SIZE=32, PATCH_SIZE=8, HIDDEN_SIZE=32, DEPTH=1, NUM_HEADS=2, BATCH_SIZE=16)
+    command = ["--config", str(path), "--output", str(tmp_path / "run"), "--max-steps", "1"]
+    result = fork_ranks.run(recipes.DATA_PARALLEL, [*command, *recipes.set_flags(sizes)])
+    assert result.codes == [0], str(result)
+    assert "dali does nothing in this script: the images are in memory; Mixup is in the block mix" in result.stdout[0]
 
 
 def test_no_file_gets_the_number_of_a_missing_stderr():

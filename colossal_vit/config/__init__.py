@@ -5,8 +5,8 @@ is evaluated once, with every `--set KEY=VALUE` applied at the assignment of KEY
 follow the override. `python -m colossal_vit.config` prints all keys.
 """
 
-from colossal_vit.config.check import idle_blocks
+from colossal_vit.config.check import idle_keys
 from colossal_vit.config.load import load, num_model_chunks, plain, to_json
 from colossal_vit.config.overrides import parse_override
 
-__all__ = ["idle_blocks", "load", "num_model_chunks", "parse_override", "plain", "to_json"]
+__all__ = ["idle_keys", "load", "num_model_chunks", "parse_override", "plain", "to_json"]

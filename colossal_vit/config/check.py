@@ -117,7 +117,6 @@ def check_effect(
                 )
 
 
-def idle_blocks(values: Mapping[str, Any], script: str | None) -> dict[str, str]:
-    """The blocks that a script takes and does nothing with, with the reason."""
-    idle = {key: SCHEMA[key].idle.get(script) for key in values if isinstance(SCHEMA.get(key), Block)}
-    return {key: reason for key, reason in idle.items() if reason}
+def idle_keys(values: Mapping[str, Any], script: str | None) -> dict[str, str]:
+    """The keys that a script takes and does nothing with, with the reason."""
+    return {key: SCHEMA[key].idle[script] for key in values if script in SCHEMA[key].idle}

@@ -189,7 +189,7 @@ GROUPS: dict[str, dict[str, Setting | Block]] = {
         "IMG_SIZE": Setting(SIDE, "side of the images, in pixels", Each((224, REQUIRED, 224, 224))),
         "PATCH_SIZE": Setting(SIDE, "side of a patch, in pixels", Each((OPTIONAL, REQUIRED, OPTIONAL, OPTIONAL))),
         "HIDDEN_SIZE": Setting(whole(1, 2**16), "width", Each((OPTIONAL, REQUIRED, OPTIONAL, OPTIONAL))),
-        "DEPTH": Setting(whole(1, 1000), "transformer blocks", Each((OPTIONAL, REQUIRED, OPTIONAL, OPTIONAL))),
+        "DEPTH": Setting(whole(1, 256), "transformer blocks", Each((OPTIONAL, REQUIRED, OPTIONAL, OPTIONAL))),
         "NUM_HEADS": Setting(whole(1, 2**16), "attention heads", Each((OPTIONAL, REQUIRED, OPTIONAL, OPTIONAL))),
         "MLP_RATIO": Setting(number(0.001, 100), "hidden units of an MLP ÷ HIDDEN_SIZE", 4, (HYBRID,)),
         "NUM_CLASSES": Setting(whole(1, 10**6), "classes", Each((10, 10, REQUIRED, REQUIRED))),
@@ -243,7 +243,13 @@ GROUPS: dict[str, dict[str, Setting | Block]] = {
         ),
         "TENSOR_PARALLEL_SIZE": Setting(POSITIVE_INT, "the tutorials' name for tensor.size", OPTIONAL, (HYBRID,)),
         "TENSOR_PARALLEL_MODE": Setting(TENSOR_MODE, "the tutorials' name for tensor.mode", OPTIONAL, (HYBRID,)),
-        "NUM_CHUNKS": Setting(POSITIVE_INT, "the tutorials' name for model.num_chunks", OPTIONAL, (HYBRID,)),
+        "NUM_CHUNKS": Setting(
+            POSITIVE_INT,
+            "the tutorials' name for model.num_chunks",
+            OPTIONAL,
+            (DP, HYBRID),
+            idle={DP: "each process has the whole model"},
+        ),
     },
     "Features": {
         "gradient_accumulation": Setting(POSITIVE_INT, "batches of BATCH_SIZE in an optimizer step", 1),

@@ -30,6 +30,7 @@ class Setting:
         scripts: that use it.
         needs: keys beside it without which it does nothing, each with the values that will do; none given means any
             but None, False and 0.
+        idle: scripts that take it and do nothing with it, because published configs have it; with the reason.
     """
 
     rule: Rule
@@ -37,6 +38,7 @@ class Setting:
     default: Any = OPTIONAL
     scripts: tuple[str, ...] = SCRIPTS
     needs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    idle: Mapping[str, str] = field(default_factory=dict)
 
 
 class Each(tuple):
@@ -48,10 +50,9 @@ class Block:
     """A key whose value is a dict of settings, or None to switch the feature off.
 
     Attributes:
-        meaning, default, scripts: as of a `Setting`.
+        meaning, default, scripts, idle: as of a `Setting`.
         settings: in it.
         switches: settings of which one has to be on, that is, not None, False or 0: the block does nothing otherwise.
-        idle: scripts that take it and do nothing with it, because published configs have it; with the reason.
     """
 
     meaning: str

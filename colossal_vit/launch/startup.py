@@ -57,7 +57,7 @@ def start(
         wandb_run.check_installed()
     overrides = [*args.set, "COMPILE=True"] if args.compile else args.set
     config = configs.load(args.config, overrides, script)
-    idle = configs.idle_blocks(config, script)
+    idle = configs.idle_keys(config, script)
     for key in idle:
         del config[key]
     starts_from = (config.get("finetune") or {}).get("weights")
