@@ -46,7 +46,7 @@ packages_of() {
 
 # Choose `cuda_set` and say why: of the sets that the driver takes the newest one with kernels for every GPU.
 choose_set() {
-    local cuda gpus unfit
+    local cuda gpus oldest unfit
     cuda_set=13
     if [ -n "${VIT_CUDA_SET:-}" ]; then
         cuda_set=$VIT_CUDA_SET
@@ -58,14 +58,16 @@ choose_set() {
         echo "setup: no NVIDIA driver: the CUDA 13 set, on the CPU, into $venv"
         return
     fi
-    if [ "$cuda" -lt 12 ] || { [ "$cuda" = 12 ] && [ "$(uname -m)" != x86_64 ]; }; then # PyPI's torch 2.10.0 for ARM: no CUDA
-        echo "setup: a driver for CUDA $cuda, too old for the sets for $(uname -m): the CUDA 13 set, on the CPU, into $venv"
+    oldest=12
+    if [ "$(uname -m)" != x86_64 ]; then oldest=13; fi # on ARM, PyPI's torch 2.10.0 has no CUDA
+    if [ "$cuda" -lt $oldest ]; then
+        echo "setup: a driver for CUDA $cuda, too old on $(uname -m): the CUDA 13 set, on the CPU, into $venv"
         return
     fi
     gpus=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2> /dev/null | grep -xE '[0-9]+\.[0-9]' | sort -u)
     if [ "$cuda" = 12 ]; then
         cuda_set=12
-    elif [ "$(uname -m)" = x86_64 ] && [ "$(without_kernels 13 $gpus)" ] && [ -z "$(without_kernels 12 $gpus)" ]; then
+    elif [ $oldest = 12 ] && [ "$(without_kernels 13 $gpus)" ] && [ -z "$(without_kernels 12 $gpus)" ]; then
         cuda_set=12
     fi
     echo "setup: a driver for CUDA $cuda: the CUDA $cuda_set set, into $venv"
@@ -108,14 +110,14 @@ set_up() {
     if compgen -G "$venv/lib/python3*/site-packages/nvidia_dali_cuda${other_set}0-*" > /dev/null; then
         packages=$(comm -13 <(packages_of "$cuda_set") <(packages_of "$other_set"))
         if ! "$venv/bin/uv" pip uninstall --quiet --python "$venv/bin/python" $packages; then
-            echo "setup: uv could not remove the CUDA $other_set set from $venv: remove the folder, or set VIT_VENV to another" >&2
+            echo "setup: uv could not remove the CUDA $other_set set from $venv: remove that folder" >&2
             return 2
         fi
     fi
     # Byte-compiled here, once: else every process of every run does it where Python may not write its own cache.
     if ! UV_PROJECT_ENVIRONMENT=$venv "$venv/bin/uv" sync --frozen --inexact --quiet --compile-bytecode \
         --python "$venv/bin/python" --no-default-groups --group dev --group "cuda$cuda_set"; then
-        echo "setup: uv could not install the CUDA $cuda_set set into $venv: package index out of reach, or disk full?" >&2
+        echo "setup: uv could not install the CUDA $cuda_set set into $venv: no package index, or a full disk?" >&2
         return 2
     fi
 }
