@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -605,3 +606,40 @@ def test_a_run_gets_its_loaders_and_every_rank_its_mistakes(copied, tmp_path):
     assert first[:2] == second[:2] == (1436, 1436 // 2 // 8)
     assert first[2] + second[2] == 360
     assert first[3] != second[3]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On a GPU
+# ---------------------------------------------------------------------------------------------------------------------
+
+GRAPHS = {  # name: whether for training, arguments of the loader, operators on images
+    "published": (True, {}, "ImageRandomCrop Resize CropMirrorNormalize"),
+    "evaluation": (False, {}, "Image Resize CropMirrorNormalize"),
+    "RandAugment": (
+        True,
+        {"rand_augment": {"n": 2, "m": 9}},
+        "ImageRandomCrop Resize Brightness Equalize Filter Rotate Saturation WarpAffine CropMirrorNormalize",
+    ),
+    "erasing": (True, {"augment": {"erase": 0.25}}, "ImageRandomCrop Resize CropMirrorNormalize Erase Normal"),
+    "3-Augment": (
+        True,
+        {"augment": {"policy": "three", "color_jitter": 0.3}},
+        "ImageRandomCrop Resize ColorSpaceConversion GaussianBlur BrightnessContrast Saturation CropMirrorNormalize",
+    ),
+    "repeats": (True, {"repeats": 3}, "ImageRandomCrop Resize CropMirrorNormalize"),
+    "on the CPU": (True, {"gpu_aug": False, "augment": {"policy": "three", "erase": 0.25}}, ""),
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+@in_fork
+def test_graphs_for_a_gpu_are_valid_and_work_on_images_there(name, monkeypatch):
+    """The pipeline is not built, for which DALI needs a GPU; operators check their arguments and devices before."""
+    train, options, expected = GRAPHS[name]
+    monkeypatch.setattr(nvidia.dali.Pipeline, "build", nvidia.dali.Pipeline._build_graph)
+    records = loaders.Records([Path("shard")], [Path("index")], [100])
+    common = dict(batch_size=8, img_size=32, num_classes=10, seed=1, rank=0, num_ranks=1, with_images=True)
+    pipeline = loaders.DaliLoader(records, train, device=torch.device("cuda", 0), **common, **options)._build()
+    assert [output.device for output in pipeline._graph_outputs] == ["cpu", "gpu"]
+    there = {op.name.strip("_0123456789") for op in pipeline._ops if {out.device for out in op.outputs} == {"gpu"}}
+    assert there.issuperset(expected.split()) if expected else not there
