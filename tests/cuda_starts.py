@@ -28,7 +28,9 @@ found = {}
 for name, (script, *argv) in json.loads(sys.argv[1]).items():
     starts = Path(sys.argv[2]) / name
     starts.touch()
+    sys.path.insert(0, str((fork_ranks.ROOT / script).parent))  # as Python does, which runpy leaves to us
     world = fork_ranks.start(script, argv, [{"CUDA_STARTS": str(starts)}])
+    del sys.path[0]
     (pid,) = world.pids
     done = world.wait()
     found[name] = (done.codes[0], done.stderr[0], pid, list(map(int, starts.read_text().split())))

@@ -26,6 +26,10 @@ PROGRAMS = {  # those that fork, and need CUDA in their forks
 }
 
 
+SCRIPTS = ["vit_cifar10_hybrid/train_hybrid.py", "vit_cifar10_hybrid/train_dp.py", "vit_caltech101_amp/train.py"]
+SCRIPTS += ["vit_imagenet_dali/train.py", "vit_caltech101_amp/benchmark.py"]
+
+
 @pytest.fixture(scope="module")
 def starts(tmp_path_factory):
     """By program: its process, and those that have started CUDA, on a machine whose driver is libcuda.c."""
@@ -34,13 +38,12 @@ def starts(tmp_path_factory):
     done = subprocess.run(library, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     output = {name: [*argv, "--output", str(folder / "output")] for name, argv in PROGRAMS.items()}
-    programs = {**output, "--help": [recipes.HYBRID, "--help"]}
-    paths = [ROOT, *(ROOT / name for name in ("tests", "scripts", "vit_cifar10_hybrid", "vit_imagenet_dali"))]
+    programs = {**output, **{path.replace("/", " "): [path, "--help"] for path in SCRIPTS}}
     code, said = launchers.run(
         [sys.executable, "tests/cuda_starts.py", json.dumps(programs), str(folder)],
         cwd=ROOT,
         gpus=True,
-        PYTHONPATH=":".join(map(str, paths)),
+        PYTHONPATH=str(ROOT),
         LD_LIBRARY_PATH=str(folder),
         CUDA_STARTS=str(folder / "imports"),
         REHEARSE="1",
@@ -59,6 +62,7 @@ def test_cuda_is_started_in_forks_only(name, starts):
     assert program not in started
 
 
-@pytest.mark.parametrize("name", ["imports", "--help"])
-def test_cuda_is_not_started_where_it_is_not_needed(name, starts):
+@pytest.mark.parametrize("name", ["imports", *(path.replace("/", " ") for path in SCRIPTS)])
+def test_importing_a_script_starts_no_cuda(name, starts):
+    """A process that has started it cannot fork, as `--dry-run` does; and each rank takes memory of the first GPU."""
     assert starts[name][1] == []

@@ -4,9 +4,7 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import sysconfig
-import textwrap
 from collections import Counter
 from types import SimpleNamespace
 
@@ -21,7 +19,6 @@ from colossal_vit.launch import groups
 from colossal_vit.launch.flags import get_parser
 from colossal_vit.launch.launchers import find_rendezvous
 from colossal_vit.parallel.layout import Layout
-from colossal_vit.plan import report
 from colossalai.context import Config
 from colossalai.legacy.amp import AMP_TYPE
 from colossalai.legacy.context.parallel_context import ParallelContext
@@ -30,53 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fake_gpu
 import fork_ranks
-import launchers
 import recipes
-
-SCRIPTS = ["vit_cifar10_hybrid/train_hybrid.py", "vit_cifar10_hybrid/train_dp.py", "vit_caltech101_amp/train.py"]
-SCRIPTS += ["vit_imagenet_dali/train.py", "vit_caltech101_amp/benchmark.py"]
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Processes that fork
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def test_importing_a_script_asks_for_no_gpu():
-    """A process that has asked cannot fork, as `--dry-run` does; and ranks that ask take memory of the first GPU."""
-    program = """
-        import os, runpy, sys, torch
-        from contextlib import suppress
-
-        def refuse(*_):
-            raise AssertionError("asks for a GPU")
-
-        torch._C._cuda_getDeviceCount = torch.cuda._lazy_init = torch.cuda.is_available = refuse
-        for script in sys.argv[1:]:
-            sys.argv, sys.path[0] = [script, "--help"], os.path.dirname(script)
-            with suppress(SystemExit):
-                runpy.run_path(script, run_name="__main__")
-    """
-    command = [sys.executable, "-c", textwrap.dedent(program), *(str(fork_ranks.ROOT / script) for script in SCRIPTS)]
-    done = subprocess.run(command, env=launchers.environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("usage:") == len(SCRIPTS)
-
-
-def test_a_dry_run_asks_for_a_gpu_in_its_forks_only():
-    """As on a machine with one: the processes that plan would not work otherwise."""
-
-    def function():
-        asked = []
-        torch._C._cuda_getDeviceCount = lambda: asked.append(os.getpid()) or 0
-        torch.cuda.is_available = lambda: torch._C._cuda_getDeviceCount() > 0
-        sys.argv = ["train_hybrid.py", *recipes.flags(), "--dry-run"]
-        import train_hybrid
-
-        report.plan(train_hybrid.main)
-        return asked
-
-    assert fork_ranks.call(function, launched=False) == [[]]
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Which GPU, and when
