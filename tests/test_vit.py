@@ -8,8 +8,6 @@ from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.sharding import full_parameters, global_norm, split_batch
 from colossalai.context import Config
 from colossalai.legacy import nn as col_nn
-from colossalai.legacy.core import global_context as gpc
-from colossalai.legacy.nn.layer.vanilla import layers as vanilla_layers
 
 import fork_ranks
 import recipes
@@ -209,18 +207,3 @@ def test_recomputation_drops_the_same(layout, random_weights):
     for here, there in zip(kept, recomputed, strict=True):
         for expected, gradient in zip(here, there, strict=True):
             torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(("rate", "switches"), [(0.0, 0), (0.1, 1)])
-def test_dropout_switches_the_generator_only_where_it_draws(rate, switches):
-    """In each block, for the activations that tensor-parallel ranks have parts of."""
-
-    def function():
-        seed, entered = vanilla_layers.seed, []
-        vanilla_layers.seed = lambda mode: (entered.append(mode), seed(mode))[1]
-        config = Config({**MODEL, "SEED": 0, "DEPTH": 2, "DROP_RATE": rate})
-        model = vit.build_vit(config, Layout.of(gpc.config, 1))
-        model(torch.randn(2, 3, 32, 32))
-        return len(entered)
-
-    assert fork_ranks.call(function) == [2 * switches]

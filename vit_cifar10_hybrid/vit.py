@@ -47,8 +47,7 @@ class Layers(NamedTuple):
 
 
 def _dropout_of_parts(rate: float) -> nn.Module:
-    # At rate 0, WrappedDropout switches the generator's state all the same, on the host, for each micro-batch.
-    return WrappedDropout(rate, mode=ParallelMode.TENSOR) if rate else nn.Identity()
+    return WrappedDropout(rate, mode=ParallelMode.TENSOR)
 
 
 def _norm(size: int) -> nn.Module:
