@@ -57,10 +57,10 @@ def num_gpus():
     return int(subprocess.check_output(command, env=environment(gpus=True)))
 
 
-def small(output, stages=2, **values):
+def small(output, stages=2, steps=STEPS, **values):
     """Flags of a run of the pipeline config that takes about a second."""
     settings = {**recipes.MODEL, "BATCH_SIZE": 16, "parallel.pipeline": stages, **values}
-    return ["--output", str(output), "--max-steps", str(STEPS), *recipes.set_flags(settings)]
+    return ["--output", str(output), "--max-steps", str(steps), *recipes.set_flags(settings)]
 
 
 def losses(output):

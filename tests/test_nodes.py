@@ -79,7 +79,7 @@ def test_ranks_end_with_their_launcher(launcher, tmp_path):
     if "mpirun" in launcher:
         launchers.need(["openmpi-bin"], "mpirun")
     output = tmp_path / "run"
-    flags = [*launchers.small(output, BATCH_SIZE=16, NUM_EPOCHS=1000), "--max-steps", "20000", "--timeout", "120"]
+    flags = [*launchers.small(output, steps=20_000, NUM_EPOCHS=1000), "--timeout", "120"]
     port = ["--port", str(fork_ranks.free_port())] if "mpirun" in launcher else []
     command = [*launcher.split(), *PIPELINE, *flags, *port]
     with open(tmp_path / "log", "w") as log:
@@ -292,8 +292,8 @@ def test_torchrun_on_two_nodes(nodes, references, tmp_path):
 
 
 def test_a_cable_that_is_cut_ends_every_rank_in_time(nodes, tmp_path):
-    argv = by_hand(tmp_path / "run", [4] * 4, range(4), "10.77.0.1", 29500, "--timeout", "8", NUM_EPOCHS=1000)
-    argv = [[*line, "--max-steps", "100000"] for line in argv]
+    more = dict(steps=100_000, NUM_EPOCHS=1000)
+    argv = by_hand(tmp_path / "run", [4] * 4, range(4), "10.77.0.1", 29500, "--timeout", "8", **more)
     ranks = start_by_hand(nodes, argv)
     launchers.wait_until(lambda: launchers.steps_on_record(tmp_path / "run") > 3, lambda: ranks.output(0, "err"))
     nodes.cut()

@@ -76,7 +76,7 @@ LONG = dict(NUM_EPOCHS=1000)
 
 
 def test_a_cancelled_job_ends_between_two_steps(slurm, tmp_path):
-    job = submit(slurm, 2, tmp_path / "run", "--max-steps", "100000", **LONG)
+    job = submit(slurm, 2, tmp_path / "run", steps=100_000, **LONG)
     launchers.wait_until(lambda: launchers.steps_on_record(tmp_path / "run") > 3, slurm.logs)
     assert len(workers(tmp_path / "run")) == 2
     assert slurm("scancel", job)[0] == 0
@@ -90,8 +90,7 @@ def test_a_cancelled_job_ends_between_two_steps(slurm, tmp_path):
 def test_ranks_end_with_srun(slurm, tmp_path):
     """With a checkpoint, while the batch script that called srun continues."""
     output = tmp_path / "run"
-    flags = launchers.small(output, NUM_EPOCHS=1000)
-    flags[flags.index("--max-steps") + 1] = "100000"
+    flags = launchers.small(output, steps=100_000, NUM_EPOCHS=1000)
     command = shlex.join(["python", "-u", "train_hybrid.py", "--config", recipes.PIPELINE_CONFIG, *flags])
     (tmp_path / "job.sh").write_text(f"#!/bin/bash\nsrun {command}\necho srun gave $?\nsleep 600\n")
     options = ["--ntasks=2", f"--output={tmp_path}/log", f"--chdir={launchers.FOLDER}"]
@@ -129,7 +128,7 @@ def queued_again(slurm, job, log):
 def test_a_job_that_is_told_to_stop_is_queued_again(slurm, style, ready, tmp_path):
     """The batch script hands USR1 on to the training, also to one that cannot hear it yet, and puts the job back."""
     output = tmp_path / "run"
-    job = submit(slurm, 2, output, "--max-steps", "100000", style=style, **LONG)
+    job = submit(slurm, 2, output, style=style, steps=100_000, **LONG)
     launchers.wait_until(lambda: ready(output), slurm.logs)
     assert slurm("scancel", "--batch", "--signal=USR1", job)[0] == 0
     said = queued_again(slurm, job, Path(f"{output}-{job}.log"))
