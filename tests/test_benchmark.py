@@ -4,6 +4,7 @@ import argparse
 import csv
 import json
 import os
+import sys
 
 import pytest
 from colossal_vit.benchmark import Benchmark, in_turns, spread
@@ -17,8 +18,6 @@ FOLDER = fork_ranks.ROOT / "vit_caltech101_amp"
 def benchmark(monkeypatch):
     """The script as a module; its `train` is the folder's, not another example's."""
     monkeypatch.syspath_prepend(str(FOLDER))
-    import sys
-
     monkeypatch.delitem(sys.modules, "train", raising=False)
     import benchmark
 
@@ -27,16 +26,20 @@ def benchmark(monkeypatch):
 
 def test_a_result_is_kept_when_nobody_reads_what_is_said(monkeypatch, tmp_path):
     """As after `| head -1`. Without a folder nothing is kept."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    with open(writer, "w") as stdout:
-        monkeypatch.setattr("sys.stdout", stdout)
-        monkeypatch.setattr("sys.argv", ["bench.py", "--set", "a b"])
+
+    def measure():
+        reader, writer = os.pipe()
+        os.close(reader)
+        os.dup2(writer, 1)
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 as a new process has it
         for folder in (None, tmp_path / "kept"):
             measured = Benchmark(folder, changes_allowed=True)
             measured.print(f"first line, in {fork_ranks.ROOT}/runs")
             measured.print("second line")
             measured.finish("speed", ["| a |", "| --- |"], {"a": 1})
+
+    monkeypatch.setattr("sys.argv", ["bench.py", "--set", "a b"])
+    fork_ranks.call(measure, launched=False)
     kept = {path.name: path.read_text() for path in (tmp_path / "kept").iterdir()}
     assert json.loads(kept.pop("provenance.json"))["command"] == "python bench.py --set 'a b'"
     assert kept == {
