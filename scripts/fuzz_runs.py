@@ -12,6 +12,8 @@ second commands the run is damaged or forged. After each command:
 - every checkpoint is valid, its step is recorded, and its config is that of the directory, except for keys that may
   change freely and changes recorded as accepted;
 - two folders that are no runs, a project and a model, have all that they had;
+- in every 20th case the data are Caltech101, and the first command is killed while it decodes the images: the second
+  one leaves nothing of that;
 - a refused command has changed nothing, every exit code is one of those in README.md, and nothing had a traceback.
 
 The ranks are forks of one process that has imported everything. With --output it writes fuzz_runs.md (how the commands
@@ -38,12 +40,17 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), *(str(ROOT / name) for name in ("tests", "scripts", "vit_cifar10_hybrid"))]
+sys.path[:0] = [
+    str(ROOT),
+    *(str(ROOT / name) for name in ("tests", "scripts", "vit_cifar10_hybrid", "vit_caltech101_amp")),
+]
 
 from colossal_vit.benchmark import Benchmark  # noqa: E402
 from colossal_vit.checkpoint import __main__ as checkpoint_command  # noqa: E402
 from colossal_vit.checkpoint import lock, restore, storage  # noqa: E402
+from colossal_vit.data.digits import write_caltech101  # noqa: E402
 from colossal_vit.errors import UserError  # noqa: E402
+from colossal_vit.files import SCRATCH  # noqa: E402
 from colossal_vit.results import read_metrics  # noqa: E402
 
 import conftest  # noqa: E402 hides GPUs, which forks could not share, before torch is imported
@@ -58,6 +65,7 @@ ENDS = {0, 2, 75, 130}  # exit codes of commands that are not killed
 USUAL = [("", "a"), ("", "b"), ("", "link"), ("", "a/")]
 STRANGE = [("a", "."), ("a/checkpoints", ".."), ("", "a/checkpoints/.."), ("", "b/../a"), ("", "model")]
 STRANGE += [("", "project")] * 2
+DECODING_EVERY = 20  # cases, see `check_decoding`
 # What is in two of the folders, and is no run's.
 FOREIGN = {
     "project/src/train.py": "print()",
@@ -339,6 +347,41 @@ def check(seed: int, number: int, data: dict[str, Path]) -> tuple[list[Command],
     return done, []
 
 
+def check_decoding(seed: int, number: int, root: Path) -> tuple[list[Command], list[str]]:
+    """A case of another kind: Caltech101 killed while it decodes its images; the next run leaves nothing of that.
+
+    Args:
+        root: a data folder with the images, without a cache.
+    """
+    draw, folder = random.Random(f"{seed} {number}"), root / "caltech101"
+    values = {key: value for key, value in recipes.MODEL.items() if key not in ("CHECKPOINT", "NUM_MICRO_BATCHES")}
+    values |= dict(DEPTH=1, BATCH_SIZE=64, IMG_SIZE=16, CACHE_SIZE=64, PATCH_SIZE=8, NUM_EPOCHS=1, DATA=str(root))
+    output = Path(tempfile.mkdtemp(prefix="fuzz-"))
+    argv = ["--config", "config/config_fp32.py", *recipes.set_flags(values), "--output", str(output)]
+    done, found = [], []
+    try:
+        for killed in (True, False):
+            running = fork_ranks.start("vit_caltech101_amp/train.py", [*argv, "--max-steps", "1"], [{}])
+            look = (os.P_PID, running.pids[0], os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            while killed and not any(folder.glob(f"{SCRATCH}*")) and not os.waitid(*look):
+                time.sleep(0.001)
+            if killed:
+                time.sleep(draw.random() * 0.3)
+                os.kill(running.pids[0], signal.SIGKILL)
+            result = running.wait()
+            at = "SIGKILL" if killed else None
+            done.append({"signal": at, "arguments": "decoding Caltech101", "codes": result.codes})
+            found += [str(result)] if "Traceback" in result.stderr[0] or result.codes[0] not in {0, -9 * killed} else []
+        left = sorted(path.name for path in folder.iterdir())
+        if len(left) != 2 or any(name.startswith(".") for name in left):
+            found.append(f"left behind: {left}")
+    finally:
+        shutil.rmtree(output)
+        for path in [*folder.glob("decoded-*"), *folder.glob(f"{SCRATCH}*")]:
+            shutil.rmtree(path)
+    return done, found
+
+
 def how_they_ended(commands: list[Command]) -> list[str]:
     """A table of exit codes by signal."""
 
@@ -369,6 +412,7 @@ def main(argv: list[str] | None = None) -> int:
     data = {"digits": scratch / "digits", "others": scratch / "others"}
     conftest.small_digits(data["digits"], 27)
     conftest.small_digits(data["others"], 20)
+    write_caltech101(caltech101 := scratch / "caltech101")
     earlier = args.output / "fuzz_runs.json" if args.output else None
     details = {"seed": args.seed, "cases": []}
     if earlier and earlier.exists() and (there := json.loads(earlier.read_text()))["seed"] == args.seed:
@@ -379,7 +423,10 @@ def main(argv: list[str] | None = None) -> int:
         for number in range(args.first, args.first + args.cases):
             if number in done_already:
                 continue
-            done, found = check(args.seed, number, data)
+            if number % DECODING_EVERY == DECODING_EVERY - 1:
+                done, found = check_decoding(args.seed, number, caltech101)
+            else:
+                done, found = check(args.seed, number, data)
             cases.append({"number": number, "commands": done, "faults": found})
             for line in (f"{number}:", *(f"  {command}" for command in done), *(f"  {fault}" for fault in found)):
                 benchmark.print(line)
