@@ -78,14 +78,19 @@ def test_ranks_that_hold_the_same_draw_the_same(random_weights):
         assert compiled != eager, "dropped by a compiled kernel, with random numbers of its own"
 
 
-def test_split_optimizer_state(random_weights):
-    """The compiled model waits for all its weights, which other ranks send, before the forward pass."""
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_split_optimizer_state(recomputed, random_weights):
+    """The compiled model waits for all its weights, which other ranks send, before the forward pass.
+
+    Compiled as a whole it has recomputed blocks in it, whose random streams no compiler can look into.
+    """
     world_size, _ = LAYOUTS["DP 2"]
 
     def function():
         return train(world_size, False), train(world_size, True), counters["stats"]["unique_graphs"]
 
-    settings = recipes.config(recipes.flags(**{**LAYOUTS["DP 2"][1], "BATCH_SIZE": 8, "DEPTH": 1, "zero.stage": 1}))
+    values = {**LAYOUTS["DP 2"][1], "BATCH_SIZE": 8, "DEPTH": 1, "zero.stage": 1, "CHECKPOINT": recomputed}
+    settings = recipes.config(recipes.flags(**values))
     for (eager, _), (compiled, _), programs in fork_ranks.call(function, world_size, **settings):
         assert programs >= 1
         assert compiled == pytest.approx(eager, rel=1e-4)
