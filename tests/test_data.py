@@ -294,9 +294,11 @@ def process(work):
     os.close(writing)
     assert os.read(reading, 1) == b"."
     os.close(reading)
-    yield
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 @pytest.mark.parametrize("make", [files.atomic_folder, lambda folder: files.scratch_folder(folder.parent)])
