@@ -103,7 +103,7 @@ def has_ended(pid):
 
 def steps_on_record(output):
     path = Path(output) / "metrics.jsonl"
-    return path.read_text().count("\n") if path.exists() else 0
+    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 class Slurm:
