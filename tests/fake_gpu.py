@@ -132,13 +132,14 @@ def without_peers(noted: Callable[..., object] = lambda **_: None) -> None:
     Args:
         noted: called with the options of `init_process_group`.
     """
-    init = dist.init_process_group
+    init, new_group = dist.init_process_group, dist.new_group
 
     def init_process_group(rank: int, world_size: int, store: dist.Store, **options: object) -> None:
         noted(**options)
         init("fake", rank=rank, world_size=world_size, store=FakeStore())
 
     dist.init_process_group = init_process_group
+    dist.new_group = lambda *args, **options: new_group(*args, **{**options, "backend": "fake"})
 
 
 def run(
