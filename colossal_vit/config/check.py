@@ -64,7 +64,7 @@ def check_script(values: Mapping[str, Any], script: str, source: str) -> None:
     """
     for key in values:
         if script not in (users := SCHEMA[key].scripts):
-            others = " and ".join(PATHS[user] for user in users)
+            others = " and ".join(PATHS[user] for user in users if user not in SCHEMA[key].idle)
             raise UserError(f"{source}: {key} is not used by {PATHS[script]}, only by {others}: leave it out")
     for key, setting in SCHEMA.items():
         if key not in values and default_for(setting, script) is REQUIRED:

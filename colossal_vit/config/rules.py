@@ -68,7 +68,7 @@ SHARE = number(0, 1)
 SHARE_ABOVE_0 = number(0.001, 1)
 BOOL = Rule("True or False", lambda value: isinstance(value, bool))
 TEXT = Rule(
-    "a string, neither empty nor with a NUL character",
+    "a string that is not empty and has no NUL character",
     lambda value: isinstance(value, str) and value != "" and "\0" not in value,
 )
 TENSOR_MODE = one_of(None, "1d", "2d", "2.5d", "3d")
