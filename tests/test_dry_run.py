@@ -172,6 +172,15 @@ def test_of_the_data_parallel_script():
     assert "cls_token, pos_embed, patch_embed, blocks 0-11, norm, head; 85,806,346 parameters" in result.stdout[0]
 
 
+def test_an_epoch_without_a_step_is_one_line():
+    """Also with a linear schedule, which would divide by its number of steps."""
+    argv = ["--config", "configs/config_data_parallel.py", "--dry-run", "--set", "gradient_accumulation=1000"]
+    result = fork_ranks.run(recipes.DATA_PARALLEL, [*argv, "--set", "DEPTH=1", "--world_size", "4"])
+    assert result.codes == [2], str(result)
+    assert "gradient_accumulation = 1000, but an epoch has only 48 batches on each rank" in result.stderr[0]
+    assert result.stderr[0].count("\n") == 1
+
+
 @pytest.mark.parametrize(("rate", "draws"), [(0.0, 0), (0.1, 4)])
 def test_timms_stochastic_depth_is_planned_with_its_own_rates(rate, draws):
     """Of three blocks the first one has rate 0, and the others draw for both of their branches."""
