@@ -1,6 +1,7 @@
 """`--plan`: memory by formula is that of dry runs, and the layouts that it names run."""
 
 import re
+import runpy
 import shlex
 import sys
 from types import SimpleNamespace
@@ -233,6 +234,24 @@ def test_a_plan_of_each_script_names_layouts_that_it_runs(script):
     argv = ["--config", str(fork_ranks.ROOT / SCRIPTS[script]), "--dry-run", "--world_size", "4", *flags]
     result = fork_ranks.run(PATHS[script], argv)
     assert result.codes == [0], str(result)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_each_script_runs_on_real_tensors_up_to_what_is_observed(script):
+    """As `--plan here` has it: with so many images, and one process of one."""
+
+    def observed():
+        settings = {"MODEL": "vit_tiny_patch16_224", "IMG_SIZE": 32, "DEPTH": 2, "HIDDEN_SIZE": 48, "NUM_HEADS": 4}
+        sys.argv = [PATHS[script], "--config", str(fork_ranks.ROOT / SCRIPTS[script]), *set_flags(settings)]
+        sys.argv += ["--plan", "here", "--world_size", "1"]
+        main = runpy.run_path(str(fork_ranks.ROOT / PATHS[script]))["main"]
+        request = search.request_of(main)
+        see = search.run_model(
+            main, request, (None, 1, None), lambda _, batches: tuple(next(iter(batches))[0].shape), 4
+        )
+        return see()
+
+    assert fork_ranks.call(observed, launched=False) == [(4, 3, 32, 32)]
 
 
 def test_the_block_that_stands_for_all_of_timms_has_stochastic_depth():

@@ -47,9 +47,7 @@ def main() -> StepPlan | None:
         model, optimizer, criterion, train_dataloader, test_dataloader, lr_scheduler
     )
     if run.dry_run:
-        plan = measure(engine, train_dataloader, run.output)
-        plan.notes = schedule(config, run.output, run.layout.data)
-        return plan
+        return measure(engine, train_dataloader, run.output, schedule(config, run.output, run.layout.data))
 
     # ---- Train, from the newest checkpoint on if there is one ------------------------------------------------------
     trainer = Trainer(engine, logger=run.log)

@@ -3,7 +3,7 @@
 Works on fake tensors and process groups, and on real ones, with which the tests check the dry run.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -143,7 +143,7 @@ class StepPlan:
 observe: Callable[[Engine, Iterable], Any] | None = None  # what `measure` does instead, in forks of the planner
 
 
-def measure(engine: Engine, batches: Iterable, output: Path | None = None) -> StepPlan:
+def measure(engine: Engine, batches: Iterable, output: Path | None = None, notes: Sequence[str] = ()) -> StepPlan:
     """Measure the first optimizer step of an engine.
 
     Later steps send as many bytes, but DDP splits them into several all-reduce calls.
@@ -151,7 +151,7 @@ def measure(engine: Engine, batches: Iterable, output: Path | None = None) -> St
     Args:
         engine: has made no step yet.
         batches: micro-batches for at least one optimizer step.
-        output: see `StepPlan`.
+        output, notes: see `StepPlan`.
     """
     if observe is not None:
         return observe(engine, batches)
@@ -200,6 +200,7 @@ def measure(engine: Engine, batches: Iterable, output: Path | None = None) -> St
         layout=Layout.current(),
         config=dict(config),
         stage_ranks=list(gpc.get_ranks_in_group(ParallelMode.PIPELINE)) if pipelined else [0],
+        notes=list(notes),
         output=output,
         shards={p.shard.name: p.shard for p in annotated},
         shapes={p.shard.name: p.shard.full_shape(p.shape) for p in annotated},
