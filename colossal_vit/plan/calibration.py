@@ -291,8 +291,7 @@ def time_messages(rank: int, world_size: int, store: str, device: str, backend: 
 
 def origin(world_size: int, model: Mapping[str, Any]) -> Origin:
     """What a calibration is valid for, and when it was made."""
-    # Who asks for GPUs starts CUDA, and no fork of a process that has done so can use a GPU.
-    place = {"host": platform.node(), **report.in_fork(hardware), "torch": torch.__version__}
+    place = {"host": platform.node(), **hardware(), "torch": torch.__version__}
     date = datetime.now(UTC).replace(microsecond=0)
     return {"date": date, **place, "ranks": world_size, "model": dict(model)}
 
@@ -304,7 +303,7 @@ def _gpu_memory(num_gpus: int) -> float:
 
 def _memory(world_size: int, gpus: Sequence[str]) -> tuple[float, float]:
     """GB for each process, and of that what it takes beside its tensors."""
-    if gpus:
+    if gpus:  # who asks for their memory starts CUDA, and no fork of a process that has done so can use a GPU
         return report.in_fork(partial(_gpu_memory, world_size)) / 1e9, RESERVED_GB
     return psutil.virtual_memory().total / 1e9 / world_size, psutil.Process().memory_full_info().uss / 1e9
 

@@ -91,8 +91,6 @@ class Predictor:
         return min(layout.data * layout.pipeline * layout.tensor, self.machine.ranks_per_node)
 
     def _chunks(self, num_stages: int, num_chunks: int) -> list[list[Chunk]]:
-        if num_stages * num_chunks == 1:  # timm's models need not have their sizes in the config
-            return cut([range(self.config.DEPTH)], 1)
         return cut(partition_blocks(self.config, num_stages * num_chunks), num_stages)
 
     def _stage(self, choice: Choice, chunks: list[Chunk]) -> _Stage:
@@ -306,7 +304,7 @@ def run_model(
     parts = Layout.of(Config({"parallel": parallel}), size).batch_parts
     values: dict[str, Any] = {"BATCH_SIZE": images or TRACED_IMAGES * parts, "gradient_accumulation": 1}
     values |= {"zero": None, "DEPTH": 2}
-    if "MODEL" in request.config:
+    if "MODEL" in request.config and request.config.get("DROP_PATH_RATE"):
         values["DROP_PATH_UNIFORM"] = True  # the first of two blocks would have none, and it stands for all
     if request.script == HYBRID:
         values |= {"parallel": parallel, "NUM_MICRO_BATCHES": 1, "model": {"num_chunks": 1}, "CHECKPOINT": False}
