@@ -504,15 +504,15 @@ def removed_when_found(monkeypatch):
 @pytest.mark.parametrize(
     "more",
     [
-        ("--eval-only",),
-        ("--eval-knn",),
-        ("--output", "{other}", "--eval-only", "--set", "finetune.weights='{run}'", "--set", "finetune.head='keep'"),
-        ("--output", "{other}", "--max-steps", "1", "--resume", "{run}", "--accept-changes"),
+        ("{run}", "--eval-only"),
+        ("{run}", "--eval-knn"),
+        ("{other}", "--eval-only", "--set", "finetune.weights='{run}'", "--set", "finetune.head='keep'"),
+        ("{other}", "--max-steps", "1", "--resume", "{run}", "--accept-changes"),
     ],
 )
 def test_a_run_reads_what_is_removed_after_it_was_found(more, removed_when_found, strange_run, tmp_path):
     run = shutil.copytree(strange_run, tmp_path / "run")
-    argv = [*recipes.flags(DEPTH=1, BATCH_SIZE=128, NUM_EPOCHS=1), "--output", str(run)]
+    argv = [*recipes.flags(DEPTH=1, BATCH_SIZE=128, NUM_EPOCHS=1), "--output"]
     result = fork_ranks.run(recipes.HYBRID, [*argv, *(m.format(run=run, other=tmp_path / "other") for m in more)])
     assert result.codes == [0], str(result)
     assert not list((run / storage.FOLDER).iterdir())
@@ -768,7 +768,7 @@ MISTAKES = {
     "fewer blocks": ({"DEPTH": 1}, ACCEPT, ["has blocks.1.", "which this model lacks"]),
     "other values": ({"DEPTH": 3, "SEED": 5}, [], ["was trained with other values (DEPTH 2 → 3, SEED 1024 → 5)"]),
     "another optimizer": ({"OPTIMIZER": "lamb"}, [], ["was trained with AdamW, but this run's optimizer is Lamb"]),
-    "no such path": ({}, ["--resume", "/nowhere"], ["--resume /nowhere: /nowhere/manifest.json: No such file"]),
+    "no such path": ({}, ["--resume", "/nowhere"], ["--resume /nowhere: no such path, and neither auto nor never"]),
     "newer ones": ({}, ["--resume", "{output}/checkpoints/step-00000020"], ["has newer ones, up to step-00000044"]),
     "never evaluated": ({}, ["--resume", "never", "--eval-only"], ["--resume never says to take none"]),
 }
