@@ -415,18 +415,18 @@ def test_what_cannot_be_compiled_is_one_line(tmp_path, monkeypatch, flags, words
 # ---- faults: one line, nothing lost, and the second run recovers ----
 
 
-def once(data, *more, monkeypatch):
+def once(data, *more, monkeypatch, steps=1):
     """A training step on the images in `data`: exit code and the lines on stderr."""
-    result = step_on(data, *more, monkeypatch=monkeypatch)
+    result = step_on(data, *more, monkeypatch=monkeypatch, steps=steps)
     return result.codes[0], "".join(result.stderr).splitlines()
 
 
-def step_on(data, *more, monkeypatch, world_size=2):
+def step_on(data, *more, monkeypatch, world_size=2, steps=1):
     monkeypatch.setenv("DATA", str(data))
     flags = [part for key, value in SMALL.items() for part in ("--set", f"{key}={value!r}")]
     small = ["--set", "BATCH_SIZE=2", "--set", "TRAIN_PER_CLASS=4", "--set", "DEPTH=1", *more]
     output = data.with_name(f"{ascii(data.name)[1:-1]}-run".replace("\\", ""))
-    argv = ["--config", str(CONFIGS[-1]), "--output", str(output), "--max-steps", "1", *flags, *small]
+    argv = ["--config", str(CONFIGS[-1]), "--output", str(output), "--max-steps", str(steps), *flags, *small]
     result = fork_ranks.run("vit_caltech101_amp/train.py", argv, world_size)
     assert len(set(result.codes)) == 1, str(result)
     return result
@@ -470,9 +470,9 @@ def test_names_that_are_not_utf8(few, monkeypatch):
     assert (first.codes, first.stderr) == ([0, 0], ["", ""]), str(first)
     assert "1 files that are no images are left out (.txt 1), the first is " in first.stdout[0]
     assert "/1/\\udcff.txt\n" in first.stdout[0]
-    assert once(data, "--max-steps", "2", monkeypatch=monkeypatch) == (0, []), "resumed, with the same identity"
+    assert once(data, monkeypatch=monkeypatch, steps=2) == (0, []), "resumed, with the same identity"
     (root / os.fsdecode(b"fl\xf6wer")).rename(root / "flower")
-    code, (line,) = once(data, "--max-steps", "3", monkeypatch=monkeypatch)
+    code, (line,) = once(data, monkeypatch=monkeypatch, steps=3)
     assert code == 2
     assert r"without fl\udcf6wer with flower" in line
 
