@@ -415,7 +415,7 @@ def main(argv: list[str] | None = None) -> int:
     write_caltech101(caltech101 := scratch / "caltech101")
     earlier = args.output / "fuzz_runs.json" if args.output else None
     details = {"seed": args.seed, "cases": []}
-    if earlier and earlier.exists() and (there := json.loads(earlier.read_text()))["seed"] == args.seed:
+    if earlier and earlier.exists() and (there := json.loads(earlier.read_text())).get("seed") == args.seed:
         details, benchmark.log = there, (args.output / "log.txt").read_text()
     cases, done_already = details["cases"], {case["number"] for case in details["cases"]}
     with conftest.pytest.MonkeyPatch.context() as patch:
