@@ -19,9 +19,9 @@ from check_layouts import LAYOUTS
 @pytest.fixture(scope="module", autouse=True)
 def compiler(tmp_path_factory):
     """Everything that is slow once, before there are ranks that would all do it; and one place for programs."""
-    with pytest.MonkeyPatch.context() as patch:
+    # With more than one thread, its pool, which no fork has, is waited for.
+    with pytest.MonkeyPatch.context() as patch, inductor.patch(compile_threads=1):
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
-        patch.setattr(inductor, "compile_threads", 1)  # else its pool of threads, which no fork has, is waited for
         torch.compile(torch.nn.GELU())(torch.ones(32, requires_grad=True)).sum().backward()
         yield
 
