@@ -282,3 +282,30 @@ def test_a_directory_that_is_not_utf8_is_refused_before_training(tmp_path):
     assert result.stderr[0].endswith("/r\\udce4n: is not in UTF-8; give another --output\n")
     assert result.stderr[0].count("\n") == 1
     assert not any(tmp_path.iterdir())
+
+
+def test_the_second_of_two_refused_runs_leaves_nothing(monkeypatch, tmp_path):
+    """It waits for the lock of the first, which then removes the directory, and so creates one itself."""
+    directory = tmp_path / "new" / "run"
+
+    def second():
+        ready, go = os.pipe(), os.pipe()
+        if not (first := os.fork()):
+            lock.acquire(directory)
+            os.write(ready[1], b"1")
+            os.read(go[0], 1)
+            lock.remove_unused()
+            os._exit(0)
+        os.read(ready[0], 1)
+
+        def wait(seconds):
+            os.write(go[1], b"1")
+            os.waitpid(first, 0)
+
+        monkeypatch.setattr(lock.time, "sleep", wait)
+        assert lock.acquire(directory) is None
+        assert directory.exists()
+        lock.remove_unused()
+
+    fork_ranks.call(second, launched=False)
+    assert not directory.parent.exists()

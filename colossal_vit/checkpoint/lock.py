@@ -35,11 +35,16 @@ def acquire(directory: Path) -> str | None:
         UserError: if another process still holds the lock after `PATIENCE` seconds, naming that process.
         OSError: if the lock file cannot be written.
     """
-    made = [path for path in (directory / NAME, directory, *directory.parents) if not path.exists()]
+    paths = directory / NAME, directory, *directory.parents
+    made: set[Path] = set()
     deadline = time.monotonic() + PATIENCE
     while True:
+        made.update(path for path in paths if not path.exists())  # also after another's `remove_unused`
         directory.mkdir(parents=True, exist_ok=True)
-        file = os.open(directory / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            file = os.open(directory / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except FileNotFoundError:  # removed in this moment
+            continue
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_at(directory / NAME, file):  # and not meanwhile removed by its holder's `remove_unused`
@@ -57,7 +62,7 @@ def acquire(directory: Path) -> str | None:
     os.ftruncate(file, 0)
     os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%F %T},\n".encode(), 0)
     _files.append(file)
-    _made.extend(reversed(made))
+    _made.extend(path for path in reversed(paths) if path in made)
     return None
 
 
