@@ -179,6 +179,10 @@ def test_only_the_first_stage_makes_images(sample):
         (lambda f: (f / "data_batch_3.bin").unlink(), ("data_batch_3.bin", "No such file")),
         (lambda f: (f / "data_batch_3.bin").write_bytes(b"\0" * 5000), ("data_batch_3.bin", "5000 bytes", "3073")),
         (lambda f: (f / "test_batch.bin").write_bytes(b""), ("test_batch.bin", "0 bytes")),
+        (
+            lambda f: ((f / "test_batch.bin").unlink(), os.mkfifo(f / "test_batch.bin")),
+            ("test_batch.bin: is not a file",),
+        ),
         (lambda f: (f / "data_batch_1.bin").write_bytes(b"\x0b" + b"\0" * 3072), ("label of 11",)),
     ],
 )

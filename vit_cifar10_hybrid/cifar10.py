@@ -94,6 +94,8 @@ def read(root: Path, train: bool) -> tuple[Tensor, Tensor, str]:
     parts = []
     for name in TRAIN_FILES if train else TEST_FILES:
         path = root / FOLDER / name
+        if path.exists() and not path.is_file():  # reading a FIFO would wait for whoever writes to it
+            raise UserError(f"{path}: is not a file; put CIFAR-10's there")
         try:
             content = np.fromfile(path, dtype=np.uint8)
         except OSError as error:
