@@ -31,15 +31,16 @@ def test_torch_is_one_without_known_holes_in_load(name):
 
 
 PAGES = [path for path in FILES if path.suffix == ".md" and "results" not in path.parts]
-ELSEWHERE = {  # of an earlier commit, or written by a command
-    *("bench_waits.py", "classes.txt", "skipped.txt", "`wandb/`", "`val/`", "`runs/vit_caltech101_amp/benchmark/`"),
-}
+# Written by a command.
+ELSEWHERE = {"classes.txt", "skipped.txt", "`wandb/`", "`val/`", "`runs/vit_caltech101_amp/benchmark/`"}
+EARLIER = re.compile(r"`(scripts/\w+\.py)` at ([0-9a-f]{7})")  # a script that is gone, and a commit that has it
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_that_a_page_names_exist(page):
     """Every config, script, module and folder, by its path from the root or the page's folder, or by its end."""
-    named = re.findall(r"[\w./-]+\.(?:py|sh|txt|lock|sbatch|toml|cff)\b|`(?:[a-z_]\w*/)+`", page.read_text())
+    text = EARLIER.sub("", page.read_text())
+    named = re.findall(r"[\w./-]+\.(?:py|sh|txt|lock|sbatch|toml|cff)\b|`(?:[a-z_]\w*/)+`", text)
     for name in set(named) - ELSEWHERE:
         end = "/" + name.strip("`").removeprefix("./").removeprefix("../")
         assert any(f"{path}".endswith(end) or end in f"{path.parent}/" for path in FILES), f"{page}: {name}"
@@ -104,6 +105,14 @@ def test_every_result_is_in_the_index():
     index = (ROOT / "docs/benchmarks.md").read_text()
     folders = {path.relative_to(ROOT).parts[1] for path in FILES if path.relative_to(ROOT).parts[0] == "results"}
     assert set(re.findall(r"^\| \[(\w+)\]\(\.\./results/\1\)", index, re.MULTILINE)) == folders
+
+
+def test_the_earlier_scripts_that_pages_name_made_a_result_at_that_commit():
+    origins = [json.loads(path.read_text()) for path in FILES if path.name == "provenance.json"]
+    made = {(word, origin["commit"][:7]) for origin in origins for word in origin["command"].split()}
+    named = {found for page in PAGES for found in EARLIER.findall(page.read_text())}
+    assert named
+    assert named <= made
 
 
 def test_the_diagram_of_the_modules_is_what_the_imports_say():
