@@ -23,9 +23,9 @@ from pathlib import Path
 import torch
 from colossal_vit import launch
 from colossal_vit.benchmark import Benchmark, spread
+from colossal_vit.data.batches import FakeBatches
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.optimizers import build_optimizer
-from colossal_vit.plan.fakes import FakeBatches
 from colossal_vit.plan.meter import measure
 from colossal_vit.run import Run
 from colossalai.legacy import nn as col_nn

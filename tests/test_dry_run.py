@@ -4,10 +4,10 @@ import sys
 
 import pytest
 import torch
+from colossal_vit.data.batches import FakeBatches
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.plan import meter, report
-from colossal_vit.plan.fakes import FakeBatches
 from colossal_vit.plan.meter import StepPlan, measure
 from colossal_vit.plan.report import plan_rank
 from colossalai.legacy import nn as col_nn

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from colossal_vit.data.augment import Augment, build_augment
-from colossal_vit.data.batches import IGNORED, Loader, SampledLoader, SyntheticBatches
+from colossal_vit.data.batches import IGNORED, FakeBatches, Loader, SampledLoader, SyntheticBatches
 from colossal_vit.data.decoding import FORMATS, check_scan, endings, to_rgb
 from colossal_vit.data.digits import write_caltech101
 from colossal_vit.data.folders import class_folders, download, list_files
@@ -32,7 +32,6 @@ from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.errors import UserError, in_one_line
 from colossal_vit.files import atomic_folder
 from colossal_vit.parallel.ranks import RankLogger, raise_on_all_ranks, run_on_rank_0
-from colossal_vit.plan.fakes import FakeBatches
 from colossal_vit.run import Run
 from colossalai.context import Config
 from PIL import Image

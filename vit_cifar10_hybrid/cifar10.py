@@ -14,14 +14,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from colossal_vit.data.augment import Augment, build_augment
-from colossal_vit.data.batches import IGNORED, SampledLoader, sees_images, to_device
+from colossal_vit.data.batches import IGNORED, FakeBatches, SampledLoader, sees_images, to_device
 from colossal_vit.data.digits import write_cifar10
 from colossal_vit.data.folders import download
 from colossal_vit.data.identity import identify
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.ranks import raise_on_all_ranks, run_on_rank_0
-from colossal_vit.plan.fakes import FakeBatches
 from colossal_vit.run import Run
 from colossalai.context import Config
 from torch import Tensor

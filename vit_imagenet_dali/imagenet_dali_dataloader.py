@@ -24,13 +24,12 @@ import nvidia.dali
 import torch
 import torch.nn.functional as F
 from colossal_vit import typed_json
-from colossal_vit.data.batches import IGNORED, Loader, SyntheticBatches, sees_images, to_device
+from colossal_vit.data.batches import IGNORED, FakeBatches, Loader, SyntheticBatches, sees_images, to_device
 from colossal_vit.data.digits import write_imagenet
 from colossal_vit.data.identity import identify
 from colossal_vit.errors import UserError
 from colossal_vit.files import write_text
 from colossal_vit.parallel.ranks import RankLogger, all_gather_object, raise_on_all_ranks, run_on_rank_0
-from colossal_vit.plan.fakes import FakeBatches
 from colossal_vit.run import Run
 from colossal_vit.typed_json import Count
 from colossalai.context import Config

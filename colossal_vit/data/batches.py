@@ -134,3 +134,27 @@ class SyntheticBatches(Loader):
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return repeat(self.batch, self.num_batches)
+
+
+class FakeBatches(Loader):
+    """A loader of `(images, labels)` for dry runs: zeros in the shape of images, int64 labels (B,).
+
+    Pipeline stages after the first get the labels in place of the images.
+
+    Args:
+        num_batches: per epoch, on this rank.
+        shape: of a batch of images, (B, 3, H, W).
+        device: of both.
+    """
+
+    def __init__(self, num_batches: int, shape: tuple[int, ...], device: torch.device):
+        self.num_batches, self.shape, self.device = num_batches, shape, device
+        self.first_stage = sees_images()
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for _ in range(self.num_batches):
+            labels = torch.zeros(self.shape[0], dtype=torch.int64, device=self.device)
+            yield torch.zeros(self.shape, device=self.device) if self.first_stage else labels, labels

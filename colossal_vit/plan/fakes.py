@@ -1,9 +1,8 @@
-"""Fake tensors, with shapes but no data, and batches of them."""
+"""Fake tensors, with shapes but no data."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
-from colossal_vit.data.batches import Loader, sees_images
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _create_work_from_future
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -14,30 +13,6 @@ if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::broadcast_", "Meta"
 
 rank = 0  # set in forks of dry runs: the one that is simulated
 real_tensors = False  # set in forks of the planner that take times, in which only the other ranks are fake
-
-
-class FakeBatches(Loader):
-    """A loader of `(images, labels)` for dry runs: zeros in the shape of images, int64 labels (B,).
-
-    Pipeline stages after the first get the labels in place of the images.
-
-    Args:
-        num_batches: per epoch, on this rank.
-        shape: of a batch of images, (B, 3, H, W).
-        device: of both.
-    """
-
-    def __init__(self, num_batches: int, shape: tuple[int, ...], device: torch.device):
-        self.num_batches, self.shape, self.device = num_batches, shape, device
-        self.first_stage = sees_images()
-
-    def __len__(self) -> int:
-        return self.num_batches
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for _ in range(self.num_batches):
-            labels = torch.zeros(self.shape[0], dtype=torch.int64, device=self.device)
-            yield torch.zeros(self.shape, device=self.device) if self.first_stage else labels, labels
 
 
 class _FakeValues(TorchDispatchMode):
