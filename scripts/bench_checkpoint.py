@@ -31,7 +31,6 @@ from typing import Any
 
 import torch
 from colossal_vit import launch
-from colossal_vit.benchmark import Benchmark
 from colossal_vit.checkpoint import storage
 from colossal_vit.checkpoint.capture import Snapshot, capture
 from colossal_vit.checkpoint.restore import resume
@@ -40,6 +39,7 @@ from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.lamb import Lamb
 from colossal_vit.engine.trainer import Trainer
 from colossal_vit.models import build_timm_vit
+from colossal_vit.provenance import ResultFolder
 from colossalai.accelerator import get_accelerator
 from colossalai.nn.lr_scheduler import LinearWarmupLR
 
@@ -157,7 +157,7 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="default %(default)s")
     parser.add_argument("--result", type=Path, help="folder for the result (default: it is printed only)")
     args = parser.parse_args()
-    benchmark = Benchmark(args.result)
+    benchmark = ResultFolder(args.result)
 
     disk = ["df", "--output=fstype", str(args.scratch)]
     file_system = subprocess.run(disk, capture_output=True, text=True, check=True).stdout.split()[-1]

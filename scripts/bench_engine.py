@@ -27,18 +27,20 @@ from pathlib import Path
 
 import torch
 from colossal_vit import launch
-from colossal_vit.benchmark import Benchmark, spread
 from colossal_vit.data.batches import SyntheticBatches
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.optimizers import build_optimizer
 from colossal_vit.hooks.standard import standard_hooks
 from colossal_vit.models import build_timm_vit
+from colossal_vit.provenance import ResultFolder
 from colossal_vit.results import read_metrics
 from colossalai.accelerator import get_accelerator
 from colossalai.legacy.trainer import Trainer
 from colossalai.legacy.trainer.hooks import BaseHook
 from colossalai.nn.lr_scheduler import LinearWarmupLR
 from torch import Tensor, nn
+
+from turns import spread
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "vit_caltech101_amp/config/config_fp32.py"
@@ -150,7 +152,7 @@ def main() -> None:
     device = "gpu" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--output", type=Path, default=ROOT / f"results/engine_overhead/{device}")
     args = parser.parse_args()
-    benchmark = Benchmark(args.output)
+    benchmark = ResultFolder(args.output)
 
     os.environ.update(KEEP_MEMORY)  # for the processes that measure
     results = {}

@@ -27,12 +27,13 @@ from pathlib import Path
 
 import torch
 from colossal_vit import config as configs
-from colossal_vit.benchmark import Benchmark, in_turns
 from colossal_vit.mfu import peak_of, training_flops
 from colossal_vit.models import build_timm_vit
+from colossal_vit.provenance import ResultFolder
 from colossal_vit.results import read_metrics
 
 from bench_loader import write_images
+from turns import in_turns
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "vit_imagenet_dali"
@@ -130,7 +131,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="counted, of each run (default %(default)s)")
     parser.add_argument("--output", type=Path, default=ROOT / f"results/imagenet_{'gpu' if gpu else 'cpu'}")
     args = parser.parse_args()
-    benchmark = Benchmark(args.output)
+    benchmark = ResultFolder(args.output)
 
     # ---- Measure ---------------------------------------------------------------------------------------------------
     results = []

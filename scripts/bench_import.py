@@ -17,7 +17,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from colossal_vit.benchmark import Benchmark, in_turns, spread
+from colossal_vit.provenance import ResultFolder
+
+from turns import in_turns, spread
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = (
@@ -53,7 +55,7 @@ def main() -> None:
     parser.add_argument("--python", nargs="+", default=[], help="interpreters of further environments")
     parser.add_argument("--output", type=Path, default=ROOT / "results/import_cpu", help="where the result goes")
     args = parser.parse_args()
-    benchmark = Benchmark(args.output)
+    benchmark = ResultFolder(args.output)
     imports = {"timm": ("timm", ROOT)}
     imports |= {script: (Path(script).stem, (ROOT / script).parent) for script in SCRIPTS}
     table = ["| | CPU seconds, median | times timm's, median (lowest, highest) |", "| --- | ---: | ---: |"]

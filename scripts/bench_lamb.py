@@ -18,11 +18,13 @@ from pathlib import Path
 import colossal_vit  # noqa: F401 silences the import of Colossal-AI
 import timm
 import torch
-from colossal_vit.benchmark import Benchmark, in_turns
 from colossal_vit.engine.lamb import Lamb
+from colossal_vit.provenance import ResultFolder
 from colossalai.nn.optimizer import Lamb as ColossalLamb
 from timm.optim import Lamb as TimmLamb
 from torch.optim import Optimizer
+
+from turns import in_turns
 
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = dict(lr=1e-3, weight_decay=0.1)
@@ -88,7 +90,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="how many steps to time (default %(default)s)")
     parser.add_argument("--output", type=Path, help="folder for the result (default results/lamb_<device>)")
     args = parser.parse_args()
-    benchmark = Benchmark(args.output or ROOT / "results" / f"lamb_{args.device}")
+    benchmark = ResultFolder(args.output or ROOT / "results" / f"lamb_{args.device}")
 
     rounds, differences = measure(torch.device(args.device), args.model, args.rounds)
     result = {

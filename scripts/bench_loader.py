@@ -23,12 +23,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from colossal_vit.benchmark import Benchmark, in_turns, spread
+from colossal_vit.provenance import ResultFolder
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
+
+from turns import in_turns, spread
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "vit_imagenet_dali"))
@@ -113,7 +115,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=30, help="batches a side and run (default %(default)s)")
     parser.add_argument("--output", type=Path, default=ROOT / "results/loader_cpu", help="where the result goes")
     args = parser.parse_args()
-    benchmark = Benchmark(args.output)
+    benchmark = ResultFolder(args.output)
 
     # ---- Measure ---------------------------------------------------------------------------------------------------
     rates: dict[str, list[float]] = {"ours": [], "torchvision": []}

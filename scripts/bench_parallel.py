@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from colossal_vit import config as configs
 from colossal_vit import launch
-from colossal_vit.benchmark import Benchmark, spread
 from colossal_vit.engine.optimizers import build_optimizer
+from colossal_vit.provenance import ResultFolder
 from colossal_vit.run import Run
 from colossalai.legacy import nn as col_nn
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 import sides
 from check_layouts import FOLDER, set_flags, tensor
 from sides import Step
+from turns import spread
 from vit import full_vit, partition_blocks
 
 GLOBAL_BATCH = 64
@@ -157,7 +158,7 @@ def compare() -> None:
 
 def main() -> None:
     args, more = get_parser().parse_known_args()
-    benchmark = Benchmark(args.output)
+    benchmark = ResultFolder(args.output)
 
     # ---- Measure ---------------------------------------------------------------------------------------------------
     results = {}

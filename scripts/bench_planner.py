@@ -20,10 +20,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "vit_cifar10_hybrid")]
 
-from colossal_vit.benchmark import Benchmark  # noqa: E402
 from colossal_vit.plan import search  # noqa: E402
 from colossal_vit.plan.enumeration import own_layout  # noqa: E402
 from colossal_vit.plan.search import Predictor  # noqa: E402
+from colossal_vit.provenance import ResultFolder  # noqa: E402
 from colossal_vit.results import read_metrics  # noqa: E402
 from scipy.stats import spearmanr  # noqa: E402
 
@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8], help="these numbers of processes")
     parser.add_argument("--output", type=Path, default=ROOT / "results/planner_cpu", help="where the result goes")
     args = parser.parse_args()
-    benchmark = Benchmark(args.output)
+    benchmark = ResultFolder(args.output)
 
     # ---- Measure ---------------------------------------------------------------------------------------------------
     found: dict[str, dict[str, dict[str, list[float]]]] = {}

@@ -28,8 +28,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("tests", "vit_imagenet_dali", "vit_cifar10_hybrid", "vit_caltech101_amp")
 sys.path[:0] = [str(ROOT), *(str(ROOT / name) for name in FOLDERS)]
 
-from colossal_vit.benchmark import Benchmark  # noqa: E402
 from colossal_vit.data import digits  # noqa: E402
+from colossal_vit.provenance import ResultFolder  # noqa: E402
 from colossal_vit.results import read_metrics  # noqa: E402
 
 import conftest  # noqa: E402, F401 one thread and no GPU, which forks could not share; unsets DATA
@@ -73,7 +73,9 @@ def write_splits(root: Path) -> None:
             build(parse([str(folder), str(root / name)]))
 
 
-def train(benchmark: Benchmark, folder: Path, example: str, name: str, values: Values) -> tuple[Path, dict[str, float]]:
+def train(
+    benchmark: ResultFolder, folder: Path, example: str, name: str, values: Values
+) -> tuple[Path, dict[str, float]]:
     """Train, unless a benchmark that was stopped has: the run directory and its last evaluation.
 
     Args:
@@ -117,7 +119,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=ROOT / "runs/bench_recipes", help="where the runs are kept")
     parser.add_argument("--output", type=Path, default=ROOT / "results/recipes_digits", help="where the result goes")
     args = parser.parse_args()
-    benchmark = Benchmark(args.output)
+    benchmark = ResultFolder(args.output)
     folder = args.runs.resolve() / f"{benchmark.origin['commit'][:12]}-{args.epochs}"
     write_splits(folder / "data")
 

@@ -22,11 +22,11 @@ from pathlib import Path
 
 import torch
 from colossal_vit import launch
-from colossal_vit.benchmark import Benchmark, spread
 from colossal_vit.data.batches import FakeBatches
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.optimizers import build_optimizer
 from colossal_vit.plan.meter import measure
+from colossal_vit.provenance import ResultFolder
 from colossal_vit.run import Run
 from colossalai.legacy import nn as col_nn
 from colossalai.legacy.core import global_context as gpc
@@ -38,6 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 import sides
 from check_layouts import FOLDER, set_flags
 from sides import Step
+from turns import spread
 from vit import build_vit, full_vit
 
 GLOBAL_BATCH = 32
@@ -128,7 +129,7 @@ def main() -> None:
     parser = get_parser()
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for train_hybrid.py")
     args = parser.parse_args()
-    benchmark = Benchmark(args.output, changes_allowed=True)
+    benchmark = ResultFolder(args.output, changes_allowed=True)
     overrides = [f"--set={value}" for value in args.set]
     memory, speed = {}, {}
     for d in SPEED_PROCESSES if args.only != "memory" else ():

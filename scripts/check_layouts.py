@@ -27,7 +27,7 @@ from typing import Any
 
 import colossal_vit  # noqa: F401 silences the import of Colossal-AI
 import torch
-from colossal_vit.benchmark import Benchmark
+from colossal_vit.provenance import ResultFolder
 from colossal_vit.results import read_metrics
 
 FOLDER = Path(__file__).resolve().parents[1] / "vit_cifar10_hybrid"
@@ -181,10 +181,10 @@ def main() -> int:
     optimizer = OPTIMIZERS[args.optimizer]
     chosen = {name: LAYOUTS[name] for name in args.only or LAYOUTS if LAYOUTS[name][0] <= args.world}
     left_out = [name for name in args.only or LAYOUTS if name not in chosen]
-    benchmark = Benchmark(args.result)
+    result = ResultFolder(args.result)
     how = dict(steps=args.steps, more=[f"--set={value}" for value in args.set], forks=args.forks)
 
-    benchmark.print(f"{'layout':<40}{'first step':>12}{'worst step':>12}{'images/s':>10}")
+    result.print(f"{'layout':<40}{'first step':>12}{'worst step':>12}{'images/s':>10}")
     curves: dict[str, list[dict]] = {}
     wrong = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -195,24 +195,24 @@ def main() -> int:
                 if name == ONE:
                     raise
                 wrong.append(name)
-                benchmark.print(f"{name:<40}does not run: {error}")
+                result.print(f"{name:<40}does not run: {error}")
                 continue
             curves[name] = steps
             error = errors(steps, curves[ONE])
             rate = statistics.median(record["images_per_s"] for record in steps)
             good = error[0] <= FIRST_STEP and max(error[:NUM_STEPS]) <= ANY_STEP
             line = f"{name:<40}{error[0]:>12.1e}{max(error):>12.1e}{rate:>10.0f}"
-            benchmark.print(line + ("" if good else "  OUT"))
+            result.print(line + ("" if good else "  OUT"))
             if not good:
                 wrong.append(name)
     if left_out:
-        benchmark.print(f"not checked, since they need more than {args.world} processes: {', '.join(left_out)}")
+        result.print(f"not checked, since they need more than {args.world} processes: {', '.join(left_out)}")
     if wrong:
         print(f"out: {', '.join(wrong)}", file=sys.stderr)
     if args.result:
         runs = {name: {"processes": (LAYOUTS.get(name) or (1,))[0], **furthest(curves, name)} for name in curves}
         settings = {**MODEL, **optimizer, "--set": args.set, "steps": args.steps}
-        benchmark.write("one_curve", make_table(runs), {"settings": settings, "layouts": runs})
+        result.write("one_curve", make_table(runs), {"settings": settings, "layouts": runs})
         write_losses(args.result / "losses.csv", curves)
     return int(bool(wrong))
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 from colossal_vit import config as configs
-from colossal_vit.benchmark import Benchmark
 from colossal_vit.data import mixing
 from colossal_vit.data.augment import Augment
 from colossal_vit.data.batches import Loader
 from colossal_vit.data.digits import digits
+from colossal_vit.provenance import ResultFolder
 from colossalai.context import Config
 from matplotlib.figure import Figure
 from sklearn.datasets import load_sample_image
@@ -104,12 +104,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=ROOT / "results/augmentation", help="where the result goes")
     args = parser.parse_args()
-    benchmark = Benchmark(args.output)
+    result = ResultFolder(args.output)
     images = torch.from_numpy(digits(32)[0][:COUNT])[:, None].expand(-1, 3, -1, -1)
     recipes = recipe_rows()
     table = ["| row | blocks |", "| --- | --- |"]
     table += [f"| {name} | `{blocks}` |" for name, blocks in {**ROWS, **recipes}.items()]
-    benchmark.finish("augmentation", table, {**ROWS, **recipes})
+    result.finish("augmentation", table, {**ROWS, **recipes})
     draw({name: draw_row(images, blocks) for name, blocks in ROWS.items()}, args.output / "augmentation.png", 5.8)
     drawn = {}
     for name, blocks in recipes.items():

@@ -46,11 +46,11 @@ from typing import Any, NamedTuple, Protocol
 
 import psutil
 import safetensors.torch
-from colossal_vit.benchmark import Benchmark
 from colossal_vit.checkpoint import storage
 from colossal_vit.checkpoint.contents import VERSION
 from colossal_vit.errors import UserError
 from colossal_vit.files import write_text
+from colossal_vit.provenance import ResultFolder
 
 from check_layouts import ANY_STEP, CONFIG, FIRST_STEP, FOLDER, LAYOUTS, MODEL, PIPELINE, set_flags
 
@@ -658,20 +658,20 @@ def main() -> int:
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds}: must be at least 1")
-    benchmark = Benchmark(args.result)
+    result = ResultFolder(args.result)
     scratch = (args.scratch or Path(tempfile.mkdtemp(prefix="fault-loop-"))).resolve()
     scratch.mkdir(parents=True, exist_ok=True)
     try:
         settings = {"rounds": args.rounds, "seed": args.seed, "relay": args.relay}
-        diary = Diary(scratch, settings, benchmark.print)
+        diary = Diary(scratch, settings, result.print)
         outcome = (run_relay if args.relay else run_launched)(args, scratch, diary)
-        benchmark.log = diary.log.read_text()
+        result.log = diary.log.read_text()
     except AssertionError as error:
         print(f"fault_loop.py: error: {error}\nThe run is left in {scratch}", file=sys.stderr)
         return 1
     table = make_table(outcome.done, outcome.records, outcome.verdict)
     rounds = [asdict(this) for this in outcome.done]
-    benchmark.finish("fault_loop", table, {"settings": outcome.settings, "seed": args.seed, "rounds": rounds})
+    result.finish("fault_loop", table, {"settings": outcome.settings, "seed": args.seed, "rounds": rounds})
     shutil.rmtree(scratch)
     return 0
 

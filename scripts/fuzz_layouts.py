@@ -30,9 +30,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), *(str(ROOT / name) for name in ("tests", "scripts", "vit_cifar10_hybrid"))]
 
-from colossal_vit.benchmark import Benchmark  # noqa: E402
 from colossal_vit.errors import UserError  # noqa: E402
 from colossal_vit.parallel.layout import Layout  # noqa: E402
+from colossal_vit.provenance import ResultFolder  # noqa: E402
 from colossal_vit.results import read_metrics  # noqa: E402
 
 import conftest  # noqa: E402 hides GPUs, which forks could not share, before torch is imported
@@ -267,7 +267,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--no-shrink", action="store_true", help="leave cases that fail as they are")
     parser.add_argument("--output", type=Path, help="where the result goes; without, it is only printed")
     args = parser.parse_args(argv)
-    benchmark = Benchmark(args.output)
+    result = ResultFolder(args.output)
     results, worst = [], defaultdict(list)
     folder = Path(tempfile.mkdtemp(prefix="fuzz-data-"))
 
@@ -283,15 +283,15 @@ def main(argv: list[str] | None = None) -> int:
             layouts = [describe(case, part) for part in ("first", "second")]
             kind = "bf16" if case["amp"] else "fp32"
             said = f"{number}: {' → '.join(layouts)}, {case['optimizer']}, {kind}: {first:.1e}, {most:.1e}"
-            benchmark.print(said + (f": {fault}" if fault else ""))
+            result.print(said + (f": {fault}" if fault else ""))
             results.append({"number": number, "case": case, "first_step": first, "worst": most, "fault": fault})
             for part in ("first", "second"):
                 worst[case[part]["mode"] or "no tensor parallelism", kind].append((first, most))
             if fault:
-                benchmark.print(
+                result.print(
                     as_commands(case) if args.no_shrink else f"as simple as it fails:\n{as_commands(shrink(case))}"
                 )
-        benchmark.print(f"{args.cases} cases in {time.monotonic() - started:.0f} s")
+        result.print(f"{args.cases} cases in {time.monotonic() - started:.0f} s")
     shutil.rmtree(folder)
     failed = [r["number"] for r in results if r["fault"]]
     table = ["| tensor mode | precision | layouts | first step: worst | any step: median | worst |"]
@@ -301,7 +301,7 @@ def main(argv: list[str] | None = None) -> int:
         numbers = " | ".join(f"{value:.1e}" for value in (max(firsts), statistics.median(mosts), max(mosts)))
         table.append(f"| {mode} | {kind} | {len(found)} | {numbers} |")
     table += ["", f"Seed {args.seed}: {len(results)} cases, {len(failed)} failed{f': {failed}' if failed else ''}."]
-    benchmark.finish("fuzz_layouts", table, {"cases": results})
+    result.finish("fuzz_layouts", table, {"cases": results})
     return int(bool(failed))
 
 

@@ -45,12 +45,12 @@ sys.path[:0] = [
     *(str(ROOT / name) for name in ("tests", "scripts", "vit_cifar10_hybrid", "vit_caltech101_amp")),
 ]
 
-from colossal_vit.benchmark import Benchmark  # noqa: E402
 from colossal_vit.checkpoint import __main__ as checkpoint_command  # noqa: E402
 from colossal_vit.checkpoint import lock, restore, storage  # noqa: E402
 from colossal_vit.data.digits import write_caltech101  # noqa: E402
 from colossal_vit.errors import UserError  # noqa: E402
 from colossal_vit.files import SCRATCH  # noqa: E402
+from colossal_vit.provenance import ResultFolder  # noqa: E402
 from colossal_vit.results import read_metrics  # noqa: E402
 
 import conftest  # noqa: E402 hides GPUs, which forks could not share, before torch is imported
@@ -407,7 +407,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="number of the first case (default %(default)s)")
     parser.add_argument("--output", type=Path, help="where the result goes; without, it is only printed")
     args = parser.parse_args(argv)
-    benchmark = Benchmark(args.output)
+    result = ResultFolder(args.output)
     scratch = Path(tempfile.mkdtemp(prefix="fuzz-data-"))
     data = {"digits": scratch / "digits", "others": scratch / "others"}
     conftest.small_digits(data["digits"], 27)
@@ -416,7 +416,7 @@ def main(argv: list[str] | None = None) -> int:
     earlier = args.output / "fuzz_runs.json" if args.output else None
     details = {"seed": args.seed, "cases": []}
     if earlier and earlier.exists() and (there := json.loads(earlier.read_text())).get("seed") == args.seed:
-        details, benchmark.log = there, (args.output / "log.txt").read_text()
+        details, result.log = there, (args.output / "log.txt").read_text()
     cases, done_already = details["cases"], {case["number"] for case in details["cases"]}
     with conftest.pytest.MonkeyPatch.context() as patch:
         patch.setattr(lock, "PATIENCE", 2.0)
@@ -429,10 +429,10 @@ def main(argv: list[str] | None = None) -> int:
                 done, found = check(args.seed, number, data)
             cases.append({"number": number, "commands": done, "faults": found})
             for line in (f"{number}:", *(f"  {command}" for command in done), *(f"  {fault}" for fault in found)):
-                benchmark.print(line)
-            benchmark.write("fuzz_runs", summary(args.seed, cases), details)
+                result.print(line)
+            result.write("fuzz_runs", summary(args.seed, cases), details)
     shutil.rmtree(scratch)
-    benchmark.finish("fuzz_runs", summary(args.seed, cases), details)
+    result.finish("fuzz_runs", summary(args.seed, cases), details)
     return int(any(case["faults"] for case in cases))
 
 

@@ -24,8 +24,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from colossal_vit.benchmark import Benchmark
-from colossal_vit.results import gpu_names
+from colossal_vit.provenance import ResultFolder, gpu_names
 
 ROOT = Path(__file__).resolve().parents[1]
 PASSED, REHEARSED, FAILED, SKIPPED, UNFINISHED = "passed", "rehearsed", "failed", "skipped", "unfinished"
@@ -224,8 +223,8 @@ def main() -> int:
     if args.rehearse:
         environment |= {"CUDA_VISIBLE_DEVICES": "", "REHEARSE": "1", "OMP_NUM_THREADS": "1"}
     good = REHEARSED if args.rehearse else PASSED
-    benchmark = Benchmark(output, changes_allowed=args.rehearse or args.list)
-    commit = benchmark.origin["commit"]
+    report = ResultFolder(output, changes_allowed=args.rehearse or args.list)
+    commit = report.origin["commit"]
     state = output / "gpu_check.json"
     results = json.loads(state.read_text()) if state.exists() else {}
     cut_short = False
@@ -241,7 +240,7 @@ def main() -> int:
         before = results.get(name, {})
         result = {"result": good, "commit": commit, "gpus": names}
         if {**before, **result} == before and not args.again:
-            benchmark.print(f"{name}: {good} at this commit before")
+            report.print(f"{name}: {good} at this commit before")
             continue
         left = 60 * args.minutes - (time.monotonic() - started)
         result |= {"result": UNFINISHED, "seconds": 0.0, "said": "", "command": typed}
@@ -260,11 +259,11 @@ def main() -> int:
                 result |= {"result": FAILED, "said": f"took longer than {check.minutes:g} minutes"}
         cut_short |= result["result"] == UNFINISHED
         results[name] = result
-        benchmark.print(f"{name}: {result['result']} after {result['seconds']:.0f} s: {result['said']}")
-        benchmark.write("gpu_check", make_table(results), results)
+        report.print(f"{name}: {result['result']} after {result['seconds']:.0f} s: {result['said']}")
+        report.write("gpu_check", make_table(results), results)
     if args.list:
         return 0
-    benchmark.finish("gpu_check", make_table(results), results)
+    report.finish("gpu_check", make_table(results), results)
     failed = any(r["result"] == FAILED for r in results.values())
     return 1 if failed else 75 if cut_short else 0
 

@@ -22,6 +22,6 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 ) 2>&1 | sed -u "s#$scratch#SCRATCH#g" | tee "$scratch/log.txt"
 
 if [ -n "$result" ]; then
-    python -m colossal_vit.results record "$scratch/run" "$result" --log "$scratch/log.txt" \
+    python -m colossal_vit.provenance "$scratch/run" "$result" --log "$scratch/log.txt" \
         --command "bash scripts/imagenet_sample.sh ${result#"$root"/}"
 fi

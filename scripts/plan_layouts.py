@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from colossal_vit import launch
-from colossal_vit.benchmark import Benchmark
 from colossal_vit.plan import search
 from colossal_vit.plan.enumeration import Choice, enumerate_layouts, own_layout
 from colossal_vit.plan.machines import RESERVED_GB, find_machine
 from colossal_vit.plan.search import Prediction, Predictor, Trace
+from colossal_vit.provenance import ResultFolder
 
 from check_layouts import CONFIG, FOLDER, set_flags
 from plan_zero import MODELS
@@ -144,10 +144,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=FOLDER.parent / "results/layouts_plan", help="of the result")
     args = parser.parse_args()
-    benchmark = Benchmark(args.output, True)
+    result = ResultFolder(args.output, True)
     details: dict[str, Any] = {"images": IMAGES, "reserved_gb": RESERVED_GB}
     tables = [plan_models(details), compare_published(details), time_the_planner(details)]
-    benchmark.finish("layouts", [line for table in tables for line in (*table, "")][:-1], details)
+    result.finish("layouts", [line for table in tables for line in (*table, "")][:-1], details)
 
 
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from colossal_vit import config as configs
 from colossal_vit import launch
-from colossal_vit.benchmark import Benchmark
 from colossal_vit.plan import report
 from colossal_vit.plan.meter import StepPlan
+from colossal_vit.provenance import ResultFolder
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ("vit_cifar10_hybrid", "vit_imagenet_dali", "vit_caltech101_amp")
@@ -43,7 +43,7 @@ def main_of(script: Path) -> Callable[[], StepPlan]:
     return module.main
 
 
-def peak(path: Path, smaller: int, benchmark: Benchmark) -> tuple[int, float, list[str]]:
+def peak(path: Path, smaller: int, result: ResultFolder) -> tuple[int, float, list[str]]:
     """Plan a config with its batch divided by `smaller`, and its accumulation multiplied.
 
     Returns:
@@ -60,7 +60,7 @@ def peak(path: Path, smaller: int, benchmark: Benchmark) -> tuple[int, float, li
     sys.argv = [script, "--config", str(path), *given, "--output", "/nonexistent", "--dry-run"]
     sys.argv += ["--world_size", processes]
     plans = report.plan(main_of(path.parents[path.parent.name.startswith("config")] / script))
-    benchmark.print(f"===== {path.relative_to(ROOT)} {' '.join(flags)} =====\n{report.format_report(plans)}\n")
+    result.print(f"===== {path.relative_to(ROOT)} {' '.join(flags)} =====\n{report.format_report(plans)}\n")
     return int(processes), max(plan.memory["peak"] for plan in plans) / 1e9, flags
 
 
@@ -70,22 +70,22 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="only these names of config files, without .py")
     parser.add_argument("--output", type=Path, default=ROOT / "results/memory_plan", help="where the result goes")
     args = parser.parse_args()
-    benchmark = Benchmark(args.output)
+    result = ResultFolder(args.output)
     table, details = [HEADER, "| --- | ---: | ---: | ---: | --- | ---: |"], []
     for path in shipped():
         if args.only and path.stem not in args.only:
             continue
-        processes, whole, _ = peak(path, 1, benchmark)
+        processes, whole, _ = peak(path, 1, result)
         smaller, needed, flags = 1, whole, []
         while needed > args.limit:
             smaller *= 2
-            _, needed, flags = peak(path, smaller, benchmark)
+            _, needed, flags = peak(path, smaller, result)
         batch_size = configs.load(path).BATCH_SIZE
         hint = " ".join(f"`--set {flag}`" for flag in flags) or "nothing"
         name = f"{path.parents[path.parent.name.startswith('config')].name}/{path.stem}"
         table.append(f"| {name} | {processes} | {batch_size} | {whole:.1f} | {hint} | {needed:.1f} |")
         details.append(dict(config=name, gpus=processes, peak=whole, flags=flags, peak_with_flags=needed))
-    benchmark.finish("memory", table, details)
+    result.finish("memory", table, details)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from colossal_vit import config as configs
-from colossal_vit.benchmark import Benchmark
 from colossal_vit.plan import report
+from colossal_vit.provenance import ResultFolder
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "vit_imagenet_dali"
@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--gpus", nargs="+", type=int, default=[4, 8], help="default %(default)s")
     parser.add_argument("--output", type=Path, default=ROOT / "results/recipes_plan", help="where the result goes")
     args = parser.parse_args()
-    benchmark = Benchmark(args.output)
+    result = ResultFolder(args.output)
     table = [
         "| recipe | GPUs | images of a GPU × accumulation | memory, GB | hours | at images/s a GPU, published for |",
         "| --- |" + " ---: |" * 4 + " --- |",
@@ -82,14 +82,14 @@ def main() -> None:
             sys.argv = ["train.py", *flags, *given, "--dry-run", "--world_size", str(number)]
             plans = report.plan(train.main)
             (plan,) = plans
-            benchmark.print(f"===== {name} on {number} GPUs =====\n{report.format_report(plans)}\n")
+            result.print(f"===== {name} on {number} GPUs =====\n{report.format_report(plans)}\n")
             memory = plan.memory["peak"] / 1e9
             hours = plan.config["NUM_EPOCHS"] * NUM_IMAGES / (rate.images_per_s * number * 3600)
             size = f"{plan.config['BATCH_SIZE']} × {plan.config['gradient_accumulation']}"
             row = [name, number, size, f"{memory:.1f}", f"{hours:.0f}", f"{rate.images_per_s:.0f}, {rate.what}"]
             table.append(f"| {' | '.join(map(str, row))} |")
             details.append(dict(recipe=name, gpus=number, memory=plan.memory, hours=hours, published=rate._asdict()))
-    benchmark.finish("plan", table, details)
+    result.finish("plan", table, details)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 
 from colossal_vit import launch
-from colossal_vit.benchmark import Benchmark
 from colossal_vit.plan import report
 from colossal_vit.plan.meter import StepPlan
+from colossal_vit.provenance import ResultFolder
 
 from check_layouts import CONFIG, FOLDER, set_flags
 
@@ -46,7 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=FOLDER.parent / "results/zero_plan", help="of the result")
     args = parser.parse_args()
-    benchmark = Benchmark(args.output, True)
+    result = ResultFolder(args.output, True)
     header = "| | parameters | ranks | not split: optimizer, GB | peak, GB | stage 1: optimizer, GB | peak, GB |"
     table, details = [header + " sent, stage 1 ÷ not split |", "| --- |" + " ---: |" * 7], {}
     for model, values in MODELS.items():
@@ -60,7 +60,7 @@ def main() -> None:
             details[f"{model}, {ranks} ranks"] = {
                 kind: {"memory": each.memory, "calls": each.calls, "sent": each.sent} for kind, each in plans.items()
             }
-    benchmark.finish("zero", table, details)
+    result.finish("zero", table, details)
 
 
 if __name__ == "__main__":

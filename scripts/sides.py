@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from colossal_vit import launch
-from colossal_vit.benchmark import Benchmark, in_turns
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.engine import Engine
 from colossal_vit.engine.optimizers import build_optimizer
 from colossal_vit.parallel.ranks import all_gather_object
+from colossal_vit.provenance import ResultFolder
 from colossal_vit.run import Run
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from check_layouts import CONFIG, FOLDER
+from turns import in_turns
 
 sys.path.append(str(FOLDER))
 
@@ -148,7 +149,7 @@ def give_back(run: Run, result: Any) -> None:
 # ---- In the process that starts them ---------------------------------------------------------------------------------
 
 
-def start(script: str, name: str, processes: int, flags: list[str], benchmark: Benchmark) -> list[Any]:
+def start(script: str, name: str, processes: int, flags: list[str], benchmark: ResultFolder) -> list[Any]:
     """Start a benchmark's own ranks, and return what each gave back; `benchmark` logs what they print.
 
     Args:

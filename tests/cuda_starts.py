@@ -16,14 +16,14 @@ import colossal_vit  # noqa: F401 filters warnings of the next import
 import colossalai.legacy  # noqa: F401 so that programs need not import it, nor the other
 import timm  # noqa: F401
 import torch
-from colossal_vit import results
+from colossal_vit import provenance
 from colossal_vit.plan import calibration
 
 import fork_ranks
 
 torch.set_num_threads(1)
 calibration.QUIET_WAIT_S, calibration.ROUNDS = 0.0, 1
-results.DRIVERS = (__file__,)  # as on a machine that has a driver
+provenance.DRIVERS = (__file__,)  # as on a machine that has a driver
 found = {}
 for name, (script, *argv) in json.loads(sys.argv[1]).items():
     starts = Path(sys.argv[2]) / name

@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from colossal_vit.results import has_driver, read_metrics
+from colossal_vit.provenance import has_driver
+from colossal_vit.results import read_metrics
 
 import fork_ranks
 import recipes

@@ -7,9 +7,10 @@ import os
 import sys
 
 import pytest
-from colossal_vit.benchmark import Benchmark, in_turns, spread
+from colossal_vit.provenance import ResultFolder
 
 import fork_ranks
+from turns import in_turns, spread
 
 FOLDER = fork_ranks.ROOT / "vit_caltech101_amp"
 
@@ -33,7 +34,7 @@ def test_a_result_is_kept_when_nobody_reads_what_is_said(monkeypatch, tmp_path):
         os.dup2(writer, 1)
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 as a new process has it
         for folder in (None, tmp_path / "kept"):
-            measured = Benchmark(folder, changes_allowed=True)
+            measured = ResultFolder(folder, changes_allowed=True)
             measured.print(f"first line, in {fork_ranks.ROOT}/runs")
             measured.print("second line")
             measured.finish("speed", ["| a |", "| --- |"], {"a": 1})

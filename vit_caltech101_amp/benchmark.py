@@ -30,11 +30,11 @@ from typing import Any, NamedTuple
 import colossal_vit  # noqa: F401 silences the import of Colossal-AI
 import torch
 from colossal_vit import config as configs
-from colossal_vit.benchmark import Benchmark
 from colossal_vit.engine import precision
 from colossal_vit.errors import UserError
 from colossal_vit.mfu import peak_of, training_flops
 from colossal_vit.models import build_timm_vit
+from colossal_vit.provenance import ResultFolder
 from colossal_vit.results import read_metrics
 from colossalai.context import Config
 
@@ -242,7 +242,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> int:
     args = parse()
-    benchmark = Benchmark(args.output, changes_allowed=True)
+    benchmark = ResultFolder(args.output, changes_allowed=True)
     rows = []
     for mode in modes(args):
         row: dict[str, Any] = {"config": mode.name, "mode": ""}

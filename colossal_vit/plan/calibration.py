@@ -32,7 +32,7 @@ from colossal_vit.plan.machines import RESERVED_GB
 from colossal_vit.plan.meter import SENT_SHARE
 from colossal_vit.plan.simulation import Cost
 from colossal_vit.plan.trace import PARTS, Message, Pass, mark_parts
-from colossal_vit.results import hardware
+from colossal_vit.provenance import hardware
 from colossal_vit.typed_json import RECORD, Count
 from pydantic import AfterValidator, AwareDatetime, Field
 from torch import Tensor
