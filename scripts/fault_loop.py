@@ -576,7 +576,7 @@ def relay(output: Path, seed: int, values: dict[str, Any], flags: Sequence[str])
 
 def run_relay(args: argparse.Namespace, scratch: Path, diary: "Diary") -> Outcome:
     """The run of `--relay`, and an undisturbed one of one process."""
-    sys.path += [str(FOLDER), str(FOLDER.parent / "tests")]
+    sys.path.append(str(FOLDER.parent / "tests"))
     import conftest  # noqa: F401 prepares this process for forks
     import fork_ranks
 

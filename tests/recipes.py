@@ -9,7 +9,7 @@ from colossal_vit.results import read_metrics
 from colossalai.context import Config
 
 import fork_ranks
-from check_layouts import MODEL, set_flags
+from layouts import MODEL, set_flags
 
 HYBRID = "vit_cifar10_hybrid/train_hybrid.py"
 DATA_PARALLEL = "vit_cifar10_hybrid/train_dp.py"

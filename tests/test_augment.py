@@ -12,7 +12,7 @@ from torchvision.transforms import v2
 
 import fork_ranks
 import recipes
-from check_layouts import LAYOUTS, errors
+from layouts import LAYOUTS, errors
 
 MEAN, STD = torch.zeros(3, 1, 1), torch.full((3, 1, 1), 255.0)
 ALL = {"augment.policy": "three", "augment.color_jitter": 0.3, "augment.erase": 0.5, "REPEATS": 3}

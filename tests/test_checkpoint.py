@@ -29,7 +29,7 @@ import fork_ranks
 import launchers
 import recipes
 import vit
-from check_layouts import OPTIMIZERS
+from layouts import OPTIMIZERS
 
 OLD = fork_ranks.ROOT / "tests/old_checkpoints/hybrid/checkpoints/step-00000003"
 

@@ -13,7 +13,7 @@ from torch._inductor import config as inductor
 import fork_ranks
 import recipes
 import vit
-from check_layouts import LAYOUTS
+from layouts import LAYOUTS
 
 
 @pytest.fixture(scope="module", autouse=True)

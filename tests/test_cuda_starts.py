@@ -8,8 +8,8 @@ import pytest
 
 import launchers
 import recipes
-from check_layouts import set_flags
 from fork_ranks import ROOT
+from layouts import set_flags
 
 IMAGENET = dict(IMG_SIZE=32, PATCH_SIZE=8, HIDDEN_SIZE=32, DEPTH=1, NUM_HEADS=4)
 DRY_RUN = [recipes.HYBRID, *recipes.flags(**{"parallel.pipeline": 2}), "--dry-run", "--world_size", "2"]

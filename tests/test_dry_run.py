@@ -19,7 +19,7 @@ import recipes
 import train_dp
 import train_hybrid
 import vit
-from check_layouts import FOLDER, LAYOUTS, set_flags
+from layouts import FOLDER, LAYOUTS, set_flags
 
 CASES = {
     **{

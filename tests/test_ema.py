@@ -18,7 +18,7 @@ from timm.utils import ModelEmaV3
 import conftest
 import fork_ranks
 import recipes
-from check_layouts import LAYOUTS
+from layouts import LAYOUTS
 
 VALUES = {"ema.decay": 0.9, "BATCH_SIZE": 128, "NUM_EPOCHS": 2, "DEPTH": 2}
 SGD = {"OPTIMIZER": "sgd", "LEARNING_RATE": 1.0}  # does not blow rounding up where a gradient is nearly zero

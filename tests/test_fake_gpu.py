@@ -12,10 +12,10 @@ from colossal_vit.engine import initialize
 from colossal_vit.results import read_metrics
 from torchvision.transforms import v2
 
-import check_layouts
 import cifar10
 import fake_gpu
 import fork_ranks
+import layouts
 import recipes
 
 MODES = [None, "TORCH", "NAIVE", "APEX"]
@@ -133,7 +133,7 @@ def test_every_augmentation_and_steps_that_overflow(script, policy, operations, 
     assert {step["skipped"] for step in read_metrics(tmp_path)[0]} == {False, True}
 
 
-LAYOUTS = {**check_layouts.LAYOUTS, "DP 2, split state": (2, {"BATCH_SIZE": 16, "zero.stage": 1})}
+LAYOUTS = {**layouts.LAYOUTS, "DP 2, split state": (2, {"BATCH_SIZE": 16, "zero.stage": 1})}
 OF_EACH_KIND = ["DP 2", "DP 2, split state", "PP 2", "PP 2 interleaved × 2", "1D 2", "2D 4", "2.5D 8", "3D 8"]
 OF_EACH_KIND += ["PP 2 × 2D 4", "DP 2 × PP 2"]
 

@@ -39,7 +39,7 @@ import fork_ranks
 import recipes
 import test_layouts
 import vit
-from check_layouts import LAYOUTS, OPTIMIZERS
+from layouts import LAYOUTS, OPTIMIZERS
 
 MODEL = {
     **recipes.MODEL,

@@ -27,7 +27,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import fork_ranks
 import recipes
 import vit
-from check_layouts import LAYOUTS
+from layouts import LAYOUTS
 
 STEP_KEYS = ["step", "epoch", "loss", "lr", "grad_norm", "images_per_s", "data_s", "step_s", "memory_gb"]
 EVAL_KEYS = ["step", "epoch", "eval_loss", "eval_accuracy", "eval_images"]

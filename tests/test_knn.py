@@ -12,13 +12,13 @@ from colossalai.legacy.core import global_context as gpc
 from safetensors.torch import save_file
 from sklearn.neighbors import KNeighborsClassifier
 
-import check_layouts
 import cifar10
 import fork_ranks
+import layouts
 import recipes
 import vit
-from check_layouts import LAYOUTS
 from conftest import NUM_TEST_IMAGES
+from layouts import LAYOUTS
 from test_finetune import MODEL, build_engine, full_weights, nested
 
 K_NN = r"k-NN accuracy (\S+)% \((\d+) of (\d+) images\), 20 neighbours of (\d+) training images"
@@ -119,7 +119,7 @@ def knn(example, tmp_path, world_size=1, **values):
     argv = [
         "--config",
         str(fork_ranks.ROOT / config),
-        *check_layouts.set_flags(values),
+        *layouts.set_flags(values),
         "--output",
         str(tmp_path / "no"),
     ]

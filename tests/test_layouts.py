@@ -20,8 +20,8 @@ import fork_ranks
 import recipes
 import vit
 import warm
-from check_layouts import LAYOUTS, OPTIMIZERS
 from conftest import NUM_TEST_IMAGES
+from layouts import LAYOUTS, MODEL, OPTIMIZERS
 
 pytestmark = pytest.mark.usefixtures("few_test_images")
 
@@ -62,9 +62,7 @@ def assert_same_curve(steps, expected):
 def test_same_curve_as_one_process(layout, reference, tmp_path, random_weights):
     world_size, values = small(layout)
     expected, evaluated = reference(depth=values["DEPTH"])
-    assert min(r["grad_norm"] for r in expected) > check_layouts.MODEL["clip_grad_norm"], (
-        "clipping must change every step"
-    )
+    assert min(r["grad_norm"] for r in expected) > MODEL["clip_grad_norm"], "clipping must change every step"
     assert expected[-1]["loss"] < expected[0]["loss"] - 0.15, "the model must learn, or equality says little"
     steps, evaluations = recipes.train(tmp_path, world_size, **values)
     assert len(steps) == 20

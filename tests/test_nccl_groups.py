@@ -20,7 +20,7 @@ from colossalai.legacy.core import global_context as gpc
 import fake_gpu
 import fork_ranks
 import recipes
-from check_layouts import LAYOUTS, PIPELINE, tensor
+from layouts import LAYOUTS, PIPELINE, tensor
 
 # By name: processes and overrides.
 CHECKED = {name: LAYOUTS[name] for name in ("DP 4", "PP 4", "1D 2", "2D 4", "2.5D 8", "3D 8", "PP 2 × 2D 4")}

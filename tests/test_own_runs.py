@@ -24,7 +24,7 @@ import fork_ranks
 import launchers
 import recipes
 import warm
-from check_layouts import LAYOUTS
+from layouts import LAYOUTS
 from recipes import record
 from test_config import TUTORIAL_DATA_PARALLEL
 

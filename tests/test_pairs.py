@@ -15,7 +15,7 @@ import cifar10
 import conftest
 import fork_ranks
 import recipes
-from check_layouts import OPTIMIZERS, tensor
+from layouts import OPTIMIZERS, tensor
 from test_compile import compiler  # noqa: F401 a fixture of its module and of this one
 from test_finetune import full_weights
 from test_layouts import assert_same_curve

@@ -19,7 +19,7 @@ import draw_pictures
 import fork_ranks
 import recipes
 import vit
-from check_layouts import LAYOUTS
+from layouts import LAYOUTS
 
 WEIGHTS = ("blocks.0.mlp.fc1.weight", "blocks.0.mlp.fc2.weight")
 

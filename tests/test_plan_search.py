@@ -21,7 +21,7 @@ import recipes
 import train_dp
 import train_hybrid
 import vit
-from check_layouts import PIPELINE, set_flags, tensor
+from layouts import PIPELINE, set_flags, tensor
 from test_dry_run import planned
 
 SIZE = dict(IMG_SIZE=64, PATCH_SIZE=8, HIDDEN_SIZE=192, DEPTH=6, NUM_HEADS=6, NUM_CLASSES=10, BATCH_SIZE=64)

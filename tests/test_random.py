@@ -21,7 +21,7 @@ import fork_ranks
 import recipes
 import test_resume
 import vit
-from check_layouts import LAYOUTS
+from layouts import LAYOUTS
 
 DROPPED = {"DROP_RATE": 0.5, "DROP_PATH_RATE": 0.5, "DEPTH": 4}
 NAMES = ["DP 2", "PP 2", "PP 2 interleaved × 2", "1D 2", "2D 4", "2.5D 8", "3D 8", "DP 2 × PP 2", "DP 2 × PP 2 × 1D 2"]

@@ -29,8 +29,8 @@ import fork_ranks
 import launchers
 import recipes
 import vit
-from check_layouts import LAYOUTS
 from conftest import random_start
+from layouts import LAYOUTS
 from recipes import record
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import fork_ranks
 import recipes
-from check_layouts import LAYOUTS, OPTIMIZERS, PIPELINE, tensor
+from layouts import LAYOUTS, OPTIMIZERS, PIPELINE, tensor
 from test_dry_run import planned
 from test_layouts import assert_same_curve
 
