@@ -97,17 +97,18 @@ def test_published_files_load_unchanged(load):
 def test_shipped_configs_have_the_published_values(load):
     """The hybrid file is the tutorial's, but for what makes it faster and changes nothing that is learned; the pipeline
     file is that without tensor parallelism."""
-    published = load(TUTORIAL)
-    hybrid = configs.load(CONFIGS / "config_hybrid_parallel.py")
+    published = load(TUTORIAL, script=HYBRID)
+    hybrid = configs.load(CONFIGS / "config_hybrid_parallel.py", script=HYBRID)
     faster = {"CHECKPOINT": False, "NUM_MICRO_BATCHES": 8, "TENSOR_SHAPE": (32, 197, 768)}
     assert hybrid == {**published, **faster}
-    pipeline = configs.load(CONFIGS / "config_pipeline_parallel.py")
+    pipeline = configs.load(CONFIGS / "config_pipeline_parallel.py", script=HYBRID)
     same = published.keys() - faster.keys() - {"parallel", "TENSOR_PARALLEL_SIZE", "TENSOR_PARALLEL_MODE"}
     assert {key: pipeline[key] for key in same} == {key: published[key] for key in same}
     assert pipeline.parallel == {"pipeline": 2, "tensor": {"mode": None, "size": 1}}
-    data_parallel = configs.load(CONFIGS / "config_data_parallel.py")
-    same = load(TUTORIAL_DATA_PARALLEL).keys() - {"NUM_CHUNKS", "dali"}
-    assert {key: data_parallel[key] for key in same} == {key: load(TUTORIAL_DATA_PARALLEL)[key] for key in same}
+    data_parallel = configs.load(CONFIGS / "config_data_parallel.py", script=DP)
+    published = load(TUTORIAL_DATA_PARALLEL, script=DP)
+    same = published.keys() - {"NUM_CHUNKS", "dali"}
+    assert {key: data_parallel[key] for key in same} == {key: published[key] for key in same}
 
 
 @pytest.mark.parametrize(

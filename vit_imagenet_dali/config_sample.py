@@ -11,9 +11,11 @@ BATCH_SIZE = 2  # of each rank and micro-batch
 gradient_accumulation = 32  # global batch = 2 × 32 × 2 processes = 128
 NUM_EPOCHS = 40
 WARMUP_EPOCHS = 5
+OPTIMIZER, SCHEDULE = "lamb", "linear"
 LEARNING_RATE = 1.8e-2
 WEIGHT_DECAY = 0.1
 LAMB_EXCLUDE_VECTORS = True  # 440 steps are few for what starts from zero
+LABEL_SMOOTHING = 0.0
 
 # ---- Model: 0.5 M parameters ----
 MODEL = "vit_tiny_patch16_224"
@@ -27,7 +29,9 @@ NUM_CLASSES = 10
 # ---- Data ----
 CROP_AREA = (0.7, 1.0)  # a small part of a digit is no digit
 FLIP = False  # a mirrored digit is none either
+EVAL_CROP = 224 / 256
 
 # ---- Features ----
+fp16 = None
 clip_grad_norm = 1.0
 dali = dict(gpu_aug=True, mixup_alpha=0.2)

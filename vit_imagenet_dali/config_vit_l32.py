@@ -15,14 +15,21 @@ gradient_accumulation = 32
 GLOBAL_BATCH = 32_768  # 256 × 32 × 4 GPUs
 NUM_EPOCHS = 300
 WARMUP_EPOCHS = 150  # the schedule moves every optimizer step; an epoch is 39 of them
+OPTIMIZER, SCHEDULE = "lamb", "linear"
 LEARNING_RATE = 1.8e-2
 WEIGHT_DECAY = 0.1
+LABEL_SMOOTHING = 0.0
 
 # ---- Model ----
 MODEL = "vit_large_patch32_224"  # any Vision Transformer of timm
 IMG_SIZE = 224
 DROP_RATE = 0.1
 NUM_CLASSES = 1000
+
+# ---- Data ----
+CROP_AREA = (0.08, 1.0)  # share of an image that a random crop is
+FLIP = True
+EVAL_CROP = 224 / 256  # side of the centre that is evaluated ÷ image's shorter side
 
 # ---- Features ----
 fp16 = dict(mode=AMP_TYPE.TORCH)

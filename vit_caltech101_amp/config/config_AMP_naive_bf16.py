@@ -12,15 +12,21 @@ from colossalai.amp import AMP_TYPE
 BATCH_SIZE = 128  # of each rank; global batch = 128 × processes: 512 on four
 NUM_EPOCHS = 300
 WARMUP_EPOCHS = 1
-OPTIMIZER = "sgd"
+OPTIMIZER, SCHEDULE = "sgd", "linear"
+MOMENTUM = 0.0
 LEARNING_RATE = 1e-2
 WEIGHT_DECAY = 0.1
+LABEL_SMOOTHING = 0.0
 
 # ---- Model ----
 MODEL = "vit_base_patch16_224"  # any Vision Transformer of timm
 IMG_SIZE = 224
 DROP_RATE = 0.1
 NUM_CLASSES = 101
+
+# ---- Data ----
+CROP_AREA = (0.08, 1.0)  # share of an image that a random crop is
+FLIP = True
 
 # ---- Features ----
 fp16 = dict(mode=AMP_TYPE.NAIVE, dtype="bf16")

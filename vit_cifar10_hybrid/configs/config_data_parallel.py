@@ -14,13 +14,20 @@ BATCH_SIZE = 256  # of each rank and micro-batch
 gradient_accumulation = 16  # global batch = 256 × 16 × processes: 4,096 on one, 16,384 on four
 NUM_EPOCHS = 300
 WARMUP_EPOCHS = 50
+OPTIMIZER, SCHEDULE = "lamb", "linear"
 LEARNING_RATE = 1.8e-2
 WEIGHT_DECAY = 0.1
+LABEL_SMOOTHING = 0.0
 
 # ---- Model ----
 MODEL = "vit_base_patch16_224"  # any Vision Transformer of timm
+IMG_SIZE = 224
 DROP_RATE = 0.1
 NUM_CLASSES = 10
+
+# ---- Data ----
+CROP_PADDING = 4  # a crop is shifted by up to so many of an image's 32 pixels
+FLIP = True
 
 # ---- Features ----
 fp16 = dict(mode=AMP_TYPE.TORCH)

@@ -13,10 +13,12 @@ from colossalai.amp import AMP_TYPE
 
 # ---- Training ----
 BATCH_SIZE = 256  # of each data-parallel rank; global batch = 256 × data parallel size
+OPTIMIZER, SCHEDULE = "adamw", "cosine"
 LEARNING_RATE = 3e-3
 WEIGHT_DECAY = 0.3
 NUM_EPOCHS = 300
 WARMUP_EPOCHS = 32
+LABEL_SMOOTHING = 0.1
 
 # ---- Model: ViT-B/16 ----
 IMG_SIZE = 224
@@ -28,6 +30,10 @@ MLP_RATIO = 4
 NUM_CLASSES = 10
 CHECKPOINT = False  # True, as published, computes activations again in the backward pass instead of keeping them
 SEQ_LENGTH = (IMG_SIZE // PATCH_SIZE) ** 2 + 1  # one token a patch, and the class token
+
+# ---- Data ----
+CROP_PADDING = 4  # a crop is shifted by up to so many of an image's 32 pixels
+FLIP = True
 
 # ---- Layout: processes = data × pipeline × tensor ----
 TENSOR_PARALLEL_SIZE = 4

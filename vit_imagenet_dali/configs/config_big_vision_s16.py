@@ -27,6 +27,7 @@ OPTIMIZER, SCHEDULE = "adamw", "cosine"
 LEARNING_RATE = 1e-3
 WEIGHT_DECAY = 0.1
 DECAY_VECTORS = False
+LABEL_SMOOTHING = 0.0
 
 # ---- Model ----
 MODEL = "vit_base_patch16_gap_224"  # global average pooling, no class token; in the size S
@@ -38,6 +39,8 @@ NUM_CLASSES = 1000
 
 # ---- Data ----
 CROP_AREA = (0.05, 1.0)
+FLIP = True
+EVAL_CROP = 224 / 256
 
 # ---- Features ----
 fp16 = dict(mode=AMP_TYPE.TORCH, dtype="bf16")

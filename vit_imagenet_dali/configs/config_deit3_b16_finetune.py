@@ -37,6 +37,8 @@ NUM_CLASSES = 1000
 finetune = dict(weights="../runs/deit3_b16", head="keep")
 
 # ---- Data ----
+CROP_AREA = (0.08, 1.0)
+FLIP = True
 EVAL_CROP = 1.0
 
 # ---- Features ----

@@ -26,6 +26,7 @@ LEARNING_RATE = 4e-3
 MIN_LEARNING_RATE = 1e-5
 WEIGHT_DECAY = 0.05
 DECAY_VECTORS = False
+LABEL_SMOOTHING = 0.0
 
 # ---- Model ----
 MODEL = "deit3_small_patch16_224"
@@ -36,6 +37,8 @@ DROP_PATH_UNIFORM = True
 NUM_CLASSES = 1000
 
 # ---- Data ----
+CROP_AREA = (0.08, 1.0)
+FLIP = True
 REPEATS = 3
 EVAL_CROP = 1.0
 

@@ -37,6 +37,11 @@ DROP_PATH_RATE = 0.1
 NUM_CLASSES = 1000
 finetune = dict(weights="vit_base_patch16_224.mae", head="new")
 
+# ---- Data ----
+CROP_AREA = (0.08, 1.0)
+FLIP = True
+EVAL_CROP = 224 / 256
+
 # ---- Features ----
 fp16 = dict(mode=AMP_TYPE.TORCH)
 mix = dict(mixup=0.8, cutmix=1.0)
