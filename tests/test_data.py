@@ -235,7 +235,7 @@ def archive(tmp_path, monkeypatch):
 def test_download(tmp_path, monkeypatch, archive):
     monkeypatch.setattr(cifar10, "ARCHIVE_MD5", hashlib.md5(archive.read_bytes()).hexdigest())
     data = tmp_path / "data"
-    assert cifar10.prepare(str(data), tmp_path, RankLogger()) == data
+    cifar10.fetch(data, RankLogger())
     assert [path.name for path in data.iterdir()] == [cifar10.FOLDER], "nothing else stays behind"
     assert len(cifar10.read(data, train=True)[1]) == 1437
 
@@ -243,7 +243,7 @@ def test_download(tmp_path, monkeypatch, archive):
 def test_download_with_a_wrong_checksum_leaves_nothing(tmp_path, archive):
     data = tmp_path / "data"
     with pytest.raises(UserError, match="cannot be downloaded"):
-        cifar10.prepare(str(data), tmp_path, RankLogger())
+        cifar10.fetch(data, RankLogger())
     assert not list(data.iterdir())
 
 
@@ -272,7 +272,7 @@ def test_nothing_is_downloaded_to_a_folder_that_is_probably_a_mistake(tmp_path, 
     monkeypatch.setattr(module, "download_and_extract_archive" if module is cifar10 else "Caltech101", None)
     expected = words.format(data=f"DATA = {data}", set=module.FOLDER, parent=data.parent)
     with pytest.raises(UserError, match=expected):
-        module.prepare(str(data), tmp_path, RankLogger())
+        module.fetch(data, RankLogger())
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -281,7 +281,7 @@ def test_sets_of_several_scripts_may_share_a_folder(tmp_path, monkeypatch, archi
     data = tmp_path / "data"
     write_caltech101(data)
     (data / ".DS_Store").touch()
-    cifar10.prepare(str(data), tmp_path, RankLogger())
+    cifar10.fetch(data, RankLogger())
     assert sorted(path.name for path in data.iterdir()) == [".DS_Store", "caltech101", cifar10.FOLDER]
 
 

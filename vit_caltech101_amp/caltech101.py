@@ -23,12 +23,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from colossal_vit.data.augment import Augment, build_augment
-from colossal_vit.data.batches import IGNORED, FakeBatches, Loader, SampledLoader, SyntheticBatches
+from colossal_vit.data.batches import IGNORED, Loader, SampledLoader, read_ahead
 from colossal_vit.data.decoding import FORMATS, check_scan, endings, to_rgb
 from colossal_vit.data.digits import write_caltech101
 from colossal_vit.data.folders import class_folders, download, list_files
-from colossal_vit.data.identity import identify
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
+from colossal_vit.data.source import build_without_data, describe_data, find_data
 from colossal_vit.errors import UserError, in_one_line
 from colossal_vit.files import atomic_folder
 from colossal_vit.parallel.ranks import RankLogger, raise_on_all_ranks, run_on_rank_0
@@ -81,26 +81,21 @@ class Images(NamedTuple):
         return hashlib.sha256(os.fsencode("".join(lines))).hexdigest()
 
 
-def prepare(data: str | None, sample: Path, log: RankLogger) -> None:
-    """Make sure that the images are on disk: in `data`, downloaded if missing, or the digits sample in `sample`.
+def fetch(root: Path, log: RankLogger) -> None:
+    """Download the images to `root`, unless they are there.
 
     Raises:
-        UserError: if they are missing and cannot be downloaded.
+        UserError: if they cannot be downloaded.
     """
-    if data is None:
-        write_caltech101(sample)
-        log.info(f"DATA is not set: this is the sample, 1,797 scanned digits in Caltech101's format, in {sample}")
-        return
-    root = Path(data)
     if (root / FOLDER).is_dir():
         return
 
-    def fetch(scratch: Path) -> None:
+    def download_to(scratch: Path) -> None:
         log.info(f"downloading Caltech101 to {root}")
         Caltech101(str(scratch), download=True)  # checks the archive's MD5
 
     by_hand = "unpack the archive of https://data.caltech.edu/records/mzrjq-6wc02 there by hand"
-    download(root, FOLDER.split("/")[0], fetch, f"has no {FOLDER}/<class>/", by_hand)
+    download(root, FOLDER.split("/")[0], download_to, f"has no {FOLDER}/<class>/", by_hand)
 
 
 def find_images(data: Path) -> Images:
@@ -319,26 +314,20 @@ class Batches(SampledLoader):
         return F.grid_sample(images, grid, padding_mode="reflection", align_corners=False)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        maps = None
+        maps, epoch = None, 0
         if isinstance(self.sampler, GlobalBatchSampler):
-            generator = self.sampler.generator(-1 - self.sampler.epoch)  # not the random numbers of the sampling order
+            epoch = self.sampler.epoch
+            generator = self.sampler.generator(-1 - epoch)  # not the random numbers of the sampling order
             maps = draw_crops(len(self.chosen) * self.sampler.repeats, self.crop_area, self.flip, generator)
-        epoch = self.sampler.epoch if maps is not None else 0
-        with ThreadPoolExecutor(1) as pool:  # reads the next batch while the model trains on this one
-            waiting, numbers = None, None
-            for indices in [*self.sampler, None]:
-                ready, waiting = waiting, pool.submit(self._read, indices, maps) if indices is not None else None
-                current, numbers = numbers, indices
-                if ready is None:
-                    continue
-                images, labels, *own = (part.to(self.device, non_blocking=True) for part in ready.result())
-                images = images.permute(0, 3, 1, 2).float()
-                if own and self.augment:
-                    images = self.augment(self._crop(images, *own), current, epoch, self.mean, self.std)
-                else:
-                    images = (images - self.mean) / self.std
-                    images = self._crop(images, *own) if own else v2.functional.center_crop(images, [self.img_size] * 2)
-                yield images, labels
+        for numbers, parts in read_ahead(self.sampler, partial(self._read, maps=maps)):
+            images, labels, *own = (part.to(self.device, non_blocking=True) for part in parts)
+            images = images.permute(0, 3, 1, 2).float()
+            if own and self.augment:
+                images = self.augment(self._crop(images, *own), numbers, epoch, self.mean, self.std)
+            else:
+                images = (images - self.mean) / self.std
+                images = self._crop(images, *own) if own else v2.functional.center_crop(images, [self.img_size] * 2)
+            yield images, labels
 
 
 def build_caltech101(run: Run) -> tuple[Loader, Loader | None]:
@@ -347,28 +336,21 @@ def build_caltech101(run: Run) -> tuple[Loader, Loader | None]:
     Raises:
         UserError: on every rank, if any rank cannot get or read the images.
     """
+    if batches := build_without_data(run, "Caltech101", NUM_TRAINING_IMAGES, endless=True):
+        return batches
     config: Config = run.config
-    shape = (config.BATCH_SIZE, 3, config.IMG_SIZE, config.IMG_SIZE)
-    num_batches = NUM_TRAINING_IMAGES // (config.BATCH_SIZE * run.layout.data)
-    if run.dry_run:
-        return FakeBatches(num_batches, shape, run.device), None
-    if config.get("SYNTHETIC"):
-        run.data = identify("SYNTHETIC", (0, 0), config.NUM_CLASSES, "")
-        run.log.info("SYNTHETIC: one random batch over and over")
-        return tuple(SyntheticBatches(n, shape, config.NUM_CLASSES, run.device, config.SEED) for n in (10**6, 1))
-    data = config.get("DATA") or os.environ.get("DATA") or None
-    sample = Path(__file__).resolve().parents[1] / "data" / "sample"
-    run_on_rank_0(lambda: prepare(data, sample, run.log))
+    root = find_data(run, "Caltech101", lambda folder: write_caltech101(folder).parent, fetch)
     size = config.get("CACHE_SIZE", round(config.IMG_SIZE * 8 / 7))  # 256 for 224, as in the tutorial
     with raise_on_all_ranks():
-        images = find_images(Path(data) if data else sample)
+        images = find_images(root)
         if len(images.classes) > config.NUM_CLASSES:
             raise UserError(f"NUM_CLASSES = {config.NUM_CLASSES}, but {images.root} has {len(images.classes)} classes")
         if size < config.IMG_SIZE:
             raise UserError(f"CACHE_SIZE = {size}: must be at least IMG_SIZE = {config.IMG_SIZE}")
         train, test = split(images, config.get("TRAIN_PER_CLASS"))
-        sizes = config.BATCH_SIZE, config.gradient_accumulation
-        train_sampler = GlobalBatchSampler(len(train), *sizes, config.SEED, repeats=config.REPEATS)
+        sampler = GlobalBatchSampler(
+            len(train), config.BATCH_SIZE, config.gradient_accumulation, config.SEED, repeats=config.REPEATS
+        )
     if images.left_out:
         run.log.info(images.left_out)
     run_on_rank_0(lambda: fill_cache(images, size, run.log))
@@ -376,20 +358,9 @@ def build_caltech101(run: Run) -> tuple[Loader, Loader | None]:
         pixels = open_cache(folder := cache_folder(images, size))
         if pixels is None:
             raise UserError(f"{folder}: made by rank 0, cannot be read here: DATA must be a disk that all nodes share")
-    run.data = identify("Caltech101", (len(train), len(test)), images.classes, images.digest())
-    run.log.info(f"{len(train)} training and {len(test)} test images from {images.root}")
-    pixels, labels = torch.from_numpy(pixels), torch.from_numpy(images.labels)
-    common = dict(img_size=config.IMG_SIZE, device=run.device)
+    describe_data(run, "Caltech101", (len(train), len(test)), images.classes, images.digest(), images.root)
+    data, shape = (torch.from_numpy(pixels), torch.from_numpy(images.labels)), (config.IMG_SIZE, run.device)
     return (
-        Batches(
-            pixels,
-            labels,
-            train,
-            train_sampler,
-            crop_area=config.CROP_AREA,
-            flip=config.FLIP,
-            augment=build_augment(config),
-            **common,
-        ),
-        Batches(pixels, labels, test, EvalSampler(len(test), config.BATCH_SIZE), **common),
+        Batches(*data, train, sampler, *shape, config.CROP_AREA, config.FLIP, build_augment(config)),
+        Batches(*data, test, EvalSampler(len(test), config.BATCH_SIZE), *shape),
     )

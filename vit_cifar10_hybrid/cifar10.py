@@ -6,7 +6,6 @@ layout trains on the same images.
 """
 
 import hashlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,13 +13,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from colossal_vit.data.augment import Augment, build_augment
-from colossal_vit.data.batches import IGNORED, FakeBatches, SampledLoader, sees_images, to_device
+from colossal_vit.data.batches import IGNORED, Loader, SampledLoader, sees_images, to_device
 from colossal_vit.data.digits import write_cifar10
 from colossal_vit.data.folders import download
-from colossal_vit.data.identity import identify
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
+from colossal_vit.data.source import build_without_data, describe_data, find_data
 from colossal_vit.errors import UserError
-from colossal_vit.parallel.ranks import raise_on_all_ranks, run_on_rank_0
+from colossal_vit.parallel.ranks import RankLogger, raise_on_all_ranks
 from colossal_vit.run import Run
 from colossalai.context import Config
 from torch import Tensor
@@ -32,6 +31,7 @@ ARCHIVE_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
 FOLDER = "cifar-10-batches-bin"
 TRAIN_FILES = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 TEST_FILES = ("test_batch.bin",)
+NUM_TRAINING_IMAGES = 50_000
 IMAGE_SHAPE = (3, 32, 32)
 RECORD_BYTES = 1 + 3 * 32 * 32  # a label, then the red, green and blue planes
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)  # of CIFAR-10's training set, per channel
@@ -42,34 +42,20 @@ MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)  # of CIFAR-10's 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def prepare(data: str | None, sample: Path, log) -> Path:
-    """Make sure that the images are on disk.
-
-    Args:
-        data: the user's folder for them, or None for the digits sample.
-        sample: the folder for the digits sample.
-        log: a `RankLogger`.
-
-    Returns:
-        The folder that has `cifar-10-batches-bin` or `cifar-10-batches-py`.
+def fetch(root: Path, log: RankLogger) -> None:
+    """Download the images to `root`, unless it has `cifar-10-batches-bin` or `cifar-10-batches-py`.
 
     Raises:
-        UserError: if they are missing and cannot be downloaded.
+        UserError: if they cannot be downloaded.
     """
-    if data is None:
-        if not (sample / FOLDER).is_dir():
-            write_cifar10(sample)
-        log.info(f"DATA is not set: this is the sample, 1,797 scanned digits in CIFAR-10's format, in {sample}")
-        return sample
-    root = Path(data)
-    if not any((root / folder).is_dir() for folder in (FOLDER, CIFAR10.base_folder)):
+    if any((root / folder).is_dir() for folder in (FOLDER, CIFAR10.base_folder)):
+        return
 
-        def fetch(scratch: Path) -> None:
-            log.info(f"downloading CIFAR-10 to {root}")
-            download_and_extract_archive(ARCHIVE, str(scratch), md5=ARCHIVE_MD5)
+    def download_to(scratch: Path) -> None:
+        log.info(f"downloading CIFAR-10 to {root}")
+        download_and_extract_archive(ARCHIVE, str(scratch), md5=ARCHIVE_MD5)
 
-        download(root, FOLDER, fetch, f"has no {FOLDER}/", f"unpack {ARCHIVE} there by hand")
-    return root
+    download(root, FOLDER, download_to, f"has no {FOLDER}/", f"unpack {ARCHIVE} there by hand")
 
 
 def read(root: Path, train: bool) -> tuple[Tensor, Tensor, str]:
@@ -205,33 +191,28 @@ class Batches(SampledLoader):
             yield images, labels
 
 
-def build_cifar10(run: Run) -> tuple[Batches, Batches]:
+def build_cifar10(run: Run) -> tuple[Loader, Loader | None]:
     """Training and test batches for a run.
 
     Raises:
         UserError: on every rank, if any rank cannot get or read the images.
     """
+    if batches := build_without_data(run, "CIFAR-10", NUM_TRAINING_IMAGES):
+        return batches
     config: Config = run.config
-    if run.dry_run:
-        shape = (config.BATCH_SIZE, 3, config.IMG_SIZE, config.IMG_SIZE)
-        return FakeBatches(50_000 // (config.BATCH_SIZE * run.layout.data), shape, run.device), None
-    data = config.get("DATA") or os.environ.get("DATA") or None
-    sample = Path(__file__).resolve().parents[1] / "data" / "sample"
-    run_on_rank_0(lambda: prepare(data, sample, run.log))
-    root = Path(data) if data else sample
+    root = find_data(run, "CIFAR-10", lambda folder: write_cifar10(folder).parent, fetch)
     with raise_on_all_ranks():
-        train_images, train_labels, digest = read(root, train=True)
+        images, labels, digest = read(root, train=True)
         test_images, test_labels, test_digest = read(root, train=False)
-        classes = int(torch.cat([train_labels, test_labels]).max()) + 1
+        classes = int(torch.cat([labels, test_labels]).max()) + 1
         if classes > config.NUM_CLASSES:
             raise UserError(f"NUM_CLASSES = {config.NUM_CLASSES}, but the images in {root} are of {classes} classes")
-        samples, batch_size, accumulation = len(train_labels), config.BATCH_SIZE, config.gradient_accumulation
-        train_sampler = GlobalBatchSampler(samples, batch_size, accumulation, config.SEED, repeats=config.REPEATS)
-        test_sampler = EvalSampler(len(test_labels), batch_size)
-    run.data = identify("CIFAR-10", (samples, len(test_labels)), classes, f"{digest} {test_digest}")
-    run.log.info(f"{samples} training and {len(test_labels)} test images from {root}")
+        sampler = GlobalBatchSampler(
+            len(labels), config.BATCH_SIZE, config.gradient_accumulation, config.SEED, repeats=config.REPEATS
+        )
+    describe_data(run, "CIFAR-10", (len(labels), len(test_labels)), classes, f"{digest} {test_digest}", root)
     size, device = config.IMG_SIZE, run.device
-    train = Batches(
-        train_images, train_labels, train_sampler, size, device, config.CROP_PADDING, config.FLIP, build_augment(config)
+    return (
+        Batches(images, labels, sampler, size, device, config.CROP_PADDING, config.FLIP, build_augment(config)),
+        Batches(test_images, test_labels, EvalSampler(len(test_labels), config.BATCH_SIZE), size, device),
     )
-    return train, Batches(test_images, test_labels, test_sampler, size, device)

@@ -24,9 +24,10 @@ import nvidia.dali
 import torch
 import torch.nn.functional as F
 from colossal_vit import typed_json
-from colossal_vit.data.batches import IGNORED, FakeBatches, Loader, SyntheticBatches, sees_images, to_device
+from colossal_vit.data.batches import IGNORED, Loader, sees_images, to_device
 from colossal_vit.data.digits import write_imagenet
-from colossal_vit.data.identity import identify
+from colossal_vit.data.samplers import check_global_batch
+from colossal_vit.data.source import build_without_data, describe_data, find_data
 from colossal_vit.errors import UserError
 from colossal_vit.files import write_text
 from colossal_vit.parallel.ranks import RankLogger, all_gather_object, raise_on_all_ranks, run_on_rank_0
@@ -465,8 +466,8 @@ class DaliLoader(Loader):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def prepare_sample(folder: Path) -> Path:
-    """Make the digits sample's TFRecords, unless they exist; returns their folder."""
+def write_sample(folder: Path) -> Path:
+    """Make the digits sample's TFRecords in a folder, unless they exist; returns where they are."""
     output = folder / "imagenet_tfrecords"
     with redirect_stdout(None):
         tfrecords.build(tfrecords.parse([str(write_imagenet(folder)), str(output)]))
@@ -487,12 +488,7 @@ def check_sizes(train: Records, validation: Records, data: Path, config: Config,
             f"REPEATS = {config.REPEATS}: must be below BATCH_SIZE = {batch_size} with mix, else a batch has one image "
             f"only, which is mixed with its own copies"
         )
-    if train.num_images // num_ranks // batch_size < accumulation:
-        raise UserError(
-            f"a global batch of {batch_size * accumulation * num_ranks} (BATCH_SIZE {batch_size} × "
-            f"gradient_accumulation {accumulation} × data parallel {num_ranks}) is larger than the training set of "
-            f"{train.num_images}: lower BATCH_SIZE or gradient_accumulation, or set DATA to a larger data set"
-        )
+    check_global_batch(train.num_images, batch_size, accumulation, num_ranks)
     if validation.num_images < num_ranks:
         here = data / "validation"
         raise UserError(f"{here}: has {validation.num_images} images, but there are {num_ranks} data-parallel ranks")
@@ -517,20 +513,9 @@ def build_imagenet(run: Run) -> tuple[Loader, Loader | None]:
         raise UserError("dali.rand_augment and augment.policy: both augment images; leave one of them out")
     if dali.get("mixup_alpha") and config.get("mix"):
         raise UserError("dali.mixup_alpha and mix: both mix images; set dali.mixup_alpha=0, or leave mix out")
-    shape = (config.BATCH_SIZE, 3, config.IMG_SIZE, config.IMG_SIZE)
-    num_batches = NUM_IMAGES // run.layout.data // config.BATCH_SIZE
-    if run.dry_run:
-        return FakeBatches(num_batches, shape, run.device), None
-    if config.get("SYNTHETIC"):
-        run.data = identify("SYNTHETIC", (0, 0), config.NUM_CLASSES, "")
-        run.log.info("SYNTHETIC: one random batch over and over, of the size of ImageNet an epoch")
-        return (SyntheticBatches(n, shape, config.NUM_CLASSES, run.device, config.SEED) for n in (num_batches, 1))
-    data = config.get("DATA") or os.environ.get("DATA") or None
-    sample = Path(__file__).resolve().parents[1] / "data" / "sample"
-    if data is None:
-        run_on_rank_0(lambda: prepare_sample(sample))
-        run.log.info(f"DATA is not set: this is the sample, 1,797 scanned digits in ImageNet's format, in {sample}")
-    data = Path(data) if data else sample / "imagenet_tfrecords"
+    if batches := build_without_data(run, "ImageNet", NUM_IMAGES):
+        return batches
+    data = find_data(run, "ImageNet", write_sample)
     with raise_on_all_ranks():
         splits = [find_records(data, split) for split in tfrecords.NUM_SHARDS]
     if dali.get("max_bad") is not None:
@@ -541,9 +526,8 @@ def build_imagenet(run: Run) -> tuple[Loader, Loader | None]:
     train, validation = splits
     with raise_on_all_ranks():
         check_sizes(train, validation, data, config, run.layout.data)
-    classes, counts = tfrecords.class_names(data), (train.num_images, validation.num_images)
-    run.data = identify("ImageNet", counts, classes or config.NUM_CLASSES, f"{train.digest()} {validation.digest()}")
-    run.log.info(f"{train.num_images} training and {validation.num_images} test images from {data}")
+    classes, counts = tfrecords.class_names(data) or config.NUM_CLASSES, (train.num_images, validation.num_images)
+    describe_data(run, "ImageNet", counts, classes, f"{train.digest()} {validation.digest()}", data)
     options = dict(
         batch_size=config.BATCH_SIZE,
         img_size=config.IMG_SIZE,

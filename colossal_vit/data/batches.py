@@ -1,8 +1,9 @@
 """Data loaders: what all have in common, and which rank needs images."""
 
 import copy
-from collections.abc import Iterator, Mapping
-from itertools import repeat
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, pairwise, repeat
 from typing import Any
 
 import torch
@@ -23,6 +24,14 @@ def sees_images() -> bool:
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host on a device; a GPU copies in the background, which it does from pinned memory only."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def read_ahead(keys: Iterable[Tensor], read: Callable[[Tensor], Any]) -> Iterator[tuple[Tensor, Any]]:
+    """Each key and what `read` returns for it, which a thread does for the next one while this one is in use."""
+    with ThreadPoolExecutor(1) as pool:
+        reading = ((key, pool.submit(read, key)) for key in keys)
+        for (key, future), _ in pairwise(chain(reading, [None])):  # a pair is complete once the next one is submitted
+            yield key, future.result()
 
 
 class Loader:

@@ -9,6 +9,16 @@ from colossalai.legacy.core import global_context as gpc
 from torch import Tensor
 
 
+def check_global_batch(num_samples: int, batch_size: int, accumulation: int, num_ranks: int) -> None:
+    """Raise a `UserError` if a data set of so many samples is smaller than one global batch."""
+    if num_samples < (size := batch_size * accumulation * num_ranks):
+        raise UserError(
+            f"a global batch of {size} (BATCH_SIZE {batch_size} × gradient_accumulation {accumulation} × data parallel "
+            f"{num_ranks}) is larger than the training set of {num_samples}: lower BATCH_SIZE or "
+            f"gradient_accumulation, or set DATA to a larger data set"
+        )
+
+
 class GlobalBatchSampler:
     """Indices of this rank's micro-batches, such that the k-th global batch is the same for every layout.
 
@@ -51,12 +61,7 @@ class GlobalBatchSampler:
         self.num_ranks = gpc.get_world_size(ParallelMode.DATA) if num_ranks is None else num_ranks
         self.global_batch_size = batch_size * accumulation * self.num_ranks
         self.epoch = self.start = 0
-        if num_samples < self.global_batch_size:
-            raise UserError(
-                f"a global batch of {self.global_batch_size} (BATCH_SIZE {batch_size} × gradient_accumulation "
-                f"{accumulation} × data parallel {self.num_ranks}) is larger than the training set of {num_samples}: "
-                f"lower BATCH_SIZE or gradient_accumulation, or set DATA to a larger data set"
-            )
+        check_global_batch(num_samples, batch_size, accumulation, self.num_ranks)
 
     def __len__(self) -> int:
         """Micro-batches of this rank in an epoch; the last samples that fill no global batch are left out."""

@@ -1,0 +1,71 @@
+"""Which data a run has: those in its folder DATA, the digits sample, one random batch, or none in a dry run."""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from colossal_vit.data.batches import FakeBatches, Loader, SyntheticBatches
+from colossal_vit.data.identity import identify
+from colossal_vit.parallel.ranks import RankLogger, run_on_rank_0
+from colossal_vit.run import Run
+
+SAMPLE = Path(__file__).resolve().parents[2] / "data" / "sample"
+
+
+def build_without_data(
+    run: Run, name: str, num_images: int, endless: bool = False
+) -> tuple[Loader, Loader | None] | None:
+    """Training and test batches of a dry run, or with SYNTHETIC; None for a run that reads images.
+
+    Args:
+        run: whose config and flags say which of them it is.
+        name: of the data set that an epoch has the size of.
+        num_images: for training, in that data set.
+        endless: whether an epoch with SYNTHETIC is much longer, for measurements.
+    """
+    config = run.config
+    shape = (config.BATCH_SIZE, 3, config.IMG_SIZE, config.IMG_SIZE)
+    num_batches = num_images // (config.BATCH_SIZE * run.layout.data)
+    if run.dry_run:
+        return FakeBatches(num_batches, shape, run.device), None
+    if not config.get("SYNTHETIC"):
+        return None
+    run.data = identify("SYNTHETIC", (0, 0), config.NUM_CLASSES, "")
+    run.log.info(f"SYNTHETIC: one random batch over and over{'' if endless else f', of the size of {name} an epoch'}")
+    lengths = 10**6 if endless else num_batches, 1
+    train, test = (SyntheticBatches(n, shape, config.NUM_CLASSES, run.device, config.SEED) for n in lengths)
+    return train, test
+
+
+def find_data(
+    run: Run,
+    name: str,
+    write_sample: Callable[[Path], Path],
+    fetch: Callable[[Path, RankLogger], None] = lambda folder, log: None,
+) -> Path:
+    """The folder that DATA names, in the config or the environment; without DATA, the digits sample.
+
+    Args:
+        run: whose data they are.
+        name: of the data set whose format the sample has.
+        write_sample: writes the sample to a folder, unless it is there; returns what DATA would be for it.
+        fetch: downloads the data set to the folder that DATA names, unless it is there.
+
+    Raises:
+        UserError: on every rank, if the data set cannot be downloaded.
+    """
+    if data := run.config.get("DATA") or os.environ.get("DATA"):
+        folder = Path(data)
+        run_on_rank_0(lambda: fetch(folder, run.log))
+        return folder
+    folder = run_on_rank_0(lambda: write_sample(SAMPLE))
+    run.log.info(f"DATA is not set: this is the sample, 1,797 scanned digits in {name}'s format, in {SAMPLE}")
+    return folder
+
+
+def describe_data(
+    run: Run, name: str, counts: tuple[int, int], classes: Sequence[str] | int, digest: str, folder: Path
+) -> None:
+    """Log how many images a run has, and keep their identity in `run.data`; for the arguments see `identify`."""
+    run.data = identify(name, counts, classes, digest)
+    run.log.info(f"{counts[0]} training and {counts[1]} test images from {folder}")
