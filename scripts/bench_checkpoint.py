@@ -37,7 +37,7 @@ from colossal_vit.checkpoint.restore import resume
 from colossal_vit.data.batches import SyntheticBatches
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.lamb import Lamb
-from colossal_vit.engine.trainer import Trainer
+from colossal_vit.engine.loop import Trainer
 from colossal_vit.models import build_timm_vit
 from colossal_vit.provenance import ResultFolder
 from colossalai.accelerator import get_accelerator

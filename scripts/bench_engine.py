@@ -29,13 +29,13 @@ import torch
 from colossal_vit import launch
 from colossal_vit.data.batches import SyntheticBatches
 from colossal_vit.engine.assembly import initialize
+from colossal_vit.engine.loop import Trainer
 from colossal_vit.engine.optimizers import build_optimizer
 from colossal_vit.hooks.standard import standard_hooks
 from colossal_vit.models import build_timm_vit
 from colossal_vit.provenance import ResultFolder
 from colossal_vit.results import read_metrics
 from colossalai.accelerator import get_accelerator
-from colossalai.legacy.trainer import Trainer
 from colossalai.legacy.trainer.hooks import BaseHook
 from colossalai.nn.lr_scheduler import LinearWarmupLR
 from torch import Tensor, nn
@@ -129,9 +129,8 @@ def measure(args: argparse.Namespace, output: Path, settings: list[str]) -> list
 
     turns = Turns(step, SyntheticBatches(args.steps, shape, config.NUM_CLASSES, run.device, config.SEED))
     engine, loader, _, scheduler = initialize(model, optimizer, nn.CrossEntropyLoss(), turns, None, scheduler)
-    trainer = Trainer(engine, logger=run.log)
-    hooks = [*standard_hooks(run, loader, scheduler), turns]
-    trainer.fit(loader, epochs=args.runs + 1, hooks=hooks, display_progress=False)
+    trainer = Trainer(engine, scheduler, run.log)
+    trainer.fit(loader, epochs=args.runs + 1, hooks=[*standard_hooks(run, loader), turns])
     for bare, ours in zip(turns.losses[:CHECKED_STEPS], read_metrics(output)[0], strict=False):
         if abs(ours["loss"] / bare.item() - 1) > TOLERANCE:
             raise SystemExit(f"the losses differ: {bare.item()} in the bare loop, {ours['loss']} in ours")

@@ -11,12 +11,13 @@ import time
 from itertools import pairwise
 from types import SimpleNamespace
 
+import colossalai.legacy as colossalai
 import psutil
 import pytest
 import torch
 from colossal_vit.checkpoint import lock, storage
 from colossal_vit.engine.assembly import initialize
-from colossal_vit.engine.trainer import Trainer
+from colossal_vit.engine.loop import Trainer
 from colossal_vit.engine.waits import WaitCounter, read
 from colossal_vit.errors import TrainingError
 from colossal_vit.hooks import wandb_run
@@ -39,7 +40,7 @@ def run(tmp_path_factory):
     """Two epochs of 22 steps on 2 data-parallel ranks with accumulation 2, one of them warm-up."""
     output = tmp_path_factory.mktemp("run") / "two-epochs"
     values = {"BATCH_SIZE": 16, "gradient_accumulation": 2, "NUM_EPOCHS": 2, "WARMUP_EPOCHS": 1}
-    evaluate, clock, jump = Trainer._eval, time.perf_counter, 0.0
+    evaluate, clock, jump = Trainer._evaluate, time.perf_counter, 0.0
 
     def long_evaluation(self, *args, **options):
         nonlocal jump
@@ -48,7 +49,7 @@ def run(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "perf_counter", lambda: clock() + jump)
-        patch.setattr(Trainer, "_eval", long_evaluation)
+        patch.setattr(Trainer, "_evaluate", long_evaluation)
         recipes.train(output, 2, steps=1000, **values)
     return output
 
@@ -101,6 +102,53 @@ def test_curves_and_config(run):
     assert config["gradient_accumulation"] == 2
     assert config["LABEL_SMOOTHING"] == 0.1, "defaults of the script are part of it"
     assert config["fp16"] is None
+
+
+# ---- Hooks of users ----
+
+
+def test_tutorials_hooks_are_called_once_per_optimizer_step(tmp_path):
+    """A hook as the tutorials write it, and Colossal-AI's own, which share values in `trainer.states`."""
+
+    class CountingHook(colossalai.trainer.hooks.BaseHook):
+        def __init__(self, priority=10):
+            super().__init__(priority)
+            self.events = []
+
+        def before_train(self, trainer):
+            self.events.append("train")
+
+        def before_train_epoch(self, trainer):
+            self.events.append(f"epoch {trainer.cur_epoch} of {trainer.steps_per_epoch} steps")
+
+        def before_train_iter(self, trainer):
+            self.events.append(f"step {trainer.cur_step}")
+
+        def after_train_iter(self, trainer, output, label, loss):
+            assert loss == trainer.engine.criterion(output, label)
+            self.events.append(trainer.states["metrics"]["train"]["Loss"].last_step_loss.item() == loss)
+
+        def after_test(self, trainer):
+            self.events.append(trainer.states["metrics"]["test"]["Accuracy"].get_accumulated_value())
+
+        def after_train(self, trainer):
+            self.events.append("done")
+
+    def function():
+        images, labels = torch.eye(16), torch.arange(16)
+        batches = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images, labels), batch_size=2)
+        model = torch.nn.Linear(16, 16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=100.0)
+        engine, train, test, _ = initialize(model, optimizer, torch.nn.CrossEntropyLoss(), batches, batches)
+        counting, upstream = CountingHook(), colossalai.trainer.hooks
+        accuracy = upstream.AccuracyHook(lambda output, label: (output.argmax(1) == label).sum())
+        trainer = Trainer(engine)
+        trainer.fit(train, epochs=2, max_steps=3, test_dataloader=test, hooks=[counting, upstream.LossHook(), accuracy])
+        return counting.events
+
+    (events,) = fork_ranks.call(function, gradient_accumulation=4)
+    first = ["epoch 0 of 2 steps", "step 0", True, "step 1", True, 1.0]
+    assert events == ["train", *first, "epoch 1 of 2 steps", "step 2", True, 1.0, "done"]
 
 
 # ---- Weights & Biases ----

@@ -17,13 +17,12 @@ import torch
 from colossal_vit.compat import cpu, patches
 from colossal_vit.data.samplers import GlobalBatchSampler
 from colossal_vit.engine.assembly import initialize
+from colossal_vit.engine.loop import Trainer
 from colossal_vit.engine.schedules import CosineAnnealingWarmupLR
-from colossal_vit.hooks.standard import LRSchedulerHook
 from colossalai.legacy import nn as col_nn
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from colossalai.legacy.nn.layer import parallel_2d, parallel_2p5d, parallel_3d
-from colossalai.legacy.trainer import Trainer
 from colossalai.legacy.utils import get_dataloader
 from colossalai.nn import lr_scheduler as col_schedulers
 from packaging.version import Version
@@ -495,7 +494,7 @@ def test_schedule_value_by_value():
     assert rates == pytest.approx(expected, abs=1e-12)
 
 
-def learning_rates(hook):
+def learning_rates(train):
     """The rate of each of 6 optimizer steps of 2 micro-batches, with a schedule made for 6 steps."""
 
     def function():
@@ -504,31 +503,28 @@ def learning_rates(hook):
         loader = torch.utils.data.DataLoader(data, batch_size=4)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 6)
-        engine, loader, _, scheduler = initialize(
-            model, optimizer, torch.nn.CrossEntropyLoss(), loader, None, scheduler
-        )
+        engine, loader, *_ = initialize(model, optimizer, torch.nn.CrossEntropyLoss(), loader)
         rates = []
-
-        class Record(LRSchedulerHook):
-            def after_train_iter(self, trainer, *args):
-                if trainer.engine.finished_step:
-                    rates.append(optimizer.param_groups[0]["lr"])
-
-        Trainer(engine).fit(loader, epochs=2, hooks=[Record(None, priority=0), hook(scheduler)])
+        optimizer.register_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
+        train(engine, scheduler, loader)
         return rates
 
     return fork_ranks.call(function, gradient_accumulation=2)[0]
 
 
 def test_upstream_hook_steps_per_batch():
-    def per_batch(scheduler):
-        return colossalai.trainer.hooks.LRSchedulerHook(scheduler, by_epoch=False)
+    def train(engine, scheduler, loader):
+        hook = colossalai.trainer.hooks.LRSchedulerHook(scheduler, by_epoch=False)
+        colossalai.trainer.Trainer(engine).fit(loader, epochs=2, hooks=[hook])
 
-    assert min(learning_rates(per_batch)) < 0
+    assert min(learning_rates(train)) < 0
 
 
-def test_scheduler_steps_once_per_optimizer_step():
-    assert learning_rates(LRSchedulerHook) == pytest.approx([1 - step / 6 for step in range(6)])
+def test_trainer_steps_scheduler_once_per_optimizer_step():
+    def train(engine, scheduler, loader):
+        Trainer(engine, scheduler).fit(loader, epochs=2)
+
+    assert learning_rates(train) == pytest.approx([1 - step / 6 for step in range(6)])
 
 
 # ---- importing Colossal-AI replaces PyTorch's shape functions ----

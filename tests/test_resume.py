@@ -14,8 +14,8 @@ from colossal_vit.checkpoint.capture import capture
 from colossal_vit.checkpoint.restore import resume
 from colossal_vit.data.batches import SampledLoader
 from colossal_vit.engine.assembly import initialize
+from colossal_vit.engine.loop import Trainer
 from colossal_vit.engine.schedules import CosineAnnealingWarmupLR
-from colossal_vit.engine.trainer import Trainer
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.ranks import RankLogger
 from colossal_vit.results import read_metrics

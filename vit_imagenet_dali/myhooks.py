@@ -4,13 +4,13 @@ import statistics
 
 import torch
 from colossal_vit.engine import precision
+from colossal_vit.engine.loop import Trainer
 from colossal_vit.hooks.metrics import MetricsHook
 from colossal_vit.hooks.priority import Priority
 from colossal_vit.mfu import peak_of, training_flops
 from colossal_vit.parallel.ranks import RankLogger
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
-from colossalai.legacy.trainer import Trainer
 from colossalai.legacy.trainer.hooks import BaseHook
 from torch import Tensor, nn
 
@@ -42,7 +42,7 @@ class ThroughputHook(BaseHook):
         self.records = []
 
     def after_train_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
-        if self.metrics.writes and trainer.engine.finished_step:
+        if self.metrics.writes:
             self.records.append(self.metrics.last)
 
     def after_train_epoch(self, trainer: Trainer) -> None:

@@ -50,16 +50,16 @@ def main() -> StepPlan | None:
         return measure(engine, train_dataloader, run.output, schedule(config, run.output, run.layout.data))
 
     # ---- Train, from the newest checkpoint on if there is one ------------------------------------------------------
-    trainer = Trainer(engine, logger=run.log)
+    trainer = Trainer(engine, lr_scheduler, run.log)
     resume(run, trainer, train_dataloader, lr_scheduler)
-    hooks = standard_hooks(run, train_dataloader, lr_scheduler)
+    hooks = standard_hooks(run, train_dataloader)
     if run.eval_only:
         return trainer.evaluate(test_dataloader, hooks=hooks)
     hooks.append(ThroughputHook(hooks[0], model, run.device, run.log))
     trainer.fit(
         train_dataloader,
         epochs=config.NUM_EPOCHS,
-        max_steps=run.max_steps and run.max_steps * engine.accumulation,
+        max_steps=run.max_steps,
         test_dataloader=test_dataloader,
         hooks=hooks,
     )

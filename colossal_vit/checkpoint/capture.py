@@ -12,8 +12,8 @@ import torch.distributed as dist
 from colossal_vit import config
 from colossal_vit.checkpoint.state import model_buffers, parameter_slots, random_state, rank_layout
 from colossal_vit.engine.engine import Engine
+from colossal_vit.engine.loop import Trainer
 from colossal_vit.engine.micro_batches import MicroBatches
-from colossal_vit.engine.trainer import Trainer
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.ranks import all_gather_object
 from colossal_vit.parallel.sharding import Shard

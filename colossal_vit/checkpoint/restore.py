@@ -19,8 +19,8 @@ from colossal_vit.config.schema import is_default
 from colossal_vit.data.identity import differences
 from colossal_vit.engine.engine import Engine
 from colossal_vit.engine.lamb import Lamb
+from colossal_vit.engine.loop import Trainer
 from colossal_vit.engine.micro_batches import MicroBatches
-from colossal_vit.engine.trainer import Trainer
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.ranks import all_gather_object, raise_on_all_ranks, run_on_rank_0
 from colossal_vit.parallel.seeds import seed_ranks

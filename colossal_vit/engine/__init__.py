@@ -1,11 +1,11 @@
-"""Training steps: Colossal-AI's engine and trainer, mixed precision, optimizers, schedules, gradient reduction."""
+"""The training loop and its steps: engine, mixed precision, optimizers, schedules, gradient reduction."""
 
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.criterion import build_criterion
 from colossal_vit.engine.lamb import Lamb
+from colossal_vit.engine.loop import Trainer
 from colossal_vit.engine.optimizers import build_optimizer, parameter_groups
 from colossal_vit.engine.schedules import CosineAnnealingWarmupLR, build_scheduler
-from colossal_vit.engine.trainer import Trainer
 
 __all__ = [
     "CosineAnnealingWarmupLR",

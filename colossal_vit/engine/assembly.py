@@ -146,7 +146,7 @@ def initialize(
         criterion: called as `criterion(output, label)`.
         train_dataloader: yields `(images, labels)` micro-batches; an incomplete last optimizer step is dropped.
         test_dataloader: returned unchanged.
-        lr_scheduler: returned unchanged; step it once per optimizer step, with `hooks.standard.LRSchedulerHook`.
+        lr_scheduler: returned unchanged, for `Trainer`, which steps it once per optimizer step.
         ophooks: passed to Colossal-AI's engine as `ophook_list`.
         verbose: passed to Colossal-AI's engine.
 

@@ -66,11 +66,6 @@ class Engine(ColossalEngine):
         self._micro_step = 0
         self._reduce_in_backward(accumulation == 1)
 
-    @property
-    def finished_step(self) -> bool:
-        """Whether the last call of `step` completed an optimizer step."""
-        return self._micro_step == 0
-
     def _reduce_in_backward(self, enabled: bool) -> None:
         """Have DDP reduce gradients in the next backward pass, or keep them local as `no_sync` does."""
         if isinstance(self.model, DistributedDataParallel):
@@ -136,7 +131,7 @@ class Engine(ColossalEngine):
         """
         self._micro_step = (self._micro_step + 1) % self.accumulation
         self._reduce_in_backward(self._micro_step == self.accumulation - 1)
-        if not self.finished_step:
+        if self._micro_step > 0:
             return
         self.num_steps += 1
         with self.part("update"):

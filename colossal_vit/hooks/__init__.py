@@ -1,4 +1,4 @@
-"""Trainer hooks: metrics, progress bar, learning rate, checkpoints, profiling."""
+"""Trainer hooks: metrics, progress bar, checkpoints, profiling."""
 
 from colossal_vit.hooks.standard import standard_hooks
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from colossal_vit.checkpoint import storage
 from colossal_vit.checkpoint.capture import Snapshot, capture
 from colossal_vit.config.schema import default
+from colossal_vit.engine.loop import Trainer
 from colossal_vit.engine.micro_batches import MicroBatches
 from colossal_vit.errors import Interrupted, Preempted, TrainingError
 from colossal_vit.hooks.metrics import MetricsHook
@@ -20,7 +21,6 @@ from colossal_vit.parallel.ranks import all_gather_object, run_on_rank_0
 from colossal_vit.run import Run
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
-from colossalai.legacy.trainer import Trainer
 from colossalai.legacy.trainer.hooks import BaseHook
 from torch import Tensor
 
@@ -166,8 +166,6 @@ class CheckpointHook(BaseHook):
 
     def after_train_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
         step, taken = trainer.engine.num_steps, self.train_dataloader.taken
-        if not trainer.engine.finished_step:
-            return
         self._check()
         heard, due = self._finish_exchange()
         if heard:
@@ -183,7 +181,7 @@ class CheckpointHook(BaseHook):
         self._start_exchange()
 
     def after_test(self, trainer: Trainer) -> None:
-        if trainer.averaged:
+        if trainer.evaluating_ema:
             return
         if self.train_dataloader.taken < len(self.train_dataloader):
             return  # --max-steps ended the epoch early, and `after_train_iter` has saved

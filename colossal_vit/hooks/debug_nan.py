@@ -4,10 +4,10 @@ import re
 from functools import partial
 from typing import Any
 
+from colossal_vit.engine.loop import Trainer
 from colossal_vit.errors import TrainingError
 from colossal_vit.hooks.priority import Priority
 from colossalai.legacy.core import global_context as gpc
-from colossalai.legacy.trainer import Trainer
 from colossalai.legacy.trainer.hooks import BaseHook
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from colossal_vit.data.batches import IGNORED
+from colossal_vit.engine.loop import Trainer
 from colossal_vit.engine.micro_batches import MicroBatches
 from colossal_vit.hooks.priority import Priority
 from colossal_vit.hooks.recorder import Recorder
@@ -19,7 +20,6 @@ from colossal_vit.parallel.ranks import RankLogger
 from colossal_vit.parallel.sharding import split_batch
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
-from colossalai.legacy.trainer import Trainer
 from colossalai.legacy.trainer.hooks import BaseHook
 from colossalai.legacy.utils import is_dp_rank_0, is_no_pp_or_last_stage, is_tp_rank_0
 from torch import Tensor
@@ -87,8 +87,6 @@ class MetricsHook(BaseHook):
 
     def after_train_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
         engine = trainer.engine
-        if not engine.finished_step:
-            return
         now = time.perf_counter()
         step_s, self.step_started = now - self.step_started, now
         if not self.writes:
@@ -142,7 +140,7 @@ class MetricsHook(BaseHook):
         loss, correct, images = _sum_over([ParallelMode.DATA, ParallelMode.TENSOR], sums, self.eval_images.device)
         copies = gpc.tensor_parallel_size // self.batch_parts  # tensor-parallel ranks that saw the same part of a batch
         loss, correct, images = loss / copies, correct / copies, images / copies
-        if trainer.averaged:
+        if trainer.evaluating_ema:
             self.of_average = {"ema_loss": loss / images, "ema_accuracy": correct / images}
             return
         self.accuracy = correct / images

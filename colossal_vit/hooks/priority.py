@@ -8,5 +8,4 @@ class Priority(IntEnum):
 
     METRICS = 1  # first, since other hooks read its records
     READER = 3  # hooks that show, summarise or check the metrics
-    SCHEDULER = 5  # after the step's learning rate is recorded
-    CHECKPOINT = 9  # after the step is recorded and the scheduler has stepped
+    CHECKPOINT = 9  # after the step is recorded

@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from colossal_vit.engine.loop import Trainer
 from colossal_vit.engine.micro_batches import MicroBatches
 from colossal_vit.engine.waits import WaitCounter
 from colossal_vit.hooks.priority import Priority
 from colossal_vit.parallel.ranks import RankLogger
 from colossalai.accelerator import get_accelerator
 from colossalai.legacy.core import global_context as gpc
-from colossalai.legacy.trainer import Trainer
 from colossalai.legacy.trainer.hooks import BaseHook
 from torch import Tensor
 from torch.profiler import profile, record_function, schedule
@@ -70,8 +70,6 @@ class ProfileHook(BaseHook):
 
     def after_train_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
         engine = trainer.engine
-        if not engine.finished_step:
-            return
         if engine.num_steps == self.COUNTED - 1 and not gpc.config.get("COMPILE"):  # no dispatch modes in it
             states = engine.optimizer.optim.state.values()
             step_counts = (state["step"] for state in states if "step" in state)

@@ -1,10 +1,10 @@
 """The progress bar."""
 
+from colossal_vit.engine.loop import Trainer
 from colossal_vit.engine.micro_batches import MicroBatches
 from colossal_vit.hooks.metrics import MetricsHook
 from colossal_vit.hooks.priority import Priority
 from colossal_vit.run import Run
-from colossalai.legacy.trainer import Trainer
 from colossalai.legacy.trainer.hooks import BaseHook
 from torch import Tensor
 from tqdm import tqdm
@@ -34,7 +34,7 @@ class ProgressHook(BaseHook):
         )
 
     def after_train_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
-        if trainer.engine.finished_step and not self.bar.disable:
+        if not self.bar.disable:
             last = self.metrics.last
             self.bar.set_postfix_str(
                 f"epoch {last['epoch']}, loss {last['loss']:.4f}, {last['images_per_s']:.0f} images/s", refresh=False
