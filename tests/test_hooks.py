@@ -137,7 +137,7 @@ def test_tutorials_hooks_are_called_once_per_optimizer_step(tmp_path):
     def function():
         images, labels = torch.eye(16), torch.arange(16)
         batches = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images, labels), batch_size=2)
-        model = torch.nn.Linear(16, 16)
+        model = torch.nn.Linear(16, 16, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=100.0)
         engine, train, test, _ = initialize(model, optimizer, torch.nn.CrossEntropyLoss(), batches, batches)
         counting, upstream = CountingHook(), colossalai.trainer.hooks
