@@ -28,14 +28,8 @@ if [ "${1:-}" = --fast ]; then
 fi
 if [ $# -gt 0 ]; then exec python -m pytest "$@"; fi
 
-# In two parts side by side: real launchers are waited for more than they work, and much of the rest uses one core. What
-# installs Debian packages is in the second.
-second=(tests/test_{augment,caltech101,layouts,nodes,pages,slurm,tfrecords}.py)
-said=$(mktemp)
-trap 'kill $(jobs -p) 2> /dev/null || true; rm -f "$said"' EXIT
-code=0
-python -m pytest "${second[@]}" > "$said" 2>&1 &
-python -m pytest "${second[@]/#/--ignore=}" || code=$?
-wait $! || code=$?
-cat "$said"
-exit $code
+# At least two processes: real launchers are waited for more than they work. More than eight do not help, since a file's
+# tests stay together, for what they share; and each process has everything in memory.
+workers=$(nproc)
+workers=$((workers < 2 ? 2 : workers > 8 ? 8 : workers))
+exec python -m pytest -n $workers --dist loadfile

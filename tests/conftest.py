@@ -120,6 +120,7 @@ def small_disk(tmp_path):
 # ---- Where the time goes ----
 
 cpu_seconds: Counter[str] = Counter()  # by file
+IN_ALL = "in all, imports included"
 
 
 def _spent():
@@ -137,8 +138,18 @@ def pytest_runtest_protocol(item):
     return result
 
 
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):  # what a worker of pytest-xdist tells the process that started it
+        session.config.workeroutput["cpu_seconds"] = {**cpu_seconds, IN_ALL: _spent()}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    cpu_seconds.update(getattr(node, "workeroutput", {}).get("cpu_seconds", {}))
+
+
 def pytest_terminal_summary(terminalreporter):
+    cpu_seconds[IN_ALL] = cpu_seconds[IN_ALL] or _spent()
     terminalreporter.section("CPU seconds by file")
     for name, seconds in cpu_seconds.most_common():
         terminalreporter.line(f"{seconds:8.1f}  {name}")
-    terminalreporter.line(f"{_spent():8.1f}  in all, imports included")

@@ -1,5 +1,6 @@
 """Real launchers for tests: their Debian packages, a one-node SLURM, and the losses that every launcher must give."""
 
+import fcntl
 import functools
 import os
 import random
@@ -8,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -30,10 +32,11 @@ def need(packages, *programs):
         return [name for name in programs if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")]
 
     if missing() and os.geteuid() == 0 and shutil.which("apt-get"):
-        quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        subprocess.run(["apt-get", "update"], **quiet)
-        environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-        subprocess.run(["apt-get", "install", "-y", "--no-install-recommends", *packages], env=environment, **quiet)
+        with open(Path(tempfile.gettempdir(), "packages.lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another test process may be installing them
+            environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+            for command in (["update"], ["install", "-y", "--no-install-recommends", *packages]) if missing() else ():
+                subprocess.run(["apt-get", *command], env=environment, capture_output=True)
     if missing():
         reason = f"{', '.join(missing())} cannot be installed"
         pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
