@@ -38,6 +38,17 @@ class Evaluation(TypedDict):
     ema_accuracy: NotRequired[Number]
 
 
+def format_table(header: list[str], rows: list[list[str]]) -> list[str]:
+    """Lines of a text table, with the first column aligned left and all others right."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    return [
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in (header, *rows)
+    ]
+
+
 def read_records(path: Path) -> tuple[list[tuple[bytes, Step | Evaluation]], list[str]]:
     """The records of a `metrics.jsonl`, each with its line, and what is wrong with each line that is none.
 

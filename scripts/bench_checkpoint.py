@@ -20,7 +20,6 @@ import resource
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -74,8 +73,7 @@ def forget(path: Path) -> None:
 def measure(name: str, num_runs: int, scratch: Path) -> dict[str, Any]:
     """All times of a model in seconds, and the sizes of its files; runs in a separate process."""
     flags = set_flags({**SETTINGS, "MODEL": name})
-    sys.argv = [sys.argv[0], "--config", str(CONFIG), "--output", str(scratch / "run"), *flags]
-    run = launch.start()
+    run = launch.start(launch.parse(["--config", str(CONFIG), "--output", str(scratch / "run"), *flags]))
     config, device = run.config, run.device
     model = build_timm_vit(config).to(device)
     optimizer = Lamb(model.parameters(), lr=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY)

@@ -17,7 +17,6 @@ import copy
 import multiprocessing
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -118,8 +117,8 @@ def measure(args: argparse.Namespace, output: Path, settings: list[str]) -> list
     if not torch.cuda.is_available():
         fixed.append("BATCH_SIZE=4")
     flags = [part for text in [*fixed, *settings, *args.set] for part in ("--set", text)]
-    sys.argv = [sys.argv[0], "--config", str(CONFIG), "--output", str(output), *flags]
-    run = launch.start(script="caltech101")
+    argv = ["--config", str(CONFIG), "--output", str(output), *flags]
+    run = launch.start(launch.parse(argv, script="caltech101"))
     config = run.config
     model = build_timm_vit(config).to(run.device)
     step = bare_step(copy.deepcopy(model), bool(config.fp16), config, run.device)

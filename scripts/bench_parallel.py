@@ -181,4 +181,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    launch.run(compare) if "LOCAL_RANK" in os.environ else main()
+    launch.call(compare) if "LOCAL_RANK" in os.environ else main()

@@ -20,6 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "vit_cifar10_hybrid")]
 
+from colossal_vit import launch  # noqa: E402
 from colossal_vit.plan import search  # noqa: E402
 from colossal_vit.plan.enumeration import own_layout  # noqa: E402
 from colossal_vit.plan.search import Predictor  # noqa: E402
@@ -51,16 +52,17 @@ def predict(model: str, layouts: list[str], num_ranks: int, traces: dict) -> dic
     """Seconds of a step of each layout, with this machine calibrated again; `traces` keeps those of the model."""
     requests = {}
     for layout in layouts:
-        sys.argv = ["train_hybrid.py", *flags(model, layout), "--plan", "here", "--world_size", str(num_ranks)]
-        requests[layout] = search.request_of(train_hybrid.main)
+        argv = [*flags(model, layout), "--plan", "here", "--world_size", str(num_ranks)]
+        args = launch.parse(argv, script="train_hybrid", check=train_hybrid.check_vit)
+        requests[layout] = search.request_of(train_hybrid.main, args)
     choices = {layout: own_layout(request.config, num_ranks) for layout, request in requests.items()}
     request = requests[layouts[0]]
     for choice in choices.values():
         if choice.tensor not in traces:
-            traces[choice.tensor] = search.record(train_hybrid.main, request, choice.tensor)
+            traces[choice.tensor] = search.record(request, choice.tensor)
     with tempfile.TemporaryDirectory() as folder:
-        request.output = Path(folder)
-        here = search.measured(train_hybrid.main, request, choices.values())
+        request = request._replace(args=request.args.replace(output=Path(folder)))
+        here = search.measured(request, choices.values())
     predictor = Predictor(request.config, here, traces)
     return {layout: predictor.predict(choice).seconds for layout, choice in choices.items()}
 

@@ -161,4 +161,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    launch.run(on_rank) if "LOCAL_RANK" in os.environ else main()
+    launch.call(on_rank) if "LOCAL_RANK" in os.environ else main()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from colossal_vit import launch
 from colossal_vit.plan import report
 from colossal_vit.plan.meter import StepPlan
 from colossal_vit.plan.pictures import (
@@ -198,8 +199,8 @@ def predicted_and_measured() -> Figure:
 def dry_run(processes: int, values: dict[str, Any], config: str = CONFIG) -> list[StepPlan]:
     """The plans of a layout of train_hybrid.py, by stage."""
     flags = ["--dry-run", "--world_size", str(processes), *set_flags(values)]
-    sys.argv[1:] = ["--config", str(FOLDER / config), "--output", tempfile.gettempdir(), *flags]
-    return report.plan(train_hybrid.main)
+    argv = ["--config", str(FOLDER / config), "--output", tempfile.gettempdir(), *flags]
+    return report.plan(train_hybrid.main, launch.parse(argv, script="train_hybrid", check=train_hybrid.check_vit))
 
 
 def layout_example() -> Figure:

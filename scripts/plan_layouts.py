@@ -53,15 +53,15 @@ def command(values: dict[str, Any], machine: str, ranks: int) -> list[str]:
 
 def prepare(values: dict[str, Any], machine: str, ranks: int, known: dict) -> tuple[Predictor, list[Choice], Choice]:
     """What predicts the model, all of its layouts, and its own one; `known` keeps the model's traces."""
-    sys.argv[1:] = command(values, machine, ranks)
-    request = search.request_of(train_hybrid.main)
+    args = launch.parse(command(values, machine, ranks), script="train_hybrid", check=train_hybrid.check_vit)
+    request = search.request_of(train_hybrid.main, args)
     own = own_layout(request.config, ranks)
     images = own.layout.global_batch(request.config)
-    choices = enumerate_layouts(request.config, ranks, images, request.script, request.check)
+    choices = enumerate_layouts(request.config, ranks, images, request.args.script, request.args.check)
     traces: dict[Any, Trace] = {}
     for tensor in dict.fromkeys([own.tensor, *(choice.tensor for choice in choices)]):
         if tensor not in known:
-            known[tensor] = search.record(train_hybrid.main, request, tensor)
+            known[tensor] = search.record(request, tensor)
         traces[tensor] = known[tensor]
     return Predictor(request.config, find_machine(machine, None, True, False), traces), choices, own
 
@@ -106,11 +106,11 @@ def plan_models(details: dict[str, Any]) -> list[str]:
 def compare_published(details: dict[str, Any]) -> list[str]:
     table = ["| published, 4 A100s | hours | predicted | error | GB per rank |", "| --- |" + " ---: |" * 4]
     for model, name in PUBLISHED.items():
-        sys.argv[1:] = ["--config", str(IMAGENET / name), "--plan", "a100", "--world_size", "4"]
-        request = search.request_of(train.main)
+        argv = ["--config", str(IMAGENET / name), "--plan", "a100", "--world_size", "4"]
+        request = search.request_of(train.main, launch.parse(argv, script="imagenet", check=train.check_timm_vit))
         config = search.with_depth(request.config)
         own = own_layout(config, 4)
-        traces = {own.tensor: search.record(train.main, request, own.tensor)}
+        traces = {own.tensor: search.record(request, own.tensor)}
         seen = Predictor(config, find_machine("a100", None, True, False), traces).predict(own)
         hours = planning.PUBLISHED_HOURS[config.MODEL]
         steps = config.NUM_EPOCHS * planning.NUM_IMAGES / own.layout.global_batch(config)
@@ -151,4 +151,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    launch.call(main)

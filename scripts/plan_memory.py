@@ -14,13 +14,13 @@ import argparse
 import importlib.util
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 from colossal_vit import config as configs
 from colossal_vit import launch
+from colossal_vit.config.settings import PATHS
 from colossal_vit.plan import report
-from colossal_vit.plan.meter import StepPlan
 from colossal_vit.provenance import ResultFolder
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,12 +35,12 @@ def shipped() -> list[Path]:
     return [path for path in found if path.name != "config_sample.py"]
 
 
-def main_of(script: Path) -> Callable[[], StepPlan]:
-    """The `main` of a train script; two of them have the same name."""
+def module_of(script: Path) -> ModuleType:
+    """A train script; two of them have the same name."""
     spec = importlib.util.spec_from_file_location(f"{script.parent.name}_{script.stem}", script)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.main
+    return module
 
 
 def peak(path: Path, smaller: int, result: ResultFolder) -> tuple[int, float, list[str]]:
@@ -57,9 +57,12 @@ def peak(path: Path, smaller: int, result: ResultFolder) -> tuple[int, float, li
     }
     flags = [f"{key}={value}" for key, value in values.items()] if smaller > 1 else []
     given = [word for flag in flags for word in ("--set", flag)]
-    sys.argv = [script, "--config", str(path), *given, "--output", "/nonexistent", "--dry-run"]
-    sys.argv += ["--world_size", processes]
-    plans = report.plan(main_of(path.parents[path.parent.name.startswith("config")] / script))
+    argv = ["--config", str(path), *given, "--output", "/nonexistent", "--dry-run", "--world_size", processes]
+    folder = path.parents[path.parent.name.startswith("config")]
+    module, place = module_of(folder / script), f"{folder.name}/{script}"
+    name = next(name for name, known in PATHS.items() if known == place)
+    check = getattr(module, "check_vit", None) or module.check_timm_vit
+    plans = report.plan(module.main, launch.parse(argv, script=name, check=check))
     result.print(f"===== {path.relative_to(ROOT)} {' '.join(flags)} =====\n{report.format_report(plans)}\n")
     return int(processes), max(plan.memory["peak"] for plan in plans) / 1e9, flags
 
@@ -89,4 +92,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    launch.call(main)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from colossal_vit import config as configs
+from colossal_vit import launch
 from colossal_vit.plan import report
 from colossal_vit.provenance import ResultFolder
 
@@ -79,8 +80,8 @@ def main() -> None:
         for number in args.gpus:
             flags = command_line(name, number)
             given = ["--set", f"IMAGES_PER_S={rate.images_per_s:.0f}", "--output", "/nonexistent"]
-            sys.argv = ["train.py", *flags, *given, "--dry-run", "--world_size", str(number)]
-            plans = report.plan(train.main)
+            argv = [*flags, *given, "--dry-run", "--world_size", str(number)]
+            plans = report.plan(train.main, launch.parse(argv, script="imagenet", check=train.check_timm_vit))
             (plan,) = plans
             result.print(f"===== {name} on {number} GPUs =====\n{report.format_report(plans)}\n")
             memory = plan.memory["peak"] / 1e9

@@ -38,8 +38,9 @@ KINDS = {"not split": {}, "stage 1": {"zero.stage": 1}}
 def plan(values: dict, ranks: int) -> StepPlan:
     """The plan of rank 0."""
     flags = [*set_flags({**COMMON, **values}), "--set", "fp16.mode=AMP_TYPE.NAIVE"]
-    sys.argv[1:] = ["--config", str(FOLDER / CONFIG), "--dry-run", "--world_size", str(ranks), *flags]
-    return report.plan_rank(train_hybrid.main, 0)
+    argv = ["--config", str(FOLDER / CONFIG), "--dry-run", "--world_size", str(ranks), *flags]
+    args = launch.parse(argv, script="train_hybrid", check=train_hybrid.check_vit)
+    return report.plan_rank(train_hybrid.main, args, 0)
 
 
 def main() -> None:
@@ -64,4 +65,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    launch.call(main)

@@ -44,8 +44,7 @@ Step = Callable[[Tensor, Tensor], Tensor | None]
 
 def start_rank(args: argparse.Namespace, more: list[str]) -> Run:
     """Start a rank of `start`: `more` are flags for train_hybrid.py."""
-    sys.argv[1:] = [*more, f"--output={args.output}"]
-    return launch.start(script="train_hybrid", check=check_vit)
+    return launch.start(launch.parse([*more, f"--output={args.output}"], script="train_hybrid", check=check_vit))
 
 
 def build_engine(run: Run, criterion: nn.Module) -> Engine:

@@ -4,11 +4,13 @@
 
 Each program is a fork of this process, which must not have started CUDA: for that reason it is no test process. Prints
 a line of JSON: by name, the exit code, what was said on stderr, the number of the program's process, and the numbers of
-those that have started CUDA, in order.
+those that have started CUDA, in order. "modules" has the modules of the planner and of matplotlib that train scripts
+import.
 """
 
 import json
 import os
+import runpy
 import sys
 from pathlib import Path
 
@@ -17,9 +19,22 @@ import colossalai.legacy  # noqa: F401 so that programs need not import it, nor 
 import timm  # noqa: F401
 import torch
 from colossal_vit import provenance
-from colossal_vit.plan import calibration
+from colossal_vit.config.settings import PATHS
 
 import fork_ranks
+
+
+def unneeded_modules() -> list[str]:
+    """The modules that a train script needs for `--dry-run`, `--plan` or curves only, and imports nevertheless."""
+    for path in PATHS.values():
+        sys.path.insert(0, str((fork_ranks.ROOT / path).parent))
+        runpy.run_path(str(fork_ranks.ROOT / path))
+    return [name for name in sys.modules if name.startswith(("colossal_vit.plan", "matplotlib"))]
+
+
+modules = fork_ranks.call(unneeded_modules, launched=False)[0]
+
+from colossal_vit.plan import calibration  # noqa: E402 later than what would have imported it, too
 
 torch.set_num_threads(1)
 calibration.QUIET_WAIT_S, calibration.ROUNDS = 0.0, 1
@@ -36,4 +51,4 @@ for name, (script, *argv) in json.loads(sys.argv[1]).items():
     found[name] = (done.codes[0], done.stderr[0], pid, list(map(int, starts.read_text().split())))
 own = Path(os.environ["CUDA_STARTS"])
 found["imports"] = (0, "", os.getpid(), list(map(int, own.read_text().split())) if own.exists() else [])
-print(json.dumps(found))
+print(json.dumps({**found, "modules": (0, "", 0, modules)}))

@@ -20,6 +20,7 @@ from colossal_vit.compat import cpu
 from colossal_vit.engine import waits
 from colossal_vit.parallel import ranks
 from colossal_vit.plan import fakes
+from colossal_vit.plan.meter import measure
 from colossal_vit.run import Run
 from colossalai.accelerator import set_accelerator
 from colossalai.accelerator.cuda_accelerator import CudaAccelerator
@@ -28,6 +29,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+import training
 
 CUDA, META = torch.device("cuda", 0), torch.device("meta")
 ANSWERS = {
@@ -143,7 +146,7 @@ def without_peers(noted: Callable[..., object] = lambda **_: None) -> None:
 
 
 def run(
-    main: Callable[[], None], argv: list[str], device: torch.device = CUDA, overflows: float = 0.0
+    main: Callable[[launch.Arguments], object], argv: list[str], device: torch.device = CUDA, overflows: float = 0.0
 ) -> list[dict[str, Tensor]]:
     """Call a train script's `main` on a fake GPU or `meta`. Patches this process irreversibly, so call it in a fork.
 
@@ -192,7 +195,7 @@ def run(
 
     def start_there(*args, **kwargs) -> Run:
         run = start(*args, **kwargs)
-        if not run.dry_run:
+        if not run.observe:
             enter(run.device)
         return run
 
@@ -205,9 +208,12 @@ def run(
             module.run_on_rank_0 = lambda work: work()
     launch.start, fakes.fake_tensors = start_there, enter
     sys.argv = [script.__file__, *argv]
-    if "--dry-run" not in argv:  # dry runs have fake groups anyway
+    args = training.arguments(main, argv)
+    if args.dry_run:
+        main(args.replace(observer=fakes.on_fake_tensors(measure)))
+    else:
         without_peers()
-    main()
+        main(args)
     for tensors in saved:
         for name, tensor in tensors.items():
             assert tensor.device.type == "cpu", f"{name} of a checkpoint is on {tensor.device}"

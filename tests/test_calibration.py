@@ -23,6 +23,7 @@ from colossal_vit.plan.trace import PARTS, Message
 import fork_ranks
 import recipes
 import train_hybrid
+import training
 
 ONE = (None, 1, None)
 REMOVED = object()
@@ -216,13 +217,12 @@ def test_gpus_are_asked_for_in_forks_and_each_process_has_its_own(tmp_path):
         calibration.work = lambda engine, batches, barrier: 1.0 + chosen.pop()
         calibration._messages = lambda *_: []
         calibration.ROUNDS, calibration.QUIET_WAIT_S = 1, 0.0
-        sys.argv = ["train_hybrid.py", *flags]
-        request = search.request_of(train_hybrid.main)
+        request = search.request_of(train_hybrid.main, training.arguments(train_hybrid.main, flags))
         choices = [choice for choice in enumerate_layouts(request.config, 2, 16, HYBRID, None) if choice.tensor == ONE]
-        here = search.measured(train_hybrid.main, request, choices)
-        request.world_size = 3
+        here = search.measured(request, choices)
+        request = request._replace(world_size=3)
         with pytest.raises(UserError) as refused:
-            search.measured(train_hybrid.main, request, choices)
+            search.measured(request, choices)
         return here, str(refused.value)
 
     here, refusal = fork_ranks.call(measure, launched=False)[0]

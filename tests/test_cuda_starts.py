@@ -62,6 +62,10 @@ def test_cuda_is_started_in_forks_only(name, starts):
     assert program not in started
 
 
+def test_train_scripts_import_neither_planner_nor_matplotlib(starts):
+    assert starts["modules"][1] == []
+
+
 @pytest.mark.parametrize("name", ["imports", *(path.replace("/", " ") for path in SCRIPTS)])
 def test_importing_a_script_starts_no_cuda(name, starts):
     """A process that has started it cannot fork, as `--dry-run` does; and each rank takes memory of the first GPU."""

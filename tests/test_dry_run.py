@@ -1,13 +1,12 @@
 """A dry run says, on one process, what really happens on many."""
 
-import sys
-
 import pytest
 import torch
 from colossal_vit.data.batches import FakeBatches
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.parallel.layout import Layout
-from colossal_vit.plan import meter, report
+from colossal_vit.plan import report
+from colossal_vit.plan.fakes import on_fake_tensors
 from colossal_vit.plan.meter import StepPlan, measure
 from colossal_vit.plan.report import plan_rank
 from colossalai.legacy import nn as col_nn
@@ -18,6 +17,7 @@ import fork_ranks
 import recipes
 import train_dp
 import train_hybrid
+import training
 import vit
 from layouts import FOLDER, LAYOUTS, set_flags
 
@@ -50,12 +50,12 @@ def planned(argv: list[str], world_size: int) -> dict[int, StepPlan]:
     """By rank: what a dry run says of the first rank of each stage, and where ranks differ, of two more."""
 
     def plan():
-        sys.argv = ["train_hybrid.py", *argv, "--dry-run", "--world_size", str(world_size)]
-        plans = report.plan(train_hybrid.main)
+        args = training.arguments(train_hybrid.main, [*argv, "--dry-run", "--world_size", str(world_size)])
+        plans = report.plan(train_hybrid.main, args)
         ranks = plans[0].stage_ranks
         if plans[0].layout.batch_parts > 1 and len(plans) == 1:
             ranks = [0, 1, plans[0].layout.tensor - 2]  # in 2.5D and 3D also one that owns no piece of a head
-            plans += [plan_rank(train_hybrid.main, rank) for rank in ranks[1:]]
+            plans += [plan_rank(train_hybrid.main, args, rank) for rank in ranks[1:]]
         return dict(zip(ranks, plans, strict=True))
 
     return fork_ranks.call(plan, launched=False)[0]
@@ -200,9 +200,7 @@ def test_timms_stochastic_depth_is_planned_with_its_own_rates(rate, draws):
 
     def plan():
         values = {"DEPTH": 3, "HIDDEN_SIZE": 48, "NUM_HEADS": 4, "DROP_PATH_RATE": rate, "DROP_RATE": 0.0}
-        sys.argv = ["train_dp.py", "--config", str(FOLDER / "configs/config_data_parallel.py"), *set_flags(values)]
-        sys.argv += ["--dry-run", "--set", "fp16=None"]
-        meter.observe = observe
-        return train_dp.main()
+        argv = ["--config", str(FOLDER / "configs/config_data_parallel.py"), *set_flags(values), "--set", "fp16=None"]
+        return train_dp.main(training.arguments(train_dp.main, argv).replace(observer=on_fake_tensors(observe)))
 
     assert fork_ranks.call(plan, launched=False) == [draws]

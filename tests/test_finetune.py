@@ -9,6 +9,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from colossal_vit import launch
 from colossal_vit.checkpoint import __main__ as cli
 from colossal_vit.checkpoint import fitting, storage
 from colossal_vit.checkpoint import start_from as start_from_module
@@ -62,7 +63,8 @@ def build_engine():
     layout = Layout.of(config, torch.distributed.get_world_size())
     model = build_timm_vit(config) if "MODEL" in config else vit.build_vit(config, layout)
     engine, *_ = initialize(model, build_optimizer(config, model), col_nn.CrossEntropyLoss())
-    run = Run(config, layout, None, None, torch.device("cpu"), RankLogger(torch.distributed.get_rank()))
+    log = RankLogger(torch.distributed.get_rank())
+    run = Run(launch.parse([]), config, layout, None, torch.device("cpu"), log)
     return engine, run
 
 

@@ -3,10 +3,10 @@
 import re
 import runpy
 import shlex
-import sys
 from types import SimpleNamespace
 
 import pytest
+from colossal_vit import launch
 from colossal_vit.config.settings import CALTECH101, DP, IMAGENET, PATHS
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.partition import partition_blocks
@@ -20,6 +20,7 @@ import fork_ranks
 import recipes
 import train_dp
 import train_hybrid
+import training
 import vit
 from layouts import PIPELINE, set_flags, tensor
 from test_dry_run import planned
@@ -33,8 +34,8 @@ def argv_of(**values):
 
 
 def request_for(argv, world_size):
-    sys.argv = ["train_hybrid.py", *argv, "--plan", "h100", "--world_size", str(world_size)]
-    return search.request_of(train_hybrid.main)
+    args = training.arguments(train_hybrid.main, [*argv, "--plan", "h100", "--world_size", str(world_size)])
+    return search.request_of(train_hybrid.main, args)
 
 
 LAYOUTS = {
@@ -60,7 +61,7 @@ def test_memory_is_that_of_a_dry_run(name):
     def predicted():
         request = request_for(argv, world_size)
         choice = own_layout(request.config, world_size)
-        trace = search.record(train_hybrid.main, request, choice.tensor)
+        trace = search.record(request, choice.tensor)
         blocks = partition_blocks(request.config, choice.layout.pipeline * choice.chunks)
         stages = memory.cut(blocks, choice.layout.pipeline)
         image = 3 * 4 * request.config.IMG_SIZE**2
@@ -164,9 +165,9 @@ def test_what_is_refused_does_not_fit():
 
     def refused():
         request = request_for(argv, 2)
-        plan, images = search.make_plan(train_hybrid.main, request)
-        choices = enumerate_layouts(request.config, 2, images, request.script, request.check)
-        trace = {kind: search.record(train_hybrid.main, request, kind) for kind in {c.tensor for c in choices}}
+        plan, images = search.make_plan(request)
+        choices = enumerate_layouts(request.config, 2, images, request.args.script, request.args.check)
+        trace = {kind: search.record(request, kind) for kind in {c.tensor for c in choices}}
         predictor = search.Predictor(request.config, MACHINES["h100"], trace)
         large = [choice for choice in choices if predictor.memory(choice) > 0.2e9]
         smallest = min(large, key=predictor.memory)
@@ -242,14 +243,11 @@ def test_each_script_runs_on_real_tensors_up_to_what_is_observed(script):
 
     def observed():
         settings = {"MODEL": "vit_tiny_patch16_224", "IMG_SIZE": 32, "DEPTH": 2, "HIDDEN_SIZE": 48, "NUM_HEADS": 4}
-        sys.argv = [PATHS[script], "--config", str(fork_ranks.ROOT / SCRIPTS[script]), *set_flags(settings)]
-        sys.argv += ["--plan", "here", "--world_size", "1"]
+        argv = ["--config", str(fork_ranks.ROOT / SCRIPTS[script]), *set_flags(settings)]
+        argv += ["--plan", "here", "--world_size", "1"]
         main = runpy.run_path(str(fork_ranks.ROOT / PATHS[script]))["main"]
-        request = search.request_of(main)
-        see = search.run_model(
-            main, request, (None, 1, None), lambda _, batches: tuple(next(iter(batches))[0].shape), 4
-        )
-        return see()
+        request = search.request_of(main, launch.parse(argv, script=script))
+        return search.run_model(request, (None, 1, None), lambda _, batches: tuple(next(iter(batches))[0].shape), 4)()
 
     assert fork_ranks.call(observed, launched=False) == [(4, 3, 32, 32)]
 
@@ -257,9 +255,9 @@ def test_each_script_runs_on_real_tensors_up_to_what_is_observed(script):
 def test_the_block_that_stands_for_all_of_timms_has_stochastic_depth():
     def num_operators(rate):
         settings = {"DEPTH": 3, "HIDDEN_SIZE": 48, "NUM_HEADS": 4, "IMG_SIZE": 32, "DROP_PATH_RATE": rate}
-        sys.argv = ["train_dp.py", "--config", str(fork_ranks.ROOT / SCRIPTS[DP]), *set_flags(settings)]
-        sys.argv += ["--plan", "h100"]
-        trace = search.record(train_dp.main, search.request_of(train_dp.main), (None, 1, None))
+        argv = ["--config", str(fork_ranks.ROOT / SCRIPTS[DP]), *set_flags(settings), "--plan", "h100"]
+        request = search.request_of(train_dp.main, training.arguments(train_dp.main, argv))
+        trace = search.record(request, (None, 1, None))
         return len(trace.part("block", "forward", 8).operations)
 
     def difference():
@@ -301,7 +299,7 @@ def test_uneven_pipelines_wait():
         predictor = search.Predictor(
             config,
             Gpus(1e-3, 1e-3, 80, 1e3, 1e3, 1e3),
-            {(None, 1, None): search.record(train_hybrid.main, request, (None, 1, None))},
+            {(None, 1, None): search.record(request, (None, 1, None))},
         )
         layout = Layout(1, 4, 1, None, 1)
         return [predictor.predict(Choice(layout, None, 64, 1, number)) for number in (4, 16, 64)]

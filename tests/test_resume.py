@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import safetensors.torch
 import torch
+from colossal_vit import launch
 from colossal_vit.checkpoint import run_directory, storage
 from colossal_vit.checkpoint.capture import capture
 from colossal_vit.checkpoint.restore import resume
@@ -154,8 +155,8 @@ def begin():
     scheduler = CosineAnnealingWarmupLR(optimizer, total_steps=10)
     loader = Fixed(config, layout.data, gpc.get_local_rank(ParallelMode.DATA))
     engine, loader, *_ = initialize(model, optimizer, col_nn.CrossEntropyLoss(), loader, None, scheduler)
-    log = RankLogger(1)
-    run = Run(config, layout, None, None, torch.device("cpu"), log, accept_changes=True, stop_on_save_error=True)
+    args = launch.parse(["--accept-changes", "--on-save-error", "stop"])
+    run = Run(args, config, layout, None, torch.device("cpu"), RankLogger(1))
     run_directory.begin = lambda *_: None  # in this fork: it has none
     return run, Trainer(engine, logger=run.log), loader, scheduler
 

@@ -10,12 +10,14 @@ Ranks are forks of this process (`fork_ranks`). Whoever needs them while they ru
 """
 
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from colossal_vit import config as configs
+from colossal_vit import launch
 from colossal_vit.checkpoint import lock
 from colossal_vit.config import settings
 from colossal_vit.results import METRICS, read_metrics
@@ -42,6 +44,15 @@ SMALL: dict[str, dict[str, Any]] = {
     IMAGENET: TINY,
 }
 TIMES = {"images_per_s", "data_s", "step_s", "memory_gb", "reserved_gb"}  # metrics that may differ between equal runs
+
+
+def arguments(main: Callable, argv: Sequence[str]) -> launch.Arguments:
+    """What `launch.run` would give to a train script's `main` for a command line."""
+    module = sys.modules[main.__module__]
+    path = str(Path(module.__file__).relative_to(fork_ranks.ROOT))
+    script = next(name for name, known in settings.PATHS.items() if known == path)
+    check = getattr(module, "check_vit", None) or module.check_timm_vit
+    return launch.parse(argv, script=script, check=check)
 
 
 @dataclass

@@ -12,14 +12,13 @@ from colossal_vit.engine import Trainer, build_criterion, build_optimizer, build
 from colossal_vit.engine.knn import evaluate_knn
 from colossal_vit.hooks import standard_hooks
 from colossal_vit.models import build_timm_vit, check_timm_vit
-from colossal_vit.plan.meter import StepPlan, measure
 
 from cifar10 import build_cifar10
 
 
-def main() -> StepPlan | None:
+def main(args: launch.Arguments) -> object:
     # ---- Launch: flags, config file, process groups ----------------------------------------------------------------
-    run = launch.start(__doc__, "train_dp", check_timm_vit)
+    run = launch.start(args)
     config = run.config
 
     # ---- Data: the same global batches for any number of processes -------------------------------------------------
@@ -39,21 +38,21 @@ def main() -> StepPlan | None:
     engine, train_dataloader, test_dataloader, lr_scheduler = initialize(
         model, optimizer, criterion, train_dataloader, test_dataloader, lr_scheduler
     )
-    if run.dry_run:
-        return measure(engine, train_dataloader, run.output)
+    if run.observe:  # --dry-run and --plan look at the engine, and train nothing
+        return run.observe(engine, train_dataloader)
 
     # ---- Train, from the newest checkpoint on if there is one ------------------------------------------------------
     trainer = Trainer(engine, lr_scheduler, run.log)
     resume(run, trainer, train_dataloader, lr_scheduler)
-    if run.eval_knn:
+    if args.eval_knn:
         return evaluate_knn(engine, train_dataloader, test_dataloader, run.log)
     hooks = standard_hooks(run, train_dataloader)
-    if run.eval_only:
+    if args.eval_only:
         return trainer.evaluate(test_dataloader, hooks=hooks)
     trainer.fit(
         train_dataloader,
         epochs=config.NUM_EPOCHS,
-        max_steps=run.max_steps,
+        max_steps=args.max_steps,
         test_dataloader=test_dataloader,
         hooks=hooks,
     )
@@ -61,4 +60,4 @@ def main() -> StepPlan | None:
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    launch.run(main, __doc__, "train_dp", check_timm_vit)

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from colossal_vit import typed_json
 from colossal_vit.models import SHAPE
-from colossal_vit.plan.report import format_table
-from colossal_vit.results import METRICS, read_metrics
+from colossal_vit.results import METRICS, format_table, read_metrics
 from colossal_vit.typed_json import Count
 from colossalai.context import Config
 from typing_extensions import TypedDict

@@ -11,7 +11,6 @@ from colossal_vit.data.mixing import mixed
 from colossal_vit.engine import Trainer, build_criterion, build_optimizer, build_scheduler, initialize
 from colossal_vit.hooks import standard_hooks
 from colossal_vit.models import build_timm_vit, check_timm_vit
-from colossal_vit.plan.meter import StepPlan, measure
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 
@@ -21,9 +20,9 @@ from myhooks import ThroughputHook
 from planning import schedule
 
 
-def main() -> StepPlan | None:
+def main(args: launch.Arguments) -> object:
     # ---- Launch: flags, config file, process groups ----------------------------------------------------------------
-    run = launch.start(__doc__, "imagenet", check_timm_vit)
+    run = launch.start(args)
     config = run.config
 
     # ---- Data: DALI reads TFRecords, Mixup on the device -----------------------------------------------------------
@@ -46,20 +45,20 @@ def main() -> StepPlan | None:
     engine, train_dataloader, test_dataloader, lr_scheduler = initialize(
         model, optimizer, criterion, train_dataloader, test_dataloader, lr_scheduler
     )
-    if run.dry_run:
-        return measure(engine, train_dataloader, run.output, schedule(config, run.output, run.layout.data))
+    if run.observe:  # --dry-run and --plan look at the engine, and train nothing
+        return run.observe(engine, train_dataloader)
 
     # ---- Train, from the newest checkpoint on if there is one ------------------------------------------------------
     trainer = Trainer(engine, lr_scheduler, run.log)
     resume(run, trainer, train_dataloader, lr_scheduler)
     hooks = standard_hooks(run, train_dataloader)
-    if run.eval_only:
+    if args.eval_only:
         return trainer.evaluate(test_dataloader, hooks=hooks)
     hooks.append(ThroughputHook(hooks[0], model, run.device, run.log))
     trainer.fit(
         train_dataloader,
         epochs=config.NUM_EPOCHS,
-        max_steps=run.max_steps,
+        max_steps=args.max_steps,
         test_dataloader=test_dataloader,
         hooks=hooks,
     )
@@ -67,4 +66,4 @@ def main() -> StepPlan | None:
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    launch.run(main, __doc__, "imagenet", check_timm_vit, schedule)

@@ -99,7 +99,7 @@ def _check_continues(run: Run, state: Mapping[str, Any]) -> None:
         learned["global batch"] = [state["global_batch"], global_batch]
     other_data = differences(state.get("data") or run.data or {}, run.data or {})
     run.changes = state.get("changes", [])
-    if (learned or other_data) and not run.accept_changes:
+    if (learned or other_data) and not run.args.accept_changes:
         said = [f"other data ({other_data})"] if other_data else []
         said += [f"other values ({_format_changes(learned)})"] if learned else []
         raise UserError(
@@ -125,18 +125,18 @@ def resume(run: Run, trainer: Trainer, train_dataloader: MicroBatches, lr_schedu
         UserError: on every rank, if the ranks' data differ, or the checkpoint is of another model or optimizer, or its
             data or config values that affect learning differ from this run's.
     """
-    if not run.eval_only and any(data != run.data for data in all_gather_object(run.data)):
+    if not run.args.eval_only and any(data != run.data for data in all_gather_object(run.data)):
         raise UserError("the ranks read different data: DATA must be the same on all machines")
     if run.checkpoint is not None:
         _resume(run, trainer, train_dataloader, lr_scheduler)
     elif run.config.get("finetune"):
         start_from(run, trainer.engine, train_dataloader.normalization)
     storage.release()
-    if not run.eval_only:
+    if not run.args.eval_only:
         made = trainer.cur_epoch * len(train_dataloader) + train_dataloader.start  # micro-steps
         last = run.config.NUM_EPOCHS * len(train_dataloader)
-        if run.max_steps:
-            last = min(last, run.max_steps * trainer.engine.accumulation)
+        if run.args.max_steps:
+            last = min(last, run.args.max_steps * trainer.engine.accumulation)
         run_on_rank_0(lambda: run_directory.begin(run.output, run.checkpoint, run.config, run.log, made >= last))
 
 
@@ -144,7 +144,7 @@ def _resume(run: Run, trainer: Trainer, train_dataloader: MicroBatches, lr_sched
     path, engine = run.checkpoint, trainer.engine
     state = run_on_rank_0(lambda: storage.read_state(path))
     own = type(engine.optimizer.optim).__name__
-    trained = state["optimizer"] is not None and not run.eval_only
+    trained = state["optimizer"] is not None and not run.args.eval_only
     if trained and state["optimizer"] != own:
         raise UserError(
             f"{path}: was trained with {state['optimizer']}, but this run's optimizer is {own}: change it back, or "
@@ -152,7 +152,7 @@ def _resume(run: Run, trainer: Trainer, train_dataloader: MicroBatches, lr_sched
         )
     if trained and state["ranks"]:  # not imported from timm
         _check_continues(run, state)
-    if state["step"] and not run.eval_only:
+    if state["step"] and not run.args.eval_only:
         engine.settle_buckets((run.config.BATCH_SIZE, 3, run.config.IMG_SIZE, run.config.IMG_SIZE))
     load_model(str(path), Distributed(partial(from_file, path / storage.MODEL)), engine, OTHER_SHAPE)
     if engine.ema:
@@ -160,7 +160,7 @@ def _resume(run: Run, trainer: Trainer, train_dataloader: MicroBatches, lr_sched
     if trained:
         _load_moments(path, engine, state["moments_step"])
     engine.num_steps = state["step"]
-    if run.eval_only:
+    if run.args.eval_only:
         run.log.info(f"the weights are those of {path}, step {state['step']}")
         return
 

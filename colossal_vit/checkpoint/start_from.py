@@ -171,7 +171,7 @@ def start_from(run: Run, engine: Engine, normalization: Normalization | None = N
             f"finetune = {dict(finetune)}, but there are no weights to start from: set finetune.weights, --resume a "
             f"checkpoint, or leave the block out"
         )
-    if run.eval_only and not run.eval_knn and head == "new":
+    if run.args.eval_only and not run.args.eval_knn and head == "new":
         raise UserError(
             f"--eval-only evaluates the head of finetune.weights = {named!r}, but finetune.head = 'new' starts with "
             f"one of zeros: set it to 'keep', or give --eval-knn, which needs no head"

@@ -26,7 +26,7 @@ def build_without_data(
     config = run.config
     shape = (config.BATCH_SIZE, 3, config.IMG_SIZE, config.IMG_SIZE)
     num_batches = num_images // (config.BATCH_SIZE * run.layout.data)
-    if run.dry_run:
+    if run.observe:
         return FakeBatches(num_batches, shape, run.device), None
     if not config.get("SYNTHETIC"):
         return None

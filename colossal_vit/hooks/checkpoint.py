@@ -56,6 +56,7 @@ class CheckpointHook(BaseHook):
     ):
         super().__init__(priority)
         self.run, self.train_dataloader, self.metrics = run, train_dataloader, metrics
+        self.stop_on_error = run.args.on_save_error == "stop"
         settings = {key: default("checkpoint", key) for key in ("every_minutes", "keep")}
         settings |= run.config.get("checkpoint") or {}
         self.every_steps, self.keep = settings.get("every_steps"), settings["keep"]
@@ -125,7 +126,7 @@ class CheckpointHook(BaseHook):
             if self.failure is None:
                 best = snapshot.state["best"]
                 storage.prune(path.parent, self.keep, best and best["step"])
-            elif not self.run.stop_on_save_error:
+            elif not self.stop_on_error:
                 self.run.log.info(f"{self.failure}; training continues")
         except OSError as error:  # the new checkpoint is there; the next save tries again to remove the old ones
             self.run.log.info(f"{error.filename or path.parent}: cannot be removed: {error.strerror or error}")
@@ -153,7 +154,7 @@ class CheckpointHook(BaseHook):
     def _check(self) -> None:
         if self.bug:
             raise self.bug
-        if self.failure and self.run.stop_on_save_error:
+        if self.failure and self.stop_on_error:
             raise TrainingError(f"{self.failure}; earlier checkpoints are as they were (--on-save-error stop)")
 
     # ---- Events of the trainer ----
@@ -175,7 +176,7 @@ class CheckpointHook(BaseHook):
             kind = Interrupted if heard == signal.SIGINT else Preempted
             meaning = "the same command resumes it" if kind is Interrupted else "exit code 75 says: start it again"
             raise kind(f"stopped by {signal.Signals(heard).name} after step {step}, {kept}; {meaning}")
-        due = due or (self.every_steps and step % self.every_steps == 0) or step == self.run.max_steps
+        due = due or (self.every_steps and step % self.every_steps == 0) or step == self.run.args.max_steps
         if due and taken < len(self.train_dataloader):  # at the end of an epoch, `after_test` saves
             self._save(trainer, trainer.cur_epoch, taken)
         self._start_exchange()

@@ -26,7 +26,7 @@ class ProgressHook(BaseHook):
     def before_train(self, trainer: Trainer) -> None:
         steps = self.run.config.NUM_EPOCHS * (len(self.train_dataloader) // trainer.engine.accumulation)
         self.bar = tqdm(
-            total=min(steps, self.run.max_steps or steps),
+            total=min(steps, self.run.args.max_steps or steps),
             initial=trainer.engine.num_steps,
             unit="step",
             dynamic_ncols=True,

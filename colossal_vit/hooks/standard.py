@@ -18,17 +18,17 @@ def standard_hooks(run: Run, train_dataloader: MicroBatches) -> list[BaseHook]:
         run: from `launch.start`.
         train_dataloader: as `engine.initialize` returned it.
     """
-    if run.eval_only:
+    if run.args.eval_only:
         return [MetricsHook(None, train_dataloader, run.log)]
-    wandb = WandbRun(run.output, run.config, run.log) if run.wandb else None
+    wandb = WandbRun(run.output, run.config, run.log) if run.args.wandb else None
     metrics = MetricsHook(run.output, train_dataloader, run.log, wandb)
     hooks = [
         metrics,
         ProgressHook(run, train_dataloader, metrics),
         CheckpointHook(run, train_dataloader, metrics),
     ]
-    if run.profile:
+    if run.args.profile:
         hooks.append(ProfileHook(run.output, train_dataloader, run.log))
-    if run.debug_nan:
+    if run.args.debug_nan:
         hooks.append(DebugNanHook())
     return hooks

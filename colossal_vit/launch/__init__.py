@@ -1,9 +1,10 @@
 """Starting and ending runs: command line, launchers, process groups, exit codes.
 
-A train script calls `launch.run(main)`, and its `main` begins with `launch.start(...)`.
+A train script calls `launch.run(main, ...)`, and its `main` begins with `launch.start(args)`.
 """
 
-from colossal_vit.launch.exits import run
+from colossal_vit.launch.exits import call, run
+from colossal_vit.launch.flags import Arguments, parse
 from colossal_vit.launch.startup import start
 
-__all__ = ["run", "start"]
+__all__ = ["Arguments", "call", "parse", "run", "start"]

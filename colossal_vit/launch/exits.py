@@ -1,12 +1,13 @@
 """`launch.run`: how every train script ends, with its exit code and error message."""
 
-import functools
 import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from colossal_vit import streams
@@ -14,9 +15,11 @@ from colossal_vit.checkpoint import lock
 from colossal_vit.errors import Preempted, TrainingError, UserError, end_process, error_line
 from colossal_vit.hooks import wandb_run
 from colossal_vit.launch import watchdog
+from colossal_vit.launch.flags import Arguments, parse
 from colossal_vit.launch.launchers import launched_rank, rank_host_port
+from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.ranks import write_line
-from colossal_vit.plan import report, search
+from colossalai.context import Config
 from colossalai.legacy.core import global_context as gpc
 
 WATCHDOG_GRACE = 5.0  # seconds that a rank which lost a connection waits for the watchdog to name the dead rank
@@ -51,21 +54,43 @@ def _lost_connection(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or "gloo" in str(error) or "Connection reset by peer" in str(error)
 
 
-def run(main: Callable[[], None]) -> None:
-    """Call `main`, then end the process if it failed, on all ranks.
+def run(
+    main: Callable[[Arguments], Any],
+    description: str | None = None,
+    script: str | None = None,
+    check: Callable[[Config, Layout], None] | None = None,
+    notes: Callable[[Config, Path, int], list[str]] | None = None,
+) -> None:
+    """Parse the command line, and `call` the script's `main` with it; with `--dry-run` and `--plan`, the planner does.
+
+    Args:
+        main: of the script.
+        description: for `--help`; usually the script's docstring.
+        script, check, notes: see `Arguments`.
+    """
+
+    def parse_and_call() -> None:
+        args = parse(description=description, script=script, check=check, notes=notes)
+        if not (args.dry_run or args.plan is not None):
+            main(args)
+        elif launched_rank() == 0:  # under a launcher, one process answers for all
+            from colossal_vit.plan import command  # here, since no training needs it
+
+            command.run(main, args)
+
+    call(parse_and_call)
+
+
+def call(function: Callable[[], Any]) -> None:
+    """Call a function, then end the process if it failed, on all ranks.
 
     Exit codes: 0 for success, 2 for a `UserError`, 75 for `Preempted`, 130 for Ctrl-C, 1 for anything else. A
     `UserError`, `TrainingError` or `Preempted` becomes one line on stderr, printed by one rank.
     """
     streams.protect()
-    instead = report.report if "--dry-run" in sys.argv[1:] else None
-    if any(flag.split("=")[0] == "--plan" for flag in sys.argv[1:]):
-        instead = search.run
-    if instead:
-        main = functools.partial(instead, main, prints=launched_rank() == 0)
     code = 0
     try:
-        main()
+        function()
         if dist.is_initialized():
             dist.barrier()
             watchdog.current.leave()

@@ -3,13 +3,17 @@
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import colossalai.legacy as colossalai
 from colossal_vit.config.rules import POSITIVE_INT, TEXT, number, one_of, whole
 from colossal_vit.errors import Parser, UserError
 from colossal_vit.launch.launchers import LAUNCHERS
+from colossal_vit.parallel.layout import Layout
+from colossal_vit.run import Observer
+from colossalai.context import Config
 
 DEFAULT_TIMEOUT = 300.0  # seconds that a rank waits for the others, at the start and in collective operations
 MOST_RANKS = 2**20
@@ -26,6 +30,28 @@ RULES = {
 }
 
 
+class Arguments(argparse.Namespace):
+    """A parsed command line, each flag under its name; and the script that it is of.
+
+    `set` includes what `--compile` stands for, and `eval_only` is true with `--eval-knn`, too.
+
+    Attributes:
+        script: one of `settings.SCRIPTS`, whose config keys and defaults apply; None allows any key.
+        check: raises `UserError` if config and layout do not fit the script's model.
+        notes: makes lines that the script adds to a dry run's report, of config, run directory and data parallel size.
+        observer: what looks at the engine in place of training.
+    """
+
+    script: str | None = None
+    check: Callable[[Config, Layout], None] | None = None
+    notes: Callable[[Config, Path, int], list[str]] | None = None
+    observer: Observer | None = None
+
+    def replace(self, **changes: Any) -> "Arguments":
+        """A copy with other values."""
+        return Arguments(**{**vars(self), **changes})
+
+
 class TrainParser(Parser):
     """Parses the command line of a train script, in which no flag for one value is given twice, and each has its rule.
 
@@ -33,11 +59,11 @@ class TrainParser(Parser):
         UserError: naming flag and value.
     """
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: None = None) -> argparse.Namespace:
+    def parse_args(self, args: Sequence[str] | None = None, namespace: None = None) -> Arguments:
         words = sys.argv[1:] if args is None else args
         given = [self._option_string_actions.get(word.split("=")[0]) for word in words]
         times = Counter(action.dest for action in given if isinstance(action, argparse._StoreAction))
-        parsed = super().parse_args(words)
+        parsed = super().parse_args(words, Arguments())
         for name, count in times.items():
             if count > 1:
                 raise UserError(f"{_flag(name)} is given {count} times: leave all but one out")
@@ -47,6 +73,8 @@ class TrainParser(Parser):
                 own = name in ("rank", "local_rank")  # those of the other ranks may be right
                 raise UserError(f"{_flag(name)} {repr(value) if value == '' else value}: must be {rule.expected}", own)
         parsed.output = parsed.output and Path(parsed.output)
+        parsed.set = [*parsed.set, *["COMPILE=True"] * parsed.compile]
+        parsed.eval_only = parsed.eval_only or parsed.eval_knn
         return parsed
 
 
@@ -55,7 +83,21 @@ def _flag(name: str) -> str:
     return f"--{name}" if name in ("world_size", "local_rank") else f"--{name.replace('_', '-')}"
 
 
-def get_parser(description: str | None = None) -> argparse.ArgumentParser:
+def parse(words: Sequence[str] | None = None, description: str | None = None, **of_script: Any) -> Arguments:
+    """The arguments of a train script.
+
+    Args:
+        words: the command line, by default this process's.
+        description: for `--help`; usually the script's docstring.
+        of_script: `script`, `check` and `notes`, see `Arguments`.
+
+    Raises:
+        UserError: if a flag is wrong.
+    """
+    return get_parser(description).parse_args(words).replace(**of_script)
+
+
+def get_parser(description: str | None = None) -> TrainParser:
     """The parser of every train script: Colossal-AI's flags and ours."""
     parser = TrainParser(
         description=description,

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 from colossal_vit.errors import UserError
-from colossal_vit.plan import fakes
 from colossalai.context import Config
 
 DEFAULT_PORT = 29500
@@ -181,8 +180,8 @@ def rank_host_port() -> tuple[int, str | None, str | None]:
     return rank, given.host or os.environ.get("MASTER_ADDR"), given.port or os.environ.get("MASTER_PORT")
 
 
-def planned_rendezvous(args: argparse.Namespace, config: Config) -> Rendezvous:
-    """The rank that a dry run simulates.
+def planned_rendezvous(args: argparse.Namespace, config: Config, rank: int = 0) -> Rendezvous:
+    """Of a process that plays a rank, where `--dry-run` and `--plan` start no others.
 
     The world size is `--world_size`, or the launcher's, or the smallest that the layout allows.
 
@@ -193,4 +192,4 @@ def planned_rendezvous(args: argparse.Namespace, config: Config) -> Rendezvous:
     fewest = config.parallel.pipeline * config.parallel.tensor.size
     world_size = args.world_size or int(next((size for size in launched if size and size.isdecimal()), fewest))
     _check_rank(args.rank or 0, world_size)
-    return Rendezvous("none", fakes.rank, args.local_rank or 0, world_size, "nowhere", 0)
+    return Rendezvous("none", rank, args.local_rank or 0, world_size, "nowhere", 0)

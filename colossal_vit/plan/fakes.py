@@ -1,18 +1,17 @@
-"""Fake tensors, with shapes but no data."""
+"""Fake tensors, with shapes but no data, and what looks at a script's engine with them."""
 
 from collections.abc import Callable
 
 import torch
+from colossal_vit.run import Observe, Observer
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _create_work_from_future
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore  # and torch's backend "fake"
 from torch.utils._python_dispatch import TorchDispatchMode
 
 if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::broadcast_", "Meta"):
     import torch.distributed._tools.fake_collectives  # where older versions of torch make them known to fake tensors
-
-rank = 0  # set in forks of dry runs: the one that is simulated
-real_tensors = False  # set in forks of the planner that take times, in which only the other ranks are fake
 
 
 class _FakeValues(TorchDispatchMode):
@@ -47,3 +46,13 @@ def fake_tensors(device: torch.device) -> None:
         module.get_rng_state = lambda *_: torch.empty(0)
         module.set_rng_state = lambda *_: None
     _FakeValues().__enter__()
+
+
+def on_fake_tensors(observe: Observe, rank: int = 0) -> Observer:
+    """An observer of one rank of any layout, which computes nothing."""
+    return Observer(observe, rank, FakeStore(), fake_tensors)
+
+
+def on_real_tensors(observe: Observe) -> Observer:
+    """An observer of rank 0 of any layout, which computes its part; messages go nowhere."""
+    return Observer(observe, 0, FakeStore(), lambda device: None)

@@ -3,9 +3,8 @@
 Works on fake tensors and process groups, and on real ones, with which the tests check the dry run.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -120,8 +119,6 @@ class StepPlan:
         layout: of the run.
         config: the resolved config.
         stage_ranks: one rank of each pipeline stage, with this rank's data and tensor coordinates.
-        notes: lines that the script appends to the report.
-        output: the run directory, where the report puts its picture.
         shards: of parameters that `annotate` has seen, by name.
         shapes: of these full parameters, as timm stores them.
     """
@@ -134,16 +131,11 @@ class StepPlan:
     layout: Layout
     config: dict[str, Any] = field(repr=False)
     stage_ranks: list[int] = field(default_factory=lambda: [0])
-    notes: list[str] = field(default_factory=list)
-    output: Path | None = None
     shards: dict[str, Shard] = field(default_factory=dict, repr=False)
     shapes: dict[str, list[int]] = field(default_factory=dict, repr=False)
 
 
-observe: Callable[[Engine, Iterable], Any] | None = None  # what `measure` does instead, in forks of the planner
-
-
-def measure(engine: Engine, batches: Iterable, output: Path | None = None, notes: Sequence[str] = ()) -> StepPlan:
+def measure(engine: Engine, batches: Iterable) -> StepPlan:
     """Measure the first optimizer step of an engine.
 
     Later steps send as many bytes, but DDP splits them into several all-reduce calls.
@@ -151,10 +143,7 @@ def measure(engine: Engine, batches: Iterable, output: Path | None = None, notes
     Args:
         engine: has made no step yet.
         batches: micro-batches for at least one optimizer step.
-        output, notes: see `StepPlan`.
     """
-    if observe is not None:
-        return observe(engine, batches)
     config = gpc.config
     model = engine.model
     optimizer = engine.optimizer.optim
@@ -200,8 +189,6 @@ def measure(engine: Engine, batches: Iterable, output: Path | None = None, notes
         layout=Layout.current(),
         config=dict(config),
         stage_ranks=list(gpc.get_ranks_in_group(ParallelMode.PIPELINE)) if pipelined else [0],
-        notes=list(notes),
-        output=output,
         shards={p.shard.name: p.shard for p in annotated},
         shapes={p.shard.name: p.shard.full_shape(p.shape) for p in annotated},
     )

@@ -18,9 +18,13 @@ from typing import Any
 import torch
 from colossal_vit.config.load import num_model_chunks
 from colossal_vit.errors import TrainingError, UserError
-from colossal_vit.plan import fakes, pictures
-from colossal_vit.plan.meter import SENT_SHARE, StepPlan
+from colossal_vit.launch.flags import Arguments
+from colossal_vit.launch.startup import find_output
+from colossal_vit.plan import pictures
+from colossal_vit.plan.fakes import on_fake_tensors
+from colossal_vit.plan.meter import SENT_SHARE, StepPlan, measure
 from colossal_vit.plan.pictures import Piece
+from colossal_vit.results import format_table
 from colossalai.context import Config
 from matplotlib.figure import Figure
 
@@ -68,20 +72,15 @@ def in_fork(function: Callable[[], Any]) -> Any:
     return in_forks([function])[0]
 
 
-def plan_rank(main: Callable[[], StepPlan | None], rank: int) -> StepPlan:
-    """The plan that a train script's `main` returns for one rank, with `--dry-run` on the command line."""
-
-    def of_rank() -> StepPlan:
-        fakes.rank = rank
-        return main()
-
-    return in_fork(of_rank)
+def plan_rank(main: Callable[[Arguments], Any], args: Arguments, rank: int) -> StepPlan:
+    """The plan of a train script for one rank."""
+    return in_fork(lambda: main(args.replace(observer=on_fake_tensors(measure, rank))))
 
 
-def plan(main: Callable[[], StepPlan | None]) -> list[StepPlan]:
+def plan(main: Callable[[Arguments], Any], args: Arguments) -> list[StepPlan]:
     """The plans for the first rank of each pipeline stage."""
-    first = plan_rank(main, 0)
-    return [first] + [plan_rank(main, rank) for rank in first.stage_ranks[1:]]
+    first = plan_rank(main, args, 0)
+    return [first] + [plan_rank(main, args, rank) for rank in first.stage_ranks[1:]]
 
 
 def _ranges(numbers: Iterable[int]) -> str:
@@ -108,19 +107,8 @@ def _layers(names: Iterable[str]) -> str:
     return ", ".join(f"blocks {_ranges(blocks)}" if name == "blocks" else name for name in others)
 
 
-def format_table(header: list[str], rows: list[list[str]]) -> list[str]:
-    """Lines of a text table, with the first column aligned left and all others right."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    return [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in (header, *rows)
-    ]
-
-
-def format_report(plans: list[StepPlan]) -> str:
-    """The plans of all pipeline stages as text."""
+def format_report(plans: list[StepPlan], notes: Sequence[str] = ()) -> str:
+    """The plans of all pipeline stages as text, and the lines that the script adds."""
     layout, config = plans[0].layout, Config(plans[0].config)
     world = layout.data * layout.pipeline * layout.tensor
     replica = layout.pipeline * layout.tensor
@@ -150,7 +138,7 @@ def format_report(plans: list[StepPlan]) -> str:
             f"pipeline bubble: (stages - 1) / (chunks × micro-batches) = ({layout.pipeline} - 1) / "
             f"({chunks} × {micro_batches}) = {bubble:.1%} of the time spent computing",
         ]
-    return "\n".join([*lines, "", *plans[0].notes] if plans[0].notes else lines)
+    return "\n".join([*lines, "", *notes] if notes else lines)
 
 
 def tensor_pieces(plan: StepPlan) -> dict[str, list[Piece]]:
@@ -180,13 +168,9 @@ def _write_picture(plans: list[StepPlan], folder: Path) -> str:
     return pictures.write(draw_layout(plans), folder / "layout.png")
 
 
-def report(main: Callable[[], StepPlan | None], prints: bool = True) -> None:
-    """Print the report of a train script's `main`, and draw the layout in the run directory.
-
-    Does nothing unless `prints`, set on one process of a launcher.
-    """
-    if prints:
-        plans = plan(main)
-        print(format_report(plans))
-        if plans[0].output:
-            print(f"\n{_write_picture(plans, plans[0].output)}")
+def report(main: Callable[[Arguments], Any], args: Arguments) -> None:
+    """Print the report of a train script, and draw the layout in the run directory."""
+    plans, output = plan(main, args), find_output(args)
+    notes = args.notes(Config(plans[0].config), output, plans[0].layout.data) if args.notes else []
+    print(format_report(plans, notes))
+    print(f"\n{_write_picture(plans, output)}")

@@ -1,7 +1,6 @@
 """`--plan MACHINE`: the step time and memory of every layout, predicted, and the best ones."""
 
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,18 +8,23 @@ from typing import Any, NamedTuple
 import torch
 from colossal_vit.config.load import plain
 from colossal_vit.config.settings import HYBRID
-from colossal_vit.engine.engine import Engine
 from colossal_vit.engine.reduction import BUCKET_BYTES
 from colossal_vit.errors import UserError
+from colossal_vit.launch.flags import Arguments
+from colossal_vit.launch.launchers import planned_rendezvous
+from colossal_vit.launch.startup import find_output, read_config
 from colossal_vit.models import build_timm_vit
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.partition import partition_blocks
-from colossal_vit.plan import calibration, fakes, meter, pictures, report
+from colossal_vit.plan import calibration, pictures, report
 from colossal_vit.plan.enumeration import Choice, enumerate_layouts, global_batch
+from colossal_vit.plan.fakes import on_fake_tensors, on_real_tensors
 from colossal_vit.plan.machines import HERE, Machine, find_machine
 from colossal_vit.plan.memory import Chunk, cut, owned_share, rank_memory, sizes_of
 from colossal_vit.plan.simulation import Cost, Event, finish, simulate
 from colossal_vit.plan.trace import Message, Trace, trace
+from colossal_vit.results import format_table
+from colossal_vit.run import Observe
 from colossalai.context import Config
 from matplotlib.figure import Figure
 
@@ -242,90 +246,72 @@ def search(predictor: Predictor, choices: Iterable[Choice], shown: int = SHOWN) 
 # ---- From the command line -------------------------------------------------------------------------------------------
 
 
-class PlanRequested(Exception):
-    """Raised by a train script's start under `--plan`: what is to be planned.
+Main = Callable[[Arguments], Any]
 
-    Args:
-        machine: name of a machine.
-        path: of the config file.
-        overrides: of its values.
-        config: loaded from both.
+
+class Request(NamedTuple):
+    """What is to be planned.
+
+    Attributes:
+        main: of the train script.
+        args: its command line.
+        config: loaded from it.
         world_size: number of ranks.
-        script: one of `settings.SCRIPTS`, or None.
-        check: raises `UserError` for a config and a layout that do not fit the model.
-        output: run directory, for the calibration.
     """
 
-    def __init__(
-        self,
-        machine: str,
-        path: str,
-        overrides: Sequence[str],
-        config: Config,
-        world_size: int,
-        script: str | None,
-        check: Callable[[Config, Layout], None] | None,
-        output: Path,
-    ):
-        super().__init__()
-        self.machine, self.path, self.overrides, self.config = machine, path, overrides, config
-        self.world_size, self.script, self.check, self.output = world_size, script, check, output
+    main: Main
+    args: Arguments
+    config: Config
+    world_size: int
 
 
-def request_of(main: Callable[[], Any]) -> PlanRequested:
-    """What a train script's `main` is to plan; `--plan` is on its command line."""
-    try:
-        main()
-    except PlanRequested as request:
-        return request
-    raise RuntimeError("the script does not begin with launch.start")
+def request_of(main: Main, args: Arguments) -> Request:
+    """What a command line with `--plan` asks for.
+
+    Raises:
+        UserError: if flags or config are not usable.
+    """
+    config, _ = read_config(args)
+    return Request(main, args, config, planned_rendezvous(args, config).world_size)
 
 
 def run_model(
-    main: Callable[[], Any],
-    request: PlanRequested,
-    tensor: TensorParallel,
-    observe: Callable[[Engine, Iterable], Any],
-    images: int | None = None,
-    device: int = 0,
+    request: Request, tensor: TensorParallel, observe: Observe, images: int | None = None, device: int = 0
 ) -> Callable[[], Any]:
     """A function, for a fork, that runs a train script's `main` up to its engine, and returns what is observed.
 
     Args:
-        main: of the script.
         request: to plan.
         tensor: tensor parallelism of the model; it has two blocks, and neither data parallelism nor a pipeline.
         observe: called with engine and batches.
         images: of a batch; with them, tensors are real and only the other ranks are fake.
         device: index of the GPU, if there are any.
     """
-    mode, size, depth = tensor
+    args, (mode, size, depth) = request.args, tensor
     parallel = {"pipeline": 1, "tensor": {"mode": mode, "size": size, **({"depth": depth} if depth else {})}}
     parts = Layout.of(Config({"parallel": parallel}), size).batch_parts
     values: dict[str, Any] = {"BATCH_SIZE": images or TRACED_IMAGES * parts, "gradient_accumulation": 1}
     values |= {"zero": None, "DEPTH": 2}
     if "MODEL" in request.config and request.config.get("DROP_PATH_RATE"):
         values["DROP_PATH_UNIFORM"] = True  # the first of two blocks would have none, and it stands for all
-    if request.script == HYBRID:
+    if args.script == HYBRID:
         values |= {"parallel": parallel, "NUM_MICRO_BATCHES": 1, "model": {"num_chunks": 1}, "CHECKPOINT": False}
+    overrides = [*args.set, *(f"{key}={value!r}" for key, value in values.items())]
+    of_rank = args.replace(set=overrides, world_size=size, rank=None, local_rank=device, backend=None)
 
-    def of_rank() -> Any:
-        meter.observe = observe
-        fakes.real_tensors = images is not None
-        if images and request.world_size > 1:
+    def of_model() -> Any:
+        if images is None:
+            return request.main(of_rank.replace(observer=on_fake_tensors(observe)))
+        if request.world_size > 1:
             torch.set_num_threads(1)  # as torchrun has it
-        sys.argv[1:] = ["--config", request.path, "--dry-run", "--world_size", str(size)]
-        sys.argv += ["--local_rank", str(device)]
-        for override in (*request.overrides, *(f"{key}={value!r}" for key, value in values.items())):
-            sys.argv += ["--set", override]
-        return main()
+        return request.main(of_rank.replace(observer=on_real_tensors(observe)))
 
-    return of_rank
+    return of_model
 
 
-def record(main: Callable[[], Any], request: PlanRequested, tensor: TensorParallel) -> Trace:
-    """The trace of a train script's `main` with this tensor parallelism, made in a fork."""
-    return report.in_fork(run_model(main, request, tensor, trace))
+def record(request: Request, tensor: TensorParallel) -> Trace:
+    """The trace of the script's model with this tensor parallelism, made in a fork."""
+    return report.in_fork(run_model(request, tensor, trace))
 
 
 def set_flags(choice: Choice, script: str | None) -> list[str]:
@@ -336,9 +322,9 @@ def set_flags(choice: Choice, script: str | None) -> list[str]:
     return [f'--set "{key}={value!r}"' for key, value in values.items()]
 
 
-def format_plan(plan: Plan, request: PlanRequested, images: int) -> str:
+def format_plan(plan: Plan, request: Request, images: int) -> str:
     """The table of the best layouts."""
-    where = f"{request.world_size} ranks, {request.machine}"
+    where = f"{request.world_size} ranks, {request.args.plan}"
     lines = [f"{where}, {images} images per step: {plan.num_layouts} layouts; predicted, not measured"]
     if plan.num_too_large:
         lines.append(
@@ -359,17 +345,17 @@ def format_plan(plan: Plan, request: PlanRequested, images: int) -> str:
         for each in plan.best
     ]
     header = ["layout", "images/s", "GB per rank", "computing", "communicating", "bubble"]
-    return "\n".join([*lines, "", *report.format_table(header, rows)])
+    return "\n".join([*lines, "", *format_table(header, rows)])
 
 
-def draw(plan: Plan, request: PlanRequested, images: int) -> Figure:
+def draw(plan: Plan, request: Request, images: int) -> Figure:
     """The best layouts as bars, and the timetable of the first one if it is a pipeline."""
     layouts = {
         str(each.choice): {key: getattr(each, key) for key in ("seconds", *pictures.SHARES)} for each in plan.best
     }
     first = plan.best[0]
     events = first.events if first.choice.layout.pipeline > 1 else None
-    return pictures.draw_plan(layouts, images, f"{request.world_size} ranks, {request.machine}", events)
+    return pictures.draw_plan(layouts, images, f"{request.world_size} ranks, {request.args.plan}", events)
 
 
 def with_depth(config: Config) -> Config:
@@ -380,14 +366,14 @@ def with_depth(config: Config) -> Config:
         return Config({**config, "DEPTH": len(build_timm_vit(config).blocks)})
 
 
-def make_plan(main: Callable[[], Any], request: PlanRequested) -> tuple[Plan, int]:
+def make_plan(request: Request) -> tuple[Plan, int]:
     """The best layouts, and the images of a step.
 
     Raises:
         UserError: if the machine is not known, the model has fewer than two blocks, or no layout makes as many images
             per step, or fits the memory.
     """
-    config, check, num_ranks = request.config, request.check, request.world_size
+    config, check, num_ranks = request.config, request.args.check, request.world_size
     own = Layout.of(config, num_ranks)
     if "MODEL" in config:  # timm's, the same in all layouts
         check(config, own)
@@ -396,7 +382,7 @@ def make_plan(main: Callable[[], Any], request: PlanRequested) -> tuple[Plan, in
     if not config.get("DEPTH", 0) > 1:
         raise UserError("--plan is for models whose config has a DEPTH of at least 2")
     images = global_batch(config, num_ranks)
-    choices = enumerate_layouts(config, num_ranks, images, request.script, check)
+    choices = enumerate_layouts(config, num_ranks, images, request.args.script, check)
     if not choices:
         if check:
             check(config, own)
@@ -408,49 +394,46 @@ def make_plan(main: Callable[[], Any], request: PlanRequested) -> tuple[Plan, in
             f"multiple of {fits})"
         )
     machine: Machine
-    if request.machine == HERE or request.machine.endswith(".json"):
-        machine = measured(main, request, choices)
+    if request.args.plan == HERE or request.args.plan.endswith(".json"):
+        machine = measured(request, choices)
     else:
-        machine = find_machine(request.machine, config.get("machine"), bool(config.fp16), config.get("TF32", False))
-    traces = {tensor: record(main, request, tensor) for tensor in {choice.tensor: None for choice in choices}}
+        machine = find_machine(request.args.plan, config.get("machine"), bool(config.fp16), config.get("TF32", False))
+    traces = {tensor: record(request, tensor) for tensor in {choice.tensor: None for choice in choices}}
     plan = search(Predictor(config, machine, traces), choices)
     if not plan.best:
         raise UserError(
-            f"--plan {request.machine}: none of {plan.num_layouts} layouts fits the memory of a rank, "
+            f"--plan {request.args.plan}: none of {plan.num_layouts} layouts fits the memory of a rank, "
             f"{machine.memory_gb:.1f} GB less {machine.reserved_gb:.1f} GB for what is no tensor; the smallest takes "
             f"{plan.smallest / 1e9:.1f} GB"
         )
     return plan, images
 
 
-def measured(main: Callable[[], Any], request: PlanRequested, choices: Iterable[Choice]) -> calibration.Here:
+def measured(request: Request, choices: Iterable[Choice]) -> calibration.Here:
     """This machine, measured, or read from the file that a request names."""
     model = plain({key: request.config.get(key) for key in calibration.MODEL})
-    model |= {"script": request.script, "images of a step": global_batch(request.config, request.world_size)}
+    model |= {"script": request.args.script, "images of a step": global_batch(request.config, request.world_size)}
     made = calibration.origin(request.world_size, model)
     if (num_gpus := len(made["gpus"])) and request.world_size > num_gpus:
         raise UserError(
-            f"--plan {request.machine}: --world_size {request.world_size}, but this machine has {num_gpus} GPU(s): at "
-            f"most one process per GPU can be timed here"
+            f"--plan {request.args.plan}: --world_size {request.world_size}, but this machine has {num_gpus} GPU(s): "
+            f"at most one process per GPU can be timed here"
         )
     images: dict[TensorParallel, set[int]] = {}
     for choice in choices:
         images.setdefault(choice.tensor, set()).add(choice.images)
-    if request.machine != HERE:
-        return calibration.load(Path(request.machine), made, images)
-    here = calibration.calibrate(partial(run_model, main, request), images, request.world_size, made)
-    calibration.save(here, request.output / "calibration.json")
+    if request.args.plan != HERE:
+        return calibration.load(Path(request.args.plan), made, images)
+    here = calibration.calibrate(partial(run_model, request), images, request.world_size, made)
+    calibration.save(here, find_output(request.args) / "calibration.json")
     return here
 
 
-def run(main: Callable[[], Any], prints: bool = True) -> None:
-    """Print the plan of a train script's `main`, and draw it in the run directory.
-
-    Does nothing unless `prints`, set on one process of a launcher.
-    """
-    if prints:
-        request = request_of(main)
-        plan, images = make_plan(main, request)
-        print(format_plan(plan, request, images))
-        print(f"\n{pictures.write(draw(plan, request, images), request.output / 'plan.png')}")
-        print("\nthe first one:", " ".join(set_flags(plan.best[0].choice, request.script)), sep="\n")
+def report_plan(main: Main, args: Arguments) -> None:
+    """Print the plan of a train script, and draw it in the run directory."""
+    request = request_of(main, args)
+    output = find_output(args)
+    plan, images = make_plan(request)
+    print(format_plan(plan, request, images))
+    print(f"\n{pictures.write(draw(plan, request, images), output / 'plan.png')}")
+    print("\nthe first one:", " ".join(set_flags(plan.best[0].choice, args.script)), sep="\n")
