@@ -155,18 +155,18 @@ def test_replicas_of_a_pipeline_reduce_during_their_last_backward_pass(monkeypat
         engine, *_ = initialize(model, optimizer, col_nn.CrossEntropyLoss())
         (handler,) = engine._gradient_handlers
         found = []
-        reduce = reduction.Bucket.reduce
+        start = reduction.GradientBucket.start
 
         def note_start(bucket):
             found.append(handler.buckets.index(bucket))
-            reduce(bucket)
+            start(bucket)
 
         def note(function, *args):
             found.append("begin")
             function(*args)
             found.append("end")
 
-        monkeypatch.setattr(reduction.Bucket, "reduce", note_start)
+        monkeypatch.setattr(reduction.GradientBucket, "start", note_start)
         last = gpc.is_last_rank(ParallelMode.PIPELINE)
         name = "backward" if last else "backward_by_grad"
         backward = getattr(engine, name)

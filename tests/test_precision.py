@@ -2,14 +2,11 @@
 
 import json
 import math
-from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 import timm
 import torch
-from colossal_vit.engine import precision
-from colossal_vit.engine.amp_optimizers import ClippedOptimizer, LossScale, NaiveAMPOptimizer
+from colossal_vit.engine.amp_optimizer import LossScale
 from colossal_vit.engine.assembly import initialize
 from colossalai.legacy.amp import AMP_TYPE
 from colossalai.legacy.context import ParallelMode
@@ -185,7 +182,7 @@ def test_the_scale_is_the_one_that_other_scalers_have(hysteresis):
 
 
 def test_upstream_unscales_by_the_grown_scale():
-    """The defect behind `NaiveAMPOptimizer.step`: when the scale grows, upstream halves that step's gradient."""
+    """Why `AMPOptimizer` has its own master weights: when the scale grows, upstream halves that step's gradient."""
     from colossalai.amp.naive_amp.mixed_precision_optimizer import MixedPrecisionOptimizer
 
     def function():
@@ -212,16 +209,6 @@ def test_masters_are_fp32_and_weights_follow():
     assert dtype == torch.float32
     assert master == 1.0 - 3 * 2**-12, "steps too small for bf16 must add up in the master"
     assert working == 1.0
-
-
-def test_wrappers_are_the_ones_asked_for():
-    expected = {
-        "NAIVE fp16": NaiveAMPOptimizer,
-        "TORCH fp16": ClippedOptimizer,
-    }
-    for mode, wrapper in expected.items():
-        (name,) = fork_ranks.call(lambda: type(engine_with_gradient([1.0], None, 0.0).optimizer), fp16=MODES[mode])
-        assert name is wrapper
 
 
 APEX = {level: dict(mode=AMP_TYPE.APEX, opt_level=level, dtype="bf16") for level in ("O0", "O1", "O2", "O3")}
@@ -311,50 +298,3 @@ def test_norms_of_o2_compute_in_fp32():
 
     ((output, expected),) = fork_ranks.call(function, fp16=APEX["O2"])
     torch.testing.assert_close(output, expected, rtol=0, atol=0)
-
-
-class FakeApex:
-    """What of `apex.amp` is used: it scales by 8, and finds an overflow in what is not finite, as apex does."""
-
-    def __init__(self):
-        scaler = SimpleNamespace(scale=8.0, loss_scale=lambda: scaler.scale)
-        self._amp_state = SimpleNamespace(loss_scalers=[scaler])
-        self.calls = []
-
-    def initialize(self, model, optimizer, **options):
-        self.calls.append(options)
-        return model, optimizer
-
-    def master_params(self, optimizer):
-        return optimizer.param_groups[0]["params"]
-
-    @contextmanager
-    def scale_loss(self, loss, optimizer):
-        scaler = self._amp_state.loss_scalers[0]
-        yield loss * scaler.scale
-        gradients = [parameter.grad for parameter in self.master_params(optimizer)]
-        for gradient in gradients:
-            gradient.div_(scaler.scale)
-        if not all(gradient.isfinite().all() for gradient in gradients):
-            scaler.scale /= 2
-            step, optimizer.step = optimizer.step, lambda *args: setattr(optimizer, "step", step)
-
-
-def test_an_installed_apex_is_used(monkeypatch):
-    fake = FakeApex()
-    monkeypatch.setattr(precision, "_apex_amp", lambda device: fake)
-
-    def function():
-        answers = []
-        for values in ([30.0, 40.0], [float("inf"), 1.0]):
-            engine = engine_with_gradient(values, None, init=0.0)
-            engine.step()
-            weight = engine.optimizer.param_groups[0]["params"][0].flatten().tolist()
-            answers.append((weight, engine.optimizer.skipped, engine.optimizer.loss_scale))
-        return answers, fake.calls, precision.describe(APEX["O1"], torch.device("cpu"))
-
-    (((first, second), calls, said),) = fork_ranks.call(function, fp16=APEX["O1"], clip_grad_norm=5.0)
-    assert first == (pytest.approx([-3.0, -4.0]), False, 8.0)
-    assert second == ([0.0, 0.0], True, 4.0)
-    assert calls == [{"opt_level": "O1", "verbosity": 0}] * 2
-    assert said == "AMP_TYPE.APEX O1 by apex in bfloat16"

@@ -1,6 +1,7 @@
 """Optimizer state split over data-parallel ranks changes nothing of what is learned."""
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ def reference(tmp_path_factory):
 def small_buckets(monkeypatch, size):
     """Make many buckets of even a small model: some wait until others have arrived, some weights are sent alone."""
     monkeypatch.setattr(reduction, "BUCKET_BYTES", size)
-    monkeypatch.setattr(reduction, "LARGE_BYTES", size // 2)
+    monkeypatch.setattr(zero, "LARGE_BYTES", size // 2)
     for module in (reduction, zero):
         monkeypatch.setattr(module, "IN_FLIGHT_BYTES", 2 * size)
 
@@ -144,8 +145,9 @@ def wrong_owner(monkeypatch):
 
 
 def unsent_weights(monkeypatch):
-    send = reduction.Bucket.send_weights
-    monkeypatch.setattr(reduction.Bucket, "send_weights", lambda self: send(self) if self.owner == 0 else None)
+    """The second owner keeps its new weights to itself."""
+    send, unsent = zero.WeightBroadcast, SimpleNamespace(wait=lambda: None)
+    monkeypatch.setattr(zero, "WeightBroadcast", lambda bucket: send(bucket) if bucket.owner == 0 else unsent)
 
 
 @pytest.mark.parametrize("fault", [wrong_owner, unsent_weights])

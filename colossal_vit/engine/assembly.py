@@ -12,7 +12,6 @@ import torch
 from colossal_vit.compat.patches import set_pipeline_dtype
 from colossal_vit.config.load import num_model_chunks
 from colossal_vit.engine import precision
-from colossal_vit.engine.amp_optimizers import ApexOptimizer
 from colossal_vit.engine.ema import Ema
 from colossal_vit.engine.engine import Engine
 from colossal_vit.engine.freezing import frozen_parameters
@@ -199,8 +198,6 @@ def initialize(
     gradient_handlers = []
     num_passes = (config.NUM_MICRO_BATCHES if is_using_pp() else 1) * config.gradient_accumulation
     if zero:
-        if isinstance(optimizer, ApexOptimizer):
-            raise UserError("zero does not work with NVIDIA's apex, which looks for overflows on each rank: use TORCH")
         gradient_handlers = [zero.reducer(model, num_passes, overlap=not config.get("COMPILE"))]
         optimizer.norm_group = ParallelMode.GLOBAL
     elif is_using_ddp() and is_using_pp():
@@ -219,8 +216,8 @@ def initialize(
     ema = None
     if (settings := config.get("ema")) is not None:
         masters = optimizer.working_to_master_map
-        own = [p for p in bare_model.parameters() if not zero or zero.has(p)]
-        ema = Ema([(p, masters.get(p, p)) for p in own], settings, zero and zero.publish_weights)
+        own = [p for p in bare_model.parameters() if not zero or zero.owns(p)]
+        ema = Ema([(p, masters.get(p, p)) for p in own], settings, zero and zero.broadcast_weights)
     engine = Engine(
         model=model,
         bare_model=bare_model,

@@ -14,16 +14,14 @@ In fp16 the loss is scaled so that small gradients do not underflow, and a step 
 skipped; bf16 has fp32's range and needs neither. The default is fp16 on CUDA and bf16 on the CPU; to choose, set
 `fp16 = dict(..., dtype='bf16')`.
 
-APEX uses NVIDIA's apex if there is a GPU and the installed apex has `amp`, which recent versions lack. Otherwise torch
-implements the levels of the table. `describe` tells which of the two runs.
+NVIDIA has removed `amp` from its apex: torch implements the levels of the table.
 """
 
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from colossal_vit.engine.amp_optimizers import ApexOptimizer, ClippedOptimizer, LossScale, NaiveAMPOptimizer
+from colossal_vit.engine.amp_optimizer import AMPOptimizer, LossScale
 from colossalai.interface import OptimizerWrapper
 from colossalai.legacy.amp import AMP_TYPE
 from colossalai.legacy.utils import is_no_pp_or_last_stage
@@ -40,16 +38,6 @@ def compute_dtype(fp16: Mapping[str, Any] | None, device: torch.device) -> torch
     return DTYPES[fp16.get("dtype") or ("fp16" if device.type == "cuda" else "bf16")]
 
 
-def _apex_amp(device: torch.device) -> Any | None:
-    """The module `apex.amp`; None if it is not installed or the device is no GPU."""
-    if device.type != "cuda":
-        return None
-    try:
-        return importlib.import_module("apex.amp")
-    except ImportError:
-        return None
-
-
 def _opt_level(fp16: Mapping[str, Any]) -> str:
     return fp16.get("opt_level", "O1")
 
@@ -64,7 +52,7 @@ def describe(fp16: Mapping[str, Any] | None, device: torch.device) -> str:
     level = _opt_level(fp16)
     if level == "O0":
         return "AMP_TYPE.APEX O0, which is fp32"
-    return f"AMP_TYPE.APEX {level} by {'apex' if _apex_amp(device) else 'torch'} in {dtype}"
+    return f"AMP_TYPE.APEX {level} by torch in {dtype}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -152,18 +140,14 @@ def wrap_for_precision(
     """
     mode, level = (fp16["mode"], _opt_level(fp16)) if fp16 else (None, None)
     if mode is None or (mode == AMP_TYPE.APEX and level == "O0"):
-        return model, ClippedOptimizer(optimizer), criterion
+        return model, AMPOptimizer(optimizer), criterion
     dtype = compute_dtype(fp16, device)
-    if mode == AMP_TYPE.APEX and (amp := _apex_amp(device)):
-        working = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-        return model, ApexOptimizer(optimizer, amp, working), criterion
     autocast = mode == AMP_TYPE.TORCH or (mode == AMP_TYPE.APEX and level == "O1")
     scale = _loss_scale(fp16, {} if autocast else NAIVE_SCALE) if dtype == torch.float16 else None
     if autocast:
         model = Autocast(model, device, dtype)
         criterion = criterion and Autocast(criterion, device, dtype)
-        return model, ClippedOptimizer(optimizer, scale), criterion
+        return model, AMPOptimizer(optimizer, scale), criterion
     chunks = list(model) if isinstance(model, nn.ModuleList) else [model]  # an interleaved pipeline has several
     last = len(chunks) - 1 if is_no_pp_or_last_stage() else None
     chunks = [LowPrecision(chunk, dtype, output_to_fp32=number == last) for number, chunk in enumerate(chunks)]
@@ -171,5 +155,5 @@ def wrap_for_precision(
         _keep_norms_in_fp32(chunks[0], dtype)
     model = nn.ModuleList(chunks) if isinstance(model, nn.ModuleList) else chunks[0]
     if mode == AMP_TYPE.APEX and level == "O3":
-        return model, ClippedOptimizer(optimizer), criterion
-    return model, NaiveAMPOptimizer(optimizer, scale), criterion
+        return model, AMPOptimizer(optimizer), criterion
+    return model, AMPOptimizer(optimizer, scale, master_weights=True), criterion

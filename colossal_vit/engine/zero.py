@@ -4,11 +4,38 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from colossal_vit.engine.reduction import IN_FLIGHT_BYTES, Bucket, GradientReducer, make_buckets
+from colossal_vit.engine.reduction import IN_FLIGHT_BYTES, GradientBucket, GradientReducer, make_buckets, split_flat
 from colossal_vit.parallel.owners import assign_owners
 from torch import nn
 from torch.optim import Optimizer
+
+LARGE_BYTES = 2**20  # size from which on a weight is sent alone: copying it would take longer than one more message
+
+
+class WeightBroadcast:
+    """The weights of a bucket on their way from their owner to all ranks, from the first moment on."""
+
+    @torch.no_grad()
+    def __init__(self, bucket: GradientBucket):
+        self.is_owner = bucket.is_owner
+        weights = [p.detach() for p in bucket.parameters]
+        messages = [w for w in weights if w.nbytes >= LARGE_BYTES]  # in place
+        self.small = [w for w in weights if w.nbytes < LARGE_BYTES]  # in one message
+        if self.small:
+            self.flat = torch.cat([w.flatten() for w in self.small])
+            messages.append(self.flat)
+        to_all = dict(group=bucket.group, group_src=bucket.owner, async_op=True)
+        self.broadcasts = [dist.broadcast(message, **to_all) for message in messages]
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Wait for the weights."""
+        for broadcast in self.broadcasts:
+            broadcast.wait()
+        if self.small and not self.is_owner:
+            torch._foreach_copy_(self.small, split_flat(self.flat, self.small))
 
 
 class Zero:
@@ -32,12 +59,12 @@ class Zero:
         self.group, self.stage = group, stage
         self.owners = assign_owners(parameters, group.size())
         for options in optimizer.param_groups:
-            options["params"] = [p for p in options["params"] if self.has(p)]
-        self.buckets: list[Bucket] = []
-        self._unsent: deque[Bucket] = deque()  # with new weights, in the order of the forward pass
-        self._in_flight: list[Bucket] = []
+            options["params"] = [p for p in options["params"] if self.owns(p)]
+        self.buckets: list[GradientBucket] = []
+        self._unsent: deque[GradientBucket] = deque()  # with new weights, in the order of the forward pass
+        self._in_flight: dict[GradientBucket, WeightBroadcast] = {}
 
-    def has(self, parameter: nn.Parameter) -> bool:
+    def owns(self, parameter: nn.Parameter) -> bool:
         """Whether this rank has a parameter's optimizer state; all ranks have those of frozen parameters."""
         return self.owners.get(parameter, self.group.rank()) == self.group.rank()
 
@@ -74,15 +101,14 @@ class Zero:
             self._send_next()
 
     def _send_next(self) -> None:
-        self._in_flight.append(self._unsent.popleft())
-        self._in_flight[-1].send_weights()
+        bucket = self._unsent.popleft()
+        self._in_flight[bucket] = WeightBroadcast(bucket)
 
-    def _receive(self, bucket: Bucket) -> None:
+    def _receive(self, bucket: GradientBucket) -> None:
         while bucket in self._unsent:
             self._send_next()
         if bucket in self._in_flight:
-            bucket.receive_weights()
-            self._in_flight.remove(bucket)
+            self._in_flight.pop(bucket).wait()
             self._send_more()
 
     def receive_weights(self) -> None:
@@ -95,12 +121,12 @@ class Zero:
         if not self.overlap:
             self.receive_weights()
 
-    def publish_weights(self) -> None:
+    def broadcast_weights(self) -> None:
         """Bring the owners' weights to all ranks now."""
         self.send_weights()
         self.receive_weights()
 
-    def _receive_first(self, buckets: Iterable[Bucket]) -> Callable[[nn.Module, Any], None]:
+    def _receive_first(self, buckets: Iterable[GradientBucket]) -> Callable[[nn.Module, Any], None]:
         def receive(module: nn.Module, inputs: Any) -> None:
             for bucket in buckets:
                 self._receive(bucket)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from colossal_vit import typed_json
 from colossal_vit.config.schema import GROUPS
 from colossal_vit.engine.engine import Engine
-from colossal_vit.engine.reduction import broadcast_from_owner, reduce_to_owner
+from colossal_vit.engine.reduction import reduce_to_owner
 from colossal_vit.errors import UserError
 from colossal_vit.files import write_text
 from colossal_vit.plan import report
@@ -242,13 +242,16 @@ def _collectives(size: int, group: Any, ranks: list[int]) -> dict[str, Callable[
 
         return collective
 
+    def broadcast(part: Tensor, owner: int, group: Any) -> dist.Work:
+        return dist.broadcast(part, group=group, group_src=owner, async_op=True)
+
     return {
         "all_reduce": lambda message: dist.all_reduce(message, group=group),
         "all_gather": lambda message: dist.all_gather(list(message.chunk(size)), message.chunk(size)[0].clone(), group),
         "reduce_scatter": lambda message: dist.reduce_scatter(
             message.chunk(size)[0].clone(), list(message.chunk(size)), group=group
         ),
-        "broadcast": in_parts(broadcast_from_owner),
+        "broadcast": in_parts(broadcast),
         "reduce": in_parts(reduce_to_owner),
         "send": send,
     }

@@ -145,7 +145,7 @@ def enumerate_layouts(config: Config, world_size: int, images: int, script: str,
     hybrid = script == HYBRID
     mode, ddp = (config.fp16 or {}).get("mode"), config.get("torch_ddp")
     pipelines = hybrid and mode in (None, AMP_TYPE.NAIVE)
-    can_split_state = not ddp and mode != AMP_TYPE.APEX  # apex looks for overflows on each rank
+    can_split_state = not ddp
     found: list[Choice] = []
 
     def allowed(choice: Choice) -> bool:

@@ -1,0 +1,155 @@
+"""The optimizer with loss scaling, clipping by the global norm and fp32 master weights, as the precision requires.
+
+It follows the protocol of Colossal-AI's `Engine.step`: `clip_grad_by_norm(max_norm)` on the accumulated gradients, then
+`step()`. In between the engine reads the norm, the one host-device synchronisation in a step. Upstream's wrappers
+override a method that its engine no longer calls, so upstream clips scaled gradients, by a norm local to each rank, and
+those of its newer API unscale by the scale of the next step.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from colossal_vit.parallel.sharding import global_norm
+from colossalai.interface import OptimizerWrapper
+from colossalai.legacy.context import ParallelMode
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class LossScale:
+    """The factor of the loss in fp16 training, lowered after overflows and raised after a run of steps without any.
+
+    It is kept on the host, which learns of an overflow from the gradient norm. The rule is that of Colossal-AI's
+    `DynamicGradScaler`, and with `hysteresis` = 1 that of torch's `GradScaler`.
+
+    Args:
+        value: the initial scale.
+        growth_factor, backoff_factor: factors by which the scale is raised and lowered.
+        growth_interval: consecutive steps without overflow before it is raised.
+        hysteresis: overflows since it was last raised before it is lowered.
+        min_scale, max_scale: bounds of the scale.
+    """
+
+    def __init__(
+        self,
+        value: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        hysteresis: int = 1,
+        min_scale: float = 0.0,
+        max_scale: float = math.inf,
+    ):
+        self.value, self.growth_factor, self.backoff_factor = float(value), growth_factor, backoff_factor
+        self.growth_interval, self.hysteresis = growth_interval, hysteresis
+        self.min_scale, self.max_scale = min_scale, max_scale
+        self.growth_step = self.hysteresis_step = 0
+
+    def update(self, overflow: bool) -> None:
+        """Count a step, and change the scale if it is time to."""
+        if overflow:
+            self.growth_step, self.hysteresis_step = 0, self.hysteresis_step + 1
+            if self.hysteresis_step >= self.hysteresis:
+                self.value = max(self.value * self.backoff_factor, self.min_scale)
+            return
+        self.growth_step += 1
+        if self.growth_step == self.growth_interval:
+            self.growth_step = self.hysteresis_step = 0
+            self.value = min(self.value * self.growth_factor, self.max_scale)
+
+    def state(self) -> dict[str, Any]:
+        """The state to save in checkpoints, JSON-serialisable."""
+        keys = ("growth_step", "hysteresis_step")
+        return {"loss_scale": self.value, **{key: getattr(self, key) for key in keys}}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned."""
+        self.value = state["loss_scale"]
+        self.growth_step, self.hysteresis_step = state["growth_step"], state.get("hysteresis_step", 0)
+
+
+class AMPOptimizer(OptimizerWrapper):
+    """An optimizer whose gradients are unscaled and clipped by their global norm.
+
+    Args:
+        optim: over the parameters of the model.
+        scale: the loss scale, or None.
+        master_weights: whether `optim` updates fp32 copies of the parameters that are in half precision, as in
+            `AMP_TYPE.NAIVE`.
+
+    Attributes:
+        grad_norm: L2 norm of the last full, unscaled gradient before clipping, over all ranks that share the model. A
+            tensor, set by `clip_grad_by_norm`; the engine replaces it by a float.
+        norm_group: the ranks that share the gradients: those that share the model, or with optimizer state split over
+            data-parallel ranks all of them.
+        skipped: whether the last `step()` left the weights unchanged because of an overflow.
+        working_to_master_map: from a parameter of the model to its master copy, for those that have one.
+    """
+
+    def __init__(self, optim: Optimizer, scale: LossScale | None = None, master_weights: bool = False):
+        super().__init__(optim)
+        self.scale, self.skipped, self.norm_group = scale, False, ParallelMode.MODEL
+        self.working_to_master_map: dict[Tensor, Tensor] = {}
+        for group in optim.param_groups if master_weights else ():
+            group["params"] = [self._master(p) if p.dtype.itemsize < 4 else p for p in group["params"]]
+
+    def _master(self, working: Tensor) -> Tensor:
+        master = self.working_to_master_map[working] = working.detach().float()
+        if hasattr(working, "shard"):
+            master.shard = working.shard
+        return master
+
+    @property
+    def loss_scale(self) -> float | None:
+        """The factor of the loss in the backward pass; None without loss scaling."""
+        return self.scale and self.scale.value
+
+    def scaler_state(self) -> dict[str, Any]:
+        """The loss scaler's state to save in checkpoints, JSON-serialisable; empty without loss scaling."""
+        return self.scale.state() if self.scale else {}
+
+    def load_scaler_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what `scaler_state` returned; ignored unless both scale the loss."""
+        if self.scale and "loss_scale" in state:
+            self.scale.load_state(state)
+
+    def zero_grad(self, *args, **kwargs) -> None:
+        for working in self.working_to_master_map:
+            working.grad = None
+        super().zero_grad(*args, **kwargs)
+
+    def backward(self, loss: Tensor, *args, **kwargs) -> None:
+        super().backward(loss * self.scale.value if self.scale else loss, *args, **kwargs)
+
+    def clip_grad_by_norm(self, max_norm: float, *args, **kwargs) -> Tensor:
+        """Unscale the gradients and clip them by their norm over all ranks that share them; 0 does not clip.
+
+        Returns:
+            The global norm of the unscaled gradients before clipping, a float32 scalar.
+        """
+        for working, master in self.working_to_master_map.items():
+            if working.grad is not None:
+                master.grad, working.grad = working.grad.float(), None
+        parameters = [p for p in self.parameters if p.grad is not None]
+        grads, scale = [p.grad for p in parameters], self.loss_scale or 1.0
+        self.grad_norm = global_norm(grads, parameters, self.norm_group) / scale
+        factor = torch.full_like(self.grad_norm, 1.0 / scale)
+        if max_norm > 0:
+            factor = factor * torch.clamp(max_norm / (self.grad_norm + 1e-6), max=1.0)
+        if grads and (max_norm > 0 or scale != 1.0):
+            torch._foreach_mul_(grads, factor)
+        return self.grad_norm
+
+    @torch.no_grad()
+    def step(self, *args, **kwargs) -> None:
+        """Update the weights, or after an overflow leave them; the norm is global, so all ranks agree on it."""
+        self.skipped = self.scale is not None and not math.isfinite(self.grad_norm)
+        if self.scale:
+            self.scale.update(self.skipped)
+        if self.skipped:
+            return
+        self.optim.step(*args, **kwargs)
+        for working, master in self.working_to_master_map.items():
+            working.copy_(master)
