@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,11 +44,8 @@ class Run:
         log: see `RankLogger`.
         observe: what looks at engine and batches in place of training, which then have neither data nor other ranks;
             `main` returns its answer.
-        checkpoint: to resume, or None; only rank 0 reads it.
-        started_from: the `--resume PATH` that this run began with, or None.
         data: identity of the data set, once it is read; see `data.identity.identify`.
-        changes: the changes accepted so far, each with the step it was made after.
-        best: accuracy and step of the best evaluation so far, or None; `restore.resume` loads it.
+        checkpointer: prepares, loads and saves, see `checkpoint.checkpointer.Checkpointer`; None if `observe` is set.
     """
 
     args: argparse.Namespace
@@ -58,8 +55,5 @@ class Run:
     device: torch.device
     log: RankLogger
     observe: Observe | None = None
-    checkpoint: Path | None = None
-    started_from: str | None = None
     data: dict[str, Any] | None = None
-    changes: list[dict[str, Any]] = field(default_factory=list)
-    best: dict[str, Any] | None = None
+    checkpointer: Any = None

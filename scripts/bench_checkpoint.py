@@ -3,9 +3,9 @@
     python scripts/bench_checkpoint.py [--models NAME ...] [--runs N] [--scratch DIR] [--result results/checkpoint]
 
 About 6 minutes on 2 CPU cores; needs 12 GB of free memory, and 4 GB of free space in `--scratch`. Each model is trained
-in a separate process, in fp32 with LAMB on 2 random images. Training pauses while its state is captured (`capture`),
+in a separate process, in fp32 with LAMB on 2 random images. Training pauses while its state is gathered (`gather`),
 and continues while the state is written (`storage.write`); steps without and during a write are timed alternately.
-`storage.verify` reads from the disk, after the files are dropped from the page cache; `restore.resume` then reads from
+`Checkpointer.prepare` verifies from the disk, after the files are dropped from the page cache; `load` then reads from
 the page cache, as when a run is restarted. All numbers are medians. "Every ... s for 1%" is the shortest interval
 between saves for which training pauses at most 1 % of the time: 100 times the pause. Slower steps during a write come
 on top.
@@ -22,7 +22,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from threading import Thread
@@ -30,9 +30,7 @@ from typing import Any
 
 import torch
 from colossal_vit import launch
-from colossal_vit.checkpoint import storage
-from colossal_vit.checkpoint.capture import Snapshot, capture
-from colossal_vit.checkpoint.restore import resume
+from colossal_vit.checkpoint import storage, tensors
 from colossal_vit.data.batches import SyntheticBatches
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.lamb import Lamb
@@ -81,7 +79,7 @@ def measure(name: str, num_runs: int, scratch: Path) -> dict[str, Any]:
     shape = (config.BATCH_SIZE, 3, config.IMG_SIZE, config.IMG_SIZE)
     batches = SyntheticBatches(NUM_BATCHES, shape, config.NUM_CLASSES, device, config.SEED)
     engine, loader, _, scheduler = initialize(model, optimizer, torch.nn.CrossEntropyLoss(), batches, None, scheduler)
-    trainer = Trainer(engine, logger=run.log)
+    trainer = Trainer(engine, scheduler, run.log)
     engine.train()
     times: dict[str, list[float]] = {key: [] for key in ("take", "write", "verify", "resume", "alone", "beside")}
     folder = run.output / storage.FOLDER
@@ -93,36 +91,37 @@ def measure(name: str, num_runs: int, scratch: Path) -> dict[str, Any]:
         engine.step()
         scheduler.step()
 
-    def state() -> Snapshot:
-        return capture(trainer, loader, 0, engine.num_steps, None)
+    def gather() -> storage.TensorFiles:
+        return tensors.gather(engine)
 
-    def write(snapshot: Snapshot) -> None:
+    def write(files: storage.TensorFiles, state: Mapping[str, Any]) -> None:
         started = time.perf_counter()
-        storage.write(run.checkpoint, *snapshot)
+        storage.write(path, files, state)
         times["write"].append(time.perf_counter() - started)
 
     for _ in range(2):  # the first step creates the moments
         step()
-    times["take"] = [seconds(state) for _ in range(1 + NUM_TAKEN)][1:]
+    times["take"] = [seconds(gather) for _ in range(1 + NUM_TAKEN)][1:]
     num_alone = 3
-    for number in range(num_runs):
-        if number:
-            shutil.rmtree(run.checkpoint)
+    for _ in range(num_runs):
+        for old in storage.list_steps(folder):
+            shutil.rmtree(old)
         times["alone"] += [seconds(step) for _ in range(num_alone)]
-        run.checkpoint = folder / f"step-{engine.num_steps:08d}"
-        writer = Thread(target=write, args=[state()])
+        path = folder / f"step-{engine.num_steps:08d}"
+        state = run.checkpointer.state(trainer, loader, 0, engine.num_steps)
+        writer = Thread(target=write, args=[gather(), state])
         writer.start()
         beside = []
         while writer.is_alive():
             beside.append(seconds(step))
         times["beside"] += beside[:-1] or beside  # the write ended during the last step
         num_alone = len(beside)
-        forget(run.checkpoint)
-        times["verify"].append(seconds(lambda: storage.verify(run.checkpoint)))
-        times["resume"].append(seconds(lambda: resume(run, trainer, loader, scheduler)))
+        forget(path)
+        times["verify"].append(seconds(run.checkpointer.prepare))
+        times["resume"].append(seconds(lambda: run.checkpointer.load(trainer, loader)))
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
-        "bytes": {file.name: file.stat().st_size for file in sorted(run.checkpoint.iterdir())},
+        "bytes": {file.name: file.stat().st_size for file in sorted(path.iterdir())},
         "seconds": times,
         "peak_memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,
         "threads": torch.get_num_threads(),

@@ -45,7 +45,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import psutil
-import safetensors.torch
 from colossal_vit.checkpoint import storage
 from colossal_vit.checkpoint.contents import VERSION
 from colossal_vit.errors import UserError
@@ -260,7 +259,7 @@ def _check_checkpoints(folder: Path, newest: int, forged: Container[str] = ()) -
     found = {}
     for path in folder.glob("step-*"):
         try:
-            found[storage.verify(path)["step"]] = path.name
+            found[storage.Checkpoint(path).state["step"]] = path.name
         except UserError as error:
             if path.name not in forged:
                 raise AssertionError(f"a checkpoint is not whole: {error}") from None
@@ -289,28 +288,26 @@ def _disturb(output: Path, newest: int, draw: random.Random) -> str:
     shutil.rmtree(forged, ignore_errors=True)
     shutil.copytree(last, forged)
     wrong = {draw.choice(["epoch", "images", "moments_step", "ranks", "config", "best"]): draw.choice(["x", -1, [1]])}
-    (forged / storage.STATE).write_text(storage._to_text({**storage.read_state(last), "step": newest + 1, **wrong}))
+    (forged / storage.STATE).write_text(
+        storage._to_text({**storage.Checkpoint(last).state, "step": newest + 1, **wrong})
+    )
     files = {name: storage._fingerprint(forged / name) for name in storage.CONTENTS}
     (forged / storage.MANIFEST).write_text(storage._to_text({"version": VERSION, "files": files}))
     return forged.name
 
 
-def _read_held(path: Path | None) -> bool:
-    """Read a checkpoint that is held; returns whether the run has removed it meanwhile.
+def _read_beside(checkpoint: storage.Checkpoint | None) -> bool:
+    """Read a checkpoint that was found before a kill; returns whether the run has removed it meanwhile.
 
     Raises:
-        AssertionError: if it cannot be read.
+        AssertionError: if it cannot be read, or is not what it was.
     """
-    if path is None:
+    if checkpoint is None:
         return False
-    try:
-        storage.verify(path)
-        safetensors.torch.load_file(storage.readable(path / storage.MODEL))
-    except UserError as error:
-        raise AssertionError(f"beside the run: {error}") from None
-    finally:
-        storage.release()
-    return not path.exists()
+    for name, expected in json.loads(checkpoint.files[storage.MANIFEST].read_text())["files"].items():
+        assert storage._fingerprint(checkpoint.files[name]) == expected, f"beside the run: {name} of {checkpoint.path}"
+    checkpoint.tensors(storage.MODEL)
+    return not checkpoint.path.exists()
 
 
 # ---- The loop --------------------------------------------------------------------------------------------------------
@@ -385,7 +382,7 @@ def _round(leg: Leg, output: Path, number: int, done: list[Round], delays: dict[
             _wait_for_step(attempt, record, begun)
             if victim != LAUNCHER:  # which takes longer
                 delays["start-up"] = min(delays["start-up"], time.monotonic() - started)
-        reading, _ = storage.newest(folder, held=True)
+        reading, _ = storage.newest(folder)
         if moment == "save":
             _wait_for_save(folder, earlier, delay)
         else:
@@ -404,7 +401,7 @@ def _round(leg: Leg, output: Path, number: int, done: list[Round], delays: dict[
     assert not outlived, f"not all ended within {END_LIMIT:g} s of {name}: {ended}"
     assert all(others), f"exit code 0 after {name} was killed: {ended}"
     half_written = bool(_hidden(folder) - earlier)
-    removed = _read_held(reading)
+    removed = _read_beside(reading)
     verified, newest = _check_checkpoints(folder, begun, forged)
     reached = max(record.last_step(), begun)
     assert reached <= newest + MOST_LOST, f"step {reached} is on record, but the newest checkpoint is of step {newest}"
@@ -482,11 +479,11 @@ def compare(output: Path, undisturbed: Path) -> list[dict]:
         assert here == there, f"{here} is on record, but {there} in the undisturbed run"
     assert len(records) == len(expected), f"{len(records)} records, but {len(expected)} in the undisturbed run"
     last, wanted = (storage.newest(directory / storage.FOLDER)[0] for directory in (output, undisturbed))
-    names = [path and path.name for path in (last, wanted)]
+    names = [found and found.path.name for found in (last, wanted)]
     assert names[0] == names[1] is not None, f"the last checkpoint is {names[0]}, and {names[1]} undisturbed"
     for name in (storage.MODEL, storage.OPTIMIZER):
-        same = (last / name).read_bytes() == (wanted / name).read_bytes()
-        assert same, f"{name} of {last.name} is not that of the undisturbed run"
+        same = (last.path / name).read_bytes() == (wanted.path / name).read_bytes()
+        assert same, f"{name} of {last.path.name} is not that of the undisturbed run"
     return records
 
 

@@ -46,7 +46,7 @@ sys.path[:0] = [
 ]
 
 from colossal_vit.checkpoint import __main__ as checkpoint_command  # noqa: E402
-from colossal_vit.checkpoint import lock, restore, storage  # noqa: E402
+from colossal_vit.checkpoint import checkpointer, lock, storage  # noqa: E402
 from colossal_vit.data.digits import write_caltech101  # noqa: E402
 from colossal_vit.errors import UserError  # noqa: E402
 from colossal_vit.files import SCRATCH  # noqa: E402
@@ -266,7 +266,7 @@ def faults_of_directory(run: Path, known: Iterable[str] = ()) -> list[str]:
     lines = (run / "metrics.jsonl").read_bytes().splitlines()
     steps = [record["step"] for record in read_metrics(run)[0]]
     newest, _ = storage.newest(run / storage.FOLDER)
-    changes = storage.read_state(newest)["changes"] if newest else []
+    changes = newest.state["changes"] if newest else []
     accepted = {key for change in changes for key in change["values"]}
     found = []
     if steps and steps != list(range(steps[0], steps[-1] + 1)):
@@ -275,7 +275,7 @@ def faults_of_directory(run: Path, known: Iterable[str] = ()) -> list[str]:
         found.append("a record twice")
     for path in storage.list_steps(run / storage.FOLDER):
         try:
-            saved = storage.verify(path)
+            saved = storage.Checkpoint(path).state
         except UserError as error:
             found += [str(error)] if path.name not in known else []
             continue
@@ -283,7 +283,7 @@ def faults_of_directory(run: Path, known: Iterable[str] = ()) -> list[str]:
             found.append(f"{path.name}, but {len(steps)} steps on record, up to {steps[-1:]}")
         if not saved["started_from"] and steps and steps[0] != 1:
             found.append(f"begins with step {steps[0]}")
-        changed = restore.changed_values(saved["config"], config).keys() - restore.FREE_KEYS
+        changed = checkpointer.changed_values(saved["config"], config).keys() - checkpointer.FREE_KEYS
         if config and changed - accepted:  # without, `replace_config` was there
             found.append(f"{path.name}: {changed} is not the run's")
     return found

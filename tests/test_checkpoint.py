@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from colossal_vit.checkpoint import __main__, run_directory, sources, storage
+from colossal_vit.checkpoint import __main__, storage
 from colossal_vit.checkpoint.contents import UNTRAINED
 from colossal_vit.errors import UserError
 from colossal_vit.hooks.metrics import MetricsHook
@@ -38,8 +38,14 @@ def save(folder, step, size=100):
     """A small checkpoint of `step`, filled with that number."""
     path = folder / f"step-{step:08d}"
     tensors = {"a.weight": torch.full((size,), float(step)), "b": torch.zeros(3, 2)}
-    storage.write(path, tensors, {"exp_avg.a.weight": torch.ones(size)}, {**UNTRAINED, "step": step})
+    files = {storage.MODEL: tensors, storage.OPTIMIZER: {"exp_avg.a.weight": torch.ones(size)}}
+    storage.write(path, files, {**UNTRAINED, "step": step})
     return path
+
+
+def newest_path(folder):
+    checkpoint, skipped = storage.newest(folder)
+    return checkpoint and checkpoint.path, skipped
 
 
 def forked(function):
@@ -62,7 +68,7 @@ def forked(function):
 def test_what_is_written_is_read(tmp_path):
     path = save(tmp_path, 7)
     assert sorted(file.name for file in path.iterdir()) == sorted([*storage.CONTENTS, storage.MANIFEST])
-    assert storage.verify(path) == {**UNTRAINED, "step": 7}
+    assert storage.Checkpoint(path).state == {**UNTRAINED, "step": 7}
     assert safetensors.torch.load_file(path / storage.MODEL)["a.weight"].unique().tolist() == [7]
     assert os.listdir(tmp_path) == ["step-00000007"], "nothing else is left"
     assert {oct(file.stat().st_mode)[-3:] for file in path.iterdir()} == {"644"}
@@ -122,9 +128,9 @@ def test_killed_at_any_moment_of_a_save_the_newest_whole_one_loads(tmp_path, mon
             storage.prune(folder, 2, None)
 
         status = forked(third)
-        path, skipped = storage.newest(folder)
+        newest, skipped = storage.newest(folder)
         assert skipped == [], "half a checkpoint under its final name"
-        step = storage.verify(path)["step"]
+        step = newest.state["step"]
         results.add((step, len(storage.list_steps(folder))))
         storage.clean(folder)
         assert all(name.startswith("step-") for name in os.listdir(folder))
@@ -158,7 +164,7 @@ def test_a_run_keeps_the_newest_and_the_best(tmp_path, monkeypatch):
     recipes.train(tmp_path, 2, steps=1000, **values)
     kept = storage.list_steps(tmp_path / storage.FOLDER)
     assert [storage.step_of(path) for path in kept] == [44, 22]
-    assert storage.read_state(kept[0])["best"] == {"accuracy": 0.6, "step": 22}
+    assert storage.Checkpoint(kept[0]).state["best"] == {"accuracy": 0.6, "step": 22}
 
 
 def test_the_clock_makes_a_checkpoint_due(tmp_path):
@@ -193,10 +199,10 @@ def test_timm_takes_the_weights_as_they_are(tmp_path, random_weights):
 def refused(folder, path, words):
     """One line that names the file, and the earlier checkpoint is taken."""
     with pytest.raises(UserError, match=words) as caught:
-        storage.verify(path)
+        storage.Checkpoint(path)
     assert "\n" not in str(caught.value)
     taken, skipped = storage.newest(folder)
-    assert taken.name == "step-00000001"
+    assert taken.path.name == "step-00000001"
     assert skipped == [str(caught.value)]
 
 
@@ -212,7 +218,7 @@ def test_one_flipped_bit_is_found(tmp_path, name):
         bad[bit // 8] ^= 1 << bit % 8
         file.write_bytes(bad)
         with pytest.raises(UserError) as caught:
-            storage.verify(file.parent)
+            storage.Checkpoint(file.parent)
         assert str(file) in str(caught.value) or name == storage.MANIFEST, "names the file"
     refused(tmp_path, file.parent, re.escape(f"{file}: its SHA-256" if name != storage.MANIFEST else str(file)))
 
@@ -311,17 +317,17 @@ def test_a_forged_field_of_any_type_is_valid_or_one_line(tmp_path, capsys):
         (path / storage.MANIFEST).write_text(manifest)
         forge(path, name, content) if name == storage.STATE else (path / name).write_bytes(content)
         try:
-            state = storage.verify(path)
+            state = storage.Checkpoint(path).state
         except UserError as error:
             line = str(error)
             assert line.startswith(f"{path / name}: ") or name == storage.MANIFEST
             assert len(line.splitlines()) == 1
             assert name == storage.MANIFEST or str(place[0]) in line, f"{place} is not named in {line}"
-            assert storage.newest(folder) == (older, [line])
+            assert newest_path(folder) == (older, [line])
             lines.add(line)
         else:
             assert state["step"] == 3
-            assert storage.newest(folder) == (path, [])
+            assert newest_path(folder) == (path, [])
             assert name == storage.STATE or changed(good, place, new) == good
             valid[name, place] += 1
     assert len(cases) > 500
@@ -353,7 +359,7 @@ STRANGE = {
 def test_a_state_that_no_run_wrote_is_resumed_or_refused_with_one_line(strange, strange_run, tmp_path):
     path = shutil.copytree(strange_run, tmp_path / "run") / "checkpoints/step-00000002"
     forged, words = STRANGE[strange]
-    state, processes = storage.read_state(path), 2 if strange == "too few ranks" else 1
+    state, processes = storage.Checkpoint(path).state, 2 if strange == "too few ranks" else 1
     state["layout"]["world_size"] = processes
     forge(path, storage.STATE, json.dumps({**state, **forged}).encode())
     values = dict(DEPTH=1, BATCH_SIZE=128 // processes, NUM_EPOCHS=1)
@@ -377,7 +383,7 @@ def test_a_checkpoint_under_another_step_s_name_is_not_valid(tmp_path):
     newest, skipped = storage.newest(path.rename(path.with_name("step-00000009")).parent)
     assert newest is None
     assert skipped == [f"{path.with_name('step-00000009')}: holds step 2; was it renamed?"]
-    assert storage.verify(path.with_name("step-00000009").rename(tmp_path / "kept"))["step"] == 2
+    assert storage.Checkpoint(path.with_name("step-00000009").rename(tmp_path / "kept")).state["step"] == 2
 
 
 def test_a_run_passes_over_what_is_damaged_and_goes_on(tmp_path):
@@ -395,7 +401,7 @@ def test_a_run_passes_over_what_is_damaged_and_goes_on(tmp_path):
     again = read_metrics(tmp_path)[0]
     assert [record["loss"] for record in again[:8]] == [record["loss"] for record in steps]
     assert (damaged.with_name("damaged-step-00000008") / storage.MODEL).exists()
-    assert storage.verify(damaged)["step"] == 8
+    assert storage.Checkpoint(damaged).state["step"] == 8
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -407,24 +413,24 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_gives_way_to_a_newer_one(
     """Not to an older one, such as the best, which stays; and nothing is said of it, since nothing is damaged."""
     for step in (1, 2):
         save(tmp_path, step)
-    found, verify = [], storage._verify
+    found, read_manifest = [], storage.Checkpoint._read_manifest
 
-    def slow(path):
-        found.append(path.name)
+    def slow(checkpoint):
+        found.append(checkpoint.path.name)
         if len(found) == 1:
             save(tmp_path, 3)
             storage.prune(tmp_path, 1, best_step=1)
-        return verify(path)
+        return read_manifest(checkpoint)
 
-    monkeypatch.setattr(storage, "_verify", slow)
-    assert storage.newest(tmp_path) == (tmp_path / "step-00000003", [])
+    monkeypatch.setattr(storage.Checkpoint, "_read_manifest", slow)
+    assert newest_path(tmp_path) == (tmp_path / "step-00000003", [])
     assert found == ["step-00000002", "step-00000003"]
 
 
 def test_a_link_to_nowhere_among_the_checkpoints_is_damaged(tmp_path):
     save(tmp_path, 1)
     (tmp_path / "step-00000002").symlink_to("nowhere")
-    newest, (skipped,) = storage.newest(tmp_path)
+    newest, (skipped,) = newest_path(tmp_path)
     assert newest == tmp_path / "step-00000001"
     assert skipped.endswith("step-00000002/manifest.json: No such file or directory")
 
@@ -432,15 +438,13 @@ def test_a_link_to_nowhere_among_the_checkpoints_is_damaged(tmp_path):
 def test_what_is_held_is_read_after_it_was_removed(tmp_path):
     path = save(tmp_path, 1)
     opened = len(os.listdir("/proc/self/fd"))
-    assert storage.newest(tmp_path, held=True) == (path, [])
+    checkpoint, _ = storage.newest(tmp_path)
     storage._remove(path)
     assert not path.exists()
-    assert storage.read_state(path)["step"] == storage.verify(path)["step"] == 1
-    weights = safetensors.torch.load_file(storage.readable(path / storage.MODEL))
-    assert weights["a.weight"].unique().tolist() == [1]
-    assert not storage.readable(path / storage.EMA).exists()
-    storage.release()
-    assert storage.readable(path / storage.MODEL) == path / storage.MODEL
+    assert checkpoint.state["step"] == 1
+    assert checkpoint.tensors(storage.MODEL)["a.weight"].unique().tolist() == [1]
+    assert storage.EMA not in checkpoint.files
+    del checkpoint
     assert len(os.listdir("/proc/self/fd")) == opened
 
 
@@ -448,9 +452,9 @@ def test_what_is_damaged_is_not_held(tmp_path):
     save(tmp_path, 1)
     (save(tmp_path, 2) / storage.STATE).write_text("{}")
     opened = len(os.listdir("/proc/self/fd"))
-    assert storage.newest(tmp_path, held=True)[0].name == "step-00000001"
+    checkpoint, _ = storage.newest(tmp_path)
+    assert checkpoint.path.name == "step-00000001"
     assert len(os.listdir("/proc/self/fd")) == opened + len(storage.CONTENTS) + 1
-    storage.release()
 
 
 def test_readers_beside_a_run_that_saves_all_the_time_find_a_whole_checkpoint(tmp_path):
@@ -467,15 +471,13 @@ def test_readers_beside_a_run_that_saves_all_the_time_find_a_whole_checkpoint(tm
     try:
         last = 0
         for _ in range(50):
-            path, skipped = storage.newest(tmp_path, held=True)
-            assert (path is not None, skipped) == (True, [])
-            launchers.wait_until(lambda gone=path: not gone.exists(), "the writer stands still")
-            step = storage.read_state(path)["step"]
-            weights = safetensors.torch.load_file(storage.readable(path / storage.MODEL))
-            assert weights["a.weight"].unique().tolist() == [step]
+            checkpoint, skipped = storage.newest(tmp_path)
+            assert (checkpoint is not None, skipped) == (True, [])
+            launchers.wait_until(lambda gone=checkpoint.path: not gone.exists(), "the writer stands still")
+            step = checkpoint.state["step"]
+            assert checkpoint.tensors(storage.MODEL)["a.weight"].unique().tolist() == [step]
             assert step >= last
             last = step + 1
-            storage.release()
     finally:
         os.kill(writer, signal.SIGKILL)
         os.waitpid(writer, 0)
@@ -485,20 +487,15 @@ def test_readers_beside_a_run_that_saves_all_the_time_find_a_whole_checkpoint(tm
 def removed_when_found(monkeypatch):
     """Checkpoints that are found are removed before they are read, as by a run that keeps one and is faster."""
 
-    def removing(find):
-        def found(*args, **options):
-            result = find(*args, **options)
-            path = result[0] if isinstance(result, tuple) else result
-            if path is not None:
-                storage._remove(path)
-            return result
+    first_valid = storage._first_valid
 
-        return found
+    def found_and_removed(list_paths):
+        checkpoint, skipped = first_valid(list_paths)
+        if checkpoint:
+            storage._remove(checkpoint.path)
+        return checkpoint, skipped
 
-    monkeypatch.setattr(run_directory, "prepare", removing(run_directory.prepare))
-    find = removing(sources.one_valid)
-    for module in (sources, __main__):
-        monkeypatch.setattr(module, "one_valid", find)
+    monkeypatch.setattr(storage, "_first_valid", found_and_removed)
 
 
 @pytest.mark.parametrize(
@@ -658,7 +655,7 @@ def test_a_full_disk_ends_the_run_if_it_is_told_to(processes, small_disk):
     assert not list((small_disk.path / "run").glob("checkpoints/.*")), "what did not fit is gone"
     kept = storage.list_steps(small_disk.path / "run" / storage.FOLDER)
     assert kept
-    assert all(storage.verify(path) for path in kept)
+    assert all(storage.Checkpoint(path) for path in kept)
 
 
 def test_a_run_goes_on_with_a_full_disk(small_disk):
@@ -672,7 +669,7 @@ def test_a_run_goes_on_with_a_full_disk(small_disk):
     assert re.search(r"step-\d+: cannot be written: .*No space left on device.*; training continues", result.stdout[0])
     assert [record["step"] for record in read_metrics(output)[0]] == list(range(1, 133))
     newest, skipped = storage.newest(output / storage.FOLDER)
-    assert (newest.name, skipped) == ("step-00000132", [])
+    assert (newest.path.name, skipped) == ("step-00000132", [])
 
 
 def test_a_run_whose_last_checkpoint_is_missing_has_failed(small_disk):
@@ -790,7 +787,7 @@ def test_mistakes_are_one_line_and_lose_nothing(mistake, trained):
     (line,) = result.stderr[0].splitlines()
     assert all(word in line for word in words), line
     assert read_metrics(output)[0] == steps
-    assert storage.newest(output / storage.FOLDER)[0].name == "step-00000044"
+    assert storage.newest(output / storage.FOLDER)[0].path.name == "step-00000044"
     assert (output / "config.json").read_bytes() == settings
 
 

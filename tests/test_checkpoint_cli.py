@@ -11,7 +11,7 @@ import sys
 import pytest
 import timm
 import torch
-from colossal_vit.checkpoint import __main__, storage, timm_weights
+from colossal_vit.checkpoint import __main__, storage, weights
 from colossal_vit.models import build_timm_vit
 from colossal_vit.results import read_metrics
 from colossalai.context import Config
@@ -75,7 +75,7 @@ def verb(capsys, *argv):
 
 @pytest.mark.parametrize(("name", "build"), [("hybrid", vit.full_vit), ("plain", build_timm_vit)])
 def test_timm_builds_what_was_trained(name, build, runs, exported):
-    state = storage.read_state(newest(runs / name))
+    state = storage.Checkpoint(newest(runs / name)).state
     trained = build(Config(state["config"])).eval()
     trained.load_state_dict(load_file(newest(runs / name) / "model.safetensors"))
     model = timm.create_model(f"local-dir:{exported / name}", pretrained=True).eval()
@@ -103,7 +103,7 @@ def test_timm_builds_what_was_trained(name, build, runs, exported):
     ],
 )
 def test_the_crop_of_the_test_images_is_exported(values, expected):
-    assert timm_weights._preprocessing({}, {"IMG_SIZE": 192, **values})["crop_pct"] == pytest.approx(expected)
+    assert weights._preprocessing({}, {"IMG_SIZE": 192, **values})["crop_pct"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_the_crop_of_the_test_images_is_exported(values, expected):
 )
 def test_a_forged_config_is_not_exported(forged, words, runs, tmp_path, capsys):
     path = shutil.copytree(newest(runs / "plain"), tmp_path / "step")
-    state = storage.read_state(path)
+    state = storage.Checkpoint(path).state
     test_checkpoint.forge(path, storage.STATE, json.dumps({**state, "config": {**state["config"], **forged}}).encode())
     code, _, line = verb(capsys, "export", path, tmp_path / "new")
     assert (code, line.count("\n")) == (2, 1), line
@@ -134,9 +134,9 @@ def test_export_in_half_precision(dtype, expected, runs, tmp_path, capsys):
     (folder := tmp_path / "empty").mkdir()
     code, said, _ = verb(capsys, "export", newest(runs / "plain"), folder, "--dtype", dtype)
     assert (code, f'timm.create_model("local-dir:{folder}", pretrained=True)' in said) == (0, True)
-    weights, saved = (load_file(path / "model.safetensors") for path in (newest(runs / "plain"), folder))
-    assert weights.keys() == saved.keys()
-    assert all(torch.equal(saved[name], weights[name].to(expected)) for name in weights)
+    trained, saved = (load_file(path / "model.safetensors") for path in (newest(runs / "plain"), folder))
+    assert trained.keys() == saved.keys()
+    assert all(torch.equal(saved[name], trained[name].to(expected)) for name in trained)
     assert saved["pos_embed"].dtype == expected
 
 
@@ -180,7 +180,7 @@ def test_import_of_other_files(prefix, tmp_path, capsys):
     save_file({name: tensor.half() for name, tensor in weights.items()}, tmp_path / "some.safetensors")
     flags = ["--img-size", "16", "--num-classes", "5"]
     assert verb(capsys, "import", tmp_path / "some.safetensors", tmp_path / "start", *flags)[0] == 0
-    assert storage.verify(tmp_path / "start")["step"] == 0
+    assert storage.Checkpoint(tmp_path / "start").state["step"] == 0
     model = load_file(tmp_path / "start" / "model.safetensors")
     shapes = {name: tuple(tensor.shape) for name, tensor in model.items()}
     assert shapes == {
@@ -207,11 +207,12 @@ def damaged(runs, tmp_path):
 
 def test_ls(runs, tmp_path, capsys):
     """A run whose second epoch was the best one, as its first had been until then."""
-    state = storage.read_state(newest(runs / "plain"))
+    state = storage.Checkpoint(newest(runs / "plain")).state
     (folder := tmp_path / "checkpoints").mkdir()
     for epoch, accuracy, best_step in ((1, 0.25, 10), (2, 0.5, 20), (3, 0.5, 20)):
         state |= dict(step=10 * epoch, epoch=epoch, best=dict(accuracy=accuracy, step=best_step))
-        storage.write(folder / f"step-{10 * epoch:08d}", {"weight": torch.ones(400_000)}, {}, state)
+        files = {storage.MODEL: {"weight": torch.ones(400_000)}, storage.OPTIMIZER: {}}
+        storage.write(folder / f"step-{10 * epoch:08d}", files, state)
     third, second, first = (
         "step-00000030  epoch 3  1.6 MB",
         "step-00000020  epoch 2  1.6 MB  best: 50.00%",

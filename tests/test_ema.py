@@ -27,9 +27,9 @@ pytestmark = pytest.mark.usefixtures("few_test_images")
 
 
 def newest(run):
-    path, faults = storage.newest(run / storage.FOLDER)
+    checkpoint, faults = storage.newest(run / storage.FOLDER)
     assert not faults
-    return path
+    return checkpoint.path
 
 
 @pytest.mark.parametrize("warmup", [False, True])

@@ -125,7 +125,7 @@ def test_a_relay_of_five_legs(tmp_path, monkeypatch):
 def save(folder, step):
     path = folder / f"step-{step:08d}"
     weights = {"weight": torch.full((2,), float(step))}
-    storage.write(path, weights, weights, {**UNTRAINED, "step": step})
+    storage.write(path, {storage.MODEL: weights, storage.OPTIMIZER: weights}, {**UNTRAINED, "step": step})
     return path
 
 
@@ -218,10 +218,10 @@ def test_the_comparison_sees_it(tmp_path):
     with pytest.raises(AssertionError, match="59 records, but 60"):
         fault_loop.compare(run, undisturbed)
     (run / "metrics.jsonl").write_text(whole)
-    last = storage.newest(run / storage.FOLDER)[0]
-    weights, state = {"weight": torch.tensor([60.0, 60.000004])}, storage.read_state(last)
+    newest = storage.newest(run / storage.FOLDER)[0]
+    last, weights = newest.path, {"weight": torch.tensor([60.0, 60.000004])}
     storage._remove(last)
-    storage.write(last, weights, weights, state)
+    storage.write(last, {storage.MODEL: weights, storage.OPTIMIZER: weights}, newest.state)
     with pytest.raises(AssertionError, match=r"model.safetensors of step-00000060 is not that of the undisturbed run"):
         fault_loop.compare(run, undisturbed)
     storage._remove(last)

@@ -3,6 +3,8 @@
 import re
 import shutil
 import socket
+from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub.constants
 import pytest
@@ -11,13 +13,11 @@ import torch
 import torch.nn.functional as F
 from colossal_vit import launch
 from colossal_vit.checkpoint import __main__ as cli
-from colossal_vit.checkpoint import fitting, storage
-from colossal_vit.checkpoint import start_from as start_from_module
-from colossal_vit.checkpoint.fitting import PATCHES
-from colossal_vit.checkpoint.restore import _load_moments
-from colossal_vit.checkpoint.start_from import start_from
-from colossal_vit.checkpoint.state import parameter_slots
-from colossal_vit.engine import build_optimizer, initialize
+from colossal_vit.checkpoint import storage, tensors, weights
+from colossal_vit.checkpoint.checkpointer import Checkpointer
+from colossal_vit.checkpoint.tensors import parameter_slots
+from colossal_vit.checkpoint.weights import PATCHES, Weights
+from colossal_vit.engine import Trainer, build_optimizer, initialize
 from colossal_vit.errors import UserError
 from colossal_vit.models import build_timm_vit
 from colossal_vit.parallel import sharding
@@ -64,8 +64,12 @@ def build_engine():
     model = build_timm_vit(config) if "MODEL" in config else vit.build_vit(config, layout)
     engine, *_ = initialize(model, build_optimizer(config, model), col_nn.CrossEntropyLoss())
     log = RankLogger(torch.distributed.get_rank())
-    run = Run(launch.parse([]), config, layout, None, torch.device("cpu"), log)
-    return engine, run
+    return engine, Run(launch.parse(["--eval-knn"]), config, layout, Path(), torch.device("cpu"), log)
+
+
+def start_from(run, engine, normalization=None):
+    """Load the weights of the block `finetune`."""
+    Checkpointer(run).load(Trainer(engine), SimpleNamespace(normalization=normalization))
 
 
 def start():
@@ -202,7 +206,7 @@ def test_weights_see_images_as_those_that_they_have_learned_from(where, file, ru
         else:
             theirs = cifar10.MEAN, cifar10.STD
         reference = vit.full_vit(Config({**MODEL, "SEED": 0}))
-        weights = load_file(file if where == "folder" else storage.newest(run / storage.FOLDER)[0] / storage.MODEL)
+        weights = load_file(file if where == "folder" else storage.newest(run / storage.FOLDER)[0].path / storage.MODEL)
         reference.load_state_dict(weights)
     with torch.no_grad():
         expected = reference.eval()(normalized(images, theirs))
@@ -225,9 +229,9 @@ def test_weights_see_images_as_those_that_they_have_learned_from(where, file, ru
 
 def test_without_a_bias_only_the_deviation_can_be_fitted():
     for ours, done in ((OTHER, False), ((HALF[0], OTHER[1]), True)):
-        weights = {PATCHES: torch.ones(2, 3, 8, 8)}
-        assert fitting.renormalize(weights, HALF, ours) == done
-        assert weights[PATCHES][0, :, 0, 0].tolist() == pytest.approx([0.2, 0.4, 0.6] if done else [1, 1, 1])
+        found = Weights("", {PATCHES: torch.ones(2, 3, 8, 8)}, HALF)
+        assert weights._renormalize(found, ours) == done
+        assert found.tensors[PATCHES][0, :, 0, 0].tolist() == pytest.approx([0.2, 0.4, 0.6] if done else [1, 1, 1])
 
 
 def test_a_run_says_that_its_images_are_normalised_in_another_way(file, few_test_images, tmp_path):
@@ -379,7 +383,7 @@ def test_without_a_network_it_is_asked_for_once(offline, most, tmp_path, monkeyp
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     said = "offline mode is enabled" if offline else "Name or service not known"
     with pytest.raises(UserError, match=rf"cannot be fetched from .* \(.*{said}.*\); without a network"):
-        start_from_module._of_timm("vit_small_patch16_224")
+        weights.read_timm("vit_small_patch16_224")
     assert len(asked) <= most, "of the name of the host, by one request"
     assert capfd.readouterr().err == ""
 
@@ -436,7 +440,7 @@ def references(of_depth, small_sample, tmp_path_factory):
 
 
 def saved(output, name=storage.MODEL):
-    return load_file(storage.newest(output / storage.FOLDER)[0] / name)
+    return load_file(storage.newest(output / storage.FOLDER)[0].path / name)
 
 
 def assert_half_is_trained(output, start, depth):
@@ -491,7 +495,7 @@ def test_a_run_that_stopped_resumes_to_the_bit(layout, values, of_depth, few_tes
     recipes.train(tmp_path / "stopped", world_size, steps=2, **values)
     weights.unlink()
     recipes.train(tmp_path / "stopped", world_size, steps=5, **values)
-    whole, stopped = (storage.newest(tmp_path / name / storage.FOLDER)[0] for name in ("whole", "stopped"))
+    whole, stopped = (storage.newest(tmp_path / name / storage.FOLDER)[0].path for name in ("whole", "stopped"))
     for name in (storage.MODEL, storage.OPTIMIZER):
         assert (whole / name).read_bytes() == (stopped / name).read_bytes()
     assert recipes.record(tmp_path / "whole") == recipes.record(tmp_path / "stopped")
@@ -510,11 +514,11 @@ def test_another_layout_resumes_what_is_frozen(of_depth, references, few_test_im
 
 def test_what_is_frozen_gets_no_moments_of_a_checkpoint(run):
     """It would keep them in memory, for nothing."""
-    path, _ = storage.newest(run / storage.FOLDER)
+    checkpoint, _ = storage.newest(run / storage.FOLDER)
 
     def names():
         engine, _ = build_engine()
-        _load_moments(path, engine, 1)
+        tensors.scatter_moments(engine, lambda: checkpoint.tensors(storage.OPTIMIZER), 1, "")
         state = engine.optimizer.optim.state
         return {p.requires_grad for p in state}, len(state)
 

@@ -390,7 +390,7 @@ def test_an_error_in_the_thread_that_writes_ends_the_run_with_its_traceback(worl
     write = storage.write
 
     def wrong(path, *args):
-        return write(path, *args) if path.name == "step-00000002" else write(path, None, None, None)
+        return write(path, *args) if path.name == "step-00000002" else write(path, {storage.MODEL: None}, None)
 
     monkeypatch.setattr(storage, "write", wrong)
     values = {"checkpoint.every_steps": 2, "BATCH_SIZE": 128 // world_size, "DEPTH": 1, "NUM_EPOCHS": 1}
@@ -399,7 +399,7 @@ def test_an_error_in_the_thread_that_writes_ends_the_run_with_its_traceback(worl
     assert result.codes == [1] * world_size, str(result)
     assert "Traceback" in result.stderr[0]
     assert "TypeError: 'NoneType' object is not iterable" in result.stderr[0]
-    assert storage.newest(tmp_path / "checkpoints")[0].name == "step-00000002"
+    assert storage.newest(tmp_path / "checkpoints")[0].path.name == "step-00000002"
 
 
 def test_a_checkpoint_for_which_there_is_no_memory_is_like_one_without_a_disk(tmp_path, monkeypatch):
@@ -415,7 +415,7 @@ def test_a_checkpoint_for_which_there_is_no_memory_is_like_one_without_a_disk(tm
     result = fork_ranks.run(recipes.HYBRID, [*argv, "4"])
     assert result.codes == [0], str(result)
     assert "step-00000002: cannot be written: out of memory; training continues" in result.stdout[0]
-    assert storage.newest(tmp_path / "checkpoints")[0].name == "step-00000004"
+    assert storage.newest(tmp_path / "checkpoints")[0].path.name == "step-00000004"
     result = fork_ranks.run(recipes.HYBRID, [*argv, "2", "--resume", "never"])
     assert result.codes == [1], str(result)
     assert "out of memory; the last checkpoint of the run is missing" in result.stderr[0]

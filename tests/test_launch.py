@@ -415,7 +415,7 @@ def test_told_to_stop_all_ranks_end_after_the_same_step(number, tmp_path, monkey
     saved = tmp_path / "checkpoints" / f"step-{step:08d}"
     said = f"stopped by {number.name} after step {step}, which {saved} has; exit code 75 says: start it again"
     assert line == f"train_hybrid.py: error: {said}"
-    assert storage.verify(saved)["step"] == step
+    assert storage.Checkpoint(saved).state["step"] == step
 
 
 def test_killed_rank_ends_the_job_under_torchrun(tmp_path):

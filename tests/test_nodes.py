@@ -92,7 +92,7 @@ def test_ranks_end_with_their_launcher(launcher, tmp_path):
         lambda: subprocess.run(ranks, stdout=subprocess.DEVNULL).returncode, (tmp_path / "log").read_text
     )
     last = read_metrics(output)[0][-1]["step"]
-    assert storage.step_of(storage.newest(output / storage.FOLDER)[0]) == last
+    assert storage.step_of(storage.newest(output / storage.FOLDER)[0].path) == last
 
 
 def test_a_restarted_group_goes_on(tmp_path):

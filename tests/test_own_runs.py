@@ -117,7 +117,7 @@ def test_a_checkpoint_is_not_imported_into_a_run_that_is_training(tmp_path, monk
     assert fork_ranks.call(function, launched=False) == [2]
     assert not target.exists()
     assert fork_ranks.call(lambda: __main__.main(command), launched=False) == [0]
-    assert storage.verify(target)["step"] == 0
+    assert storage.Checkpoint(target).state["step"] == 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def test_ranks_end_with_the_process_that_started_them(world_size, tmp_path):
     launchers.wait_until(lambda: all(map(launchers.has_ended, json.loads(said.read_text()))), "the ranks go on")
     steps = read_metrics(tmp_path / "parts")[0][-1]["step"]
     newest, _ = storage.newest(tmp_path / "parts" / storage.FOLDER)
-    assert storage.step_of(newest) == steps
+    assert storage.step_of(newest.path) == steps
     assert fork_ranks.run(recipes.HYBRID, recipe, world_size).codes == [0] * world_size
     assert fork_ranks.run(recipes.HYBRID, argv(tmp_path / "whole", **values), world_size).codes == [0] * world_size
     assert record(tmp_path / "parts") == record(tmp_path / "whole")
@@ -184,7 +184,7 @@ def test_ctrl_c_keeps_what_was_trained(tmp_path):
     assert result.codes == [130, 130], str(result)
     assert "stopped by SIGINT after step" in "".join(result.stderr)
     steps = read_metrics(output)[0][-1]["step"]
-    assert storage.step_of(storage.newest(output / storage.FOLDER)[0]) == steps
+    assert storage.step_of(storage.newest(output / storage.FOLDER)[0].path) == steps
 
 
 def test_nobody_has_to_read_what_a_run_says(tmp_path):
@@ -253,7 +253,7 @@ def trained(tmp_path):
 
 
 def state_of(output):
-    return storage.read_state(storage.newest(output / storage.FOLDER)[0])
+    return storage.newest(output / storage.FOLDER)[0].state
 
 
 def test_other_data_are_refused_or_put_on_record(trained, tmp_path, monkeypatch, small_sample):

@@ -9,7 +9,6 @@ import itertools
 import pytest
 import torch
 from colossal_vit import models
-from colossal_vit.checkpoint import storage
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.seeds import seed_ranks
 from colossalai.context import Config
@@ -103,16 +102,12 @@ def test_masks_after_resuming(tmp_path, random_weights):
     settings = recipes.config(recipes.flags(**{**values, **DROPPED}))
 
     def save():
-        _, trainer, loader, _ = test_resume.begin()
-        snapshot = test_resume.capture(trainer, loader, 0, 2, None)
-        if snapshot is not None:
-            storage.write(tmp_path / "there", *snapshot)
+        checkpointer, trainer, loader = test_resume.begin(tmp_path / "there")
+        test_resume.save(checkpointer, trainer, loader)
         return masks(trainer.engine.bare_model, Layout.of(gpc.config, size))
 
     def load(world_size):
-        run, trainer, loader, scheduler = test_resume.begin()
-        run.checkpoint = tmp_path / "there"
-        test_resume.resume(run, trainer, loader, scheduler)
+        _, trainer, _ = test_resume.begin(tmp_path / f"{world_size}", tmp_path / "there")
         return masks(trainer.engine.bare_model, Layout.of(gpc.config, world_size))
 
     expected = fork_ranks.call(save, size, **settings)

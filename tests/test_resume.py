@@ -10,9 +10,8 @@ import pytest
 import safetensors.torch
 import torch
 from colossal_vit import launch
-from colossal_vit.checkpoint import run_directory, storage
-from colossal_vit.checkpoint.capture import capture
-from colossal_vit.checkpoint.restore import resume
+from colossal_vit.checkpoint import storage
+from colossal_vit.checkpoint.checkpointer import Checkpointer
 from colossal_vit.data.batches import SampledLoader
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.loop import Trainer
@@ -146,8 +145,8 @@ class Fixed(SampledLoader):
         return iter(self.batches[self.sampler.start :])
 
 
-def begin():
-    """The run, trainer, loader and scheduler of a small run in the layout that is launched, on random weights."""
+def begin(output, resume="auto"):
+    """The checkpointer, trainer and loader of a small run in the layout that is launched, on random weights."""
     config = gpc.config
     layout = Layout.of(config, gpc.get_world_size(ParallelMode.GLOBAL))
     model = vit.build_vit(config, layout)
@@ -155,10 +154,19 @@ def begin():
     scheduler = CosineAnnealingWarmupLR(optimizer, total_steps=10)
     loader = Fixed(config, layout.data, gpc.get_local_rank(ParallelMode.DATA))
     engine, loader, *_ = initialize(model, optimizer, col_nn.CrossEntropyLoss(), loader, None, scheduler)
-    args = launch.parse(["--accept-changes", "--on-save-error", "stop"])
-    run = Run(args, config, layout, None, torch.device("cpu"), RankLogger(1))
-    run_directory.begin = lambda *_: None  # in this fork: it has none
-    return run, Trainer(engine, logger=run.log), loader, scheduler
+    args = launch.parse(["--accept-changes", "--on-save-error", "stop", "--resume", str(resume)])
+    run = Run(args, config, layout, output, torch.device("cpu"), RankLogger(1))
+    checkpointer, trainer = Checkpointer(run), Trainer(engine, scheduler, run.log)
+    checkpointer.prepare()
+    checkpointer.load(trainer, loader)
+    return checkpointer, trainer, loader
+
+
+def save(checkpointer, trainer, loader):
+    """Save a checkpoint after two of the three steps; returns its path."""
+    path = checkpointer.save(trainer, loader, 0, 2)
+    assert checkpointer.finish() is None
+    return path
 
 
 def step(engine, batches, scheduler, forward_only=False):
@@ -178,38 +186,36 @@ def mean(losses):
     return sum(seen) / len(seen)
 
 
-def save_after_two_steps(path):
-    """Rank 0 writes a checkpoint after two of the three steps; returns the loss of the third."""
-    _, trainer, loader, scheduler = begin()
+def save_after_two_steps(output):
+    """Save a checkpoint after two of the three steps; returns its path, and the loss of the third."""
+    checkpointer, trainer, loader = begin(output)
     batches = iter(loader)
     for _ in range(2):
-        step(trainer.engine, batches, scheduler)
-    snapshot = capture(trainer, loader, 0, 2, None)
-    if snapshot is not None:
-        storage.write(path, *snapshot)
-    return step(trainer.engine, batches, scheduler)
+        step(trainer.engine, batches, trainer.lr_scheduler)
+    return save(checkpointer, trainer, loader), step(trainer.engine, batches, trainer.lr_scheduler)
 
 
-def load_each(paths):
-    """Resume from each; returns for each whether what is gathered again is what was read, the next loss and rate."""
+def load_each(paths, folder):
+    """Resume from each; returns for each what is not the same when it is saved again, the next loss and the rate."""
     answers = {}
     for name, path in paths.items():
-        run, trainer, loader, scheduler = begin()
-        run.checkpoint = path
-        resume(run, trainer, loader, scheduler)
-        snapshot = capture(trainer, loader, 0, 2, None)
-        same = None
-        if snapshot is not None:
-            for file, tensors in ((storage.MODEL, snapshot.model), (storage.OPTIMIZER, snapshot.optimizer)):
-                there = safetensors.torch.load_file(path / file)
-                wrong = [key for key in there.keys() | tensors.keys() if not torch.equal(there[key], tensors[key])]
-                same = (same or []) + wrong
-            state = storage.verify(path)
-            assert [snapshot.state[key] for key in ("step", "images", "moments_step")] == [2, 64, 2]
-            assert [state[key] for key in ("step", "images", "moments_step")] == [2, 64, 2]
-        rate = scheduler.get_last_lr()
-        answers[name] = same, step(trainer.engine, iter(loader), scheduler, forward_only=len(answers) > 0), rate
+        checkpointer, trainer, loader = begin(folder / name, path)
+        rate = trainer.lr_scheduler.get_last_lr()
+        again = save(checkpointer, trainer, loader)
+        wrong = differences(path, again) if gpc.get_global_rank() == 0 else None
+        loss = step(trainer.engine, iter(loader), trainer.lr_scheduler, forward_only=len(answers) > 0)
+        answers[name] = wrong, loss, rate
     return answers
+
+
+def differences(path, again):
+    """The names of tensors and numbers in which two checkpoints differ."""
+    one, other = storage.Checkpoint(path), storage.Checkpoint(again)
+    wrong = [key for key in ("step", "images", "moments_step") if not one.state[key] == other.state[key] > 0]
+    for file in (storage.MODEL, storage.OPTIMIZER):
+        there, here = one.tensors(file), other.tensors(file)
+        wrong += [key for key in there.keys() | here.keys() if not torch.equal(there[key], here[key])]
+    return wrong
 
 
 @pytest.fixture(scope="module")
@@ -220,21 +226,19 @@ def saved(tmp_path_factory):
         random_start(patch)
         losses = {}
         for name, (processes, values, amp) in MODES.items():
-            path = folder / name.replace(" ", "-")
             settings = recipes.config(recipes.flags(amp, **values))
-            losses[name] = (
-                path,
-                mean(fork_ranks.call(functools.partial(save_after_two_steps, path), processes, **settings)),
-            )
+            function = functools.partial(save_after_two_steps, folder / name)
+            paths, own = zip(*fork_ranks.call(function, processes, **settings), strict=True)
+            losses[name] = paths[0], mean(own)
     return losses
 
 
 @pytest.mark.parametrize("reader", MODES)
-def test_every_layout_reads_every_layout(reader, saved):
+def test_every_layout_reads_every_layout(reader, saved, tmp_path):
     processes, values, amp = MODES[reader]
     settings = recipes.config(recipes.flags(amp, **values))
     paths = {name: path for name, (path, _) in saved.items()}
-    answers = fork_ranks.call(functools.partial(load_each, paths), processes, **settings)
+    answers = fork_ranks.call(functools.partial(load_each, paths, tmp_path), processes, **settings)
     for writer, (_, expected) in saved.items():
         wrong, _, rate = answers[0][writer]
         assert wrong == [], f"written by {writer}: not the same after reading: {wrong}"

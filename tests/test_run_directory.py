@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from colossal_vit.checkpoint import earlier_run, lock, storage
-from colossal_vit.checkpoint.run_directory import MAX_NAME, default
+from colossal_vit.checkpoint import lock, storage
+from colossal_vit.checkpoint.run_directory import MAX_NAME, default, has_earlier_run
 from colossal_vit.compat.stand_ins import STAND_INS
 from colossal_vit.errors import UserError
 from colossal_vit.results import CURVES
@@ -140,21 +140,21 @@ def fill(directory, names):
 def test_a_run_is_told_from_what_nobody_asked_to_touch(names, there, tmp_path):
     fill(tmp_path, names)
     if isinstance(there, bool):
-        assert earlier_run.is_there(tmp_path) == there
+        assert has_earlier_run(tmp_path) == there
     else:
         with pytest.raises(UserError, match=f"^--output {tmp_path}: {re.escape(there)}"):
-            earlier_run.is_there(tmp_path)
+            has_earlier_run(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "null", '{"model_type": "vit"}', "\xff", '{"SEED": 1'])
 def test_another_program_s_config_is_not_overwritten(text, tmp_path):
     (tmp_path / "config.json").write_text(text, encoding="latin-1")
     with pytest.raises(UserError, match=r"has a config\.json that is no run's"):
-        earlier_run.is_there(tmp_path)
+        has_earlier_run(tmp_path)
 
 
 def test_no_directory_is_no_run(tmp_path):
-    assert not earlier_run.is_there(tmp_path / "run")
+    assert not has_earlier_run(tmp_path / "run")
 
 
 def snapshot(folder):
@@ -193,7 +193,7 @@ def test_a_relative_directory_is_set_aside_as_an_absolute_one(output, tmp_path):
     assert result.codes == [0], str(result)
     assert f"an earlier run was in {run}; it is in {run}.1 now" in result.stdout[0]
     assert snapshot(tmp_path / "run.1") == before
-    assert storage.verify(run / "checkpoints/step-00000001")["step"] == 1
+    assert storage.Checkpoint(run / "checkpoints/step-00000001").state["step"] == 1
     assert (run / lock.NAME).exists()
 
 

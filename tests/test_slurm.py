@@ -103,7 +103,7 @@ def test_ranks_end_with_srun(slurm, tmp_path):
     assert slurm.state(job) == "RUNNING"
     assert "srun gave 137" in (tmp_path / "log").read_text()
     newest, _ = storage.newest(output / storage.FOLDER)
-    assert storage.step_of(newest) == launchers.steps_on_record(output)
+    assert storage.step_of(newest.path) == launchers.steps_on_record(output)
     slurm("scancel", "--full", job)
     slurm.ended(job)
 

@@ -6,7 +6,6 @@ Data parallel: every process holds the whole model.
 """
 
 from colossal_vit import launch
-from colossal_vit.checkpoint.restore import resume
 from colossal_vit.data.mixing import mixed
 from colossal_vit.engine import Trainer, build_criterion, build_optimizer, build_scheduler, initialize
 from colossal_vit.engine.knn import evaluate_knn
@@ -43,7 +42,7 @@ def main(args: launch.Arguments) -> object:
 
     # ---- Train, from the newest checkpoint on if there is one ------------------------------------------------------
     trainer = Trainer(engine, lr_scheduler, run.log)
-    resume(run, trainer, train_dataloader, lr_scheduler)
+    run.checkpointer.load(trainer, train_dataloader)
     if args.eval_knn:
         return evaluate_knn(engine, train_dataloader, test_dataloader, run.log)
     hooks = standard_hooks(run, train_dataloader)

@@ -6,7 +6,6 @@
 """
 
 from colossal_vit import launch
-from colossal_vit.checkpoint.restore import resume
 from colossal_vit.data.mixing import mixed
 from colossal_vit.engine import Trainer, build_criterion, build_optimizer, build_scheduler, initialize
 from colossal_vit.hooks import standard_hooks
@@ -50,7 +49,7 @@ def main(args: launch.Arguments) -> object:
 
     # ---- Train, from the newest checkpoint on if there is one ------------------------------------------------------
     trainer = Trainer(engine, lr_scheduler, run.log)
-    resume(run, trainer, train_dataloader, lr_scheduler)
+    run.checkpointer.load(trainer, train_dataloader)
     hooks = standard_hooks(run, train_dataloader)
     if args.eval_only:
         return trainer.evaluate(test_dataloader, hooks=hooks)

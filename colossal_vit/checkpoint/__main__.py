@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from colossal_vit.checkpoint.sources import checkpoints, one_valid, weights_file
-from colossal_vit.checkpoint.storage import release, verify
+from colossal_vit.checkpoint.storage import Checkpoint, named_by, open_named
 from colossal_vit.errors import Parser, UserError
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -21,9 +20,9 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 def _ls(args: argparse.Namespace) -> int:
     best = None
-    for path in checkpoints(args.run):
+    for path in named_by(args.run):
         try:
-            state = verify(path)
+            state = Checkpoint(path).state
             size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
         except (UserError, OSError) as error:
             if path.exists():  # else the run, which goes on, has removed it
@@ -37,9 +36,9 @@ def _ls(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     code = 0
-    for path in [each for named in args.paths for each in checkpoints(named)]:
+    for path in [each for named in args.paths for each in named_by(named)]:
         try:
-            print(f"{path}: good, step {verify(path)['step']}")
+            print(f"{path}: good, step {Checkpoint(path).state['step']}")
         except UserError as error:
             if path in args.paths or path.exists():  # else the run, which goes on, has removed it
                 print(error)
@@ -48,19 +47,18 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    path = one_valid(args.checkpoint)
-    from colossal_vit.checkpoint.timm_weights import export_timm
+    checkpoint = open_named(args.checkpoint)
+    from colossal_vit.checkpoint.weights import export_timm  # takes seconds to import, which the verbs above do without
 
-    export_timm(path, args.folder, _DTYPES[args.dtype], args.ema)
-    print(f'{path} is in {args.folder}: timm.create_model("local-dir:{args.folder}", pretrained=True)')
+    export_timm(checkpoint, args.folder, _DTYPES[args.dtype], args.ema)
+    print(f'{checkpoint.path} is in {args.folder}: timm.create_model("local-dir:{args.folder}", pretrained=True)')
     return 0
 
 
 def _import(args: argparse.Namespace) -> int:
-    source = weights_file(args.source)
-    from colossal_vit.checkpoint.timm_weights import import_timm
+    from colossal_vit.checkpoint.weights import import_timm
 
-    import_timm(source, args.checkpoint, args.img_size, args.num_classes)
+    source = import_timm(args.source, args.checkpoint, args.img_size, args.num_classes)
     print(f"{source} is in {args.checkpoint}: start from it with --resume {args.checkpoint}")
     return 0
 
@@ -110,8 +108,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"checkpoint: error: {error}", file=sys.stderr)
         return error.exit_code
-    finally:
-        release()
 
 
 if __name__ == "__main__":

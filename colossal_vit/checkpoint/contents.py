@@ -73,7 +73,7 @@ class Change(TypedDict):
 
 
 class State(TypedDict):
-    """state.json, see `capture.capture`; older versions wrote none of the fields that are not required."""
+    """state.json, see `Checkpointer.save`; older versions wrote none of the fields that are not required."""
 
     __pydantic_config__ = RECORD
     step: Count

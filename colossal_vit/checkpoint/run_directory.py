@@ -1,22 +1,22 @@
-"""The run directory: its default name, the checkpoint to resume in it, and its preparation for a run."""
+"""The run directory: its default name, and what it holds before a run begins in it.
 
-import argparse
+That is nothing, an earlier run, or what nobody asked to touch.
+"""
+
 import hashlib
-import os
 import re
-import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from colossal_vit import config as configs
-from colossal_vit.checkpoint import earlier_run, lock, storage
+from colossal_vit import typed_json
+from colossal_vit.checkpoint import lock, storage
 from colossal_vit.errors import UserError
-from colossal_vit.files import write_text
-from colossal_vit.parallel.ranks import RankLogger
-from colossalai.context import Config
+from colossal_vit.files import free_name
+from colossal_vit.results import CURVES, METRICS
+from typing_extensions import TypedDict
 
 MAX_NAME = 200  # bytes of a folder's name; file systems allow 255
 
@@ -58,138 +58,84 @@ def _plain(value: Any) -> str:
     return value if isinstance(value, str) else repr(value)
 
 
-def _is_own(path: Path | None, own: Path) -> bool:
-    """Whether a checkpoint is one of those in the folder `own`."""
-    return path is not None and path.resolve().parent == own.resolve()
+CONFIG = "config.json"
+INDEX_FILES = "idx_files"  # DALI's index files, written if some records are left out
+# What a run writes into its directory, where a file of the same name would be overwritten or appended to.
+_WRITTEN = (CONFIG, METRICS, *CURVES)
+# All that may be in it besides: what runs add, and --dry-run, --plan and kills leave.
+_OF_A_RUN = re.compile(
+    rf"{re.escape(lock.NAME)}|{storage.FOLDER}|{INDEX_FILES}|wandb|events\.out\.tfevents\..*|profile-rank\d+\.json|"
+    rf"calibration\.json|layout\.png|plan\.png|\.?({'|'.join(map(re.escape, _WRITTEN))})"
+)
+_OF_CHECKPOINTS = re.compile(r"(damaged-)?step-\d{8,}(\.\d+)?|\.step-\d{8,}-.*")
 
 
-def _newer_than(path: Path, own: Path) -> list[Path]:
-    """The checkpoints in `own` that are newer than `path`, if that is one of them."""
-    steps = storage.list_steps(own)
-    names = [step.name for step in steps]
-    return steps[: names.index(path.name)] if _is_own(path, own) and path.name in names else []
+class _OurConfig(TypedDict):
+    """Two of the keys that config.json has in every run, and that of another program has not."""
+
+    SEED: Any
+    gradient_accumulation: Any
 
 
-def _find_checkpoint(args: argparse.Namespace, own: Path, log: RankLogger) -> Path | None:
-    """The checkpoint that `--resume` selects, or None; `own` is the folder of the run's own checkpoints.
+def _is_ours(config: Path) -> bool:
+    try:
+        typed_json.read(config, _OurConfig)
+    except UserError:
+        return False
+    return True
+
+
+def _foreign(directory: Path) -> list[str]:
+    """Names of what is in a directory, or in its folder of checkpoints, and is no part of a run."""
+    folder = directory / storage.FOLDER
+    inside = folder.iterdir() if folder.is_dir() else ()
+    found = [path.name for path in directory.iterdir() if not _OF_A_RUN.fullmatch(path.name)]
+    return sorted(found + [f"{folder.name}/{path.name}" for path in inside if not _OF_CHECKPOINTS.fullmatch(path.name)])
+
+
+def has_earlier_run(directory: Path) -> bool:
+    """Whether a directory, which need not exist, holds an earlier run, to be set aside by `set_aside`.
 
     Raises:
-        UserError: if the checkpoint at `--resume PATH` is not valid, or `own` has newer ones.
+        UserError: if a new run cannot begin there: it would overwrite what is no run's, or what is no run's would be
+            renamed with the earlier run, or the working directory would.
     """
-    restarts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
-    restarted = any(count.isdigit() and int(count) for count in restarts)  # by torchrun or SLURM, with the same command
-    if args.resume == "never" and not restarted:
-        return None
-    newest, skipped = storage.newest(own, held=True)
-    if args.resume == "auto" or restarted or (newest and _has_same_start(args, newest)):
-        for reason in skipped:
-            log.info(f"skipped: {reason}")
-        if newest or args.resume == "auto":
-            return newest
-    if args.resume == "never":
-        return None
-    path = Path(args.resume)
-    if (path / storage.FOLDER).is_dir():
-        path, skipped = storage.newest(named := path / storage.FOLDER, held=True)
-        if path is None:
-            raise UserError(f"--resume {args.resume}: {skipped[0] if skipped else f'{named} is empty'}")
-    else:
-        try:
-            storage.verify(path, held=True)
-        except UserError as error:
-            raise UserError(f"--resume {args.resume}: {error}") from None
-    if (newer := _newer_than(path, own)) and not args.eval_only:
+    if not directory.is_dir():
+        return False
+    ours = _is_ours(directory / CONFIG)
+    written = [name for name in _WRITTEN if (directory / name).exists()]
+    if not storage.list_steps(directory / storage.FOLDER):
+        if written and not ours:
+            raise UserError(
+                f"--output {directory}: has a {written[0]} that is no run's, and that a run would overwrite: give "
+                f"another --output"
+            )
+        if METRICS not in written:
+            return False
+    if foreign := _foreign(directory):
         raise UserError(
-            f"--resume {args.resume}: {own} has newer ones, up to {newer[0].name}: give another --output, or move them "
-            f"away"
+            f"--output {directory}: has an earlier run, and {foreign[0]}, which is no part of it: give another "
+            f"--output, or move one of them away"
         )
-    return path
+    if Path.cwd().is_relative_to(directory):
+        raise UserError(
+            f"--output {directory}: has an earlier run, and cannot be renamed, since the working directory is in it: "
+            f"give another --output"
+        )
+    return True
 
 
-def _has_same_start(args: argparse.Namespace, newest: Path) -> bool:
-    """Whether the run in the directory began with the same `--resume PATH`; False for evaluations, which take PATH."""
-    return not args.eval_only and started_from(newest) == _resume_path(args.resume)
+def set_aside(directory: Path) -> Path:
+    """Rename the directory of an earlier run to `<name>.1`, `<name>.2`, ..., and create an empty one.
 
-
-def _resume_path(resume: str) -> str | None:
-    """The absolute path that `--resume` names, or None."""
-    return None if resume in ("auto", "never") else str(Path(resume).resolve())
-
-
-def started_from(path: Path) -> str | None:
-    """The `--resume PATH` that the run of a checkpoint was last started with."""
-    return storage.read_state(path).get("started_from")
-
-
-@contextmanager
-def _writing(output: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"--output {output}: cannot be written: {error.strerror or error}") from None
-
-
-def prepare(
-    args: argparse.Namespace, output: Path, weights: str | None, log: RankLogger
-) -> tuple[Path | None, str | None]:
-    """Lock the run directory and find the checkpoint to resume, which is held. Writes nothing but the lock.
-
-    Args:
-        args: the command line.
-        output: the run directory.
-        weights: what a run without checkpoint starts from, `finetune.weights`, or None.
-        log: where skipped checkpoints are reported.
+    This run's index files move to the new directory.
 
     Returns:
-        The checkpoint, or None; and the value of `started_from` for this run's checkpoints.
-
-    Raises:
-        UserError: if the checkpoint is missing or not valid, the directory is not writable, another run holds it, or it
-            holds what a run there would overwrite or move.
+        The earlier run's new directory.
     """
-    own = output / storage.FOLDER
-    if not args.eval_only:
-        with _writing(output):
-            if reason := lock.acquire(output):
-                log.info(f"{output}: cannot be locked ({reason}): see to it that no other run writes there")
-            tempfile.TemporaryFile(dir=output).close()
-    path = _find_checkpoint(args, own, log)
-    if args.eval_only and path is None and weights is None:
-        flag = "--eval-knn" if args.eval_knn else "--eval-only"
-        raise UserError(f"{flag}: no checkpoint in {own}; name one with --resume PATH, or its --output")
-    continues = _is_own(path, own)
-    if not continues and not args.eval_only:
-        with _writing(output):
-            earlier_run.is_there(output)  # refuses before minutes of preparations what `begin` would refuse after them
-    inherited = started_from(path) if continues else None
-    return path, _resume_path(args.resume) or inherited
-
-
-def begin(output: Path, path: Path | None, config: Config, log: RankLogger, complete: bool = False) -> None:
-    """Prepare the run directory for the steps after checkpoint `path`: write config.json, set aside what conflicts.
-
-    That is, an earlier run of which `path` is no part, or else the damaged checkpoints after `path`. Called once all
-    checks have passed.
-
-    Args:
-        output: the run directory.
-        path: the checkpoint that was loaded, or None.
-        config: the resolved config.
-        log: where renames are reported.
-        complete: whether no step is left; config.json then stays that of the steps made.
-
-    Raises:
-        UserError: if it cannot be written, or see `earlier_run.is_there`.
-    """
-    own = output / storage.FOLDER
-    with _writing(output):
-        if _is_own(path, own):
-            storage.clean(own)
-            for newer in _newer_than(path, own):
-                log.info(f"{newer} is {storage.rename_damaged(newer).name} now")
-        elif earlier_run.is_there(output):
-            log.info(f"an earlier run was in {output}; it is in {earlier_run.set_aside(output)} now")
-        lock.keep()
-        own.mkdir(exist_ok=True)
-        if not complete or not (output / earlier_run.CONFIG).exists():
-            write_text(output / earlier_run.CONFIG, configs.to_json(config) + "\n")
+    older = directory.rename(free_name(directory))
+    directory.mkdir()
+    lock.acquire(directory)
+    if (older / INDEX_FILES).exists():
+        (older / INDEX_FILES).rename(directory / INDEX_FILES)
+    return older

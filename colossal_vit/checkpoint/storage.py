@@ -4,7 +4,7 @@
         model.safetensors       full weights in fp32 under timm's parameter names, whatever the layout
         optimizer.safetensors   full optimizer moments, `<moment>.<parameter name>`
         ema.safetensors         if the config has `ema`: full moving averages of the weights, under the weights' names
-        state.json              everything else that a run needs to resume, see `capture.py`
+        state.json              everything else that a run needs to resume, see `contents.State`
         manifest.json           format version, size and SHA-256 of the other files
 
 Reading a checkpoint cannot execute code: tensors are safetensors, the rest is JSON, read through `contents.py`'s types.
@@ -22,11 +22,12 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+import torch
 from colossal_vit import typed_json
 from colossal_vit.checkpoint.contents import VERSION, Fingerprint, Manifest, State
 from colossal_vit.errors import UserError
@@ -35,12 +36,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 FOLDER = "checkpoints"  # in a run directory
-MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
-EMA = "ema.safetensors"
+MODEL, OPTIMIZER, EMA = "model.safetensors", "optimizer.safetensors", "ema.safetensors"
+STATE, MANIFEST = "state.json", "manifest.json"
 CONTENTS = (MODEL, OPTIMIZER, STATE)  # the files that the manifest lists, with EMA after them if there is one
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64)
 STEP_NAME = re.compile(r"step-(\d{8,})")
 
-_held: dict[Path, int] = {}  # descriptors of files, see `hold`
+TensorFiles = Mapping[str, Mapping[str, Tensor]]  # full tensors on the CPU, by file and name
 
 
 def _to_text(value: Any) -> str:
@@ -53,39 +55,25 @@ def _fingerprint(path: Path) -> Fingerprint:
         return {"bytes": os.fstat(file.fileno()).st_size, "sha256": digest}
 
 
-def _remove(path: Path) -> None:
-    """Remove a checkpoint: rename it first, so that a half-removed one is never taken for a checkpoint."""
-    doomed = path.with_name(f".{path.name}-removed")
-    shutil.rmtree(doomed, ignore_errors=True)
-    path.rename(doomed)
-    shutil.rmtree(doomed)
+# ---- Writing ----
 
 
-def write(
-    path: Path,
-    model: Mapping[str, Tensor],
-    optimizer: Mapping[str, Tensor],
-    state: Mapping[str, Any],
-    ema: Mapping[str, Tensor] | None = None,
-) -> None:
+def write(path: Path, tensors: TensorFiles, state: Mapping[str, Any]) -> None:
     """Write a checkpoint atomically: to a temporary folder, which is fsynced and then renamed to `path`.
 
     Args:
         path: the checkpoint's folder, which must not exist.
-        model: full weights, on the CPU.
-        optimizer: full moments, on the CPU.
+        tensors: those of MODEL and OPTIMIZER, and of EMA if there is an average.
         state: the contents of state.json.
-        ema: full moving averages of the weights, on the CPU, or None.
 
     Raises:
         OSError: if it cannot be written; the temporary folder is removed.
     """
     scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
-    tensors_of = {MODEL: model, OPTIMIZER: optimizer} | ({EMA: ema} if ema else {})
-    contents = (*CONTENTS, EMA) if ema else CONTENTS
+    contents = [*CONTENTS, *(tensors.keys() & {EMA})]
     try:
-        for name, tensors in tensors_of.items():
-            safetensors.torch.save_file(dict(tensors), scratch / name, metadata={"format": "pt"})
+        for name in tensors:
+            safetensors.torch.save_file(dict(tensors[name]), scratch / name, metadata={"format": "pt"})
         (scratch / STATE).write_text(_to_text(state))
         for name in contents:
             (scratch / name).chmod(0o644)
@@ -103,6 +91,14 @@ def write(
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+def _remove(path: Path) -> None:
+    """Remove a checkpoint: rename it first, so that a half-removed one is never taken for a checkpoint."""
+    doomed = path.with_name(f".{path.name}-removed")
+    shutil.rmtree(doomed, ignore_errors=True)
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
 def prune(folder: Path, keep: int, best_step: int | None) -> None:
     """Remove all checkpoints in a folder except the newest `keep` and the one of step `best_step`."""
     for path in list_steps(folder)[keep:]:
@@ -116,37 +112,13 @@ def clean(folder: Path) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def step_of(path: Path) -> int:
-    """The optimizer step in a checkpoint's name."""
-    return int(STEP_NAME.fullmatch(path.name)[1])
-
-
-def list_steps(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, valid or not, newest first."""
-    found = [path for path in folder.glob("step-*") if STEP_NAME.fullmatch(path.name)]
-    return sorted(found, key=step_of, reverse=True)
+def rename_damaged(path: Path) -> Path:
+    """Rename a damaged checkpoint to `damaged-<name>`, so that a new one can take its name; returns the new path."""
+    target = path.with_name(f"damaged-{path.name}")
+    return path.rename(free_name(target) if target.exists() else target)
 
 
 # ---- Reading, also beside a run that removes its old checkpoints ----
-
-
-def hold(path: Path) -> None:
-    """Keep the files of a checkpoint readable in this process, even if another one removes them, until `release`."""
-    for file in (path / name for name in (*CONTENTS, EMA, MANIFEST)):
-        if file not in _held:
-            with suppress(OSError):  # `verify` says so
-                _held[file] = os.open(file, os.O_RDONLY)
-
-
-def release(path: Path | None = None) -> None:
-    """Let go of what `hold` holds of a checkpoint, or of all; the disk space of what was removed is free then."""
-    for file in [file for file in _held if path in (None, file.parent)]:
-        os.close(_held.pop(file))
-
-
-def readable(file: Path) -> Path:
-    """Where to read a file of a checkpoint: under its own path, unless it is held."""
-    return Path(f"/proc/self/fd/{_held[file]}") if file in _held else file
 
 
 @contextmanager
@@ -160,75 +132,90 @@ def _reading(path: Path) -> Iterator[None]:
         raise UserError(f"{path}: {str(error).splitlines()[0]}") from None
 
 
-def _read_manifest(path: Path) -> Manifest:
-    with _reading(path):
-        text = readable(path).read_bytes()
-    manifest = typed_json.parse(text, Manifest, path)
-    # Its own SHA-256 is nowhere: it is as it was written if it is what would be written again.
-    if tuple(manifest["files"]) not in (CONTENTS, (*CONTENTS, EMA)) or text != _to_text(manifest).encode():
-        raise UserError(f"{path}: does not list {', '.join(CONTENTS)} as it should")
-    return manifest
+class Checkpoint:
+    """A checkpoint of which every byte was checked against the manifest, and every field of state.json by its type.
 
-
-def verify(path: Path, held: bool = False) -> State:
-    """Check every byte of a checkpoint against its manifest, and every field of state.json.
+    Its files are open as long as the object lives: they can be read even if another process has removed them.
 
     Args:
-        path: of the checkpoint.
-        held: whether to `hold` it if it is valid, and so to read later what is checked here.
+        path: of the checkpoint's folder.
+
+    Attributes:
+        path: as given.
+        files: where to read each of its files, by name.
+        state: the contents of state.json.
 
     Raises:
         UserError: naming the damaged file and the damage.
     """
-    if held:
-        hold(path)
-    try:
-        return _verify(path)
-    except UserError:
-        release(path)
-        raise
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.files: dict[str, Path] = {}
+        self._descriptors: list[int] = []
+        for name, expected in self._read_manifest()["files"].items():
+            with _reading(path / name):
+                found = _fingerprint(self._open(name))
+                if found["bytes"] != expected["bytes"]:
+                    raise ValueError(f"has {found['bytes']} bytes instead of {expected['bytes']}; cut off?")
+                if found != expected:
+                    raise ValueError("its SHA-256 is not the one in the manifest; damaged?")
+                if name != STATE:
+                    with safe_open(self.files[name], "pt"):  # which refuses what is no safetensors
+                        pass
+        self.state = typed_json.parse(self.files[STATE].read_bytes(), State, path / STATE)
+        if (name := STEP_NAME.fullmatch(path.name)) and int(name[1]) != self.state["step"]:
+            raise UserError(f"{path}: holds step {self.state['step']}; was it renamed?")
+
+    def __del__(self):
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+
+    def _open(self, name: str) -> Path:
+        self._descriptors.append(os.open(self.path / name, os.O_RDONLY))
+        self.files[name] = Path(f"/proc/self/fd/{self._descriptors[-1]}")
+        return self.files[name]
+
+    def _read_manifest(self) -> Manifest:
+        path = self.path / MANIFEST
+        with _reading(path):
+            text = self._open(MANIFEST).read_bytes()
+        manifest = typed_json.parse(text, Manifest, path)
+        # Its own SHA-256 is nowhere: it is as it was written if it is what would be written again.
+        if tuple(manifest["files"]) not in (CONTENTS, (*CONTENTS, EMA)) or text != _to_text(manifest).encode():
+            raise UserError(f"{path}: does not list {', '.join(CONTENTS)} as it should")
+        return manifest
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """The tensors of one of its files, which are read from the disk as they are used.
+
+        Raises:
+            UserError: if one is of a type that no checkpoint has.
+        """
+        tensors = safetensors.torch.load_file(self.files[name])
+        for key, tensor in tensors.items():
+            if tensor.dtype not in DTYPES:
+                raise UserError(f"{self.path / name}: {key} is of type {tensor.dtype}, which no checkpoint here has")
+        return tensors
 
 
-def _verify(path: Path) -> State:
-    files = _read_manifest(path / MANIFEST)["files"]
-    for name, expected in files.items():
-        with _reading(path / name):
-            found = _fingerprint(readable(path / name))
-            if found["bytes"] != expected["bytes"]:
-                raise ValueError(f"has {found['bytes']} bytes instead of {expected['bytes']}; cut off?")
-            if found != expected:
-                raise ValueError("its SHA-256 is not the one in the manifest; damaged?")
-    for name in files.keys() - {STATE}:
-        with _reading(path / name), safe_open(readable(path / name), "pt"):
-            pass
-    state = read_state(path)
-    if (name := STEP_NAME.fullmatch(path.name)) and int(name[1]) != state["step"]:
-        raise UserError(f"{path}: holds step {state['step']}; was it renamed?")
-    return state
+def step_of(path: Path) -> int:
+    """The optimizer step in a checkpoint's name."""
+    return int(STEP_NAME.fullmatch(path.name)[1])
 
 
-def read_state(path: Path) -> State:
-    """The contents of state.json, in a checkpoint that `verify` has passed.
-
-    Raises:
-        UserError: if it cannot be read or a field is wrong.
-    """
-    with _reading(path / STATE):
-        text = readable(path / STATE).read_bytes()
-    return typed_json.parse(text, State, path / STATE)
+def list_steps(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, valid or not, newest first."""
+    found = [path for path in folder.glob("step-*") if STEP_NAME.fullmatch(path.name)]
+    return sorted(found, key=step_of, reverse=True)
 
 
-def newest(folder: Path, held: bool = False) -> tuple[Path | None, list[str]]:
-    """The newest valid checkpoint in a folder, or None, and the reason why each newer one is not valid.
-
-    Args:
-        folder: with the checkpoints.
-        held: see `verify`.
-    """
-    return first_valid(lambda: list_steps(folder), held)
+def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest valid checkpoint in a folder, or None, and the reason why each newer one is not valid."""
+    return _first_valid(lambda: list_steps(folder))
 
 
-def first_valid(list_paths: Callable[[], list[Path]], held: bool = False) -> tuple[Path | None, list[str]]:
+def _first_valid(list_paths: Callable[[], list[Path]]) -> tuple[Checkpoint | None, list[str]]:
     """The first valid checkpoint of those listed, or None, and the reason why each one before it is not valid.
 
     If one is removed while it is read, as a run that trains removes its old ones, there may be newer ones: all are
@@ -238,8 +225,7 @@ def first_valid(list_paths: Callable[[], list[Path]], held: bool = False) -> tup
         skipped, removed = [], False
         for path in list_paths():
             try:
-                verify(path, held)
-                return path, skipped
+                return Checkpoint(path), skipped
             except UserError as error:
                 skipped.append(str(error))
             if removed := not os.path.lexists(path):
@@ -248,7 +234,37 @@ def first_valid(list_paths: Callable[[], list[Path]], held: bool = False) -> tup
             return None, skipped
 
 
-def rename_damaged(path: Path) -> Path:
-    """Rename a damaged checkpoint to `damaged-<name>`, so that a new one can take its name; returns the new path."""
-    target = path.with_name(f"damaged-{path.name}")
-    return path.rename(free_name(target) if target.exists() else target)
+# ---- Paths that the user gives ----
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder is a checkpoint, valid or damaged; timm's model folders have a MODEL file but no others."""
+    return bool(STEP_NAME.fullmatch(path.name)) or any((path / name).exists() for name in (OPTIMIZER, STATE, MANIFEST))
+
+
+def named_by(path: Path) -> list[Path]:
+    """The checkpoints that a path refers to: itself, or all in a run directory, newest first.
+
+    Raises:
+        UserError: if there are none.
+    """
+    if not path.exists():
+        raise UserError(f"{path}: no such file or directory")
+    if is_checkpoint(path):
+        return [path]
+    folder = path / FOLDER if (path / FOLDER).is_dir() else path
+    if not (found := list_steps(folder)):
+        raise UserError(f"{folder}: is no checkpoint, and there are none in it")
+    return found
+
+
+def open_named(path: Path) -> Checkpoint:
+    """The checkpoint that a path refers to: itself, or the newest valid one in a run directory.
+
+    Raises:
+        UserError: if there is no valid one.
+    """
+    found, faults = _first_valid(lambda: named_by(path))
+    if found is None:
+        raise UserError(faults[0])
+    return found

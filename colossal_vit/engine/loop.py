@@ -26,7 +26,7 @@ class Trainer:
         logger: says why there are no further steps.
 
     Attributes:
-        cur_epoch: number of the current epoch, from 0 on; set by `restore.resume`.
+        cur_epoch: number of the current epoch, from 0 on; set by `Checkpointer.load`.
         cur_step: optimizer steps from the beginning of the first epoch to here.
         steps_per_epoch: optimizer steps of an epoch.
         evaluating_ema: whether the current evaluation is of the averaged weights; it precedes that of the weights.

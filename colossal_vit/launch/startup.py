@@ -9,8 +9,8 @@ import torch
 from colossal_vit import config as configs
 from colossal_vit import parent
 from colossal_vit.checkpoint import run_directory
+from colossal_vit.checkpoint.checkpointer import Checkpointer
 from colossal_vit.compat import cpu, patches
-from colossal_vit.config.check import nearest
 from colossal_vit.config.settings import IMAGENET
 from colossal_vit.engine import precision
 from colossal_vit.errors import UserError
@@ -21,7 +21,7 @@ from colossal_vit.launch.groups import check_granted, choose_backend, choose_dev
 from colossal_vit.launch.launchers import find_rendezvous, planned_rendezvous
 from colossal_vit.launch.rendezvous import join_store
 from colossal_vit.parallel.layout import Layout
-from colossal_vit.parallel.ranks import RankLogger, run_on_rank_0
+from colossal_vit.parallel.ranks import RankLogger
 from colossal_vit.parallel.seeds import seed_ranks
 from colossal_vit.run import Run
 from colossalai.context import Config
@@ -120,12 +120,7 @@ def start(args: Arguments) -> Run:
     if config.fp16:
         log.info(f"mixed precision: {precision.describe(config.fp16, device)} on this device")
 
-    def prepare() -> tuple[Path | None, str | None]:
-        if args.resume not in ("auto", "never") and not Path(args.resume).exists():
-            meant = nearest(args.resume, ("auto", "never"))
-            raise UserError(f"--resume {args.resume}: no such path, and neither auto nor never{meant}")
-        starts_from = (config.get("finetune") or {}).get("weights")
-        return run_directory.prepare(args, output, starts_from, log)
-
-    checkpoint, started_from = run_on_rank_0(prepare)
-    return Run(args, config, layout, output, device, log, checkpoint=checkpoint, started_from=started_from)
+    run = Run(args, config, layout, output, device, log)
+    run.checkpointer = Checkpointer(run)
+    run.checkpointer.prepare()
+    return run

@@ -1,14 +1,12 @@
-"""The parts of a rank's state that checkpoints save: parameter shards, buffers, random number generators."""
+"""What only the same rank of the same layout can resume: the states of its random number generators."""
 
 import base64
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from colossal_vit import config
-from colossal_vit.engine.engine import Engine
 from colossal_vit.errors import UserError
-from colossal_vit.parallel.sharding import Shard
 from colossalai.accelerator import get_accelerator
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.context.random import get_current_mode, get_states, set_seed_states
@@ -53,44 +51,4 @@ def rank_layout() -> dict[str, Any]:
         "parallel": gpc.config.parallel,
         "num_chunks": config.num_model_chunks(gpc.config),
         "device": get_accelerator().get_current_device().type,
-    }
-
-
-class ParameterSlot(NamedTuple):
-    """A parameter of this rank.
-
-    Attributes:
-        shard: which part of which full parameter it is.
-        working: the model's parameter.
-        master: what the optimizer updates: an fp32 copy under some AMP modes, else `working` itself.
-        owner: the data-parallel rank that has master and optimizer state, if these are split; None if all have.
-    """
-
-    shard: Shard
-    working: Tensor
-    master: Tensor
-    owner: int | None
-
-    @property
-    def owned(self) -> bool:
-        """Whether this rank has master and optimizer state; otherwise `master` is `working`."""
-        return self.owner is None or self.owner == gpc.get_local_rank(ParallelMode.DATA)
-
-
-def parameter_slots(engine: Engine) -> list[ParameterSlot]:
-    """The parameters of this rank, in the order of the model."""
-    masters, owners = engine.optimizer.working_to_master_map, engine.zero.owners if engine.zero else {}
-    return [ParameterSlot(p.shard, p, masters.get(p, p), owners.get(p)) for p in engine.bare_model.parameters()]
-
-
-def model_buffers(engine: Engine) -> dict[str, Tensor]:
-    """The model's persistent buffers by name, such as the running means of batch norms.
-
-    Not from `state_dict`, because Colossal-AI's layers communicate to build theirs.
-    """
-    return {
-        f"{path}.{key}".removeprefix("."): buffer
-        for path, module in engine.bare_model.named_modules()
-        for key, buffer in module.named_buffers(recurse=False)
-        if key not in module._non_persistent_buffers_set
     }

@@ -1,0 +1,445 @@
+"""`Checkpointer`: the run directory and the checkpoints of a run, behind one object."""
+
+import os
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from colossal_vit import config
+from colossal_vit.checkpoint import lock, run_directory, storage, tensors, weights
+from colossal_vit.checkpoint.contents import State
+from colossal_vit.checkpoint.random_state import load_random_state, random_state, rank_layout
+from colossal_vit.checkpoint.storage import Checkpoint
+from colossal_vit.config.check import nearest
+from colossal_vit.config.schema import default, is_default
+from colossal_vit.data.identity import differences
+from colossal_vit.engine.engine import Engine
+from colossal_vit.engine.loop import Trainer
+from colossal_vit.engine.micro_batches import MicroBatches
+from colossal_vit.errors import TrainingError, UserError
+from colossal_vit.files import write_text
+from colossal_vit.parallel.ranks import all_gather_object, raise_on_all_ranks, run_on_rank_0
+from colossal_vit.parallel.seeds import seed_ranks
+from colossal_vit.run import Run
+from colossalai.legacy.core import global_context as gpc
+from torch import Tensor
+
+OTHER_SHAPE = "change the config back, or fit the weights with `python -m colossal_vit.checkpoint import`"
+# Keys that may change between runs: layout, length, files. They change what is learned by rounding at most, as long as
+# the global batch, which is compared separately, stays the same.
+FREE_KEYS = {
+    *("parallel", "model", "NUM_CHUNKS", "NUM_MICRO_BATCHES", "TENSOR_PARALLEL_SIZE", "TENSOR_PARALLEL_MODE"),
+    *("TENSOR_SHAPE", "SEQ_LENGTH", "BATCH_SIZE", "gradient_accumulation", "CHECKPOINT", "COMPILE", "torch_ddp"),
+    *("cudnn_benchmark", "cudnn_deterministic", "NUM_EPOCHS", "DATA", "checkpoint", "IMAGES_PER_S", "GLOBAL_BATCH"),
+    *("zero", "machine"),
+}
+_PACKAGES = ("torch", "colossalai", "timm")  # whose versions are on record
+
+
+def changed_values(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """The values that differ between two plain configs: key -> [before, after]."""
+    keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    # A new key at its default is no change.
+    known = [key for key in keys if key in old or not is_default(key, new[key])]
+    return {key: [old.get(key), new.get(key)] for key in known}
+
+
+def _format_changes(changes: Mapping[str, list[Any]]) -> str:
+    return ", ".join(f"{key} {before} → {after}" for key, (before, after) in changes.items())
+
+
+@contextmanager
+def _writing(output: Path) -> Iterator[None]:
+    """Turn errors of writing to the run directory into a `UserError`."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"--output {output}: cannot be written: {error.strerror or error}") from None
+
+
+class Checkpointer:
+    """Prepares the run directory, loads the checkpoint that a run resumes, and saves others.
+
+    `launch.start` calls `prepare`, the train script `load`, `CheckpointHook` the others. All methods are collective;
+    rank 0 alone reads and writes.
+
+    Args:
+        run: from `launch.start`.
+
+    Attributes:
+        path: the checkpoint that the run resumes, or None.
+        best: accuracy and step of the best evaluation so far, or None.
+    """
+
+    def __init__(self, run: Run):
+        self.run, self.folder = run, run.output / storage.FOLDER
+        self.path: Path | None = None
+        self.best: dict[str, Any] | None = None
+        self._found: Checkpoint | None = None  # at `path`, on rank 0, until it is loaded
+        self._started_from: str | None = None  # the `--resume PATH` that the run began with
+        self._changes: list[dict[str, Any]] = []  # that `--accept-changes` has accepted
+        self._writer: threading.Thread | None = None
+        self._failure: str | None = None  # of the last save
+        self._bug: Exception | None = None  # what else went wrong in the thread that writes
+
+    # ---- Prepare ----
+
+    def prepare(self) -> None:
+        """Lock the run directory and find the checkpoint to resume, which stays readable. Writes nothing but the lock.
+
+        Raises:
+            UserError: if the checkpoint is missing or not valid, the directory is not writable, another run holds it,
+                or it holds what a run there would overwrite or move.
+        """
+        self.path, self._started_from = run_on_rank_0(self._prepare)
+
+    def _prepare(self) -> tuple[Path | None, str | None]:
+        args, output = self.run.args, self.run.output
+        if self._given and not self._given.exists():
+            meant = nearest(args.resume, ("auto", "never"))
+            raise UserError(f"--resume {args.resume}: no such path, and neither auto nor never{meant}")
+        if not args.eval_only:
+            with _writing(output):
+                if reason := lock.acquire(output):
+                    self.run.log.info(
+                        f"{output}: cannot be locked ({reason}): see to it that no other run writes there"
+                    )
+                tempfile.TemporaryFile(dir=output).close()
+        self._found = found = self._find()
+        if args.eval_only and found is None and not (self.run.config.get("finetune") or {}).get("weights"):
+            flag = "--eval-knn" if args.eval_knn else "--eval-only"
+            raise UserError(f"{flag}: no checkpoint in {self.folder}; name one with --resume PATH, or its --output")
+        path = found and found.path
+        continues = self._is_own(path)
+        if not continues and not args.eval_only:
+            with _writing(output):
+                # Refuses before minutes of preparations what `_begin` would refuse after them.
+                run_directory.has_earlier_run(output)
+        inherited = found.state.get("started_from") if continues else None
+        return path, str(self._given.resolve()) if self._given else inherited
+
+    @property
+    def _given(self) -> Path | None:
+        """The path that `--resume` names."""
+        return None if self.run.args.resume in ("auto", "never") else Path(self.run.args.resume)
+
+    def _is_own(self, path: Path | None) -> bool:
+        """Whether a checkpoint is one of those in the run directory."""
+        return path is not None and path.resolve().parent == self.folder.resolve()
+
+    def _newer_than(self, path: Path) -> list[Path]:
+        """The checkpoints in the run directory that are newer than `path`, if that is one of them."""
+        steps = storage.list_steps(self.folder)
+        names = [step.name for step in steps]
+        return steps[: names.index(path.name)] if self._is_own(path) and path.name in names else []
+
+    def _find(self) -> Checkpoint | None:
+        """The checkpoint that `--resume` selects, or None.
+
+        Raises:
+            UserError: if the checkpoint at `--resume PATH` is not valid, or the run directory has newer ones.
+        """
+        args = self.run.args
+        restarts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+        restarted = any(count.isdigit() and int(count) for count in restarts)  # by torchrun or SLURM, as it was started
+        if args.resume == "never" and not restarted:
+            return None
+        newest, skipped = storage.newest(self.folder)
+        # An evaluation takes the given path; a run that began with it goes on with its own checkpoints.
+        began_there = newest and self._given and newest.state.get("started_from") == str(self._given.resolve())
+        if args.resume == "auto" or restarted or (began_there and not args.eval_only):
+            for reason in skipped:
+                self.run.log.info(f"skipped: {reason}")
+            if newest or args.resume == "auto":
+                return newest
+        return self._open_given() if self._given else None
+
+    def _open_given(self) -> Checkpoint:
+        try:
+            found = storage.open_named(self._given)
+        except UserError as error:
+            raise UserError(f"--resume {self.run.args.resume}: {error}") from None
+        if (newer := self._newer_than(found.path)) and not self.run.args.eval_only:
+            raise UserError(
+                f"--resume {self.run.args.resume}: {self.folder} has newer ones, up to {newer[0].name}: give another "
+                f"--output, or move them away"
+            )
+        return found
+
+    # ---- Load ----
+
+    def load(self, trainer: Trainer, train_dataloader: MicroBatches) -> None:
+        """Load the checkpoint, or else the weights of the block `finetune`, and begin in the run directory.
+
+        In the layout that wrote the checkpoint, a run resumes bit for bit; in another one, random number generators and
+        the order of DALI's images start from scratch. Until here, only the lock and DALI's index files were written.
+
+        Args:
+            trainer: of the run, before `Trainer.fit`.
+            train_dataloader: as `engine.initialize` returned it.
+
+        Raises:
+            UserError: if the ranks' data differ, or the checkpoint is of another model or optimizer, or its data or
+                config values that affect learning differ from this run's.
+        """
+        run = self.run
+        if not run.args.eval_only and any(data != run.data for data in all_gather_object(run.data)):
+            raise UserError("the ranks read different data: DATA must be the same on all machines")
+        if self.path:
+            self._resume(trainer, train_dataloader)
+        elif run.config.get("finetune"):
+            self._start_from_weights(trainer.engine, train_dataloader.normalization)
+        self._found = None  # if it was removed meanwhile, its disk space is free now
+        if not run.args.eval_only:
+            made = trainer.cur_epoch * len(train_dataloader) + train_dataloader.start  # micro-steps
+            last = run.config.NUM_EPOCHS * len(train_dataloader)
+            if run.args.max_steps:
+                last = min(last, run.args.max_steps * trainer.engine.accumulation)
+            run_on_rank_0(lambda: self._begin(complete=made >= last))
+
+    def _resume(self, trainer: Trainer, train_dataloader: MicroBatches) -> None:
+        run, path, engine = self.run, self.path, trainer.engine
+        state = run_on_rank_0(lambda: self._found.state)
+        own = type(engine.optimizer.optim).__name__
+        trained = state["optimizer"] is not None and not run.args.eval_only
+        if trained and state["optimizer"] != own:
+            raise UserError(
+                f"{path}: was trained with {state['optimizer']}, but this run's optimizer is {own}: change it back, or "
+                f"start from its weights alone: `python -m colossal_vit.checkpoint import`"
+            )
+        if trained and state["ranks"]:  # not imported from timm
+            self._check_continues(state)
+        if state["step"] and not run.args.eval_only:
+            engine.settle_buckets((run.config.BATCH_SIZE, 3, run.config.IMG_SIZE, run.config.IMG_SIZE))
+        self._load_tensors(engine, state["moments_step"] if trained else None)
+        engine.num_steps = state["step"]
+        if run.args.eval_only:
+            run.log.info(f"the weights are those of {path}, step {state['step']}")
+            return
+        trainer.cur_epoch, self.best = state["epoch"], state["best"]
+        engine.optimizer.load_scaler_state(state["scaler"])
+        self._seek(state, trainer, train_dataloader)
+
+    def _check_continues(self, state: State) -> None:
+        """Check that the data, and the config values that affect learning, are those of the checkpoint.
+
+        What `--accept-changes` allows is put on record.
+
+        Raises:
+            UserError: naming what differs.
+        """
+        run = self.run
+        changes = changed_values(state["config"], config.plain(run.config))
+        learned = {key: change for key, change in changes.items() if key not in FREE_KEYS}
+        global_batch = run.layout.global_batch(run.config)
+        if state["global_batch"] != global_batch:
+            learned["global batch"] = [state["global_batch"], global_batch]
+        other_data = differences(state.get("data") or run.data or {}, run.data or {})
+        self._changes = state.get("changes", [])
+        if learned or other_data:
+            said = [f"other data ({other_data})"] if other_data else []
+            said += [f"other values ({_format_changes(learned)})"] if learned else []
+            if not run.args.accept_changes:
+                raise UserError(
+                    f"{self.path}: was trained with {' and '.join(said)}: change that back, give another --output, or "
+                    f"resume it as it is with --accept-changes"
+                )
+            self._changes = [*self._changes, {"step": state["step"], "values": learned, "data": other_data}]
+        said = [_format_changes(changes)] if changes else []
+        said += [f"data ({other_data})"] if other_data else []
+        if said:
+            run.log.info(f"changed since then: {', '.join(said)}")
+
+    def _load_tensors(self, engine: Engine, num_updates: int | None) -> None:
+        """Load weights, averages if there are any, and moments unless `num_updates`, those in them, is None."""
+
+        def file(name):
+            return lambda: self._found.tensors(name)
+
+        tensors.scatter_weights(engine, file(storage.MODEL), str(self.path), OTHER_SHAPE)
+        if engine.ema:
+            engine.ema.restart()  # from the weights, if the checkpoint has no averages
+            if run_on_rank_0(lambda: storage.EMA in self._found.files):
+                tensors.scatter_averages(engine, file(storage.EMA))
+        if num_updates is not None:
+            tensors.scatter_moments(engine, file(storage.OPTIMIZER), num_updates, str(self.path))
+
+    def _seek(self, state: State, trainer: Trainer, train_dataloader: MicroBatches) -> None:
+        """Go to the place in the data and in the schedule where the checkpoint was saved.
+
+        The place in the epoch is stored in images, which does not depend on the layout.
+        """
+        run, ranks, rank = self.run, state["ranks"], gpc.get_global_rank()
+        steps, rest = divmod(state["images"], run.layout.global_batch(run.config))
+        steps_per_epoch = len(train_dataloader) // trainer.engine.accumulation
+        steps = min(steps, steps_per_epoch)
+        same = state["layout"] == rank_layout() and len(ranks) == rank_layout()["world_size"] and not rest
+        if ranks:
+            with raise_on_all_ranks():
+                data = ranks[rank % len(ranks)]["data"]
+                same_data = train_dataloader.seek(state["epoch"], steps * trainer.engine.accumulation, data)
+                if same:
+                    load_random_state(ranks[rank]["rng"], f"{self.path / storage.STATE}: ranks.{rank}.rng")
+                else:
+                    seed_ranks(run.config.SEED + state["step"])
+            same = all(all_gather_object(same and same_data))
+        if scheduled := state["epoch"] * steps_per_epoch + steps:  # the scheduler computes its rates from its step
+            there = {"last_epoch": scheduled - 1, "_step_count": scheduled + 1}
+            trainer.lr_scheduler.load_state_dict({**trainer.lr_scheduler.state_dict(), **there})
+            trainer.lr_scheduler.step()
+        run.log.info(
+            f"resuming from {self.path}: step {state['step']}, epoch {state['epoch']}, image {state['images']} of it"
+        )
+        if ranks and not same:
+            run.log.info(
+                "the layout or the batches are others than before: random numbers (dropout, DALI's order) are new ones"
+            )
+
+    def _start_from_weights(self, engine: Engine, normalization: weights.Normalization | None) -> None:
+        """Load the weights that `finetune.weights` names into a model that has made no step."""
+        run, finetune = self.run, self.run.config.finetune
+        named, head = finetune.get("weights"), finetune.get("head", default("finetune", "head"))
+        if named is None:
+            raise UserError(
+                f"finetune = {dict(finetune)}, but there are no weights to start from: set finetune.weights, --resume "
+                f"a checkpoint, or leave the block out"
+            )
+        if run.args.eval_only and not run.args.eval_knn and head == "new":
+            raise UserError(
+                f"--eval-only evaluates the head of finetune.weights = {named!r}, but finetune.head = 'new' starts "
+                f"with one of zeros: set it to 'keep', or give --eval-knn, which needs no head"
+            )
+        shapes = {name: shape for own in all_gather_object(tensors.own_shapes(engine)) for name, shape in own.items()}
+
+        def read() -> dict[str, Tensor]:
+            try:
+                return weights.read_fitted(named, head, shapes, run.config, normalization, run.log)
+            except UserError as error:
+                raise UserError(f"finetune.weights: {error}") from None
+
+        tensors.scatter_weights(engine, read, f"finetune.weights: {named}", weights.OTHER_MODEL)
+        if engine.ema:
+            engine.ema.restart()
+        run.log.info(f"starting from the weights of {named}, with {'a new head' if head == 'new' else 'their head'}")
+
+    def _begin(self, complete: bool) -> None:
+        """Prepare the run directory for the steps to come: write config.json, set aside what conflicts with them.
+
+        That is an earlier run of which the loaded checkpoint is no part, or else the damaged checkpoints after it.
+
+        Args:
+            complete: whether no step is left; config.json then stays that of the steps made.
+        """
+        output, log = self.run.output, self.run.log
+        with _writing(output):
+            if self._is_own(self.path):
+                storage.clean(self.folder)
+                for newer in self._newer_than(self.path):
+                    log.info(f"{newer} is {storage.rename_damaged(newer).name} now")
+            elif run_directory.has_earlier_run(output):
+                log.info(f"an earlier run was in {output}; it is in {run_directory.set_aside(output)} now")
+            lock.keep()
+            self.folder.mkdir(exist_ok=True)
+            if not complete or not (output / run_directory.CONFIG).exists():
+                write_text(output / run_directory.CONFIG, config.to_json(self.run.config) + "\n")
+
+    # ---- Save ----
+
+    def save(self, trainer: Trainer, train_dataloader: MicroBatches, epoch: int, start: int) -> Path:
+        """Save a checkpoint that resumes at micro-batch `start` of `epoch`, between two optimizer steps.
+
+        All ranks wait while rank 0 gathers the state; it is written to disk in the background while training continues.
+        Of older checkpoints the newest stay, and the best.
+
+        Returns:
+            Where it is being written to; if that cannot be done, `finish` and `check` say so.
+        """
+        path = self.folder / f"step-{trainer.engine.num_steps:08d}"
+        self.finish()
+        state = self.state(trainer, train_dataloader, epoch, start)
+        files = tensors.gather(trainer.engine)
+        if files is not None:
+            self._writer = threading.Thread(target=self._write, args=(path, files, state), daemon=True)
+            self._writer.start()
+        return path
+
+    def state(self, trainer: Trainer, train_dataloader: MicroBatches, epoch: int, start: int) -> dict[str, Any]:
+        """The contents of state.json, see `contents.State`."""
+        run, engine = self.run, trainer.engine
+        # Fewer updates than optimizer steps if some were skipped for overflow.
+        updates = max((int(state.get("step", 0)) for state in engine.optimizer.optim.state.values()), default=0)
+        global_batch = run.layout.global_batch(run.config)
+        return {
+            "step": engine.num_steps,
+            "epoch": epoch,
+            "images": start // engine.accumulation * global_batch,  # of this epoch
+            "global_batch": global_batch,
+            "optimizer": type(engine.optimizer.optim).__name__,
+            "moments_step": max(all_gather_object(updates)),
+            "scaler": engine.optimizer.scaler_state(),
+            "best": self.best,
+            "layout": rank_layout(),
+            "ranks": all_gather_object({"rng": random_state(), "data": train_dataloader.state_dict()}),
+            "config": config.plain(run.config),
+            "normalization": train_dataloader.normalization,
+            "versions": {name: metadata.version(name) for name in _PACKAGES},
+            "data": run.data,
+            "started_from": self._started_from,
+            "changes": self._changes,
+        }
+
+    def _write(self, path: Path, files: storage.TensorFiles, state: Mapping[str, Any]) -> None:
+        """Write a checkpoint and remove old ones; in a thread of its own, whose exceptions nobody else would see."""
+        log, keep = self.run.log, (self.run.config.get("checkpoint") or {}).get("keep", default("checkpoint", "keep"))
+        try:
+            self._failure = self._why_not_written(path, files, state)
+            if self._failure is None:
+                storage.prune(path.parent, keep, state["best"] and state["best"]["step"])
+            elif not self._stops_on_failure:
+                log.info(f"{self._failure}; training continues")
+        except OSError as error:  # the new checkpoint is there; the next save tries again to remove the old ones
+            log.info(f"{error.filename or path.parent}: cannot be removed: {error.strerror or error}")
+        except Exception as error:
+            self._bug = error
+
+    @staticmethod
+    def _why_not_written(path: Path, files: storage.TensorFiles, state: Mapping[str, Any]) -> str | None:
+        """Write a checkpoint; returns why that has failed, or None."""
+        try:
+            if not path.exists():  # it does if the run was stopped just before an epoch's evaluation, and resumed
+                storage.write(path, files, state)
+        except OSError as error:
+            return f"{path}: cannot be written: {error.strerror or error}"
+        except MemoryError:
+            return f"{path}: cannot be written: out of memory"
+
+    @property
+    def _stops_on_failure(self) -> bool:
+        return self.run.args.on_save_error == "stop"
+
+    def check(self) -> None:
+        """Raise what the last save has failed with, if it has ended, on rank 0.
+
+        Raises:
+            TrainingError: with `--on-save-error stop`, if the checkpoint cannot be written.
+        """
+        if self._bug:
+            raise self._bug
+        if self._failure and self._stops_on_failure:
+            raise TrainingError(f"{self._failure}; earlier checkpoints are as they were (--on-save-error stop)")
+
+    def finish(self) -> str | None:
+        """Wait until the checkpoint in progress is written; returns why it could not be, or None."""
+        return run_on_rank_0(self._join)
+
+    def _join(self) -> str | None:
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+        if self._bug:
+            raise self._bug
+        return self._failure

@@ -1,0 +1,267 @@
+"""Full tensors on rank 0, gathered from the shards of all ranks, and scattered to those of any layout."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from colossal_vit.checkpoint.storage import EMA, MODEL, OPTIMIZER, TensorFiles
+from colossal_vit.engine.engine import Engine
+from colossal_vit.errors import UserError
+from colossal_vit.parallel.ranks import all_gather_object, raise_on_all_ranks, run_on_rank_0
+from colossal_vit.parallel.sharding import Shard
+from colossalai.legacy.context import ParallelMode
+from colossalai.legacy.core import global_context as gpc
+from torch import Tensor
+
+
+class Kind(NamedTuple):
+    """One of the tensors that there are of a parameter: in which file, and what comes before the parameter's name."""
+
+    file: str
+    prefix: str = ""
+
+
+WEIGHT, AVERAGE = Kind(MODEL), Kind(EMA)
+
+
+def _moment(name: str) -> Kind:
+    return Kind(OPTIMIZER, f"{name}.")
+
+
+class ParameterSlot(NamedTuple):
+    """A parameter of this rank.
+
+    Attributes:
+        shard: which part of which full parameter it is.
+        working: the model's parameter.
+        master: what the optimizer updates: an fp32 copy under some AMP modes, else `working` itself.
+        owner: the data-parallel rank that has master and optimizer state, if these are split; None if all have.
+    """
+
+    shard: Shard
+    working: Tensor
+    master: Tensor
+    owner: int | None
+
+    @property
+    def owned(self) -> bool:
+        """Whether this rank has master and optimizer state; otherwise `master` is `working`."""
+        return self.owner is None or self.owner == gpc.get_local_rank(ParallelMode.DATA)
+
+    @property
+    def trained(self) -> bool:
+        """Whether it has a gradient, and so moments."""
+        return self.working.requires_grad
+
+
+def parameter_slots(engine: Engine) -> list[ParameterSlot]:
+    """The parameters of this rank, in the order of the model."""
+    masters, owners = engine.optimizer.working_to_master_map, engine.zero.owners if engine.zero else {}
+    return [ParameterSlot(p.shard, p, masters.get(p, p), owners.get(p)) for p in engine.bare_model.parameters()]
+
+
+def _by_name(engine: Engine) -> dict[str, ParameterSlot]:
+    return {slot.shard.name: slot for slot in parameter_slots(engine)}
+
+
+def _buffers(engine: Engine) -> dict[str, Tensor]:
+    """The model's persistent buffers by name, such as the running means of batch norms.
+
+    Not from `state_dict`, because Colossal-AI's layers communicate to build theirs.
+    """
+    return {
+        f"{path}.{key}".removeprefix("."): buffer
+        for path, module in engine.bare_model.named_modules()
+        for key, buffer in module.named_buffers(recurse=False)
+        if key not in module._non_persistent_buffers_set
+    }
+
+
+# ---- Gather ----
+
+
+def _kinds(all_kinds: Iterable[Kind], trained: bool) -> list[Kind]:
+    """The kinds of tensors that there are of a parameter."""
+    return [kind for kind in all_kinds if trained or kind in (WEIGHT, AVERAGE)]
+
+
+def _pieces(engine: Engine, slot: ParameterSlot) -> dict[Kind, Tensor]:
+    """What this rank has of a parameter's tensors, as their owner."""
+    if not slot.owned:
+        return {}
+    pieces = {WEIGHT: slot.master}
+    if engine.ema:
+        pieces[AVERAGE] = engine.ema.averages[slot.master]
+    state = engine.optimizer.optim.state.get(slot.master, {})
+    return pieces | {_moment(k): value for k, value in state.items() if isinstance(value, Tensor) and value.ndim}
+
+
+def _from_owner(slot: ParameterSlot, piece: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A rank's piece of a tensor on the first data-parallel rank, where the owner sends it; None on the others."""
+    replica, group = gpc.get_local_rank(ParallelMode.DATA), gpc.get_cpu_group(ParallelMode.GLOBAL)
+    replicas = gpc.get_ranks_in_group(ParallelMode.DATA)
+    if slot.owned and piece is None:  # a piece with no gradient (see `Shard.owner`) has no moments
+        piece = torch.zeros_like(slot.master, dtype=dtype)
+    if replica > 0:
+        if slot.owned and slot.owner is not None:
+            dist.send(piece.cpu().contiguous(), replicas[0], group=group)
+        return None
+    if not slot.owned:
+        received = torch.empty(slot.working.shape, dtype=dtype)
+        dist.recv(received, replicas[slot.owner], group=group)
+        return received.to(slot.working.device)
+    return piece
+
+
+@torch.no_grad()
+def gather(engine: Engine) -> TensorFiles | None:
+    """The full weights, buffers, moments and averages, on the CPU of rank 0; None on the others. Collective.
+
+    One tensor at a time: its owner sends it to the first data-parallel rank, there the tensor-parallel ranks make it a
+    full one, and the first of each pipeline stage sends it to rank 0.
+    """
+    rank, group = gpc.get_global_rank(), gpc.get_cpu_group(ParallelMode.GLOBAL)
+    first_of_stage = gpc.get_local_rank(ParallelMode.DATA) == gpc.get_local_rank(ParallelMode.TENSOR) == 0
+    slots = parameter_slots(engine)
+    pieces = [_pieces(engine, slot) for slot in slots]
+    own_dtypes = {kind: piece.dtype for of_slot in pieces for kind, piece in of_slot.items()}
+    stage = [(s.shard.name, s.shard.full_shape(s.master.shape), s.trained) for s in slots if first_of_stage]
+    everywhere = all_gather_object((own_dtypes, stage))
+    dtypes = dict(sorted({kind: dtype for own, _ in everywhere for kind, dtype in own.items()}.items()))
+    files: dict[str, dict[str, Tensor]] = {MODEL: {}, OPTIMIZER: {}} | {kind.file: {} for kind in dtypes}
+
+    for slot, of_slot in zip(slots, pieces, strict=True):
+        for kind in _kinds(dtypes, slot.trained):
+            piece = _from_owner(slot, of_slot.get(kind), dtypes[kind])
+            if piece is None:
+                continue
+            tensor = slot.shard.gather(piece)
+            if rank == 0:
+                copied = tensor.to("cpu", copy=tensor.data_ptr() == piece.data_ptr()).contiguous()
+                files[kind.file][kind.prefix + slot.shard.name] = copied
+            elif first_of_stage:
+                dist.send(tensor.cpu().contiguous(), 0, group=group)
+    if rank > 0:
+        return None
+    for sender, (_, stage) in list(enumerate(everywhere))[1:]:
+        for name, shape, trained in stage:
+            for kind in _kinds(dtypes, trained):
+                tensor = torch.empty(shape, dtype=dtypes[kind])
+                dist.recv(tensor, sender, group=group)
+                files[kind.file][kind.prefix + name] = tensor
+    files[MODEL] |= {name: buffer.to("cpu", copy=True) for name, buffer in _buffers(engine).items()}
+    return files
+
+
+# ---- Scatter ----
+
+
+class _Broadcast:
+    """Full tensors that rank 0 reads, on every rank one at a time: `(name, tensor)`, on the CPU. Collective.
+
+    Args:
+        read: called on rank 0 only.
+
+    Attributes:
+        shapes: of all tensors by name, on every rank.
+    """
+
+    def __init__(self, read: Callable[[], Mapping[str, Tensor]]):
+        self._tensors: Mapping[str, Tensor] = {}
+
+        def listing() -> dict[str, tuple[list[int], torch.dtype]]:
+            self._tensors = read()
+            return {name: (list(tensor.shape), tensor.dtype) for name, tensor in self._tensors.items()}
+
+        self._listing = run_on_rank_0(listing)
+        self.shapes = {name: shape for name, (shape, _) in self._listing.items()}
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, (shape, dtype) in self._listing.items():
+            tensor = self._tensors[name].contiguous() if self._tensors else torch.empty(shape, dtype=dtype)
+            dist.broadcast(tensor, 0, group=gpc.get_cpu_group(ParallelMode.GLOBAL))
+            yield name, tensor
+
+
+def own_shapes(engine: Engine) -> dict[str, list[int]]:
+    """The shapes of the full tensors of which this rank has a piece, parameters and buffers, by name."""
+    shapes = {slot.shard.name: slot.shard.full_shape(slot.master.shape) for slot in parameter_slots(engine)}
+    return shapes | {name: list(buffer.shape) for name, buffer in _buffers(engine).items()}
+
+
+def _check_fits(source: str, shapes: Mapping[str, list[int]], engine: Engine, advice: str) -> None:
+    """Check that names and shapes of tensors are those of the model.
+
+    Raises:
+        UserError: on every rank, naming the first tensor that is missing, unknown or of another shape.
+    """
+    needed = own_shapes(engine)
+    everywhere = {name for names in all_gather_object(list(needed)) for name in names}
+    with raise_on_all_ranks():
+        for name, shape in needed.items():
+            if name not in shapes:
+                raise UserError(f"{source}: has no {name}, which this model needs: it is of another model")
+            if shapes[name] != shape:
+                raise UserError(
+                    f"{source}: {name} is of shape {tuple(shapes[name])}, but this model's is {tuple(shape)}: {advice}"
+                )
+        for name in sorted(shapes.keys() - everywhere):
+            raise UserError(f"{source}: has {name}, which this model lacks: it is of another model")
+
+
+@torch.no_grad()
+def scatter_weights(engine: Engine, read: Callable[[], Mapping[str, Tensor]], source: str, advice: str) -> None:
+    """Load this rank's part of the model, and the optimizer's master weights. Collective.
+
+    Args:
+        engine: has the model.
+        read: returns all weights and buffers; called on rank 0 only.
+        source: what they are of, for messages.
+        advice: what to do if one is of another shape.
+
+    Raises:
+        UserError: on every rank, if they are not those of the model.
+    """
+    slots, buffers, full = _by_name(engine), _buffers(engine), _Broadcast(read)
+    _check_fits(source, full.shapes, engine, advice)
+    for name, tensor in full:
+        if name in buffers:
+            buffers[name].copy_(tensor)
+        elif name in slots:  # else another stage has it
+            slots[name].master.copy_(slots[name].shard.split(tensor))
+            slots[name].working.copy_(slots[name].master)
+
+
+@torch.no_grad()
+def scatter_averages(engine: Engine, read: Callable[[], Mapping[str, Tensor]]) -> None:
+    """Load this rank's moving averages of the weights; those that `read` does not return stay. Collective."""
+    slots = _by_name(engine)
+    for name, tensor in _Broadcast(read):
+        if name in slots and slots[name].owned:
+            engine.ema.averages[slots[name].master].copy_(slots[name].shard.split(tensor))
+
+
+@torch.no_grad()
+def scatter_moments(engine: Engine, read: Callable[[], Mapping[str, Tensor]], num_updates: int, source: str) -> None:
+    """Load this rank's optimizer moments, in which there are `num_updates` updates. Collective.
+
+    Raises:
+        UserError: naming `source`, if a moment is not of its parameter's shape.
+    """
+    slots, optimizer = _by_name(engine), engine.optimizer.optim
+    groups = optimizer.state_dict()["param_groups"]
+    parameters, numbers = (chain.from_iterable(g["params"] for g in gs) for gs in (optimizer.param_groups, groups))
+    number_of = dict(zip(parameters, numbers, strict=True))
+    states: dict[int, dict[str, Any]] = {}
+    for key, tensor in _Broadcast(read):
+        moment, _, name = key.partition(".")
+        if name in slots and slots[name].owned and slots[name].trained:
+            slot = slots[name]
+            if list(tensor.shape) != slot.shard.full_shape(slot.master.shape):
+                raise UserError(f"{source}: {key} is of shape {tuple(tensor.shape)}, which is not its parameter's")
+            piece = slot.shard.split(tensor).to(slot.master.device, copy=True).contiguous()
+            states.setdefault(number_of[slot.master], {"step": num_updates})[moment] = piece
+    # Each optimizer has its own rules for the type of its moments and the place of its step.
+    optimizer.load_state_dict({"state": states, "param_groups": groups})

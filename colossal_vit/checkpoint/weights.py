@@ -1,0 +1,435 @@
+"""Weights from elsewhere: of timm, a file, a folder or another run, fitted to other images and classes; and to timm."""
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NotRequired
+
+import numpy as np
+import psutil
+import timm
+import torch
+from colossal_vit import typed_json
+from colossal_vit.checkpoint import lock, storage
+from colossal_vit.checkpoint.contents import UNTRAINED, Channels, State
+from colossal_vit.checkpoint.storage import EMA, MODEL, OPTIMIZER, STATE, Checkpoint
+from colossal_vit.errors import UserError
+from colossal_vit.files import atomic_folder
+from colossal_vit.models import SHAPE
+from colossal_vit.parallel.ranks import RankLogger
+from colossal_vit.typed_json import RECORD, Count, Positive
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from timm.layers import resample_abs_pos_embed
+from timm.models import get_pretrained_cfg, load_state_dict_from_hf, save_for_hf
+from torch import Tensor, nn
+from typing_extensions import TypedDict
+
+PATCHES = "patch_embed.proj.weight"  # (width, 3, patch size, patch size)
+BIAS = "patch_embed.proj.bias"  # (width,)
+HEAD = "head.weight"  # (classes, width)
+OTHER_MODEL = "take weights of the same model, or set MODEL or its sizes to theirs"
+
+Normalization = tuple[Sequence[float], Sequence[float]]  # mean and standard deviation of each channel
+
+
+class Weights(NamedTuple):
+    """Weights of a Vision Transformer.
+
+    Attributes:
+        source: where they are from, for messages.
+        tensors: in fp32, by timm's names.
+        normalization: how the images were normalised that they were trained with, if that is known.
+    """
+
+    source: Path | str
+    tensors: dict[str, Tensor]
+    normalization: Normalization | None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class _Preprocessing(TypedDict):
+    """What timm says of how its weights see images."""
+
+    __pydantic_config__ = RECORD
+    mean: NotRequired[Channels | None]
+    std: NotRequired[Channels | None]
+
+
+class _FolderConfig(TypedDict):
+    """config.json in a folder of timm's."""
+
+    __pydantic_config__ = RECORD
+    pretrained_cfg: NotRequired[_Preprocessing]
+
+
+def _normalization_beside(file: Path) -> Normalization | None:
+    """How the images were normalised that a file's weights were trained with, if a file beside it says so."""
+    state, config = file.with_name(STATE), file.with_name("config.json")
+    if file.name == MODEL and state.exists():
+        return typed_json.read(state, State).get("normalization")
+    if file.name == MODEL and config.exists():
+        known = typed_json.read(config, _FolderConfig).get("pretrained_cfg", {})
+        if known.get("mean") and known.get("std"):
+            return known["mean"], known["std"]
+    return None
+
+
+def _in_fp32(source: Path | str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights in fp32.
+
+    Raises:
+        UserError: if they are not those of a Vision Transformer under timm's names.
+    """
+    if PATCHES not in tensors:
+        raise UserError(f"{source}: has no {PATCHES}: not a Vision Transformer with timm's names")
+    # What is computed with before shapes are held against a model's.
+    shapes = {name: tuple(tensors[name].shape) for name in (PATCHES, BIAS, HEAD) if name in tensors}
+    shape = shapes[PATCHES]
+    if len(shape) != 4 or min(shape) < 1 or shape[1] != 3 or shape[2] != shape[3]:
+        raise UserError(f"{source}: {PATCHES} is of shape {shape}, which is not (width, 3, patch size, patch size)")
+    if shapes.get(BIAS, shape[:1]) != shape[:1]:
+        raise UserError(f"{source}: {BIAS} is of shape {shapes[BIAS]}, but {PATCHES} of {shape}")
+    if len(shapes.get(HEAD, (0, 0))) != 2:
+        raise UserError(f"{source}: {HEAD} is of shape {shapes[HEAD]}, which is not (classes, width)")
+    return {name: tensor.float() for name, tensor in tensors.items()}
+
+
+def read(path: Path) -> Weights:
+    """The weights of a safetensors file, a folder of timm's with one, a checkpoint, or a run's newest checkpoint.
+
+    Raises:
+        UserError: if there are none, they cannot be read, or are not those of a Vision Transformer.
+    """
+    if path.is_dir() and (storage.is_checkpoint(path) or not (path / MODEL).exists()):
+        checkpoint = storage.open_named(path)
+        file, tensors = checkpoint.path / MODEL, checkpoint.tensors(MODEL)
+        return Weights(file, _in_fp32(file, tensors), checkpoint.state.get("normalization"))
+    file = path / MODEL if path.is_dir() else path
+    if file.suffix != ".safetensors":
+        raise UserError(
+            f"{file}: only .safetensors files are read, and folders with one: files of other formats (.bin, .pth, "
+            f".pt, .ckpt, .npz) can run code when they are opened"
+        )
+    try:
+        tensors = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file}: {getattr(error, 'strerror', None) or str(error).splitlines()[0]}") from None
+    return Weights(file, _in_fp32(file, tensors), _normalization_beside(file))
+
+
+def _check_reachable(repository: str) -> None:
+    """Ask the Hugging Face Hub once for a file that is not in its cache on this machine.
+
+    A download asks again and again, with a warning each time, until 24 seconds later it says that there is no network.
+
+    Raises:
+        OSError: if the file cannot be had.
+    """
+    name, _, revision = repository.partition("@")
+    if try_to_load_from_cache(name, MODEL, revision=revision or None) is None:
+        try:
+            get_hf_file_metadata(hf_hub_url(name, MODEL, revision=revision or None))
+        except Exception as error:  # not an OSError if it is one of the HTTP client, of which the hub has had several
+            raise OSError(str(error) or type(error).__name__) from error
+
+
+def read_timm(name: str) -> Weights:
+    """The pretrained weights of a model of timm, from the Hugging Face Hub or its cache on this machine.
+
+    Raises:
+        UserError: if timm has no such model, it has no weights, or they cannot be fetched.
+    """
+    try:
+        known = get_pretrained_cfg(name)
+    except RuntimeError:  # no such tag
+        known = None
+    if known is None:
+        close = difflib.get_close_matches(name, [*timm.list_models(), *timm.list_pretrained()], n=1)
+        hint = f"; did you mean {close[0]}?" if close else ", see timm.list_pretrained()"
+        raise UserError(f"{name}: is no file or folder here, and no pretrained model of timm{hint}")
+    if not known.hf_hub_id:
+        raise UserError(f"{name}: timm has no weights of it on the Hugging Face Hub, see timm.list_pretrained()")
+    try:
+        _check_reachable(known.hf_hub_id)
+        tensors = load_state_dict_from_hf(known.hf_hub_id, MODEL)
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"{name}: cannot be fetched from {known.hf_hub_id} on the Hugging Face Hub ({str(error).splitlines()[0]}); "
+            f"without a network give the path of its model.safetensors"
+        ) from None
+    return Weights(name, _in_fp32(name, tensors), (known.mean, known.std))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Fitting, in place
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _check_memory(asked: str, numel: int) -> None:
+    """Check that this machine can hold a tensor of so many elements.
+
+    Raises:
+        UserError: if not, since the allocator would end the process, by a traceback or a signal.
+    """
+    needed, there = 4 * numel, psutil.virtual_memory().total
+    if needed > there:
+        raise UserError(f"{asked}: would take {needed / 1e9:,.0f} GB, and this machine has {there / 1e9:,.0f}")
+
+
+def _resample(weights: Weights, img_size: int, asked: str) -> None:
+    """Resample the position embedding for images of `img_size` px; the class token's embedding is kept.
+
+    Raises:
+        UserError: naming what the user `asked`, if `img_size` is not a multiple of the patch size, or the embedding
+            is not a square grid.
+    """
+    source, tensors, _ = weights
+    width, _, _, patch = tensors[PATCHES].shape
+    if img_size < patch or img_size % patch:
+        down = img_size // patch * patch
+        nearest = f"{down} or {down + patch}" if down > 0 else f"{patch}"
+        raise UserError(f"{asked}: is not a multiple of the patch size {patch} of {source}: use {nearest}")
+    position = tensors.get("pos_embed", torch.empty(0))  # (1, N, C)
+    num_tokens = position.shape[1] if position.ndim == 3 else 0
+    num_prefix = num_tokens - math.isqrt(num_tokens) ** 2  # tokens that are not patches
+    if num_tokens == 0 or num_prefix > 1 or position.shape != (1, num_tokens, width):
+        raise UserError(
+            f"{asked}: pos_embed of {source} is of shape {tuple(position.shape)}, which is not (1, N, width) with "
+            f"N a square, or a square and the class token"
+        )
+    grid = [img_size // patch] * 2
+    _check_memory(asked, math.prod(grid) * width)
+    tensors["pos_embed"] = resample_abs_pos_embed(position, grid, num_prefix_tokens=num_prefix)
+
+
+def _num_classes(weights: Weights) -> int | None:
+    """The number of classes that the head is for; None without a head."""
+    return len(weights.tensors[HEAD]) if HEAD in weights.tensors else None
+
+
+def _new_head(weights: Weights, num_classes: int, asked: str) -> None:
+    """Start with a head of zeros, as the ViT paper does for fine-tuning (arXiv:2010.11929, section 3.2).
+
+    Raises:
+        UserError: naming what the user `asked`, if this machine cannot hold it.
+    """
+    width = len(weights.tensors[PATCHES])
+    _check_memory(asked, num_classes * width)
+    weights.tensors.update({HEAD: torch.zeros(num_classes, width), "head.bias": torch.zeros(num_classes)})
+
+
+def _new_norm(weights: Weights) -> None:
+    """Put a new norm behind average pooling in place of the one before it, as MAE's fine-tuning does (arXiv:2111.06377,
+    appendix A.1)."""
+    width = len(weights.tensors[PATCHES])
+    weights.tensors.update({"fc_norm.weight": torch.ones(width), "fc_norm.bias": torch.zeros(width)})
+    for name in ("norm.weight", "norm.bias"):
+        weights.tensors.pop(name, None)
+
+
+def _renormalize(weights: Weights, ours: Normalization) -> bool:
+    """Let the patch embedding compute, from images that are normalised as ours, what it did from theirs.
+
+    A channel of theirs is scale × ours + shift. The embedding is linear and its patches are not padded, so that this is
+    exact: the kernel is multiplied by the scale, and its sum over a patch, times the shift, goes to the bias.
+
+    Returns:
+        Whether it could be done: without a bias only if the means are the same.
+    """
+    (their_mean, their_std), (our_mean, our_std) = (map(torch.tensor, pair) for pair in (weights.normalization, ours))
+    scale, shift = our_std / their_std, (our_mean - their_mean) / their_std
+    kernel = weights.tensors[PATCHES]
+    if BIAS in weights.tensors:
+        weights.tensors[BIAS] = weights.tensors[BIAS] + kernel.sum((2, 3)) @ shift
+    elif shift.any():
+        return False
+    weights.tensors[PATCHES] = kernel * scale.view(3, 1, 1)
+    return True
+
+
+def read_fitted(
+    named: str,
+    head: str,
+    shapes: Mapping[str, Sequence[int]],
+    config: Mapping[str, Any],
+    normalization: Normalization | None,
+    log: RankLogger,
+) -> dict[str, Tensor]:
+    """The weights that `finetune.weights` names, fitted to a model and to its images.
+
+    Args:
+        named: a path or, if there is no such path, a model of timm.
+        head: "keep" theirs, or start with a "new" one.
+        shapes: of the model's full tensors, by name.
+        config: has IMG_SIZE and NUM_CLASSES.
+        normalization: of the model's images; None if that does not matter.
+        log: is told if the patch embedding is rescaled.
+
+    Raises:
+        UserError: if there are none, they cannot be read or are not of this model, naming what differs.
+    """
+    path = Path(named)
+    if not path.exists() and (path.suffix == ".safetensors" or len(path.parts) > 1):
+        raise UserError(f"{named}: no such file or directory")
+    weights = (read(path) if path.exists() else read_timm(named))._replace(source=named)
+    theirs, ours = weights.tensors[PATCHES].shape[-1], shapes[PATCHES][-1]
+    if theirs != ours:
+        raise UserError(f"{named}: has patches of {theirs} px, but this model's are of {ours} px: {OTHER_MODEL}")
+    if "pos_embed" in weights.tensors and list(weights.tensors["pos_embed"].shape) != shapes["pos_embed"]:
+        _resample(weights, config["IMG_SIZE"], f"IMG_SIZE = {config['IMG_SIZE']}")
+    if "fc_norm.weight" in shapes and "norm.weight" in weights.tensors:
+        _new_norm(weights)
+    num_classes = config["NUM_CLASSES"]
+    if head == "new":
+        _new_head(weights, num_classes, f"NUM_CLASSES = {num_classes}")
+    elif (there := _num_classes(weights)) != num_classes:
+        raise UserError(
+            f"{named}: has {'no head' if there is None else f'one for {there} classes'}, but finetune.head = 'keep' "
+            f"needs one for NUM_CLASSES = {num_classes}: set it to 'new'"
+        )
+    known = weights.normalization
+    if known and normalization and not all(map(np.array_equal, known, normalization)):
+        done = _renormalize(weights, normalization)
+        (mean, std), (our_mean, our_std) = ([tuple(values) for values in pair] for pair in (known, normalization))
+        log.info(
+            f"{named} has learned from images of mean {mean} and deviation {std}, here they have {our_mean} and "
+            f"{our_std}: "
+            f"{'its patch embedding is rescaled, so that it sees the same' if done else 'it does not see the same'}"
+        )
+    return weights.tensors
+
+
+def import_timm(source: Path, path: Path, img_size: int | None, num_classes: int | None) -> Path:
+    """Write weights under timm's names as a checkpoint at step 0, which `--resume` starts from.
+
+    Args:
+        source: see `read`.
+        path: of the checkpoint, which must not exist.
+        img_size: image size in pixels to resample the position embedding for, or None to keep it.
+        num_classes: number of classes of the head, or None to keep it.
+
+    Returns:
+        The file that the weights are from.
+
+    Raises:
+        UserError: if the weights cannot be read or do not fit, or the checkpoint cannot be written.
+    """
+    if path.exists():
+        raise UserError(f"{path}: exists already")
+    weights = read(source)
+    if img_size is not None:
+        _resample(weights, img_size, f"--img-size {img_size}")
+    there = _num_classes(weights)
+    if num_classes is None and there is None:
+        raise UserError(f"{weights.source}: has no head: say with --num-classes how many classes there are to be")
+    if num_classes is not None and num_classes < 1:
+        raise UserError(f"--num-classes {num_classes}: must be at least 1")
+    if num_classes not in (None, there):
+        _new_head(weights, num_classes, f"--num-classes {num_classes}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.resolve().parent.name == storage.FOLDER:  # of a run
+            lock.acquire(path.resolve().parents[1])
+        storage.write(path, {MODEL: weights.tensors, OPTIMIZER: {}}, UNTRAINED)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error}") from None
+    return weights.source
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# To timm
+# ---------------------------------------------------------------------------------------------------------------------
+
+# timm's model for the Vision Transformer of train_hybrid.py, whose sizes come from the config.
+HYBRID_MODEL, HYBRID_SHAPE = "vit_base_patch16_224", {**SHAPE, "MLP_RATIO": "mlp_ratio"}
+# Fields that describe timm's own pretrained weights; left in, timm would export them as if they described these.
+NOT_OURS = ("tag", "license", "description", "origin_url", "paper_name", "paper_ids", "notes")
+
+
+class ModelConfig(TypedDict):
+    """What a run's resolved config says of its model and of the images that it was evaluated on."""
+
+    __pydantic_config__ = RECORD
+    NUM_CLASSES: Count
+    IMG_SIZE: Count
+    MODEL: NotRequired[str]
+    CACHE_SIZE: NotRequired[Positive]
+    EVAL_CROP: NotRequired[Positive]
+
+
+class Exportable(TypedDict):
+    """The part of state.json that says what is exported."""
+
+    config: ModelConfig
+
+
+def _build(config: ModelConfig) -> nn.Module:
+    """The timm model that a run's resolved config describes, without dropout, on the meta device."""
+    name, shape = (config["MODEL"], SHAPE) if "MODEL" in config else (HYBRID_MODEL, HYBRID_SHAPE)
+    sizes = {argument: config[key] for key, argument in shape.items() if key in config}
+    with torch.device("meta"):
+        return timm.create_model(
+            name,
+            num_classes=config["NUM_CLASSES"],
+            img_size=config["IMG_SIZE"],
+            pretrained_cfg_overlay=dict.fromkeys(NOT_OURS),
+            **sizes,
+        )
+
+
+def _preprocessing(state: State, config: ModelConfig) -> dict[str, Any]:
+    """The preprocessing of a run's test images, as timm's data config."""
+    size = config["IMG_SIZE"]
+    mean, std = state.get("normalization") or (None, None)  # SYNTHETIC images have none
+    # CIFAR-10 images are used whole; others are centre-cropped, to 224 of 256 pixels unless a key says otherwise.
+    crop_pct = 1.0 if "CROP_PADDING" in config else size / config.get("CACHE_SIZE", size * 8 / 7)
+    crop_pct = config.get("EVAL_CROP", crop_pct)
+    return dict(input_size=(3, size, size), mean=mean, std=std, crop_pct=crop_pct, interpolation="bilinear")
+
+
+def export_timm(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype, ema: bool = False) -> None:
+    """Write a checkpoint as a folder for `timm.create_model("local-dir:<folder>", pretrained=True)`.
+
+    Args:
+        checkpoint: what to export.
+        folder: must not exist, or be empty; written atomically.
+        dtype: of the exported weights.
+        ema: export the moving averages of the weights instead of the weights.
+
+    Raises:
+        UserError: if the folder is not empty or cannot be written, or the checkpoint has no config or no averages.
+    """
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UserError(f"{folder}: exists already, and is not an empty folder")
+    path, state = checkpoint.path, checkpoint.state
+    if not state["config"]:
+        raise UserError(f"{path}: was imported and has no config, which says what model it is: export a trained one")
+    if ema and EMA not in checkpoint.files:
+        raise UserError(f"{path}: has no {EMA}, which a run with the block ema writes: leave --ema out")
+    tensors = checkpoint.tensors(MODEL)
+    if ema:
+        tensors |= checkpoint.tensors(EMA)  # has no buffers, since they are not averaged
+    config = typed_json.check(state, Exportable, path / STATE)["config"]
+    try:
+        model = _build(config)
+        model.load_state_dict({name: tensor.to(dtype) for name, tensor in tensors.items()}, assign=True)
+    except (RuntimeError, ValueError, TypeError, ArithmeticError, AssertionError) as error:
+        reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
+        raise UserError(f"{path / STATE}: config is not of a model with these weights: {reason[0]}") from None
+    try:
+        if folder.exists():
+            folder.rmdir()
+        with atomic_folder(folder) as scratch:
+            # timm adds the model's arguments itself.
+            save_for_hf(model, str(scratch), safe_serialization=True, data_config=_preprocessing(state, config))
+            for file in scratch.iterdir():
+                file.chmod(0o644)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{folder}: cannot be written: {error}") from None
