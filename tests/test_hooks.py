@@ -1,7 +1,6 @@
 """What a run leaves behind: metrics.jsonl, TensorBoard events, curves, the resolved config."""
 
 import errno
-import itertools
 import json
 import os
 import re
@@ -16,9 +15,9 @@ import psutil
 import pytest
 import torch
 from colossal_vit.checkpoint import lock, storage
+from colossal_vit.engine import engine
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.loop import Trainer
-from colossal_vit.engine.waits import WaitCounter, read
 from colossal_vit.errors import TrainingError
 from colossal_vit.hooks import wandb_run
 from colossal_vit.hooks.debug_nan import DebugNanHook
@@ -27,7 +26,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import fork_ranks
 import recipes
+import training
 import vit
+import waits
 from layouts import LAYOUTS
 
 STEP_KEYS = ["step", "epoch", "loss", "lr", "grad_norm", "images_per_s", "data_s", "step_s", "memory_gb"]
@@ -139,10 +140,11 @@ def test_tutorials_hooks_are_called_once_per_optimizer_step(tmp_path):
         batches = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images, labels), batch_size=2)
         model = torch.nn.Linear(16, 16, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=100.0)
-        engine, train, test, _ = initialize(model, optimizer, torch.nn.CrossEntropyLoss(), batches, batches)
+        parts = initialize(model, optimizer, torch.nn.CrossEntropyLoss(), batches, batches)
         counting, upstream = CountingHook(), colossalai.trainer.hooks
         accuracy = upstream.AccuracyHook(lambda output, label: (output.argmax(1) == label).sum())
-        trainer = Trainer(engine)
+        trained, train, test, _ = parts
+        trainer = Trainer(trained)
         trainer.fit(train, epochs=2, max_steps=3, test_dataloader=test, hooks=[counting, upstream.LossHook(), accuracy])
         return counting.events
 
@@ -306,60 +308,46 @@ def test_profile_of_too_few_steps_says_so(tmp_path):
     assert "--profile times steps after number 3" in fork_ranks.run(recipes.HYBRID, argv).stdout[0]
 
 
+HALF = {"fp16.dtype": "fp16"}
+TINY = {"IMG_SIZE": 16, "DEPTH": 1, "gradient_accumulation": 2}
+
+
 @pytest.mark.parametrize(
-    ("layout", "amp", "dtype"),
+    ("script", "layout", "amp", "values"),
     [
-        *itertools.product(["DP 2", "2D 4"], [None, "NAIVE", "TORCH"], ["bf16", "fp16"]),
-        *itertools.product(["PP 2", "PP 2 interleaved × 2"], [None, "NAIVE"], ["bf16", "fp16"]),
+        *((training.HYBRID, "DP 2", amp, {"OPTIMIZER": "adamw", **TINY}) for amp in (None, "NAIVE", "TORCH")),
+        *((training.HYBRID, "2D 4", amp, {"OPTIMIZER": "lamb", **TINY}) for amp in (None, "NAIVE", "TORCH")),
+        *((training.HYBRID, "PP 2", amp, {**TINY, "DEPTH": 4}) for amp in (None, "NAIVE")),
+        *((training.HYBRID, "PP 2 interleaved × 2", amp, {**TINY, "DEPTH": 4}) for amp in (None, "NAIVE")),
+        (training.HYBRID, "DP 2", "NAIVE", {**TINY, **HALF}),
+        (training.HYBRID, "2D 4", "TORCH", {**TINY, **HALF}),
+        (training.HYBRID, "PP 2", "NAIVE", {**TINY, **HALF, "DEPTH": 4}),
+        (training.CALTECH101, None, "TORCH", {"SYNTHETIC": True}),
+        (training.IMAGENET, None, "NAIVE", {"SYNTHETIC": True}),
     ],
 )
-def test_the_host_waits_for_the_device_once_a_step(layout, amp, dtype, tmp_path, few_test_images):
-    """With clipping, accumulation and all that is recorded; once, also where a step has several micro-batches."""
-    world_size, values = LAYOUTS[layout]
-    if amp is None and dtype == "fp16":
-        return
-    batch = values.get("BATCH_SIZE", 32) // 2
-    more = {"IMG_SIZE": 16, "BATCH_SIZE": batch, "gradient_accumulation": 2}
-    more["OPTIMIZER"] = "adamw" if layout == "DP 2" else "lamb"
-    more["DEPTH"] = 1 if layout == "2D 4" else 4
-    more |= {"fp16.dtype": dtype} if amp else {}
-    argv = [*recipes.flags(amp, **{**values, **more}), "--output", str(tmp_path), "--profile", "--max-steps", "4"]
-    result = fork_ranks.run(recipes.HYBRID, argv, world_size)
-    assert result.codes == [0] * world_size, str(result)
-    (said,) = re.findall(r"in a step the host waits for the device: (.*)", result.stdout[0])
-    assert said == "1 for loss and norm"
-    (forward,) = re.findall(r"a step takes .* forward ([\d.]+) ms", result.stdout[0])
+def test_host_waits_for_device_once_per_step(script, layout, amp, values, tmp_path, few_test_images, monkeypatch):
+    """With clipping, accumulation and all that is recorded, also where a step has several micro-batches."""
+    waits.print_waits(monkeypatch)
+    world_size, own = LAYOUTS[layout] if layout else (1, {})
+    run = training.train(tmp_path, world_size, "--profile", steps=4, script=script, amp=amp, **{**own, **values})
+    assert waits.ONE in run.said
+    (forward,) = re.findall(r"a step takes .* forward ([\d.]+) ms", run.said)
     assert float(forward) > 0, "pipelines, too, say when a forward pass begins"
 
 
-@pytest.mark.parametrize(
-    ("script", "config", "values"),
-    [
-        ("vit_caltech101_amp/train.py", "config/config_AMP_torch.py", ["SYNTHETIC=True", "DEPTH=1", "BATCH_SIZE=4"]),
-        ("vit_imagenet_dali/train.py", "config_sample.py", ["fp16.mode=AMP_TYPE.NAIVE", "DEPTH=1", "BATCH_SIZE=4"]),
-    ],
-)
-def test_so_it_is_in_the_other_examples(script, config, values, tmp_path):
-    """With their losses, Mixup among them."""
-    flags = [part for value in [*values, "IMG_SIZE=32", "HIDDEN_SIZE=32", "NUM_HEADS=2"] for part in ("--set", value)]
-    argv = ["--config", config, "--output", str(tmp_path), "--profile", "--max-steps", "4", *flags]
-    result = fork_ranks.run(script, argv)
-    assert result.codes == [0], str(result)
-    assert "in a step the host waits for the device: 1 for loss and norm\n" in result.stdout[0]
-
-
-def test_other_waits_are_counted():
+def test_wait_counter_counts_other_waits():
     """Also where they cost nothing, on the CPU."""
     count = torch.tensor(3.0)
-    with WaitCounter([count]) as waits:
+    with waits.WaitCounter([count]) as counter:
         values = torch.arange(4.0)
-        assert read([values.sum(), values.max()]) == [6.0, 3.0]
+        assert engine.to_host([values.sum(), values.max()]) == [6.0, 3.0]
         assert count.item() == 3.0
         assert values.sum() == 6.0
         assert float(values[1]) == 1.0
         assert len(values[values > 1]) == 2
-        assert read([values[0]]) == [0.0]
-    assert (waits.reads, waits.others) == (2, {"_local_scalar_dense": 2, "index": 1})
+        assert engine.to_host([values[0]]) == [0.0]
+    assert (counter.reads, counter.others) == (2, {"_local_scalar_dense": 2, "index": 1})
 
 
 @pytest.mark.parametrize("amp", [None, "NAIVE"])

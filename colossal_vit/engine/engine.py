@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from colossal_vit.compat.patches import drop_gradients_of_frozen
 from colossal_vit.engine.ema import Ema
-from colossal_vit.engine.waits import read
 from colossal_vit.engine.zero import Zero
 from colossal_vit.errors import TrainingError
 from colossalai.legacy.context import ParallelMode
@@ -28,6 +27,14 @@ from colossalai.legacy.engine import Engine as ColossalEngine
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
+
+
+def to_host(scalars: list[Tensor]) -> list[float]:
+    """The values of scalar tensors on one device, in one copy to the host.
+
+    A training step waits for the device here only: a GPU's queue runs empty while the host waits for a value.
+    """
+    return [value.item() for value in torch.stack([scalar.double() for scalar in scalars]).cpu().unbind()]
 
 
 class Engine(ColossalEngine):
@@ -146,7 +153,7 @@ class Engine(ColossalEngine):
                 dist.all_reduce(loss, group=gpc.get_group(ParallelMode.DATA))
             known.append(loss / replicas)
         self._losses.clear()
-        self.grad_norm, *losses = read(known)
+        self.grad_norm, *losses = to_host(known)
         self.optimizer.grad_norm, self.loss = self.grad_norm, losses[0] if losses else None
         scale = self.optimizer.loss_scale
         if not math.isfinite(self.grad_norm) and (scale is None or scale <= 1):

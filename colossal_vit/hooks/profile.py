@@ -1,13 +1,14 @@
 """`--profile`: the time of the parts of a step."""
 
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from colossal_vit.engine.loop import Trainer
 from colossal_vit.engine.micro_batches import MicroBatches
-from colossal_vit.engine.waits import WaitCounter
 from colossal_vit.hooks.priority import Priority
 from colossal_vit.parallel.ranks import RankLogger
 from colossalai.accelerator import get_accelerator
@@ -21,9 +22,9 @@ class ProfileHook(BaseHook):
     """`--profile`: traces one optimizer step and times the parts of others.
 
     The second step is traced by torch's profiler into `profile-rank<N>.json`, for chrome://tracing or
-    https://ui.perfetto.dev. In the third, host-device waits are counted (see `engine.waits`). In all later ones,
-    waiting for data, forward, backward and update (gradient reduction, clipping, optimizer) are timed. Host and device
-    are synchronised at the end of each part, so that its device time is included; this makes steps slightly slower.
+    https://ui.perfetto.dev. On a GPU, the host's waits for it in the third are counted. In all later ones, waiting for
+    data, forward, backward and update (gradient reduction, clipping, optimizer) are timed. Host and device are
+    synchronised at the end of each part, so that its device time is included; this makes steps slightly slower.
 
     Args:
         directory: the run directory.
@@ -40,7 +41,8 @@ class ProfileHook(BaseHook):
         self.directory, self.train_dataloader, self.log = directory, train_dataloader, log
         self.seconds = dict.fromkeys(("data", "forward", "backward", "update"), 0.0)
         self.step_s, self.num_timed = 0.0, 0
-        self.waits: WaitCounter | None = None
+        self.counting = warnings.catch_warnings(record=True)
+        self.caught: list[warnings.WarningMessage] | None = None
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -70,13 +72,13 @@ class ProfileHook(BaseHook):
 
     def after_train_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
         engine = trainer.engine
-        if engine.num_steps == self.COUNTED - 1 and not gpc.config.get("COMPILE"):  # no dispatch modes in it
-            states = engine.optimizer.optim.state.values()
-            step_counts = (state["step"] for state in states if "step" in state)
-            self.waits = WaitCounter(step_counts, get_accelerator().get_current_device())
-            self.waits.__enter__()
-        elif engine.num_steps == self.COUNTED and self.waits:
-            self.waits.__exit__(None, None, None)
+        if engine.num_steps == self.COUNTED - 1 and get_accelerator().get_current_device().type == "cuda":
+            self.caught = self.counting.__enter__()
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+        elif engine.num_steps == self.COUNTED and self.caught is not None:
+            torch.cuda.set_sync_debug_mode("default")
+            self.counting.__exit__(None, None, None)
         if engine.num_steps > self.COUNTED:
             self.num_timed += 1
             self.step_s += time.perf_counter() - self.step_started
@@ -91,9 +93,9 @@ class ProfileHook(BaseHook):
         if not self.num_timed:
             self.log.info(f"--profile times steps after number {self.COUNTED}: let the run make more of them")
             return
-        if self.waits:
-            others = "".join(f", {count} for {name}" for name, count in self.waits.others.items())
-            self.log.info(f"in a step the host waits for the device: {self.waits.reads} for loss and norm{others}")
+        if self.caught is not None:
+            waits = sum("synchronizing" in str(warning.message) for warning in self.caught)
+            self.log.info(f"in a step the host waits for the device: {waits}")
         step_s = self.step_s / self.num_timed
         means = {name: seconds / self.num_timed for name, seconds in self.seconds.items()}
         means["other"] = step_s - sum(means.values())

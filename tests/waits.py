@@ -1,35 +1,24 @@
-"""Host-device synchronisation: reading values in one copy, and counting every wait.
-
-A GPU executes its queue asynchronously until the host needs a value; the queue then runs empty while the host waits.
-
-A training step waits once, in `read`. `WaitCounter` counts any other wait, also on a CPU, where waiting costs nothing,
-so that tests can check it without a GPU. A CPU has no copies between host and device; tests see them on a fake GPU.
-"""
+"""How often the host waits for the device in a training step."""
 
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
+from colossal_vit.engine import engine, loop
+from colossalai.accelerator import get_accelerator
+from colossalai.legacy.trainer.hooks import BaseHook
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 CPU = torch.device("cpu")
-_reading = False
-_reads = 0  # so far
-
-
-def read(scalars: Iterable[Tensor]) -> list[float]:
-    """The values of scalar tensors on one device, in one copy to the host."""
-    global _reading, _reads
-    _reading, _reads = True, _reads + 1
-    try:
-        return [value.item() for value in torch.stack([scalar.double() for scalar in scalars]).cpu().unbind()]
-    finally:
-        _reading = False
 
 
 class WaitCounter(TorchDispatchMode):
     """Counts host-device waits inside a `with` block.
+
+    A training step waits once, in `engine.to_host`. Any other wait is counted too, also on a CPU, where waiting costs
+    nothing. A CPU has no copies between host and device; they are seen on a fake GPU.
 
     Args:
         on_host: scalars that are on the host even if the model is on a GPU, such as an optimizer's step counts; reading
@@ -37,7 +26,7 @@ class WaitCounter(TorchDispatchMode):
         device: the model's. If it is no CPU, reading a tensor on the CPU is no wait.
 
     Attributes:
-        reads: calls of `read`, each a wait.
+        reads: calls of `to_host`, each a wait.
         others: number of other waits, by operator.
     """
 
@@ -47,15 +36,23 @@ class WaitCounter(TorchDispatchMode):
     def __init__(self, on_host: Iterable[Tensor] = (), device: torch.device = CPU):
         super().__init__()
         self.on_host, self.device = {id(scalar) for scalar in on_host}, device
-        self.reads, self.others = 0, {}
+        self.reads, self.others, self._reading = 0, {}, False
 
     def __enter__(self) -> "WaitCounter":
-        self._reads_before = _reads
+        self._patch, self._read = pytest.MonkeyPatch(), engine.to_host
+        self._patch.setattr(engine, "to_host", self._to_host)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self.reads = _reads - self._reads_before
+        self._patch.undo()
+
+    def _to_host(self, scalars: list[Tensor]) -> list[float]:
+        self.reads, self._reading = self.reads + 1, True
+        try:
+            return self._read(scalars)
+        finally:
+            self._reading = False
 
     def _needs(self, tensor: Tensor) -> bool:
         """Whether the host waits for the values of this tensor, if it needs them."""
@@ -74,7 +71,7 @@ class WaitCounter(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         name = function._schema.name.removeprefix("aten::")
-        if not _reading and self._waits(name, args, kwargs):
+        if not self._reading and self._waits(name, args, kwargs):
             self.others[name] = self.others.get(name, 0) + 1
         return function(*args, **kwargs)
 
@@ -88,3 +85,28 @@ def _copy_waits(source: Tensor, device: torch.device | None, non_blocking: bool,
         return False
     on_host = source if source.device.type == "cpu" else target
     return not (non_blocking and (on_host is None or on_host.is_pinned()))
+
+
+class WaitHook(BaseHook):
+    """Counts the waits of the third optimizer step, its data and hooks included, and prints their number."""
+
+    def __init__(self):
+        super().__init__(priority=100)
+
+    def after_train_iter(self, trainer: loop.Trainer, *outcome: Any) -> None:
+        if trainer.engine.num_steps == 2:
+            states = trainer.engine.optimizer.optim.state.values()
+            step_counts = (state["step"] for state in states if "step" in state)
+            self.waits = WaitCounter(step_counts, get_accelerator().get_current_device()).__enter__()
+        elif trainer.engine.num_steps == 3:
+            self.waits.__exit__(None, None, None)
+            print(f"waits of a step: {self.waits.reads} for loss and norm, others {self.waits.others}")
+
+
+ONE = "waits of a step: 1 for loss and norm, others {}\n"
+
+
+def print_waits(patch: pytest.MonkeyPatch) -> None:
+    """Have every training print what `WaitHook` counts; `ONE` is as it should be."""
+    attach = loop.Trainer._attach
+    patch.setattr(loop.Trainer, "_attach", lambda trainer, hooks: attach(trainer, [*hooks, WaitHook()]))
