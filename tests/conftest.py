@@ -42,6 +42,25 @@ os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs and their children ignore it
 
 
+def pytest_addoption(parser):
+    group = parser.getgroup("random cases (tests/stress)")
+    group.addoption("--cases", type=int, help="number of each kind (default: a few)")
+    group.addoption("--seed", type=int, help="of the first one; the others' count up (default: made from the commit)")
+
+
+def pytest_configure(config):
+    if config.option.seed is None:  # not so in a worker of pytest-xdist, which gets the options of the others
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=fork_ranks.ROOT, capture_output=True, text=True)
+        config.option.seed = int(commit.stdout[:6] or "0", 16)
+
+
+def pytest_generate_tests(metafunc):
+    """Give a test with the marker `cases` that many seeds in a row, unless --cases says how many."""
+    if marker := metafunc.definition.get_closest_marker("cases"):
+        first, number = metafunc.config.option.seed, metafunc.config.option.cases or marker.args[0]
+        metafunc.parametrize("seed", range(first, first + number), ids=lambda seed: f"seed {seed}")
+
+
 def random_start(monkeypatch):
     """Start from weights that are all random: the usual zeros in the head would hide errors in the layers before it."""
     original = vit.full_vit
