@@ -1,32 +1,26 @@
 """Caltech101: found, split, decoded once, augmented as torchvision would, and learnt."""
 
-import hashlib
-import http.server
 import io
 import os
 import shutil
-import tarfile
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torchvision
 from colossal_vit.data.digits import write_caltech101
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.ranks import RankLogger
-from colossal_vit.results import read_metrics
 from PIL import Image
 from torchvision.transforms import v2
 
 import caltech101
 import fork_ranks
 import image_files
+import training
 
-FOLDER = fork_ranks.ROOT / "vit_caltech101_amp"
-CONFIGS = sorted((FOLDER / "config").glob("config_*.py"))
+CONFIGS = {path.stem for path in (fork_ranks.ROOT / "vit_caltech101_amp" / "config").glob("config_*.py")}
 # A rate at which runs that differ by a rounding stay together, and yet learn to read.
 SMALL = dict(
     IMG_SIZE=16, CACHE_SIZE=16, PATCH_SIZE=8, HIDDEN_SIZE=128, DEPTH=2, NUM_HEADS=4, BATCH_SIZE=32, DROP_RATE=0.0
@@ -53,11 +47,10 @@ def few(sample, tmp_path):
     return tmp_path
 
 
-def train(output, *argv, world_size=1, **values):
-    flags = [part for key, value in {**SMALL, **values}.items() for part in ("--set", f"{key}={value!r}")]
-    result = fork_ranks.run("vit_caltech101_amp/train.py", [*argv, "--output", str(output), *flags], world_size)
-    assert result.codes == [0] * world_size, str(result)
-    return (*read_metrics(output), result.stdout[0])
+def train(output, config, world_size=1, *more, **values):
+    """Train a small model by one of the shipped configs."""
+    options = dict(script=training.CALTECH101, config=f"config/{config}.py", small=False)
+    return training.train(output, world_size, *more, **options, **{**SMALL, **values})
 
 
 def test_images_are_found_in_order_without_the_background(few):
@@ -161,6 +154,13 @@ ODD = {  # what may be in a class folder, and what is said of it
 }
 
 
+def test_class_without_images_is_refused_by_name(few):
+    (few / caltech101.FOLDER / "3").mkdir()
+    words = rf"^{few / caltech101.FOLDER}/3: has no images \(\.apng, \.bmp, .*\); fill it or remove it$"
+    with pytest.raises(UserError, match=words):
+        caltech101.find_images(few)
+
+
 @pytest.mark.parametrize("name", ODD)
 def test_what_is_no_file_is_refused_by_name(few, name):
     make, words = ODD[name]
@@ -235,6 +235,27 @@ def test_cache_has_what_pillow_decodes_and_is_made_anew_when_a_file_changes(few,
     assert caltech101.cache_folder(images, 32) != caltech101.cache_folder(images, 48)
 
 
+def test_truncated_cache_is_made_anew(few):
+    images, log = caltech101.find_images(few), RankLogger()
+    caltech101.fill_cache(images, 16, log)
+    pixels = caltech101.cache_folder(images, 16) / "images.npy"
+    whole = pixels.read_bytes()
+    os.truncate(pixels, len(whole) // 2)
+    caltech101.fill_cache(images, 16, log)
+    assert pixels.read_bytes() == whole
+
+
+def test_cache_on_a_full_disk_is_refused_and_leaves_nothing(few, small_disk):
+    shutil.copytree(few / "caltech101", small_disk.path / "caltech101")
+    images, log = caltech101.find_images(small_disk.path), RankLogger()
+    with pytest.raises(UserError, match=r"cannot be written: No space left on device$"):
+        caltech101.fill_cache(images, 512, log)  # 12 MB
+    assert [entry.name for entry in (small_disk.path / "caltech101").iterdir()] == ["101_ObjectCategories"]
+    small_disk.resize("32m")
+    caltech101.fill_cache(images, 512, log)
+    assert len(caltech101.open_cache(caltech101.cache_folder(images, 512))) == 15
+
+
 def test_jpegs_whose_missing_pixels_become_grey_are_said(few, capsys):
     """Cut off, with an end marker behind it, so that Pillow decodes it without a word."""
     path = few / caltech101.FOLDER / "1" / "image_0002.jpg"
@@ -273,7 +294,7 @@ def test_crops_are_distributed_as_torchvisions():
     assert (maps[:, 1, 2].abs() + height).max() <= 1.0001
 
 
-def test_flip_mirrors_and_changes_nothing_else(tmp_path):
+def test_flip_mirrors_and_changes_nothing_else(trained, tmp_path):
     """In what is drawn, and from the config on."""
     mirrored, plain = (
         caltech101.draw_crops(100, (0.3, 0.6), flip, torch.Generator().manual_seed(0)) for flip in (True, False)
@@ -281,12 +302,8 @@ def test_flip_mirrors_and_changes_nothing_else(tmp_path):
     assert (mirrored[:, 0, 0] < 0).any()
     mirrored[:, 0, 0].abs_()
     assert torch.equal(mirrored, plain)
-    config = str(FOLDER / "config" / "config_fp32.py")
-    losses = [
-        train(tmp_path / str(flip), "--config", config, "--max-steps", "2", FLIP=flip)[0][1]["loss"]
-        for flip in (True, False)
-    ]
-    assert losses[0] != losses[1]
+    flipped = train(tmp_path, "config_fp32", steps=1, FLIP=True).steps
+    assert flipped[0]["loss"] != trained["config_fp32"].steps[0]["loss"]
 
 
 def test_batches_are_what_torchvision_makes_of_the_same_crops():
@@ -315,58 +332,49 @@ def test_an_epoch_has_every_image_once_and_another_augmentation_each_time():
         assert sorted(seen.tolist()) == list(range(16))
 
 
+# On a CPU fp16 modes run in bf16, so that some are the same; of those a few steps will do.
 SAME_ON_A_CPU = {"config_AMP_apex": "config_AMP_torch", "config_AMP_bf16": "config_AMP_torch"}
 SAME_ON_A_CPU["config_AMP_naive_bf16"] = "config_AMP_naive"
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Every shipped config on the sample, with a small model: steps, evaluations, log.
-
-    fp32 to the end, and the others, slow on a CPU, for three epochs. On a CPU fp16 modes run in bf16, so that some are
-    the same; of those a few steps will do.
-    """
-
-    def run(path):
-        steps = "3" if path.stem in SAME_ON_A_CPU else "408" if path.stem == "config_fp32" else "102"
-        return train(tmp_path_factory.mktemp(path.stem), "--config", str(path), "--max-steps", steps)
-
-    return {path.stem: run(path) for path in CONFIGS}
+    """Runs of every shipped config on the sample: fp32 to the end, and the others, slow on a CPU, for three epochs."""
+    steps = dict.fromkeys(CONFIGS, 102) | dict.fromkeys(SAME_ON_A_CPU, 3) | {"config_fp32": 408}
+    return {name: train(tmp_path_factory.mktemp(name), name, steps=steps[name]) for name in sorted(CONFIGS)}
 
 
 def test_every_config_trains_and_half_precision_follows_fp32(trained):
     assert trained.keys() == {"config_fp32", "config_AMP_torch", "config_AMP_naive", *SAME_ON_A_CPU}
-    expected, tested, _ = trained["config_fp32"]
+    expected, tested = trained["config_fp32"].steps, trained["config_fp32"].evaluations
     assert tested[-1]["eval_accuracy"] > 0.93
     assert expected[99]["loss"] < expected[0]["loss"] - 3, "equality of what learns nothing says little"
-    for name in trained.keys() - SAME_ON_A_CPU.keys() - {"config_fp32"}:
-        steps, evaluations, _ = trained[name]
+    for name in ("config_AMP_torch", "config_AMP_naive"):
+        steps, evaluations = trained[name].steps, trained[name].evaluations
         assert steps[99]["loss"] == pytest.approx(expected[99]["loss"], rel=0.02), name
         assert steps[99]["loss"] != expected[99]["loss"], "the mode must be in effect"
         assert evaluations[-1]["step"] == tested[len(evaluations) - 1]["step"] == 102
         assert evaluations[-1]["eval_accuracy"] == pytest.approx(tested[2]["eval_accuracy"], abs=0.01), name
         assert evaluations[-1]["eval_images"] == 697
     for name, same in SAME_ON_A_CPU.items():
-        assert [r["loss"] for r in trained[name][0]] == [r["loss"] for r in trained[same][0][:3]], name
+        assert [r["loss"] for r in trained[name].steps] == [r["loss"] for r in trained[same].steps[:3]], name
 
 
 def test_the_log_says_who_does_what_apex_did(trained):
-    assert trained["config_AMP_apex"][2].count("AMP_TYPE.APEX O1 by torch in bfloat16") == 1
+    assert trained["config_AMP_apex"].said.count("AMP_TYPE.APEX O1 by torch in bfloat16") == 1
 
 
 @pytest.mark.parametrize(
     ("name", "first", "later"), [("fp32", 1e-5, 1e-4), ("AMP_torch", 1e-4, 1e-2), ("AMP_naive", 1e-4, 1e-2)]
 )
-def test_two_processes_are_one(tmp_path, name, first, later):
+def test_two_processes_are_one(trained, tmp_path, name, first, later):
     """In fp32 to the tolerances of the contract; in bf16, 8 bits, sums in another order differ more."""
-    argv = ["--config", str(FOLDER / "config" / f"config_{name}.py"), "--max-steps", "20"]
-    expected, _, _ = train(tmp_path / "1", *argv, BATCH_SIZE=64)
-    steps, evaluations, _ = train(tmp_path / "2", *argv, world_size=2)
-    for here, there in zip(steps, expected, strict=True):
-        assert here["loss"] == pytest.approx(there["loss"], rel=first if here["step"] == 1 else later)
-        assert here["grad_norm"] == pytest.approx(there["grad_norm"], rel=first if here["step"] == 1 else later)
-    assert len(steps) == 20
-    assert evaluations[-1]["eval_images"] == 697
+    two = train(tmp_path, f"config_{name}", 2, steps=20, BATCH_SIZE=16)
+    expected = trained[f"config_{name}"].steps[:20]
+    for here, there in zip(two.steps, expected, strict=True):
+        for key in ("loss", "grad_norm"):
+            assert here[key] == pytest.approx(there[key], rel=first if here["step"] == 1 else later)
+    assert two.evaluations[-1]["eval_images"] == 697
 
 
 COMPILED = dict(DEPTH=1, CACHE_SIZE=32, HIDDEN_SIZE=32, FLIP=True)
@@ -383,17 +391,16 @@ def test_compiled_is_the_same(tmp_path, monkeypatch, compiled, name, world_size)
     """With gradient accumulation, so that DDP reduces in every second backward pass."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(compiled))
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    argv = ["--config", str(FOLDER / "config" / f"config_{name}.py"), "--max-steps", "3"]
-    values = dict(COMPILED, BATCH_SIZE=16, gradient_accumulation=2)
+    values = dict(COMPILED, steps=3, BATCH_SIZE=16, gradient_accumulation=2)
     programs = set(compiled.rglob("*.so"))
-    expected, _, _ = train(tmp_path / "eager", *argv, world_size=world_size, **values)
+    expected = train(tmp_path / "eager", f"config_{name}", world_size, **values).steps
     assert set(compiled.rglob("*.so")) == programs
-    steps, evaluations, _ = train(tmp_path / "compiled", *argv, "--compile", world_size=world_size, **values)
+    run = train(tmp_path / "compiled", f"config_{name}", world_size, "--compile", **values)
     assert set(compiled.rglob("*.so")) > programs, "it must have been compiled"
     tolerance = 1e-5 if name == "fp32" else 1e-3
     for key in ("loss", "grad_norm"):
-        assert [r[key] for r in steps] == pytest.approx([r[key] for r in expected], rel=tolerance)
-    assert evaluations[-1]["eval_images"] == 697
+        assert [r[key] for r in run.steps] == pytest.approx([r[key] for r in expected], rel=tolerance)
+    assert run.evaluations[-1]["eval_images"] == 697
 
 
 @pytest.mark.parametrize(
@@ -405,60 +412,35 @@ def test_compiled_is_the_same(tmp_path, monkeypatch, compiled, name, world_size)
 )
 def test_what_cannot_be_compiled_is_one_line(tmp_path, monkeypatch, flags, words):
     monkeypatch.setenv("CXX", "no-such")
-    argv = ["--config", str(CONFIGS[-1]), "--output", str(tmp_path), "--set", "SYNTHETIC=True", "--set", "DEPTH=1"]
-    result = fork_ranks.run("vit_caltech101_amp/train.py", [*argv, *flags])
-    assert result.codes == [2], str(result)
-    assert words in result.stderr[0]
-    assert result.stderr[0].count("\n") == 1
+    assert words in training.refused(tmp_path, 1, *flags, script=training.CALTECH101, SYNTHETIC=True)
 
 
 # ---- faults: one line, nothing lost, and the second run recovers ----
 
 
-def once(data, *more, monkeypatch, steps=1):
-    """A training step on the images in `data`: exit code and the lines on stderr."""
-    result = step_on(data, *more, monkeypatch=monkeypatch, steps=steps)
-    return result.codes[0], "".join(result.stderr).splitlines()
-
-
-def step_on(data, *more, monkeypatch, world_size=2, steps=1):
+def step_on(data, monkeypatch, steps=1, world_size=1, **options):
+    """Train on a few images in `data`."""
     monkeypatch.setenv("DATA", str(data))
-    flags = [part for key, value in SMALL.items() for part in ("--set", f"{key}={value!r}")]
-    small = ["--set", "BATCH_SIZE=2", "--set", "TRAIN_PER_CLASS=4", "--set", "DEPTH=1", *more]
     output = data.with_name(f"{ascii(data.name)[1:-1]}-run".replace("\\", ""))
-    argv = ["--config", str(CONFIGS[-1]), "--output", str(output), "--max-steps", str(steps), *flags, *small]
-    result = fork_ranks.run("vit_caltech101_amp/train.py", argv, world_size)
-    assert len(set(result.codes)) == 1, str(result)
-    return result
+    small = dict(BATCH_SIZE=2, TRAIN_PER_CLASS=4, DEPTH=1)
+    return train(output, "config_fp32", world_size, steps=steps, **small, **options)
 
 
-def test_a_corrupt_image(few, monkeypatch):
+def test_corrupt_image_ends_a_run_in_one_line_until_it_is_repaired(few, monkeypatch):
     path = few / caltech101.FOLDER / "1" / "two\nlines.jpg"
     path.with_name("image_0003.jpg").rename(path)
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    code, lines = once(few, monkeypatch=monkeypatch)
-    assert code == 2
-    assert len(lines) == 1, lines
-    assert "/1/two\\nlines.jpg: cannot be decoded: image file is truncated" in lines[0]
-    assert lines[0].endswith("; repair or remove it")
+    (line,) = "".join(step_on(few, monkeypatch, world_size=2, code=2).stderr).splitlines()
+    assert "/1/two\\nlines.jpg: cannot be decoded: image file is truncated" in line
+    assert line.endswith("; repair or remove it")
     assert [entry.name for entry in path.parents[2].iterdir()] == ["101_ObjectCategories"]
     path.write_bytes(whole)
-    assert once(few, monkeypatch=monkeypatch) == (0, [])
+    assert step_on(few, monkeypatch, world_size=2).stderr == ["", ""]
 
 
-def test_an_empty_class(few, monkeypatch):
-    (few / caltech101.FOLDER / "3").mkdir()
-    code, (line,) = once(few, monkeypatch=monkeypatch)
-    assert code == 2
-    assert f"{caltech101.FOLDER}/3: has no images (.apng, .bmp, " in line
-    assert line.endswith("); fill it or remove it")
-    (few / caltech101.FOLDER / "3").rmdir()
-    assert once(few, monkeypatch=monkeypatch) == (0, [])
-
-
-def test_names_that_are_not_utf8(few, monkeypatch):
-    """Of DATA, a class and a file, in the data's identity and in the log."""
+def test_names_that_are_not_utf8_are_kept_in_identity_and_log(few, monkeypatch):
+    """Of DATA, a class and a file."""
     data = few / os.fsdecode(b"d\xe4ta")
     data.mkdir()
     (few / "caltech101").rename(data / "caltech101")
@@ -466,90 +448,11 @@ def test_names_that_are_not_utf8(few, monkeypatch):
     (root / "0").rename(root / os.fsdecode(b"fl\xf6wer"))
     (root / "1" / "image_0001.jpg").rename(root / "1" / os.fsdecode(b"b\xe4r.jpg"))
     (root / "1" / os.fsdecode(b"\xff.txt")).touch()
-    first = step_on(data, monkeypatch=monkeypatch)
-    assert (first.codes, first.stderr) == ([0, 0], ["", ""]), str(first)
+    first = step_on(data, monkeypatch)
+    assert first.stderr == [""]
     assert "1 files that are no images are left out (.txt 1), the first is " in first.stdout[0]
     assert "/1/\\udcff.txt\n" in first.stdout[0]
-    assert once(data, monkeypatch=monkeypatch, steps=2) == (0, []), "resumed, with the same identity"
+    assert step_on(data, monkeypatch, steps=2).stderr == [""], "resumed, with the same identity"
     (root / os.fsdecode(b"fl\xf6wer")).rename(root / "flower")
-    code, (line,) = once(data, monkeypatch=monkeypatch, steps=3)
-    assert code == 2
+    (line,) = step_on(data, monkeypatch, steps=3, code=2).stderr[0].splitlines()
     assert r"without fl\udcf6wer with flower" in line
-
-
-def test_a_truncated_cache_is_made_anew(few, monkeypatch):
-    assert once(few, monkeypatch=monkeypatch) == (0, [])
-    images = caltech101.find_images(few)
-    pixels = caltech101.cache_folder(images, SMALL["CACHE_SIZE"]) / "images.npy"
-    whole = pixels.read_bytes()
-    os.truncate(pixels, len(whole) // 2)
-    assert once(few, monkeypatch=monkeypatch) == (0, [])
-    assert pixels.read_bytes() == whole
-
-
-def test_a_full_disk(few, small_disk, monkeypatch):
-    shutil.copytree(few / "caltech101", small_disk.path / "caltech101")
-    size = ["--set", "CACHE_SIZE=512"]  # 12 MB
-    code, (line,) = once(small_disk.path, *size, monkeypatch=monkeypatch)
-    assert code == 2
-    assert line.endswith("cannot be written: No space left on device")
-    assert [entry.name for entry in (small_disk.path / "caltech101").iterdir()] == ["101_ObjectCategories"]
-    small_disk.resize("32m")
-    assert once(small_disk.path, *size, monkeypatch=monkeypatch) == (0, [])
-
-
-@pytest.fixture
-def archive_server(few, tmp_path, monkeypatch):
-    """An archive packed as the official one, on a server of its own, which torchvision is pointed to.
-
-    Yields:
-        A dict whose "bytes" are what the server sends; None sends nothing.
-    """
-    (few / caltech101.FOLDER / caltech101.NO_CLASS).mkdir()
-    inner = tmp_path / "caltech-101"
-    inner.mkdir()
-    with tarfile.open(inner / "101_ObjectCategories.tar.gz", "w:gz") as tar:
-        tar.add(few / caltech101.FOLDER, "101_ObjectCategories")
-    shutil.make_archive(str(tmp_path / "archive"), "zip", tmp_path, "caltech-101")
-    whole = (tmp_path / "archive.zip").read_bytes()
-    sent = {"bytes": whole, "whole": whole}
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200)
-            self.send_header("Content-Length", len(sent["bytes"]))
-            self.end_headers()
-            self.wfile.write(sent["bytes"])
-
-        def log_message(self, *args):
-            pass
-
-    original = torchvision.datasets.caltech.download_and_extract_archive
-
-    def download(url, md5, **options):
-        port = server.server_address[1]
-        original(f"http://localhost:{port}/archive.zip", md5=hashlib.md5(whole).hexdigest(), **options)
-
-    monkeypatch.setattr(torchvision.datasets.caltech, "download_and_extract_archive", download)
-    server = http.server.ThreadingHTTPServer(("localhost", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield sent
-    server.shutdown()
-    server.server_close()
-
-
-def test_half_an_archive(archive_server, tmp_path, monkeypatch):
-    data = tmp_path / "data"
-    data.mkdir()
-    archive_server["bytes"] = archive_server["whole"][: len(archive_server["whole"]) // 2]
-    code, lines = once(data, monkeypatch=monkeypatch)
-    assert code == 2
-    errors = [line for line in lines if "error: " in line]
-    assert len(errors) == 1, lines
-    assert "cannot be downloaded (File not found or corrupted.)" in errors[0]
-    assert "unpack the archive of https://data.caltech.edu/records/mzrjq-6wc02 there by hand" in errors[0]
-    assert not any(data.iterdir())
-    archive_server["bytes"] = archive_server["whole"]
-    code, lines = once(data, monkeypatch=monkeypatch)
-    assert code == 0, lines
-    assert [entry.name for entry in data.iterdir()] == ["caltech101"]

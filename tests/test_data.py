@@ -8,21 +8,22 @@ import http.server
 import os
 import shutil
 import signal
-import tarfile
 import threading
 import time
 
 import numpy as np
 import pytest
 import torch
+import torchvision
 from colossal_vit import files
-from colossal_vit.data.batches import IGNORED
+from colossal_vit.data.batches import IGNORED, read_ahead
 from colossal_vit.data.digits import digits, write_caltech101, write_cifar10
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.ranks import RankLogger, run_on_rank_0
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
+from torchvision.datasets.utils import download_and_extract_archive
 
 import caltech101
 import cifar10
@@ -73,10 +74,19 @@ def test_evaluation_counts_each_sample_once(num_samples, num_ranks):
     assert sorted(seen[seen >= 0].tolist()) == list(range(num_samples))
 
 
-def batches_of_epoch(sample, split="train", img_size=32, **kwargs):
+def batches_of_epoch(sample, split="train", img_size=32, rank=0, num_ranks=1, **options):
+    """The batches of a rank, and the images, labels and sampler that they are of."""
     images, labels, _ = cifar10.read(sample, train=split == "train")
-    sampler = GlobalBatchSampler(len(labels), 32, seed=1) if split == "train" else EvalSampler(len(labels), 32)
-    return cifar10.Batches(images, labels, sampler, img_size, torch.device("cpu"), **kwargs), images, labels, sampler
+    place = dict(rank=rank, num_ranks=num_ranks)
+    train = split == "train"
+    sampler = GlobalBatchSampler(len(labels), 32, seed=1, **place) if train else EvalSampler(len(labels), 32, **place)
+    return cifar10.Batches(images, labels, sampler, img_size, torch.device("cpu"), **options), images, labels, sampler
+
+
+def indices_of(sampler):
+    """The indices of the next epoch, which stays the next one."""
+    indices, sampler.epoch = list(sampler), 0
+    return indices
 
 
 def test_sample_is_split_once_and_for_all(sample):
@@ -91,74 +101,49 @@ def test_sample_is_split_once_and_for_all(sample):
 
 
 def test_batches_without_augmentation_are_the_normalised_images(sample):
-    def function():
-        batches, images, labels, sampler = batches_of_epoch(sample)
-        indices = list(sampler)
-        sampler.epoch = 0
-        mean, std = (torch.tensor(v).view(3, 1, 1) * 255 for v in (cifar10.MEAN, cifar10.STD))
-        for (batch, batch_labels), index in zip(batches, indices, strict=True):
-            torch.testing.assert_close(batch, (images[index].float() - mean) / std)
-            assert torch.equal(batch_labels, labels[index])
-
-    fork_ranks.call(function)
+    batches, images, labels, sampler = batches_of_epoch(sample)
+    mean, std = (torch.tensor(v).view(3, 1, 1) * 255 for v in (cifar10.MEAN, cifar10.STD))
+    for index, (batch, batch_labels) in zip(indices_of(sampler), batches, strict=True):
+        torch.testing.assert_close(batch, (images[index].float() - mean) / std)
+        assert torch.equal(batch_labels, labels[index])
+    assert next(iter(batches_of_epoch(sample, img_size=48)[0]))[0].shape == (32, 3, 48, 48)
 
 
-def test_augmentation_shifts_and_mirrors(sample):
+def test_augmentation_shifts_and_mirrors_each_epoch_anew(sample):
     """Every augmented image is a shifted, perhaps mirrored original, and all variants occur."""
-
-    def function():
-        batches, images, _, sampler = batches_of_epoch(sample, crop_padding=2, flip=True)
-        order = next(iter(sampler))
-        sampler.epoch = 0
-        shifts, mirrored = batches.draw_augmentation()
-        batch = (next(iter(batches))[0] * batches.std + batches.mean).round().to(torch.uint8)
-        padded = torch.nn.functional.pad(images, [2] * 4)
-        for image, index in zip(batch, order.tolist(), strict=True):
-            row, column = shifts[index].tolist()
-            expected = padded[index, :, row : row + 32, column : column + 32]
-            assert torch.equal(image, expected.flip(-1) if mirrored[index] else expected)
-        assert set(map(tuple, shifts.tolist())) == {(row, column) for row in range(5) for column in range(5)}
-        assert 0.4 < mirrored.float().mean() < 0.6
-
-    fork_ranks.call(function)
+    batches, images, _, sampler = batches_of_epoch(sample, crop_padding=2, flip=True)
+    order = indices_of(sampler)[0]
+    shifts, mirrored = batches.draw_augmentation()
+    batch = (next(iter(batches))[0] * batches.std + batches.mean).round().to(torch.uint8)
+    padded = torch.nn.functional.pad(images, [2] * 4)
+    for image, index in zip(batch, order.tolist(), strict=True):
+        row, column = shifts[index].tolist()
+        expected = padded[index, :, row : row + 32, column : column + 32]
+        assert torch.equal(image, expected.flip(-1) if mirrored[index] else expected)
+    assert set(map(tuple, shifts.tolist())) == {(row, column) for row in range(5) for column in range(5)}
+    assert 0.4 < mirrored.float().mean() < 0.6
+    assert not torch.equal(batches.draw_augmentation()[0], shifts), "the next epoch's"
 
 
 def test_augmentation_does_not_depend_on_the_layout(sample):
     """What is done to an image in an epoch is the same on one rank and on two."""
 
-    def function():
-        batches, _, _, sampler = batches_of_epoch(sample, crop_padding=4, flip=True)
-        order = torch.cat(list(sampler))
-        sampler.epoch = 0
-        images = torch.cat([images for images, _ in batches])
-        return {index: image.sum().item() for index, image in zip(order.tolist(), images, strict=True)}
+    def sums(rank, num_ranks):
+        batches, _, _, sampler = batches_of_epoch(sample, rank=rank, num_ranks=num_ranks, crop_padding=4, flip=True)
+        order = torch.cat(indices_of(sampler)).tolist()
+        return dict(zip(order, (image.sum().item() for images, _ in batches for image in images), strict=True))
 
-    (alone,) = fork_ranks.call(function)
-    first, second = fork_ranks.call(function, 2)
+    alone, first, second = sums(0, 1), sums(0, 2), sums(1, 2)
     assert first.keys().isdisjoint(second)
     for index, value in {**first, **second}.items():
         assert alone.get(index, value) == value
 
 
-def test_each_epoch_is_augmented_anew(sample):
-    def function():
-        batches, *_ = batches_of_epoch(sample, crop_padding=4)
-        return not torch.equal(batches.draw_augmentation()[0], (list(batches), batches.draw_augmentation())[1][0])
-
-    assert fork_ranks.call(function) == [True]
-
-
-def test_images_are_resized_for_the_model(sample):
-    assert fork_ranks.call(lambda: next(iter(batches_of_epoch(sample, img_size=48)[0]))[0].shape) == [(32, 3, 48, 48)]
-
-
 def test_places_left_over_are_ignored(sample):
-    def function():
-        batches, _, labels, _ = batches_of_epoch(sample, "test")
-        seen = torch.cat([batch_labels for _, batch_labels in batches])
-        return torch.equal(seen[seen != IGNORED], labels), int((seen == IGNORED).sum())
-
-    assert fork_ranks.call(function) == [(True, 24)]
+    batches, _, labels, _ = batches_of_epoch(sample, "test")
+    seen = torch.cat([batch_labels for _, batch_labels in batches])
+    assert torch.equal(seen[seen != IGNORED], labels)
+    assert (seen == IGNORED).sum() == 24
 
 
 def test_only_the_first_stage_makes_images(sample):
@@ -168,6 +153,23 @@ def test_only_the_first_stage_makes_images(sample):
 
     answers = fork_ranks.call(function, 2, parallel={"pipeline": 2, "tensor": {"mode": None, "size": 1}})
     assert answers == [(0, (32, 3, 32, 32)), (1, (32,))]
+
+
+def test_a_batch_is_read_ahead_while_the_one_before_is_in_use():
+    read, two = [], threading.Event()
+
+    def note(key):
+        read.append(key)
+        if key == 2:
+            two.set()
+        return key * 10
+
+    batches = read_ahead(iter([1, 2, 3]), note)
+    assert next(batches) == (1, 10)
+    assert two.wait(fork_ranks.PATIENCE), "before it is asked for"
+    assert 3 not in read, "but not the one after it"
+    assert list(batches) == [(2, 20), (3, 30)]
+    assert list(read_ahead([], note)) == []
 
 
 # ---- Files ----
@@ -216,35 +218,61 @@ def test_some_of_the_digits_and_few_images_of_each(tmp_path):
     assert len(test_labels) == np.isin(all_test_labels, (5, 7, 9)).sum()
 
 
-@pytest.fixture
-def archive(tmp_path, monkeypatch):
-    """The sample as an archive that a web server on this machine offers in the place of CIFAR-10's."""
-    web = tmp_path / "web"
-    folder = write_cifar10(tmp_path / "made")
-    web.mkdir()
-    with tarfile.open(web / "cifar-10-binary.tar.gz", "w:gz") as tar:
-        tar.add(folder, cifar10.FOLDER)
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(web))
+def write_archive(module, folder):
+    """The sample as the archive of a data set, packed as the official one."""
+    made = folder / "made"
+    if module is cifar10:
+        shutil.make_archive(folder / "archive", "gztar", write_cifar10(made).parent, cifar10.FOLDER)
+        return folder / "archive.tar.gz"
+    (write_caltech101(made) / "101_ObjectCategories" / caltech101.NO_CLASS).mkdir()
+    (folder / "zip" / "caltech-101").mkdir(parents=True)
+    inner = folder / "zip" / "caltech-101" / "101_ObjectCategories"
+    shutil.make_archive(inner, "gztar", made / "caltech101", "101_ObjectCategories")
+    shutil.make_archive(folder / "archive", "zip", folder / "zip")
+    return folder / "archive.zip"
+
+
+@pytest.fixture(params=[cifar10, caltech101], ids=["cifar10", "caltech101"])
+def download(request, tmp_path, monkeypatch):
+    """A module, and what downloads the archive that a web server on this machine offers in the official one's place."""
+    file = write_archive(request.param, tmp_path)
+    whole = file.read_bytes()
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
+    original, data = download_and_extract_archive, tmp_path / "data"
     with http.server.ThreadingHTTPServer(("localhost", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setattr(cifar10, "ARCHIVE", f"http://localhost:{server.server_port}/cifar-10-binary.tar.gz")
-        yield web / "cifar-10-binary.tar.gz"
+
+        def from_here(url, *args, md5, **options):
+            assert url.startswith("https://")
+            assert len(md5) == 32
+            url = f"http://localhost:{server.server_port}/{file.name}"
+            original(url, *args, md5=hashlib.md5(whole).hexdigest(), **options)
+
+        def fetch(share=1.0):
+            file.write_bytes(whole[: int(len(whole) * share)])
+            request.param.fetch(data, RankLogger())
+
+        where = cifar10 if request.param is cifar10 else torchvision.datasets.caltech
+        monkeypatch.setattr(where, "download_and_extract_archive", from_here)
+        yield request.param, data, fetch
         server.shutdown()
 
 
-def test_download(tmp_path, monkeypatch, archive):
-    monkeypatch.setattr(cifar10, "ARCHIVE_MD5", hashlib.md5(archive.read_bytes()).hexdigest())
-    data = tmp_path / "data"
-    cifar10.fetch(data, RankLogger())
-    assert [path.name for path in data.iterdir()] == [cifar10.FOLDER], "nothing else stays behind"
-    assert len(cifar10.read(data, train=True)[1]) == 1437
-
-
-def test_download_with_a_wrong_checksum_leaves_nothing(tmp_path, archive):
-    data = tmp_path / "data"
-    with pytest.raises(UserError, match="cannot be downloaded"):
-        cifar10.fetch(data, RankLogger())
+def test_download_is_taken_whole_or_leaves_nothing(download):
+    """A folder may have other data sets of these scripts, and hidden files."""
+    module, data, fetch = download
+    words = (
+        r"cannot be downloaded \(File not found or corrupted\.\); unpack .* there by hand, or unset DATA for the sample"
+    )
+    with pytest.raises(UserError, match=words):
+        fetch(0.5)
     assert not list(data.iterdir())
+    (write_cifar10 if module is caltech101 else write_caltech101)(data)
+    (data / ".DS_Store").touch()
+    fetch()
+    assert sorted(path.name for path in data.iterdir()) == [".DS_Store", "caltech101", cifar10.FOLDER]
+    assert len(cifar10.read(data, train=True)[1]) == 1437
+    assert len(caltech101.find_images(data).paths) == 1797
 
 
 TYPOS = {  # what DATA is, by the name of a folder and what is in it, and what is said of it
@@ -274,15 +302,6 @@ def test_nothing_is_downloaded_to_a_folder_that_is_probably_a_mistake(tmp_path, 
     with pytest.raises(UserError, match=expected):
         module.fetch(data, RankLogger())
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_sets_of_several_scripts_may_share_a_folder(tmp_path, monkeypatch, archive):
-    monkeypatch.setattr(cifar10, "ARCHIVE_MD5", hashlib.md5(archive.read_bytes()).hexdigest())
-    data = tmp_path / "data"
-    write_caltech101(data)
-    (data / ".DS_Store").touch()
-    cifar10.fetch(data, RankLogger())
-    assert sorted(path.name for path in data.iterdir()) == [".DS_Store", "caltech101", cifar10.FOLDER]
 
 
 # ---- Scratch folders ----
