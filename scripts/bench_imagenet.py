@@ -64,8 +64,9 @@ def train(overrides: list[str], data: Path, num_steps: int) -> list[dict]:
 def drain(data: Path, batch_size: int, num_batches: int) -> float:
     """Images/s of DALI's training batches without training; runs in a separate process."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    options = dict(seed=0, rank=0, num_ranks=1, num_threads=len(os.sched_getaffinity(0)), with_images=True)
-    loader = DaliLoader(find_records(data, "train"), True, batch_size, 224, 1000, device, **options)
+    config = configs.load(FOLDER / "config.py", [f"BATCH_SIZE={batch_size}"], "imagenet")
+    options = dict(num_threads=len(os.sched_getaffinity(0)), rank=0, num_ranks=1, with_images=True)
+    loader = DaliLoader(find_records(data, "train"), True, config, device, **options)
 
     def endless():
         while True:

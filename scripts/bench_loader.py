@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from colossal_vit import config as configs
 from colossal_vit.provenance import ResultFolder
 from PIL import Image
 from torch import Tensor
@@ -70,9 +71,10 @@ def ours(folder: Path) -> Batches:
     output = folder.with_name("tfrecords")
     with redirect_stdout(None):
         tfrecords.build(tfrecords.parse([str(folder), str(output)]))
-    options = dict(seed=0, rank=0, num_ranks=1, num_threads=WORKERS, with_images=True)
-    records, cpu = find_records(output, "train"), torch.device("cpu")
-    loader = DaliLoader(records, True, BATCH_SIZE, IMG_SIZE, NUM_CLASSES, cpu, **options)
+    values = [f"BATCH_SIZE={BATCH_SIZE}", f"IMG_SIZE={IMG_SIZE}", f"NUM_CLASSES={NUM_CLASSES}"]
+    config = configs.load(ROOT / "vit_imagenet_dali" / "config.py", values, "imagenet")
+    options = dict(num_threads=WORKERS, rank=0, num_ranks=1, with_images=True)
+    loader = DaliLoader(find_records(output, "train"), True, config, torch.device("cpu"), **options)
     while True:
         yield from loader
 

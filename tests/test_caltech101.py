@@ -12,6 +12,7 @@ from colossal_vit.data.digits import write_caltech101
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.ranks import RankLogger
+from colossalai.context import Config
 from PIL import Image
 from torchvision.transforms import v2
 
@@ -27,6 +28,7 @@ SMALL = dict(
 )
 SMALL |= dict(OPTIMIZER="adamw", LEARNING_RATE=5e-4, WEIGHT_DECAY=0.05, CROP_AREA=(0.7, 1.0), FLIP=False)
 SMALL |= dict(NUM_EPOCHS=12, TRAIN_PER_CLASS=110)
+SETTINGS = Config(dict(IMG_SIZE=32, CROP_AREA=(0.08, 1.0), FLIP=True, SEED=0))
 
 
 @pytest.fixture(scope="module")
@@ -311,7 +313,7 @@ def test_batches_are_what_torchvision_makes_of_the_same_crops():
     pixels = torch.randint(0, 256, (6, 5, 5, 3), dtype=torch.uint8)
     pixels = v2.functional.resize(pixels.permute(0, 3, 1, 2), [64, 64]).permute(0, 2, 3, 1).contiguous()
     sampler = EvalSampler(6, 6, rank=0, num_ranks=1)
-    batches = caltech101.Batches(pixels, torch.arange(6), torch.arange(6), sampler, 32, torch.device("cpu"))
+    batches = caltech101.Batches(pixels, torch.arange(6), torch.arange(6), sampler, SETTINGS, torch.device("cpu"))
     maps = torch.zeros(6, 2, 3)
     maps[:, 0, 0], maps[:, 1, 1], maps[:, 0, 2], maps[:, 1, 2] = -0.5, 0.5, 0.25, -0.25  # 32 px at (24, 8), mirrored
     images = pixels.permute(0, 3, 1, 2).float()
@@ -325,7 +327,7 @@ def test_batches_are_what_torchvision_makes_of_the_same_crops():
 def test_an_epoch_has_every_image_once_and_another_augmentation_each_time():
     pixels = torch.arange(16, dtype=torch.uint8).view(16, 1, 1, 1).expand(16, 32, 32, 3).contiguous()
     sampler = GlobalBatchSampler(16, 4, seed=3, rank=0, num_ranks=1)
-    batches = caltech101.Batches(pixels, torch.arange(16), torch.arange(16), sampler, 32, torch.device("cpu"))
+    batches = caltech101.Batches(pixels, torch.arange(16), torch.arange(16), sampler, SETTINGS, torch.device("cpu"))
     for _ in range(2):
         values = torch.cat([images.mean((1, 2, 3)) for images, _ in batches])
         seen = ((values * 0.5 + 0.5) * 255).round().int()

@@ -10,7 +10,6 @@ from colossal_vit import config as configs
 from colossal_vit.config import schema
 from colossal_vit.config.__main__ import reference
 from colossal_vit.config.settings import CALTECH101, DP, HYBRID, IMAGENET, SCRIPTS, Block, Setting
-from colossal_vit.data.augment import build_augment
 from colossal_vit.data.mixing import mixed
 from colossal_vit.data.samplers import GlobalBatchSampler
 from colossal_vit.engine import build_criterion, build_optimizer, build_scheduler
@@ -18,6 +17,7 @@ from colossal_vit.engine.precision import wrap_for_precision
 from colossal_vit.errors import UserError
 from colossal_vit.models import check_timm_vit
 from colossal_vit.parallel.layout import Layout
+from colossalai.context import Config
 from colossalai.legacy.amp import AMP_TYPE
 
 import fork_ranks
@@ -347,9 +347,8 @@ def use(config, script):
     )
     images, labels = torch.zeros(1000, 3, 32, 32, dtype=torch.uint8), torch.zeros(1000, dtype=torch.int64)
     if script in (DP, HYBRID):
-        size = min(config.IMG_SIZE, 64)
-        loader = Batches(images, labels, sampler, size, torch.device("cpu"), config.CROP_PADDING, config.FLIP)
-        loader.augment = build_augment(config)
+        little = Config({**config, "IMG_SIZE": min(config.IMG_SIZE, 64)})
+        loader = Batches(images, labels, sampler, little, torch.device("cpu"))
         assert next(iter(mixed(loader, config)))[0].isfinite().all()
     if script == CALTECH101:
         assert draw_crops(8, config.CROP_AREA, config.FLIP, torch.Generator()).isfinite().all()

@@ -30,6 +30,7 @@ import imagenet_dali_dataloader as loaders
 import tfrecord
 
 SIZE, NUM_CLASSES = 48, 10
+DEFAULTS = dict(CROP_AREA=(0.08, 1.0), FLIP=True, REPEATS=1, EVAL_CROP=224 / 256)
 MEAN, STD = (torch.tensor(values).view(3, 1, 1) for values in (loaders.MEAN, loaders.STD))
 
 
@@ -88,10 +89,16 @@ def examples(shard):
         yield example["image/encoded"][0], example["image/class/label"][0]
 
 
-def loader(data, split="train", records=None, **kwargs):
-    options = dict(batch_size=32, img_size=SIZE, num_classes=2000, seed=1, rank=0, num_ranks=1, with_images=True)
-    records = records or loaders.find_records(data, split)
-    return loaders.DaliLoader(records, split == "train", device=torch.device("cpu"), **{**options, **kwargs})
+def config_of(**values):
+    """Some values in place of those that `loader` has otherwise, which are nearly the defaults of a config."""
+    always = dict(BATCH_SIZE=32, IMG_SIZE=SIZE, NUM_CLASSES=2000, SEED=1, gradient_accumulation=1)
+    return Config({**always, **DEFAULTS, **values})
+
+
+def loader(data, split="train", records=None, rank=0, num_ranks=1, with_images=True, **values):
+    records, place = records or loaders.find_records(data, split), dict(rank=rank, num_ranks=num_ranks)
+    cpu = torch.device("cpu")
+    return loaders.DaliLoader(records, split == "train", config_of(**values), cpu, with_images=with_images, **place)
 
 
 def labels_of(batches):
@@ -130,13 +137,13 @@ def test_ranks_with_unequal_parts_make_the_same_number_of_batches(numbered, num_
     index = tmp_path / "index"
     index.write_text("".join(records.indices[0].read_text().splitlines(keepends=True)[:num_images]))
     few = loaders.Records(records.shards[:1], [index], [num_images])
-    parts = [list(loader(None, "validation", few, batch_size=8, rank=rank, num_ranks=2)) for rank in range(2)]
+    parts = [list(loader(None, "validation", few, BATCH_SIZE=8, rank=rank, num_ranks=2)) for rank in range(2)]
     assert len(parts[0]) == len(parts[1]) == -(-(num_images // 2 + 1) // 8)
     seen = [label for part in parts for label in labels_of(part) if label != IGNORED]
     assert sorted(seen) == list(range(num_images))
 
 
-@pytest.mark.parametrize(("crop", "shorter", "longer"), [({}, 54, 90), (dict(eval_crop=1.0), 48, 80)])
+@pytest.mark.parametrize(("crop", "shorter", "longer"), [({}, 54, 90), (dict(EVAL_CROP=1.0), 48, 80)])
 @in_fork
 def test_evaluation_takes_the_centre_and_keeps_the_aspect(crop, shorter, longer, tmp_path):
     """As PIL does it: the shorter side to 54 pixels, or to 48, then 48 x 48 from the middle."""
@@ -150,7 +157,7 @@ def test_evaluation_takes_the_centre_and_keeps_the_aspect(crop, shorter, longer,
     shard, index = tmp_path / "shard", tmp_path / "index"
     shard.write_bytes(b"".join(tfrecord.encode_record(content, 7) for content in contents))
     tfrecords.index_shard(shard, index)
-    ((images, labels),) = loader(None, "validation", loaders.Records([shard], [index], [2]), batch_size=2, **crop)
+    ((images, labels),) = loader(None, "validation", loaders.Records([shard], [index], [2]), BATCH_SIZE=2, **crop)
     assert labels.tolist() == [6, 6]
     for image, content in zip(images, contents, strict=True):
         picture = Image.open(io.BytesIO(content))
@@ -168,7 +175,7 @@ def test_evaluation_takes_the_centre_and_keeps_the_aspect(crop, shorter, longer,
 
 def passes(numbered, count, **kwargs):
     """The labels of the first passes over the records, in order; batches of 1 so that passes end where they end."""
-    stream = loader(numbered, batch_size=1, with_images=False, **kwargs)
+    stream = loader(numbered, BATCH_SIZE=1, with_images=False, **kwargs)
     size = stream.end - stream.start
     seen = []
     while len(seen) < count * size:
@@ -185,7 +192,7 @@ def test_a_pass_has_each_record_of_the_rank_once_in_another_order(numbered):
         assert all(sorted(other) == sorted(first) and other != first for other in others)
     assert sorted(ranks[0][0] + ranks[1][0]) == list(range(1437))
     assert passes(numbered, 3, rank=1, num_ranks=2) == ranks[1], "the same seed, the same order"
-    assert passes(numbered, 1, rank=1, num_ranks=2, seed=2) != ranks[1][:1]
+    assert passes(numbered, 1, rank=1, num_ranks=2, SEED=2) != ranks[1][:1]
 
 
 @in_fork
@@ -202,7 +209,7 @@ def test_an_epoch_has_a_known_length_and_the_next_one_goes_on(numbered):
 def test_labels_belong_to_their_images(numbered):
     """The image of a record, cropped by nothing and not mirrored, is the one that PIL reads from it."""
     contents = [image for shard in tfrecords.find_shards(numbered, "train") for image, _ in examples(shard)]
-    images, labels = next(iter(loader(numbered, img_size=64, crop_area=(1.0, 1.0), flip=False)))
+    images, labels = next(iter(loader(numbered, IMG_SIZE=64, CROP_AREA=(1.0, 1.0), FLIP=False)))
     close = 0
     for image, label in zip(images, labels.tolist(), strict=True):
         expected = torch.from_numpy(np.array(Image.open(io.BytesIO(contents[label])))).permute(2, 0, 1)
@@ -212,10 +219,10 @@ def test_labels_belong_to_their_images(numbered):
 
 @in_fork
 def test_training_images_are_cropped_mirrored_and_augmented(numbered):
-    plain = next(iter(loader(numbered, crop_area=(1.0, 1.0), flip=False)))
-    mirrored = next(iter(loader(numbered, crop_area=(1.0, 1.0))))
-    cropped = next(iter(loader(numbered, flip=False)))
-    augmented = next(iter(loader(numbered, crop_area=(1.0, 1.0), flip=False, rand_augment=dict(n=2, m=9))))
+    plain = next(iter(loader(numbered, CROP_AREA=(1.0, 1.0), FLIP=False)))
+    mirrored = next(iter(loader(numbered, CROP_AREA=(1.0, 1.0))))
+    cropped = next(iter(loader(numbered, FLIP=False)))
+    augmented = next(iter(loader(numbered, CROP_AREA=(1.0, 1.0), FLIP=False, dali=dict(rand_augment=dict(n=2, m=9)))))
     assert all(torch.equal(labels, plain[1]) for _, labels in (mirrored, cropped, augmented))
     turned = [torch.equal(a, b.flip(-1)) for a, b in zip(mirrored[0], plain[0], strict=True)]
     same = [torch.equal(a, b) for a, b in zip(mirrored[0], plain[0], strict=True)]
@@ -237,7 +244,7 @@ def test_a_later_stage_gets_the_same_labels_without_images(numbered):
 @in_fork
 def test_repeated_augmentation_uses_a_part_of_each_batch_so_often(numbered):
     """The order of the records stays; copies of an image are augmented each in their own way, and no neighbours."""
-    how = dict(crop_area=(0.5, 1.0), repeats=3)
+    how = dict(CROP_AREA=(0.5, 1.0), REPEATS=3)
     plain, repeated, later = loader(numbered), loader(numbered, **how), loader(numbered, with_images=False, **how)
     epochs = []
     for _ in range(2):
@@ -255,8 +262,8 @@ def test_repeated_augmentation_uses_a_part_of_each_batch_so_often(numbered):
         assert len(used) == 44 * 11
     assert len(epochs[0]) == 44 * 11, "an image comes in one batch of an epoch"
     assert len(epochs[0] & epochs[1]) < 44 * 11 / 2, "another epoch has other images"
-    assert len(list(loader(numbered, "validation", repeats=3))) == len(list(loader(numbered, "validation"))) == 12
-    assert labels_of(loader(numbered, "validation", repeats=3)) == labels_of(loader(numbered, "validation"))
+    assert len(list(loader(numbered, "validation", REPEATS=3))) == len(list(loader(numbered, "validation"))) == 12
+    assert labels_of(loader(numbered, "validation", REPEATS=3)) == labels_of(loader(numbered, "validation"))
 
 
 def through_dali(operation, images):
@@ -352,15 +359,15 @@ def test_a_graph_with_conditionals_runs_python_functions_as_written(numbered, mo
 
 @in_fork
 def test_the_loader_augments_as_the_block_says(numbered):
-    plain, labels = next(iter(loader(numbered, crop_area=(1.0, 1.0), flip=False)))
+    plain, labels = next(iter(loader(numbered, CROP_AREA=(1.0, 1.0), FLIP=False)))
     for how in (ALL, dict(policy="rand"), dict(color_jitter=0.3), dict(erase=1.0)):
-        images, same_labels = next(iter(loader(numbered, crop_area=(1.0, 1.0), flip=False, augment=how)))
+        images, same_labels = next(iter(loader(numbered, CROP_AREA=(1.0, 1.0), FLIP=False, augment=how)))
         assert torch.equal(labels, same_labels)
         assert images.shape == plain.shape
         assert sum(torch.equal(a, b) for a, b in zip(images, plain, strict=True)) < 16
 
 
-@pytest.mark.parametrize("options", [{}, dict(rand_augment=dict(n=1, m=9)), dict(augment=ALL, repeats=3)])
+@pytest.mark.parametrize("options", [{}, dict(dali=dict(rand_augment=dict(n=1, m=9))), dict(augment=ALL, REPEATS=3)])
 @in_fork
 def test_a_saved_stream_resumes_to_the_bit(numbered, options):
     stream = loader(numbered, rank=1, num_ranks=2, **options)
@@ -498,7 +505,7 @@ def test_a_path_that_is_not_utf8_is_refused_and_a_link_to_it_taken(sample, tmp_p
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(sample, settings, num_ranks, expected):
-    config = Config(dict(NUM_CLASSES=10, BATCH_SIZE=1, gradient_accumulation=1) | settings)
+    config = config_of(**dict(NUM_CLASSES=10, BATCH_SIZE=1) | settings)
     splits = [loaders.find_records(sample, split) for split in tfrecords.NUM_SHARDS]
     with pytest.raises(UserError, match=expected):
         loaders.check_sizes(*splits, sample, config, num_ranks)
@@ -516,12 +523,12 @@ def test_a_run_in_the_folder_of_the_data_does_not_replace_its_index_files(sample
 @in_fork
 def test_labels_out_of_range_are_refused(sample, repeats):
     with pytest.raises(UserError, match=r"train-0000\d-of-00004 at byte \d+: image/class/label is 10, not from 1 to"):
-        list(loader(sample, num_classes=9, repeats=repeats))
+        list(loader(sample, NUM_CLASSES=9, REPEATS=repeats))
 
 
 def fails(data, shard, offset):
     with pytest.raises(UserError, match=f"{shard} at byte {offset}: .*max_bad") as error:
-        list(loader(data, num_classes=NUM_CLASSES, rank=1, num_ranks=2))
+        list(loader(data, NUM_CLASSES=NUM_CLASSES, rank=1, num_ranks=2))
     assert "\n" not in str(error.value)
 
 
@@ -567,7 +574,7 @@ def test_bad_records_are_left_out(copied, tmp_path, capfd):
     indices = [loaders.filtered_index(tmp_path, index) for index in splits[0].indices]
     kept = loaders.list_records(splits[0].shards, indices, whole=False)
     assert kept.num_images == 1435
-    stream = loader(None, records=kept, num_classes=NUM_CLASSES)
+    stream = loader(None, records=kept, NUM_CLASSES=NUM_CLASSES)
     assert len(labels_of(stream) + labels_of(stream)) == 2 * 44 * 32
 
 
@@ -577,11 +584,11 @@ def test_bad_records_are_left_out(copied, tmp_path, capfd):
 
 
 def run_of(data, output, **config):
-    always = dict(BATCH_SIZE=8, IMG_SIZE=SIZE, NUM_CLASSES=10, SEED=1, gradient_accumulation=1, DATA=str(data))
+    config = config_of(BATCH_SIZE=8, NUM_CLASSES=10, DATA=str(data), **config)
     rank, layout = torch.distributed.get_rank(), SimpleNamespace(data=torch.distributed.get_world_size())
     device = torch.device("cpu")
     return SimpleNamespace(
-        config=Config(always | config), layout=layout, output=output, device=device, log=RankLogger(rank), observe=None
+        config=config, layout=layout, output=output, device=device, log=RankLogger(rank), observe=None
     )
 
 
@@ -594,7 +601,7 @@ def test_a_run_gets_its_loaders_and_every_rank_its_mistakes(copied, tmp_path):
         train, test = loaders.build_imagenet(run)
         images, labels = next(iter(train))
         assert images.shape == (8, 3, SIZE, SIZE)
-        assert (train.rand_augment, train.repeats, test.eval_crop) == (dict(n=1, m=5), 3, 1.0)
+        assert train.rand_augment == dict(n=1, m=5)
         counted = sum(int((labels != IGNORED).sum()) for _, labels in test)
         if run.log.rank == 1:
             run.config.DATA = str(tmp_path / "nowhere")
@@ -617,7 +624,7 @@ GRAPHS = {  # name: whether for training, arguments of the loader, operators on 
     "evaluation": (False, {}, "Image Resize CropMirrorNormalize"),
     "RandAugment": (
         True,
-        {"rand_augment": {"n": 2, "m": 9}},
+        {"dali": {"rand_augment": {"n": 2, "m": 9}}},
         "ImageRandomCrop Resize Brightness Equalize Filter Rotate Saturation WarpAffine CropMirrorNormalize",
     ),
     "erasing": (True, {"augment": {"erase": 0.25}}, "ImageRandomCrop Resize CropMirrorNormalize Erase Normal"),
@@ -626,8 +633,8 @@ GRAPHS = {  # name: whether for training, arguments of the loader, operators on 
         {"augment": {"policy": "three", "color_jitter": 0.3}},
         "ImageRandomCrop Resize ColorSpaceConversion GaussianBlur BrightnessContrast Saturation CropMirrorNormalize",
     ),
-    "repeats": (True, {"repeats": 3}, "ImageRandomCrop Resize CropMirrorNormalize"),
-    "on the CPU": (True, {"gpu_aug": False, "augment": {"policy": "three", "erase": 0.25}}, ""),
+    "repeats": (True, {"REPEATS": 3}, "ImageRandomCrop Resize CropMirrorNormalize"),
+    "on the CPU": (True, {"dali": {"gpu_aug": False}, "augment": {"policy": "three", "erase": 0.25}}, ""),
 }
 
 
@@ -638,8 +645,10 @@ def test_graphs_for_a_gpu_are_valid_and_work_on_images_there(name, monkeypatch):
     train, options, expected = GRAPHS[name]
     monkeypatch.setattr(nvidia.dali.Pipeline, "build", nvidia.dali.Pipeline._build_graph)
     records = loaders.Records([Path("shard")], [Path("index")], [100])
-    common = dict(batch_size=8, img_size=32, num_classes=10, seed=1, rank=0, num_ranks=1, with_images=True)
-    pipeline = loaders.DaliLoader(records, train, device=torch.device("cuda", 0), **common, **options)._build()
+    gpu, place = torch.device("cuda", 0), dict(rank=0, num_ranks=1, with_images=True)
+    pipeline = loaders.DaliLoader(
+        records, train, config_of(BATCH_SIZE=8, IMG_SIZE=32, **options), gpu, **place
+    )._build()
     assert [output.device for output in pipeline._graph_outputs] == ["cpu", "gpu"]
     there = {op.name.strip("_0123456789") for op in pipeline._ops if {out.device for out in op.outputs} == {"gpu"}}
     assert there.issuperset(expected.split()) if expected else not there

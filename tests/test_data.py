@@ -21,6 +21,7 @@ from colossal_vit.data.digits import digits, write_caltech101, write_cifar10
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.ranks import RankLogger, run_on_rank_0
+from colossalai.context import Config
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from torchvision.datasets.utils import download_and_extract_archive
@@ -74,13 +75,14 @@ def test_evaluation_counts_each_sample_once(num_samples, num_ranks):
     assert sorted(seen[seen >= 0].tolist()) == list(range(num_samples))
 
 
-def batches_of_epoch(sample, split="train", img_size=32, rank=0, num_ranks=1, **options):
+def batches_of_epoch(sample, split="train", rank=0, num_ranks=1, **values):
     """The batches of a rank, and the images, labels and sampler that they are of."""
+    config = Config(dict(IMG_SIZE=32, CROP_PADDING=0, FLIP=False, SEED=1) | values)
     images, labels, _ = cifar10.read(sample, train=split == "train")
     place = dict(rank=rank, num_ranks=num_ranks)
     train = split == "train"
     sampler = GlobalBatchSampler(len(labels), 32, seed=1, **place) if train else EvalSampler(len(labels), 32, **place)
-    return cifar10.Batches(images, labels, sampler, img_size, torch.device("cpu"), **options), images, labels, sampler
+    return cifar10.Batches(images, labels, sampler, config, torch.device("cpu")), images, labels, sampler
 
 
 def indices_of(sampler):
@@ -106,12 +108,12 @@ def test_batches_without_augmentation_are_the_normalised_images(sample):
     for index, (batch, batch_labels) in zip(indices_of(sampler), batches, strict=True):
         torch.testing.assert_close(batch, (images[index].float() - mean) / std)
         assert torch.equal(batch_labels, labels[index])
-    assert next(iter(batches_of_epoch(sample, img_size=48)[0]))[0].shape == (32, 3, 48, 48)
+    assert next(iter(batches_of_epoch(sample, IMG_SIZE=48)[0]))[0].shape == (32, 3, 48, 48)
 
 
 def test_augmentation_shifts_and_mirrors_each_epoch_anew(sample):
     """Every augmented image is a shifted, perhaps mirrored original, and all variants occur."""
-    batches, images, _, sampler = batches_of_epoch(sample, crop_padding=2, flip=True)
+    batches, images, _, sampler = batches_of_epoch(sample, CROP_PADDING=2, FLIP=True)
     order = indices_of(sampler)[0]
     shifts, mirrored = batches.draw_augmentation()
     batch = (next(iter(batches))[0] * batches.std + batches.mean).round().to(torch.uint8)
@@ -129,7 +131,7 @@ def test_augmentation_does_not_depend_on_the_layout(sample):
     """What is done to an image in an epoch is the same on one rank and on two."""
 
     def sums(rank, num_ranks):
-        batches, _, _, sampler = batches_of_epoch(sample, rank=rank, num_ranks=num_ranks, crop_padding=4, flip=True)
+        batches, _, _, sampler = batches_of_epoch(sample, rank=rank, num_ranks=num_ranks, CROP_PADDING=4, FLIP=True)
         order = torch.cat(indices_of(sampler)).tolist()
         return dict(zip(order, (image.sum().item() for images, _ in batches for image in images), strict=True))
 

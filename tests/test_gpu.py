@@ -209,12 +209,14 @@ def test_of_the_waits_one_is_left(amp, dtype, on_gpu, tmp_path):
 DECODE = """
 import sys, torch
 from pathlib import Path
+from colossal_vit import config as configs
 import imagenet_dali_dataloader as loaders
 data, kind, path = sys.argv[1:]
 device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
 records = loaders.find_records(Path(data), "validation")
-options = dict(seed=1, rank=0, num_ranks=1, num_threads=2, with_images=True)
-images, labels = next(iter(loaders.DaliLoader(records, False, 64, 32, 10, device, **options)))
+config = configs.load("config_sample.py", ["BATCH_SIZE=64", "SEED=1"], "imagenet")
+options = dict(rank=0, num_ranks=1, with_images=True)
+images, labels = next(iter(loaders.DaliLoader(records, False, config, device, **options)))
 assert images.device.type == labels.device.type == kind
 torch.save([images.float().cpu(), labels.cpu()], path)
 """

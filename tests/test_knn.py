@@ -42,6 +42,7 @@ def test_fewer_training_images_than_neighbours():
 
 IMAGES = torch.randint(256, (45, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
 LABELS = torch.randint(10, (45,), generator=torch.Generator().manual_seed(4))
+AUGMENTED = dict(CROP_PADDING=4, FLIP=True, augment=None)
 
 
 def features():
@@ -49,7 +50,7 @@ def features():
     engine, _ = build_engine()
     config = gpc.config
     sampler = cifar10.GlobalBatchSampler(len(LABELS), config.BATCH_SIZE)
-    train = cifar10.Batches(IMAGES, LABELS, sampler, config.IMG_SIZE, torch.device("cpu"), crop_padding=4, flip=True)
+    train = cifar10.Batches(IMAGES, LABELS, sampler, Config({**config, **AUGMENTED}), torch.device("cpu"))
     return gather_features(engine, train.in_order())
 
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from colossal_vit.data.augment import Augment, build_augment
+from colossal_vit.data.augment import build_augment
 from colossal_vit.data.batches import IGNORED, Loader, SampledLoader, read_ahead
 from colossal_vit.data.decoding import FORMATS, check_scan, endings, to_rgb
 from colossal_vit.data.digits import write_caltech101
@@ -268,18 +268,15 @@ def draw_crops(count: int, crop_area: tuple[float, float], flip: bool, generator
 
 
 class Batches(SampledLoader):
-    """Batches of `(images, labels)` on the device: float32 (B, 3, img_size, img_size), int64 (B,).
+    """Batches of `(images, labels)` on the device: float32 (B, 3, IMG_SIZE, IMG_SIZE), int64 (B,).
 
     Args:
-        images: uint8, (N, S, S, 3), S at least `img_size`.
+        images: uint8, (N, S, S, 3), S at least IMG_SIZE.
         labels: int64, (N,).
         chosen: int64; maps the sampler's indices to the N images.
-        sampler: yields the indices of each batch.
-        img_size: in pixels.
+        sampler: yields the indices of each batch; those of a `GlobalBatchSampler` are augmented.
+        config: of the run.
         device: of the batches.
-        crop_area: smallest and largest area of a training crop, as a share of the image.
-        flip: whether to mirror training images with probability 0.5.
-        augment: further augmentation of training images, or None.
     """
 
     normalization = MEAN, STD
@@ -290,16 +287,12 @@ class Batches(SampledLoader):
         labels: Tensor,
         chosen: Tensor,
         sampler: GlobalBatchSampler | EvalSampler,
-        img_size: int,
+        config: Config,
         device: torch.device,
-        crop_area: tuple[float, float] = (0.08, 1.0),
-        flip: bool = True,
-        augment: Augment | None = None,
     ):
         super().__init__(sampler)
-        self.augment = augment
         self.images, self.labels, self.chosen = images, labels[chosen], chosen
-        self.img_size, self.device, self.crop_area, self.flip = img_size, device, crop_area, flip
+        self.config, self.device, self.augment = config, device, build_augment(config)
         self.mean, self.std = (torch.tensor(values, device=device).view(3, 1, 1) * 255 for values in (MEAN, STD))
 
     def _read(self, indices: Tensor, maps: Tensor | None) -> tuple[Tensor, ...]:
@@ -310,7 +303,8 @@ class Batches(SampledLoader):
         return tuple(part.pin_memory() for part in parts) if self.device.type == "cuda" else tuple(parts)
 
     def _crop(self, images: Tensor, maps: Tensor) -> Tensor:
-        grid = F.affine_grid(maps, [len(maps), 3, self.img_size, self.img_size], align_corners=False)
+        size = self.config.IMG_SIZE
+        grid = F.affine_grid(maps, [len(maps), 3, size, size], align_corners=False)
         return F.grid_sample(images, grid, padding_mode="reflection", align_corners=False)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -318,7 +312,8 @@ class Batches(SampledLoader):
         if isinstance(self.sampler, GlobalBatchSampler):
             epoch = self.sampler.epoch
             generator = self.sampler.generator(-1 - epoch)  # not the random numbers of the sampling order
-            maps = draw_crops(len(self.chosen) * self.sampler.repeats, self.crop_area, self.flip, generator)
+            count = len(self.chosen) * self.sampler.repeats
+            maps = draw_crops(count, self.config.CROP_AREA, self.config.FLIP, generator)
         for numbers, parts in read_ahead(self.sampler, partial(self._read, maps=maps)):
             images, labels, *own = (part.to(self.device, non_blocking=True) for part in parts)
             images = images.permute(0, 3, 1, 2).float()
@@ -326,7 +321,8 @@ class Batches(SampledLoader):
                 images = self.augment(self._crop(images, *own), numbers, epoch, self.mean, self.std)
             else:
                 images = (images - self.mean) / self.std
-                images = self._crop(images, *own) if own else v2.functional.center_crop(images, [self.img_size] * 2)
+                size = [self.config.IMG_SIZE] * 2
+                images = self._crop(images, *own) if own else v2.functional.center_crop(images, size)
             yield images, labels
 
 
@@ -359,8 +355,8 @@ def build_caltech101(run: Run) -> tuple[Loader, Loader | None]:
         if pixels is None:
             raise UserError(f"{folder}: made by rank 0, cannot be read here: DATA must be a disk that all nodes share")
     describe_data(run, "Caltech101", (len(train), len(test)), images.classes, images.digest(), images.root)
-    data, shape = (torch.from_numpy(pixels), torch.from_numpy(images.labels)), (config.IMG_SIZE, run.device)
+    pixels, labels = torch.from_numpy(pixels), torch.from_numpy(images.labels)
     return (
-        Batches(*data, train, sampler, *shape, config.CROP_AREA, config.FLIP, build_augment(config)),
-        Batches(*data, test, EvalSampler(len(test), config.BATCH_SIZE), *shape),
+        Batches(pixels, labels, train, sampler, config, run.device),
+        Batches(pixels, labels, test, EvalSampler(len(test), config.BATCH_SIZE), config, run.device),
     )

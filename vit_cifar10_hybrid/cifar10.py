@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from colossal_vit.data.augment import Augment, build_augment
+from colossal_vit.data.augment import build_augment
 from colossal_vit.data.batches import IGNORED, Loader, SampledLoader, sees_images, to_device
 from colossal_vit.data.digits import write_cifar10
 from colossal_vit.data.folders import download
@@ -111,18 +111,15 @@ def _split_records(records: np.ndarray) -> tuple[Tensor, Tensor, str]:
 class Batches(SampledLoader):
     """Batches of `(images, labels)` on the device, for this rank's place in the layout.
 
-    Images are float32 of shape (B, 3, img_size, img_size), labels int64 of shape (B,). Pipeline stages after the first
+    Images are float32 of shape (B, 3, IMG_SIZE, IMG_SIZE), labels int64 of shape (B,). Pipeline stages after the first
     get the indices in place of the images, which they do not use.
 
     Args:
         images: uint8, (N, 3, 32, 32).
         labels: int64, (N,).
-        sampler: yields the indices of each batch.
-        img_size: side of the square images that the model takes, in pixels.
+        sampler: yields the indices of each batch; those of a `GlobalBatchSampler` are augmented.
+        config: of the run.
         device: of the batches.
-        crop_padding: maximum shift of training images in each direction, in pixels; 0 for none.
-        flip: whether to mirror training images with probability 0.5.
-        augment: further augmentation of training images, or None.
     """
 
     normalization = MEAN, STD
@@ -132,39 +129,33 @@ class Batches(SampledLoader):
         images: Tensor,
         labels: Tensor,
         sampler: GlobalBatchSampler | EvalSampler,
-        img_size: int,
+        config: Config,
         device: torch.device,
-        crop_padding: int = 0,
-        flip: bool = False,
-        augment: Augment | None = None,
     ):
         super().__init__(sampler)
-        self.augment = augment
+        self.config, self.device, self.augment = config, device, build_augment(config)
         self.first_stage = sees_images()
         self.images = images.to(device) if self.first_stage else None
         self.labels = labels.to(device)
-        self.img_size, self.device = img_size, device
-        self.crop_padding, self.flip = crop_padding, flip
-        self.mean = torch.tensor(MEAN, device=device).view(3, 1, 1) * 255
-        self.std = torch.tensor(STD, device=device).view(3, 1, 1) * 255
+        self.mean, self.std = (torch.tensor(values, device=device).view(3, 1, 1) * 255 for values in (MEAN, STD))
 
     def draw_augmentation(self) -> tuple[Tensor, Tensor]:
         """Per copy of each image in this epoch: offsets of its crop in pixels (N, 2), and whether mirrored (N,)."""
         count = len(self.labels) * self.sampler.repeats
         generator = self.sampler.generator(-1 - self.sampler.epoch)  # not the random numbers of the sampling order
-        shifts = torch.randint(0, 2 * self.crop_padding + 1, (count, 2), generator=generator)
+        shifts = torch.randint(0, 2 * self.config.CROP_PADDING + 1, (count, 2), generator=generator)
         mirrored = torch.rand(count, generator=generator) < 0.5
         return to_device(shifts, self.device), to_device(mirrored, self.device)
 
     def _crop(self, images: Tensor, shifts: Tensor, mirrored: Tensor) -> Tensor:
-        if self.crop_padding:
+        if padding := self.config.CROP_PADDING:
             batch, _, height, width = images.shape
-            padded = F.pad(images, [self.crop_padding] * 4)
+            padded = F.pad(images, [padding] * 4)
             rows = shifts[:, :1] + torch.arange(height, device=self.device)  # (B, H)
             columns = shifts[:, 1:] + torch.arange(width, device=self.device)  # (B, W)
             which = torch.arange(batch, device=self.device)[:, None, None]
             images = padded.permute(0, 2, 3, 1)[which, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
-        if self.flip:
+        if self.config.FLIP:
             images = torch.where(mirrored.view(-1, 1, 1, 1), images.flip(-1), images)
         return images
 
@@ -186,8 +177,8 @@ class Batches(SampledLoader):
                 images = self.augment(images, numbers, epoch, self.mean, self.std)
             else:
                 images = (images.float() - self.mean) / self.std
-            if self.img_size != images.shape[-1]:
-                images = F.interpolate(images, size=self.img_size, mode="bilinear", antialias=True)
+            if images.shape[-1] != self.config.IMG_SIZE:
+                images = F.interpolate(images, size=self.config.IMG_SIZE, mode="bilinear", antialias=True)
             yield images, labels
 
 
@@ -211,8 +202,8 @@ def build_cifar10(run: Run) -> tuple[Loader, Loader | None]:
             len(labels), config.BATCH_SIZE, config.gradient_accumulation, config.SEED, repeats=config.REPEATS
         )
     describe_data(run, "CIFAR-10", (len(labels), len(test_labels)), classes, f"{digest} {test_digest}", root)
-    size, device = config.IMG_SIZE, run.device
+    test_sampler = EvalSampler(len(test_labels), config.BATCH_SIZE)
     return (
-        Batches(images, labels, sampler, size, device, config.CROP_PADDING, config.FLIP, build_augment(config)),
-        Batches(test_images, test_labels, EvalSampler(len(test_labels), config.BATCH_SIZE), size, device),
+        Batches(images, labels, sampler, config, run.device),
+        Batches(test_images, test_labels, test_sampler, config, run.device),
     )

@@ -201,33 +201,23 @@ class Position(TypedDict):
 class DaliLoader(Loader):
     """Batches of `(images, labels)` on the device, for one data-parallel rank.
 
-    Images are float32 of shape (B, 3, img_size, img_size), normalised; labels are int64 of shape (B,), from 0. Pipeline
+    Images are float32 of shape (B, 3, IMG_SIZE, IMG_SIZE), normalised; labels are int64 of shape (B,), from 0. Pipeline
     stages after the first get the labels in place of the images, which they do not use.
 
     In training, each `iter()` takes the next `len()` batches of an endless stream: repeated passes through the rank's
     part of the records, each in another order. In evaluation it starts over; all ranks have the same number of full
     batches, and padding in the last ones has the label `IGNORED`.
 
+    With REPEATS, a training image comes so often in its batch, each time with other random numbers. Of each batch that
+    is read only as many records are used as it then has images; which ones they are differs from epoch to epoch.
+
     Args:
         records: the shards to read.
-        train: whether to crop at random, mirror and shuffle; otherwise images are centre-cropped, in order.
-        batch_size: images per batch.
-        img_size: side of the square images, in pixels.
-        num_classes: labels must be below this.
+        train: whether to crop at random, augment and shuffle; otherwise images are centre-cropped, in order.
+        config: of the run.
         device: of the batches.
-        seed: of shuffling and augmentation.
-        rank, num_ranks: data-parallel rank and size; default: this process's.
-        gpu_aug: whether to decode and augment on `device`, if it is a GPU.
-        crop_area: smallest and largest area of a training crop, as a share of the image.
-        flip: whether to mirror training images with probability 0.5.
-        augment: the config's block `augment`: what else is done to training images, see `augmentation.py`.
-        rand_augment: `dict(n=..., m=...)` for RandAugment: n operations per image, of magnitude m from 0 to 30
-            (arXiv:1909.13719).
-        repeats: how often a training image comes in its batch, each time with other random numbers: repeated
-            augmentation (arXiv:1902.05509). Of each batch that is read only as many records are used as it then has
-            images; which ones they are differs from epoch to epoch.
-        eval_crop: side of the centre that is evaluated, as a share of the image's shorter side.
         num_threads: CPU threads.
+        rank, num_ranks: data-parallel rank and size; default: this process's.
         with_images: whether to read images, or labels only; default: whether this is the first pipeline stage.
     """
 
@@ -237,33 +227,22 @@ class DaliLoader(Loader):
         self,
         records: Records,
         train: bool,
-        batch_size: int,
-        img_size: int,
-        num_classes: int,
+        config: Config,
         device: torch.device,
-        seed: int = 0,
+        num_threads: int = 2,
         rank: int | None = None,
         num_ranks: int | None = None,
-        gpu_aug: bool = True,
-        crop_area: tuple[float, float] = (0.08, 1.0),
-        flip: bool = True,
-        rand_augment: Mapping[str, int] | None = None,
-        augment: Mapping[str, Any] | None = None,
-        repeats: int = 1,
-        eval_crop: float = 224 / 256,
-        num_threads: int = 2,
         with_images: bool | None = None,
     ):
-        self.records, self.train, self.batch_size, self.img_size = records, train, batch_size, img_size
-        self.num_classes, self.device, self.seed, self.num_threads = num_classes, device, seed, num_threads
+        self.records, self.train, self.config, self.device = records, train, config, device
+        self.batch_size, self.num_threads = config.BATCH_SIZE, num_threads
         self.rank = gpc.get_local_rank(ParallelMode.DATA) if rank is None else rank
         self.num_ranks = gpc.get_world_size(ParallelMode.DATA) if num_ranks is None else num_ranks
-        self.on_gpu = device.type == "cuda" and gpu_aug
-        self.crop_area, self.flip = list(crop_area), flip
-        self.rand_augment = dict(rand_augment) if rand_augment else None
-        self.augment = dict(augment or {})
-        self.repeats, self.eval_crop = repeats, eval_crop
         self.with_images = sees_images() if with_images is None else with_images
+        dali = config.get("dali") or {}
+        self.on_gpu = device.type == "cuda" and dali.get("gpu_aug", True)
+        self.rand_augment = dict(dali["rand_augment"]) if dali.get("rand_augment") else None
+        self.augment = dict(config.get("augment") or {})
         # The bounds of this rank's records, as DALI's reader computes them. No rank may be without records.
         self.start, self.end = (records.num_images * part // self.num_ranks for part in (self.rank, self.rank + 1))
         self.resizers = ThreadPoolExecutor(num_threads)
@@ -294,9 +273,9 @@ class DaliLoader(Loader):
             seed=self._pipeline_seed(),  # DALI's default depends on later operators, which differ between stages
         )
         labels, encoded = record["image/class/label"], record["image/encoded"]
-        if self.train and self.repeats > 1:
+        if self.train and self.config.REPEATS > 1:
             # Copies are far apart: neighbours, which may be mixed, are different images.
-            number = -(-self.batch_size // self.repeats)
+            number = -(-self.batch_size // self.config.REPEATS)
             chosen = [place % number for place in range(self.batch_size)]
             labels, encoded = (fn.permute_batch(part, indices=chosen) for part in (labels, encoded))
         if not self.with_images:
@@ -306,19 +285,19 @@ class DaliLoader(Loader):
         header = fn.peek_image_shape(encoded, dtype=types.FLOAT)
         encoded = fn.reshape(encoded, rel_shape=header[:1] * 0.0 + 1.0)
         options = dict(device="mixed" if self.on_gpu else "cpu", output_type=types.RGB)
-        size, mirror = self.img_size, 0
+        size, mirror = self.config.IMG_SIZE, 0
         if self.train:
             images = fn.decoders.image_random_crop(
-                encoded, random_area=self.crop_area, random_aspect_ratio=CROP_ASPECT, **options
+                encoded, random_area=list(self.config.CROP_AREA), random_aspect_ratio=CROP_ASPECT, **options
             )
             images = self._resize(images, size=[size, size])
             if self.rand_augment:
                 images = rand_augment(images, shape=[size, size], **self.rand_augment)
             images = augmentation.augment(images, size, **{k: v for k, v in self.augment.items() if k != "erase"})
-            mirror = fn.random.coin_flip() if self.flip else 0
+            mirror = fn.random.coin_flip() if self.config.FLIP else 0
         else:
             images = fn.decoders.image(encoded, **options)
-            images = self._resize(images, resize_shorter=int(size / self.eval_crop))
+            images = self._resize(images, resize_shorter=int(size / self.config.EVAL_CROP))
         mean, std = ([value * 255 for value in values] for values in (MEAN, STD))
         images = fn.crop_mirror_normalize(
             images, device=device, crop=[size, size], mirror=mirror, mean=mean, std=std, output_layout="CHW"
@@ -351,7 +330,7 @@ class DaliLoader(Loader):
         return fn.reshape(images, layout="HWC")  # the Python function's output has no layout
 
     def _pipeline_seed(self) -> int:
-        return random.Random(f"{self.seed} {self.rank} {self.begun}").getrandbits(31)
+        return random.Random(f"{self.config.SEED} {self.rank} {self.begun}").getrandbits(31)
 
     def _build(self) -> Pipeline:
         with warnings.catch_warnings(record=True):  # DALI itself uses features that it deprecates
@@ -378,12 +357,12 @@ class DaliLoader(Loader):
                 raise UserError(f"{culprit}; to train without such records, set dali = dict(max_bad=...)") from None
             raise
         numbers = records.as_array().ravel()  # (B,), on the host
-        strange = (numbers < 1) | (numbers > self.num_classes)
+        strange = (numbers < 1) | (numbers > self.config.NUM_CLASSES)
         if strange.any():
             place = int(strange.argmax())
             where = records[place].source_info().replace(" at index ", " at byte ")
             raise UserError(
-                f"{where}: image/class/label is {numbers[place]}, not from 1 to NUM_CLASSES = {self.num_classes}"
+                f"{where}: image/class/label is {numbers[place]}, not from 1 to NUM_CLASSES = {self.config.NUM_CLASSES}"
             )
         return (torch.from_dlpack(images[0].as_tensor()) if images else None), torch.from_numpy(numbers - 1)
 
@@ -396,7 +375,7 @@ class DaliLoader(Loader):
         first = 0
         for shard, index, count in zip(*self.records, strict=True):
             if first < self.end and first + count > self.start:
-                for offset, reason in find_bad(shard, index, self.num_classes, "header"):
+                for offset, reason in find_bad(shard, index, self.config.NUM_CLASSES, "header"):
                     return f"{shard} at byte {offset}: {reason}"
             first += count
         return None
@@ -421,12 +400,14 @@ class DaliLoader(Loader):
 
     def _identity(self) -> dict[str, Any]:
         """What has to be unchanged for a stream to resume."""
+        config, repeats = self.config, self.config.REPEATS
+        crop_and_flip = list(config.CROP_AREA), config.FLIP
         return {
-            "seed": self.seed,
+            "seed": config.SEED,
             "place": [self.rank, self.num_ranks, self.with_images, self.on_gpu],
-            "sizes": [self.records.num_images, self.batch_size, self.img_size],
-            "augmentation": [self.crop_area, self.flip, self.rand_augment, *([self.augment] if self.augment else [])],
-            **({"repeats": self.repeats} if self.repeats > 1 else {}),  # added later: older streams resume
+            "sizes": [self.records.num_images, self.batch_size, config.IMG_SIZE],
+            "augmentation": [*crop_and_flip, self.rand_augment, *([self.augment] if self.augment else [])],
+            **({"repeats": repeats} if repeats > 1 else {}),  # added later: older streams resume
             "dali": nvidia.dali.__version__,
         }
 
@@ -483,7 +464,7 @@ def check_sizes(train: Records, validation: Records, data: Path, config: Config,
     if (num_classes := len(tfrecords.class_names(data))) > config.NUM_CLASSES:
         raise UserError(f"NUM_CLASSES = {config.NUM_CLASSES}, but {data / 'classes.txt'} has {num_classes}")
     batch_size, accumulation = config.BATCH_SIZE, config.gradient_accumulation
-    if config.get("mix") and config.get("REPEATS", 1) >= batch_size:
+    if config.get("mix") and batch_size <= config.REPEATS:
         raise UserError(
             f"REPEATS = {config.REPEATS}: must be below BATCH_SIZE = {batch_size} with mix, else a batch has one image "
             f"only, which is mixed with its own copies"
@@ -528,23 +509,8 @@ def build_imagenet(run: Run) -> tuple[Loader, Loader | None]:
         check_sizes(train, validation, data, config, run.layout.data)
     classes, counts = tfrecords.class_names(data) or config.NUM_CLASSES, (train.num_images, validation.num_images)
     describe_data(run, "ImageNet", counts, classes, f"{train.digest()} {validation.digest()}", data)
-    options = dict(
-        batch_size=config.BATCH_SIZE,
-        img_size=config.IMG_SIZE,
-        num_classes=config.NUM_CLASSES,
-        device=run.device,
-        seed=config.SEED,
-        gpu_aug=dali.get("gpu_aug", True),
-        num_threads=threads_per_rank(),
-    )
-    augmented = dict(
-        crop_area=config.get("CROP_AREA", (0.08, 1.0)),
-        flip=config.get("FLIP", True),
-        rand_augment=dali.get("rand_augment"),
-        augment=config.get("augment"),
-        repeats=config.get("REPEATS", 1),
-    )
+    num_threads = threads_per_rank()
     return (
-        DaliLoader(train, train=True, **augmented, **options),
-        DaliLoader(validation, train=False, eval_crop=config.get("EVAL_CROP", 224 / 256), **options),
+        DaliLoader(train, True, config, run.device, num_threads),
+        DaliLoader(validation, False, config, run.device, num_threads),
     )
