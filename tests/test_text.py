@@ -64,7 +64,7 @@ def test_every_flag_is_on_the_page():
 
 
 OTHERS = {  # flags of other programs that the pages name, by who has them
-    "bash": {"--cu12", "--fast", "--minutes", "--rehearse", "--check"},
+    "bash": {"--cu12", "--fast", "--minutes", "--rehearse", "--check", "--cases", "--seed"},
     "build_tfrecords.py": {"--verify", "--check", "--index-only", "--synset-map"},
     "benchmark.py": {"--tf32", "--synthetic", "--find-batch-size"},
     "python -m colossal_vit.checkpoint": {"--dtype", "--img-size", "--num-classes", "--ema"},
