@@ -41,7 +41,7 @@ def run(tmp_path_factory):
     """Two epochs of 22 steps on 2 data-parallel ranks with accumulation 2, one of them warm-up."""
     output = tmp_path_factory.mktemp("run") / "two-epochs"
     values = {"BATCH_SIZE": 16, "gradient_accumulation": 2, "NUM_EPOCHS": 2, "WARMUP_EPOCHS": 1}
-    evaluate, clock, jump = Trainer._evaluate, time.perf_counter, 0.0
+    evaluate, clock, jump = Trainer.evaluate, time.perf_counter, 0.0
 
     def long_evaluation(self, *args, **options):
         nonlocal jump
@@ -50,7 +50,7 @@ def run(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "perf_counter", lambda: clock() + jump)
-        patch.setattr(Trainer, "_evaluate", long_evaluation)
+        patch.setattr(Trainer, "evaluate", long_evaluation)
         recipes.train(output, 2, steps=1000, **values)
     return output
 

@@ -214,7 +214,7 @@ class Checkpointer:
         if trained and state["ranks"]:  # not imported from timm
             self._check_continues(state)
         if state["step"] and not run.args.eval_only:
-            engine.settle_buckets((run.config.BATCH_SIZE, 3, run.config.IMG_SIZE, run.config.IMG_SIZE))
+            engine.rebuild_ddp_buckets((run.config.BATCH_SIZE, 3, run.config.IMG_SIZE, run.config.IMG_SIZE))
         self._load_tensors(engine, state["moments_step"] if trained else None)
         engine.num_steps = state["step"]
         if run.args.eval_only:

@@ -134,8 +134,6 @@ def initialize(
     train_dataloader: Iterable | None = None,
     test_dataloader: Iterable | None = None,
     lr_scheduler: Any = None,
-    ophooks: list | None = None,
-    verbose: bool = False,
 ) -> tuple[Engine, Iterable | None, Iterable | None, Any]:
     """Build the engine from the components of a training, for the layout and the features in `gpc.config`.
 
@@ -146,8 +144,6 @@ def initialize(
         train_dataloader: yields `(images, labels)` micro-batches; an incomplete last optimizer step is dropped.
         test_dataloader: returned unchanged.
         lr_scheduler: returned unchanged, for `Trainer`, which steps it once per optimizer step.
-        ophooks: passed to Colossal-AI's engine as `ophook_list`.
-        verbose: passed to Colossal-AI's engine.
 
     Returns:
         `(engine, train_dataloader, test_dataloader, lr_scheduler)`, the second as `MicroBatches`.
@@ -225,8 +221,7 @@ def initialize(
         criterion=criterion,
         gradient_handlers=gradient_handlers,
         clip_grad_norm=config.clip_grad_norm,
-        ophook_list=ophooks,
-        verbose=verbose,
+        verbose=False,
         schedule=_schedule(config, dtype),
         accumulation=config.gradient_accumulation,
         ema=ema,

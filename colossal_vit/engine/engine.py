@@ -68,7 +68,7 @@ class Engine(ColossalEngine):
         self.bare_model, self.accumulation, self.ema, self.zero = bare_model, accumulation, ema, zero
         self.num_steps = 0
         self.grad_norm, self.loss = math.nan, None
-        self._losses: list[Tensor] = []  # of the micro-steps of this step
+        self._losses: list[Tensor] = []  # one for each micro-step of this step
         self.part: Callable[[str], AbstractContextManager] = record_function
         self._micro_step = 0
         self._reduce_in_backward(accumulation == 1)
@@ -78,7 +78,7 @@ class Engine(ColossalEngine):
         if isinstance(self.model, DistributedDataParallel):
             self.model.require_backward_grad_sync = enabled
 
-    def settle_buckets(self, shape: tuple[int, ...]) -> None:
+    def rebuild_ddp_buckets(self, shape: tuple[int, ...]) -> None:
         """Have DDP rebuild its buckets now, by a backward pass on zero images, so that a resumed run is bit-identical.
 
         DDP does so after the first step of a process, in the order in which gradients became ready. A gradient's place

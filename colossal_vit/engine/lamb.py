@@ -28,7 +28,7 @@ class _Batch(NamedTuple):
     parameters: list[Tensor]
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def _fp32_contiguous(tensor: Tensor) -> Tensor:
     """The tensor, contiguous and in fp32 or wider; copied only if necessary."""
     return (tensor.float() if tensor.dtype.itemsize < 4 else tensor).contiguous()
 
@@ -142,7 +142,7 @@ class Lamb(Optimizer):
                 for key in _MOMENTS:
                     if state[key].shape != p.shape:
                         raise ValueError(f"{key} of shape {(*state[key].shape,)} for a parameter of {(*p.shape,)}")
-                    state[key] = _plain(state[key])
+                    state[key] = _fp32_contiguous(state[key])
                 part = elements // (_BATCH_ON_CPU if p.is_cpu else _BATCH_ON_GPU)
                 elements += p.numel()
                 batches[int(state["step"]), p.dtype, p.device, part].append(p)
@@ -156,14 +156,14 @@ class Lamb(Optimizer):
             u of each parameter, in its shape, and the norms of w and u on this rank's shards, (n, 2).
         """
         options, _, parameters = batch
-        weights = [_plain(p) for p in parameters]
+        weights = [_fp32_contiguous(p) for p in parameters]
         updates = torch._foreach_mul(weights, options["weight_decay"])
         # With a learning rate of -1, and a step count so large that bias correction has no effect, Adam's fused kernel
         # adds m / (√v + eps) to its "parameters": one pass through memory where foreach needs seven. It assumes that
         # all tensors have the same memory layout.
         torch._fused_adam_(
             updates,
-            [_plain(p.grad) for p in parameters],
+            [_fp32_contiguous(p.grad) for p in parameters],
             *([self.state[p][key] for p in parameters] for key in _MOMENTS),
             [],
             [torch.full((), 1e18, device=weights[0].device)] * len(parameters),

@@ -69,7 +69,7 @@ class Trainer:
         while self.cur_epoch < epochs and not finished:
             self._train_epoch(train_dataloader, last_step)
             if test_dataloader is not None:
-                self._evaluate(test_dataloader)
+                self.evaluate(test_dataloader)
             self.cur_epoch += 1
             finished = self.cur_step >= last_step
         self._call_hooks("after_train")
@@ -81,26 +81,23 @@ class Trainer:
         engine.train()
         batches = iter(train_dataloader)
         self._call_hooks("before_train_epoch")
-        while self.cur_step < min((self.cur_epoch + 1) * self.steps_per_epoch, last_step):
+        end = min((self.cur_epoch + 1) * self.steps_per_epoch, last_step)
+        while self.cur_step < end:
             self._call_hooks("before_train_iter")
-            for _ in range(
-                engine.accumulation
-            ):  # the engine clears the gradients before the first, updates after the last
-                engine.zero_grad()
+            for _ in range(engine.accumulation):
+                engine.zero_grad()  # has an effect before the first micro-batch of a step only
                 output, label, loss = engine.execute_schedule(batches)  # the forward and backward passes
-                engine.step()
+                engine.step()  # after the last micro-batch: reduces and clips gradients, updates weights
             self._call_hooks("after_train_iter", output, label, loss)
             if self.lr_scheduler:
                 self.lr_scheduler.step()
             self.cur_step += 1
         self._call_hooks("after_train_epoch")
 
-    def evaluate(self, test_dataloader: Loader, hooks: Iterable[BaseHook] = ()) -> None:
-        """Evaluate the averaged weights, if there are any, and the weights."""
-        self._attach(hooks)
-        self._evaluate(test_dataloader)
-
-    def _evaluate(self, test_dataloader: Loader) -> None:
+    def evaluate(self, test_dataloader: Loader, hooks: Iterable[BaseHook] | None = None) -> None:
+        """Evaluate the averaged weights, if there are any, and the weights; None keeps the hooks that there are."""
+        if hooks is not None:
+            self._attach(hooks)
         if self.engine.ema:
             with self.engine.ema.in_the_model():
                 self.evaluating_ema = True
