@@ -23,17 +23,13 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from colossal_vit.provenance import ResultFolder, gpu_names
 
 ROOT = Path(__file__).resolve().parents[1]
 PASSED, REHEARSED, FAILED, SKIPPED, UNFINISHED = "passed", "rehearsed", "failed", "skipped", "unfinished"
-TINY = ["IMG_SIZE=32", "PATCH_SIZE=8", "HIDDEN_SIZE=32", "DEPTH=1", "NUM_HEADS=2"]
 SETTLE = 15  # seconds from SIGTERM to SIGKILL
-
-
-def sets(*values: str) -> list[str]:
-    return [part for value in values for part in ("--set", value)]
 
 
 @dataclass(frozen=True)
@@ -61,6 +57,12 @@ def tests(words: str) -> list[str]:
     return ["-m", "pytest", "tests/test_gpu.py", "-k", words, "-p", "no:cacheprovider"]
 
 
+def bench(shows: str, minutes: float, *arguments: str, small: tuple[str, ...] = (), **needs: Any) -> Check:
+    command = ["scripts/bench.py", *arguments, "--output", "{output}"]
+    return Check(shows, command, minutes, small=["--small", *small], **needs)
+
+
+COMPILED = ("compile-data", "compile-pipeline", "compile-1d")
 CHECKS = {
     "environment": Check("driver, GPUs and versions", ["-m", "torch.utils.collect_env"], 2),
     "losses": Check("every mode of precision follows the CPU in fp32", tests("losses"), 8),
@@ -75,64 +77,27 @@ CHECKS = {
         ["scripts/check_layouts.py"],
         20,
         gpus=2,
-        small=["--only", "DP 2", "--world", "2"],
+        small=["--only", "DP 2", "--world", "2", "--steps", "2"],
     ),
-    "amp": Check(
-        "memory and speed of the AMP modes, compiled and with TF32 too",
-        ["vit_caltech101_amp/benchmark.py", "--synthetic", "--compile", "--tf32", "--output", "{output}"],
-        15,
-        small=[
-            *("--configs", "vit_caltech101_amp/config/config_fp32.py", "--batch-size", "2"),
-            *("--steps", "1", "--warm-up", "1", *sets(*TINY)),
-        ],
+    "amp": bench(
+        "memory and speed of the AMP modes, compiled and with TF32 too", 15, "amp", "--synthetic", "--compile", "--tf32"
     ),
-    "imagenet": Check(
-        "images/s of the ImageNet models, with and without DALI",
-        ["scripts/bench_imagenet.py", "--rounds", "1", "--output", "{output}"],
-        15,
-        package="nvidia.dali",
-        small=["--models", "vit_tiny_patch16_224", "--batch-size", "2", "--steps", "1", "--precision", "fp32"],
+    "imagenet": bench(
+        "images/s of the ImageNet models, with and without DALI", 15, "imagenet", "--rounds", "1", package="nvidia.dali"
     ),
-    "engine": Check(
-        "what engine, trainer and hooks add to a bare step",
-        ["scripts/bench_engine.py", "--output", "{output}"],
-        8,
-        small=["--runs", "1", "--steps", "3", *sets(*TINY)],
+    "engine": bench("what engine, loop and hooks add to a bare step", 8, "engine"),
+    "parallel": bench(
+        "data, tensor and pipeline parallelism against PyTorch's", 15, "parallel", gpus=2, small=("--only", "data")
     ),
-    "parallel": Check(
-        "data, tensor and pipeline parallelism against PyTorch's",
-        ["scripts/bench_parallel.py", "--output", "{output}"],
-        15,
-        gpus=2,
-        small=["--only", "data", "--runs", "1", "--steps", "1", *sets("DEPTH=1", "HIDDEN_SIZE=32", "NUM_HEADS=2")],
-    ),
-    "compile": Check(
+    "compile": bench(
         "what COMPILE gains under data, pipeline and tensor parallelism",
-        [
-            "scripts/bench_parallel.py",
-            "--only",
-            "compile-data",
-            "compile-pipeline",
-            "compile-1d",
-            "--output",
-            "{output}",
-        ],
         15,
+        *("parallel", "--only", *COMPILED),
         gpus=2,
-        small=["--only", "data", "--runs", "1", "--steps", "1", *sets("DEPTH=1", "HIDDEN_SIZE=32", "NUM_HEADS=2")],
+        small=("--only", "data"),  # compiling is slow on a CPU
     ),
-    "lamb": Check(
-        "a step of LAMB against Colossal-AI's and timm's",
-        ["scripts/bench_lamb.py", "--output", "{output}"],
-        5,
-        small=["--rounds", "1", "--model", "vit_tiny_patch16_224"],
-    ),
-    "checkpoint": Check(
-        "how long a checkpoint stops the training",
-        ["scripts/bench_checkpoint.py", "--result", "{output}"],
-        10,
-        small=["--models", "vit_tiny_patch16_224", "--runs", "1"],
-    ),
+    "lamb": bench("a step of LAMB against Colossal-AI's and timm's", 5, "lamb"),
+    "checkpoint": bench("how long a checkpoint stops the training", 10, "checkpoint"),
 }
 
 

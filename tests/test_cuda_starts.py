@@ -27,7 +27,7 @@ PROGRAMS = {  # those that fork, and need CUDA in their forks
 
 
 SCRIPTS = ["vit_cifar10_hybrid/train_hybrid.py", "vit_cifar10_hybrid/train_dp.py", "vit_caltech101_amp/train.py"]
-SCRIPTS += ["vit_imagenet_dali/train.py", "vit_caltech101_amp/benchmark.py"]
+SCRIPTS += ["vit_imagenet_dali/train.py"]
 
 
 @pytest.fixture(scope="module")

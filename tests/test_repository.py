@@ -32,7 +32,7 @@ def test_torch_is_one_without_known_holes_in_load(name):
 
 PAGES = [path for path in FILES if path.suffix == ".md" and "results" not in path.parts]
 # Written by a command.
-ELSEWHERE = {"classes.txt", "skipped.txt", "`wandb/`", "`val/`", "`runs/vit_caltech101_amp/benchmark/`"}
+ELSEWHERE = {"classes.txt", "skipped.txt", "`wandb/`", "`val/`", "`runs/bench/amp/`"}
 EARLIER = re.compile(r"`(scripts/\w+\.py)` at ([0-9a-f]{7})")  # a script that is gone, and a commit that has it
 
 

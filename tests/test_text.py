@@ -66,9 +66,10 @@ def test_every_flag_is_on_the_page():
 OTHERS = {  # flags of other programs that the pages name, by who has them
     "bash": {"--cu12", "--fast", "--minutes", "--rehearse", "--check", "--cases", "--seed"},
     "build_tfrecords.py": {"--verify", "--check", "--index-only", "--synset-map"},
-    "benchmark.py": {"--tf32", "--synthetic", "--find-batch-size"},
+    "scripts/bench.py": {"--tf32", "--synthetic", "--find-batch-size"},
     "python -m colossal_vit.checkpoint": {"--dtype", "--img-size", "--num-classes", "--ema"},
     "scripts": {"--only", "--write"},
+    "tests/stress": {"--cases", "--seed"},
     "torchrun": {"--standalone", "--nnodes", "--rdzv_backend", "--rdzv_endpoint", "--max-restarts", "--nproc_per_node"},
     "SLURM, pip": {"--nodes", "--ntasks", "--gpus-per-node", "--no-deps", "--pty"},
     "torch.distributed.launch": {"--master_addr", "--master_port"},

@@ -1,0 +1,108 @@
+"""Memory, speed and loss of every mixed-precision mode of the Caltech101 example on this machine.
+
+Each config is trained by vit_caltech101_amp/train.py in processes of its own, so that no mode affects another's memory.
+The warm-up steps are not counted; it/s and images/s are those of the median step after them, on all processes together.
+Memory is the peak of one process: allocated and reserved by torch on a GPU, resident (RSS) on a CPU, Python and
+libraries included. A mode that fails is a row with its reason. With --find-batch-size, each mode runs with the largest
+BATCH_SIZE that fits, found by doubling the config's (or --batch-size) until memory is exhausted or --max-batch-size is
+reached, and then by bisection. --compile adds a row for each mode with torch.compile, --tf32 one for fp32 with
+TensorFloat-32; all rows are compared with the first, which is config_fp32 unchanged, eager and in strict fp32.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from colossal_vit import config as configs
+from colossal_vit.engine import precision
+from colossal_vit.errors import UserError
+
+from benchmarks.harness import ROOT, Benchmark, Case, Failed, Side, Values
+from benchmarks.training import DEVICE, add_set, mfu, summary_of, train
+
+FOLDER = ROOT / "vit_caltech101_amp"
+SMALL = ["IMG_SIZE=32", "CACHE_SIZE=36", "PATCH_SIZE=8", "HIDDEN_SIZE=32", "DEPTH=1", "NUM_HEADS=2"]
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    shipped = sorted((FOLDER / "config").glob("config_*.py"), key=lambda path: (path.stem != "config_fp32", path.stem))
+    parser.add_argument("--configs", nargs="+", type=Path, default=shipped, help="default: all in config/")
+    parser.add_argument("--nproc_per_node", type=int, default=1, help="processes (default %(default)s)")
+    parser.add_argument("--warm-up", type=int, default=5, help="steps that do not count (default %(default)s)")
+    parser.add_argument("--synthetic", action="store_true", help="one random batch instead of the data set")
+    parser.add_argument("--batch-size", type=int, help="instead of the configs' BATCH_SIZE")
+    parser.add_argument("--find-batch-size", action="store_true", help="the largest that fits, for each mode")
+    parser.add_argument("--max-batch-size", type=int, default=4096, help="where the search ends (default %(default)s)")
+    parser.add_argument("--compile", action="store_true", help="each mode with torch.compile too")
+    parser.add_argument("--tf32", action="store_true", help="fp32 with TensorFloat-32 too")
+    add_set(parser)
+
+
+def largest_batch_size(fits: Callable[[int], bool], start: int, most: int) -> int:
+    """The largest batch size up to `most` that fits, to within an eighth, by doubling `start` and bisection.
+
+    Raises:
+        Failed: if not even 1 fits.
+    """
+    good, bad, size = 0, most + 1, min(start, most)
+    while size > good and bad - good > max(1, good // 8):
+        good, bad = (size, bad) if fits(size) else (good, size)
+        size = min(2 * good, most) if bad > most else (good + bad) // 2
+    if not good:
+        raise Failed("out of memory with BATCH_SIZE = 1")
+    return good
+
+
+def measure(config: Path, overrides: list[str], args: argparse.Namespace, number: int) -> Values:
+    """Train in one mode, and summarise its steps."""
+
+    def steps(batch_size: int, warm_up: int, counted: int) -> list[dict]:
+        command = ["--config", str(config.resolve()), "--max-steps", str(warm_up + counted)]
+        command += [f"--set={override}" for override in (*overrides, f"BATCH_SIZE={batch_size}")]
+        return train("vit_caltech101_amp/train.py", command, ranks=args.nproc_per_node)[0]
+
+    def fits(batch_size: int) -> bool:
+        try:
+            steps(batch_size, 1, 1)
+        except Failed as error:
+            if str(error) != "out of memory":
+                raise
+            return False
+        return True
+
+    try:
+        resolved = configs.load(config, overrides, "caltech101")
+    except UserError as error:
+        raise Failed(str(error)) from None
+    batch_size = args.batch_size or resolved.BATCH_SIZE
+    if args.find_batch_size:
+        batch_size = largest_batch_size(fits, batch_size, args.max_batch_size)
+    records = steps(batch_size, args.warm_up, args.steps)[args.warm_up :]
+    if not records:
+        raise Failed("an epoch ends before the warm-up: lower BATCH_SIZE, --warm-up or raise NUM_EPOCHS")
+    found = summary_of(records)
+    images_per_s = found["images/s"] / args.nproc_per_node
+    mode = {"mode": precision.describe(resolved.fp16, DEVICE), "batch size": batch_size}
+    return {**found, **mode, "MFU, %": mfu(resolved, images_per_s)}
+
+
+def sides(args: argparse.Namespace) -> dict[str, Side]:
+    """The modes, by config, mode and what else is special."""
+    if args.tf32 and not torch.cuda.is_available():
+        print("no NVIDIA GPU here, so TensorFloat-32 (--tf32) is left out", file=sys.stderr)
+        args.tf32 = False
+    rows = [(config.stem, config, []) for config in args.configs]
+    if args.tf32:
+        rows += [(f"{name}, TF32", config, ["TF32=True"]) for name, config, _ in rows if name == "config_fp32"]
+    if args.compile:
+        rows += [(f"{name}, compiled", config, [*own, "COMPILE=True"]) for name, config, own in rows]
+    if args.small:
+        rows, args.warm_up, args.batch_size = rows[:1], 1, 2
+    common = [*(SMALL if args.small else []), *args.set, *(["SYNTHETIC=True"] if args.synthetic else [])]
+    return {name: partial(measure, config, [*own, *common], args) for name, config, own in rows}
+
+
+BENCHMARK = Benchmark(lambda args: {"AMP": Case(sides, once=True)}, rounds=1, steps=20, flags=flags, compared=2)

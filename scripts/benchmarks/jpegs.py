@@ -1,0 +1,55 @@
+"""JPEGs as large as ImageNet's, for benchmarks of what reads them."""
+
+import atexit
+import os
+import shutil
+import sys
+import tempfile
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from benchmarks.harness import ROOT
+
+sys.path.append(str(ROOT / "vit_imagenet_dali"))
+
+import build_tfrecords
+
+WIDTH, HEIGHT = 500, 375  # ImageNet's most frequent size
+NOISE, QUALITY = 18, 90  # chosen to give about 100 KB per image
+NUM_DIFFERENT = 256  # images; others are links to them
+
+
+def temporary_folder() -> Path:
+    """A folder that is removed when this process ends."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+def write(folder: Path, num_images: int, num_classes: int = 8) -> None:
+    """Write smooth random images with some noise, like photographs, in the folders `train` and `val` of ImageNet."""
+    generator = np.random.default_rng(0)
+    paths: list[Path] = []
+    for number in range(num_images + num_classes):  # the last ones are for `val`
+        split = "train" if number < num_images else "val"
+        path = folder / split / f"n{number % num_classes:08d}" / f"{number}.JPEG"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if number >= NUM_DIFFERENT:
+            os.link(paths[number % NUM_DIFFERENT], path)
+            continue
+        coarse = Image.fromarray(generator.integers(0, 256, (12, 16, 3), np.uint8))
+        smooth = np.asarray(coarse.resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC), np.float32)
+        noisy = smooth + generator.normal(0, NOISE, (HEIGHT, WIDTH, 1))
+        Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(path, quality=QUALITY)
+        paths.append(path)
+
+
+def pack(folder: Path, packed: Path | None = None) -> Path:
+    """Pack the images of such a folder into TFRecords, beside it unless another folder is given."""
+    packed = packed or folder.with_name("tfrecords")
+    with redirect_stdout(None):
+        build_tfrecords.build(build_tfrecords.parse([str(folder), str(packed)]))
+    return packed

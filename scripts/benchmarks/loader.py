@@ -1,0 +1,83 @@
+"""Speed of the DALI loader on the CPU, compared with torchvision's ImageFolder on the same JPEGs.
+
+About 5 minutes on 2 CPU cores. Both sides decode the same images of 500 x 375 pixels and about 100 KB, crop them at
+random to 224 x 224, mirror, normalise and batch them; the DALI side has as many threads as the DataLoader has worker
+processes. Their batches must have the same mean and standard deviation before they are timed.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from colossal_vit import config as configs
+from torch import Tensor
+from torch.utils.data import DataLoader, RandomSampler
+from torchvision import transforms
+from torchvision.datasets import ImageFolder
+
+from benchmarks import jpegs
+from benchmarks.harness import ROOT, Benchmark, Case, Side
+from imagenet_dali_dataloader import MEAN, STD, DaliLoader, find_records
+
+NUM_CLASSES, IMAGES_PER_CLASS = 8, 32
+IMG_SIZE, BATCH_SIZE, WORKERS = 224, 64, 2
+NUM_BATCHES = 30  # of a round
+SETTLED = 2.0  # seconds before a turn, in which the other side finishes prefetching
+DRAINED = 5  # batches taken before the timing starts: more than are prefetched
+CHECKED, TOLERANCE = 20, 0.05  # batches to compare; tolerance of mean and standard deviation, relative to the latter
+
+Batches = Iterator[tuple[Tensor, Tensor]]
+
+
+def dali(folder: Path) -> Batches:
+    values = [f"BATCH_SIZE={BATCH_SIZE}", f"IMG_SIZE={IMG_SIZE}", f"NUM_CLASSES={NUM_CLASSES}"]
+    config = configs.load(ROOT / "vit_imagenet_dali/config.py", values, "imagenet")
+    options = dict(num_threads=WORKERS, rank=0, num_ranks=1, with_images=True)
+    loader = DaliLoader(find_records(jpegs.pack(folder), "train"), True, config, torch.device("cpu"), **options)
+    while True:
+        yield from loader
+
+
+def image_folder(folder: Path) -> Batches:
+    transform = transforms.Compose(
+        [
+            transforms.RandomResizedCrop(IMG_SIZE),
+            transforms.RandomHorizontalFlip(),
+            transforms.ToTensor(),
+            transforms.Normalize(MEAN, STD),
+        ]
+    )
+    dataset = ImageFolder(str(folder / "train"), transform)
+    endless = RandomSampler(dataset, replacement=True, num_samples=10**9)
+    return iter(DataLoader(dataset, BATCH_SIZE, sampler=endless, num_workers=WORKERS))
+
+
+def timed(batches: Batches, num_batches: int, number: int) -> dict[str, float]:
+    """The speed of so many batches, after some that were made ahead."""
+    time.sleep(SETTLED)
+    for _ in range(DRAINED):
+        next(batches)
+    started = time.perf_counter()
+    for _ in range(num_batches):
+        next(batches)
+    return {"images/s": BATCH_SIZE * num_batches / (time.perf_counter() - started)}
+
+
+def sides(args: argparse.Namespace) -> dict[str, Side]:
+    folder = jpegs.temporary_folder() / "images"
+    jpegs.write(folder, NUM_CLASSES * IMAGES_PER_CLASS, NUM_CLASSES)
+    loaders = {f"ImageFolder, {WORKERS} workers": image_folder(folder), f"DALI, {WORKERS} threads": dali(folder)}
+    pixels = {name: torch.cat([next(of)[0] for _ in range(CHECKED)]) for name, of in loaders.items()}
+    found = {name: (images.mean().item(), images.std().item()) for name, images in pixels.items()}
+    (mean, deviation), (other_mean, other_deviation) = found.values()
+    if max(abs(mean - other_mean), abs(deviation - other_deviation)) > TOLERANCE * deviation:
+        sys.exit(f"the two sides do not make the same batches: {found}")
+    num_batches = 1 if args.small else NUM_BATCHES
+    return {name: partial(timed, batches, num_batches) for name, batches in loaders.items()}
+
+
+BENCHMARK = Benchmark(lambda args: {"DALI on the CPU": Case(sides)}, rounds=7)

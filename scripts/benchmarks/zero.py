@@ -1,0 +1,104 @@
+"""What splitting the optimizer state over data-parallel ranks saves in memory, and what it costs in time.
+
+About 25 minutes on 2 CPU cores. Speed: on 2 and 4 processes, in fp32 with AdamW, plain PyTorch by
+DistributedDataParallel, by it with ZeroRedundancyOptimizer, and by `fully_shard`; and our engine with `zero` and
+without, where it uses DistributedDataParallel. All start from the same weights, get the same batches, and must compute
+the same losses; a round of ours ends when its last weights have arrived. Memory: the peak of tensors of a rank in an
+optimizer step, in NAIVE fp16 with LAMB, divided by the number of parameters of a model whose activations are small;
+beside it, the 6 + 12/d bytes that implementations with fp32 gradients take on d ranks.
+"""
+
+import argparse
+from functools import partial
+
+import torch
+from colossal_vit.data.batches import FakeBatches
+from colossal_vit.engine.assembly import initialize
+from colossal_vit.engine.engine import Engine
+from colossal_vit.engine.optimizers import build_optimizer
+from colossal_vit.parallel.ranks import all_gather_object
+from colossal_vit.plan.meter import measure
+from colossal_vit.run import Run
+from colossalai.legacy import nn as col_nn
+from colossalai.legacy.core import global_context as gpc
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.harness import Benchmark, Case, Side
+from benchmarks.training import Step, add_set, engine_step, plain_step, start_hybrid, step_sides
+from vit import build_vit, full_vit
+
+GLOBAL_BATCH = 32
+COMMON = {"parallel.pipeline": 1, "NUM_MICRO_BATCHES": 1, "CHECKPOINT": False, "IMG_SIZE": 32}
+COMMON |= {"HIDDEN_SIZE": 512, "NUM_HEADS": 8}
+SPEED = {**COMMON, "PATCH_SIZE": 8, "DEPTH": 8, "fp16": None, "clip_grad_norm": 0.0, "OPTIMIZER": "adamw"}
+SPEED |= {"zero.stage": 1}
+MEMORY = {**COMMON, "PATCH_SIZE": 16, "DEPTH": 12, "BATCH_SIZE": 1, "OPTIMIZER": "lamb"}
+MEMORY |= {"HIDDEN_SIZE": 1024, "NUM_HEADS": 16, "fp16.dtype": "fp16", "fp16.initial_scale": 1.0}
+SMALL = dict(DEPTH=2, HIDDEN_SIZE=32, NUM_HEADS=2)
+STAGES = {"stage 1": (1, 1), "stage 1, 2 micro-batches": (1, 2), "stage 2, 2 micro-batches": (2, 2)}
+
+
+# ---- Speed -----------------------------------------------------------------------------------------------------------
+
+
+def ddp(run: Run) -> Step:
+    model = DistributedDataParallel(full_vit(run.config).to(run.device), gradient_as_bucket_view=True)
+    return plain_step(model, build_optimizer(run.config, model), nn.CrossEntropyLoss())
+
+
+def zero_redundancy(run: Run) -> Step:
+    model = DistributedDataParallel(full_vit(run.config).to(run.device), gradient_as_bucket_view=True)
+    options = dict(lr=run.config.LEARNING_RATE, weight_decay=run.config.WEIGHT_DECAY)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **options)
+    return plain_step(model, optimizer, nn.CrossEntropyLoss())
+
+
+def sharded(run: Run) -> Step:
+    model = full_vit(run.config).to(run.device)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    return plain_step(model, build_optimizer(run.config, model), nn.CrossEntropyLoss())
+
+
+def build_engine(run: Run, criterion: nn.Module) -> Engine:
+    model = build_vit(run.config, run.layout)
+    return initialize(model, build_optimizer(run.config, model), criterion)[0]
+
+
+def speed(processes: int, args: argparse.Namespace) -> dict[str, Side]:
+    values = {**SPEED, "BATCH_SIZE": GLOBAL_BATCH // processes, **(SMALL if args.small else {})}
+    run = start_hybrid(args, values)
+    split = build_engine(run, nn.CrossEntropyLoss())
+    gpc.config["zero"] = None
+    whole = build_engine(run, nn.CrossEntropyLoss())
+    assert split.zero
+    assert not whole.zero
+    steps = {"DistributedDataParallel": ddp(run), "ZeroRedundancyOptimizer": zero_redundancy(run)}
+    steps |= {"fully_shard": sharded(run), "ours": engine_step(whole), "ours, zero": engine_step(split)}
+    return step_sides(run, steps, args.steps, split.zero.receive_weights)
+
+
+# ---- Memory ----------------------------------------------------------------------------------------------------------
+
+
+def memory(processes: int, args: argparse.Namespace) -> dict[str, Side]:
+    args.set = ["fp16.mode=AMP_TYPE.NAIVE", *args.set]
+    run = start_hybrid(args, {**MEMORY, "zero.stage": 1, **(SMALL if args.small else {})})
+    shape = (run.config.BATCH_SIZE, 3, run.config.IMG_SIZE, run.config.IMG_SIZE)
+
+    def side(stage: int, accumulation: int, number: int) -> dict[str, float]:
+        gpc.config["zero"]["stage"], gpc.config["gradient_accumulation"] = stage, accumulation
+        plan = measure(build_engine(run, col_nn.CrossEntropyLoss()), FakeBatches(2, shape, "cpu"))
+        return {"bytes a parameter": max(all_gather_object(plan.memory["peak"] / plan.parameters))}
+
+    formula = {"6 + 12/d": lambda number: {"bytes a parameter": 6 + 12 / processes}}
+    return formula | {name: partial(side, *how) for name, how in STAGES.items()}
+
+
+CASES = {f"speed on {number}": Case(partial(speed, number), number) for number in (2, 4)}
+CASES |= {f"memory on {number}": Case(partial(memory, number), number, once=True) for number in (1, 2, 4, 8)}
+BENCHMARK = Benchmark(lambda args: CASES, rounds=11, steps=8, flags=add_set)

@@ -1,0 +1,265 @@
+"""Benchmarks: turns, ranks, tables, files, mistakes; that all of them start; and what AMP's makes of its runs."""
+
+import json
+import os
+import re
+import shutil
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from colossal_vit.provenance import ResultFolder
+
+import fork_ranks
+import launchers
+from fork_ranks import ROOT
+
+FAKE = '''"""Numbers that are made up."""
+
+import os
+
+from benchmarks.harness import Benchmark, Case, Failed
+
+
+def broken(number):
+    raise Failed("out of memory")
+
+
+def sides(args):
+    slow = lambda number: {"images/s": 10.0 + number, "memory, GB": None, "mode": "plain"}
+    return {"slow": slow, "fast": lambda number: {"images/s": 20.0 + number, "memory, GB": 1.5}, "broken": broken}
+
+
+def on_ranks(args):
+    if os.environ["GIVEN"] == "bad" and os.environ["RANK"] == "1":
+        raise ValueError("on rank 1")
+    return {"rank": lambda number: {"ranks": int(os.environ["WORLD_SIZE"]) + int(os.environ["RANK"])}}
+
+
+CASES = {
+    "turns": Case(sides),
+    "all fail": Case(lambda args: {"broken": broken}, by_default=False),
+    "ranks": Case(on_ranks, 2, by_default=False, once=True, variables={"GIVEN": "good"}),
+    "bad ranks": Case(on_ranks, 2, by_default=False, variables={"GIVEN": "bad"}),
+}
+BENCHMARK = Benchmark(lambda args: CASES, rounds=2, compared=1)
+'''
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A copy of the benchmarks with one of made-up numbers."""
+    shutil.copytree(ROOT / "scripts/benchmarks", tmp_path / "scripts/benchmarks")
+    shutil.copy(ROOT / "scripts/bench.py", tmp_path / "scripts")
+    (tmp_path / "scripts/benchmarks/fake.py").write_text(FAKE)
+    return tmp_path
+
+
+@pytest.fixture
+def fake(tree):
+    """Run it; returns the exit code, what it said, and what it wrote."""
+
+    def run(*flags):
+        code, said = launchers.run([sys.executable, "scripts/bench.py", "fake", *flags], cwd=tree, PYTHONPATH=str(ROOT))
+        folder = tree / "runs/bench/fake"
+        return code, said, {path.name: path for path in folder.iterdir()} if folder.exists() else {}
+
+    return run
+
+
+def test_sides_take_turns_and_are_compared_with_the_first(fake):
+    code, said, files = fake("--rounds", "3")
+    assert code == 0, said
+    turns = re.findall(r"^round (\d) of 3, (\w+): ", said, re.MULTILINE)
+    assert [name for _, name in turns] == ["slow", "fast", "broken", "fast", "slow", "slow", "fast"]
+    assert set(files) == {"fake.md", "fake.json", "fake.png", "log.txt", "provenance.json"}
+    assert files["fake.md"].read_text() in said
+    assert files["fake.md"].read_text().splitlines() == [
+        "|  | side | images/s | mode | memory, GB | images/s ÷ first side's: median (min, max) |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
+        "| turns | slow | 11 | plain |  | 1.000 (1.000, 1.000) |",
+        "| turns | fast | 21 |  | 1.5 | 1.909 (1.833, 2.000) |",
+        "| turns | broken | out of memory |  |  |  |",
+    ]
+    kept = json.loads(files["fake.json"].read_text())
+    assert [values["images/s"] for values in kept["rounds"]["turns"]["fast"]] == [20, 21, 22]
+    assert kept["failed"] == {"turns": {"broken": "out of memory"}}
+    command = json.loads(files["provenance.json"].read_text())["command"]
+    assert command == "python scripts/bench.py fake --rounds 3"
+
+
+def test_a_case_without_a_side_that_works_is_a_failure(fake):
+    code, said, _ = fake("--only", "turns", "all fail")
+    assert code == 1
+    assert "| all fail | broken | out of memory |" in said
+
+
+def test_ranks_measure_and_the_first_reports(fake):
+    code, said, _ = fake("--only", "ranks")
+    assert code == 0, said
+    assert said.count("round 1 of 1, rank: ranks 2\n") == 1
+    assert "| ranks | rank | 2 | 1.000 |" in said
+
+
+def test_a_failed_rank_ends_the_benchmark_with_what_it_said(fake):
+    code, said, files = fake("--only", "bad ranks")
+    assert code == 1
+    assert "ValueError: on rank 1" in said
+    assert said.endswith("bad ranks on 2 processes failed, see above\n")
+    assert not files
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["nothing"], "bench.py: error: there is no benchmark 'nothing': choose from amp, checkpoint, engine, "),
+        (
+            ["fake", "--only", "turn"],
+            "bench.py fake: error: --only turn: choose from turns, all fail, ranks, ",
+        ),
+        (["fake", "--rounds", "0"], "bench.py fake: error: --rounds 0: must be at least 1"),
+    ],
+)
+def test_mistakes_on_the_command_line_are_one_line(tree, flags, line):
+    code, said = launchers.run([sys.executable, "scripts/bench.py", *flags], cwd=tree, PYTHONPATH=str(ROOT))
+    assert code == 2
+    assert line in said
+
+
+def test_a_result_is_kept_when_nobody_reads_what_is_said(monkeypatch, tmp_path):
+    """As after `| head -1`. Without a folder nothing is kept."""
+
+    def measure():
+        reader, writer = os.pipe()
+        os.close(reader)
+        os.dup2(writer, 1)
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 as a new process has it
+        for folder in (None, tmp_path / "kept"):
+            result = ResultFolder(folder, changes_allowed=True)
+            result.print(f"first line, in {ROOT}/runs")
+            result.print("second line")
+            result.finish("speed", ["| a |", "| --- |"], {"a": 1})
+
+    monkeypatch.setattr("sys.argv", ["bench.py", "--set", "a b"])
+    fork_ranks.call(measure, launched=False)
+    kept = {path.name: path.read_text() for path in (tmp_path / "kept").iterdir()}
+    assert json.loads(kept.pop("provenance.json"))["command"] == "python bench.py --set 'a b'"
+    assert kept == {
+        "speed.md": "| a |\n| --- |\n",
+        "speed.json": '{\n  "a": 1\n}\n',
+        "log.txt": "first line, in ./runs\nsecond line\n",
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The benchmarks
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def forked(root, *argv, prepare=lambda: None):
+    """Run `bench.py` of a folder in a fork, which has imported everything."""
+
+    def enter(rank):
+        sys.path.insert(0, str(root / "scripts"))
+        prepare()
+
+    return fork_ranks.start(root / "scripts/bench.py", argv, [{}], cwd=root, enter=enter).wait()
+
+
+NAMES = re.findall(r"^(\w+)  +\S", forked(ROOT).stdout[0], re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_benchmark_starts(name):
+    done = forked(ROOT, name, "--list")
+    assert done.codes == [0], str(done)
+    assert done.stdout[0].strip(), "its cases"
+
+
+@pytest.mark.parametrize(
+    ("memory", "batch_size"), [(8.2e9, 1), (12.6e9, 32), (16.9e9, 64), (25.3e9, 128), (34e9, 256), (85e9, 256)]
+)
+def test_the_imagenet_benchmark_takes_batches_that_fit_the_gpu(memory, batch_size):
+    """By the dry runs that are on record, of ViT-B/16 and ViT-L/32 with 256 and 128 images."""
+
+    def prepare():
+        torch.cuda.is_available = lambda: True
+        torch.cuda.get_device_properties = lambda _: SimpleNamespace(total_memory=memory)
+
+    said = forked(ROOT, "imagenet", "--help", prepare=prepare).stdout[0]
+    assert f"here {batch_size} by default" in " ".join(said.split())
+    for plan in json.loads((ROOT / "results/memory_plan/memory.json").read_text()):
+        if plan["config"] in ("vit_imagenet_dali/config", "vit_imagenet_dali/config_vit_l32"):
+            per_image = (plan["peak"] - plan["peak_with_flags"]) / 128  # GB
+            peak = plan["peak"] - (256 - batch_size) * per_image
+            assert memory < 10e9 or peak + 2 < memory / 1e9
+
+
+TRAIN = """
+import json, os, sys
+from pathlib import Path
+
+config, output = (Path(sys.argv[sys.argv.index(flag) + 1]) for flag in ("--config", "--output"))
+values = dict(flag.removeprefix("--set=").split("=", 1) for flag in sys.argv if flag.startswith("--set="))
+batch_size, steps = int(values["BATCH_SIZE"]), int(sys.argv[sys.argv.index("--max-steps") + 1])
+print(batch_size, file=open("tried.txt", "a"))
+if batch_size > int(os.environ.get("LIMIT", "1000")):
+    sys.exit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate")
+if "naive_bf16" in config.stem:
+    sys.exit("a warning\\ntrain.py: error: MODEL cannot be built\\nmore")
+memory, seconds = (4.0, 2.0) if "fp32" in config.stem else (2.5, 1.0)
+seconds /= 2 if "COMPILE" in values else 1
+output.mkdir()
+with open(output / "metrics.jsonl", "w") as file:
+    for step in range(1, steps + 1):
+        step_s = 9.0 if step <= 2 else seconds
+        speed = dict(images_per_s=batch_size / step_s, data_s=0.01, step_s=step_s, memory_gb=memory)
+        print(json.dumps(dict(step=step, epoch=0, loss=2.0 - 0.1 * step, **speed)), file=file)
+"""
+
+
+@pytest.fixture
+def amp(tree):
+    """Run the benchmark of AMP with made-up training; returns its rounds by mode, and what it printed."""
+    folder = tree / "vit_caltech101_amp"
+    shutil.copytree(ROOT / "vit_caltech101_amp/config", folder / "config")
+    (folder / "train.py").write_text(TRAIN)
+
+    def run(*flags, **variables):
+        prepare = lambda: os.environ.update(variables)  # noqa: E731
+        done = forked(tree, "amp", *flags, "--output", str(tree / "amp"), prepare=prepare)
+        assert done.codes == [0], str(done)
+        document = json.loads((tree / "amp/amp.json").read_text())
+        return document["rounds"]["AMP"], done.stdout[0]
+
+    return run
+
+
+def test_the_modes_of_amp_are_compared_with_fp32(amp):
+    rounds, said = amp("--steps", "5", "--warm-up", "2", "--batch-size", "64", "--compile")
+    assert len(rounds) == 12
+    assert next(iter(rounds)) == "config_fp32"
+    (torch_mode,) = rounds["config_AMP_torch"]
+    assert torch_mode["images/s"] == 64
+    assert torch_mode["it/s"] == 1
+    assert torch_mode["final loss"] == pytest.approx(1.3)
+    (row,) = re.findall(r"^\| AMP \| config_AMP_torch \|.*$", said, re.MULTILINE)
+    assert row == (
+        "| AMP | config_AMP_torch | 64 | 2.5 | 1 | 1 | 1.3 | AMP_TYPE.TORCH in bfloat16 | 64 | 2.000 | 0.625 |"
+    )
+    assert "| AMP | config_fp32, compiled | 64 | 4 | 1 | 1 | 1.3 | fp32 | 64 | 2.000 | 1.000 |" in said
+    assert "| AMP | config_AMP_naive_bf16 | train.py: error: MODEL cannot be built |" in said
+
+
+@pytest.mark.parametrize(("limit", "start", "most"), [(100, 16, 4096), (7, 64, 4096), (4096, 128, 512), (1, 1, 4096)])
+def test_the_largest_batch_that_fits_is_found(amp, tree, limit, start, most):
+    sizes = ["--find-batch-size", "--batch-size", str(start), "--max-batch-size", str(most)]
+    rounds, _ = amp("--configs", "vit_caltech101_amp/config/config_fp32.py", "--steps", "5", *sizes, LIMIT=str(limit))
+    found = rounds["config_fp32"][0]["batch size"]
+    *tried, last = map(int, (tree / "vit_caltech101_amp/tried.txt").read_text().split())
+    assert last == found
+    largest = min(limit, most)
+    assert largest - max(1, largest // 8) <= found <= largest
+    assert max(tried) <= most
+    assert len(tried) == len(set(tried)) < 16
