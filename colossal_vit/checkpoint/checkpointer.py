@@ -2,8 +2,8 @@
 
 import os
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -53,7 +53,7 @@ def _format_changes(changes: Mapping[str, list[Any]]) -> str:
 
 
 @contextmanager
-def _writing(output: Path) -> Iterator[None]:
+def _writes_to(output: Path) -> Iterator[None]:
     """Turn errors of writing to the run directory into a `UserError`."""
     try:
         yield
@@ -82,9 +82,8 @@ class Checkpointer:
         self._found: Checkpoint | None = None  # at `path`, on rank 0, until it is loaded
         self._started_from: str | None = None  # the `--resume PATH` that the run began with
         self._changes: list[dict[str, Any]] = []  # that `--accept-changes` has accepted
-        self._writer: threading.Thread | None = None
-        self._failure: str | None = None  # of the last save
-        self._bug: Exception | None = None  # what else went wrong in the thread that writes
+        self._writer = ThreadPoolExecutor(1)
+        self._writing: Future[str | None] | None = None  # the last save: why it failed, or None
 
     # ---- Prepare ----
 
@@ -103,7 +102,7 @@ class Checkpointer:
             meant = nearest(args.resume, ("auto", "never"))
             raise UserError(f"--resume {args.resume}: no such path, and neither auto nor never{meant}")
         if not args.eval_only:
-            with _writing(output):
+            with _writes_to(output):
                 if reason := lock.acquire(output):
                     self.run.log.info(
                         f"{output}: cannot be locked ({reason}): see to it that no other run writes there"
@@ -116,7 +115,7 @@ class Checkpointer:
         path = found and found.path
         continues = self._is_own(path)
         if not continues and not args.eval_only:
-            with _writing(output):
+            with _writes_to(output):
                 # Refuses before minutes of preparations what `_begin` would refuse after them.
                 run_directory.has_earlier_run(output)
         inherited = found.state.get("started_from") if continues else None
@@ -335,7 +334,7 @@ class Checkpointer:
             complete: whether no step is left; config.json then stays that of the steps made.
         """
         output, log = self.run.output, self.run.log
-        with _writing(output):
+        with _writes_to(output):
             if self._is_own(self.path):
                 storage.clean(self.folder)
                 for newer in self._newer_than(self.path):
@@ -363,8 +362,7 @@ class Checkpointer:
         state = self.state(trainer, train_dataloader, epoch, start)
         files = tensors.gather(trainer.engine)
         if files is not None:
-            self._writer = threading.Thread(target=self._write, args=(path, files, state), daemon=True)
-            self._writer.start()
+            self._writing = self._writer.submit(self._write, path, files, state)
         return path
 
     def state(self, trainer: Trainer, train_dataloader: MicroBatches, epoch: int, start: int) -> dict[str, Any]:
@@ -392,54 +390,37 @@ class Checkpointer:
             "changes": self._changes,
         }
 
-    def _write(self, path: Path, files: storage.TensorFiles, state: Mapping[str, Any]) -> None:
-        """Write a checkpoint and remove old ones; in a thread of its own, whose exceptions nobody else would see."""
-        log, keep = self.run.log, (self.run.config.get("checkpoint") or {}).get("keep", default("checkpoint", "keep"))
-        try:
-            self._failure = self._why_not_written(path, files, state)
-            if self._failure is None:
-                storage.prune(path.parent, keep, state["best"] and state["best"]["step"])
-            elif not self._stops_on_failure:
-                log.info(f"{self._failure}; training continues")
-        except OSError as error:  # the new checkpoint is there; the next save tries again to remove the old ones
-            log.info(f"{error.filename or path.parent}: cannot be removed: {error.strerror or error}")
-        except Exception as error:
-            self._bug = error
-
-    @staticmethod
-    def _why_not_written(path: Path, files: storage.TensorFiles, state: Mapping[str, Any]) -> str | None:
-        """Write a checkpoint; returns why that has failed, or None."""
+    def _write(self, path: Path, files: storage.TensorFiles, state: Mapping[str, Any]) -> str | None:
+        """Write a checkpoint and remove old ones; returns why it could not be written, or None."""
+        log, settings = self.run.log, self.run.config.get("checkpoint") or {}
         try:
             if not path.exists():  # it does if the run was stopped just before an epoch's evaluation, and resumed
                 storage.write(path, files, state)
-        except OSError as error:
-            return f"{path}: cannot be written: {error.strerror or error}"
-        except MemoryError:
-            return f"{path}: cannot be written: out of memory"
+        except (OSError, MemoryError) as error:
+            reason = (error.strerror or error) if isinstance(error, OSError) else "out of memory"
+            failure = f"{path}: cannot be written: {reason}"
+            if not self._stops_on_failure:
+                log.info(f"{failure}; training continues")
+            return failure
+        try:
+            keep = settings.get("keep", default("checkpoint", "keep"))
+            storage.prune(path.parent, keep, state["best"] and state["best"]["step"])
+        except OSError as error:  # the next save tries again
+            log.info(f"{error.filename or path.parent}: cannot be removed: {error.strerror or error}")
 
     @property
     def _stops_on_failure(self) -> bool:
         return self.run.args.on_save_error == "stop"
 
     def check(self) -> None:
-        """Raise what the last save has failed with, if it has ended, on rank 0.
+        """Raise what the last save has failed with, if it has ended; on rank 0, which ends the others.
 
         Raises:
             TrainingError: with `--on-save-error stop`, if the checkpoint cannot be written.
         """
-        if self._bug:
-            raise self._bug
-        if self._failure and self._stops_on_failure:
-            raise TrainingError(f"{self._failure}; earlier checkpoints are as they were (--on-save-error stop)")
+        if self._writing and self._writing.done() and (failure := self._writing.result()) and self._stops_on_failure:
+            raise TrainingError(f"{failure}; earlier checkpoints are as they were (--on-save-error stop)")
 
     def finish(self) -> str | None:
         """Wait until the checkpoint in progress is written; returns why it could not be, or None."""
-        return run_on_rank_0(self._join)
-
-    def _join(self) -> str | None:
-        if self._writer is not None:
-            self._writer.join()
-            self._writer = None
-        if self._bug:
-            raise self._bug
-        return self._failure
+        return run_on_rank_0(lambda: self._writing and self._writing.result())
