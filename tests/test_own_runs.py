@@ -22,41 +22,28 @@ from colossal_vit.results import read_metrics
 import cifar10
 import fork_ranks
 import launchers
-import recipes
+import training
 import warm
 from layouts import LAYOUTS
-from recipes import record
 from test_config import TUTORIAL_DATA_PARALLEL
 
 SMALL = dict(DEPTH=1, BATCH_SIZE=128, NUM_EPOCHS=1)
 LONG = dict(DEPTH=1, BATCH_SIZE=16, NUM_EPOCHS=10_000)
-CALTECH = "vit_caltech101_amp/train.py"
-
 pytestmark = pytest.mark.usefixtures("few_test_images")
 
 
 def argv(output, *more, **values):
-    return [*recipes.flags(**{**SMALL, **values}), "--output", str(output), *more]
+    return [*training.flags(**{**SMALL, **values}), "--output", str(output), *more]
 
 
 def run(output, *more, world_size=1, code=0, **values):
     """Train; returns what rank 0 printed, and its errors."""
-    result = fork_ranks.run(recipes.HYBRID, argv(output, *more, **values), world_size)
-    assert result.codes == [code] * world_size, str(result)
-    return result.stdout[0] + result.stderr[0]
+    return training.train(output, world_size, *more, steps=None, code=code, **{**SMALL, **values}).said
 
 
 def refused(output, *more, **values):
     """The one line that a command is refused with; whatever was there is as before."""
-    before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
-    result = fork_ranks.run(recipes.HYBRID, argv(output, *more, **values))
-    assert result.codes == [2], str(result)
-    (line,) = result.stderr[0].splitlines()
-    after = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
-    before.pop(output / lock.NAME, None)  # says who has looked
-    after.pop(output / lock.NAME, None)
-    assert before == after
-    return line
+    return training.refused(output, 1, *more, steps=None, **{**SMALL, **values})
 
 
 def begun(output, ranks):
@@ -76,9 +63,9 @@ def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "PATIENCE", 0.5)
     output = tmp_path / "run"
     more = {**LONG, "checkpoint.every_steps": 2}
-    ranks = fork_ranks.start(recipes.HYBRID, argv(output, **more), [{}])
+    ranks = fork_ranks.start(training.HYBRID, argv(output, **more), [{}])
     begun(output, ranks)
-    line = fork_ranks.run(recipes.HYBRID, argv(output, "--resume", "never", **more)).stderr[0]
+    line = fork_ranks.run(training.HYBRID, argv(output, "--resume", "never", **more)).stderr[0]
     assert f"{output}: process {ranks.pids[0]} on " in line
     assert line.count("\n") == 1
     assert line.endswith(" is writing here: wait until it has ended, or give another --output\n")
@@ -134,7 +121,7 @@ def test_ranks_end_with_the_process_that_started_them(world_size, tmp_path):
     said = tmp_path / "pids"
     launcher = os.fork()
     if launcher == 0:
-        ranks = fork_ranks.start(recipes.HYBRID, recipe, environments)
+        ranks = fork_ranks.start(training.HYBRID, recipe, environments)
         said.with_suffix(".new").write_text(json.dumps(ranks.pids))
         said.with_suffix(".new").rename(said)
         time.sleep(fork_ranks.PATIENCE)
@@ -146,9 +133,9 @@ def test_ranks_end_with_the_process_that_started_them(world_size, tmp_path):
     steps = read_metrics(tmp_path / "parts")[0][-1]["step"]
     newest, _ = storage.newest(tmp_path / "parts" / storage.FOLDER)
     assert storage.step_of(newest.path) == steps
-    assert fork_ranks.run(recipes.HYBRID, recipe, world_size).codes == [0] * world_size
-    assert fork_ranks.run(recipes.HYBRID, argv(tmp_path / "whole", **values), world_size).codes == [0] * world_size
-    assert record(tmp_path / "parts") == record(tmp_path / "whole")
+    assert fork_ranks.run(training.HYBRID, recipe, world_size).codes == [0] * world_size
+    assert fork_ranks.run(training.HYBRID, argv(tmp_path / "whole", **values), world_size).codes == [0] * world_size
+    assert training.records(tmp_path / "parts") == training.records(tmp_path / "whole")
 
 
 def test_a_detached_run_outlives_its_shell(tmp_path):
@@ -171,20 +158,6 @@ def test_a_detached_run_outlives_its_shell(tmp_path):
         return process.communicate()[0].strip()
 
     assert [detached(), detached("nohup"), detached("setsid", "--wait")] == ["False", "True", "True"]
-
-
-def test_ctrl_c_keeps_what_was_trained(tmp_path):
-    """It comes twice at once under torchrun, which passes on what the terminal has sent already."""
-    output, values = tmp_path / "run", dict(LONG, NUM_EPOCHS=100)
-    ranks = fork_ranks.start(recipes.HYBRID, argv(output, **values), fork_ranks.by_torchrun(2))
-    begun(output, ranks)
-    for pid in ranks.pids * 2:
-        os.kill(pid, signal.SIGINT)
-    result = ranks.wait()
-    assert result.codes == [130, 130], str(result)
-    assert "stopped by SIGINT after step" in "".join(result.stderr)
-    steps = read_metrics(output)[0][-1]["step"]
-    assert storage.step_of(storage.newest(output / storage.FOLDER)[0].path) == steps
 
 
 def test_nobody_has_to_read_what_a_run_says(tmp_path):
@@ -214,7 +187,7 @@ STREAMS = {  # what a process finds where stdout and stderr should be
 def test_a_run_that_cannot_print_trains_to_its_end(found, tmp_path):
     script = tmp_path / "script.py"
     begin = f"import os, runpy, sys; from colossal_vit import streams; {STREAMS[found]}"
-    script.write_text(f"{begin}; runpy.run_path({str(fork_ranks.ROOT / recipes.HYBRID)!r}, run_name='__main__')")
+    script.write_text(f"{begin}; runpy.run_path({str(fork_ranks.ROOT / training.HYBRID)!r}, run_name='__main__')")
     result = fork_ranks.run(script, argv(tmp_path / "run", "--max-steps", "2"))
     assert result.codes == [0], str(result)
     assert len(read_metrics(tmp_path / "run")[0]) == 2
@@ -227,10 +200,9 @@ def test_the_published_data_parallel_config_trains(tmp_path):
     path = tmp_path / "published.py"
     path.write_text(TUTORIAL_DATA_PARALLEL)
     sizes = dict(IMG_SIZE=32, PATCH_SIZE=8, HIDDEN_SIZE=32, DEPTH=1, NUM_HEADS=2, BATCH_SIZE=16)
-    command = ["--config", str(path), "--output", str(tmp_path / "run"), "--max-steps", "1"]
-    result = fork_ranks.run(recipes.DATA_PARALLEL, [*command, *recipes.set_flags(sizes)])
-    assert result.codes == [0], str(result)
-    assert "dali does nothing in this script: the images are in memory; Mixup is in the block mix" in result.stdout[0]
+    options = dict(script=training.DATA_PARALLEL, config=path, small=False, steps=1)
+    said = training.train(tmp_path / "run", **options, **sizes).said
+    assert "dali does nothing in this script: the images are in memory; Mixup is in the block mix" in said
 
 
 def test_no_file_gets_the_number_of_a_missing_stderr():
@@ -245,11 +217,19 @@ def test_no_file_gets_the_number_of_a_missing_stderr():
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def trained(tmp_path):
-    output = tmp_path / "run"
-    run(output, "--max-steps", "2")
+@pytest.fixture(scope="module")
+def two_steps(small_sample, tmp_path_factory):
+    output = tmp_path_factory.mktemp("two") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DATA", str(small_sample))
+        run(output, "--max-steps", "2")
     return output
+
+
+@pytest.fixture
+def trained(two_steps, tmp_path):
+    """A copy of a run of two steps."""
+    return shutil.copytree(two_steps, tmp_path / "run")
 
 
 def state_of(output):
@@ -305,15 +285,11 @@ def test_a_class_that_is_gone_is_noticed(tmp_path, monkeypatch):
     """All labels after it are others then."""
     root = tmp_path / "data"
     write_caltech101(root)
-    values = dict(recipes.MODEL, DEPTH=1, BATCH_SIZE=64, IMG_SIZE=16, CACHE_SIZE=16, PATCH_SIZE=8, DATA=str(root))
-    values = {key: value for key, value in values.items() if key not in ("CHECKPOINT", "NUM_MICRO_BATCHES")}
-    command = ["--config", "config/config_fp32.py", "--output", str(tmp_path / "run"), *recipes.set_flags(values)]
-    result = fork_ranks.run(CALTECH, [*command, "--max-steps", "1"])
-    assert result.codes == [0], str(result)
+    options = dict(script=training.CALTECH101, BATCH_SIZE=64, CACHE_SIZE=16, DATA=str(root))
+    training.train(tmp_path / "run", steps=1, **options)
     shutil.rmtree(root / "caltech101/101_ObjectCategories/3")
-    result = fork_ranks.run(CALTECH, [*command, "--max-steps", "2"])
-    assert result.codes == [2], str(result)
-    assert "other data (10 classes → 9 without 3, content, " in result.stderr[0]
+    line = training.refused(tmp_path / "run", steps=2, **options)
+    assert "other data (10 classes → 9 without 3, content, " in line
 
 
 def test_values_that_change_what_is_learned_are_refused_or_put_on_record(trained):
@@ -440,13 +416,10 @@ def test_values_of_blocks():
 def test_hidden_units_that_cannot_be_split(layout, values, words, tmp_path):
     """One line, with a ratio that can be."""
     world_size, where = LAYOUTS[layout]
-    command = [*recipes.flags(**where, **values), "--dry-run", "--world_size", str(world_size)]
-    result = fork_ranks.run(recipes.HYBRID, command)
-    assert result.codes == [2], str(result)
-    assert words in result.stderr[0]
-    ratio = result.stderr[0].rstrip().rpartition(" ")[2]
-    command = [*recipes.flags(**where, **{**values, "MLP_RATIO": float(ratio)}), *command[-3:]]
-    assert fork_ranks.run(recipes.HYBRID, command).codes == [0]
+    more = ("--dry-run", "--world_size", str(world_size))
+    line = training.refused(tmp_path / "run", 1, *more, **where, **values)
+    assert words in line
+    training.train(tmp_path / "run", 1, *more, **where, **{**values, "MLP_RATIO": float(line.rpartition(" ")[2])})
 
 
 def test_max_steps_are_optimizer_steps_in_what_is_said(tmp_path):
@@ -463,27 +436,24 @@ def test_a_disk_that_takes_a_part_of_a_record_gets_the_rest_too(tmp_path, monkey
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 2]
 
 
-def test_records_that_were_lost_are_missed(tmp_path):
-    run(tmp_path, "--max-steps", "4")
-    path = tmp_path / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(line for line in lines if '"step": 2,' not in line))
-    said = run(tmp_path, "--max-steps", "5")
-    assert f"{path}: lacks 1 of the steps up to 4, the first is 2" in said
-    assert [record["step"] for record in read_metrics(tmp_path)[0]] == [1, 3, 4, 5]
+def test_lost_records_are_counted_when_the_run_resumes(trained):
+    path = trained / "metrics.jsonl"
+    path.write_text(path.read_text().splitlines(keepends=True)[0])
+    said = run(trained, "--max-steps", "3")
+    assert f"{path}: lacks 1 of the steps up to 2, the first is 2" in said
+    assert [record["step"] for record in read_metrics(trained)[0]] == [1, 3]
 
 
-def test_damaged_records_are_left_out_and_named_and_the_run_resumes(tmp_path):
+def test_damaged_records_are_left_out_and_named_and_the_run_resumes(trained):
     """As by a disk that failed, or an editor; the record that a killed run had begun is no news."""
-    run(tmp_path, "--max-steps", "3")
-    path = tmp_path / "metrics.jsonl"
-    first, second, third, _ = path.read_bytes().splitlines(keepends=True)
+    path = trained / "metrics.jsonl"
+    first, second, *_ = path.read_bytes().splitlines(keepends=True)
     strange = [b"null\n", b"\xff\n", b"\0\0\0\n", b"[]\n", b"{}\n", b"[" * 100_000 + b"\n", b"\n"]
     strange += [second.replace(b'"step": 2', other) for other in (b'"step": "2"', b'"step": -2', b'"step": 1e400')]
     strange += [second.replace(b'"epoch": 0, ', b""), second.replace(b'"loss"', b'"loss": null, "x"')]
-    path.write_bytes(b"".join([first, *strange, second, third, third[:20]]))
-    assert [record["step"] for record in read_metrics(tmp_path)[0]] == [1, 2, 3]
-    said = run(tmp_path, "--max-steps", "5")
+    path.write_bytes(b"".join([first, *strange, second, second[:20]]))
+    assert [record["step"] for record in read_metrics(trained)[0]] == [1, 2]
+    said = run(trained, "--max-steps", "4")
     left_out = re.findall(rf"left out: {path}, line (\d+): (.+)", said)
     assert [int(number) for number, _ in left_out] == list(range(2, 2 + len(strange)))
     assert [words for _, words in left_out[-5:-2]] == [
@@ -491,5 +461,5 @@ def test_damaged_records_are_left_out_and_named_and_the_run_resumes(tmp_path):
         "step = -2: should be greater than or equal to 0",
         "step = inf: should be a valid integer",
     ]
-    assert path.read_bytes().splitlines(keepends=True)[:3] == [first, second, third]
-    assert [record["step"] for record in read_metrics(tmp_path)[0]] == [1, 2, 3, 4, 5]
+    assert path.read_bytes().splitlines(keepends=True)[:2] == [first, second]
+    assert [record["step"] for record in read_metrics(trained)[0]] == [1, 2, 3, 4]

@@ -27,26 +27,25 @@ from colossalai.legacy.utils import is_using_pp
 
 import fork_ranks
 import launchers
-import recipes
+import training
 import vit
 from conftest import random_start
-from layouts import LAYOUTS
-from recipes import record
+from layouts import LAYOUTS, MODEL
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The same layout: to the bit
 # ---------------------------------------------------------------------------------------------------------------------
 
-HYBRID = dict(recipes.MODEL, DEPTH=2, BATCH_SIZE=128, NUM_EPOCHS=2, WARMUP_EPOCHS=1, DROP_RATE=0.1, DROP_PATH_RATE=0.1)
+HYBRID = dict(MODEL, DEPTH=2, BATCH_SIZE=128, NUM_EPOCHS=2, WARMUP_EPOCHS=1, DROP_RATE=0.1, DROP_PATH_RATE=0.1)
 PLAIN = dict(IMG_SIZE=16, PATCH_SIZE=4, HIDDEN_SIZE=32, DEPTH=1, NUM_HEADS=4, NUM_EPOCHS=2, WARMUP_EPOCHS=1)
 PLAIN |= dict(DROP_RATE=0.1, NUM_CLASSES=10, BATCH_SIZE=64)
-NAIVE = {"fp16.mode": "AMP_TYPE.NAIVE", "IMG_SIZE": 16}  # half precision is slow on a CPU
+NAIVE = {"fp16.mode": "NAIVE", "IMG_SIZE": 16}  # half precision is slow on a CPU
 FP16 = {"fp16.dtype": "fp16", "fp16.growth_interval": 3}  # the loss scale changes all the time
 
-HYBRID_RUN = ("vit_cifar10_hybrid/train_hybrid.py", "configs/config_pipeline_parallel.py", HYBRID)
-DALI_RUN = ("vit_imagenet_dali/train.py", "config_sample.py", PLAIN | dict(gradient_accumulation=4, BATCH_SIZE=16))
-CALTECH_RUN = ("vit_caltech101_amp/train.py", "config/config_fp32.py", PLAIN | dict(CACHE_SIZE=18))
-RUNS = {  # script, config, its values; processes; what else
+HYBRID_RUN = (training.HYBRID, HYBRID)
+DALI_RUN = (training.IMAGENET, PLAIN | dict(gradient_accumulation=4, BATCH_SIZE=16))
+CALTECH_RUN = (training.CALTECH101, PLAIN | dict(CACHE_SIZE=18))
+RUNS = {  # script and its values; processes; what else
     "hybrid, 1 process": (HYBRID_RUN, 1, {"parallel.pipeline": 1}),
     "hybrid, PP 2, fp16 with loss scaling": (HYBRID_RUN, 2, {**NAIVE, **FP16, "fp16.initial_scale": 2.0**22}),
     "hybrid, 1D 2, bf16": (HYBRID_RUN, 2, {**LAYOUTS["1D 2"][1], **NAIVE, "parallel.pipeline": 1}),
@@ -63,46 +62,38 @@ RUNS = {  # script, config, its values; processes; what else
         {**LAYOUTS["2D 4"][1], "parallel.pipeline": 1, "OPTIMIZER": "lamb", "DEPTH": 1, "BATCH_SIZE": 256},
     ),
     "imagenet, 1 process": (DALI_RUN, 1, {}),
-    "imagenet, 2 processes, bf16": (DALI_RUN, 2, {"fp16.mode": "AMP_TYPE.TORCH"}),
+    "imagenet, 2 processes, bf16": (DALI_RUN, 2, {"fp16.mode": "TORCH"}),
     "caltech101, 1 process, fp16 with loss scaling": (
         CALTECH_RUN,
         1,
-        {**FP16, "fp16.mode": "AMP_TYPE.TORCH", "fp16.init_scale": 2.0**22},
+        {**FP16, "fp16.mode": "TORCH", "fp16.init_scale": 2.0**22},
     ),
     "caltech101, 4 processes, bf16": (CALTECH_RUN, 4, {**NAIVE, "BATCH_SIZE": 16}),
 }
 
 
-def argv(config, values, output, *more):
-    values = {**values, "checkpoint.keep": 2}
-    modes = [part for key in ("fp16.mode",) if key in values for part in ("--set", f"{key}={values.pop(key)}")]
-    if modes:
-        values.pop("fp16", None)
-    return ["--config", config, "--output", str(output), *recipes.set_flags(values), *modes, *more]
+def options(values):
+    """What `training.train` takes, for values with an AMP mode or without; from the config file's own values on."""
+    values = {"checkpoint.keep": 2, **values}
+    amp = values.pop("fp16.mode", None)
+    return dict(values, amp=amp, small=False)
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_stopped_and_resumed_runs_record_the_same_bits(name, tmp_path):
     """Stopped at the start, at random steps of the warm-up and after it, at the end of an epoch; and never."""
-    (script, config, values), processes, more = RUNS[name]
+    (script, values), processes, more = RUNS[name]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-
-    def run(output, *flags):
-        result = fork_ranks.run(script, argv(config, {**values, **more}, output, *flags), processes)
-        assert result.codes == [0] * processes, str(result)
-        return result.stdout[0]
-
-    run(whole)
-    expected = record(whole)
+    train = functools.partial(training.train, world_size=processes, script=script, **options({**values, **more}))
+    expected = train(whole, steps=None).records
     per_epoch, total = (line["step"] for line in expected if "eval_loss" in line)
     draw = random.Random(name)
     stops = [draw.choice([1, draw.randrange(2, per_epoch)]), per_epoch, draw.randrange(per_epoch + 1, total)]
     for stop in stops:
-        run(parts, "--max-steps", str(stop))
-        assert read_metrics(parts)[0][-1]["step"] == stop
-    said = run(parts)
-    assert f"resuming from {parts}/checkpoints/step-{stops[-1]:08d}: step {stops[-1]}" in said
-    assert record(parts) == expected
+        assert train(parts, steps=stop).steps[-1]["step"] == stop
+    resumed = train(parts, steps=None)
+    assert f"resuming from {parts}/checkpoints/step-{stops[-1]:08d}: step {stops[-1]}" in resumed.said
+    assert resumed.records == expected
     assert storage.list_steps(parts / "checkpoints")[0].name == f"step-{total:08d}"
     if "loss scaling" in name:
         assert len({line["loss_scale"] for line in expected if "loss" in line}) > 2, (
@@ -226,7 +217,7 @@ def saved(tmp_path_factory):
         random_start(patch)
         losses = {}
         for name, (processes, values, amp) in MODES.items():
-            settings = recipes.config(recipes.flags(amp, **values))
+            settings = training.config_of(training.flags(amp, **values))
             function = functools.partial(save_after_two_steps, folder / name)
             paths, own = zip(*fork_ranks.call(function, processes, **settings), strict=True)
             losses[name] = paths[0], mean(own)
@@ -236,7 +227,7 @@ def saved(tmp_path_factory):
 @pytest.mark.parametrize("reader", MODES)
 def test_every_layout_reads_every_layout(reader, saved, tmp_path):
     processes, values, amp = MODES[reader]
-    settings = recipes.config(recipes.flags(amp, **values))
+    settings = training.config_of(training.flags(amp, **values))
     paths = {name: path for name, (path, _) in saved.items()}
     answers = fork_ranks.call(functools.partial(load_each, paths, tmp_path), processes, **settings)
     for writer, (_, expected) in saved.items():
@@ -263,9 +254,9 @@ def test_moments_matter(saved):
 )
 def test_a_run_goes_on_in_another_layout(first, second, tmp_path, random_weights):
     """Ten steps in one layout, ten in another, through the command line: the curve is that of one process."""
-    expected, _ = recipes.train(tmp_path / "one", DEPTH=2)
-    recipes.train(tmp_path / "two", LAYOUTS[first][0], steps=10, DEPTH=2, **LAYOUTS[first][1])
-    steps, _ = recipes.train(tmp_path / "two", LAYOUTS[second][0], steps=20, DEPTH=2, **LAYOUTS[second][1])
+    expected = training.train(tmp_path / "one", DEPTH=2).steps
+    training.train(tmp_path / "two", LAYOUTS[first][0], steps=10, DEPTH=2, **LAYOUTS[first][1])
+    steps = training.train(tmp_path / "two", LAYOUTS[second][0], DEPTH=2, **LAYOUTS[second][1]).steps
     assert [r["step"] for r in steps] == list(range(1, 21))
     for here, there in zip(steps, expected, strict=True):
         for key in ("loss", "grad_norm"):
@@ -275,27 +266,34 @@ def test_a_run_goes_on_in_another_layout(first, second, tmp_path, random_weights
 
 def test_the_place_in_the_epoch_counts_in_images(tmp_path, random_weights):
     """Accumulation and data parallel size changed in the middle of an epoch, the global batch not: the same curve."""
-    expected, _ = recipes.train(tmp_path / "one", DEPTH=2, NUM_EPOCHS=2, steps=60)
     common = dict(DEPTH=2, NUM_EPOCHS=2)
-    recipes.train(tmp_path / "two", 2, steps=30, BATCH_SIZE=8, gradient_accumulation=2, **common)
-    steps, _ = recipes.train(tmp_path / "two", 4, steps=60, BATCH_SIZE=8, **common)
+    expected = training.train(tmp_path / "one", steps=60, **common).steps
+    training.train(tmp_path / "two", 2, steps=30, BATCH_SIZE=8, gradient_accumulation=2, **common)
+    steps = training.train(tmp_path / "two", 4, steps=60, BATCH_SIZE=8, **common).steps
     for here, there in zip(steps, expected, strict=True):
         assert here["loss"] == pytest.approx(there["loss"], rel=1e-3 if here["step"] > 20 else 1e-4), here["step"]
         assert (here["lr"], here["epoch"]) == (there["lr"], there["epoch"])
 
 
 def test_a_run_that_is_told_to_stop_goes_on_to_the_bit(tmp_path):
-    """A signal to one rank, twice, wherever it finds the run; then no more."""
-    config, values = HYBRID_RUN[1], {**HYBRID, "BATCH_SIZE": 16, "NUM_EPOCHS": 3}
-    assert fork_ranks.run(recipes.HYBRID, argv(config, values, tmp_path / "whole"), 2).codes == [0, 0]
+    """A signal to one rank, or Ctrl-C to all, twice at once since torchrun passes it on; wherever it finds the run."""
+    settings = options({**HYBRID, "BATCH_SIZE": 16, "NUM_EPOCHS": 4})
+    whole = training.train(tmp_path / "whole", 2, steps=None, **settings)
     output, steps = tmp_path / "parts", 0
-    for victim, number in ((1, signal.SIGUSR1), (0, signal.SIGTERM)):
-        ranks = fork_ranks.start(recipes.HYBRID, argv(config, values, output), fork_ranks.by_torchrun(2))
+    argv = [*training.flags(**settings), "--output", str(output)]
+    for victims, number, code in (
+        ([1], signal.SIGUSR1, 75),
+        ([0], signal.SIGTERM, 75),
+        ([0, 1, 0, 1], signal.SIGINT, 130),
+    ):
+        ranks = fork_ranks.start(training.HYBRID, argv, fork_ranks.by_torchrun(2))
         launchers.wait_until(lambda steps=steps: launchers.steps_on_record(output) >= steps + 3, ranks.output(0, "err"))
-        os.kill(ranks.pids[victim], number)
+        for victim in victims:
+            os.kill(ranks.pids[victim], number)
         result = ranks.wait()
-        assert result.codes == [75, 75], str(result)
+        assert result.codes == [code, code], str(result)
+        assert f"stopped by {number.name} after step" in "".join(result.stderr)
         steps = read_metrics(output)[0][-1]["step"]
-    assert steps < read_metrics(tmp_path / "whole")[0][-1]["step"], "stopped before its end"
-    assert fork_ranks.run(recipes.HYBRID, argv(config, values, output), 2).codes == [0, 0]
-    assert record(output) == record(tmp_path / "whole")
+        assert storage.step_of(storage.newest(output / storage.FOLDER)[0].path) == steps
+    assert steps < whole.steps[-1]["step"], "stopped before its end"
+    assert training.train(output, 2, steps=None, **settings).records == whole.records

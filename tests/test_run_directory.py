@@ -15,8 +15,11 @@ from colossal_vit.errors import UserError
 from colossal_vit.results import CURVES
 
 import fork_ranks
-import recipes
+import training
+from training import contents
 
+# A short command, to be run from elsewhere.
+SHORT = [*training.flags(DEPTH=1, BATCH_SIZE=128), "--max-steps", "1"]
 FOLDER = fork_ranks.ROOT / "vit_cifar10_hybrid"
 SCRIPT, CONFIG = FOLDER / "train_hybrid.py", FOLDER / "configs" / "config_tensor_2d.py"
 
@@ -75,10 +78,9 @@ def test_two_commands_do_not_continue_each_other(tmp_path):
     script = tmp_path / "example" / "train_hybrid.py"
     script.parent.mkdir()
     shutil.copy(SCRIPT, script)
-    argv = recipes.flags(DEPTH=1, BATCH_SIZE=128)
 
     def run(*more):
-        result = fork_ranks.run(script, [*argv, *more, "--max-steps", "1"])
+        result = fork_ranks.run(script, [*SHORT, *more])
         assert result.codes == [0], str(result)
         return result.stdout[0]
 
@@ -95,6 +97,9 @@ def test_two_commands_do_not_continue_each_other(tmp_path):
 CONFIG_FILE = '{"SEED": 0, "gradient_accumulation": 1}'
 RUN = ["config.json", "metrics.jsonl"]
 STEP = "checkpoints/step-00000002/state.json"
+LEFT_BY_RUNS = [".lock", ".config.json", ".metrics.jsonl", "wandb/id.txt", "profile-rank12.json"]
+LEFT_BY_RUNS += ["events.out.tfevents.1.h.2.0", "idx_files/train/a.idx", "calibration.json", "layout.png", "plan.png"]
+LEFT_BY_RUNS += ["checkpoints/damaged-step-00000001.1/a", "checkpoints/.step-00000003-x_/a"]
 
 
 def fill(directory, names):
@@ -112,23 +117,7 @@ def fill(directory, names):
         (["config.json"], False),  # a run that made no step
         (RUN, True),
         ([STEP], True),  # imported
-        (
-            [
-                *(
-                    *RUN,
-                    *CURVES,
-                    STEP,
-                    ".lock",
-                    ".config.json",
-                    ".metrics.jsonl",
-                    "wandb/id.txt",
-                    "profile-rank12.json",
-                ),
-                *("events.out.tfevents.1.h.2.0", "idx_files/train/a.idx", "calibration.json", "layout.png", "plan.png"),
-                *("checkpoints/damaged-step-00000001.1/a", "checkpoints/.step-00000003-x_/a"),
-            ],
-            True,
-        ),
+        ([*RUN, *CURVES, STEP, *LEFT_BY_RUNS], True),
         ([*RUN, "notes.txt"], "has an earlier run, and notes.txt, which is no part of it"),
         ([*RUN, "checkpoints/mine.pt"], "has an earlier run, and checkpoints/mine.pt, which is no part of it"),
         ([*RUN, "other/config.json"], "has an earlier run, and other, which is no part of it"),
@@ -157,12 +146,6 @@ def test_no_directory_is_no_run(tmp_path):
     assert not has_earlier_run(tmp_path / "run")
 
 
-def snapshot(folder):
-    """All files below a folder, without locks, which say who came last."""
-    files = (path for path in folder.rglob("*") if path.is_file() and path.name != lock.NAME)
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
-
-
 @pytest.mark.parametrize(
     ("output", "inside"), [(".", ""), ("../run", ""), ("checkpoints/..", ""), ("..", "checkpoints"), ("../link", "")]
 )
@@ -171,13 +154,13 @@ def test_the_working_directory_is_not_renamed(output, inside, tmp_path):
     run = tmp_path / "run"
     fill(run, [*RUN, STEP])
     (tmp_path / "link").symlink_to(run)
-    before = snapshot(tmp_path)
-    argv = [*recipes.flags(DEPTH=1), "--output", output, "--resume", "never", "--max-steps", "1"]
-    result = fork_ranks.run(recipes.HYBRID, argv, cwd=run / inside)
+    before = contents(tmp_path)
+    argv = [*SHORT, "--output", output, "--resume", "never"]
+    result = fork_ranks.run(training.HYBRID, argv, cwd=run / inside)
     assert result.codes == [2], str(result)
     (line,) = result.stderr[0].splitlines()
     assert f"--output {run}: has an earlier run, and cannot be renamed, since the working directory is in it" in line
-    assert snapshot(tmp_path) == before
+    assert contents(tmp_path) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "run"]
     assert not (run / lock.NAME).exists()
 
@@ -187,34 +170,28 @@ def test_a_relative_directory_is_set_aside_as_an_absolute_one(output, tmp_path):
     """Whatever way leads to it: all that was there is under the new name, and the new run under the old one."""
     run = tmp_path / "run"
     fill(run, [*RUN, STEP])
-    before = snapshot(run)
-    argv = [*recipes.flags(DEPTH=1, BATCH_SIZE=128), "--output", output, "--resume", "never", "--max-steps", "1"]
-    result = fork_ranks.run(recipes.HYBRID, argv, cwd=tmp_path)
+    before = contents(run)
+    result = fork_ranks.run(training.HYBRID, [*SHORT, "--output", output, "--resume", "never"], cwd=tmp_path)
     assert result.codes == [0], str(result)
     assert f"an earlier run was in {run}; it is in {run}.1 now" in result.stdout[0]
-    assert snapshot(tmp_path / "run.1") == before
+    assert contents(tmp_path / "run.1") == before
     assert storage.Checkpoint(run / "checkpoints/step-00000001").state["step"] == 1
     assert (run / lock.NAME).exists()
 
 
 def test_a_folder_that_is_no_run_is_neither_moved_nor_changed(tmp_path):
     fill(tmp_path, names := ["src/a.py", "checkpoints/mine.pt"])
-    argv = [*recipes.flags(DEPTH=1, BATCH_SIZE=128), "--output", str(tmp_path), "--max-steps", "1"]
-    assert fork_ranks.run(recipes.HYBRID, argv).codes == [0]
+    training.train(tmp_path, steps=1, DEPTH=1, BATCH_SIZE=128)
     assert {name: (tmp_path / name).read_text() for name in names} == {name: name for name in names}
-    before = snapshot(tmp_path)
-    result = fork_ranks.run(recipes.HYBRID, [*argv, "--resume", "never"])
-    assert result.codes == [2], str(result)
-    assert "has an earlier run, and checkpoints/mine.pt, which is no part of it: give another --output" in str(result)
-    assert snapshot(tmp_path) == before
+    line = training.refused(tmp_path, 1, "--resume", "never", DEPTH=1, BATCH_SIZE=128)
+    assert "has an earlier run, and checkpoints/mine.pt, which is no part of it: give another --output" in line
 
 
 def test_nothing_is_left_of_a_refused_command_in_folders_that_it_made(tmp_path):
     """Nor in those that it found: a lock."""
     fill(tmp_path, ["there/metrics.jsonl"])
     for output in ("a/b/c", "there"):
-        argv = [*recipes.flags(DEPTH=1), "--output", str(tmp_path / output), "--resume", str(tmp_path / "nothing")]
-        assert fork_ranks.run(recipes.HYBRID, argv).codes == [2]
+        training.refused(tmp_path / output, 1, "--resume", str(tmp_path / "nothing"))
     assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["there", "there/metrics.jsonl"]
 
 
@@ -277,10 +254,8 @@ def test_stand_ins_are_no_obstacle_to_pickle():
 
 def test_a_directory_that_is_not_utf8_is_refused_before_training(tmp_path):
     output = tmp_path / os.fsdecode(b"r\xe4n")
-    result = fork_ranks.run(recipes.HYBRID, [*recipes.flags(), "--output", str(output)])
-    assert result.codes == [2], str(result)
-    assert result.stderr[0].endswith("/r\\udce4n: is not in UTF-8; give another --output\n")
-    assert result.stderr[0].count("\n") == 1
+    line = training.refused(output)
+    assert line.endswith("/r\\udce4n: is not in UTF-8; give another --output")
     assert not any(tmp_path.iterdir())
 
 
