@@ -93,14 +93,14 @@ def _check_compilable(device: torch.device) -> None:
     Raises:
         UserError: if the compiler or Python's headers are missing.
     """
-    language, variable, programs, package = (
-        ("C", "CC", ("gcc", "clang", "cc"), "gcc") if device.type == "cuda" else ("C++", "CXX", ("g++",), "g++")
-    )
-    programs = (os.environ[variable],) if variable in os.environ else programs
+    on_gpu = device.type == "cuda"
+    language, variable, programs = ("C", "CC", ["gcc", "clang", "cc"]) if on_gpu else ("C++", "CXX", ["g++"])
+    programs = [os.environ[variable]] if variable in os.environ else programs
     if not any(map(shutil.which, programs)):
         raise UserError(
             f"COMPILE = True needs a {language} compiler, and {' or '.join(map(repr, programs))} is not on PATH: "
-            f"install one (Debian: apt-get install {package}), name it in {variable}, or leave COMPILE out"
+            f"install one (Debian: apt-get install {'gcc' if on_gpu else 'g++'}), name it in {variable}, or leave "
+            f"COMPILE out"
         )
     header = Path(sysconfig.get_paths()["include"], "Python.h")
     if not header.exists():

@@ -7,6 +7,7 @@ Non-Parametric Instance Discrimination", arXiv:1805.01978. Features are what the
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,13 @@ from torch import Tensor, nn
 NUM_NEIGHBOURS, TEMPERATURE = 20, 0.07
 CHUNK = 1024  # test images that are compared with all training images at a time
 
-# The places of some images in the data set (n,); their labels (n,); what a rank has of their features (n, elements).
-Piece = tuple[Tensor, Tensor, Tensor]
+
+class FeatureShard(NamedTuple):
+    """What a rank has of the features of some images."""
+
+    rows: Tensor  # places of the images in the data set (n,)
+    labels: Tensor  # (n,)
+    features: Tensor  # (n, elements), all of them or those of this tensor-parallel rank
 
 
 @contextmanager
@@ -39,9 +45,10 @@ def _inputs_of_head(engine: Engine) -> Iterator[list[Tensor]]:
             hook.remove()
 
 
-def _pieces(engine: Engine, loader: Loader) -> Iterator[Piece]:
-    """This rank's pieces of the features, batch by batch; none on ranks without the head."""
+def _own_shard(engine: Engine, loader: Loader) -> FeatureShard | None:
+    """This rank's features of all batches; None on ranks without the head."""
     replica, replicas = gpc.get_local_rank(ParallelMode.DATA), gpc.get_world_size(ParallelMode.DATA)
+    shards = []
     engine.eval()
     batches = iter(loader)
     with torch.no_grad(), _inputs_of_head(engine) as seen:
@@ -49,26 +56,26 @@ def _pieces(engine: Engine, loader: Loader) -> Iterator[Piece]:
             _, labels, _ = engine.execute_schedule(batches, forward_only=True, return_loss=False)
             if seen:
                 rows = split_batch(torch.arange(len(labels)).view(len(seen), -1), 1).flatten()
-                place = (number * replicas + replica) * len(labels)  # as `EvalSampler` deals images out
-                yield rows + place, labels.cpu()[rows], torch.cat(seen)
+                first = (number * replicas + replica) * len(labels)  # as `EvalSampler` deals images out
+                shards.append((rows + first, labels.cpu()[rows], torch.cat(seen)))
                 seen.clear()
+    return FeatureShard(*map(torch.cat, zip(*shards, strict=True))) if shards else None
 
 
-def _join(pieces: Iterable[Piece]) -> tuple[Tensor, Tensor]:
-    """Features and labels of all images, from the pieces of all ranks in the order of the ranks.
+def _join(shards: Iterable[FeatureShard | None]) -> tuple[Tensor, Tensor]:
+    """Features and labels of all images, from the shards of all ranks in the order of the ranks.
 
-    Tensor-parallel ranks have pieces of the features, or copies; which of them, is the same for all images. The order
+    Ranks with the same rows have parts of the features, or copies; which of them, is the same for all images. The order
     and the number of copies of a feature's elements make no difference to cosines.
     """
-    parts: dict[tuple[int, ...], list[Piece]] = {}
-    for piece in pieces:
-        parts.setdefault(tuple(piece[0].tolist()), []).append(piece)
-    places = torch.cat([same[0][0] for same in parts.values()])
-    labels = torch.cat([same[0][1] for same in parts.values()])
-    features = torch.cat([torch.cat([piece for *_, piece in same], dim=1) for same in parts.values()])
-    order = places.argsort()
-    features, labels = features[order], labels[order]
-    return features[labels != IGNORED], labels[labels != IGNORED]
+    same_rows: dict[bytes, list[FeatureShard]] = {}
+    for shard in filter(None, shards):
+        same_rows.setdefault(shard.rows.numpy().tobytes(), []).append(shard)
+    rows, labels = (torch.cat([getattr(same[0], key) for same in same_rows.values()]) for key in ("rows", "labels"))
+    features = torch.cat([torch.cat([shard.features for shard in same], dim=1) for same in same_rows.values()])
+    order = rows.argsort()
+    order = order[labels[order] != IGNORED]
+    return features[order], labels[order]
 
 
 def gather_features(engine: Engine, loader: Loader) -> tuple[Tensor, Tensor] | None:
@@ -81,10 +88,9 @@ def gather_features(engine: Engine, loader: Loader) -> tuple[Tensor, Tensor] | N
     Returns:
         Features (N, elements), the order of whose elements depends on the layout, and labels (N,), on the CPU.
     """
-    own = list(_pieces(engine, loader))
     everyone = [None] * dist.get_world_size() if gpc.get_global_rank() == 0 else None
-    dist.gather_object(own, everyone, group=gpc.get_cpu_group(ParallelMode.GLOBAL))
-    return everyone and _join(piece for rank in everyone for piece in rank)
+    dist.gather_object(_own_shard(engine, loader), everyone, group=gpc.get_cpu_group(ParallelMode.GLOBAL))
+    return everyone and _join(everyone)
 
 
 def classify(features: Tensor, labels: Tensor, queries: Tensor) -> Tensor:

@@ -76,11 +76,6 @@ class GradientBucket:
     def nbytes(self) -> int:
         return sum(p.nbytes for p in self.parameters)
 
-    @property
-    def received_bytes(self) -> int:
-        """Size of the buffers for the other ranks' gradients, which an owner has if they are sent to it directly."""
-        return sum(part.nbytes for part in getattr(self._reduction, "received", ()))
-
     def start(self) -> None:
         """Move the gradients from their parameters into one tensor, and start to average it."""
         self.finish()  # the reduction of an earlier pass
@@ -146,8 +141,8 @@ class GradientReducer(BaseGradientHandler):
 
     DistributedDataParallel does not support the several backward passes that a pipeline makes per step, nor owners;
     Colossal-AI's `DataParallelGradientHandler` starts only after the last backward pass. Buckets start in the same
-    order on all replicas. At most `IN_FLIGHT_BYTES` are being sent at a time, and as many received, since a bucket's
-    buffers are freed only when it has arrived.
+    order on all replicas. At most `IN_FLIGHT_BYTES` are being reduced at a time, since a bucket's buffer is freed only
+    when it has arrived.
 
     Args:
         buckets: see `make_buckets`.
@@ -178,15 +173,10 @@ class GradientReducer(BaseGradientHandler):
             bucket.start()
             self._num_started += 1
             self._in_flight.append(bucket)
-            while self._too_much_in_flight():
+            while sum(bucket.nbytes for bucket in self._in_flight) > IN_FLIGHT_BYTES:
                 self._in_flight.popleft().finish()
         if self._num_started == len(self.buckets):
             self._begin()
-
-    def _too_much_in_flight(self) -> bool:
-        sent = sum(bucket.nbytes for bucket in self._in_flight)
-        received = sum(bucket.received_bytes for bucket in self._in_flight)
-        return max(sent, received) > IN_FLIGHT_BYTES
 
     def handle_gradient(self) -> None:
         """Reduce what is left in incomplete buckets, and wait for all of them."""
