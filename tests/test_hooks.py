@@ -21,11 +21,10 @@ from colossal_vit.engine.loop import Trainer
 from colossal_vit.errors import TrainingError
 from colossal_vit.hooks import wandb_run
 from colossal_vit.hooks.debug_nan import DebugNanHook
-from colossal_vit.results import draw, read_metrics
+from colossal_vit.results import draw
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import fork_ranks
-import recipes
 import training
 import vit
 import waits
@@ -39,8 +38,6 @@ EVALUATION_S = 1e6  # by a clock that jumps
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Two epochs of 22 steps on 2 data-parallel ranks with accumulation 2, one of them warm-up."""
-    output = tmp_path_factory.mktemp("run") / "two-epochs"
-    values = {"BATCH_SIZE": 16, "gradient_accumulation": 2, "NUM_EPOCHS": 2, "WARMUP_EPOCHS": 1}
     evaluate, clock, jump = Trainer.evaluate, time.perf_counter, 0.0
 
     def long_evaluation(self, *args, **options):
@@ -51,58 +48,87 @@ def run(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "perf_counter", lambda: clock() + jump)
         patch.setattr(Trainer, "evaluate", long_evaluation)
-        recipes.train(output, 2, steps=1000, **values)
-    return output
+        values = {"BATCH_SIZE": 16, "gradient_accumulation": 2, "NUM_EPOCHS": 2, "WARMUP_EPOCHS": 1}
+        return training.train(tmp_path_factory.mktemp("run") / "two-epochs", 2, "--profile", steps=None, **values)
 
 
-def test_one_record_a_step_and_one_an_evaluation(run):
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps, evaluations = read_metrics(run)
+def test_metrics_have_one_record_per_step_and_evaluation(run):
+    records = [json.loads(line) for line in (run.output / "metrics.jsonl").read_text().splitlines()]
+    steps, evaluations = run.steps, run.evaluations
     assert records == steps[:22] + evaluations[:1] + steps[22:] + evaluations[1:]
-    written = [STEP_KEYS] * 22 + [EVAL_KEYS]
-    assert [list(record) for record in records] == written * 2
+    assert [list(record) for record in records] == ([STEP_KEYS] * 22 + [EVAL_KEYS]) * 2
     assert [(record["step"], record["epoch"]) for record in steps] == [(k + 1, k // 22) for k in range(44)]
     assert [(record["step"], record["epoch"]) for record in evaluations] == [(22, 0), (44, 1)]
     assert all(record["eval_images"] == 360 for record in evaluations)
-
-
-def test_rates_times_and_memory_make_sense(run):
-    steps, _ = read_metrics(run)
     for record in steps:
         assert record["images_per_s"] == pytest.approx(64 / record["step_s"])
         assert 0 <= record["data_s"] < record["step_s"] < EVALUATION_S, "evaluation is not part of a step"
         assert 0.05 < record["memory_gb"] < 24
 
 
-def test_learning_rate_of_each_step(run):
-    """The base rate is reached at the end of the warm-up epoch; each record has the rate its step was made with."""
-    rates = [record["lr"] for record in read_metrics(run)[0]]
+def test_metrics_have_the_rate_a_step_was_made_with(run):
+    """The base rate is reached at the end of the warm-up epoch."""
+    rates = [record["lr"] for record in run.steps]
     assert rates[:22] == pytest.approx([3e-3 * (k + 1) / 22 for k in range(22)])
     assert rates[22] == pytest.approx(3e-3)
     assert all(later < earlier for earlier, later in pairwise(rates[22:]))
     assert 0 < rates[-1] < 1e-4
 
 
-def test_tensorboard_has_the_same_numbers(run):
-    events = EventAccumulator(str(run))
+def test_tensorboard_has_the_numbers_of_metrics(run):
+    events = EventAccumulator(str(run.output))
     events.Reload()
-    steps, evaluations = read_metrics(run)
-    for key, records in (("loss", steps), ("grad_norm", steps), ("eval_accuracy", evaluations)):
+    for key, records in (("loss", run.steps), ("grad_norm", run.steps), ("eval_accuracy", run.evaluations)):
         scalars = events.Scalars(key)
         assert [scalar.step for scalar in scalars] == [record["step"] for record in records]
         assert [scalar.value for scalar in scalars] == pytest.approx([record[key] for record in records], rel=1e-6)
 
 
-def test_curves_and_config(run):
+def test_run_directory_has_curves_and_config(run):
     for name in ("loss.png", "accuracy.png"):
-        assert (run / name).read_bytes().startswith(b"\x89PNG")
-        (run / name).unlink()
-    draw(run)
-    assert (run / "loss.png").stat().st_size > 5000
-    config = json.loads((run / "config.json").read_text())
+        assert (run.output / name).read_bytes().startswith(b"\x89PNG")
+        (run.output / name).unlink()
+    draw(run.output)
+    assert (run.output / "loss.png").stat().st_size > 5000
+    config = json.loads((run.output / "config.json").read_text())
     assert config["gradient_accumulation"] == 2
-    assert config["LABEL_SMOOTHING"] == 0.1, "defaults of the script are part of it"
+    assert config["LABEL_SMOOTHING"] == 0.1
     assert config["fp16"] is None
+
+
+def test_profile_says_where_the_time_goes(run):
+    """Mean of the steps after the traced one, without the evaluation between two epochs; parts sum up to the step."""
+    step, count, said = re.search(r"a step takes (\S+) ms, the mean of (\d+): (.*)", run.said).groups()
+    times = {name: float(ms) for name, ms in re.findall(r"(\w+) (-?[\d.]+) ms", said)}
+    assert list(times) == ["data", "forward", "backward", "update", "other"]
+    assert sum(times.values()) == pytest.approx(float(step), abs=0.5)
+    assert min(times[name] for name in ("forward", "backward", "update")) > 0
+    assert times["other"] >= 0
+    steps = run.steps
+    assert int(count) == len(steps) - 3
+    assert float(step) == pytest.approx(1e3 * sum(record["step_s"] for record in steps[3:]) / int(count), rel=0.1)
+    for rank in range(2):
+        trace = json.loads((run.output / f"profile-rank{rank}.json").read_text())
+        names = [event.get("name") for event in trace["traceEvents"] if event.get("cat") == "user_annotation"]
+        assert [names.count(part) for part in ("data", "forward", "backward", "update")] == [2, 2, 2, 1]
+
+
+def test_profile_of_too_few_steps_says_so(tmp_path):
+    assert "--profile times steps after number 3" in training.train(tmp_path, 1, "--profile", steps=3, DEPTH=1).said
+
+
+def test_loss_scaled_runs_record_scale_and_skips(tmp_path):
+    """An initial scale that overflows fp16: the first steps are skipped, and the record says so."""
+    values = {"fp16.dtype": "fp16", "fp16.initial_scale": 2.0**24, "fp16.hysteresis": 1}
+    steps = training.train(tmp_path, steps=12, amp="NAIVE", **values).steps
+    skipped = [record["skipped"] for record in steps]
+    assert skipped[0]
+    assert not skipped[-1]
+    scale = 2.0**24
+    for record in steps:
+        scale = scale / 2 if record["skipped"] else scale
+        assert record["loss_scale"] == scale
+        assert 2 < record["loss"] < 3, "the recorded loss is not scaled"
 
 
 # ---- Hooks of users ----
@@ -166,88 +192,72 @@ def offline(monkeypatch, tmp_path):
     monkeypatch.setenv("WANDB_MODE", "offline")
 
 
-def with_wandb(output, steps, world_size=1, **values):
-    argv = [*recipes.flags(DEPTH=2, **values), "--output", str(output), "--wandb", "--max-steps", str(steps)]
-    return fork_ranks.run(recipes.HYBRID, argv, world_size)
-
-
 def inspect(folder, *flags):
     """What wandb's own reader prints for the run in a folder."""
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", *flags, str(folder)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def test_wandb_has_the_same_records_and_one_run_after_a_resume(tmp_path, offline):
+def test_wandb_resumed_has_the_same_records_in_one_run(tmp_path, offline):
     """The rank of the second pipeline stage writes them."""
     parts, ids = [], set()
-    for steps in (3, 5):
-        result = with_wandb(tmp_path / "run", steps, 2, **{"parallel.pipeline": 2})
-        assert result.codes == [0, 0], str(result)
-        (folder,) = {path for path in (tmp_path / "run/wandb").glob("offline-run-*") if path not in parts}
+    for steps, expected_steps in ((3, [1, 2, 3, 3]), (5, [4, 5, 5])):
+        run = training.train(tmp_path / "run", 2, "--wandb", steps=steps, DEPTH=2, **{"parallel.pipeline": 2})
+        (folder,) = {path for path in (run.output / "wandb").glob("offline-run-*") if path not in parts}
         parts.append(folder)
         lines = [json.loads(line) for line in inspect(folder).splitlines()]
         items = [line["history"]["item"] for line in lines if line["type"] == "history"]
-        written = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+        written = [json.loads(line) for line in (run.output / "metrics.jsonl").read_text().splitlines()]
         expected = written[-len(items) :]
         assert [{key: value for key, value in item.items() if key[0] != "_"} for item in items] == expected
         (metric,) = [line["metric"] for line in lines if line["type"] == "metric"]
         assert (metric["glob_name"], metric["step_metric"]) == ("*", "step")
         summary = json.loads(inspect(folder, "--summary"))
-        assert summary["config"] == json.loads((tmp_path / "run/config.json").read_text())
+        assert summary["config"] == json.loads((run.output / "config.json").read_text())
         assert (summary["project"], summary["name"], summary["exit_code"]) == ("vit_cifar10_hybrid", "run", 0)
         ids.add(summary["run_id"])
-        assert [item["step"] for item in items] == {3: [1, 2, 3, 3], 5: [4, 5, 5]}[steps]
+        assert [item["step"] for item in items] == expected_steps
     assert len(ids) == 1
 
 
 @pytest.mark.parametrize(
     ("content", "known"),
-    [
-        (b"1a2b3c4d\n", "1a2b3c4d"),
-        (b"my-run_2", "my-run_2"),
-        (b"", None),
-        (b"\xff\n", None),
-        (b"a/b", None),
-        (None, None),
-    ],
+    [(b"1a2b3c4d\n", "1a2b3c4d"), (b"my-run_2", "my-run_2"), (b"", None), (b"\xff\n", None), (b"a/b", None)],
 )
-def test_a_damaged_id_of_wandb_is_replaced_by_a_new_one(content, known, tmp_path):
-    if content is not None:
-        (tmp_path / "id.txt").write_bytes(content)
+def test_wandb_id_that_is_damaged_is_not_read(content, known, tmp_path):
+    (tmp_path / "id.txt").write_bytes(content)
     assert wandb_run._read_id(tmp_path / "id.txt") == known
+    assert wandb_run._read_id(tmp_path / "none") is None
 
 
-def test_wandb_that_is_not_installed(tmp_path, monkeypatch):
+def test_wandb_not_installed_is_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    result = with_wandb(tmp_path / "run", 1)
-    assert result.codes == [2]
-    assert result.stderr[0].endswith(": error: --wandb needs the package wandb: pip install wandb\n")
+    line = training.refused(tmp_path / "run", 1, "--wandb")
+    assert line.endswith(": error: --wandb needs the package wandb: pip install wandb")
     assert not (tmp_path / "run").exists()
 
 
-def test_wandb_without_a_login(tmp_path, offline, monkeypatch):
-    """One line, and all ranks end; the run directory counts as new."""
+def test_wandb_without_login_is_refused_in_one_line(tmp_path, offline, monkeypatch):
+    """All ranks end, and the run directory counts as new."""
     monkeypatch.delenv("WANDB_MODE")
-    result = with_wandb(tmp_path / "run", 1, 2)
-    assert result.codes == [2, 2], str(result)
-    (line,) = "".join(result.stderr).splitlines()
+    run = training.train(tmp_path / "run", 2, "--wandb", steps=1, DEPTH=2, code=2)
+    (line,) = "".join(run.stderr).splitlines()
     assert re.search(r"error: --wandb: No API key configured.* \(WANDB_MODE=offline needs no login\)$", line)
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
-def test_a_wandb_server_that_does_not_answer_does_not_stop_training(tmp_path, offline, monkeypatch):
+def test_wandb_server_that_does_not_answer_is_replaced_by_an_offline_run(tmp_path, offline, monkeypatch):
     monkeypatch.delenv("WANDB_MODE")
     monkeypatch.setenv("WANDB_BASE_URL", f"http://localhost:{fork_ranks.free_port()}")
     monkeypatch.setenv("WANDB_API_KEY", 40 * "0")
     monkeypatch.setattr(wandb_run, "INIT_TIMEOUT", 1.0)
-    result = with_wandb(tmp_path / "run", 2)
-    assert result.codes == [0], str(result)
-    assert "; this run is recorded offline" in result.stdout[0]
+    run = training.train(tmp_path / "run", 1, "--wandb", steps=2, DEPTH=1)
+    assert "; this run is recorded offline" in run.said
     (folder,) = (tmp_path / "run/wandb").glob("offline-run-*")
     assert json.loads(inspect(folder, "--summary"))["summary"]["step"] == 2
 
 
-def test_training_goes_on_when_wandb_dies(tmp_path, offline, monkeypatch):
+def test_wandb_that_dies_does_not_stop_training(tmp_path, offline, monkeypatch):
     original = wandb_run.WandbRun.write
 
     def write(self, record):
@@ -258,54 +268,12 @@ def test_training_goes_on_when_wandb_dies(tmp_path, offline, monkeypatch):
         original(self, record)
 
     monkeypatch.setattr(wandb_run.WandbRun, "write", write)
-    result = with_wandb(tmp_path / "run", 4)
-    assert result.codes == [0], str(result)
-    assert "Weights & Biases: the records end here: " in result.stdout[0]
-    assert [record["step"] for record in read_metrics(tmp_path / "run")[0]] == [1, 2, 3, 4]
+    run = training.train(tmp_path / "run", 1, "--wandb", steps=4, DEPTH=1)
+    assert "Weights & Biases: the records end here: " in run.said
+    assert [record["step"] for record in run.steps] == [1, 2, 3, 4]
 
 
-def test_loss_scaled_runs_record_scale_and_skips(tmp_path):
-    """An initial scale that overflows fp16: the first steps are skipped, and the record says so."""
-    values = {"fp16.dtype": "fp16", "fp16.initial_scale": 2.0**24, "fp16.hysteresis": 1}
-    steps, _ = recipes.train(tmp_path, steps=12, amp="NAIVE", **values)
-    skipped = [record["skipped"] for record in steps]
-    assert skipped[0]
-    assert not skipped[-1]
-    scale = 2.0**24
-    for record in steps:
-        scale = scale / 2 if record["skipped"] else scale
-        assert record["loss_scale"] == scale
-        assert 2 < record["loss"] < 3, "the recorded loss is not scaled"
-
-
-def test_profile_says_where_the_time_goes(tmp_path):
-    """Of the steps after the traced one, without the evaluation between two epochs; the parts sum up to the step."""
-    argv = [
-        *recipes.flags(BATCH_SIZE=16, gradient_accumulation=20, NUM_EPOCHS=2),
-        "--output",
-        str(tmp_path),
-        "--profile",
-    ]
-    result = fork_ranks.run(recipes.HYBRID, argv, 2)
-    assert result.codes == [0, 0], str(result)
-    step, count, said = re.search(r"a step takes (\S+) ms, the mean of (\d+): (.*)", result.stdout[0]).groups()
-    times = {name: float(ms) for name, ms in re.findall(r"(\w+) (-?[\d.]+) ms", said)}
-    assert list(times) == ["data", "forward", "backward", "update", "other"]
-    assert sum(times.values()) == pytest.approx(float(step), abs=0.5)
-    assert min(times[name] for name in ("forward", "backward", "update")) > 0
-    assert times["other"] >= 0
-    steps = read_metrics(tmp_path)[0]
-    assert int(count) == len(steps) - 3
-    assert float(step) == pytest.approx(1e3 * sum(record["step_s"] for record in steps[3:]) / int(count), rel=0.1)
-    for rank in range(2):
-        trace = json.loads((tmp_path / f"profile-rank{rank}.json").read_text())
-        names = [event.get("name") for event in trace["traceEvents"] if event.get("cat") == "user_annotation"]
-        assert [names.count(part) for part in ("data", "forward", "backward", "update")] == [20, 20, 20, 1]
-
-
-def test_profile_of_too_few_steps_says_so(tmp_path):
-    argv = [*recipes.flags(), "--output", str(tmp_path), "--profile", "--max-steps", "3"]
-    assert "--profile times steps after number 3" in fork_ranks.run(recipes.HYBRID, argv).stdout[0]
+# ---- Waits for the device ----
 
 
 HALF = {"fp16.dtype": "fp16"}
@@ -350,8 +318,11 @@ def test_wait_counter_counts_other_waits():
     assert (counter.reads, counter.others) == (2, {"_local_scalar_dense": 2, "index": 1})
 
 
+# ---- --debug-nan ----
+
+
 @pytest.mark.parametrize("amp", [None, "NAIVE"])
-def test_debug_nan_names_the_module(tmp_path, monkeypatch, amp):
+def test_debug_nan_names_the_module_with_infinite_output(tmp_path, monkeypatch, amp):
     """A weight of the second pipeline stage that is not finite: one line, from the rank that has it; all end."""
     original = vit.full_vit
 
@@ -361,77 +332,9 @@ def test_debug_nan_names_the_module(tmp_path, monkeypatch, amp):
         return model
 
     monkeypatch.setattr(vit, "full_vit", full_vit)
-    argv = [*recipes.flags(amp, **{"parallel.pipeline": 2}), "--output", str(tmp_path), "--debug-nan"]
-    result = fork_ranks.run(recipes.HYBRID, argv, 2)
-    assert result.codes == [1, 1], str(result)
-    line = "".join(result.stderr)
+    run = training.train(tmp_path, 2, "--debug-nan", amp=amp, code=1, **{"parallel.pipeline": 2})
+    (line,) = "".join(run.stderr).splitlines()
     assert re.search(r"step 1, rank 1: the output of blocks\.3\.mlp\.fc2\S* \(\w+\) is not finite: 272 of 8704", line)
-    assert line.count("\n") == 1, line
-
-
-# ---- The thread that writes checkpoints ----
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_an_error_in_the_thread_that_writes_ends_the_run_with_its_traceback(world_size, tmp_path, monkeypatch):
-    """One that is no disk's, and so nobody's but ours; the first checkpoint is written, the second is not."""
-    write = storage.write
-
-    def wrong(path, *args):
-        return write(path, *args) if path.name == "step-00000002" else write(path, {storage.MODEL: None}, None)
-
-    monkeypatch.setattr(storage, "write", wrong)
-    values = {"checkpoint.every_steps": 2, "BATCH_SIZE": 128 // world_size, "DEPTH": 1, "NUM_EPOCHS": 1}
-    argv = [*recipes.flags(**values), "--output", str(tmp_path), *fork_ranks.FOREVER]
-    result = fork_ranks.run(recipes.HYBRID, argv, world_size)
-    assert result.codes == [1] * world_size, str(result)
-    assert "Traceback" in result.stderr[0]
-    assert "TypeError: 'NoneType' object is not iterable" in result.stderr[0]
-    assert storage.newest(tmp_path / "checkpoints")[0].path.name == "step-00000002"
-
-
-def test_a_checkpoint_for_which_there_is_no_memory_is_like_one_without_a_disk(tmp_path, monkeypatch):
-    write = storage.write
-
-    def small(path, *args):
-        if path.name == "step-00000002":
-            raise MemoryError
-        write(path, *args)
-
-    monkeypatch.setattr(storage, "write", small)
-    argv = [*recipes.flags(DEPTH=1, **{"checkpoint.every_steps": 2}), "--output", str(tmp_path), "--max-steps"]
-    result = fork_ranks.run(recipes.HYBRID, [*argv, "4"])
-    assert result.codes == [0], str(result)
-    assert "step-00000002: cannot be written: out of memory; training continues" in result.stdout[0]
-    assert storage.newest(tmp_path / "checkpoints")[0].path.name == "step-00000004"
-    result = fork_ranks.run(recipes.HYBRID, [*argv, "2", "--resume", "never"])
-    assert result.codes == [1], str(result)
-    assert "out of memory; the last checkpoint of the run is missing" in result.stderr[0]
-    assert (tmp_path / lock.NAME).exists(), "a run that has begun keeps its lock file"
-
-
-def test_an_old_checkpoint_that_cannot_be_removed_is_named_and_the_new_one_is_there(tmp_path, monkeypatch):
-    def busy(path):
-        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
-
-    monkeypatch.setattr(storage, "_remove", busy)
-    values = {"checkpoint.every_steps": 2, "checkpoint.keep": 1, "DEPTH": 1}
-    result = fork_ranks.run(recipes.HYBRID, [*recipes.flags(**values), "--output", str(tmp_path), "--max-steps", "4"])
-    assert result.codes == [0], str(result)
-    assert f"{tmp_path}/checkpoints/step-00000002: cannot be removed: Device or resource busy" in result.stdout[0]
-    assert len(storage.list_steps(tmp_path / "checkpoints")) == 2
-
-
-def test_a_record_that_cannot_be_synced_does_not_end_the_run(tmp_path, monkeypatch):
-    """As on a full disk that says so late."""
-
-    def full(file):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
-    monkeypatch.setattr(storage, "sync", lambda path: None)
-    result = fork_ranks.run(recipes.HYBRID, [*recipes.flags(DEPTH=1), "--output", str(tmp_path), "--max-steps", "2"])
-    assert result.codes == [0], str(result)
 
 
 def test_debug_nan_names_the_module_whose_gradient_overflows():
@@ -453,3 +356,62 @@ def test_debug_nan_names_the_module_whose_gradient_overflows():
 
     (said,) = fork_ranks.call(function)
     assert said.startswith("step 1, rank 0: the gradient at the output of 0 (Linear) is not finite: 2 of 2 values")
+
+
+# ---- The thread that writes checkpoints ----
+
+EVERY_2 = {"DEPTH": 1, "checkpoint.every_steps": 2}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_error_in_the_thread_that_writes_ends_the_run_with_its_traceback(world_size, tmp_path, monkeypatch):
+    """One that is no disk's, and so nobody's but ours; the first checkpoint is written, the second is not."""
+    write = storage.write
+
+    def wrong(path, *args):
+        return write(path, *args) if path.name == "step-00000002" else write(path, {storage.MODEL: None}, None)
+
+    monkeypatch.setattr(storage, "write", wrong)
+    values = {**EVERY_2, "BATCH_SIZE": 128 // world_size}
+    run = training.train(tmp_path, world_size, *fork_ranks.FOREVER, steps=None, code=1, **values)
+    assert "Traceback" in run.said
+    assert "TypeError: 'NoneType' object is not iterable" in run.said
+    assert storage.newest(tmp_path / "checkpoints")[0].path.name == "step-00000002"
+
+
+def test_checkpoint_without_memory_is_like_one_without_disk(tmp_path, monkeypatch):
+    write = storage.write
+
+    def small(path, *args):
+        if path.name == "step-00000002":
+            raise MemoryError
+        write(path, *args)
+
+    monkeypatch.setattr(storage, "write", small)
+    said = training.train(tmp_path, steps=4, **EVERY_2).said
+    assert "step-00000002: cannot be written: out of memory; training continues" in said
+    assert storage.newest(tmp_path / "checkpoints")[0].path.name == "step-00000004"
+    said = training.train(tmp_path, 1, "--resume", "never", steps=2, code=1, **EVERY_2).said
+    assert "out of memory; the last checkpoint of the run is missing" in said
+    assert (tmp_path / lock.NAME).exists(), "a run that has begun keeps its lock file"
+
+
+def test_old_checkpoint_that_cannot_be_removed_is_named(tmp_path, monkeypatch):
+    def busy(path):
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+
+    monkeypatch.setattr(storage, "_remove", busy)
+    said = training.train(tmp_path, steps=4, **EVERY_2, **{"checkpoint.keep": 1}).said
+    assert f"{tmp_path}/checkpoints/step-00000002: cannot be removed: Device or resource busy" in said
+    assert len(storage.list_steps(tmp_path / "checkpoints")) == 2, "the new one is there"
+
+
+def test_record_that_cannot_be_synced_does_not_end_the_run(tmp_path, monkeypatch):
+    """As on a full disk that says so late."""
+
+    def full(file):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(storage, "sync", lambda path: None)
+    training.train(tmp_path, steps=2, DEPTH=1)
