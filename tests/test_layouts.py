@@ -3,7 +3,6 @@
 import functools
 import itertools
 import re
-import sys
 
 import pytest
 import torch
@@ -15,11 +14,9 @@ from colossalai.legacy import nn as col_nn
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 
-import check_layouts
 import fork_ranks
 import recipes
 import vit
-import warm
 from conftest import NUM_TEST_IMAGES
 from layouts import LAYOUTS, MODEL, OPTIMIZERS
 
@@ -264,34 +261,3 @@ def test_every_shipped_config_trains(path, tmp_path):
     assert result.codes == [0] * processes, str(result)
     assert recipes.read_metrics(tmp_path)[1][-1]["eval_images"] == NUM_TEST_IMAGES
     assert "AMP_TYPE.NAIVE in bfloat16" in result.stdout[0]
-
-
-def test_the_command_checks_layouts(monkeypatch, capsys, tmp_path):
-    """As a user runs it, for one layout; and on two curves that drift apart, to see it fail."""
-    monkeypatch.setattr("sys.argv", ["check_layouts.py", "--only", "DP 2", "3D 8", "--world", "2"])
-    with warm.Warm(tmp_path) as programs, monkeypatch.context() as patch:
-        patch.setattr("sys.executable", str(programs.bin / "python"))
-        patch.setenv("PYTHONPATH", str(fork_ranks.ROOT))
-        for key, value in programs.environment.items():
-            patch.setenv(key, value)
-        assert check_layouts.main() == 0
-    said = capsys.readouterr().out
-    assert re.search(r"DP 2 +\d\.\de[-+]\d+ +\d\.\de[-+]\d+ +\d+$", said, re.MULTILINE), said
-    assert "not checked, since they need more than 2 processes: 3D 8" in said
-
-    def drifting(processes, *_, steps, **__):
-        losses = [1.0] * (steps - 1) + [1.0 + 2e-4 * processes]
-        return [
-            dict(step=step, loss=loss, grad_norm=1.0, images_per_s=1.0) for step, loss in enumerate(losses, start=1)
-        ]
-
-    monkeypatch.setattr(check_layouts, "train", drifting)
-    assert check_layouts.main() == 1
-    assert "OUT" in capsys.readouterr().out
-    # In later steps than the 20th the error is put on record, and nothing else.
-    monkeypatch.setattr("sys.argv", [*sys.argv, "--steps", "21", "--result", str(tmp_path / "curve")])
-    monkeypatch.setenv("REHEARSE", "1")
-    assert check_layouts.main() == 0
-    assert "| DP 2 | 2 | 0.0e+00 | 0.0e+00 | 2.0e-04 |" in (tmp_path / "curve/one_curve.md").read_text()
-    lines = (tmp_path / "curve/losses.csv").read_text().splitlines()
-    assert (lines[0], lines[21], len(lines)) == ("step,one process,DP 2", "21,1.0002,1.0004", 22)
