@@ -2,10 +2,10 @@
 
     python scripts/draw_imports.py             print the diagram
     python scripts/draw_imports.py --write     put it into docs/architecture.md
-    python scripts/draw_imports.py --numbers   count layers, modules, arrows, cycles, long files, lines
 
 Modules are the subpackages of colossal_vit and the files directly in it; layers are those of the import contract in
-pyproject.toml. An arrow means that a module imports another one; arrows implied by others are left out.
+pyproject.toml. An arrow means that a module imports another one; arrows that follow from others are left out, and so
+are imports that the contract ignores.
 """
 
 import argparse
@@ -14,87 +14,49 @@ import tomllib
 from pathlib import Path
 
 import grimp
+import networkx
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/architecture.md"
-LONG = 300  # lines
 
 
-def imports() -> dict[str, set[str]]:
-    """The modules that each module imports from."""
+def contract() -> dict:
+    """The import contract of pyproject.toml that declares the layers."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (found,) = (contract for contract in contracts if contract["type"] == "layers")
+    return found
+
+
+def arrows() -> list[tuple[str, str]]:
+    """Each module and another one that it imports, unless that follows from other arrows."""
     graph = grimp.build_graph("colossal_vit", cache_dir=None)
+    for ignored in contract().get("ignore_imports", ()):
+        importer, imported = ignored.split(" -> ")
+        graph.remove_import(importer=importer, imported=imported)
     modules = graph.find_children("colossal_vit")
     for module in modules:
         graph.squash_module(module)
-    found = {module: graph.find_modules_directly_imported_by(module) & modules for module in modules}
-    return {_name(module): {_name(other) for other in others - {module}} for module, others in sorted(found.items())}
-
-
-def _name(module: str) -> str:
-    return module.removeprefix("colossal_vit.")
-
-
-def _reachable(arrows: dict[str, set[str]], module: str) -> set[str]:
-    seen, left = set(), list(arrows[module])
-    while left:
-        if (other := left.pop()) not in seen:
-            seen.add(other)
-            left += arrows[other]
-    return seen
-
-
-def reduce(arrows: dict[str, set[str]]) -> dict[str, set[str]]:
-    """The transitive reduction of an acyclic graph: without arrows that other arrows imply."""
-    return {
-        module: {other for other in others if not any(other in _reachable(arrows, third) for third in others - {other})}
-        for module, others in arrows.items()
-    }
-
-
-def layers() -> list[list[str]]:
-    """The modules of each layer, the top one first, as pyproject.toml declares them."""
-    (contract,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    return [re.split(r"\s*[|:]\s*", layer) for layer in contract["layers"]]
+    imports = networkx.DiGraph()
+    for module in modules:
+        others = graph.find_modules_directly_imported_by(module) & modules
+        imports.add_edges_from((module, other) for other in others - {module})
+    edges = networkx.transitive_reduction(imports).edges
+    return sorted(tuple(module.removeprefix("colossal_vit.") for module in edge) for edge in edges)
 
 
 def diagram() -> str:
     """The modules by layer, as Mermaid."""
     lines = ["```mermaid", "flowchart TD"]
-    for number, modules in enumerate(layers()):
+    for number, layer in enumerate(contract()["layers"]):
         lines += [f"    subgraph layer{number}[ ]", "        direction LR"]
-        lines += [f"        {module}" for module in modules] + ["    end"]
-    arrows = reduce(imports())
-    lines += [f"    {module} --> {other}" for module in arrows for other in sorted(arrows[module])]
-    return "\n".join([*lines, "```"])
-
-
-def numbers() -> str:
-    """The counts of `--numbers`, as text."""
-    arrows = imports()
-    files = {path: len(path.read_text().splitlines()) for path in (ROOT / "colossal_vit").rglob("*.py")}
-    scripts = sum(len(path.read_text().splitlines()) for path in (ROOT / "scripts").glob("*.py"))
-    long = [f"{path.relative_to(ROOT)} ({count})" for path, count in sorted(files.items()) if count > LONG]
-    cycles = [module for module in arrows if module in _reachable(arrows, module)]
-    return (
-        f"{len(layers())} layers, {len(arrows)} modules, {sum(map(len, arrows.values()))} arrows, modules in a cycle: "
-        f"{len(cycles)}; {len(files)} files, above {LONG} lines: {', '.join(long) or 'none'}; "
-        f"lines: {sum(files.values()):,} in colossal_vit/, {scripts:,} in scripts/"
-    )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true")
-    parser.add_argument("--numbers", action="store_true")
-    args = parser.parse_args()
-    if args.numbers:
-        print(numbers())
-    elif args.write:
-        page = PAGE.read_text()
-        PAGE.write_text(re.sub(r"```mermaid\n.*?\n```", lambda _: diagram(), page, flags=re.DOTALL))
-    else:
-        print(diagram())
+        lines += [f"        {module}" for module in re.split(r"\s*[|:]\s*", layer)] + ["    end"]
+    return "\n".join([*lines, *(f"    {module} --> {other}" for module, other in arrows()), "```"])
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    if parser.parse_args().write:
+        PAGE.write_text(re.sub(r"```mermaid\n.*?\n```", lambda _: diagram(), PAGE.read_text(), flags=re.DOTALL))
+    else:
+        print(diagram())

@@ -25,7 +25,9 @@ from colossal_vit.plan.machines import RESERVED_GB, find_machine
 from colossal_vit.plan.search import Prediction, Predictor, Trace
 from colossal_vit.provenance import ResultFolder
 
-from check_layouts import CONFIG, FOLDER, set_flags
+sys.path.append(str(Path(__file__).resolve().parents[1] / "vit_cifar10_hybrid"))
+
+from layouts import CONFIG, FOLDER, set_flags
 from plan_zero import MODELS
 
 IMAGENET = FOLDER.parent / "vit_imagenet_dali"

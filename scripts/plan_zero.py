@@ -17,11 +17,10 @@ from colossal_vit.plan import report
 from colossal_vit.plan.meter import StepPlan
 from colossal_vit.provenance import ResultFolder
 
-from check_layouts import CONFIG, FOLDER, set_flags
-
-sys.path.append(str(FOLDER))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "vit_cifar10_hybrid"))
 
 import train_hybrid
+from layouts import CONFIG, FOLDER, set_flags
 
 COMMON = {"parallel.pipeline": 1, "NUM_MICRO_BATCHES": 1, "IMG_SIZE": 224, "BATCH_SIZE": 16, "CHECKPOINT": False}
 COMMON |= {"OPTIMIZER": "lamb", "NUM_CLASSES": 1000, "fp16.initial_scale": 1.0}

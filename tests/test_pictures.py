@@ -1,13 +1,13 @@
 """Pictures show what ranks really hold, and those in docs/ are what their script draws."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import matplotlib
 import numpy as np
 import pytest
 import torch
+from colossal_vit import launch
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.plan import pictures, report
 from colossal_vit.plan.simulation import Cost, simulate
@@ -15,9 +15,9 @@ from colossalai.legacy.core import global_context as gpc
 from matplotlib.figure import Figure
 from PIL import Image
 
-import draw_pictures
 import fork_ranks
 import recipes
+import train_hybrid
 import vit
 from layouts import LAYOUTS
 
@@ -58,7 +58,9 @@ def test_pieces_are_what_ranks_hold(layout):
 
 def test_a_picture_that_cannot_be_written_is_a_line(tmp_path):
     (tmp_path / "file").touch()
-    plans = draw_pictures.dry_run(2, LAYOUTS["PP 2"][1] | {"DEPTH": 2})
+    argv = [*recipes.flags(**{**LAYOUTS["PP 2"][1], "DEPTH": 2}), "--dry-run", "--world_size", "2"]
+    args = launch.parse([*argv, "--output", str(tmp_path)], script="train_hybrid", check=vit.check_vit)
+    plans = report.plan(train_hybrid.main, args)
     assert "layout.png cannot be written: Not a directory" in report._write_picture(plans, tmp_path / "file" / "run")
 
 
@@ -68,15 +70,15 @@ def test_the_timetable_has_all_passes():
     assert sorted(text.get_text() for text in axes.texts) == sorted("0123" * 3 * 2)
 
 
-def test_committed_pictures_are_what_the_script_draws(tmp_path, monkeypatch):
-    """`python scripts/draw_pictures.py` draws them; compared where matplotlib is the one that drew them."""
+def test_committed_pictures_are_what_the_script_draws(tmp_path):
+    """`python scripts/pictures.py` draws them; compared where matplotlib is the one that drew them."""
     tracked = subprocess.run(["git", "ls-files", "docs/pictures"], cwd=fork_ranks.ROOT, capture_output=True, text=True)
     committed = {Path(name).name for name in tracked.stdout.split()}
-    assert committed == {f"{name}.png" for name in draw_pictures.PICTURES}
-    monkeypatch.setattr(sys, "argv", ["draw_pictures.py", "--output", str(tmp_path)])
-    draw_pictures.main()
+    drawn = fork_ranks.run("scripts/pictures.py", ["--output", str(tmp_path)])
+    assert drawn.codes == [0], str(drawn)
+    assert committed == {path.name for path in tmp_path.iterdir()}
     for name in committed:
-        was, now = (Image.open(folder / name) for folder in (draw_pictures.OUTPUT, tmp_path))
+        was, now = (Image.open(folder / name) for folder in (fork_ranks.ROOT / "docs/pictures", tmp_path))
         if f"version{matplotlib.__version__}," in was.info["Software"]:
             assert was.size == now.size, name
             assert np.array_equal(np.asarray(was), np.asarray(now)), f"{name} is not up to date"

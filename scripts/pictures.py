@@ -1,6 +1,6 @@
 """Draw the pictures of docs/pictures from results/, from dry runs and from the simulated schedules.
 
-    python scripts/draw_pictures.py [NAME ...]
+    python scripts/pictures.py [NAME ...]
 
 They have no background and mid-tone colours, so that they can be read on light and on dark pages. The docstring of each
 function in PICTURES suggests the alternative text of its picture.
@@ -38,13 +38,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from check_layouts import CONFIG, FOLDER, NUM_STEPS, ONE, set_flags, tensor
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "vit_cifar10_hybrid"))
 
-sys.path.append(str(FOLDER))
+import train_hybrid  # noqa: E402
+from layouts import CONFIG, FOLDER, set_flags, tensor  # noqa: E402
 
-import train_hybrid
-
-ROOT = FOLDER.parent
+ONE, NUM_STEPS = "one process", 20  # of check_layouts.py
 RESULTS, OUTPUT = ROOT / "results", ROOT / "docs/pictures"
 
 
