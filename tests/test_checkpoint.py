@@ -27,7 +27,7 @@ import caltech101
 import cifar10
 import fork_ranks
 import launchers
-import recipes
+import training
 import vit
 from layouts import OPTIMIZERS
 
@@ -160,8 +160,8 @@ def test_a_run_keeps_the_newest_and_the_best(tmp_path, monkeypatch):
 
     monkeypatch.setattr(MetricsHook, "after_test", after_test)
     values = {"parallel.pipeline": 2, "DEPTH": 2, "BATCH_SIZE": 128, "NUM_EPOCHS": 4, "checkpoint.keep": 1}
-    recipes.train(tmp_path, 2, steps=30, **values)
-    recipes.train(tmp_path, 2, steps=1000, **values)
+    training.train(tmp_path, 2, steps=30, **values)
+    training.train(tmp_path, 2, steps=None, **values)
     kept = storage.list_steps(tmp_path / storage.FOLDER)
     assert [storage.step_of(path) for path in kept] == [44, 22]
     assert storage.Checkpoint(kept[0]).state["best"] == {"accuracy": 0.6, "step": 22}
@@ -170,7 +170,7 @@ def test_a_run_keeps_the_newest_and_the_best(tmp_path, monkeypatch):
 def test_the_clock_makes_a_checkpoint_due(tmp_path):
     """A hundredth of a second after the last one, found by rank 0 and heard by the other a step later."""
     values = {"checkpoint.every_minutes": 1e-4, "checkpoint.keep": 1000, "parallel.pipeline": 2}
-    recipes.train(tmp_path, 2, steps=20, **values)
+    training.train(tmp_path, 2, **values)
     steps = [storage.step_of(path) for path in storage.list_steps(tmp_path / storage.FOLDER)]
     assert 20 in steps
     assert len(steps) > 5
@@ -181,9 +181,9 @@ def test_timm_takes_the_weights_as_they_are(tmp_path, random_weights):
     weights = []
     for processes, values in ((1, {}), (8, {"parallel.tensor.mode": "3d", "parallel.tensor.size": 8})):
         output = tmp_path / str(processes)
-        recipes.train(output, processes, steps=3, DEPTH=1, **values, **OPTIMIZERS["sgd"])
+        training.train(output, processes, steps=3, DEPTH=1, **values, **OPTIMIZERS["sgd"])
         weights.append(safetensors.torch.load_file(output / "checkpoints/step-00000003/model.safetensors"))
-    model = vit.full_vit(recipes.config(recipes.flags(DEPTH=1)))
+    model = vit.full_vit(training.config_of(training.flags(DEPTH=1)))
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     model.load_state_dict(weights[1])
     for name, tensor in model.state_dict().items():
@@ -340,7 +340,8 @@ def test_a_forged_field_of_any_type_is_valid_or_one_line(tmp_path, capsys):
     assert "Traceback" not in str(capsys.readouterr())
 
 
-# What `verify` cannot know to be wrong. With each, a run resumes, or is refused with one line.
+STRANGE_RUN = dict(DEPTH=1, BATCH_SIZE=128, NUM_EPOCHS=1)
+# What no check of a checkpoint can know to be wrong. With each, a run resumes, or is refused with one line.
 STRANGE = {
     "far": ({"epoch": 2**53}, "resuming from .*step 2, epoch 9007199254740992"),
     "beyond its epoch": ({"images": 2**53}, "test accuracy"),
@@ -362,9 +363,8 @@ def test_a_state_that_no_run_wrote_is_resumed_or_refused_with_one_line(strange, 
     state, processes = storage.Checkpoint(path).state, 2 if strange == "too few ranks" else 1
     state["layout"]["world_size"] = processes
     forge(path, storage.STATE, json.dumps({**state, **forged}).encode())
-    values = dict(DEPTH=1, BATCH_SIZE=128 // processes, NUM_EPOCHS=1)
-    argv = [*recipes.flags(**values), "--output", str(tmp_path / "run"), "--max-steps", "12"]
-    result = fork_ranks.run(recipes.HYBRID, argv, processes)
+    argv = [*training.flags(**{**STRANGE_RUN, "BATCH_SIZE": 128 // processes}), "--max-steps", "12"]
+    result = fork_ranks.run(training.HYBRID, [*argv, "--output", str(tmp_path / "run")], processes)
     assert result.codes[0] in (0, 2), str(result)
     assert len("".join(result.stderr).splitlines()) == (result.codes[0] == 2), str(result)
     assert re.search(words, str(result)), str(result)
@@ -373,7 +373,7 @@ def test_a_state_that_no_run_wrote_is_resumed_or_refused_with_one_line(strange, 
 @pytest.fixture(scope="module")
 def strange_run(tmp_path_factory):
     output = tmp_path_factory.mktemp("strange") / "run"
-    recipes.train(output, steps=2, DEPTH=1, BATCH_SIZE=128, NUM_EPOCHS=1)
+    training.train(output, steps=2, **STRANGE_RUN)
     return output
 
 
@@ -389,17 +389,13 @@ def test_a_checkpoint_under_another_step_s_name_is_not_valid(tmp_path):
 def test_a_run_passes_over_what_is_damaged_and_goes_on(tmp_path):
     """It says why, keeps the damaged one under another name, and makes its step again."""
     values = {"checkpoint.every_steps": 4, "DEPTH": 1}
-    steps, _ = recipes.train(tmp_path, steps=8, **values)
+    steps = training.train(tmp_path, steps=8, **values).steps
     damaged = tmp_path / "checkpoints/step-00000008"
     os.truncate(damaged / storage.OPTIMIZER, 10)
-    argv = [*recipes.flags(**values), "--output", str(tmp_path), "--max-steps", "10"]
-    result = fork_ranks.run(recipes.HYBRID, argv)
-    assert result.codes == [0], str(result)
-    assert f"skipped: {damaged}/optimizer.safetensors: has 10 bytes" in result.stdout[0]
-    assert "resuming from" in result.stdout[0]
-    assert "step 4, epoch 0, image 128 of it" in result.stdout[0]
-    again = read_metrics(tmp_path)[0]
-    assert [record["loss"] for record in again[:8]] == [record["loss"] for record in steps]
+    again = training.train(tmp_path, steps=10, **values)
+    assert f"skipped: {damaged}/optimizer.safetensors: has 10 bytes" in again.said
+    assert "step 4, epoch 0, image 128 of it" in again.said
+    assert [record["loss"] for record in again.steps[:8]] == [record["loss"] for record in steps]
     assert (damaged.with_name("damaged-step-00000008") / storage.MODEL).exists()
     assert storage.Checkpoint(damaged).state["step"] == 8
 
@@ -504,14 +500,13 @@ def removed_when_found(monkeypatch):
         ("{run}", "--eval-only"),
         ("{run}", "--eval-knn"),
         ("{other}", "--eval-only", "--set", "finetune.weights='{run}'", "--set", "finetune.head='keep'"),
-        ("{other}", "--max-steps", "1", "--resume", "{run}", "--accept-changes"),
+        ("{other}", "--resume", "{run}"),
     ],
 )
 def test_a_run_reads_what_is_removed_after_it_was_found(more, removed_when_found, strange_run, tmp_path):
     run = shutil.copytree(strange_run, tmp_path / "run")
-    argv = [*recipes.flags(DEPTH=1, BATCH_SIZE=128, NUM_EPOCHS=1), "--output"]
-    result = fork_ranks.run(recipes.HYBRID, [*argv, *(m.format(run=run, other=tmp_path / "other") for m in more)])
-    assert result.codes == [0], str(result)
+    output, *flags = (word.format(run=run, other=tmp_path / "other") for word in more)
+    training.train(Path(output), 1, *flags, steps=3, **STRANGE_RUN)
     assert not list((run / storage.FOLDER).iterdir())
 
 
@@ -637,23 +632,17 @@ def test_the_lint_sees(line):
 ON_DISK = {"DEPTH": 1, "checkpoint.every_steps": 5, "checkpoint.keep": 100, "NUM_EPOCHS": 3}
 
 
-def flags(output, *more, **values):
-    return [*recipes.flags(**{**ON_DISK, **values}), "--output", str(output), *more]
-
-
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_full_disk_ends_the_run_if_it_is_told_to(processes, small_disk):
     """Rank 0 writes; the other, a pipeline stage, keeps the record on the same disk."""
-    values = {"parallel.pipeline": processes, "DEPTH": 2}
-    argv = flags(small_disk.path / "run", "--on-save-error", "stop", **values)
-    result = fork_ranks.run(recipes.HYBRID, argv, processes)
-    assert result.codes == [1] * processes, str(result)
-    (line,) = "".join(result.stderr).splitlines()
+    output, values = small_disk.path / "run", {**ON_DISK, "parallel.pipeline": processes, "DEPTH": 2}
+    run = training.train(output, processes, "--on-save-error", "stop", steps=None, code=1, **values)
+    (line,) = "".join(run.stderr).splitlines()
     assert re.search(
         r"step-\d+: cannot be written: .*No space left on device.*; earlier checkpoints are as they were", line
     )
-    assert not list((small_disk.path / "run").glob("checkpoints/.*")), "what did not fit is gone"
-    kept = storage.list_steps(small_disk.path / "run" / storage.FOLDER)
+    assert not list(output.glob("checkpoints/.*")), "what did not fit is gone"
+    kept = storage.list_steps(output / storage.FOLDER)
     assert kept
     assert all(storage.Checkpoint(path) for path in kept)
 
@@ -661,7 +650,7 @@ def test_a_full_disk_ends_the_run_if_it_is_told_to(processes, small_disk):
 def test_a_run_goes_on_with_a_full_disk(small_disk):
     """Checkpoints fail and training continues; when there is space again they are written, and the record is whole."""
     output = small_disk.path / "run"
-    ranks = fork_ranks.start(recipes.HYBRID, flags(output), [{}])
+    ranks = fork_ranks.start(training.HYBRID, [*training.flags(**ON_DISK), "--output", str(output)], [{}])
     launchers.wait_until(lambda: "No space left on device" in ranks.output(0), lambda: ranks.output(0, "err"))
     small_disk.resize("64m")
     result = ranks.wait()
@@ -673,34 +662,23 @@ def test_a_run_goes_on_with_a_full_disk(small_disk):
 
 
 def test_a_run_whose_last_checkpoint_is_missing_has_failed(small_disk):
-    result = fork_ranks.run(recipes.HYBRID, flags(small_disk.path / "run"))
-    assert result.codes == [1], str(result)
-    (line,) = result.stderr[0].splitlines()
+    run = training.train(small_disk.path / "run", steps=None, code=1, **ON_DISK)
+    (line,) = run.stderr[0].splitlines()
     assert "the last checkpoint of the run is missing, the others are as they were" in line
-    assert storage.newest(small_disk.path / "run" / storage.FOLDER)[0]
+    assert storage.newest(run.output / storage.FOLDER)[0]
 
 
 def test_a_disk_that_cannot_be_written_is_refused_before_training(small_disk):
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk.path)], check=True)
-    result = fork_ranks.run(recipes.HYBRID, flags(small_disk.path / "run"), 2)
-    assert result.codes == [2, 2], str(result)
-    (line,) = "".join(result.stderr).splitlines()
+    line = training.refused(small_disk.path / "run", 2)
     assert line.endswith(f"--output {small_disk.path}/run: cannot be written: Read-only file system")
 
 
 def test_a_rank_that_stands_still_ends_all_in_time(tmp_path):
     """SIGSTOP: the others end when their wait has lasted --timeout; the stopped one when it moves again."""
-    values = {**recipes.MODEL, "parallel.pipeline": 2, "NUM_EPOCHS": 1000, "BATCH_SIZE": 16}
-    argv = [
-        "--config",
-        recipes.PIPELINE_CONFIG,
-        "--output",
-        str(tmp_path),
-        "--timeout",
-        "10",
-        *recipes.set_flags(values),
-    ]
-    ranks = fork_ranks.start(recipes.HYBRID, argv, fork_ranks.by_torchrun(2))
+    values = {"parallel.pipeline": 2, "NUM_EPOCHS": 1000, "BATCH_SIZE": 16}
+    argv = [*training.flags(**values), "--output", str(tmp_path), "--timeout", "10"]
+    ranks = fork_ranks.start(training.HYBRID, argv, fork_ranks.by_torchrun(2))
     launchers.wait_until(lambda: launchers.steps_on_record(tmp_path) >= 3, lambda: ranks.output(0, "err"))
     os.kill(ranks.pids[1], signal.SIGSTOP)
     launchers.wait_until(lambda: not alive(ranks.pids[0]), "rank 0 keeps running")
@@ -719,12 +697,13 @@ def alive(pid):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+EVERY_20 = {"DEPTH": 2, "checkpoint.every_steps": 20}
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A run of one epoch, with a checkpoint in the middle of it, and one after its evaluation."""
-    output = tmp_path_factory.mktemp("trained") / "run"
-    steps, evaluations = recipes.train(output, steps=1000, DEPTH=2, **{"checkpoint.every_steps": 20})
-    return output, steps, evaluations
+    return training.train(tmp_path_factory.mktemp("trained") / "run", steps=None, **EVERY_20)
 
 
 @pytest.mark.parametrize(
@@ -737,25 +716,20 @@ def trained(tmp_path_factory):
     ],
 )
 def test_eval_only_is_exact_on_any_world_size(processes, values, trained):
-    output, _, evaluations = trained
-    before = sorted((path, path.stat().st_mtime_ns) for path in output.rglob("*"))
-    argv = [*recipes.flags(DEPTH=2, **values), "--output", str(output), "--eval-only"]
-    result = fork_ranks.run(recipes.HYBRID, argv, processes)
-    assert result.codes == [0] * processes, str(result)
-    (said,) = re.findall(r"test accuracy (\S+)% \((\d+) of 360 images\), loss (\S+)", "".join(result.stdout))
-    assert int(said[1]) == round(evaluations[-1]["eval_accuracy"] * 360)
-    assert float(said[2]) == pytest.approx(evaluations[-1]["eval_loss"], rel=1e-6)
-    assert sorted((path, path.stat().st_mtime_ns) for path in output.rglob("*")) == before, "nothing was touched"
+    before = sorted((path, path.stat().st_mtime_ns) for path in trained.output.rglob("*"))
+    run = training.train(trained.output, processes, "--eval-only", DEPTH=2, **values)
+    (said,) = re.findall(r"test accuracy (\S+)% \((\d+) of 360 images\), loss (\S+)", "".join(run.stdout))
+    expected = trained.evaluations[-1]
+    assert int(said[1]) == round(expected["eval_accuracy"] * 360)
+    assert float(said[2]) == pytest.approx(expected["eval_loss"], rel=1e-6)
+    assert sorted((path, path.stat().st_mtime_ns) for path in trained.output.rglob("*")) == before, "all is untouched"
 
 
 def test_a_run_that_is_done_has_nothing_left_to_do(trained):
-    output, steps, _ = trained
-    result = fork_ranks.run(
-        recipes.HYBRID, [*recipes.flags(DEPTH=2, **{"checkpoint.every_steps": 20}), "--output", str(output)]
-    )
-    assert result.codes == [0], str(result)
-    assert "nothing is left to do: the run has made its 44 steps" in result.stdout[0]
-    assert read_metrics(output)[0] == steps
+    steps = trained.steps
+    again = training.train(trained.output, steps=None, **EVERY_20)
+    assert "nothing is left to do: the run has made its 44 steps" in again.said
+    assert again.steps == steps
 
 
 ACCEPT = ["--accept-changes"]
@@ -766,6 +740,7 @@ MISTAKES = {
     "other values": ({"DEPTH": 3, "SEED": 5}, [], ["was trained with other values (DEPTH 2 → 3, SEED 1024 → 5)"]),
     "another optimizer": ({"OPTIMIZER": "lamb"}, [], ["was trained with AdamW, but this run's optimizer is Lamb"]),
     "no such path": ({}, ["--resume", "/nowhere"], ["--resume /nowhere: no such path, and neither auto nor never"]),
+    "no checkpoint": ({}, ["--resume", "/proc"], ["--resume /proc: /proc: is no checkpoint, and there are none in it"]),
     "newer ones": ({}, ["--resume", "{output}/checkpoints/step-00000020"], ["has newer ones, up to step-00000044"]),
     "never evaluated": ({}, ["--resume", "never", "--eval-only"], ["--resume never says to take none"]),
 }
@@ -773,43 +748,23 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_one_line_and_lose_nothing(mistake, trained):
-    output, steps, _ = trained
-    settings = (output / "config.json").read_bytes()
     values, more, words = MISTAKES[mistake]
-    argv = [
-        *recipes.flags(**{"DEPTH": 2, **values}),
-        "--output",
-        str(output),
-        *(flag.format(output=output) for flag in more),
-    ]
-    result = fork_ranks.run(recipes.HYBRID, argv)
-    assert result.codes == [2], str(result)
-    (line,) = result.stderr[0].splitlines()
+    flags = (flag.format(output=trained.output) for flag in more)
+    line = training.refused(trained.output, 1, *flags, **{"DEPTH": 2, **values})
     assert all(word in line for word in words), line
-    assert read_metrics(output)[0] == steps
-    assert storage.newest(output / storage.FOLDER)[0].path.name == "step-00000044"
-    assert (output / "config.json").read_bytes() == settings
 
 
 def test_nothing_to_evaluate_is_one_line(tmp_path):
-    result = fork_ranks.run(recipes.HYBRID, [*recipes.flags(), "--output", str(tmp_path / "run"), "--eval-only"])
-    assert result.codes == [2], str(result)
-    assert f"--eval-only: no checkpoint in {tmp_path}/run/checkpoints" in result.stderr[0]
+    line = training.refused(tmp_path / "run", 1, "--eval-only")
+    assert f"--eval-only: no checkpoint in {tmp_path}/run/checkpoints" in line
     assert not (tmp_path / "run").exists()
 
 
 def test_a_run_begins_anew_when_it_is_told_to(trained, tmp_path):
     """From the start with `never`; from another run's checkpoint with its path, and that run stays as it is."""
-    output, steps, _ = trained
-    copy = tmp_path / "run"
-    shutil.copytree(output, copy)
-    argv = [*recipes.flags(DEPTH=2), "--output", str(copy), "--max-steps", "2"]
-    assert fork_ranks.run(recipes.HYBRID, [*argv, "--resume", "never"]).codes == [0]
-    assert read_metrics(tmp_path / "run.1")[0] == steps
-    assert len(read_metrics(copy)[0]) == 2
-    argv = [*recipes.flags(DEPTH=2), "--output", str(tmp_path / "other"), "--max-steps", "24"]
-    assert fork_ranks.run(
-        recipes.HYBRID, [*argv, "--resume", str(tmp_path / "run.1/checkpoints/step-00000020")]
-    ).codes == [0]
-    losses = [(record["step"], record["loss"]) for record in read_metrics(tmp_path / "other")[0]]
-    assert losses == [(record["step"], record["loss"]) for record in steps[20:24]]
+    copy = shutil.copytree(trained.output, tmp_path / "run")
+    assert len(training.train(copy, 1, "--resume", "never", steps=2, DEPTH=2).steps) == 2
+    assert read_metrics(tmp_path / "run.1")[0] == trained.steps
+    older = str(tmp_path / "run.1/checkpoints/step-00000020")
+    steps = training.train(tmp_path / "other", 1, "--resume", older, steps=24, DEPTH=2).steps
+    assert [(r["step"], r["loss"]) for r in steps] == [(r["step"], r["loss"]) for r in trained.steps[20:24]]

@@ -13,32 +13,25 @@ import timm
 import torch
 from colossal_vit.checkpoint import __main__, storage, weights
 from colossal_vit.models import build_timm_vit
-from colossal_vit.results import read_metrics
 from colossalai.context import Config
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 import cifar10
-import fork_ranks
-import recipes
 import test_checkpoint
+import training
 import vit
 
-SMALL = dict(recipes.MODEL, DEPTH=2, DROP_RATE=0.1)
-HYBRID = dict(SMALL, MLP_RATIO=3, DROP_PATH_RATE=0.1)
-PLAIN = {key: value for key, value in SMALL.items() if key not in ("CHECKPOINT", "NUM_MICRO_BATCHES")}
-PLAIN |= dict(MODEL="vit_small_patch16_224", NUM_CLASSES=10, gradient_accumulation=1)
-PLAIN_CONFIG = ["--config", "configs/config_data_parallel.py"]
+PLAIN = dict(script=training.DATA_PARALLEL, MODEL="vit_small_patch16_224", DEPTH=2, IMG_SIZE=32, DROP_RATE=0.1)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """A run on two pipeline stages, which has three checkpoints, and one of train_dp.py."""
     folder = tmp_path_factory.mktemp("runs")
-    more = {"parallel.pipeline": 2, "NUM_EPOCHS": 2, "checkpoint.every_steps": 30}
-    recipes.train(folder / "hybrid", 2, 1000, **HYBRID | more)
-    result = plain(folder / "plain")
-    assert result.codes == [0], str(result)
+    values = dict(DEPTH=2, DROP_RATE=0.1, MLP_RATIO=3, DROP_PATH_RATE=0.1, NUM_EPOCHS=2)
+    training.train(folder / "hybrid", 2, steps=None, **values, **{"parallel.pipeline": 2, "checkpoint.every_steps": 30})
+    training.train(folder / "plain", steps=None, **PLAIN)
     return folder
 
 
@@ -49,13 +42,6 @@ def exported(runs):
     for name in ("hybrid", "plain"):
         assert __main__.main(["export", str(runs / name), str(folder / name)]) == 0
     return folder
-
-
-def plain(output, *more, **values):
-    """Train, or evaluate, with train_dp.py."""
-    return fork_ranks.run(
-        recipes.DATA_PARALLEL, [*PLAIN_CONFIG, *recipes.set_flags(PLAIN | values), "--output", str(output), *more]
-    )
 
 
 def newest(run):
@@ -144,9 +130,8 @@ def test_the_same_weights_evaluate_the_same(runs, exported, tmp_path, capsys):
     assert verb(capsys, "import", exported / "plain", tmp_path / "new" / "same")[0] == 0
 
     def evaluate(path):
-        result = plain(tmp_path / "output", "--eval-only", "--resume", str(path))
-        assert result.codes == [0], str(result)
-        return re.findall(r"test accuracy .*", result.stdout[0])
+        run = training.train(tmp_path / "output", 1, "--eval-only", "--resume", str(path), **PLAIN)
+        return re.findall(r"test accuracy .*", run.said)
 
     assert evaluate(tmp_path / "new" / "same") == evaluate(newest(runs / "plain")) != []
 
@@ -165,9 +150,7 @@ def test_training_from_imported_weights(exported, tmp_path, capsys):
     assert all(torch.equal(model[name], given[name]) for name in same)
 
     values = dict(IMG_SIZE=48, NUM_CLASSES=12, LEARNING_RATE=1e-3)
-    result = plain(tmp_path / "run", "--resume", str(start), "--max-steps", "8", **values)
-    assert result.codes == [0], str(result)
-    steps, _ = read_metrics(tmp_path / "run")
+    steps = training.train(tmp_path / "run", 1, "--resume", str(start), steps=8, **{**PLAIN, **values}).steps
     assert [record["step"] for record in steps] == list(range(1, 9))
     assert steps[0]["loss"] == pytest.approx(math.log(12), rel=1e-6)
     assert steps[-1]["loss"] < steps[0]["loss"] - 1e-2

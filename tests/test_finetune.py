@@ -37,13 +37,14 @@ from safetensors.torch import load_file, save_file
 import cifar10
 import conftest
 import fork_ranks
-import recipes
 import test_layouts
+import training
 import vit
 from layouts import LAYOUTS, OPTIMIZERS
+from layouts import MODEL as SMALL_MODEL
 
 MODEL = {
-    **recipes.MODEL,
+    **SMALL_MODEL,
     **dict(MLP_RATIO=4, NUM_CLASSES=10, DROP_RATE=0.0, DROP_PATH_RATE=0.0, OPTIMIZER="adamw", WEIGHT_DECAY=0.1),
 }
 TINY = dict(IMG_SIZE=32, PATCH_SIZE=16, HIDDEN_SIZE=192, DEPTH=12, NUM_HEADS=3)  # vit_tiny_patch16_224 on 32 px
@@ -176,7 +177,7 @@ def file(tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     output = tmp_path_factory.mktemp("runs") / "run"
-    recipes.train(output, steps=1)
+    training.train(output, steps=1)
     return output
 
 
@@ -200,9 +201,7 @@ def test_weights_see_images_as_those_that_they_have_learned_from(where, file, ru
         source = run if where == "run" else tmp_path
         if where == "folder":
             shutil.copy(file, tmp_path)
-            (tmp_path / "config.json").write_text(
-                '{"pretrained_cfg": {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}}'
-            )
+            (tmp_path / "config.json").write_text(HALF_CONFIG)
         else:
             theirs = cifar10.MEAN, cifar10.STD
         reference = vit.full_vit(Config({**MODEL, "SEED": 0}))
@@ -237,10 +236,9 @@ def test_without_a_bias_only_the_deviation_can_be_fitted():
 def test_a_run_says_that_its_images_are_normalised_in_another_way(file, few_test_images, tmp_path):
     shutil.copy(file, tmp_path)
     (tmp_path / "config.json").write_text(HALF_CONFIG)
-    flags = recipes.flags(**{"finetune.weights": str(tmp_path), "finetune.head": "keep"})
-    result = fork_ranks.run(recipes.HYBRID, [*flags, "--output", str(tmp_path / "run"), "--eval-only"])
-    assert result.codes == [0], str(result)
-    assert "its patch embedding is rescaled, so that it sees the same" in result.stdout[0]
+    values = {"finetune.weights": str(tmp_path), "finetune.head": "keep"}
+    said = training.train(tmp_path / "run", 1, "--eval-only", **values).said
+    assert "its patch embedding is rescaled, so that it sees the same" in said
 
 
 def test_from_a_path(file, run, tmp_path, monkeypatch):
@@ -284,84 +282,91 @@ def test_average_pooling_has_a_new_norm(file):
 
 
 def test_average_pooling_is_exported(tmp_path, capsys):
-    recipes.train(tmp_path / "run", steps=1, POOL="avg", DEPTH=1)
+    training.train(tmp_path / "run", steps=1, POOL="avg", DEPTH=1)
     assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "folder")]) == 0
     model = timm.create_model(f"local-dir:{tmp_path / 'folder'}", pretrained=True)
     assert model.global_pool == "avg"
     assert_same(model.state_dict(), saved(tmp_path / "run"))
 
 
+def without(weights, *names):
+    return {name: tensor for name, tensor in weights.items() if name not in names}
+
+
 @pytest.fixture(scope="module")
-def mistakes(file, hub, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("mistakes")
-    weights = load_file(file)
-    save_file({"fc.weight": torch.zeros(2, 2)}, folder / "no_vit.safetensors")
-    save_file({name: t for name, t in weights.items() if "head" not in name}, folder / "no_head.safetensors")
-    save_file({**weights, "dist_token": torch.zeros(1)}, folder / "more.safetensors")
+def wrong_files(file, hub, tmp_path_factory):
+    folder, weights = tmp_path_factory.mktemp("mistakes"), load_file(file)
+    for name, wrong in {
+        "no_vit": {"fc.weight": torch.zeros(2, 2)},
+        "no_head": without(weights, "head.weight", "head.bias"),
+        "more": {**weights, "dist_token": torch.zeros(1)},
+        "no_width": {**weights, PATCHES: torch.zeros(0, 3, 8, 8)},
+        "no_patch": {**weights, PATCHES: torch.zeros(32, 3, 0, 0)},
+        "scalar": {**weights, PATCHES: torch.tensor(1.0)},
+        "grey": {**weights, PATCHES: torch.zeros(32, 1, 8, 8)},
+        "no_bias": {**weights, "patch_embed.proj.bias": torch.zeros(0)},
+        "scalar_head": {**weights, "head.weight": torch.tensor(1.0)},
+        "no_norm_bias": without(weights, "norm.bias"),
+        "no_embedding": {**weights, "pos_embed": torch.zeros(1, 10, 0)},
+    }.items():
+        save_file(wrong, folder / f"{name}.safetensors")
     (folder / "damaged.safetensors").write_bytes(file.read_bytes()[:-1])
-    save_file({**weights, PATCHES: torch.zeros(0, 3, 8, 8)}, folder / "no_width.safetensors")
-    save_file({**weights, PATCHES: torch.zeros(32, 3, 0, 0)}, folder / "no_patch.safetensors")
-    save_file({**weights, PATCHES: torch.tensor(1.0)}, folder / "scalar.safetensors")
-    save_file({**weights, PATCHES: torch.zeros(32, 1, 8, 8)}, folder / "grey.safetensors")
-    save_file({**weights, "patch_embed.proj.bias": torch.zeros(0)}, folder / "no_bias.safetensors")
-    save_file({**weights, "head.weight": torch.tensor(1.0)}, folder / "scalar_head.safetensors")
-    save_file({n: t for n, t in weights.items() if n != "norm.bias"}, folder / "no_norm_bias.safetensors")
-    save_file({**weights, "pos_embed": torch.zeros(1, 10, 0)}, folder / "no_embedding.safetensors")
     (folder / "weights.pth").write_bytes(b"")
     (folder / "empty").mkdir()
     return folder
 
 
 @pytest.mark.parametrize(
-    ("source", "values", "said"),
+    ("source", "head", "said"),
     [
-        (
-            "vit_tiny_patch16_225",
-            {},
-            "no file or folder here, and no pretrained model of timm; did you mean vit_tiny_pa",
-        ),
-        ("vit_tiny_patch16_224.augreg", {}, "no pretrained model of timm; did you mean vit_tiny_patch16_224.augreg_in"),
-        ("vit_huge_patch14_gap_224", {}, "timm has no weights of it on the Hugging Face Hub"),
-        ("vit_small_patch16_224", {}, r"cannot be fetched from timm/vit_small_patch16_224.augreg_in21k_ft_in1k on the"),
-        ("vit_tiny_patch16_224", {}, "has patches of 16 px, but this model's are of 8 px"),
-        (
-            "vit_tiny_patch16_224",
-            {"PATCH_SIZE": 16},
-            "is of shape (192, 3, 16, 16), but this model's is (32, 3, 16, 16)",
-        ),
-        ("vit_tiny_patch16_384", TINY, "has no blocks.2.norm1.weight, which this model needs: it is of another model"),
-        ("vit_tiny_patch16_224", {**TINY, "DEPTH": 11}, "has blocks.11.attn.proj.bias, which this model lacks"),
-        (
-            "vit_tiny_patch16_224",
-            {**TINY, "finetune": {"head": "keep"}},
-            "for 1000 classes, but finetune.head = 'keep'",
-        ),
-        ("{}/no_head.safetensors", {"finetune": {"head": "keep"}}, "has no head, but finetune.head = 'keep' needs one"),
-        ("{}/no_vit.safetensors", {}, "not a Vision Transformer with timm's names"),
-        ("{}/more.safetensors", {}, "has dist_token, which this model lacks: it is of another model"),
-        ("{}/no_width.safetensors", {}, "patch_embed.proj.weight is of shape (0, 3, 8, 8), which is not (width, 3"),
-        ("{}/no_patch.safetensors", {}, "patch_embed.proj.weight is of shape (32, 3, 0, 0), which is not (width, 3"),
-        ("{}/scalar.safetensors", {}, "patch_embed.proj.weight is of shape (), which is not (width, 3"),
-        ("{}/grey.safetensors", {}, "patch_embed.proj.weight is of shape (32, 1, 8, 8), which is not (width, 3"),
-        ("{}/no_bias.safetensors", {}, "patch_embed.proj.bias is of shape (0,), but patch_embed.proj.weight of (32, 3"),
-        ("{}/scalar_head.safetensors", {"finetune": {"head": "keep"}}, "head.weight is of shape (), which is not (cl"),
-        ("{}/no_norm_bias.safetensors", {}, "has no norm.bias, which this model needs"),
-        ("{}/no_embedding.safetensors", {}, "is of shape (1, 10, 0), which is not (1, N, width)"),
-        ("{}/damaged.safetensors", {}, "damaged.safetensors: "),
-        ("{}/weights.pth", {}, "only .safetensors files are read"),
-        ("{}/nothing.safetensors", {}, "no such file or directory"),
-        ("{}/nothing", {}, "no such file or directory"),
-        ("{}/empty", {}, "is no checkpoint, and there are none in it"),
+        ("vit_tiny_patch16_225", "new", "no pretrained model of timm; did you mean vit_tiny_pa"),
+        ("vit_tiny_patch16_224.augreg", "new", "no pretrained model of timm; did you mean vit_tiny_patch16_224.augre"),
+        ("vit_huge_patch14_gap_224", "new", "timm has no weights of it on the Hugging Face Hub"),
+        ("vit_small_patch16_224", "new", "cannot be fetched from timm/vit_small_patch16_224.augreg_in21k_ft_in1k on"),
+        ("vit_tiny_patch16_224", "new", "has patches of 16 px, but this model's are of 8 px"),
+        ("{}/no_head.safetensors", "keep", "has no head, but finetune.head = 'keep' needs one for NUM_CLASSES = 10"),
+        ("{}/no_vit.safetensors", "new", "not a Vision Transformer with timm's names"),
+        ("{}/no_width.safetensors", "new", "patch_embed.proj.weight is of shape (0, 3, 8, 8), which is not (width, 3"),
+        ("{}/no_patch.safetensors", "new", "patch_embed.proj.weight is of shape (32, 3, 0, 0), which is not (width"),
+        ("{}/scalar.safetensors", "new", "patch_embed.proj.weight is of shape (), which is not (width, 3"),
+        ("{}/grey.safetensors", "new", "patch_embed.proj.weight is of shape (32, 1, 8, 8), which is not (width, 3"),
+        ("{}/no_bias.safetensors", "new", "patch_embed.proj.bias is of shape (0,), but patch_embed.proj.weight of (32"),
+        ("{}/scalar_head.safetensors", "keep", "head.weight is of shape (), which is not (classes, width)"),
+        ("{}/no_embedding.safetensors", "new", "is of shape (1, 10, 0), which is not (1, N, width)"),
+        ("{}/damaged.safetensors", "new", "damaged.safetensors: "),
+        ("{}/weights.pth", "new", "only .safetensors files are read"),
+        ("{}/nothing.safetensors", "new", "no such file or directory"),
+        ("{}/nothing", "new", "no such file or directory"),
+        ("{}/empty", "new", "is no checkpoint, and there are none in it"),
     ],
 )
-def test_a_mistake_is_one_line_on_every_rank(source, values, said, mistakes):
+def test_weights_that_cannot_be_read_are_one_line(source, head, said, wrong_files):
+    shapes = {name: list(tensor.shape) for name, tensor in full_weights().items()}
+    with pytest.raises(UserError) as raised:
+        weights.read_fitted(source.format(wrong_files), head, shapes, MODEL, None, RankLogger())
+    assert said in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "values", "said"),
+    [
+        ("vit_tiny_patch16_224", {"PATCH_SIZE": 16}, "is of shape (192, 3, 16, 16), but this model's is (32, 3, 16, 1"),
+        ("vit_tiny_patch16_384", TINY, "has no blocks.2.norm1.weight, which this model needs: it is of another model"),
+        ("vit_tiny_patch16_224", {**TINY, "DEPTH": 11}, "has blocks.11.attn.proj.bias, which this model lacks"),
+        ("vit_tiny_patch16_224", {**TINY, "finetune": {"head": "keep"}}, "one for 1000 classes, but finetune.head ="),
+        ("{}/more.safetensors", {}, "has dist_token, which this model lacks: it is of another model"),
+        ("{}/no_norm_bias.safetensors", {}, "has no norm.bias, which this model needs"),
+    ],
+)
+def test_weights_of_another_model_are_one_line_on_every_rank(source, values, said, wrong_files):
     def line():
         engine, run = build_engine()
         with pytest.raises(UserError) as raised:
             start_from(run, engine)
         return str(raised.value)
 
-    finetune = {"weights": source.format(mistakes), **values.get("finetune", {})}
+    finetune = {"weights": source.format(wrong_files), **values.get("finetune", {})}
     lines = set(fork_ranks.call(line, 2, **{**MODEL, "BATCH_SIZE": 8, **values, "finetune": finetune}))
     (only,) = lines
     assert only.startswith("finetune.weights: ")
@@ -399,11 +404,7 @@ def test_without_a_network_it_is_asked_for_once(offline, most, tmp_path, monkeyp
 )
 def test_what_would_be_trained_or_evaluated_from_scratch_is_refused(values, flags, said, file, tmp_path):
     values = {key: value.format(file) if isinstance(value, str) else value for key, value in values.items()}
-    result = fork_ranks.run(recipes.HYBRID, [*recipes.flags(**values), "--output", str(tmp_path), *flags])
-    assert result.codes == [2], str(result)
-    assert said in result.stderr[0]
-    assert result.stderr[0].count("\n") == 1
-    assert not (tmp_path / "metrics.jsonl").exists()
+    assert said in training.refused(tmp_path, 1, *flags, **values)
     assert not (tmp_path / storage.FOLDER).exists()
 
 
@@ -434,8 +435,8 @@ def references(of_depth, small_sample, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DATA", str(small_sample))
         for depth, optimizer in ((2, "adamw"), (4, "adamw"), (2, "lamb"), (4, "lamb")):
-            output = found[depth, optimizer] = tmp_path_factory.mktemp("reference")
-            recipes.train(output, steps=4, **frozen(of_depth, depth, **OPTIMIZERS[optimizer]))
+            values, output = frozen(of_depth, depth, **OPTIMIZERS[optimizer]), tmp_path_factory.mktemp("reference")
+            found[depth, optimizer] = training.train(output, steps=4, **values)
     return found
 
 
@@ -460,10 +461,9 @@ def test_every_layout_has_the_curve_of_one_process(layout, of_depth, references,
     world_size, values = LAYOUTS[layout]
     depth, optimizer = test_layouts.small(layout)[1]["DEPTH"], LAMB.get(layout, "adamw")
     values = frozen(of_depth, depth, **OPTIMIZERS[optimizer], **values)
-    steps, evaluations = recipes.train(tmp_path, world_size, steps=4, **values)
-    expected, evaluated = read_metrics(references[depth, optimizer])
-    test_layouts.assert_same_curve(steps, expected)
-    assert evaluations[-1]["eval_loss"] == pytest.approx(evaluated[-1]["eval_loss"], rel=1e-4)
+    run, expected = training.train(tmp_path, world_size, steps=4, **values), references[depth, optimizer]
+    test_layouts.assert_same_curve(run.steps, expected.steps)
+    assert run.evaluations[-1]["eval_loss"] == pytest.approx(expected.evaluations[-1]["eval_loss"], rel=1e-4)
     assert_half_is_trained(tmp_path, load_file(of_depth[depth]), depth)
 
 
@@ -471,7 +471,7 @@ def test_every_layout_has_the_curve_of_one_process(layout, of_depth, references,
 def test_half_precision_in_a_pipeline_whose_first_stage_is_frozen(values, of_depth, few_test_images, tmp_path):
     """The frozen weights in checkpoints are those of the file, not rounded ones."""
     layout = {**LAYOUTS["DP 2 × PP 2"][1], **values, "fp16.dtype": "fp16"}
-    recipes.train(tmp_path, 4, steps=3, amp="NAIVE", **frozen(of_depth, 4, **layout))
+    training.train(tmp_path, 4, steps=3, amp="NAIVE", **frozen(of_depth, 4, **layout))
     assert_half_is_trained(tmp_path, load_file(of_depth[4]), 4)
 
 
@@ -491,24 +491,23 @@ def test_a_run_that_stopped_resumes_to_the_bit(layout, values, of_depth, few_tes
     depth = test_layouts.small(layout)[1]["DEPTH"]
     weights = shutil.copy(of_depth[depth], tmp_path / "start.safetensors")
     values = {**frozen(of_depth, depth), **parallel, **values, "finetune.weights": str(weights)}
-    recipes.train(tmp_path / "whole", world_size, steps=5, **values)
-    recipes.train(tmp_path / "stopped", world_size, steps=2, **values)
+    whole = training.train(tmp_path / "whole", world_size, steps=5, **values)
+    training.train(tmp_path / "stopped", world_size, steps=2, **values)
     weights.unlink()
-    recipes.train(tmp_path / "stopped", world_size, steps=5, **values)
-    whole, stopped = (storage.newest(tmp_path / name / storage.FOLDER)[0].path for name in ("whole", "stopped"))
+    stopped = training.train(tmp_path / "stopped", world_size, steps=5, **values)
     for name in (storage.MODEL, storage.OPTIMIZER):
-        assert (whole / name).read_bytes() == (stopped / name).read_bytes()
-    assert recipes.record(tmp_path / "whole") == recipes.record(tmp_path / "stopped")
+        assert_same(saved(stopped.output, name), saved(whole.output, name))
+    assert stopped.records == whole.records
     if "finetune.linear_probe" in values:
-        assert trained(load_file(whole / storage.MODEL), load_file(of_depth[depth])) == {"head.weight", "head.bias"}
+        assert trained(saved(whole.output), load_file(of_depth[depth])) == {"head.weight", "head.bias"}
 
 
 def test_another_layout_resumes_what_is_frozen(of_depth, references, few_test_images, tmp_path):
     """From one process to a pipeline whose first stage has no moments, and back."""
     for steps, layout in ((1, "DP 2"), (2, "PP 2"), (4, "DP 2")):
         world_size, values = LAYOUTS[layout]
-        recipes.train(tmp_path, world_size, steps=steps, **frozen(of_depth, 4, **values))
-    test_layouts.assert_same_curve(read_metrics(tmp_path)[0], read_metrics(references[4, "adamw"])[0])
+        training.train(tmp_path, world_size, steps=steps, **frozen(of_depth, 4, **values))
+    test_layouts.assert_same_curve(read_metrics(tmp_path)[0], references[4, "adamw"].steps)
     assert_half_is_trained(tmp_path, load_file(of_depth[4]), 4)
 
 
@@ -569,10 +568,8 @@ def test_a_linear_probe_is_a_linear_layer_on_fixed_features(layout, file):
 
 
 def test_more_frozen_blocks_than_there_are(tmp_path):
-    argv = [*recipes.flags(**{"finetune.frozen_blocks": 5}), "--output", str(tmp_path)]
-    result = fork_ranks.run(recipes.HYBRID, argv, 2)
-    assert result.codes == [2, 2]
-    assert "finetune.frozen_blocks = 5, but the model has 4 blocks" in "".join(result.stderr)
+    line = training.refused(tmp_path / "run", 2, **{"finetune.frozen_blocks": 5})
+    assert "finetune.frozen_blocks = 5, but the model has 4 blocks" in line
 
 
 def test_which_parameters_a_block_count_freezes():
@@ -617,15 +614,12 @@ def test_3d_layers_keep_no_gradient_of_what_is_frozen(patched, left, monkeypatch
     assert fork_ranks.call(step, 8, **{**MODEL, "DEPTH": 2, **values}) == [left] * 8
 
 
-def test_a_dry_run_shows_that_less_memory_is_needed():
+def test_a_dry_run_shows_that_less_memory_is_needed(tmp_path):
     """In the first of two stages, which has no gradients, no moments, and keeps no activations."""
 
     def parts(**values):
-        result = fork_ranks.run(recipes.HYBRID, [*recipes.flags(**LAYOUTS["PP 2"][1], **values), "--dry-run"])
-        assert result.codes == [0], str(result)
-        rows = re.findall(
-            r"^stage \d +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+)$", result.stdout[0], re.MULTILINE
-        )
+        said = training.train(tmp_path, 1, "--dry-run", **LAYOUTS["PP 2"][1], **values).said
+        rows = re.findall(r"^stage \d +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+)$", said, re.MULTILINE)
         return [[float(number) for number in row] for row in rows]
 
     (weights, *whole), last = parts()
