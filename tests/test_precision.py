@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import timm
@@ -14,7 +15,7 @@ from colossalai.legacy.core import global_context as gpc
 from timm.layers import Attention
 
 import fork_ranks
-import recipes
+import training
 
 MODES = {
     "NAIVE bf16": dict(mode=AMP_TYPE.NAIVE, dtype="bf16"),
@@ -24,6 +25,7 @@ MODES = {
     "TORCH fp16": dict(mode=AMP_TYPE.TORCH, dtype="fp16", init_scale=2.0**8),
 }
 LOSS_SCALED = ["NAIVE fp16", "TORCH fp16"]
+APEX = {level: dict(mode=AMP_TYPE.APEX, opt_level=level, dtype="bf16") for level in ("O0", "O1", "O2", "O3")}
 
 
 @pytest.fixture(scope="module")
@@ -33,21 +35,11 @@ def trained(tmp_path_factory):
     The rate is low enough for two runs that differ by a rounding to stay together: at 2e-3 they drift apart by 10 %
     within the 100 steps, in either direction, which says nothing of their precision.
     """
-    values = dict(
-        BATCH_SIZE=64,
-        NUM_EPOCHS=5,
-        LEARNING_RATE=5e-4,
-        WEIGHT_DECAY=0.05,
-        HIDDEN_SIZE=96,
-        IMG_SIZE=16,  # half precision is slow on a CPU
-        PATCH_SIZE=8,
-        DEPTH=2,
-        CROP_PADDING=0,
-        FLIP=False,
-    )
+    values = dict(BATCH_SIZE=64, NUM_EPOCHS=5, LEARNING_RATE=5e-4, WEIGHT_DECAY=0.05, CROP_PADDING=0, FLIP=False)
+    values |= dict(IMG_SIZE=16, PATCH_SIZE=8, HIDDEN_SIZE=96, DEPTH=2)  # half precision is slow on a CPU
 
     def run(mode):
-        return recipes.train(tmp_path_factory.mktemp(str(mode)), steps=100, amp=mode, **values)[0]
+        return training.train(tmp_path_factory.mktemp(str(mode)), steps=100, amp=mode, **values).steps
 
     return {mode: run(mode) for mode in (None, "NAIVE", "TORCH")}
 
@@ -61,28 +53,37 @@ def test_loss_stays_within_two_percent_of_fp32(trained, mode):
     assert steps[10]["loss"] != expected[10]["loss"], "the mode must be in effect"
 
 
-def engine_with_gradient(values, fp16, init):
-    """An engine for one weight vector, and a backward pass that gives it the gradient `values`, whatever the scale."""
-    model = torch.nn.Linear(len(values), 1, bias=False)
+def vector_engine(size=2, init=0.0):
+    """An engine for one weight vector, which SGD moves by its gradient."""
+    model = torch.nn.Linear(size, 1, bias=False)
     torch.nn.init.constant_(model.weight, init)
-    engine, *_ = initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), torch.nn.Identity())
+    return initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), torch.nn.Identity())[0]
+
+
+def step_with(engine, gradient):
+    """A step with a gradient of this value, whatever the scale; what it left."""
     engine.zero_grad()
-    engine.backward(engine.criterion(engine(torch.tensor([values])).sum()))
-    return engine
+    engine.backward(engine.criterion(engine(torch.tensor([gradient])).sum()))
+    before = engine.optimizer.loss_scale
+    engine.step()
+    optimizer = engine.optimizer
+    weight = optimizer.param_groups[0]["params"][0]
+    return SimpleNamespace(
+        norm=engine.grad_norm,
+        weight=weight.flatten().tolist(),
+        dtype=weight.dtype,
+        skipped=optimizer.skipped,
+        scale=optimizer.loss_scale,
+        growth=optimizer.loss_scale and optimizer.loss_scale / before,
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_clips_the_unscaled_gradient(mode):
+def test_clipping_is_of_the_unscaled_gradient(mode):
     """The gradient (30, 40) has norm 50; clipped to 5 it is (3, 4), and so is one SGD step of rate 1."""
-
-    def function():
-        engine = engine_with_gradient([30.0, 40.0], MODES[mode], init=0.0)
-        engine.step()
-        return engine.grad_norm, engine.optimizer.param_groups[0]["params"][0].flatten().tolist()
-
-    ((norm, weight),) = fork_ranks.call(function, fp16=MODES[mode], clip_grad_norm=5.0)
-    assert norm == pytest.approx(50.0, rel=1e-3)
-    assert weight == pytest.approx([-3.0, -4.0], rel=1e-3)
+    (left,) = fork_ranks.call(lambda: step_with(vector_engine(), [30.0, 40.0]), fp16=MODES[mode], clip_grad_norm=5.0)
+    assert left.norm == pytest.approx(50.0, rel=1e-3)
+    assert left.weight == pytest.approx([-3.0, -4.0], rel=1e-3)
 
 
 @pytest.mark.parametrize("mode", LOSS_SCALED)
@@ -90,60 +91,41 @@ def test_overflow_on_one_rank_skips_the_step_on_all(mode):
     """Only tensor-parallel rank 1 overflows; both leave the weights alone and lower the scale alike."""
 
     def function():
-        rank = gpc.get_local_rank(ParallelMode.TENSOR)
-        gradient = [1.0, 2.0] if rank == 0 else [float("inf"), 2.0]
-        engine = engine_with_gradient(gradient, MODES[mode], init=0.5)
-        before = engine.optimizer.loss_scale
-        engine.step()
-        weights = engine.optimizer.param_groups[0]["params"][0].flatten().tolist()
-        return engine.optimizer.skipped, before, engine.optimizer.loss_scale, weights
+        first = gpc.get_local_rank(ParallelMode.TENSOR) == 0
+        return step_with(vector_engine(init=0.5), [1.0 if first else float("inf"), 2.0])
 
-    scaling = {"hysteresis": 1} if "NAIVE" in mode else {}
+    fp16 = {**MODES[mode], **({"hysteresis": 1} if "NAIVE" in mode else {})}
     parallel = {"pipeline": 1, "tensor": {"mode": "1d", "size": 2}}
-    answers = fork_ranks.call(function, 2, parallel=parallel, fp16={**MODES[mode], **scaling})
-    for skipped, before, after, weights in answers:
-        assert skipped
-        assert after == before / 2
-        assert weights == [0.5, 0.5]
+    for left in fork_ranks.call(function, 2, parallel=parallel, fp16=fp16):
+        assert (left.skipped, left.growth, left.weight) == (True, 0.5, [0.5, 0.5])
 
 
 @pytest.mark.parametrize("mode", LOSS_SCALED)
-def test_scale_grows_and_its_growth_does_not_touch_the_gradient(mode):
-    def function():
-        engine = engine_with_gradient([3.0, 4.0], MODES[mode], init=0.0)
-        before = engine.optimizer.loss_scale
-        engine.step()
-        growth = engine.optimizer.loss_scale / before
-        return growth, engine.grad_norm, engine.optimizer.param_groups[0]["params"][0].flatten().tolist()
-
-    ((growth, norm, weight),) = fork_ranks.call(function, fp16={**MODES[mode], "growth_interval": 1})
-    assert growth == 2
-    assert norm == pytest.approx(5.0, rel=1e-3)
-    assert weight == pytest.approx([-3.0, -4.0], rel=1e-3)
+def test_scale_that_grows_does_not_touch_the_gradient(mode):
+    fp16 = {**MODES[mode], "growth_interval": 1}
+    (left,) = fork_ranks.call(lambda: step_with(vector_engine(), [3.0, 4.0]), fp16=fp16)
+    assert left.growth == 2
+    assert left.norm == pytest.approx(5.0, rel=1e-3)
+    assert left.weight == pytest.approx([-3.0, -4.0], rel=1e-3)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_scaler_goes_on_where_another_one_stopped(mode):
+def test_scaler_goes_on_where_another_one_stopped(mode):
     """Through JSON, amid a growth interval and after an overflow that hysteresis has forgiven."""
     overflow, fine = [float("inf"), 1.0], [1.0, 1.0]
     gradients = [fine, overflow, fine, fine, overflow, fine, fine, fine, overflow, fine]
+    gradients = [values for values in gradients if "fp16" in mode or values == fine]
 
     def function():
         def go_on(engine, part):
-            scales = []
-            for values in part:
-                engine.zero_grad()
-                engine.backward(engine(torch.tensor([values])).sum())
-                engine.step()
-                scales.append((engine.optimizer.loss_scale, engine.optimizer.skipped))
-            return scales
+            lefts = [step_with(engine, values) for values in part]
+            return [(left.scale, left.skipped) for left in lefts]
 
-        undisturbed, first, second = (engine_with_gradient(fine, None, init=0.0) for _ in range(3))
-        steps = [values for values in gradients if "fp16" in mode or values == fine]
-        expected = go_on(undisturbed, steps)
-        stopped = go_on(first, steps[:3])
+        undisturbed, first, second = (vector_engine() for _ in range(3))
+        expected = go_on(undisturbed, gradients)
+        stopped = go_on(first, gradients[:3])
         second.optimizer.load_scaler_state(json.loads(json.dumps(first.optimizer.scaler_state())))
-        return expected, stopped + go_on(second, steps[3:])
+        return expected, stopped + go_on(second, gradients[3:])
 
     scaling = {"growth_interval": 2} if "fp16" in mode else {}
     ((expected, found),) = fork_ranks.call(function, fp16={**MODES[mode], **scaling})
@@ -152,7 +134,7 @@ def test_a_scaler_goes_on_where_another_one_stopped(mode):
 
 
 @pytest.mark.parametrize("hysteresis", [1, 2])
-def test_the_scale_is_the_one_that_other_scalers_have(hysteresis):
+def test_loss_scale_is_the_one_that_other_scalers_have(hysteresis):
     """After each of 200 steps, some of which overflow: torch's GradScaler's, and Colossal-AI's."""
     from colossalai.amp.naive_amp.grad_scaler import DynamicGradScaler
 
@@ -195,23 +177,16 @@ def test_upstream_unscales_by_the_grown_scale():
     assert fork_ranks.call(function) == [[-1.5, -2.0]]
 
 
-def test_masters_are_fp32_and_weights_follow():
+def test_master_weights_keep_steps_too_small_for_the_working_ones():
     def function():
-        engine = engine_with_gradient([2**-12, 0.0], None, init=1.0)
-        for _ in range(3):
-            engine.step()
-            engine.zero_grad()
-            engine.backward(engine(torch.tensor([[2**-12, 0.0]])).sum())
-        master = engine.optimizer.param_groups[0]["params"][0]
-        return master.dtype, master.flatten()[0].item(), next(engine.model.parameters()).flatten()[0].item()
+        engine = vector_engine(init=1.0)
+        left = [step_with(engine, [2**-12, 0.0]) for _ in range(3)][-1]
+        return left, next(engine.model.parameters()).flatten()[0].item()
 
-    ((dtype, master, working),) = fork_ranks.call(function, fp16=MODES["NAIVE bf16"])
-    assert dtype == torch.float32
-    assert master == 1.0 - 3 * 2**-12, "steps too small for bf16 must add up in the master"
+    ((left, working),) = fork_ranks.call(function, fp16=MODES["NAIVE bf16"])
+    assert left.dtype == torch.float32
+    assert left.weight[0] == 1.0 - 3 * 2**-12
     assert working == 1.0
-
-
-APEX = {level: dict(mode=AMP_TYPE.APEX, opt_level=level, dtype="bf16") for level in ("O0", "O1", "O2", "O3")}
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
