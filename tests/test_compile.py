@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 
 import fork_ranks
-import recipes
+import training
 import vit
 from layouts import LAYOUTS
 
@@ -55,7 +55,7 @@ def compare(layout, **more):
         eager, before = train(world_size, False), counters["stats"]["unique_graphs"]
         return eager, train(world_size, True), counters["stats"]["unique_graphs"] - before
 
-    return fork_ranks.call(function, world_size, **recipes.config(recipes.flags(**values, BATCH_SIZE=8, **more)))
+    return fork_ranks.call(function, world_size, **training.config_of(training.flags(**values, BATCH_SIZE=8, **more)))
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_split_optimizer_state(recomputed, random_weights):
         return train(world_size, False), train(world_size, True), counters["stats"]["unique_graphs"]
 
     values = {**LAYOUTS["DP 2"][1], "BATCH_SIZE": 8, "DEPTH": 1, "zero.stage": 1, "CHECKPOINT": recomputed}
-    settings = recipes.config(recipes.flags(**values))
+    settings = training.config_of(training.flags(**values))
     for (eager, _), (compiled, _), programs in fork_ranks.call(function, world_size, **settings):
         assert programs >= 1
         assert compiled == pytest.approx(eager, rel=1e-4)
