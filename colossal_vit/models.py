@@ -81,9 +81,9 @@ def build_timm_vit(config: Config) -> nn.Module:
             proj_drop_rate=config.DROP_RATE,
             **{name: config[key] for key, name in SHAPE.items() if key in config},
         )
-    if config.get("POSITIONS") == "sincos2d":
+    if config.POSITIONS == "sincos2d":
         fix_positions(model)
-    set_drop_path(model, config.get("DROP_PATH_RATE", 0.0), config.get("DROP_PATH_UNIFORM", False))
+    set_drop_path(model, config.DROP_PATH_RATE, config.DROP_PATH_UNIFORM)
     return model
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
+from colossal_vit import config as configs
 from colossal_vit.compat import cpu, patches
 from colossal_vit.launch import groups
 from colossal_vit.launch.launchers import Rendezvous
@@ -176,7 +177,7 @@ def _launch(rank: int, world_size: int, port: int, config: Mapping) -> None:
     patches.apply()
     layout = {"pipeline": 1, "tensor": {"mode": None, "size": 1}}
     always = {"SEED": 0, "parallel": layout, "fp16": None, "gradient_accumulation": 1, "clip_grad_norm": 0.0}
-    settings = Config({**always, **config})
+    settings = Config(configs.complete({**always, **config}, "train_hybrid"))
     rendezvous = Rendezvous("none", rank, rank, world_size, "localhost", port)
     groups.launch_groups(settings, rendezvous, "gloo", join_store(rendezvous, PATIENCE), PATIENCE, torch.device("cpu"))
     seed_ranks(settings.SEED)

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from colossal_vit import config as configs
 from colossal_vit.data.augment import Augment
 from colossal_vit.data.samplers import GlobalBatchSampler
 from colossalai.context import Config
@@ -25,7 +26,8 @@ def images(count=6, size=24):
 
 
 def augmented(numbers, epoch=0, seed=1, **how):
-    return Augment(Config(dict(SEED=seed, augment=how)))(images()[numbers], torch.tensor(numbers), epoch, MEAN, STD)
+    augment = Augment(Config(configs.complete(dict(SEED=seed, augment=how))))
+    return augment(images()[numbers], torch.tensor(numbers), epoch, MEAN, STD)
 
 
 THREE = v2.RandomChoice([v2.RandomGrayscale(1.0), v2.RandomSolarize(128, 1.0), v2.GaussianBlur(13, (0.1, 2.0))])
@@ -66,8 +68,8 @@ def test_the_random_numbers_of_the_training_are_left_alone():
 
 
 def test_nothing_is_done_without_a_word():
-    assert not Augment(Config(dict(SEED=1))).does_anything
-    assert not Augment(Config(dict(SEED=1, augment=dict(n=2)))).does_anything
+    assert not Augment(Config(configs.complete({}))).does_anything
+    assert not Augment(Config(configs.complete(dict(augment=dict(n=2))))).does_anything
 
 
 def deit(num_images, num_ranks, repeats, batch_size):
@@ -131,7 +133,7 @@ def test_the_other_examples_have_it_too(script, tmp_path, monkeypatch):
     """A run that stops resumes to the bit; where DALI does not deal out the images, two processes equal one."""
     monkeypatch.delenv("DATA", raising=False)
     dali = script.startswith("vit_imagenet")
-    own = {**ALL, "dali.mixup_alpha": 0} if dali else ALL
+    own = {**ALL, "mix": None} if dali else ALL
 
     def train(name, steps, world_size=1, **more):
         values = {**SIZE, **own, "BATCH_SIZE": 32 // world_size, **more}

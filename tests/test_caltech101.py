@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from colossal_vit import config as configs
+from colossal_vit.config.settings import CALTECH101
 from colossal_vit.data.digits import write_caltech101
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.errors import UserError
@@ -29,7 +31,7 @@ SMALL = dict(
 )
 SMALL |= dict(OPTIMIZER="adamw", LEARNING_RATE=5e-4, WEIGHT_DECAY=0.05, CROP_AREA=(0.7, 1.0), FLIP=False)
 SMALL |= dict(NUM_EPOCHS=12, TRAIN_PER_CLASS=110)
-SETTINGS = Config(dict(IMG_SIZE=32, CROP_AREA=(0.08, 1.0), FLIP=True, SEED=0))
+SETTINGS = Config(configs.complete(dict(IMG_SIZE=32, SEED=0), CALTECH101))
 
 
 @pytest.fixture(scope="module")

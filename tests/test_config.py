@@ -1,14 +1,19 @@
 """Config files: overrides reach what is derived from them, mistakes are named, published files load unchanged."""
 
+import ast
+import functools
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from colossal_vit import config as configs
+from colossal_vit.checkpoint.checkpointer import changed_values
 from colossal_vit.config import schema
 from colossal_vit.config.__main__ import reference
+from colossal_vit.config.complete import older_names
 from colossal_vit.config.settings import CALTECH101, DP, HYBRID, IMAGENET, SCRIPTS, Block, Setting
 from colossal_vit.data.mixing import mixed
 from colossal_vit.data.samplers import GlobalBatchSampler
@@ -27,6 +32,7 @@ from vit import check_vit
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "vit_cifar10_hybrid" / "configs"
+SHIPPED = sorted(ROOT.glob("vit_*/**/config*.py"))
 
 # As the tutorial prints it, down to the import that 0.5.0 no longer has.
 TUTORIAL = """
@@ -80,13 +86,18 @@ def load(tmp_path):
     return load
 
 
+def named_in(text):
+    """The keys that a config file assigns."""
+    assigned = [node.targets for node in ast.parse(text).body if isinstance(node, ast.Assign)]
+    names = {node.id for targets in assigned for target in targets for node in ast.walk(target) if hasattr(node, "id")}
+    return {name for name in names if not name.startswith("_")}
+
+
 def test_published_files_load_unchanged(load):
-    config = load(TUTORIAL)
-    assert config.parallel.pipeline == 2
-    assert config.parallel.tensor == {"mode": "1d", "size": 2}
+    config = load(TUTORIAL, script=HYBRID)
+    assert config.parallel == {"pipeline": 2, "tensor": {"mode": "1d", "size": 2}}
     assert config.fp16.mode is AMP_TYPE.NAIVE
     assert config.TENSOR_SHAPE == (128, 197, 768)
-    assert load(TUTORIAL, script=HYBRID) == {**schema.defaults(HYBRID), **config}
     config = load(TUTORIAL_DATA_PARALLEL, script=DP)
     assert set(configs.idle_keys(config, DP)) == {"dali", "NUM_CHUNKS"}
     assert config.NUM_CLASSES == 10
@@ -102,13 +113,21 @@ def test_shipped_configs_have_the_published_values(load):
     faster = {"CHECKPOINT": False, "NUM_MICRO_BATCHES": 8, "TENSOR_SHAPE": (32, 197, 768)}
     assert hybrid == {**published, **faster}
     pipeline = configs.load(CONFIGS / "config_pipeline_parallel.py", script=HYBRID)
-    same = published.keys() - faster.keys() - {"parallel", "TENSOR_PARALLEL_SIZE", "TENSOR_PARALLEL_MODE"}
-    assert {key: pipeline[key] for key in same} == {key: published[key] for key in same}
-    assert pipeline.parallel == {"pipeline": 2, "tensor": {"mode": None, "size": 1}}
+    assert pipeline == {**hybrid, "parallel": {"pipeline": 2, "tensor": {"mode": None, "size": 1}}}
     data_parallel = configs.load(CONFIGS / "config_data_parallel.py", script=DP)
     published = load(TUTORIAL_DATA_PARALLEL, script=DP)
-    same = published.keys() - {"NUM_CHUNKS", "dali"}
+    same = named_in(TUTORIAL_DATA_PARALLEL) - {"NUM_CHUNKS", "dali"}
     assert {key: data_parallel[key] for key in same} == {key: published[key] for key in same}
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_shipped_config_names_what_it_learns_by(path):
+    named = named_in(path.read_text())
+    recipe = {"OPTIMIZER", "LEARNING_RATE", "WEIGHT_DECAY", "SCHEDULE", "WARMUP_EPOCHS", "NUM_EPOCHS", "BATCH_SIZE"}
+    recipe |= {"LABEL_SMOOTHING", "FLIP", "fp16", "CROP_PADDING" if path.parent == CONFIGS else "CROP_AREA"}
+    assert not recipe - named
+    if configs.load(path).OPTIMIZER == "sgd":
+        assert "MOMENTUM" in named
 
 
 @pytest.mark.parametrize(
@@ -119,12 +138,13 @@ def test_shipped_configs_have_the_published_values(load):
         ("parallel.pipeline=4", "NUM_MICRO_BATCHES", 4),
         ("parallel.pipeline=4", "TENSOR_SHAPE", (64, 197, 768)),
         ("TENSOR_PARALLEL_SIZE=4", "parallel", {"pipeline": 2, "tensor": {"mode": "1d", "size": 4}}),
+        ("NUM_CHUNKS=2", "model", {"num_chunks": 2}),
         ("parallel.tensor.size=4", "parallel", {"pipeline": 2, "tensor": {"mode": "1d", "size": 4}}),
         ("parallel=dict", None, "not a Python literal"),
         ("parallel={'pipeline': 3}", "NUM_MICRO_BATCHES", 3),
         ("parallel=dict(tensor=dict(mode='1d', size=2))", "NUM_MICRO_BATCHES", 1),
         ("parallel=None", "NUM_MICRO_BATCHES", 1),
-        ("fp16=dict(mode=AMP_TYPE.NAIVE, dtype='fp16')", "fp16", {"mode": AMP_TYPE.NAIVE, "dtype": "fp16"}),
+        ("fp16=dict(mode=AMP_TYPE.NAIVE, dtype='bf16')", "fp16", {"mode": AMP_TYPE.NAIVE, "dtype": "bf16"}),
         ("fp16={'mode': AMP_TYPE.TORCH}", "fp16", {"mode": AMP_TYPE.TORCH}),
         ("gradient_accumulation=2", "gradient_accumulation", 2),
         ("fp16.dtype='bf16'", "fp16", {"mode": AMP_TYPE.NAIVE, "dtype": "bf16"}),
@@ -142,21 +162,126 @@ def test_derived_values_follow_an_override(load, override, key, value):
         assert load(TUTORIAL, override)[key] == value
 
 
-def test_overrides_apply_wherever_a_name_is_bound(load):
-    text = "BATCH_SIZE = 1\nif True:\n    BATCH_SIZE = 2\nBATCH_SIZE *= 3\nNUM_EPOCHS, SEED = 1, BATCH_SIZE\n"
-    config = load(text, "BATCH_SIZE=10", "NUM_EPOCHS=5")
-    assert (config.BATCH_SIZE, config.NUM_EPOCHS, config.SEED) == (10, 5, 10)
-    config = load(
-        "parallel = dict(pipeline=1)\nparallel['pipeline'] = 2\nSEED = parallel['pipeline']", "parallel.pipeline=8"
+@pytest.mark.parametrize(
+    ("text", "overrides", "expected"),
+    [
+        ("BATCH_SIZE = 1\nif True:\n    BATCH_SIZE = 2\nBATCH_SIZE *= 3\nSEED = BATCH_SIZE", ["BATCH_SIZE=10"], 10),
+        ("NUM_EPOCHS, SEED = 1, 2", ["SEED=5"], 5),
+        ("for BATCH_SIZE in range(1, 4):\n    SEED = BATCH_SIZE", ["BATCH_SIZE=8"], 8),
+        ("BATCH_SIZE = 1\nSEED = BATCH_SIZE", ["BATCH_SIZE=2", "BATCH_SIZE=3"], 3),
+        (
+            "BATCH_SIZE = 1\ndef _f(): return BATCH_SIZE\nSEED = _f() + sum(BATCH_SIZE for _ in '1')",
+            ["BATCH_SIZE=2"],
+            4,
+        ),
+        ("BATCH_SIZE = 1\ndef _f():\n    BATCH_SIZE = 5\n    return BATCH_SIZE\nSEED = _f()", ["BATCH_SIZE=2"], 5),
+        ("class _C:\n    BATCH_SIZE = 5\nBATCH_SIZE = 1\nSEED = _C.BATCH_SIZE", ["BATCH_SIZE=2"], 5),
+        ("from other import *\nSEED = BATCH_SIZE", ["BATCH_SIZE=2"], 2),
+        ("from other import BATCH_SIZE as GLOBAL_BATCH\nSEED = GLOBAL_BATCH", ["GLOBAL_BATCH=2"], 2),
+        ("globals()['BATCH_SIZE'] = 1\nSEED = BATCH_SIZE", ["BATCH_SIZE=2"], 2),
+        (
+            "parallel = dict(pipeline=1)\nparallel['pipeline'] = 2\nSEED = parallel['pipeline']",
+            ["parallel.pipeline=8"],
+            8,
+        ),
+        ("parallel = {}\nparallel |= dict(pipeline=2)\nSEED = parallel['pipeline']", ["parallel.pipeline=8"], 8),
+        (
+            "parallel = dict(pipeline=2)\nparallel['pipeline'] = 2\nSEED = parallel['pipeline']",
+            ["parallel=dict(pipeline=8)"],
+            8,
+        ),
+        (
+            "parallel = {'tensor': {'size': 2}}\nSEED = parallel['tensor']['size']",
+            ["parallel.tensor.size=8", "parallel.tensor.mode='1d'"],
+            8,
+        ),
+        ("_C = {}\n_C['x'] = 3\nSEED = _C['x']", ["BATCH_SIZE=2"], 3),
+    ],
+)
+def test_an_override_holds_wherever_its_name_is_bound(load, tmp_path, monkeypatch, text, overrides, expected):
+    (tmp_path / "other.py").write_text("BATCH_SIZE = 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "other", raising=False)
+    assert expected == load(text, *overrides).SEED
+
+
+# Older names: a file, overrides, and the values that they stand for, or the line that refuses them.
+MIXUP, DECAY = "dali = dict(mixup_alpha=0.2)", "LAMB_EXCLUDE_VECTORS = True"
+OLDER = [
+    (MIXUP, [], {"mix.mixup": 0.2, "dali": {"gpu_aug": True}}),
+    (MIXUP, ["dali.mixup_alpha=0.4"], {"mix.mixup": 0.4}),
+    (MIXUP, ["dali.mixup_alpha=0"], {"mix": None}),
+    (MIXUP, ["mix.mixup=0.5"], {"mix.mixup": 0.5}),
+    ("mix = dict(mixup=0.2)", ["dali.mixup_alpha=0.4"], {"mix.mixup": 0.4}),
+    ("mix = dict(mixup=0.2, cutmix=1.0)", ["dali.mixup_alpha=0"], {"mix.mixup": 0, "mix.cutmix": 1.0}),
+    ("mix = dict(mixup=0.2)", ["dali.mixup_alpha=0", "mix.mixup=0.5"], {"mix.mixup": 0.5}),
+    (f"{MIXUP}\nmix = dict(mixup=0.2)", [], {"mix.mixup": 0.2}),
+    (
+        f"{MIXUP}\nmix = dict(mixup=0.5)",
+        [],
+        "dali.mixup_alpha = 0.2 is an older name of mix.mixup = 0.2, but mix.mixup = 0.5",
+    ),
+    (
+        "",
+        ["dali.mixup_alpha=0.2", "mix.mixup=0.5"],
+        "--set dali.mixup_alpha=0.2 is an older name of mix.mixup=0.2, but --set",
+    ),
+    ("dali = dict(rand_augment=dict(n=1))", [], {"augment.policy": "rand", "augment.n": 1, "augment.m": 9}),
+    ("", ["dali.rand_augment={'n': 1, 'm': 3}"], {"augment.policy": "rand", "augment.n": 1, "augment.m": 3}),
+    ("dali = dict(rand_augment=dict(n=1))\naugment = dict(policy='three')", [], "augment.policy = 'three': leave one"),
+    (DECAY, [], {"DECAY_VECTORS": False}),
+    (DECAY, ["LAMB_EXCLUDE_VECTORS=False"], {"DECAY_VECTORS": True}),
+    ("DECAY_VECTORS = False", ["LAMB_EXCLUDE_VECTORS=False"], {"DECAY_VECTORS": True}),
+    ("LAMB_EXCLUDE_VECTORS = False\nDECAY_VECTORS = False", [], {"DECAY_VECTORS": False}),
+    (
+        f"{DECAY}\nDECAY_VECTORS = True",
+        [],
+        "LAMB_EXCLUDE_VECTORS = True is an older name of DECAY_VECTORS = False, but DECAY",
+    ),
+    ("", ["fp16.mode=AMP_TYPE.TORCH", "fp16.init_scale=4"], {"fp16.initial_scale": 4, "fp16.mode": AMP_TYPE.TORCH}),
+]
+
+
+@pytest.mark.parametrize(("text", "overrides", "expected"), OLDER)
+def test_an_older_name_sets_what_it_stands_for(load, text, overrides, expected):
+    needed = "BATCH_SIZE = 2\nNUM_EPOCHS = 1\n"
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=re.escape(expected)) as error:
+            load(needed + text, *overrides, script=IMAGENET)
+        assert "\n" not in str(error.value)
+    else:
+        config = load(needed + text, *overrides, script=IMAGENET)
+        for key, value in expected.items():
+            assert functools.reduce(lambda block, part: block[part], key.split("."), config) == value, key
+        assert not [name for name, *_ in older_names(config)]
+
+
+def test_an_earlier_runs_record_is_compared_as_it_would_be_now(load):
+    """It may have older names, and lack keys that came later, and defaults in blocks."""
+    now = load(
+        "BATCH_SIZE = 4\nNUM_EPOCHS = 1\nema = {}\nmix = dict(mixup=0.2)\nDECAY_VECTORS = False", script=IMAGENET
     )
-    assert (config.parallel.pipeline, config.SEED) == (8, 8)
-    config = load("BATCH_SIZE = 1", "BATCH_SIZE=2", "BATCH_SIZE=3")
-    assert config.BATCH_SIZE == 3
+    before = configs.plain(now)
+    for key in ("OPTIMIZER", "DECAY_VECTORS", "REPEATS", "checkpoint", "mix", "zero", "EVAL_CROP", "bce"):
+        del before[key]
+    before |= {"LAMB_EXCLUDE_VECTORS": True, "dali": {"gpu_aug": True, "mixup_alpha": 0.2}, "ema": {"decay": 0.9999}}
+    assert changed_values(before, now) == {}
+    before |= {"ema": {"decay": 0.9}, "REPEATS": 3, "dali": {"gpu_aug": True}, "parallel": {"pipeline": 2}}
+    changed = changed_values(before, now)
+    assert changed.keys() == {"ema", "REPEATS", "mix", "parallel"}
+    assert changed["REPEATS"] == [3, 1]
+    assert [key for key in changed if not configs.is_learned(key)] == ["parallel"]
+
+
+def test_a_value_in_a_file_may_stay_when_the_command_line_takes_its_need_away(load):
+    assert load("OPTIMIZER = 'sgd'\nMOMENTUM = 0.5", "OPTIMIZER='lamb'").OPTIMIZER == "lamb"
+    with pytest.raises(UserError, match=r"MOMENTUM = 0\.5 does nothing with OPTIMIZER = 'lamb'"):
+        load("OPTIMIZER = 'lamb'\nMOMENTUM = 0.5")
 
 
 def test_helpers_are_not_settings(load):
     text = "import math\nfrom math import sqrt\n_side = 4\ndef f(): return 2\nBATCH_SIZE = int(sqrt(16)) * _side"
-    assert set(load(text)) == {"BATCH_SIZE", "parallel", "fp16", *schema.defaults(None)}
+    assert set(load(text)) == {"BATCH_SIZE", *configs.complete({})}
 
 
 @pytest.mark.parametrize(
@@ -201,8 +326,9 @@ def test_helpers_are_not_settings(load):
         ("TF32 = 'a\\nb'", (), ("TF32 = 'a\\nb'",)),
         ("raise ValueError('a\\nb')", (), ("ValueError: a b",)),
         ("zero = dict(stage=True)", (), ("zero.stage = True", "one of 1, 2")),
-        ("dali = dict(rand_augment=dict(n=2))", (), ("dali.rand_augment.m is missing", "from 0 to 30")),
-        ("fp16 = dict(dtype='bf16')", (), ("fp16.dtype = 'bf16' does nothing with fp16.mode = None", "set fp16.mode")),
+        ("dali = dict(rand_augment=dict(n=0))", (), ("dali.rand_augment = {'n': 0}", "n from 1 to 20")),
+        ("fp16 = dict(dtype='bf16')", (), ("fp16 = {'dtype': 'bf16'} does nothing", "set fp16.mode")),
+        ("fp16 = dict(mode=None, dtype='bf16')", (), ("fp16.dtype = 'bf16' does nothing", "set fp16.mode")),
         ("mix = dict(mixup=0.8, switch_prob=0.1)", (), ("mix.switch_prob = 0.1 does nothing", "set mix.cutmix")),
         ("", ("BATCH=3",), ("unknown key BATCH", "BATCH_SIZE")),
     ],
@@ -216,12 +342,20 @@ def test_mistakes_are_named(load, text, overrides, words):
 
 
 def test_missing_keys_and_defaults(load):
+    """Defaults are the same in all scripts, in blocks too; only `train_hybrid` needs sizes, since it has no MODEL."""
     with pytest.raises(UserError, match="NUM_EPOCHS is missing; it must be a whole number of at least 1"):
         load("BATCH_SIZE = 1", script="imagenet")
-    caltech101 = "BATCH_SIZE = 1\nNUM_EPOCHS = 2\nNUM_CLASSES = 3\nMOMENTUM = 0.5"
-    config = load(caltech101, script="caltech101")
-    assert (config.MOMENTUM, config.OPTIMIZER, config.SEED, config.SYNTHETIC) == (0.5, "sgd", 1024, False)
-    assert "MLP_RATIO" not in config
+    with pytest.raises(UserError, match="PATCH_SIZE is missing; it must be a whole number from 1 to 8192"):
+        load("BATCH_SIZE = 1\nNUM_EPOCHS = 2", script=HYBRID)
+    loaded = {script: load(with_value(script, ("mix",), "dict(mixup=0.5)"), script=script) for script in SCRIPTS}
+    shared = set.intersection(*map(set, loaded.values())) - set.union(*map(set, COMPLETE.values()))
+    assert len(shared) > 30
+    for config in loaded.values():
+        assert {key: config[key] for key in shared} == {key: loaded[DP][key] for key in shared}
+        assert config.mix == {"mixup": 0.5, "cutmix": 0.0, "prob": 1.0, "mode": "batch"}
+        assert config.checkpoint == {"every_minutes": 30, "keep": 3}
+    assert "MLP_RATIO" not in loaded[CALTECH101]
+    assert loaded[HYBRID].POOL == "token"
 
 
 def test_the_page_of_all_keys_is_what_the_schema_says():
@@ -292,7 +426,7 @@ def test_values_that_no_setting_may_have_are_refused_in_one_line(load, script):
     wrong = []
     for path, setting in settings_of(script):
         values = list(WRONG)
-        if isinstance(setting, Block) or path[-1] == "mode" or path[-1] == "TENSOR_PARALLEL_MODE":
+        if isinstance(setting, Block) or path[-1] in ("mode", "TENSOR_PARALLEL_MODE", "rand_augment"):
             values.remove("None")  # is off
         if isinstance(setting, Setting) and setting.rule.ends:
             low, high = setting.rule.ends
@@ -343,7 +477,7 @@ def use(config, script):
     layout = Layout.of(config, config.parallel.pipeline * config.parallel.tensor.size)
     (check_vit if script == HYBRID else check_timm_vit)(config, layout)
     sampler = GlobalBatchSampler(
-        1000, config.BATCH_SIZE, config.gradient_accumulation, config.SEED, repeats=config.get("REPEATS", 1)
+        1000, config.BATCH_SIZE, config.gradient_accumulation, config.SEED, repeats=config.REPEATS
     )
     images, labels = torch.zeros(1000, 3, 32, 32, dtype=torch.uint8), torch.zeros(1000, dtype=torch.int64)
     if script in (DP, HYBRID):

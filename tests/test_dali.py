@@ -15,6 +15,8 @@ import numpy as np
 import nvidia.dali
 import pytest
 import torch
+from colossal_vit import config as configs
+from colossal_vit.config.settings import IMAGENET
 from colossal_vit.data.batches import IGNORED
 from colossal_vit.data.digits import write_imagenet
 from colossal_vit.errors import UserError
@@ -30,7 +32,6 @@ import imagenet_dali_dataloader as loaders
 import tfrecord
 
 SIZE, NUM_CLASSES = 48, 10
-DEFAULTS = dict(CROP_AREA=(0.08, 1.0), FLIP=True, REPEATS=1, EVAL_CROP=224 / 256)
 MEAN, STD = (torch.tensor(values).view(3, 1, 1) for values in (loaders.MEAN, loaders.STD))
 
 
@@ -90,9 +91,9 @@ def examples(shard):
 
 
 def config_of(**values):
-    """Some values in place of those that `loader` has otherwise, which are nearly the defaults of a config."""
+    """Some values in place of the defaults of a config."""
     always = dict(BATCH_SIZE=32, IMG_SIZE=SIZE, NUM_CLASSES=2000, SEED=1, gradient_accumulation=1)
-    return Config({**always, **DEFAULTS, **values})
+    return Config(configs.complete({**always, **values}, IMAGENET))
 
 
 def loader(data, split="train", records=None, rank=0, num_ranks=1, with_images=True, **values):
@@ -222,7 +223,7 @@ def test_training_images_are_cropped_mirrored_and_augmented(numbered):
     plain = next(iter(loader(numbered, CROP_AREA=(1.0, 1.0), FLIP=False)))
     mirrored = next(iter(loader(numbered, CROP_AREA=(1.0, 1.0))))
     cropped = next(iter(loader(numbered, FLIP=False)))
-    augmented = next(iter(loader(numbered, CROP_AREA=(1.0, 1.0), FLIP=False, dali=dict(rand_augment=dict(n=2, m=9)))))
+    augmented = next(iter(loader(numbered, CROP_AREA=(1.0, 1.0), FLIP=False, augment=dict(policy="rand", n=2, m=9))))
     assert all(torch.equal(labels, plain[1]) for _, labels in (mirrored, cropped, augmented))
     turned = [torch.equal(a, b.flip(-1)) for a, b in zip(mirrored[0], plain[0], strict=True)]
     same = [torch.equal(a, b) for a, b in zip(mirrored[0], plain[0], strict=True)]
@@ -367,7 +368,29 @@ def test_the_loader_augments_as_the_block_says(numbered):
         assert sum(torch.equal(a, b) for a, b in zip(images, plain, strict=True)) < 16
 
 
-@pytest.mark.parametrize("options", [{}, dict(dali=dict(rand_augment=dict(n=1, m=9))), dict(augment=ALL, REPEATS=3)])
+@pytest.mark.parametrize(
+    ("augment", "earlier"),
+    [
+        (None, [None]),
+        (dict(policy="rand", n=1), [{"n": 1, "m": 9}]),
+        (dict(policy="rand", n=1), [None, {"policy": "rand", "n": 1}]),
+        (dict(policy="rand", erase=0.5), [{"n": 2, "m": 9}, {"erase": 0.5}]),
+    ],
+)
+@in_fork
+def test_a_stream_of_an_earlier_version_goes_on(numbered, augment, earlier):
+    """RandAugment then stood in the block `dali`, blocks had no defaults, and Mixup was a loader around this one."""
+    stream = loader(numbered, augment=augment)
+    state = stream.state_dict() | {"batches": 3}
+    state["of"] = state["of"] | {"augmentation": [[0.08, 1.0], True, *earlier]}
+    assert stream.seek(0, 3, state)
+    assert not stream.seek(0, 3, {"position": 3, "loader": state}), "its images do, but not what was drawn for Mixup"
+    assert (stream.batches, stream.begun) == (3, 0)
+    assert not stream.seek(0, 3, state | {"of": {**state["of"], "augmentation": [[0.08, 1.0], True, {"n": 3, "m": 9}]}})
+    assert stream.begun == 3
+
+
+@pytest.mark.parametrize("options", [{}, dict(augment=dict(policy="rand", n=1, m=9)), dict(augment=ALL, REPEATS=3)])
 @in_fork
 def test_a_saved_stream_resumes_to_the_bit(numbered, options):
     stream = loader(numbered, rank=1, num_ranks=2, **options)
@@ -596,12 +619,12 @@ def test_a_run_gets_its_loaders_and_every_rank_its_mistakes(copied, tmp_path):
     damage(tfrecords.find_shards(copied, "train")[0])
 
     def function():
-        dali = Config(dict(max_bad=1, rand_augment=dict(n=1, m=5)))
-        run = run_of(copied, tmp_path, dali=dali, REPEATS=3, EVAL_CROP=1.0)
+        augment = dict(policy="rand", n=1, m=5, color_jitter=0.0, erase=0.0)
+        run = run_of(copied, tmp_path, dali=dict(max_bad=1), augment=augment, REPEATS=3, EVAL_CROP=1.0)
         train, test = loaders.build_imagenet(run)
         images, labels = next(iter(train))
         assert images.shape == (8, 3, SIZE, SIZE)
-        assert train.rand_augment == dict(n=1, m=5)
+        assert train.augment == augment
         counted = sum(int((labels != IGNORED).sum()) for _, labels in test)
         if run.log.rank == 1:
             run.config.DATA = str(tmp_path / "nowhere")
@@ -624,7 +647,7 @@ GRAPHS = {  # name: whether for training, arguments of the loader, operators on 
     "evaluation": (False, {}, "Image Resize CropMirrorNormalize"),
     "RandAugment": (
         True,
-        {"dali": {"rand_augment": {"n": 2, "m": 9}}},
+        {"augment": {"policy": "rand", "n": 2, "m": 9}},
         "ImageRandomCrop Resize Brightness Equalize Filter Rotate Saturation WarpAffine CropMirrorNormalize",
     ),
     "erasing": (True, {"augment": {"erase": 0.25}}, "ImageRandomCrop Resize CropMirrorNormalize Erase Normal"),

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
+from colossal_vit import config as configs
 from colossal_vit import files
 from colossal_vit.data.batches import IGNORED, read_ahead
 from colossal_vit.data.digits import digits, write_caltech101, write_cifar10
@@ -77,7 +78,7 @@ def test_evaluation_counts_each_sample_once(num_samples, num_ranks):
 
 def batches_of_epoch(sample, split="train", rank=0, num_ranks=1, **values):
     """The batches of a rank, and the images, labels and sampler that they are of."""
-    config = Config(dict(IMG_SIZE=32, CROP_PADDING=0, FLIP=False, SEED=1) | values)
+    config = Config(configs.complete(dict(IMG_SIZE=32, CROP_PADDING=0, FLIP=False, SEED=1) | values))
     images, labels, _ = cifar10.read(sample, train=split == "train")
     place = dict(rank=rank, num_ranks=num_ranks)
     train = split == "train"

@@ -12,6 +12,7 @@ import pytest
 import timm
 import torch
 import torch.distributed as dist
+from colossal_vit import config as configs
 from colossal_vit.compat import cpu, patches
 from colossal_vit.engine import assembly, build_optimizer, initialize
 from colossal_vit.errors import UserError
@@ -410,7 +411,7 @@ def in_second_call(step):
 
 
 def test_adamws_update_on_a_gpu_is_one_kernel(monkeypatch):
-    config = Config(dict(OPTIMIZER="adamw", LEARNING_RATE=0.1, WEIGHT_DECAY=0.1))
+    config = Config(configs.complete(dict(OPTIMIZER="adamw", LEARNING_RATE=0.1, WEIGHT_DECAY=0.1)))
     with FakeTensorMode():
         parameters = [torch.nn.Parameter(torch.ones(5, 6, device="cuda")) for _ in range(10)]
         with monkeypatch.context() as patch:

@@ -11,6 +11,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from colossal_vit import config as configs
 from colossal_vit import launch
 from colossal_vit.checkpoint import __main__ as cli
 from colossal_vit.checkpoint import storage, tensors, weights
@@ -56,7 +57,7 @@ def full_weights(**values):
     """Full weights of a ViT, all of them random."""
     with pytest.MonkeyPatch.context() as patch:
         conftest.random_start(patch)
-        return vit.full_vit(Config({**MODEL, "SEED": 5, **values})).state_dict()
+        return vit.full_vit(Config(configs.complete({**MODEL, "SEED": 5, **values}, "train_hybrid"))).state_dict()
 
 
 def build_engine():
@@ -204,7 +205,7 @@ def test_weights_see_images_as_those_that_they_have_learned_from(where, file, ru
             (tmp_path / "config.json").write_text(HALF_CONFIG)
         else:
             theirs = cifar10.MEAN, cifar10.STD
-        reference = vit.full_vit(Config({**MODEL, "SEED": 0}))
+        reference = vit.full_vit(Config(configs.complete({**MODEL, "SEED": 0}, "train_hybrid")))
         weights = load_file(file if where == "folder" else storage.newest(run / storage.FOLDER)[0].path / storage.MODEL)
         reference.load_state_dict(weights)
     with torch.no_grad():
@@ -259,7 +260,7 @@ def test_every_layout_starts_from_the_same_weights(layout, file):
     world_size, values = LAYOUTS[layout]
     whole, logits = started(file, world_size, finetune={"head": "keep"}, **nested({**values, "BATCH_SIZE": 8}))
     assert_same(whole, load_file(file))
-    reference = vit.full_vit(Config({**MODEL, "SEED": 0}))
+    reference = vit.full_vit(Config(configs.complete({**MODEL, "SEED": 0}, "train_hybrid")))
     reference.load_state_dict(load_file(file))
     expected = reference(IMAGES).detach()
     assert logits
@@ -546,7 +547,7 @@ def test_a_linear_probe_is_a_linear_layer_on_fixed_features(layout, file):
     values = nested({**values, "BATCH_SIZE": 4 if layout == "DP 2" else 8})
     ranks = fork_ranks.call(train, world_size, **{**MODEL, **optimizer, **values, "finetune": finetune})
 
-    reference = vit.full_vit(Config({**MODEL, "SEED": 0}))
+    reference = vit.full_vit(Config(configs.complete({**MODEL, "SEED": 0}, "train_hybrid")))
     reference.load_state_dict(load_file(file))
     with torch.no_grad():
         features = reference.forward_head(reference.forward_features(IMAGES), pre_logits=True)

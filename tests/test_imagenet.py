@@ -32,7 +32,7 @@ def test_configs_are_the_recipe_of_the_readme(name):
     assert (float(rate), float(decay)) == (config.LEARNING_RATE, config.WEIGHT_DECAY)
     assert f"for {config.WARMUP_EPOCHS} of {config.NUM_EPOCHS} epochs" in readme["schedule"][0]
     assert float(readme["clipping"][0]) == config.clip_grad_norm
-    assert readme["Mixup"][0] == f"alpha {config.dali.mixup_alpha}"
+    assert readme["Mixup"][0] == f"alpha {config.mix.mixup}"
     assert float(readme["dropout"][0]) == config.DROP_RATE
     assert config.fp16 == {"mode": AMP_TYPE.TORCH}
     assert RECIPES[name] in readme["time on 4 A100s"][0]
@@ -143,7 +143,7 @@ def test_vectors_can_be_left_out_of_lamb(exclude, sizes, tmp_path, monkeypatch):
 
     monkeypatch.setattr(optimizers, "Lamb", Spy)
     argv = ["--config", "config_sample.py", "--set", "SYNTHETIC=True", "--max-steps", "1", "--output", str(tmp_path)]
-    assert f"groups {sizes}" in train(1, *argv, "--set", f"LAMB_EXCLUDE_VECTORS={exclude}")
+    assert f"groups {sizes}" in train(1, *argv, "--set", f"DECAY_VECTORS={not exclude}")
 
 
 def test_numbers_of_the_readme_are_those_of_the_results():

@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from colossal_vit import config as configs
 from colossal_vit.data.digits import write_caltech101
 from colossal_vit.engine.knn import TEMPERATURE, classify, gather_features
 from colossalai.context import Config
@@ -65,7 +66,7 @@ def test_every_layout_has_the_same_features(layout, pool, random_weights):
     assert others == [None] * (world_size - 1)
     assert torch.equal(labels, LABELS)
 
-    reference = vit.full_vit(Config({**values, "SEED": 0}))
+    reference = vit.full_vit(Config(configs.complete({**values, "SEED": 0}, "train_hybrid")))
     mean, std = (torch.tensor(value).view(3, 1, 1) * 255 for value in (cifar10.MEAN, cifar10.STD))
     with torch.no_grad():
         seen = reference.forward_features((IMAGES.float() - mean) / std)

@@ -98,7 +98,7 @@ class Mistakes:
             "unknown AMP mode": (sets("fp16.mode=AMP_TYPE.FAST"), ["AMP_TYPE.FAST", "AMP_TYPE.NAIVE"]),
             "AMP mode that is not there yet": (sets("fp16.mode=AMP_TYPE.APEX"), ["fp16.mode", "APEX"]),
             "AMP mode against a pipeline": (sets("fp16.mode=AMP_TYPE.TORCH"), ["TORCH", "pipeline", "NAIVE"]),
-            "option of another AMP mode": (sets("fp16.mode=AMP_TYPE.NAIVE", "fp16.init_scale=2"), ["fp16.init_scale"]),
+            "option of another AMP mode": (sets("fp16.mode=AMP_TYPE.TORCH", "fp16.min_scale=2"), ["fp16.min_scale"]),
             # layout and model
             "world size": (sets("parallel.pipeline=3"), ["world size 2", "3", "start 3"]),
             "tensor size without a mode": (sets("parallel.tensor.size=2"), ["parallel.tensor.size = 2", "1d"]),

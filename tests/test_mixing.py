@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from colossal_vit import config as configs
 from colossal_vit.data import mixing
 from colossal_vit.data.batches import IGNORED, Loader
 from colossal_vit.data.samplers import GlobalBatchSampler
@@ -138,7 +139,7 @@ class Same(Loader):
 
 def config(batch_size=4, accumulation=2, **mix):
     sizes = dict(IMG_SIZE=SIZE, NUM_CLASSES=CLASSES, BATCH_SIZE=batch_size, gradient_accumulation=accumulation)
-    return Config(dict(**sizes, SEED=1, mix=mix))
+    return Config(configs.complete(dict(**sizes, SEED=1, mix=mix)))
 
 
 @pytest.mark.parametrize("mode", ["batch", "pair", "elem"])

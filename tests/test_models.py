@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from colossal_vit import config as configs
+from colossal_vit.config.settings import IMAGENET
 from colossal_vit.errors import UserError
 from colossal_vit.models import build_timm_vit, check_timm_vit
 from colossal_vit.parallel.layout import Layout
@@ -13,8 +15,12 @@ from timm.layers import DropPath
 TINY = dict(SEED=1, NUM_CLASSES=5, IMG_SIZE=32, PATCH_SIZE=8, HIDDEN_SIZE=16, DEPTH=2, NUM_HEADS=2, DROP_RATE=0.0)
 
 
+def config_of(model, **values):
+    return Config(configs.complete({**TINY, "MODEL": model, **values}, IMAGENET))
+
+
 def build(model="vit_tiny_patch16_224", **values):
-    return build_timm_vit(Config({**TINY, "MODEL": model, **values}))
+    return build_timm_vit(config_of(model, **values))
 
 
 @pytest.mark.parametrize("model", ["vit_tiny_patch16_224", "vit_base_patch16_gap_224", "deit3_small_patch16_224"])
@@ -37,7 +43,7 @@ def test_fixed_positions_are_sines_and_cosines_of_row_and_column(model):
 
 
 def test_a_model_without_positions_keeps_none():
-    config = Config({**TINY, "MODEL": "vit_small_patch16_rope_224", "POSITIONS": "sincos2d"})
+    config = config_of("vit_small_patch16_rope_224", POSITIONS="sincos2d")
     with pytest.raises(UserError, match="has no position embedding that POSITIONS could replace"):
         check_timm_vit(config, Layout(1, 1, 1, None, 1))
 

@@ -8,6 +8,7 @@ import timm
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from colossal_vit import config as configs
 from colossal_vit.engine import Lamb, build_optimizer, build_scheduler, lamb, parameter_groups
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.errors import UserError
@@ -130,7 +131,7 @@ def test_parameter_groups_of_a_vit(layout):
 
 
 def optimizer_config(**values):
-    return Config(dict(dict(OPTIMIZER="adamw", MOMENTUM=0.9, LEARNING_RATE=0.1, WEIGHT_DECAY=0.05), **values))
+    return Config(configs.complete(dict(LEARNING_RATE=0.1, WEIGHT_DECAY=0.05) | values))
 
 
 @pytest.mark.parametrize(("name", "usual"), [("adamw", 1e-8), ("lamb", 1e-6)])
@@ -527,7 +528,7 @@ def test_a_parameter_without_shard_is_whole_on_every_rank():
 def test_warm_up_is_in_epochs(schedule, expected):
     """One epoch of two optimizer steps, of three."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    config = Config(dict(**schedule, LEARNING_RATE=1.0, NUM_EPOCHS=3, WARMUP_EPOCHS=1))
+    config = Config(configs.complete(dict(**schedule, LEARNING_RATE=1.0, NUM_EPOCHS=3, WARMUP_EPOCHS=1)))
     scheduler = build_scheduler(config, optimizer, 2)
     rates = []
     for _ in range(6):

@@ -381,14 +381,11 @@ def test_a_key_that_the_script_does_not_use_is_refused(script, override, words, 
     assert words in str(error.value)
 
 
-def test_a_value_that_others_are_computed_from_is_refused_where_they_are_not():
-    path = fork_ranks.ROOT / "vit_cifar10_hybrid/configs/config_pipeline_parallel.py"
-    with pytest.raises(
-        UserError, match=r"TENSOR_PARALLEL_SIZE = 2, but parallel.tensor.size = 1, which is what counts"
-    ):
-        config.load(path, ["TENSOR_PARALLEL_SIZE=2"])
-    path = path.with_name("config_tensor_1d.py")
-    assert config.load(path, ["TENSOR_PARALLEL_SIZE=4"]).parallel.tensor.size == 4
+@pytest.mark.parametrize("name", ["config_pipeline_parallel.py", "config_tensor_1d.py"])
+def test_the_tutorials_names_set_the_layout_whether_a_file_computes_it_from_them_or_not(name):
+    path = fork_ranks.ROOT / "vit_cifar10_hybrid/configs" / name
+    loaded = config.load(path, ["TENSOR_PARALLEL_SIZE=4", "TENSOR_PARALLEL_MODE='2d'"])
+    assert loaded.parallel.tensor == {"mode": "2d", "size": 4}
 
 
 def test_values_of_blocks():

@@ -22,7 +22,7 @@ MODES = {
     "TORCH bf16": dict(mode=AMP_TYPE.TORCH, dtype="bf16"),
     # A scale of 2**8 leaves room for the gradients below: fp16 ends at 65,504.
     "NAIVE fp16": dict(mode=AMP_TYPE.NAIVE, dtype="fp16", initial_scale=2.0**8),
-    "TORCH fp16": dict(mode=AMP_TYPE.TORCH, dtype="fp16", init_scale=2.0**8),
+    "TORCH fp16": dict(mode=AMP_TYPE.TORCH, dtype="fp16", initial_scale=2.0**8),
 }
 LOSS_SCALED = ["NAIVE fp16", "TORCH fp16"]
 APEX = {level: dict(mode=AMP_TYPE.APEX, opt_level=level, dtype="bf16") for level in ("O0", "O1", "O2", "O3")}

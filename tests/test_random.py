@@ -8,7 +8,9 @@ import itertools
 
 import pytest
 import torch
+from colossal_vit import config as configs
 from colossal_vit import models
+from colossal_vit.config.settings import IMAGENET
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.seeds import seed_ranks
 from colossalai.context import Config
@@ -84,10 +86,7 @@ def test_masks_of_replicas_of_a_timm_model():
     """The data parallel scripts': drawing the weights must not reset the random numbers of the ranks."""
 
     def function():
-        settings = Config(
-            dict(MODEL="vit_tiny_patch16_224", NUM_CLASSES=10, IMG_SIZE=32, DROP_RATE=0.5, SEED=1, DEPTH=1)
-        )
-        model = models.build_timm_vit(settings)
+        model = models.build_timm_vit(Config(configs.complete(dict(IMG_SIZE=32, DROP_RATE=0.5, DEPTH=1), IMAGENET)))
         weights = model.blocks[0].mlp.fc1.weight[0, :4].tolist()
         return weights, (model.train().pos_drop(torch.ones(64)) == 0).tolist()
 
@@ -116,10 +115,3 @@ def test_masks_after_resuming(tmp_path, random_weights):
     others, values = LAYOUTS["DP 2 × 2D 4"]
     settings = recipes.config(recipes.flags(**{**values, **DROPPED}))
     assert_own_masks(fork_ranks.call(functools.partial(load, others), others, **settings))
-
-
-def test_drop_path_grows_with_the_depth_in_timms_models():
-    values = dict(MODEL="deit3_small_patch16_224", NUM_CLASSES=10, IMG_SIZE=32, DROP_RATE=0.0, DROP_PATH_RATE=0.3)
-    model = models.build_timm_vit(Config(dict(values, SEED=1, DEPTH=4, HIDDEN_SIZE=24, NUM_HEADS=2)))
-    rates = [getattr(block.drop_path1, "drop_prob", 0.0) for block in model.blocks]
-    assert rates == pytest.approx([0.0, 0.1, 0.2, 0.3])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from colossal_vit import config as configs
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.sharding import full_parameters, global_norm, split_batch
@@ -96,12 +97,12 @@ def test_timm_names_in_and_out(layout, random_weights):
 
 
 def test_full_initialisation_depends_on_the_seed_only():
-    config = Config({**MODEL, "SEED": 3})
+    config = Config(configs.complete({**MODEL, "SEED": 3}, "train_hybrid"))
     torch.manual_seed(0)
     first = vit.full_vit(config).state_dict()
     torch.manual_seed(1)
     second = vit.full_vit(config).state_dict()
-    other = vit.full_vit(Config({**MODEL, "SEED": 4})).state_dict()
+    other = vit.full_vit(Config(configs.complete({**MODEL, "SEED": 4}, "train_hybrid"))).state_dict()
     name = "blocks.0.attn.qkv.weight"
     assert torch.equal(first[name], second[name])
     assert not torch.equal(first[name], other[name])
@@ -124,7 +125,7 @@ def test_full_initialisation_depends_on_the_seed_only():
     ],
 )
 def test_refuses_a_model_that_does_not_fit(values, world_size, words):
-    config = Config({"parallel": LAYOUTS["one process"][1], **MODEL, **values})
+    config = Config(configs.complete({"parallel": LAYOUTS["one process"][1], **MODEL, **values}, "train_hybrid"))
     with pytest.raises(UserError) as error:
         vit.check_vit(config, Layout.of(config, world_size))
     assert all(word in str(error.value) for word in words), str(error.value)

@@ -201,7 +201,7 @@ class ViT(nn.Module):
         self.patch_embed = col_nn.PatchEmbedding(config.IMG_SIZE, config.PATCH_SIZE, 3, hidden) if first else None
         self.drop = layers.dropout(config.DROP_RATE)
         self.blocks = nn.ModuleDict({str(n): Block(layers, config, n, layout.batch_parts) for n in blocks})
-        average = config.get("POOL", "token") == "avg"  # timm's norm is then behind the pooling, and named so
+        average = config.POOL == "avg"  # timm's norm is then behind the pooling, and named so
         self.norm = layers.norm(hidden) if last and not average else None
         self.fc_norm = layers.norm(hidden) if last and average else None
         self.head = col_nn.Classifier(hidden, config.NUM_CLASSES) if last else None
@@ -240,7 +240,7 @@ def full_vit(config: Config) -> VisionTransformer:
             num_heads=config.NUM_HEADS,
             mlp_ratio=config.MLP_RATIO,
             num_classes=config.NUM_CLASSES,
-            global_pool=config.get("POOL", "token"),
+            global_pool=config.POOL,
             weight_init="jax",
         )
 

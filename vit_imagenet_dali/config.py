@@ -34,7 +34,5 @@ EVAL_CROP = 224 / 256  # side of the centre that is evaluated ÷ image's shorter
 # ---- Features ----
 fp16 = dict(mode=AMP_TYPE.TORCH)
 clip_grad_norm = 1.0
-dali = dict(
-    gpu_aug=True,  # decode and augment on the GPU, where there is one
-    mixup_alpha=0.2,
-)
+mix = dict(mixup=0.2)
+dali = dict(gpu_aug=True)  # decode and augment on the GPU, where there is one

@@ -14,7 +14,7 @@ WARMUP_EPOCHS = 5
 OPTIMIZER, SCHEDULE = "lamb", "linear"
 LEARNING_RATE = 1.8e-2
 WEIGHT_DECAY = 0.1
-LAMB_EXCLUDE_VECTORS = True  # 440 steps are few for what starts from zero
+DECAY_VECTORS = False  # 440 steps are few for what starts from zero
 LABEL_SMOOTHING = 0.0
 
 # ---- Model: 0.5 M parameters ----
@@ -34,4 +34,5 @@ EVAL_CROP = 224 / 256
 # ---- Features ----
 fp16 = None
 clip_grad_norm = 1.0
-dali = dict(gpu_aug=True, mixup_alpha=0.2)
+mix = dict(mixup=0.2)
+dali = dict(gpu_aug=True)

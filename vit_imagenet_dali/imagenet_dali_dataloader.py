@@ -23,6 +23,7 @@ import numpy as np
 import nvidia.dali
 import torch
 import torch.nn.functional as F
+from colossal_vit import config as configs
 from colossal_vit import typed_json
 from colossal_vit.data.batches import IGNORED, Loader, sees_images, to_device
 from colossal_vit.data.digits import write_imagenet
@@ -37,7 +38,6 @@ from colossalai.context import Config
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from nvidia.dali import Pipeline, fn, pipeline_def, tfrecord, types
-from nvidia.dali.auto_aug.rand_augment import rand_augment
 from nvidia.dali.data_node import DataNode
 from nvidia.dali.pipeline import do_not_convert
 from pydantic import Base64Bytes
@@ -198,6 +198,16 @@ class Position(TypedDict):
     of: dict[str, Any]
 
 
+def _as_now(identity: dict[str, Any]) -> dict[str, Any]:
+    """An earlier stream's identity as it would be now: RandAugment had its own place, and defaults were left out."""
+    match identity.get("augmentation"):
+        case [crop_area, flip, dict() | None as rand, *blocks] if all(isinstance(block, dict) for block in blocks):
+            augment = {"policy": "rand", **rand} if rand else {}
+            augment = configs.complete({"augment": augment | (blocks[0] if blocks else {})})["augment"]
+            return {**identity, "augmentation": [crop_area, flip, None, *([augment] if augment else [])]}
+    return identity
+
+
 class DaliLoader(Loader):
     """Batches of `(images, labels)` on the device, for one data-parallel rank.
 
@@ -239,10 +249,8 @@ class DaliLoader(Loader):
         self.rank = gpc.get_local_rank(ParallelMode.DATA) if rank is None else rank
         self.num_ranks = gpc.get_world_size(ParallelMode.DATA) if num_ranks is None else num_ranks
         self.with_images = sees_images() if with_images is None else with_images
-        dali = config.get("dali") or {}
-        self.on_gpu = device.type == "cuda" and dali.get("gpu_aug", True)
-        self.rand_augment = dict(dali["rand_augment"]) if dali.get("rand_augment") else None
-        self.augment = dict(config.get("augment") or {})
+        self.on_gpu = device.type == "cuda" and config.dali.gpu_aug
+        self.augment = dict(config.augment or {})
         # The bounds of this rank's records, as DALI's reader computes them. No rank may be without records.
         self.start, self.end = (records.num_images * part // self.num_ranks for part in (self.rank, self.rank + 1))
         self.resizers = ThreadPoolExecutor(num_threads)
@@ -291,8 +299,6 @@ class DaliLoader(Loader):
                 encoded, random_area=list(self.config.CROP_AREA), random_aspect_ratio=CROP_ASPECT, **options
             )
             images = self._resize(images, size=[size, size])
-            if self.rand_augment:
-                images = rand_augment(images, shape=[size, size], **self.rand_augment)
             images = augmentation.augment(images, size, **{k: v for k, v in self.augment.items() if k != "erase"})
             mirror = fn.random.coin_flip() if self.config.FLIP else 0
         else:
@@ -334,9 +340,7 @@ class DaliLoader(Loader):
 
     def _build(self) -> Pipeline:
         with warnings.catch_warnings(record=True):  # DALI itself uses features that it deprecates
-            conditional = self.train and bool(
-                self.rand_augment or self.augment.get("policy") or self.augment.get("erase")
-            )
+            conditional = self.train and bool(self.augment.get("policy") or self.augment.get("erase"))
             pipeline = pipeline_def(self._graph, enable_conditionals=conditional)(
                 batch_size=self.batch_size,
                 num_threads=self.num_threads,
@@ -406,7 +410,7 @@ class DaliLoader(Loader):
             "seed": config.SEED,
             "place": [self.rank, self.num_ranks, self.with_images, self.on_gpu],
             "sizes": [self.records.num_images, self.batch_size, config.IMG_SIZE],
-            "augmentation": [*crop_and_flip, self.rand_augment, *([self.augment] if self.augment else [])],
+            "augmentation": [*crop_and_flip, None, *([self.augment] if self.augment else [])],
             **({"repeats": repeats} if repeats > 1 else {}),  # added later: older streams resume
             "dali": nvidia.dali.__version__,
         }
@@ -431,15 +435,16 @@ class DaliLoader(Loader):
             Whether the stream continues bit for bit. If the state is from another rank, layout, batch size or version,
             a new stream begins, with an order that was not used before.
         """
+        mixed_otherwise = state.keys() == {"position", "loader"}  # by a loader around this one, which is no more
         try:
-            place = typed_json.check(state, Position, "")
-            same = place["of"] == self._identity()
+            place = typed_json.check(state["loader"] if mixed_otherwise else state, Position, "")
+            same = _as_now(place["of"]) == self._identity()
         except UserError:
             place, same = {"batches": epoch * len(self) + start}, False
         self.pipeline, self.batches = None, place["batches"]
         self.begun = place["begun"] if same else self.batches
         self.checkpoint = place["checkpoint"] if same else None
-        return same
+        return same and not mixed_otherwise
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -464,7 +469,7 @@ def check_sizes(train: Records, validation: Records, data: Path, config: Config,
     if (num_classes := len(tfrecords.class_names(data))) > config.NUM_CLASSES:
         raise UserError(f"NUM_CLASSES = {config.NUM_CLASSES}, but {data / 'classes.txt'} has {num_classes}")
     batch_size, accumulation = config.BATCH_SIZE, config.gradient_accumulation
-    if config.get("mix") and batch_size <= config.REPEATS:
+    if config.mix and batch_size <= config.REPEATS:
         raise UserError(
             f"REPEATS = {config.REPEATS}: must be below BATCH_SIZE = {batch_size} with mix, else a batch has one image "
             f"only, which is mixed with its own copies"
@@ -489,18 +494,13 @@ def build_imagenet(run: Run) -> tuple[Loader, Loader | None]:
         UserError: on every rank, if any rank cannot read the records, or they do not fit the config.
     """
     config: Config = run.config
-    dali = config.get("dali") or {}
-    if dali.get("rand_augment") and (config.get("augment") or {}).get("policy"):
-        raise UserError("dali.rand_augment and augment.policy: both augment images; leave one of them out")
-    if dali.get("mixup_alpha") and config.get("mix"):
-        raise UserError("dali.mixup_alpha and mix: both mix images; set dali.mixup_alpha=0, or leave mix out")
     if batches := build_without_data(run, "ImageNet", NUM_IMAGES):
         return batches
     data = find_data(run, "ImageNet", write_sample)
     with raise_on_all_ranks():
         splits = [find_records(data, split) for split in tfrecords.NUM_SHARDS]
-    if dali.get("max_bad") is not None:
-        run_on_rank_0(lambda: leave_out(splits, run.output, config.NUM_CLASSES, dali["max_bad"], run.log))
+    if (max_bad := config.dali.get("max_bad")) is not None:
+        run_on_rank_0(lambda: leave_out(splits, run.output, config.NUM_CLASSES, max_bad, run.log))
         filtered = partial(filtered_index, run.output)
         with raise_on_all_ranks():
             splits = [list_records(r.shards, list(map(filtered, r.indices)), whole=False) for r in splits]

@@ -35,7 +35,7 @@ class ThroughputHook(BaseHook):
     ):
         super().__init__(priority)
         self.metrics, self.log = metrics, log
-        self.peak = peak_of(device, precision.compute_dtype(gpc.config.fp16, device), gpc.config.get("TF32", False))
+        self.peak = peak_of(device, precision.compute_dtype(gpc.config.fp16, device), gpc.config.TF32)
         self.flops = training_flops(model, gpc.config.IMG_SIZE) if self.peak else None
 
     def before_train_epoch(self, trainer: Trainer) -> None:

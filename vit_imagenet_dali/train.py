@@ -10,11 +10,8 @@ from colossal_vit.data.mixing import mixed
 from colossal_vit.engine import Trainer, build_criterion, build_optimizer, build_scheduler, initialize
 from colossal_vit.hooks import standard_hooks
 from colossal_vit.models import build_timm_vit, check_timm_vit
-from colossalai.legacy.context import ParallelMode
-from colossalai.legacy.core import global_context as gpc
 
 from imagenet_dali_dataloader import build_imagenet
-from mixup import Mixup
 from myhooks import ThroughputHook
 from planning import schedule
 
@@ -24,12 +21,9 @@ def main(args: launch.Arguments) -> object:
     run = launch.start(args)
     config = run.config
 
-    # ---- Data: DALI reads TFRecords, Mixup on the device -----------------------------------------------------------
+    # ---- Data: DALI reads TFRecords --------------------------------------------------------------------------------
     train_dataloader, test_dataloader = build_imagenet(run)
     train_dataloader = mixed(train_dataloader, config)  # Mixup and CutMix, with the block `mix`
-    if config.dali.get("mixup_alpha"):
-        rank = gpc.get_local_rank(ParallelMode.DATA)
-        train_dataloader = Mixup(train_dataloader, config.dali.mixup_alpha, config.NUM_CLASSES, config.SEED, rank)
 
     # ---- Model -----------------------------------------------------------------------------------------------------
     model = build_timm_vit(config)

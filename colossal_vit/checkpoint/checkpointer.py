@@ -15,7 +15,6 @@ from colossal_vit.checkpoint.contents import State
 from colossal_vit.checkpoint.random_state import load_random_state, random_state, rank_layout
 from colossal_vit.checkpoint.storage import Checkpoint
 from colossal_vit.config.check import nearest
-from colossal_vit.config.schema import default, is_default
 from colossal_vit.data.identity import differences
 from colossal_vit.engine.engine import Engine
 from colossal_vit.engine.loop import Trainer
@@ -29,23 +28,14 @@ from colossalai.legacy.core import global_context as gpc
 from torch import Tensor
 
 OTHER_SHAPE = "change the config back, or fit the weights with `python -m colossal_vit.checkpoint import`"
-# Keys that may change between runs: layout, length, files. They change what is learned by rounding at most, as long as
-# the global batch, which is compared separately, stays the same.
-FREE_KEYS = {
-    *("parallel", "model", "NUM_CHUNKS", "NUM_MICRO_BATCHES", "TENSOR_PARALLEL_SIZE", "TENSOR_PARALLEL_MODE"),
-    *("TENSOR_SHAPE", "SEQ_LENGTH", "BATCH_SIZE", "gradient_accumulation", "CHECKPOINT", "COMPILE", "torch_ddp"),
-    *("cudnn_benchmark", "cudnn_deterministic", "NUM_EPOCHS", "DATA", "checkpoint", "IMAGES_PER_S", "GLOBAL_BATCH"),
-    *("zero", "machine"),
-}
 _PACKAGES = ("torch", "colossalai", "timm")  # whose versions are on record
 
 
 def changed_values(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """The values that differ between two plain configs: key -> [before, after]."""
-    keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-    # A new key at its default is no change.
-    known = [key for key in keys if key in old or not is_default(key, new[key])]
-    return {key: [old.get(key), new.get(key)] for key in known}
+    """The values that differ between a recorded config and a run's: key -> [before, after]."""
+    before, after = config.plain(config.recorded(old, new)), config.plain(new)
+    keys = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
+    return {key: [before.get(key), after.get(key)] for key in keys}
 
 
 def _format_changes(changes: Mapping[str, list[Any]]) -> str:
@@ -109,7 +99,7 @@ class Checkpointer:
                     )
                 tempfile.TemporaryFile(dir=output).close()
         self._found = found = self._find()
-        if args.eval_only and found is None and not (self.run.config.get("finetune") or {}).get("weights"):
+        if args.eval_only and found is None and not (self.run.config.finetune or {}).get("weights"):
             flag = "--eval-knn" if args.eval_knn else "--eval-only"
             raise UserError(f"{flag}: no checkpoint in {self.folder}; name one with --resume PATH, or its --output")
         path = found and found.path
@@ -190,7 +180,7 @@ class Checkpointer:
             raise UserError("the ranks read different data: DATA must be the same on all machines")
         if self.path:
             self._resume(trainer, train_dataloader)
-        elif run.config.get("finetune"):
+        elif run.config.finetune:
             self._start_from_weights(trainer.engine, train_dataloader.normalization)
         self._found = None  # if it was removed meanwhile, its disk space is free now
         if not run.args.eval_only:
@@ -232,8 +222,8 @@ class Checkpointer:
             UserError: naming what differs.
         """
         run = self.run
-        changes = changed_values(state["config"], config.plain(run.config))
-        learned = {key: change for key, change in changes.items() if key not in FREE_KEYS}
+        changes = changed_values(state["config"], run.config)
+        learned = {key: change for key, change in changes.items() if config.is_learned(key)}
         global_batch = run.layout.global_batch(run.config)
         if state["global_batch"] != global_batch:
             learned["global batch"] = [state["global_batch"], global_batch]
@@ -301,7 +291,7 @@ class Checkpointer:
     def _start_from_weights(self, engine: Engine, normalization: weights.Normalization | None) -> None:
         """Load the weights that `finetune.weights` names into a model that has made no step."""
         run, finetune = self.run, self.run.config.finetune
-        named, head = finetune.get("weights"), finetune.get("head", default("finetune", "head"))
+        named, head = finetune.get("weights"), finetune.head
         if named is None:
             raise UserError(
                 f"finetune = {dict(finetune)}, but there are no weights to start from: set finetune.weights, --resume "
@@ -392,7 +382,7 @@ class Checkpointer:
 
     def _write(self, path: Path, files: storage.TensorFiles, state: Mapping[str, Any]) -> str | None:
         """Write a checkpoint and remove old ones; returns why it could not be written, or None."""
-        log, settings = self.run.log, self.run.config.get("checkpoint") or {}
+        log = self.run.log
         try:
             if not path.exists():  # it does if the run was stopped just before an epoch's evaluation, and resumed
                 storage.write(path, files, state)
@@ -403,8 +393,7 @@ class Checkpointer:
                 log.info(f"{failure}; training continues")
             return failure
         try:
-            keep = settings.get("keep", default("checkpoint", "keep"))
-            storage.prune(path.parent, keep, state["best"] and state["best"]["step"])
+            storage.prune(path.parent, self.run.config.checkpoint.keep, state["best"] and state["best"]["step"])
         except OSError as error:  # the next save tries again
             log.info(f"{error.filename or path.parent}: cannot be removed: {error.strerror or error}")
 

@@ -9,6 +9,7 @@ Defects that are avoided by using Colossal-AI differently, without a patch, are 
 
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from colossal_vit.compat import norms
+from colossalai import amp
 from colossalai.accelerator import get_accelerator
+from colossalai.legacy import amp as legacy_amp
 from colossalai.legacy import communication
 from colossalai.legacy.communication import p2p
 from colossalai.legacy.context.parallel_context import ParallelContext
@@ -125,6 +128,15 @@ def apply() -> None:
     parallel_2d.LayerNorm2D.forward = norms.forward_2d
     parallel_2p5d.LayerNorm2p5D.forward = norms.forward_2p5d
     parallel_3d.LayerNorm3D.forward = norms.forward_3d
+
+
+def restore_amp_type() -> None:
+    """Put AMP_TYPE where configs import it from: `colossalai.amp`.
+
+    Fixes: 0.5.0 has it in `colossalai.legacy.amp` only, so that no config of the tutorials loads.
+    """
+    amp.AMP_TYPE = legacy_amp.AMP_TYPE
+    sys.modules.setdefault("colossalai.amp.amp_type", legacy_amp.amp_type)
 
 
 def set_pipeline_dtype(dtype: torch.dtype) -> None:

@@ -1,12 +1,23 @@
 """Config files: plain Python, as the Colossal-AI tutorials have them, loaded, overridden and checked.
 
 UPPERCASE names are hyper-parameters, lowercase ones switch features of Colossal-AI (`parallel`, `fp16`, ...). A file
-is evaluated once, with every `--set KEY=VALUE` applied at the assignment of KEY, so that values computed further down
+is evaluated once, with every `--set KEY=VALUE` applied whenever KEY is assigned, so that values computed further down
 follow the override. `python -m colossal_vit.config` prints all keys.
 """
 
 from colossal_vit.config.check import idle_keys
+from colossal_vit.config.complete import complete, is_learned, recorded
 from colossal_vit.config.load import load, num_model_chunks, plain, to_json
 from colossal_vit.config.overrides import parse_override
 
-__all__ = ["idle_keys", "load", "num_model_chunks", "parse_override", "plain", "to_json"]
+__all__ = [
+    "complete",
+    "idle_keys",
+    "is_learned",
+    "load",
+    "num_model_chunks",
+    "parse_override",
+    "plain",
+    "recorded",
+    "to_json",
+]

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from colossal_vit.config.schema import GROUPS
-from colossal_vit.config.settings import OPTIONAL, PATHS, REQUIRED, SCRIPTS, Block, Each, Setting
+from colossal_vit.config.schema import GROUPS, SCHEMA
+from colossal_vit.config.settings import HYBRID, OPTIONAL, PATHS, REQUIRED, SCRIPTS, Block, Setting
 
 INTRODUCTION = """\
 # Configuration
@@ -14,8 +14,12 @@ A config is a Python file. UPPERCASE names are hyper-parameters, lowercase ones 
 overrides a value; keys in a block have a dot: `--set parallel.tensor.size=2`. Names that start with `_`
 are free for your own use.
 
-Unknown keys, wrong values and keys that the script at hand does not use are refused. Where a default differs between
-scripts, it is given for each: {scripts}.
+Unknown keys, wrong values and keys that the script at hand does not use are refused. A default is the same in all
+scripts: {scripts}. Only `train_hybrid`, which has no `MODEL`, needs the sizes of its model. An older name works as
+what it stands for; both with different values are refused.
+
+A run resumes with the values that it began with. Others are allowed where they change what is learned by rounding at
+most, as long as the global batch stays the same: {free}.
 """
 
 
@@ -24,12 +28,9 @@ def _value(default: object) -> str:
 
 
 def _default(setting: Setting | Block) -> str:
-    if not isinstance(setting.default, Each):
-        return _value(setting.default)
-    by_value: dict[str, list[str]] = {}
-    for script, default in zip(setting.scripts, setting.default, strict=True):
-        by_value.setdefault(_value(default) or "none", []).append(script)
-    return "<br>".join(f"{value} {', '.join(names)}" for value, names in by_value.items())
+    if isinstance(setting, Setting) and setting.without_model is not None:
+        return f"{_value(setting.without_model)} {HYBRID}"
+    return _value(setting.default)
 
 
 def _rows(settings: Mapping[str, Setting | Block], prefix: str = "") -> list[str]:
@@ -45,7 +46,9 @@ def _rows(settings: Mapping[str, Setting | Block], prefix: str = "") -> list[str
 
 def reference() -> str:
     """The page."""
-    lines = [INTRODUCTION.format(scripts=", ".join(f"{name} (`{path}`)" for name, path in PATHS.items()))]
+    scripts = ", ".join(f"{name} (`{path}`)" for name, path in PATHS.items())
+    free = ", ".join(f"`{key}`" for key, setting in SCHEMA.items() if not setting.learned)
+    lines = [INTRODUCTION.format(scripts=scripts, free=free)]
     for title, settings in GROUPS.items():
         lines += [f"## {title}", "", "| key | must be | default | meaning |", "| --- | --- | --- | --- |"]
         lines += [*_rows(settings), ""]

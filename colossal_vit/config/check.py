@@ -6,7 +6,7 @@ from enum import Enum
 from typing import Any
 
 from colossal_vit.config.schema import SCHEMA
-from colossal_vit.config.settings import OPTIONAL, PATHS, REQUIRED, Block, Each, Setting, default_for
+from colossal_vit.config.settings import PATHS, REQUIRED, Block, Setting, default_for, unmet_need
 from colossal_vit.errors import UserError
 
 SHOWN = 200  # characters of a value in a message
@@ -75,6 +75,7 @@ def check_effect(
     values: Mapping[str, Any],
     script: str | None,
     source: str,
+    overridden: Iterable[str] = (),
     settings: Mapping[str, Setting | Block] = SCHEMA,
     prefix: str = "",
 ) -> None:
@@ -82,17 +83,16 @@ def check_effect(
 
     Args:
         values: that `check` allows, without defaults.
-        script: one of SCRIPTS, or None, which leaves out what depends on the defaults of a script.
+        script: one of SCRIPTS, or None.
         source, settings, prefix: as of `check`.
+        overridden: keys set on the command line. Values in the file that need another one of them may stay there:
+            `--set OPTIMIZER='adamw'` is no mistake in a file that has SGD's MOMENTUM.
 
     Raises:
         UserError: naming both keys.
     """
-
-    def value_of(key: str) -> Any:
-        value = values.get(key, default_for(settings[key], script))
-        return None if value is OPTIONAL or value is REQUIRED else value
-
+    beside = {key: default_for(setting, script) for key, setting in settings.items()}
+    beside = {key: default for key, default in beside.items() if isinstance(default, (bool, int, float, str))} | values
     for key, value in values.items():
         name, setting = f"{prefix}{key}", settings[key]
         if isinstance(setting, Block):
@@ -100,21 +100,19 @@ def check_effect(
                 for inner, needed in setting.settings.items():
                     if needed.default is REQUIRED and inner not in value:
                         raise UserError(f"{source}: {name}.{inner} is missing; it must be {needed.rule.expected}")
-                if setting.switches and not any(map(value.get, setting.switches)):
+                if setting.switches and not value.keys() & setting.switches:
                     switches = " or ".join(f"{name}.{switch}" for switch in setting.switches)
                     raise UserError(f"{source}: {name} = {shown(value)} does nothing: set {switches}, or {name} = None")
-                check_effect(value, script, source, setting.settings, f"{name}.")
-            continue
-        for other, fitting in setting.needs.items() if value != default_for(setting, script) else ():
-            if script is None and other not in values and isinstance(settings[other].default, Each):
+                check_effect(value, None, source, (), setting.settings, f"{name}.")
+        elif value != setting.default and (other := unmet_need(setting, beside)) is not None:
+            if other in overridden and key not in overridden:
                 continue
-            found = value_of(other)
-            if found not in fitting if fitting else not found:
-                remedy = f"it is for {' or '.join(map(shown, fitting))}" if fitting else f"set {prefix}{other}"
-                raise UserError(
-                    f"{source}: {name} = {shown(value)} does nothing with {prefix}{other} = {shown(found)}: {remedy}, "
-                    f"or leave it out"
-                )
+            fitting = setting.needs[other]
+            remedy = f"it is for {' or '.join(map(shown, fitting))}" if fitting else f"set {prefix}{other}"
+            raise UserError(
+                f"{source}: {name} = {shown(value)} does nothing with {prefix}{other} = {shown(beside.get(other))}: "
+                f"{remedy}, or leave it out"
+            )
 
 
 def idle_keys(values: Mapping[str, Any], script: str | None) -> dict[str, str]:

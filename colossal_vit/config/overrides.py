@@ -1,12 +1,14 @@
-"""`--set KEY=VALUE`: parsed, and applied where the file assigns the key, so that what is computed from it follows."""
+"""`--set KEY=VALUE`: parsed, and applied wherever the file assigns the key, so that what follows from it follows."""
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from colossal_vit.errors import UserError
 from colossalai.legacy.amp import AMP_TYPE
+
+Override = tuple[tuple[str, ...], Any]  # the path of a key, and its value
 
 
 class _Literals(ast.NodeTransformer):
@@ -34,7 +36,7 @@ def _quotes(key: str, literal: str) -> str:
     return f"; a string needs quotes: --set \"{key}='{literal}'\"" if re.fullmatch(r"[\w./:~ -]+", literal) else ""
 
 
-def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
+def parse_override(text: str) -> Override:
     """Parse one `--set` argument.
 
     Args:
@@ -59,57 +61,32 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
         raise UserError(f"--set {text}: {literal!r} is not a Python literal{_quotes(key, literal)}") from None
 
 
-def _names_bound_by(statement: ast.stmt) -> set[str]:
-    """Top-level names that a simple statement assigns, or changes through an item or attribute."""
-    if isinstance(statement, ast.Assign):
-        targets = statement.targets
-    elif isinstance(statement, (ast.AugAssign, ast.AnnAssign)):
-        targets = [statement.target]
-    elif isinstance(statement, (ast.Import, ast.ImportFrom)):
-        return {(alias.asname or alias.name).split(".")[0] for alias in statement.names}
-    else:
-        return set()
-    return {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
+class Overridden(dict):
+    """A dict in which overrides hold, whatever is assigned to their keys: a config's namespace, or a block in it.
 
+    Args:
+        values: to begin with.
+        overrides: paths, and the values that they have instead. A later one counts more.
+    """
 
-class ApplyOverrides(ast.NodeTransformer):
-    """After each statement that binds an overridden NAME, put `NAME = <override>("NAME", NAME)`."""
+    def __init__(self, values: Mapping[str, Any], overrides: Sequence[Override]):
+        super().__init__(values)
+        self.overrides = overrides
 
-    HELPER = "__override__"
+    def __setitem__(self, name: str, value: Any) -> None:
+        inside: list[Override] = []
+        for (first, *rest), new in self.overrides:
+            if first == name and rest:
+                inside.append((tuple(rest), new))
+            elif first == name:
+                value = new
+                inside = [((key,), item) for key, item in new.items()] if isinstance(new, Mapping) else []
+        if inside:
+            value = Overridden(value if isinstance(value, Mapping) else {}, inside)
+            value.apply_all()
+        super().__setitem__(name, value)
 
-    def __init__(self, names: set[str]):
-        self.names = names
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
-        return node  # names inside a function are its own
-
-    def generic_visit(self, node: ast.AST) -> ast.AST:
-        super().generic_visit(node)
-        for field, block in ast.iter_fields(node):
-            if isinstance(block, list) and block and isinstance(block[0], ast.stmt):
-                setattr(node, field, [new for statement in block for new in self._followed(statement)])
-        return node
-
-    def _followed(self, statement: ast.stmt) -> list[ast.stmt]:
-        followed = [statement]
-        for name in sorted(_names_bound_by(statement) & self.names):
-            call = ast.parse(f"{name} = {self.HELPER}({name!r}, {name})").body[0]
-            followed.append(ast.copy_location(call, statement))
-        return followed
-
-
-def apply_overrides(name: str, value: Any, overrides: list[tuple[tuple[str, ...], Any]]) -> Any:
-    """`value` of `name` with every override of it, or of something inside it, applied in order."""
-    for (first, *rest), new in overrides:
-        if first != name:
-            continue
-        if not rest:
-            value = new
-            continue
-        value = dict(value) if isinstance(value, Mapping) else {}
-        block = value
-        for part in rest[:-1]:
-            block[part] = dict(block[part]) if isinstance(block.get(part), Mapping) else {}
-            block = block[part]
-        block[rest[-1]] = new
-    return value
+    def apply_all(self) -> None:
+        """Apply the overrides to keys that have been assigned before, or never."""
+        for (name, *_), _ in self.overrides:
+            self[name] = self.get(name)

@@ -1,8 +1,8 @@
-"""Every key that a config file may have: what it means, what it must be, its default, and which scripts use it."""
+"""Every key that a config file may have: what it means, what it must be, its default, and which scripts use it.
 
-from typing import Any
+The defaults are those of the tutorials' ViT on CIFAR-10; a config that is to be read alone names what it learns by.
+"""
 
-from colossal_vit.config.machine import MACHINE
 from colossal_vit.config.rules import (
     AREA,
     BOOL,
@@ -14,6 +14,7 @@ from colossal_vit.config.rules import (
     OPERATIONS,
     POSITIVE,
     POSITIVE_INT,
+    RAND_AUGMENT,
     SHAPE,
     SHARE,
     SHARE_ABOVE_0,
@@ -28,13 +29,9 @@ from colossal_vit.config.settings import (
     DP,
     HYBRID,
     IMAGENET,
-    OPTIONAL,
     REQUIRED,
-    SCRIPTS,
     Block,
-    Each,
     Setting,
-    default_for,
 )
 from colossalai.legacy.amp import AMP_TYPE
 
@@ -51,34 +48,38 @@ GROUPS: dict[str, dict[str, Setting | Block]] = {
             "images that a data-parallel rank takes at a time; global batch = BATCH_SIZE × gradient_accumulation × "
             "data-parallel size",
             REQUIRED,
+            learned=False,
         ),
-        "NUM_EPOCHS": Setting(POSITIVE_INT, "length of the training, in epochs", REQUIRED),
-        "WARMUP_EPOCHS": Setting(NON_NEGATIVE_INT, "epochs of linear warm-up, part of NUM_EPOCHS", Each((50, 0, 1, 0))),
+        "NUM_EPOCHS": Setting(POSITIVE_INT, "length of the training, in epochs", REQUIRED, learned=False),
+        "WARMUP_EPOCHS": Setting(NON_NEGATIVE_INT, "epochs of linear warm-up, part of NUM_EPOCHS", 0),
         "SCHEDULE": Setting(
             one_of("linear", "cosine"),
             "how the rate falls after the warm-up, to 0 if nothing else is said",
-            Each(("linear", "cosine", "linear", "linear")),
+            "cosine",
         ),
         "MIN_LEARNING_RATE": Setting(NON_NEGATIVE, "what a cosine falls to", 0.0, needs={"SCHEDULE": ("cosine",)}),
-        "OPTIMIZER": Setting(one_of("adamw", "sgd", "lamb"), "the optimizer", Each(("lamb", "adamw", "sgd", "lamb"))),
-        "MOMENTUM": Setting(FRACTION, "momentum of SGD", Each((0.9, 0.9, 0.0, 0.9)), needs={"OPTIMIZER": ("sgd",)}),
+        "OPTIMIZER": Setting(one_of("adamw", "sgd", "lamb"), "the optimizer", "adamw"),
+        "MOMENTUM": Setting(FRACTION, "momentum of SGD", 0.9, needs={"OPTIMIZER": ("sgd",)}),
         "EPSILON": Setting(
             POSITIVE, "what AdamW and LAMB add to √v; 1e-8 and 1e-6", needs={"OPTIMIZER": ("adamw", "lamb")}
         ),
-        "LEARNING_RATE": Setting(POSITIVE, "the rate after the warm-up", Each((1.8e-2, 3e-3, 1e-2, 1.8e-2))),
-        "WEIGHT_DECAY": Setting(
-            NON_NEGATIVE, "weight decay: decoupled in AdamW and LAMB, L2 in SGD", Each((0.1, 0.3, 0.1, 0.1))
-        ),
+        "LEARNING_RATE": Setting(POSITIVE, "the rate after the warm-up", 3e-3),
+        "WEIGHT_DECAY": Setting(NON_NEGATIVE, "weight decay: decoupled in AdamW and LAMB, L2 in SGD", 0.3),
         "DECAY_VECTORS": Setting(
             BOOL,
             "False: biases, norms, class token and position embedding have no weight decay, and in LAMB no trust ratio",
             True,
         ),
-        "LAMB_EXCLUDE_VECTORS": Setting(BOOL, "the same as DECAY_VECTORS = False", False, (IMAGENET,)),
+        "LAMB_EXCLUDE_VECTORS": Setting(
+            BOOL,
+            "older name: DECAY_VECTORS, which is its opposite",
+            scripts=(IMAGENET,),
+            stands_for=lambda value: {"DECAY_VECTORS": not value},
+        ),
         "LAYER_DECAY": Setting(
             SHARE_ABOVE_0, "learning rate of a layer ÷ that of the next one; the head has LEARNING_RATE", 1.0
         ),
-        "LABEL_SMOOTHING": Setting(FRACTION, "share of the target that all classes divide", Each((0.0, 0.1, 0.0, 0.0))),
+        "LABEL_SMOOTHING": Setting(FRACTION, "share of the target that all classes divide", 0.1),
         "bce": Block(
             "binary cross entropy in place of cross entropy, a question for each class",
             {
@@ -87,20 +88,25 @@ GROUPS: dict[str, dict[str, Setting | Block]] = {
             },
         ),
         "GLOBAL_BATCH": Setting(
-            POSITIVE_INT, "images of a step, that `--dry-run` keeps on other numbers of GPUs", OPTIONAL, (IMAGENET,)
+            POSITIVE_INT,
+            "images of a step, that `--dry-run` keeps on other numbers of GPUs",
+            scripts=(IMAGENET,),
+            learned=False,
         ),
         "IMAGES_PER_S": Setting(
-            POSITIVE, "images/s of one GPU, from which `--dry-run` computes hours", OPTIONAL, (IMAGENET,)
+            POSITIVE, "images/s of one GPU, from which `--dry-run` computes hours", scripts=(IMAGENET,), learned=False
         ),
     },
     "Data": {
-        "DATA": Setting(TEXT, "folder of the data set; else the environment's DATA, else the digits sample"),
+        "DATA": Setting(
+            TEXT, "folder of the data set; else the environment's DATA, else the digits sample", learned=False
+        ),
         "SYNTHETIC": Setting(BOOL, "train on one random batch, without data", False, (CALTECH101, IMAGENET)),
         "CACHE_SIZE": Setting(
-            SIDE, "side of the decoded images that are kept, in pixels; IMG_SIZE × 8/7", OPTIONAL, (CALTECH101,)
+            SIDE, "side of the decoded images that are kept, in pixels; IMG_SIZE × 8/7", scripts=(CALTECH101,)
         ),
         "TRAIN_PER_CLASS": Setting(
-            POSITIVE_INT, "training images of each class; four fifths of them", OPTIONAL, (CALTECH101,)
+            POSITIVE_INT, "training images of each class; four fifths of them", scripts=(CALTECH101,)
         ),
         "CROP_PADDING": Setting(
             whole(0, 32), "pixels of border, of 32, that a random crop may reach into", 4, (DP, HYBRID)
@@ -145,19 +151,23 @@ GROUPS: dict[str, dict[str, Setting | Block]] = {
             "the ImageNet pipeline; train_dp, whose images are in memory, takes it and does nothing with it",
             {
                 "gpu_aug": Setting(BOOL, "decode and augment on the GPU, where there is one", True),
-                "mixup_alpha": Setting(NON_NEGATIVE, "α of Mixup; 0 is off"),
-                "rand_augment": Block(
-                    "RandAugment",
-                    {
-                        "n": Setting(OPERATIONS, "operations on an image", REQUIRED),
-                        "m": Setting(MAGNITUDE, "their magnitude", REQUIRED),
-                    },
+                "mixup_alpha": Setting(
+                    NON_NEGATIVE, "older name: mix.mixup", stands_for=lambda value: {"mix.mixup": value}
+                ),
+                "rand_augment": Setting(
+                    RAND_AUGMENT,
+                    "older name: augment.policy, n and m",
+                    stands_for=lambda value: (
+                        {"augment.policy": "rand", **{f"augment.{key}": number for key, number in value.items()}}
+                        if value
+                        else {}
+                    ),
                 ),
                 "max_bad": Setting(
                     NON_NEGATIVE_INT, "check all records first, and leave out up to so many damaged ones"
                 ),
             },
-            Each((OPTIONAL, {})),
+            {},
             (DP, IMAGENET),
             idle={DP: "the images are in memory; Mixup is in the block mix, RandAugment in augment"},
         ),
@@ -180,29 +190,24 @@ GROUPS: dict[str, dict[str, Setting | Block]] = {
         ),
     },
     "Model": {
-        "MODEL": Setting(
-            TEXT,
-            "a Vision Transformer of timm",
-            Each(("vit_base_patch16_224", "vit_base_patch16_224", REQUIRED)),
-            TIMM,
-        ),
-        "IMG_SIZE": Setting(SIDE, "side of the images, in pixels", Each((224, REQUIRED, 224, 224))),
-        "PATCH_SIZE": Setting(SIDE, "side of a patch, in pixels", Each((OPTIONAL, REQUIRED, OPTIONAL, OPTIONAL))),
-        "HIDDEN_SIZE": Setting(whole(1, 2**16), "width", Each((OPTIONAL, REQUIRED, OPTIONAL, OPTIONAL))),
-        "DEPTH": Setting(whole(1, 256), "transformer blocks", Each((OPTIONAL, REQUIRED, OPTIONAL, OPTIONAL))),
-        "NUM_HEADS": Setting(whole(1, 2**16), "attention heads", Each((OPTIONAL, REQUIRED, OPTIONAL, OPTIONAL))),
+        "MODEL": Setting(TEXT, "a Vision Transformer of timm", "vit_base_patch16_224", TIMM),
+        "IMG_SIZE": Setting(SIDE, "side of the images, in pixels", 224),
+        "PATCH_SIZE": Setting(SIDE, "side of a patch, in pixels; that of MODEL", without_model=REQUIRED),
+        "HIDDEN_SIZE": Setting(whole(1, 2**16), "width; that of MODEL", without_model=REQUIRED),
+        "DEPTH": Setting(whole(1, 256), "transformer blocks; those of MODEL", without_model=REQUIRED),
+        "NUM_HEADS": Setting(whole(1, 2**16), "attention heads; those of MODEL", without_model=REQUIRED),
         "MLP_RATIO": Setting(number(0.001, 100), "hidden units of an MLP ÷ HIDDEN_SIZE", 4, (HYBRID,)),
-        "NUM_CLASSES": Setting(whole(1, 10**6), "classes", Each((10, 10, REQUIRED, REQUIRED))),
+        "NUM_CLASSES": Setting(whole(1, 10**6), "classes", 10),
         "POOL": Setting(
             one_of("token", "avg"),
             "what the head sees: the class token, or the mean of the patches' tokens; that of MODEL",
-            Each((OPTIONAL, "token", OPTIONAL, OPTIONAL)),
+            without_model="token",
         ),
         "POSITIONS": Setting(
             one_of("learned", "sincos2d"), "position embedding: learned, or fixed sines and cosines", "learned", TIMM
         ),
         "LAYER_SCALE": Setting(
-            POSITIVE, "what each branch is multiplied by at the start (LayerScale); that of MODEL", OPTIONAL, TIMM
+            POSITIVE, "what each branch is multiplied by at the start (LayerScale); that of MODEL", scripts=TIMM
         ),
         "DROP_RATE": Setting(FRACTION, "dropout", 0.0),
         "DROP_PATH_RATE": Setting(FRACTION, "stochastic depth of the last block; linear from 0", 0.0),
@@ -210,9 +215,13 @@ GROUPS: dict[str, dict[str, Setting | Block]] = {
             BOOL, "every block has the rate of the last one", False, TIMM, needs={"DROP_PATH_RATE": ()}
         ),
         "CHECKPOINT": Setting(
-            BOOL, "compute activations again in the backward pass instead of keeping them", False, (HYBRID,)
+            BOOL,
+            "compute activations again in the backward pass instead of keeping them",
+            False,
+            (HYBRID,),
+            learned=False,
         ),
-        "SEQ_LENGTH": Setting(POSITIVE_INT, "tokens; checked against the model", OPTIONAL, (HYBRID,)),
+        "SEQ_LENGTH": Setting(POSITIVE_INT, "tokens; checked against the model", scripts=(HYBRID,), learned=False),
     },
     "Layout": {
         "parallel": Block(
@@ -224,35 +233,55 @@ GROUPS: dict[str, dict[str, Setting | Block]] = {
                     {
                         "mode": Setting(TENSOR_MODE, "how matrices are split", None),
                         "size": Setting(POSITIVE_INT, "ranks: q² in 2D, depth × q² in 2.5D, q³ in 3D", 1),
-                        "depth": Setting(POSITIVE_INT, "of 2.5D; 1", needs={"mode": ("2.5d",)}),
+                        "depth": Setting(POSITIVE_INT, "squares of 2.5D", 1, needs={"mode": ("2.5d",)}),
                     },
+                    {},
                 ),
             },
+            {},
+            learned=False,
         ),
         "NUM_MICRO_BATCHES": Setting(
-            POSITIVE_INT, "micro-batches that a pipeline makes of BATCH_SIZE images", OPTIONAL, (HYBRID,)
+            POSITIVE_INT,
+            "micro-batches that a pipeline makes of BATCH_SIZE images",
+            scripts=(HYBRID,),
+            learned=False,
         ),
         "model": Block(
             "interleaved pipeline",
             {"num_chunks": Setting(POSITIVE_INT, "parts of the model on each stage", 1)},
-            OPTIONAL,
+            {},
             (HYBRID,),
+            learned=False,
         ),
         "TENSOR_SHAPE": Setting(
-            SHAPE, "what a stage hands to the next, (micro-batch, tokens, width); checked", OPTIONAL, (HYBRID,)
+            SHAPE,
+            "what a stage hands to the next, (micro-batch, tokens, width); checked",
+            scripts=(HYBRID,),
+            learned=False,
         ),
-        "TENSOR_PARALLEL_SIZE": Setting(POSITIVE_INT, "the tutorials' name for tensor.size", OPTIONAL, (HYBRID,)),
-        "TENSOR_PARALLEL_MODE": Setting(TENSOR_MODE, "the tutorials' name for tensor.mode", OPTIONAL, (HYBRID,)),
+        "TENSOR_PARALLEL_SIZE": Setting(
+            POSITIVE_INT,
+            "the tutorials' name: parallel.tensor.size",
+            scripts=(HYBRID,),
+            stands_for=lambda value: {"parallel.tensor.size": value},
+        ),
+        "TENSOR_PARALLEL_MODE": Setting(
+            TENSOR_MODE,
+            "the tutorials' name: parallel.tensor.mode",
+            scripts=(HYBRID,),
+            stands_for=lambda value: {"parallel.tensor.mode": value},
+        ),
         "NUM_CHUNKS": Setting(
             POSITIVE_INT,
-            "the tutorials' name for model.num_chunks",
-            OPTIONAL,
-            (DP, HYBRID),
+            "the tutorials' name: model.num_chunks",
+            scripts=(DP, HYBRID),
             idle={DP: "each process has the whole model"},
+            stands_for=lambda value: {"model.num_chunks": value},
         ),
     },
     "Features": {
-        "gradient_accumulation": Setting(POSITIVE_INT, "batches of BATCH_SIZE in an optimizer step", 1),
+        "gradient_accumulation": Setting(POSITIVE_INT, "batches of BATCH_SIZE in an optimizer step", 1, learned=False),
         "clip_grad_norm": Setting(NON_NEGATIVE, "largest norm of the gradient; 0 does not clip", 0.0),
         "fp16": Block(
             "mixed precision; None for fp32",
@@ -260,9 +289,9 @@ GROUPS: dict[str, dict[str, Setting | Block]] = {
                 "mode": Setting(MODE, "what computes in half precision, see the README"),
                 "dtype": Setting(one_of("fp16", "bf16"), "fp16 on CUDA, bf16 on a CPU", needs={"mode": ()}),
                 "opt_level": Setting(one_of("O0", "O1", "O2", "O3"), "of APEX; O1", needs={"mode": (AMP_TYPE.APEX,)}),
-                "initial_scale": Setting(POSITIVE, "loss scale to begin with, NAIVE; 2¹⁶", needs=NAIVE),
+                "initial_scale": Setting(POSITIVE, "loss scale to begin with; 2¹⁶", needs=SCALED),
                 "init_scale": Setting(
-                    POSITIVE, "loss scale to begin with, TORCH; 2¹⁶", needs={**SCALED, "mode": (AMP_TYPE.TORCH,)}
+                    POSITIVE, "older name: initial_scale", stands_for=lambda value: {"fp16.initial_scale": value}
                 ),
                 "growth_factor": Setting(number(1, 1e6), "of the loss scale; 2", needs=SCALED),
                 "backoff_factor": Setting(number(1e-6, 1), "of the loss scale after an overflow; ½", needs=SCALED),
@@ -273,6 +302,7 @@ GROUPS: dict[str, dict[str, Setting | Block]] = {
                 "min_scale": Setting(POSITIVE, "smallest loss scale, NAIVE; 1", needs=NAIVE),
                 "max_scale": Setting(POSITIVE, "largest loss scale, NAIVE; 2³²", needs=NAIVE),
             },
+            switches=("mode",),
         ),
         "ema": Block(
             "an exponential moving average of the weights, evaluated beside them and kept in checkpoints",
@@ -284,6 +314,7 @@ GROUPS: dict[str, dict[str, Setting | Block]] = {
         "zero": Block(
             "optimizer state and fp32 weights split over the data-parallel ranks",
             {"stage": Setting(one_of(1, 2), "1: those; 2: also the gradients that are accumulated", REQUIRED)},
+            learned=False,
         ),
         "checkpoint": Block(
             "when to save; also after each epoch",
@@ -292,6 +323,8 @@ GROUPS: dict[str, dict[str, Setting | Block]] = {
                 "every_minutes": Setting(POSITIVE, "minutes from one checkpoint to the next", 30),
                 "keep": Setting(POSITIVE_INT, "newest checkpoints to keep, beside the best one", 3),
             },
+            {},
+            learned=False,
         ),
         "torch_ddp": Block(
             "arguments of DistributedDataParallel",
@@ -300,31 +333,29 @@ GROUPS: dict[str, dict[str, Setting | Block]] = {
                 "static_graph": Setting(BOOL, "the same operations in every step"),
                 "find_unused_parameters": Setting(BOOL, "some parameters have no gradient"),
             },
+            {},
+            learned=False,
         ),
-        "machine": MACHINE,
-        "COMPILE": Setting(BOOL, "torch.compile", False),
+        "machine": Block(
+            "what `--plan` is told of a machine: changes to one of its table, or all of another one",
+            {
+                "half_tflops": Setting(POSITIVE, "peak of dense matrix products in fp16 and bf16, TFLOP/s"),
+                "single_tflops": Setting(POSITIVE, "the same in fp32, or in TF32 if the config says so"),
+                "matmul_share": Setting(SHARE_ABOVE_0, "share of the peak that large matrix products reach"),
+                "memory_gb": Setting(POSITIVE, "of a GPU, in units of 10⁹ bytes"),
+                "memory_gb_s": Setting(POSITIVE, "bandwidth of that memory, GB/s"),
+                "gpus_per_node": Setting(POSITIVE_INT, "GPUs that NVLink connects"),
+                "link_gb_s": Setting(POSITIVE, "NVLink of a GPU in one direction, GB/s"),
+                "network_gb_s": Setting(POSITIVE, "network between nodes, for each GPU and direction, GB/s"),
+            },
+            learned=False,
+        ),
+        "COMPILE": Setting(BOOL, "torch.compile", False, learned=False),
         "TF32": Setting(BOOL, "TensorFloat-32 in matrix products and convolutions in fp32", False),
-        "cudnn_benchmark": Setting(BOOL, "let cuDNN try its algorithms", False),
+        "cudnn_benchmark": Setting(BOOL, "let cuDNN try its algorithms", False, learned=False),
         "cudnn_deterministic": Setting(
-            BOOL, "only deterministic algorithms in cuDNN and attention: slower, with more memory", False
+            BOOL, "only deterministic algorithms in cuDNN and attention: slower, with more memory", False, learned=False
         ),
     },
 }
 SCHEMA = {key: setting for group in GROUPS.values() for key, setting in group.items()}
-
-
-def default(block: str, key: str) -> Any:
-    """The default of a setting in a block."""
-    return SCHEMA[block].settings[key].default
-
-
-def defaults(script: str | None) -> dict[str, Any]:
-    """The keys that a script of SCRIPTS has defaults for, with these; for None, those that all scripts share."""
-    found = {key: default_for(setting, script) for key, setting in SCHEMA.items()}
-    return {key: value for key, value in found.items() if value is not REQUIRED and value is not OPTIONAL}
-
-
-def is_default(key: str, value: Any) -> bool:
-    """Whether a value is the default of a key in some script."""
-    setting = SCHEMA.get(key)
-    return setting is not None and any(default_for(setting, script) == value for script in SCRIPTS)

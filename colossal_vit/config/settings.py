@@ -1,6 +1,6 @@
 """What a setting of a config file is."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,12 +25,16 @@ class Setting:
     Attributes:
         rule: what the value must be.
         meaning: what it does, with its unit.
-        default: the value where the file has none; or one for each script, in the order of `scripts`; REQUIRED if there
-            must be one, in a block if that is given; OPTIONAL if without one nothing happens, or what `meaning` says.
+        default: the value where the file has none; REQUIRED if there must be one, in a block if that is given; OPTIONAL
+            if without one nothing happens, or what `meaning` says.
+        without_model: the default in train_hybrid, which has no MODEL whose value would count; None if it is the same.
         scripts: that use it.
         needs: keys beside it without which it does nothing, each with the values that will do; none given means any
             but None, False and 0.
         idle: scripts that take it and do nothing with it, because published configs have it; with the reason.
+        learned: whether another value changes what is learned, by more than rounding and as long as the global batch
+            stays the same; if not, a run may resume with another one.
+        stands_for: of an older name, the settings that a value of it stands for, by their paths.
     """
 
     rule: Rule
@@ -38,33 +42,45 @@ class Setting:
     default: Any = OPTIONAL
     scripts: tuple[str, ...] = SCRIPTS
     needs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    without_model: Any = None
     idle: Mapping[str, str] = field(default_factory=dict)
-
-
-class Each(tuple):
-    """A default for each script."""
+    learned: bool = True
+    stands_for: Callable[[Any], dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
 class Block:
-    """A key whose value is a dict of settings, or None to switch the feature off.
+    """A key whose value is a dict of settings.
 
     Attributes:
-        meaning, default, scripts, idle: as of a `Setting`.
+        meaning, scripts, idle, learned: as of a `Setting`.
         settings: in it.
+        default: None if the block switches on a feature, which None switches off; {} if it is always there.
         switches: settings of which one has to be on, that is, not None, False or 0: the block does nothing otherwise.
     """
 
     meaning: str
     settings: Mapping[str, "Setting | Block"] = field(repr=False)
-    default: Any = OPTIONAL
+    default: dict[str, Any] | None = None
     scripts: tuple[str, ...] = SCRIPTS
     switches: tuple[str, ...] = ()
     idle: Mapping[str, str] = field(default_factory=dict)
+    learned: bool = True
 
 
 def default_for(setting: Setting | Block, script: str | None) -> Any:
-    """The default in a script; one that is not listed has those that all scripts have in common."""
-    if isinstance(setting.default, Each):
-        return setting.default[setting.scripts.index(script)] if script in setting.scripts else OPTIONAL
-    return setting.default if script in setting.scripts or setting.scripts == SCRIPTS else OPTIONAL
+    """The default in a script of SCRIPTS, or in any other one; OPTIONAL if it does not use the setting."""
+    if script in setting.idle or (setting.scripts != SCRIPTS and script not in setting.scripts):
+        return OPTIONAL
+    if script == HYBRID and isinstance(setting, Setting) and setting.without_model is not None:
+        return setting.without_model
+    return setting.default
+
+
+def unmet_need(setting: Setting, beside: Mapping[str, Any]) -> str | None:
+    """The first key of `needs` whose value in `beside` leaves the setting without effect, or None."""
+    for key, fitting in setting.needs.items():
+        found = beside.get(key)
+        if found not in fitting if fitting else not found:
+            return key
+    return None

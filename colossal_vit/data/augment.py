@@ -51,7 +51,7 @@ class Augment:
     """
 
     def __init__(self, config: Config):
-        how = dict(config.get("augment") or {})
+        how = dict(config.augment or {})
         self.seed, erase = config.SEED, how.pop("erase", 0.0)
         self.policy = build_policy(**how)
         self.erasing = v2.RandomErasing(erase, value="random") if erase else None

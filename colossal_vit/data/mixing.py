@@ -110,12 +110,12 @@ class MixedBatches(LoaderWrapper):
         if config.BATCH_SIZE % 2:
             raise UserError(f"BATCH_SIZE = {config.BATCH_SIZE}: must be even for mix, which mixes pairs of images")
         how = dict(config.mix)
-        self.mode = how.pop("mode", "batch")
+        self.mode = how.pop("mode")
         self.config, self.how = config, how
         self.rank = gpc.get_local_rank(ParallelMode.DATA) if rank is None else rank
         self.num_ranks = gpc.get_world_size(ParallelMode.DATA) if num_ranks is None else num_ranks
         global_batch = config.BATCH_SIZE * config.gradient_accumulation * self.num_ranks
-        if (repeats := config.get("REPEATS", 1)) > global_batch // 2:
+        if (repeats := config.REPEATS) > global_batch // 2:
             raise UserError(
                 f"REPEATS = {repeats}: must be at most {global_batch // 2} with mix, half of the global batch of "
                 f"{global_batch}, else images are mixed with their own copies"
@@ -149,5 +149,4 @@ def mixed(loader: Loader, config: Config) -> Loader:
     Raises:
         UserError: if BATCH_SIZE is odd.
     """
-    how = config.get("mix") or {}
-    return MixedBatches(loader, config) if how.get("mixup") or how.get("cutmix") else loader
+    return MixedBatches(loader, config) if config.mix else loader

@@ -25,7 +25,7 @@ class LossScale:
     `DynamicGradScaler`, and with `hysteresis` = 1 that of torch's `GradScaler`.
 
     Args:
-        value: the initial scale.
+        initial_scale: the scale to begin with.
         growth_factor, backoff_factor: factors by which the scale is raised and lowered.
         growth_interval: consecutive steps without overflow before it is raised.
         hysteresis: overflows since it was last raised before it is lowered.
@@ -34,7 +34,7 @@ class LossScale:
 
     def __init__(
         self,
-        value: float = 2.0**16,
+        initial_scale: float = 2.0**16,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
@@ -42,7 +42,7 @@ class LossScale:
         min_scale: float = 0.0,
         max_scale: float = math.inf,
     ):
-        self.value, self.growth_factor, self.backoff_factor = float(value), growth_factor, backoff_factor
+        self.value, self.growth_factor, self.backoff_factor = float(initial_scale), growth_factor, backoff_factor
         self.growth_interval, self.hysteresis = growth_interval, hysteresis
         self.min_scale, self.max_scale = min_scale, max_scale
         self.growth_step = self.hysteresis_step = 0

@@ -153,17 +153,17 @@ def initialize(
     """
     config = gpc.config
     device = get_accelerator().get_current_device()
-    torch.backends.cudnn.benchmark = config.get("cudnn_benchmark", False)
-    torch.backends.cudnn.deterministic = config.get("cudnn_deterministic", False)
+    torch.backends.cudnn.benchmark = config.cudnn_benchmark
+    torch.backends.cudnn.deterministic = config.cudnn_deterministic
     # Backward passes of fused attention add up in any order, cuDNN's and the others alike, and torch's own switch for
     # determinism leaves them so unless it makes errors of all that cannot be deterministic.
     for kernel in ("flash", "mem_efficient", "cudnn"):
-        getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(not config.get("cudnn_deterministic", False))
+        getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(not config.cudnn_deterministic)
     # torch's default is TF32 in cuDNN but not in matrix products: "fp32" would be two precisions in one model.
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.get("TF32", False)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.TF32
     fp16 = config.fp16
     dtype = precision.compute_dtype(fp16, device)
-    if (config.get("torch_ddp") or {}).get("static_graph") and config.gradient_accumulation > 1:
+    if config.torch_ddp.get("static_graph") and config.gradient_accumulation > 1:
         raise UserError(
             f"torch_ddp.static_graph = True does not work with gradient_accumulation = {config.gradient_accumulation}: "
             f"PyTorch takes the first backward pass, which reduces nothing, for the pattern of all"
@@ -171,7 +171,7 @@ def initialize(
     if is_using_pp() and fp16 and fp16.mode != AMP_TYPE.NAIVE:
         raise UserError(f"fp16.mode = {fp16.mode} does not work with a pipeline: use AMP_TYPE.NAIVE or None")
 
-    if config.get("zero") and config.get("torch_ddp"):
+    if config.zero and config.torch_ddp:
         raise UserError("torch_ddp has no effect with zero, which reduces gradients by itself: leave one of them out")
 
     bare_model = model = model.to(device)
@@ -180,9 +180,11 @@ def initialize(
         sync_model_param(model, ParallelMode.DATA)
     frozen = set(frozen_parameters(model, config))
     zero = None
-    if is_using_ddp() and (stage := (config.get("zero") or {}).get("stage")):
+    if is_using_ddp() and config.zero:
         trained = [p for p in model.parameters() if p not in frozen]
-        zero = Zero(trained, optimizer, gpc.get_group(ParallelMode.DATA), stage)  # before master weights are made
+        zero = Zero(
+            trained, optimizer, gpc.get_group(ParallelMode.DATA), config.zero.stage
+        )  # before master weights are made
     model, optimizer, criterion = precision.wrap_for_precision(model, optimizer, criterion, fp16, device)
     for parameter in frozen:  # after wrapping: it keeps its fp32 copy, from which checkpoints are made
         parameter.requires_grad_(False)
@@ -206,14 +208,14 @@ def initialize(
             device_ids=[device] if device.type == "cuda" else None,
             init_sync=False,  # done by sync_model_param
             gradient_as_bucket_view=True,  # saves a second copy of the gradients
-            **(config.get("torch_ddp") or {}),
+            **config.torch_ddp,
         )
 
     ema = None
-    if (settings := config.get("ema")) is not None:
+    if config.ema:
         masters = optimizer.working_to_master_map
         own = [p for p in bare_model.parameters() if not zero or zero.owns(p)]
-        ema = Ema([(p, masters.get(p, p)) for p in own], settings, zero and zero.broadcast_weights)
+        ema = Ema([(p, masters.get(p, p)) for p in own], **config.ema, publish=zero and zero.broadcast_weights)
     engine = Engine(
         model=model,
         bare_model=bare_model,

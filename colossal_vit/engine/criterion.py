@@ -45,7 +45,7 @@ def build_criterion(config: Config) -> nn.Module:
     Raises:
         UserError: if bce.threshold does not lie between the smoothed targets of a wrong and of the right class.
     """
-    if (bce := config.get("bce")) is not None:
+    if bce := config.bce:
         wrong = config.LABEL_SMOOTHING / config.NUM_CLASSES
         right = 1 - config.LABEL_SMOOTHING + wrong
         if (threshold := bce.get("threshold")) is not None and not wrong <= threshold < right:

@@ -1,11 +1,9 @@
 """An exponential moving average of the weights, of which each rank keeps its own piece."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-from colossal_vit.config.schema import default
 from torch import Tensor
 
 
@@ -17,7 +15,8 @@ class Ema:
 
     Args:
         pairs: of each parameter the model's own and the one that the optimizer updates, mostly the same.
-        settings: the block `ema` of the config.
+        decay: share of the average so far in that after a step.
+        warmup: whether the decay grows to that.
         publish: brings changed weights to the ranks that do not own them; None if every rank averages all its weights.
 
     Attributes:
@@ -27,11 +26,12 @@ class Ema:
     def __init__(
         self,
         pairs: Sequence[tuple[Tensor, Tensor]],
-        settings: Mapping[str, Any],
+        decay: float,
+        warmup: bool = False,
         publish: Callable[[], None] | None = None,
     ):
         self.pairs, self.publish = pairs, publish
-        self.decay, self.warmup = (settings.get(key, default("ema", key)) for key in ("decay", "warmup"))
+        self.decay, self.warmup = decay, warmup
         self.averages = {master: master.detach().clone() for _, master in pairs}
 
     def decay_at(self, step: int) -> float:

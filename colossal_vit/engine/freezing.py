@@ -1,6 +1,5 @@
 """Which parameters are trained, as the config's block `finetune` says."""
 
-from colossal_vit.config.schema import default
 from colossal_vit.engine.optimizers import layer_of, num_blocks
 from colossal_vit.errors import UserError
 from colossalai.context import Config
@@ -17,10 +16,9 @@ def frozen_parameters(model: nn.Module, config: Config) -> list[nn.Parameter]:
     Raises:
         UserError: if the model has fewer blocks.
     """
-    finetune = config.get("finetune") or {}
-    frozen, head_only = (finetune.get(key, default("finetune", key)) for key in ("frozen_blocks", "linear_probe"))
-    if not frozen and not head_only:
+    if not config.finetune:
         return []
+    frozen, head_only = config.finetune.frozen_blocks, config.finetune.linear_probe
     depth = num_blocks(config, model)
     if frozen > depth:
         raise UserError(f"finetune.frozen_blocks = {frozen}, but the model has {depth} blocks")

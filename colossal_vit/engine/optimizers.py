@@ -69,14 +69,12 @@ def parameter_groups(
 
 def _parameters(config: Config, model: nn.Module) -> list[Any]:
     """The parameters, in groups if LAYER_DECAY or DECAY_VECTORS asks for them."""
-    excluding = not config.get("DECAY_VECTORS", True) or config.get("LAMB_EXCLUDE_VECTORS", False)
-    layer_decay = config.get("LAYER_DECAY", 1.0)
-    if layer_decay == 1 and not excluding:
+    if config.LAYER_DECAY == 1 and config.DECAY_VECTORS:
         return list(model.parameters())
     depth = num_blocks(config, model)
-    groups = parameter_groups(model, config.WEIGHT_DECAY, VECTORS, config.LEARNING_RATE, layer_decay, depth)
+    groups = parameter_groups(model, config.WEIGHT_DECAY, VECTORS, config.LEARNING_RATE, config.LAYER_DECAY, depth)
     for group in groups:
-        if not excluding:
+        if config.DECAY_VECTORS:
             group.update(weight_decay=config.WEIGHT_DECAY, adam=False)
         if config.OPTIMIZER != "lamb":
             del group["adam"]

@@ -112,9 +112,8 @@ NAIVE_SCALE = dict(growth_interval=1000, hysteresis=2, min_scale=1.0, max_scale=
 
 
 def _loss_scale(fp16: Mapping[str, Any], defaults: Mapping[str, Any]) -> LossScale:
-    """The loss scale of a config's `fp16` block, in which modes have different names for the initial scale."""
-    names = {"initial_scale": "value", "init_scale": "value"}
-    given = {names.get(key, key): value for key, value in fp16.items() if key not in ("mode", "dtype", "opt_level")}
+    """The loss scale of a config's `fp16` block."""
+    given = {key: value for key, value in fp16.items() if key not in ("mode", "dtype", "opt_level")}
     return LossScale(**{**defaults, **given})
 
 

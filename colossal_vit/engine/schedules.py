@@ -46,7 +46,7 @@ def build_scheduler(config: Config, optimizer: Optimizer, steps_per_epoch: int) 
     """
     steps_per_epoch = max(steps_per_epoch, 1)  # `MicroBatches` refuses an epoch without a step
     steps = dict(total_steps=config.NUM_EPOCHS * steps_per_epoch, warmup_steps=config.WARMUP_EPOCHS * steps_per_epoch)
-    lowest = config.get("MIN_LEARNING_RATE", 0.0)
+    lowest = config.MIN_LEARNING_RATE
     if config.SCHEDULE == "cosine":
         if lowest > config.LEARNING_RATE:
             raise UserError(f"MIN_LEARNING_RATE = {lowest} is above LEARNING_RATE = {config.LEARNING_RATE}")

@@ -3,7 +3,6 @@
 import signal
 import time
 
-from colossal_vit.config.schema import default
 from colossal_vit.engine.loop import Trainer
 from colossal_vit.engine.micro_batches import MicroBatches
 from colossal_vit.errors import Interrupted, Preempted, TrainingError
@@ -40,9 +39,8 @@ class CheckpointHook(BaseHook):
     ):
         super().__init__(priority)
         self.run, self.train_dataloader, self.metrics = run, train_dataloader, metrics
-        settings = run.config.get("checkpoint") or {}
-        self.every_steps = settings.get("every_steps")
-        self.every_s = 60.0 * settings.get("every_minutes", default("checkpoint", "every_minutes"))
+        self.every_steps = run.config.checkpoint.get("every_steps")
+        self.every_s = 60.0 * run.config.checkpoint.every_minutes
         self.requests = StopRequests()
 
     def _save(self, trainer: Trainer, epoch: int, start: int) -> str:

@@ -43,7 +43,7 @@ def read_config(args: Arguments) -> tuple[Config, dict[str, str]]:
     idle = configs.idle_keys(config, args.script)
     for key in idle:
         del config[key]
-    if args.eval_only and args.resume == "never" and not (config.get("finetune") or {}).get("weights"):
+    if args.eval_only and args.resume == "never" and not (config.finetune or {}).get("weights"):
         flag = "--eval-knn" if args.eval_knn else "--eval-only"
         raise UserError(f"{flag} evaluates a checkpoint, and --resume never says to take none: leave one of them out")
     if args.eval_knn and args.script == IMAGENET:

@@ -143,19 +143,18 @@ def enumerate_layouts(config: Config, world_size: int, images: int, script: str,
         check: raises `UserError` for a config and layout that do not fit the model.
     """
     hybrid = script == HYBRID
-    mode, ddp = (config.fp16 or {}).get("mode"), config.get("torch_ddp")
+    mode, ddp = config.fp16 and config.fp16.mode, config.torch_ddp
     pipelines = hybrid and mode in (None, AMP_TYPE.NAIVE)
     can_split_state = not ddp
     found: list[Choice] = []
 
     def allowed(choice: Choice) -> bool:
-        if config.get("mix") and choice.batch % 2:  # images are mixed in pairs
+        if config.mix and choice.batch % 2:  # images are mixed in pairs
             return False
-        if choice.accumulation > 1 and (ddp or {}).get("static_graph"):
+        if choice.accumulation > 1 and ddp.get("static_graph"):
             return False
         changed = Config({**config, **choice.settings(hybrid)})
-        for derived in ("TENSOR_SHAPE", "TENSOR_PARALLEL_SIZE", "TENSOR_PARALLEL_MODE", "NUM_CHUNKS"):
-            changed.pop(derived, None)
+        changed.pop("TENSOR_SHAPE", None)
         try:
             if check:
                 check(changed, Layout.of(changed, world_size))
@@ -200,5 +199,5 @@ def own_layout(config: Config, world_size: int) -> Choice:
         config.get("NUM_MICRO_BATCHES", 1) if layout.pipeline > 1 else 1,
         num_model_chunks(config),
         config.get("CHECKPOINT", False),
-        (config.get("zero") or {}).get("stage", 0),
+        config.zero.stage if config.zero else 0,
     )

@@ -386,7 +386,7 @@ def make_plan(request: Request) -> tuple[Plan, int]:
     if not choices:
         if check:
             check(config, own)
-        fits = num_ranks * (2 if config.get("mix") else 1)  # images are mixed in pairs
+        fits = num_ranks * (2 if config.mix else 1)  # images are mixed in pairs
         nearest = " or ".join(str(number) for number in (images // fits * fits, (images // fits + 1) * fits) if number)
         key = "GLOBAL_BATCH" if config.get("GLOBAL_BATCH") else "BATCH_SIZE × gradient_accumulation × data parallel"
         raise UserError(
@@ -397,7 +397,7 @@ def make_plan(request: Request) -> tuple[Plan, int]:
     if request.args.plan == HERE or request.args.plan.endswith(".json"):
         machine = measured(request, choices)
     else:
-        machine = find_machine(request.args.plan, config.get("machine"), bool(config.fp16), config.get("TF32", False))
+        machine = find_machine(request.args.plan, config.machine, bool(config.fp16), config.TF32)
     traces = {tensor: record(request, tensor) for tensor in {choice.tensor: None for choice in choices}}
     plan = search(Predictor(config, machine, traces), choices)
     if not plan.best:

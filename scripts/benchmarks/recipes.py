@@ -31,7 +31,7 @@ EXAMPLES: dict[str, tuple[str, str, Values]] = {
     "ImageNet, DALI": (
         "vit_imagenet_dali/train.py",
         "config_sample.py",
-        {"CROP_AREA": (0.7, 1.0), "dali.mixup_alpha": 0, "LAMB_EXCLUDE_VECTORS": False},
+        {"CROP_AREA": (0.7, 1.0), "mix": None, "DECAY_VECTORS": True},
     ),
 }
 FULL = {"mix.mixup": 0.2, "mix.prob": 0.5, "augment.color_jitter": 0.1, "DECAY_VECTORS": False}

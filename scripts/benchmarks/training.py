@@ -205,7 +205,7 @@ def summary_of(steps: Sequence[dict]) -> dict[str, float | None]:
 
 def mfu(config: Config, images_per_s: float) -> float | None:
     """Model FLOPs utilisation of one process in percent, or None if the device's peak is unknown."""
-    peak = peak_of(DEVICE, precision.compute_dtype(config.fp16, DEVICE), config.get("TF32", False))
+    peak = peak_of(DEVICE, precision.compute_dtype(config.fp16, DEVICE), config.TF32)
     if not peak:
         return None
     with torch.device("meta"):

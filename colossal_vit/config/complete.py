@@ -1,0 +1,125 @@
+"""A config made complete: older names replaced, defaults filled in, also in its blocks."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from colossal_vit.config.check import shown
+from colossal_vit.config.schema import SCHEMA
+from colossal_vit.config.settings import HYBRID, OPTIONAL, REQUIRED, Block, Setting, default_for, unmet_need
+from colossal_vit.errors import UserError
+
+# Before these keys existed, train scripts had what they say; the optimizer's state tells which optimizer it was.
+ONCE_IN_SCRIPTS = ("OPTIMIZER", "SCHEDULE", "MOMENTUM")
+
+
+def complete(
+    values: Mapping[str, Any], script: str | None = None, settings: Mapping[str, Setting | Block] = SCHEMA
+) -> dict[str, Any]:
+    """The values with the defaults of one of SCRIPTS, or of settings that all have in common; the same for blocks.
+
+    In a block, a default is left out where it would do nothing. A block whose switches are all off is None.
+    """
+    filled: dict[str, Any] = {}
+    for key, setting in settings.items():
+        value = values.get(key, default_for(setting, script))
+        if value is OPTIONAL or value is REQUIRED:
+            continue
+        if isinstance(setting, Block):
+            value = setting.default if value is None else value
+            if isinstance(value, Mapping):
+                value = complete(value, None, setting.settings)
+                if setting.switches and not any(map(value.get, setting.switches)):
+                    value = None
+        elif key not in values and settings is not SCHEMA and unmet_need(setting, filled) is not None:
+            continue
+        filled[key] = value
+    return filled | {key: value for key, value in values.items() if key not in filled}
+
+
+def older_names(
+    values: Mapping[str, Any],
+    script: str | None = None,
+    settings: Mapping[str, Setting | Block] = SCHEMA,
+    prefix: str = "",
+) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """The older names in a config that its script does not ignore: path, value, and the settings that it stands for."""
+    for key, value in values.items():
+        setting = settings.get(key)
+        if setting is None or script in setting.idle:
+            continue
+        if isinstance(setting, Block):
+            if isinstance(value, Mapping):
+                yield from older_names(value, None, setting.settings, f"{prefix}{key}.")
+        elif setting.stands_for is not None and setting.rule.allows(value):
+            yield f"{prefix}{key}", value, setting.stands_for(value)
+
+
+def _find(values: Any, path: list[str]) -> Any:
+    for key in path:
+        values = values.get(key, OPTIONAL) if isinstance(values, Mapping) else OPTIONAL
+    return values
+
+
+def _put(values: Any, path: list[str], value: Any) -> dict[str, Any]:
+    first, *rest = path
+    values = values if isinstance(values, Mapping) else {}
+    return {**values, first: _put(values.get(first), rest, value) if rest else value}
+
+
+def _remove(values: Mapping[str, Any], path: list[str]) -> dict[str, Any]:
+    first, *rest = path
+    return {
+        key: _remove(value, rest) if key == first else value for key, value in values.items() if rest or key != first
+    }
+
+
+def replace_older_names(
+    values: Mapping[str, Any], script: str | None = None, overridden: Iterable[str] = (), source: str | None = None
+) -> dict[str, Any]:
+    """The values, with the settings that older names stand for in place of these.
+
+    Args:
+        values: that `check` allows.
+        script: one of SCRIPTS, or None.
+        overridden: paths of settings that the command line sets; their values count.
+        source: the file; None for an earlier run's values, of which those of the newer names count.
+
+    Raises:
+        UserError: if an older name and the setting that it stands for have different values. One that is 0, False or
+            None says nothing against the other.
+    """
+    result = dict(values)
+    for name, given, settings in older_names(values, script):
+        for key, value in settings.items():
+            found = _find(result, key.split("."))
+            if any(key == path or key.startswith(f"{path}.") for path in overridden):
+                continue
+            if found is OPTIONAL:
+                result = _put(result, key.split("."), value)
+            elif source is not None and given and found != value:
+                raise UserError(
+                    f"{source}: {name} = {shown(given)} is an older name of {key} = {shown(value)}, but {key} = "
+                    f"{shown(found)}: leave one of them out"
+                )
+        result = _remove(result, name.split("."))
+    return result
+
+
+def recorded(values: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """The config that an earlier run has recorded as JSON, as it would be recorded now.
+
+    Args:
+        values: of the earlier run.
+        now: the resolved config of a run of the same script, whose keys the earlier one need not have had.
+    """
+    before = replace_older_names(values)
+    for key in now.keys() & SCHEMA.keys() - before.keys():
+        setting = SCHEMA[key]
+        default = default_for(setting, setting.scripts[-1] if "MODEL" in now else HYBRID)
+        before[key] = now[key] if key in ONCE_IN_SCRIPTS else default
+    return complete({key: value for key, value in before.items() if value not in (OPTIONAL, REQUIRED)})
+
+
+def is_learned(key: str) -> bool:
+    """Whether another value of a key changes what is learned, see `Setting`."""
+    return key not in SCHEMA or SCHEMA[key].learned
