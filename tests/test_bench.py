@@ -13,6 +13,7 @@ from colossal_vit.provenance import ResultFolder
 
 import fork_ranks
 import launchers
+import warm
 from fork_ranks import ROOT
 
 FAKE = '''"""Numbers that are made up."""
@@ -170,11 +171,19 @@ def forked(root, *argv, prepare=lambda: None):
 NAMES = re.findall(r"^(\w+)  +\S", forked(ROOT).stdout[0], re.MULTILINE)
 
 
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    with warm.Warm(tmp_path_factory.mktemp("warm")) as programs:
+        yield programs
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_every_benchmark_starts(name):
-    done = forked(ROOT, name, "--list")
-    assert done.codes == [0], str(done)
-    assert done.stdout[0].strip(), "its cases"
+def test_every_benchmark_starts(name, programs):
+    """As one types it: what it imports is found."""
+    command = [str(programs.bin / "python"), "scripts/bench.py", name, "--list"]
+    code, said = launchers.run(command, cwd=ROOT, PYTHONPATH=str(ROOT), **programs.environment)
+    assert code == 0, said
+    assert said.strip(), "its cases"
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,12 @@
 import atexit
 import os
 import shutil
-import sys
 import tempfile
 from contextlib import redirect_stdout
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
-
-from benchmarks.harness import ROOT
-
-sys.path.append(str(ROOT / "vit_imagenet_dali"))
 
 import build_tfrecords
 

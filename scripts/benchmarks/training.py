@@ -30,12 +30,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from benchmarks.harness import ROOT, Failed, Side
-
-HYBRID = ROOT / "vit_cifar10_hybrid"
-sys.path.append(str(HYBRID))
-
-from layouts import CONFIG, set_flags  # noqa: E402
-from vit import check_vit  # noqa: E402
+from layouts import CONFIG, set_flags
+from layouts import FOLDER as HYBRID
+from vit import check_vit
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 CHECKED_STEPS, TOLERANCE = 3, 1e-4  # relative tolerance of losses; these steps are also the warm-up
