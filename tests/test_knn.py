@@ -15,8 +15,7 @@ from sklearn.neighbors import KNeighborsClassifier
 
 import cifar10
 import fork_ranks
-import layouts
-import recipes
+import training
 import vit
 from conftest import NUM_TEST_IMAGES
 from layouts import LAYOUTS
@@ -25,7 +24,7 @@ from test_finetune import MODEL, build_engine, full_weights, nested
 K_NN = r"k-NN accuracy (\S+)% \((\d+) of (\d+) images\), 20 neighbours of (\d+) training images"
 
 
-def test_the_vote_is_scikit_learns():
+def test_vote_equals_scikit_learns():
     generator = torch.Generator().manual_seed(0)
     centres = torch.randn(5, 16, generator=generator)
     labels = torch.randint(5, (3000,), generator=generator)
@@ -37,7 +36,7 @@ def test_the_vote_is_scikit_learns():
     assert 0.5 < (found == labels[1500:]).float().mean() < 0.95
 
 
-def test_fewer_training_images_than_neighbours():
+def test_vote_of_fewer_images_than_neighbours_is_of_all():
     assert classify(torch.eye(3), torch.arange(3), torch.eye(3)).tolist() == [0, 1, 2]
 
 
@@ -82,73 +81,60 @@ def weights(tmp_path_factory):
     return {"finetune.weights": str(path), "finetune.head": "keep"}
 
 
-def evaluated(flag, output, world_size=1, **values):
-    result = fork_ranks.run(recipes.HYBRID, [*recipes.flags(**values), "--output", str(output), flag], world_size)
-    assert result.codes == [0] * world_size, str(result)
-    return "".join(result.stdout)
+def evaluate(output, world_size=1, *, flag="--eval-knn", **options):
+    return training.train(output, world_size, flag, steps=None, **options)
 
 
 def test_weights_are_evaluated_without_training(weights, few_test_images, tmp_path):
     """By neighbours and by the head that they have; in one process and in others the same to the image."""
-    said = evaluated("--eval-knn", tmp_path / "no", **weights)
-    accuracy, correct, count, known = re.search(K_NN, said).groups()
+    accuracy, correct, count, known = re.search(K_NN, evaluate(tmp_path / "no", **weights).said).groups()
     assert (int(count), int(known)) == (NUM_TEST_IMAGES, 1437)
     assert float(accuracy) == pytest.approx(100 * int(correct) / int(count), abs=0.01)
     assert float(accuracy) > 30, "even random features tell some digits apart"
-    assert evaluated("--eval-only", tmp_path / "no", **weights).count(f"of {NUM_TEST_IMAGES} images), loss ") == 1
+    by_head = evaluate(tmp_path / "no", flag="--eval-only", **weights).said
+    assert by_head.count(f"of {NUM_TEST_IMAGES} images), loss ") == 1
     for layout in ("DP 2", "PP 2", "2D 4"):
         world_size, values = LAYOUTS[layout]
-        other = re.search(K_NN, evaluated("--eval-knn", tmp_path / "no", world_size, **{**weights, **values}))
-        assert other.groups() == (accuracy, correct, count, known), layout
+        run = evaluate(tmp_path / "no", world_size, **{**weights, **values})
+        assert re.search(K_NN, "".join(run.stdout)).groups() == (accuracy, correct, count, known), layout
     assert not (tmp_path / "no").exists()
 
 
-def test_a_checkpoint_is_evaluated_and_its_average(weights, few_test_images, tmp_path):
-    recipes.train(tmp_path, steps=3, **weights, **{"ema.decay": 0.5, "LEARNING_RATE": 0.1})
-    said = evaluated("--eval-knn", tmp_path, **weights, **{"ema.decay": 0.5, "LEARNING_RATE": 0.1})
+def test_checkpoint_is_evaluated_and_its_average(weights, few_test_images, tmp_path):
+    values = {**weights, "ema.decay": 0.5, "LEARNING_RATE": 0.1}
+    training.train(tmp_path, steps=3, **values)
+    said = evaluate(tmp_path, **values).said
     assert "step-00000003, step 3" in said
     (own,), (average,) = re.findall(r"k-NN accuracy (\S+%)", said), re.findall(r"k-NN accuracy of the EMA (\S+%)", said)
     assert own != average
 
 
 SMALL = dict(IMG_SIZE=32, PATCH_SIZE=8, HIDDEN_SIZE=32, DEPTH=4, NUM_HEADS=4, NUM_CLASSES=10, BATCH_SIZE=64)
-CALTECH101 = "vit_caltech101_amp/train.py", "vit_caltech101_amp/config/config_fp32.py"
-IMAGENET = "vit_imagenet_dali/train.py", "vit_imagenet_dali/config_sample.py"
 
 
-def knn(example, tmp_path, world_size=1, **values):
-    script, config = example
-    argv = [
-        "--config",
-        str(fork_ranks.ROOT / config),
-        *layouts.set_flags(values),
-        "--output",
-        str(tmp_path / "no"),
-    ]
-    return fork_ranks.run(script, [*argv, "--eval-knn"], world_size)
-
-
-def test_caltech101(weights, tmp_path, monkeypatch):
+def test_caltech101_is_evaluated_alike_by_one_and_two(weights, tmp_path, monkeypatch):
     write_caltech101(tmp_path)
     monkeypatch.setenv("DATA", str(tmp_path))
-    one, two = (knn(CALTECH101, tmp_path, size, **SMALL, **weights) for size in (1, 2))
-    found = re.search(K_NN, one.stdout[0])
-    assert found, str(one)
+    values = {**SMALL, **weights}
+    one, two = (evaluate(tmp_path / "no", size, script=training.CALTECH101, small=False, **values) for size in (1, 2))
+    found = re.search(K_NN, one.said)
     assert int(found[3]) + int(found[4]) == 1797
     assert float(found[1]) > 30
-    assert re.search(K_NN, two.stdout[0]).groups() == found.groups(), str(two)
+    assert re.search(K_NN, two.said).groups() == found.groups(), str(two)
 
 
 @pytest.mark.parametrize(
-    ("example", "values", "said"),
+    ("script", "values", "said"),
     [
-        (CALTECH101, {}, "--eval-knn: no checkpoint in"),
-        (CALTECH101, {**SMALL, "SYNTHETIC": True}, "--eval-knn needs the images of a data set, which this run has not"),
-        (IMAGENET, {}, "--eval-knn is for CIFAR-10 and Caltech101"),
+        (training.CALTECH101, {}, "--eval-knn: no checkpoint in"),
+        (
+            training.CALTECH101,
+            {**SMALL, "SYNTHETIC": True},
+            "--eval-knn needs the images of a data set",
+        ),
+        (training.IMAGENET, {}, "--eval-knn is for CIFAR-10 and Caltech101"),
     ],
 )
-def test_what_cannot_be_evaluated_is_one_line(example, values, said, weights, tmp_path):
-    result = knn(example, tmp_path, **values, **(weights if values else {}))
-    assert result.codes == [2], str(result)
-    assert said in result.stderr[0]
-    assert result.stderr[0].count("\n") == 1
+def test_what_cannot_be_evaluated_is_refused(script, values, said, weights, tmp_path):
+    values = {**values, **weights} if values else {}
+    assert said in training.refused(tmp_path / "no", 1, "--eval-knn", steps=None, script=script, small=False, **values)
