@@ -26,7 +26,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fork_ranks
 import vit
-from test_precision import MODES
 from test_vit import LAYOUTS, MODEL
 
 SHAPES = [(24, 16), (16,), (4, 3, 5, 5), (1, 7, 8), ()]
@@ -134,13 +133,6 @@ def optimizer_config(**values):
     return Config(configs.complete(dict(LEARNING_RATE=0.1, WEIGHT_DECAY=0.05) | values))
 
 
-@pytest.mark.parametrize(("name", "usual"), [("adamw", 1e-8), ("lamb", 1e-6)])
-def test_epsilon(name, usual):
-    layer = torch.nn.Linear(2, 3)
-    assert build_optimizer(optimizer_config(OPTIMIZER=name), layer).defaults["eps"] == usual
-    assert build_optimizer(optimizer_config(OPTIMIZER=name, EPSILON=1e-5), layer).defaults["eps"] == 1e-5
-
-
 @pytest.mark.parametrize(
     ("name", "pool"),
     [
@@ -184,15 +176,18 @@ def test_layer_wise_rates_are_the_same_in_every_layout(layout):
     assert len({rate for rate, *_ in expected.values()}) == MODEL["DEPTH"] + 2
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw", "lamb"])
-def test_vectors_may_be_left_out(name):
+@pytest.mark.parametrize(("name", "usual_eps"), [("sgd", None), ("adamw", 1e-8), ("lamb", 1e-6)])
+def test_built_optimizer_has_epsilon_and_decays_of_the_config(name, usual_eps):
     model = torch.nn.Linear(2, 3)
-    (whole,) = build_optimizer(optimizer_config(OPTIMIZER=name), model).param_groups
+    usual = build_optimizer(optimizer_config(OPTIMIZER=name), model)
+    (whole,) = usual.param_groups
     assert (len(whole["params"]), whole["weight_decay"]) == (2, 0.05)
-    matrices, vectors = build_optimizer(optimizer_config(OPTIMIZER=name, DECAY_VECTORS=False), model).param_groups
+    changed = build_optimizer(optimizer_config(OPTIMIZER=name, DECAY_VECTORS=False, EPSILON=1e-5), model)
+    matrices, vectors = changed.param_groups
     assert (matrices["params"], matrices["weight_decay"]) == ([model.weight], 0.05)
     assert (vectors["params"], vectors["weight_decay"]) == ([model.bias], 0.0)
     assert vectors.get("adam", True)
+    assert (usual.defaults.get("eps"), changed.defaults.get("eps")) == (usual_eps, usual_eps and 1e-5)
 
 
 @pytest.mark.parametrize(("weight", "gradient", "moved"), [(0.0, 1.0, 1.0), (2.0, 0.0, 0.0), (0.0, 0.0, 0.0)])
@@ -204,7 +199,7 @@ def test_trust_ratio_is_1_where_a_norm_is_0(weight, gradient, moved):
     torch.testing.assert_close(p.detach(), torch.full((3, 4), weight - 0.05 * moved))
 
 
-def test_skips_parameters_without_gradient():
+def test_step_skips_parameters_without_gradient():
     """A parameter that has had no gradient keeps its step count, which the bias correction depends on."""
 
     def steps(cls):
@@ -243,17 +238,18 @@ def test_closure_and_refusals():
             Lamb([p], **wrong)
 
 
-def test_any_memory_layout():
-    """Pieces cut from a checkpoint are not contiguous, and the kernel would not notice."""
+def test_any_memory_layout_makes_the_same_step():
+    """Pieces cut from a checkpoint are not contiguous, and the kernel would not notice.
 
-    def parameters(lay_out):
-        return [torch.nn.Parameter(lay_out(w.detach())) for w in weights(shapes=[(6, 8), (4, 3, 5, 5)])]
+    Nor are some of their gradients: those of the first steps are contiguous, those of the last are not.
+    """
 
     def strided(w):
         return w.transpose(0, 1).contiguous().transpose(0, 1)
 
     def steps(lay_out):
-        optimizer = Lamb(parameters(lay_out), **OPTIONS)
+        shapes = [(6, 8), (4, 3, 5, 5)]
+        optimizer = Lamb([torch.nn.Parameter(lay_out(w.detach())) for w in weights(shapes=shapes)], **OPTIONS)
         take_steps(optimizer, range(3))
         for state in optimizer.state.values():
             state.update(exp_avg=lay_out(state["exp_avg"]), exp_avg_sq=lay_out(state["exp_avg_sq"]))
@@ -265,38 +261,23 @@ def test_any_memory_layout():
     expected, found = steps(torch.Tensor.contiguous), steps(strided)
     assert not any(p.is_contiguous() for p in found)
     assert_same(found, expected, 1e-7)
-    mixed = parameters(strided)
-    optimizer = Lamb(mixed, **OPTIONS)
-    for p, w in zip(mixed, parameters(torch.Tensor.contiguous), strict=True):
-        p.grad = w.detach().clone()  # contiguous, for a parameter that is not
-    optimizer.step()
-    reference = ColossalLamb(parameters(torch.Tensor.contiguous), **OPTIONS)
-    for p in reference.param_groups[0]["params"]:
-        p.grad = p.detach().clone()
-    reference.step()
-    assert_same(mixed, reference.param_groups[0]["params"], 1e-6)
 
 
 # ---- State ----
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_state_dict_round_trip_is_exact(dtype):
-    first = Lamb(weights(dtype), **OPTIONS, bias_correction=True)
+@pytest.mark.parametrize(
+    ("cls", "dtype", "rtol"),
+    [(Lamb, torch.float32, 0), (Lamb, torch.bfloat16, 0), (ColossalLamb, torch.float32, 1e-6)],
+)
+def test_state_dict_of_either_class_is_gone_on_from(cls, dtype, rtol):
+    first = cls(weights(dtype), **OPTIONS, bias_correction=True)
     take_steps(first, range(5))
     saved = copy.deepcopy(first.state_dict())
     second = Lamb([torch.nn.Parameter(p.detach().clone()) for p in first.param_groups[0]["params"]])
     second.load_state_dict(copy.deepcopy(saved))
-    assert all(map(torch.equal, take_steps(second, range(5, 10)), take_steps(first, range(5, 10))))
+    assert_same(take_steps(second, range(5, 10)), take_steps(first, range(5, 10)), rtol)
     assert saved["state"][0]["exp_avg"].dtype == torch.float32
-
-
-def test_takes_over_from_colossalai():
-    first = ColossalLamb(weights(), **OPTIONS, bias_correction=True)
-    take_steps(first, range(5))
-    second = Lamb([torch.nn.Parameter(p.detach().clone()) for p in first.param_groups[0]["params"]])
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    assert_same(take_steps(second, range(5, 10)), take_steps(first, range(5, 10)), 1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -317,7 +298,7 @@ def test_half_precision_loses_no_more_than_the_rounding_of_weights(dtype):
             torch.testing.assert_close(optimizer.state[p][key].double(), reference.state[e][key], rtol=1e-5, atol=0)
 
 
-def test_under_a_loss_scaler():
+def test_step_under_a_loss_scaler_that_overflows_changes_nothing():
     """`GradScaler` unscales the gradients, and leaves weights and state alone after an overflow."""
     expected = take_steps(Lamb(weights(), **OPTIONS), range(1, 4))
     parameters = weights()
@@ -363,7 +344,7 @@ def operations(cls, num_parameters):
     return found.count
 
 
-def test_reads_nothing_back_and_asks_for_few_kernels():
+def test_step_reads_nothing_back_and_asks_for_few_kernels():
     few, many = operations(Lamb, 2), operations(Lamb, 60)
     assert few == many, "the number of operations must not depend on the number of parameters"
     assert many.total() < 20
@@ -429,7 +410,7 @@ def test_norms_are_those_of_whole_parameters(layout, random_weights, monkeypatch
 
 
 @pytest.mark.parametrize("layout", ["1D 2", "2.5D 8", "3D 8"])
-def test_trains_as_one_process_does(layout, random_weights):
+def test_training_in_pieces_equals_timms_on_one_process(layout, random_weights):
     """Losses and gradient norms with real, clipped gradients, vectors excluded."""
     world_size, parallel = LAYOUTS[layout]
 
@@ -481,30 +462,7 @@ def test_master_weights_have_the_norms_of_whole_parameters(layout, random_weight
     fork_ranks.call(function, world_size, parallel=parallel, **values)
 
 
-def test_trains_in_mixed_precision(random_weights):
-    """One rank, through the engine: losses fall as they do in fp32."""
-
-    def losses():
-        model, _, _ = build()
-        images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-        engine, *_ = initialize(model, Lamb(parameter_groups(model, 0.1), lr=0.01), col_nn.CrossEntropyLoss())
-        found = []
-        for _ in range(4):
-            engine.zero_grad()
-            found.append(engine.criterion(engine(images), torch.arange(4)))
-            engine.backward(found[-1])
-            engine.step()
-        return [loss.item() for loss in found]
-
-    (expected,) = fork_ranks.call(losses, **MODEL)
-    assert expected[-1] < 0.5 * expected[0]
-    for name, mode in MODES.items():
-        (found,) = fork_ranks.call(losses, **{**MODEL, "fp16": mode})
-        assert found == pytest.approx(expected, abs=0.05), name
-        assert found != expected, f"{name} must be in effect"
-
-
-def test_a_parameter_without_shard_is_whole_on_every_rank():
+def test_parameter_without_shard_is_whole_on_every_rank():
     _, parallel = LAYOUTS["1D 2"]
 
     def function():
@@ -525,7 +483,7 @@ def test_a_parameter_without_shard_is_whole_on_every_rank():
         (dict(SCHEDULE="cosine", MIN_LEARNING_RATE=1.0), [1 / 2, 1, 1, 1, 1, 1]),
     ],
 )
-def test_warm_up_is_in_epochs(schedule, expected):
+def test_schedule_has_the_warm_up_in_epochs(schedule, expected):
     """One epoch of two optimizer steps, of three."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     config = Config(configs.complete(dict(**schedule, LEARNING_RATE=1.0, NUM_EPOCHS=3, WARMUP_EPOCHS=1)))
@@ -541,7 +499,7 @@ def test_warm_up_is_in_epochs(schedule, expected):
 @pytest.mark.parametrize(
     ("schedule", "words"), [("linear", "needs SCHEDULE = 'cosine'"), ("cosine", "is above LEARNING")]
 )
-def test_a_lowest_rate_that_does_not_fit_is_refused(schedule, words):
+def test_lowest_rate_that_does_not_fit_is_refused(schedule, words):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     config = Config(dict(SCHEDULE=schedule, MIN_LEARNING_RATE=2.0, LEARNING_RATE=1.0, NUM_EPOCHS=3, WARMUP_EPOCHS=1))
     with pytest.raises(UserError, match=words):
