@@ -368,7 +368,6 @@ def test_nothing_is_left_of_a_command_that_is_refused(tmp_path, monkeypatch):
         (settings.DP, "CROP_AREA=(0.1, 0.2)", "only by vit_caltech101_amp/train.py"),
         (settings.DP, "TRAIN_PER_CLASS=3", "only by vit_caltech101_amp/train.py"),
         (settings.HYBRID, "dali.mixup_alpha=0.5", "only by vit_imagenet_dali/train.py"),
-        (settings.HYBRID, "LAMB_EXCLUDE_VECTORS=True", "only by vit_imagenet_dali/train.py"),
         (settings.CALTECH101, "MLP_RATIO=2", "only by vit_cifar10_hybrid/train_hybrid.py"),
         (settings.IMAGENET, "CROP_PADDING=4", "only by vit_cifar10_hybrid/train_dp.py"),
     ],

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from colossal_vit.config.schema import GROUPS, SCHEMA
+from colossal_vit.config.schema import GROUPS, OLDER_NAMES, SCHEMA
 from colossal_vit.config.settings import HYBRID, OPTIONAL, PATHS, REQUIRED, SCRIPTS, Block, Setting
 
 INTRODUCTION = """\
@@ -16,7 +16,8 @@ are free for your own use.
 
 Unknown keys, wrong values and keys that the script at hand does not use are refused. A default is the same in all
 scripts: {scripts}. Only `train_hybrid`, which has no `MODEL`, needs the sizes of its model. An older name works as
-what it stands for; both with different values are refused.
+what it stands for, `LAMB_EXCLUDE_VECTORS` as its opposite, and `dali.rand_augment` with the policy `'rand'`; both names
+with different values are refused.
 
 A run resumes with the values that it began with. Others are allowed where they change what is learned by rounding at
 most, as long as the global batch stays the same: {free}.
@@ -52,6 +53,8 @@ def reference() -> str:
     for title, settings in GROUPS.items():
         lines += [f"## {title}", "", "| key | must be | default | meaning |", "| --- | --- | --- | --- |"]
         lines += [*_rows(settings), ""]
+    lines += ["## Older names", "", "| name | stands for |", "| --- | --- |"]
+    lines += [f"| `{name}` | `{newer}` |" for name, newer in OLDER_NAMES.items()]
     return "\n".join(lines).rstrip("\n") + "\n"
 
 

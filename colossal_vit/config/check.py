@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any
 
-from colossal_vit.config.schema import SCHEMA
+from colossal_vit.config.schema import OLDER_NAMES, SCHEMA, setting_at
 from colossal_vit.config.settings import PATHS, REQUIRED, Block, Setting, default_for, unmet_need
 from colossal_vit.errors import UserError
 
@@ -42,10 +42,10 @@ def check(values: Mapping[str, Any], source: str, settings: Mapping[str, Setting
     """
     for key, value in values.items():
         name = f"{prefix}{key}"
-        if key not in settings:
+        setting = setting_at(name) if name in OLDER_NAMES else settings.get(key)
+        if setting is None:
             helper = "" if prefix else " (a helper's name starts with _)"
             raise UserError(f"{source}: unknown key {name}{nearest(str(key), settings)}{helper}")
-        setting = settings[key]
         if isinstance(setting, Setting):
             if not setting.rule.allows(value):
                 raise UserError(f"{source}: {name} = {shown(value)}, but it must be {setting.rule.expected}")

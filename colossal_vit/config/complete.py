@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from colossal_vit.config.check import shown
-from colossal_vit.config.schema import SCHEMA
+from colossal_vit.config.schema import OLDER_NAMES, SCHEMA, meant_by
 from colossal_vit.config.settings import HYBRID, OPTIONAL, REQUIRED, Block, Setting, default_for, unmet_need
 from colossal_vit.errors import UserError
 
@@ -36,41 +36,35 @@ def complete(
     return filled | {key: value for key, value in values.items() if key not in filled}
 
 
-def older_names(
-    values: Mapping[str, Any],
-    script: str | None = None,
-    settings: Mapping[str, Setting | Block] = SCHEMA,
-    prefix: str = "",
-) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """The older names in a config that its script does not ignore: path, value, and the settings that it stands for."""
-    for key, value in values.items():
-        setting = settings.get(key)
-        if setting is None or script in setting.idle:
-            continue
-        if isinstance(setting, Block):
-            if isinstance(value, Mapping):
-                yield from older_names(value, None, setting.settings, f"{prefix}{key}.")
-        elif setting.stands_for is not None and setting.rule.allows(value):
-            yield f"{prefix}{key}", value, setting.stands_for(value)
-
-
-def _find(values: Any, path: list[str]) -> Any:
-    for key in path:
+def _find(values: Any, path: str) -> Any:
+    for key in path.split("."):
         values = values.get(key, OPTIONAL) if isinstance(values, Mapping) else OPTIONAL
     return values
 
 
-def _put(values: Any, path: list[str], value: Any) -> dict[str, Any]:
-    first, *rest = path
+def _put(values: Any, path: str, value: Any) -> dict[str, Any]:
+    first, _, rest = path.partition(".")
     values = values if isinstance(values, Mapping) else {}
     return {**values, first: _put(values.get(first), rest, value) if rest else value}
 
 
-def _remove(values: Mapping[str, Any], path: list[str]) -> dict[str, Any]:
-    first, *rest = path
-    return {
-        key: _remove(value, rest) if key == first else value for key, value in values.items() if rest or key != first
-    }
+def _remove(values: Mapping[str, Any], path: str) -> dict[str, Any]:
+    first, _, rest = path.partition(".")
+    kept = {key: value for key, value in values.items() if key != first}
+    return {**kept, first: _remove(values[first], rest)} if rest else kept
+
+
+def older_names(values: Mapping[str, Any], script: str | None = None) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """The older names in a config that its script does not ignore: name, value, and the settings that it stands for."""
+    for name, newer in OLDER_NAMES.items():
+        block, given = SCHEMA.get(name.split(".")[0]), _find(values, name)
+        if given is OPTIONAL or (block is not None and script in block.idle):
+            continue
+        meant = meant_by(name, given)
+        if isinstance(meant, Mapping):
+            yield name, given, {f"{newer}.{key}": value for key, value in meant.items()}
+        else:
+            yield name, given, {newer: meant}
 
 
 def replace_older_names(
@@ -91,17 +85,17 @@ def replace_older_names(
     result = dict(values)
     for name, given, settings in older_names(values, script):
         for key, value in settings.items():
-            found = _find(result, key.split("."))
+            found = _find(result, key)
             if any(key == path or key.startswith(f"{path}.") for path in overridden):
                 continue
             if found is OPTIONAL:
-                result = _put(result, key.split("."), value)
+                result = _put(result, key, value)
             elif source is not None and given and found != value:
                 raise UserError(
                     f"{source}: {name} = {shown(given)} is an older name of {key} = {shown(value)}, but {key} = "
                     f"{shown(found)}: leave one of them out"
                 )
-        result = _remove(result, name.split("."))
+        result = _remove(result, name)
     return result
 
 

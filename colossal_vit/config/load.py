@@ -35,7 +35,7 @@ def _parse(texts: Iterable[str], script: str | None) -> list[Override]:
     for path, value in map(parse_override, texts):
         if not path[0].startswith("_"):
             check(_nested(path, value), "--set")
-            if len(path) == 1 and isinstance(block := SCHEMA[path[0]], Block) and block.default is not None:
+            if len(path) == 1 and isinstance(block := SCHEMA.get(path[0]), Block) and block.default is not None:
                 value = complete(value or {}, None, block.settings)
         parsed.append((path, value))
     given = {".".join(path): value for path, value in parsed}
@@ -110,9 +110,9 @@ def load(
     overridden = [".".join(keys) for keys, _ in parsed]
     values = _evaluate(path, parsed)
     check(values, str(path))
+    values = replace_older_names(values, script, overridden, str(path))
     if script is not None:
         check_script(values, script, str(path))
-    values = replace_older_names(values, script, overridden, str(path))
     check_effect(values, script, str(path), overridden)
     values = complete(values, script)
     warm_up, epochs = values["WARMUP_EPOCHS"], values.get("NUM_EPOCHS", math.inf)

@@ -1,6 +1,6 @@
 """What the value of a setting must be."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,18 +86,6 @@ AREA = Rule(
     ),
 )
 MAGNITUDE, OPERATIONS = whole(0, 30), whole(1, 20)
-RAND_AUGMENT = Rule(
-    "dict(n=..., m=...), n from 1 to 20 and m from 0 to 30, or None",
-    lambda value: (
-        value is None
-        or (
-            isinstance(value, Mapping)
-            and value.keys() <= {"n", "m"}
-            and OPERATIONS.allows(value.get("n", 1))
-            and MAGNITUDE.allows(value.get("m", 0))
-        )
-    ),
-)
 MODE = Rule(
     "AMP_TYPE.TORCH, AMP_TYPE.NAIVE, AMP_TYPE.APEX or None",
     lambda value: value is None or isinstance(value, AMP_TYPE),

@@ -3,6 +3,10 @@
 The defaults are those of the tutorials' ViT on CIFAR-10; a config that is to be read alone names what it learns by.
 """
 
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
 from colossal_vit.config.rules import (
     AREA,
     BOOL,
@@ -14,7 +18,6 @@ from colossal_vit.config.rules import (
     OPERATIONS,
     POSITIVE,
     POSITIVE_INT,
-    RAND_AUGMENT,
     SHAPE,
     SHARE,
     SHARE_ABOVE_0,
@@ -24,15 +27,7 @@ from colossal_vit.config.rules import (
     one_of,
     whole,
 )
-from colossal_vit.config.settings import (
-    CALTECH101,
-    DP,
-    HYBRID,
-    IMAGENET,
-    REQUIRED,
-    Block,
-    Setting,
-)
+from colossal_vit.config.settings import CALTECH101, DP, HYBRID, IMAGENET, REQUIRED, Block, Setting
 from colossalai.legacy.amp import AMP_TYPE
 
 TIMM = (DP, CALTECH101, IMAGENET)  # scripts that train a model of timm
@@ -40,322 +35,294 @@ SIDE = whole(1, 8192)  # of images and patches, in pixels
 SCALED = {"mode": (AMP_TYPE.TORCH, AMP_TYPE.NAIVE), "dtype": (None, "fp16")}  # what has a loss scale that can be set
 NAIVE = {**SCALED, "mode": (AMP_TYPE.NAIVE,)}
 
-GROUPS: dict[str, dict[str, Setting | Block]] = {
-    "Training": {
-        "SEED": Setting(whole(0, 2**32 - 1), "seed of weights, order of images and random numbers", 1024),
-        "BATCH_SIZE": Setting(
-            POSITIVE_INT,
-            "images that a data-parallel rank takes at a time; global batch = BATCH_SIZE × gradient_accumulation × "
-            "data-parallel size",
-            REQUIRED,
-            learned=False,
-        ),
-        "NUM_EPOCHS": Setting(POSITIVE_INT, "length of the training, in epochs", REQUIRED, learned=False),
-        "WARMUP_EPOCHS": Setting(NON_NEGATIVE_INT, "epochs of linear warm-up, part of NUM_EPOCHS", 0),
-        "SCHEDULE": Setting(
-            one_of("linear", "cosine"),
-            "how the rate falls after the warm-up, to 0 if nothing else is said",
-            "cosine",
-        ),
-        "MIN_LEARNING_RATE": Setting(NON_NEGATIVE, "what a cosine falls to", 0.0, needs={"SCHEDULE": ("cosine",)}),
-        "OPTIMIZER": Setting(one_of("adamw", "sgd", "lamb"), "the optimizer", "adamw"),
-        "MOMENTUM": Setting(FRACTION, "momentum of SGD", 0.9, needs={"OPTIMIZER": ("sgd",)}),
-        "EPSILON": Setting(
-            POSITIVE, "what AdamW and LAMB add to √v; 1e-8 and 1e-6", needs={"OPTIMIZER": ("adamw", "lamb")}
-        ),
-        "LEARNING_RATE": Setting(POSITIVE, "the rate after the warm-up", 3e-3),
-        "WEIGHT_DECAY": Setting(NON_NEGATIVE, "weight decay: decoupled in AdamW and LAMB, L2 in SGD", 0.3),
-        "DECAY_VECTORS": Setting(
-            BOOL,
-            "False: biases, norms, class token and position embedding have no weight decay, and in LAMB no trust ratio",
-            True,
-        ),
-        "LAMB_EXCLUDE_VECTORS": Setting(
-            BOOL,
-            "older name: DECAY_VECTORS, which is its opposite",
-            scripts=(IMAGENET,),
-            stands_for=lambda value: {"DECAY_VECTORS": not value},
-        ),
-        "LAYER_DECAY": Setting(
-            SHARE_ABOVE_0, "learning rate of a layer ÷ that of the next one; the head has LEARNING_RATE", 1.0
-        ),
-        "LABEL_SMOOTHING": Setting(FRACTION, "share of the target that all classes divide", 0.1),
-        "bce": Block(
-            "binary cross entropy in place of cross entropy, a question for each class",
-            {
-                "threshold": Setting(SHARE, "targets above it become 1, all others 0; without, targets stay"),
-                "sum_classes": Setting(BOOL, "sum the classes' losses instead of their mean", False),
-            },
-        ),
-        "GLOBAL_BATCH": Setting(
-            POSITIVE_INT,
-            "images of a step, that `--dry-run` keeps on other numbers of GPUs",
-            scripts=(IMAGENET,),
-            learned=False,
-        ),
-        "IMAGES_PER_S": Setting(
-            POSITIVE, "images/s of one GPU, from which `--dry-run` computes hours", scripts=(IMAGENET,), learned=False
-        ),
-    },
-    "Data": {
-        "DATA": Setting(
-            TEXT, "folder of the data set; else the environment's DATA, else the digits sample", learned=False
-        ),
-        "SYNTHETIC": Setting(BOOL, "train on one random batch, without data", False, (CALTECH101, IMAGENET)),
-        "CACHE_SIZE": Setting(
-            SIDE, "side of the decoded images that are kept, in pixels; IMG_SIZE × 8/7", scripts=(CALTECH101,)
-        ),
-        "TRAIN_PER_CLASS": Setting(
-            POSITIVE_INT, "training images of each class; four fifths of them", scripts=(CALTECH101,)
-        ),
-        "CROP_PADDING": Setting(
-            whole(0, 32), "pixels of border, of 32, that a random crop may reach into", 4, (DP, HYBRID)
-        ),
-        "CROP_AREA": Setting(
-            AREA, "smallest and largest share of an image that a random crop is", (0.08, 1.0), (CALTECH101, IMAGENET)
-        ),
-        "FLIP": Setting(BOOL, "mirror training images at random", True),
-        "REPEATS": Setting(
-            whole(1, 100),
-            "repeated augmentation: how often an image comes in an epoch, which has as many fewer images",
-            1,
-        ),
-        "EVAL_CROP": Setting(
-            number(0.1, 1), "side of the centre that is evaluated ÷ image's shorter side", 224 / 256, (IMAGENET,)
-        ),
-        "augment": Block(
-            "what is done to training images once they are cropped and mirrored",
-            {
-                "policy": Setting(one_of("rand", "three"), "RandAugment or DeiT III's 3-Augment"),
-                "n": Setting(OPERATIONS, "operations of RandAugment on an image", 2, needs={"policy": ("rand",)}),
-                "m": Setting(MAGNITUDE, "magnitude of RandAugment's operations", 9, needs={"policy": ("rand",)}),
-                "color_jitter": Setting(number(0, 10), "brightness, contrast and saturation change by up to this", 0.0),
-                "erase": Setting(SHARE, "how often a part of an image is replaced by noise", 0.0),
-            },
-            switches=("policy", "color_jitter", "erase"),
-        ),
-        "mix": Block(
-            "Mixup and CutMix: each training image with its neighbour in the batch",
-            {
-                "mixup": Setting(NON_NEGATIVE, "α of Mixup's Beta distribution; 0 is off", 0.0),
-                "cutmix": Setting(NON_NEGATIVE, "α of CutMix's Beta distribution; 0 is off", 0.0),
-                "prob": Setting(SHARE_ABOVE_0, "how often it mixes", 1.0),
-                "switch_prob": Setting(
-                    SHARE, "how often it is CutMix, where both are on", 0.5, needs={"mixup": (), "cutmix": ()}
-                ),
-                "mode": Setting(one_of("batch", "pair", "elem"), "what is drawn once for", "batch"),
-            },
-            switches=("mixup", "cutmix"),
-        ),
-        "dali": Block(
-            "the ImageNet pipeline; train_dp, whose images are in memory, takes it and does nothing with it",
-            {
-                "gpu_aug": Setting(BOOL, "decode and augment on the GPU, where there is one", True),
-                "mixup_alpha": Setting(
-                    NON_NEGATIVE, "older name: mix.mixup", stands_for=lambda value: {"mix.mixup": value}
-                ),
-                "rand_augment": Setting(
-                    RAND_AUGMENT,
-                    "older name: augment.policy, n and m",
-                    stands_for=lambda value: (
-                        {"augment.policy": "rand", **{f"augment.{key}": number for key, number in value.items()}}
-                        if value
-                        else {}
-                    ),
-                ),
-                "max_bad": Setting(
-                    NON_NEGATIVE_INT, "check all records first, and leave out up to so many damaged ones"
-                ),
-            },
-            {},
-            (DP, IMAGENET),
-            idle={DP: "the images are in memory; Mixup is in the block mix, RandAugment in augment"},
-        ),
-    },
-    "Fine-tuning": {
-        "finetune": Block(
-            "start from trained weights, and train all of the model or a part of it",
-            {
-                "weights": Setting(
-                    TEXT, "a model of timm, a folder or file with safetensors, or a run or checkpoint of these scripts"
-                ),
-                "head": Setting(
-                    one_of("new", "keep"), "start with a head of zeros, or with that of the weights", "new"
-                ),
-                "frozen_blocks": Setting(
-                    NON_NEGATIVE_INT, "so many blocks, the first ones, stay as they are, and the embedding with them", 0
-                ),
-                "linear_probe": Setting(BOOL, "train the head only", False),
-            },
-        ),
-    },
-    "Model": {
-        "MODEL": Setting(TEXT, "a Vision Transformer of timm", "vit_base_patch16_224", TIMM),
-        "IMG_SIZE": Setting(SIDE, "side of the images, in pixels", 224),
-        "PATCH_SIZE": Setting(SIDE, "side of a patch, in pixels; that of MODEL", without_model=REQUIRED),
-        "HIDDEN_SIZE": Setting(whole(1, 2**16), "width; that of MODEL", without_model=REQUIRED),
-        "DEPTH": Setting(whole(1, 256), "transformer blocks; those of MODEL", without_model=REQUIRED),
-        "NUM_HEADS": Setting(whole(1, 2**16), "attention heads; those of MODEL", without_model=REQUIRED),
-        "MLP_RATIO": Setting(number(0.001, 100), "hidden units of an MLP ÷ HIDDEN_SIZE", 4, (HYBRID,)),
-        "NUM_CLASSES": Setting(whole(1, 10**6), "classes", 10),
-        "POOL": Setting(
-            one_of("token", "avg"),
-            "what the head sees: the class token, or the mean of the patches' tokens; that of MODEL",
-            without_model="token",
-        ),
-        "POSITIONS": Setting(
-            one_of("learned", "sincos2d"), "position embedding: learned, or fixed sines and cosines", "learned", TIMM
-        ),
-        "LAYER_SCALE": Setting(
-            POSITIVE, "what each branch is multiplied by at the start (LayerScale); that of MODEL", scripts=TIMM
-        ),
-        "DROP_RATE": Setting(FRACTION, "dropout", 0.0),
-        "DROP_PATH_RATE": Setting(FRACTION, "stochastic depth of the last block; linear from 0", 0.0),
-        "DROP_PATH_UNIFORM": Setting(
-            BOOL, "every block has the rate of the last one", False, TIMM, needs={"DROP_PATH_RATE": ()}
-        ),
-        "CHECKPOINT": Setting(
-            BOOL,
-            "compute activations again in the backward pass instead of keeping them",
-            False,
-            (HYBRID,),
-            learned=False,
-        ),
-        "SEQ_LENGTH": Setting(POSITIVE_INT, "tokens; checked against the model", scripts=(HYBRID,), learned=False),
-    },
-    "Layout": {
-        "parallel": Block(
-            "processes = data × pipeline × tensor",
-            {
-                "pipeline": Setting(POSITIVE_INT, "pipeline stages", 1),
-                "tensor": Block(
-                    "tensor parallelism",
-                    {
-                        "mode": Setting(TENSOR_MODE, "how matrices are split", None),
-                        "size": Setting(POSITIVE_INT, "ranks: q² in 2D, depth × q² in 2.5D, q³ in 3D", 1),
-                        "depth": Setting(POSITIVE_INT, "squares of 2.5D", 1, needs={"mode": ("2.5d",)}),
-                    },
-                    {},
-                ),
-            },
-            {},
-            learned=False,
-        ),
-        "NUM_MICRO_BATCHES": Setting(
-            POSITIVE_INT,
-            "micro-batches that a pipeline makes of BATCH_SIZE images",
-            scripts=(HYBRID,),
-            learned=False,
-        ),
-        "model": Block(
-            "interleaved pipeline",
-            {"num_chunks": Setting(POSITIVE_INT, "parts of the model on each stage", 1)},
-            {},
-            (HYBRID,),
-            learned=False,
-        ),
-        "TENSOR_SHAPE": Setting(
-            SHAPE,
-            "what a stage hands to the next, (micro-batch, tokens, width); checked",
-            scripts=(HYBRID,),
-            learned=False,
-        ),
-        "TENSOR_PARALLEL_SIZE": Setting(
-            POSITIVE_INT,
-            "the tutorials' name: parallel.tensor.size",
-            scripts=(HYBRID,),
-            stands_for=lambda value: {"parallel.tensor.size": value},
-        ),
-        "TENSOR_PARALLEL_MODE": Setting(
-            TENSOR_MODE,
-            "the tutorials' name: parallel.tensor.mode",
-            scripts=(HYBRID,),
-            stands_for=lambda value: {"parallel.tensor.mode": value},
-        ),
-        "NUM_CHUNKS": Setting(
-            POSITIVE_INT,
-            "the tutorials' name: model.num_chunks",
-            scripts=(DP, HYBRID),
-            idle={DP: "each process has the whole model"},
-            stands_for=lambda value: {"model.num_chunks": value},
-        ),
-    },
-    "Features": {
-        "gradient_accumulation": Setting(POSITIVE_INT, "batches of BATCH_SIZE in an optimizer step", 1, learned=False),
-        "clip_grad_norm": Setting(NON_NEGATIVE, "largest norm of the gradient; 0 does not clip", 0.0),
-        "fp16": Block(
-            "mixed precision; None for fp32",
-            {
-                "mode": Setting(MODE, "what computes in half precision, see the README"),
-                "dtype": Setting(one_of("fp16", "bf16"), "fp16 on CUDA, bf16 on a CPU", needs={"mode": ()}),
-                "opt_level": Setting(one_of("O0", "O1", "O2", "O3"), "of APEX; O1", needs={"mode": (AMP_TYPE.APEX,)}),
-                "initial_scale": Setting(POSITIVE, "loss scale to begin with; 2¹⁶", needs=SCALED),
-                "init_scale": Setting(
-                    POSITIVE, "older name: initial_scale", stands_for=lambda value: {"fp16.initial_scale": value}
-                ),
-                "growth_factor": Setting(number(1, 1e6), "of the loss scale; 2", needs=SCALED),
-                "backoff_factor": Setting(number(1e-6, 1), "of the loss scale after an overflow; ½", needs=SCALED),
-                "growth_interval": Setting(
-                    POSITIVE_INT, "steps without overflow until it grows; 2000, NAIVE 1000", needs=SCALED
-                ),
-                "hysteresis": Setting(POSITIVE_INT, "overflows until it is lowered, NAIVE; 2", needs=NAIVE),
-                "min_scale": Setting(POSITIVE, "smallest loss scale, NAIVE; 1", needs=NAIVE),
-                "max_scale": Setting(POSITIVE, "largest loss scale, NAIVE; 2³²", needs=NAIVE),
-            },
-            switches=("mode",),
-        ),
-        "ema": Block(
-            "an exponential moving average of the weights, evaluated beside them and kept in checkpoints",
-            {
-                "decay": Setting(FRACTION, "share of the average so far after an optimizer step", 0.9999),
-                "warmup": Setting(BOOL, "let the decay grow to that, as 1 - step^(-2/3)", False),
-            },
-        ),
-        "zero": Block(
-            "optimizer state and fp32 weights split over the data-parallel ranks",
-            {"stage": Setting(one_of(1, 2), "1: those; 2: also the gradients that are accumulated", REQUIRED)},
-            learned=False,
-        ),
-        "checkpoint": Block(
-            "when to save; also after each epoch",
-            {
-                "every_steps": Setting(POSITIVE_INT, "optimizer steps from one checkpoint to the next"),
-                "every_minutes": Setting(POSITIVE, "minutes from one checkpoint to the next", 30),
-                "keep": Setting(POSITIVE_INT, "newest checkpoints to keep, beside the best one", 3),
-            },
-            {},
-            learned=False,
-        ),
-        "torch_ddp": Block(
-            "arguments of DistributedDataParallel",
-            {
-                "bucket_cap_mb": Setting(number(0.001, 10**6), "MB of gradients that are reduced together; 25"),
-                "static_graph": Setting(BOOL, "the same operations in every step"),
-                "find_unused_parameters": Setting(BOOL, "some parameters have no gradient"),
-            },
-            {},
-            learned=False,
-        ),
-        "machine": Block(
-            "what `--plan` is told of a machine: changes to one of its table, or all of another one",
-            {
-                "half_tflops": Setting(POSITIVE, "peak of dense matrix products in fp16 and bf16, TFLOP/s"),
-                "single_tflops": Setting(POSITIVE, "the same in fp32, or in TF32 if the config says so"),
-                "matmul_share": Setting(SHARE_ABOVE_0, "share of the peak that large matrix products reach"),
-                "memory_gb": Setting(POSITIVE, "of a GPU, in units of 10⁹ bytes"),
-                "memory_gb_s": Setting(POSITIVE, "bandwidth of that memory, GB/s"),
-                "gpus_per_node": Setting(POSITIVE_INT, "GPUs that NVLink connects"),
-                "link_gb_s": Setting(POSITIVE, "NVLink of a GPU in one direction, GB/s"),
-                "network_gb_s": Setting(POSITIVE, "network between nodes, for each GPU and direction, GB/s"),
-            },
-            learned=False,
-        ),
-        "COMPILE": Setting(BOOL, "torch.compile", False, learned=False),
-        "TF32": Setting(BOOL, "TensorFloat-32 in matrix products and convolutions in fp32", False),
-        "cudnn_benchmark": Setting(BOOL, "let cuDNN try its algorithms", False, learned=False),
-        "cudnn_deterministic": Setting(
-            BOOL, "only deterministic algorithms in cuDNN and attention: slower, with more memory", False, learned=False
-        ),
-    },
+Settings = dict[str, Setting | Block]
+Free = partial(Setting, learned=False)  # a run may go on with another value
+
+TRAINING: Settings = {
+    "SEED": Setting(whole(0, 2**32 - 1), "seed of weights, order of images and random numbers", 1024),
+    "BATCH_SIZE": Free(
+        POSITIVE_INT,
+        "images that a data-parallel rank takes at a time; global batch = BATCH_SIZE × gradient_accumulation × "
+        "data-parallel size",
+        REQUIRED,
+    ),
+    "NUM_EPOCHS": Free(POSITIVE_INT, "length of the training, in epochs", REQUIRED),
+    "WARMUP_EPOCHS": Setting(NON_NEGATIVE_INT, "epochs of linear warm-up, part of NUM_EPOCHS", 0),
+    "SCHEDULE": Setting(
+        one_of("linear", "cosine"), "how the rate falls after the warm-up, to 0 if nothing else is said", "cosine"
+    ),
+    "MIN_LEARNING_RATE": Setting(NON_NEGATIVE, "what a cosine falls to", 0.0, needs={"SCHEDULE": ("cosine",)}),
+    "OPTIMIZER": Setting(one_of("adamw", "sgd", "lamb"), "the optimizer", "adamw"),
+    "MOMENTUM": Setting(FRACTION, "momentum of SGD", 0.9, needs={"OPTIMIZER": ("sgd",)}),
+    "EPSILON": Setting(
+        POSITIVE, "what AdamW and LAMB add to √v; 1e-8 and 1e-6", needs={"OPTIMIZER": ("adamw", "lamb")}
+    ),
+    "LEARNING_RATE": Setting(POSITIVE, "the rate after the warm-up", 3e-3),
+    "WEIGHT_DECAY": Setting(NON_NEGATIVE, "weight decay: decoupled in AdamW and LAMB, L2 in SGD", 0.3),
+    "DECAY_VECTORS": Setting(
+        BOOL,
+        "False: biases, norms, class token and position embedding have no weight decay, and in LAMB no trust ratio",
+        True,
+    ),
+    "LAYER_DECAY": Setting(
+        SHARE_ABOVE_0, "learning rate of a layer ÷ that of the next one; the head has LEARNING_RATE", 1.0
+    ),
+    "LABEL_SMOOTHING": Setting(FRACTION, "share of the target that all classes divide", 0.1),
+    "bce": Block(
+        "binary cross entropy in place of cross entropy, a question for each class",
+        {
+            "threshold": Setting(SHARE, "targets above it become 1, all others 0; without, targets stay"),
+            "sum_classes": Setting(BOOL, "sum the classes' losses instead of their mean", False),
+        },
+    ),
+    "GLOBAL_BATCH": Free(
+        POSITIVE_INT, "images of a step, that `--dry-run` keeps on other numbers of GPUs", scripts=(IMAGENET,)
+    ),
+    "IMAGES_PER_S": Free(POSITIVE, "images/s of one GPU, from which `--dry-run` computes hours", scripts=(IMAGENET,)),
+}
+DATA: Settings = {
+    "DATA": Free(TEXT, "folder of the data set; else the environment's DATA, else the digits sample"),
+    "SYNTHETIC": Setting(BOOL, "train on one random batch, without data", False, (CALTECH101, IMAGENET)),
+    "CACHE_SIZE": Setting(
+        SIDE, "side of the decoded images that are kept, in pixels; IMG_SIZE × 8/7", scripts=(CALTECH101,)
+    ),
+    "TRAIN_PER_CLASS": Setting(
+        POSITIVE_INT, "training images of each class; four fifths of them", scripts=(CALTECH101,)
+    ),
+    "CROP_PADDING": Setting(
+        whole(0, 32), "pixels of border, of 32, that a random crop may reach into", 4, (DP, HYBRID)
+    ),
+    "CROP_AREA": Setting(
+        AREA, "smallest and largest share of an image that a random crop is", (0.08, 1.0), (CALTECH101, IMAGENET)
+    ),
+    "FLIP": Setting(BOOL, "mirror training images at random", True),
+    "REPEATS": Setting(
+        whole(1, 100), "repeated augmentation: how often an image comes in an epoch, which has as many fewer images", 1
+    ),
+    "EVAL_CROP": Setting(
+        number(0.1, 1), "side of the centre that is evaluated ÷ image's shorter side", 224 / 256, (IMAGENET,)
+    ),
+    "augment": Block(
+        "what is done to training images once they are cropped and mirrored",
+        {
+            "policy": Setting(one_of("rand", "three"), "RandAugment or DeiT III's 3-Augment"),
+            "n": Setting(OPERATIONS, "operations of RandAugment on an image", 2, needs={"policy": ("rand",)}),
+            "m": Setting(MAGNITUDE, "magnitude of RandAugment's operations", 9, needs={"policy": ("rand",)}),
+            "color_jitter": Setting(number(0, 10), "brightness, contrast and saturation change by up to this", 0.0),
+            "erase": Setting(SHARE, "how often a part of an image is replaced by noise", 0.0),
+        },
+        switches=("policy", "color_jitter", "erase"),
+    ),
+    "mix": Block(
+        "Mixup and CutMix: each training image with its neighbour in the batch",
+        {
+            "mixup": Setting(NON_NEGATIVE, "α of Mixup's Beta distribution; 0 is off", 0.0),
+            "cutmix": Setting(NON_NEGATIVE, "α of CutMix's Beta distribution; 0 is off", 0.0),
+            "prob": Setting(SHARE_ABOVE_0, "how often it mixes", 1.0),
+            "switch_prob": Setting(
+                SHARE, "how often it is CutMix, where both are on", 0.5, needs={"mixup": (), "cutmix": ()}
+            ),
+            "mode": Setting(one_of("batch", "pair", "elem"), "what is drawn once for", "batch"),
+        },
+        switches=("mixup", "cutmix"),
+    ),
+    "dali": Block(
+        "the ImageNet pipeline; train_dp, whose images are in memory, takes it and does nothing with it",
+        {
+            "gpu_aug": Setting(BOOL, "decode and augment on the GPU, where there is one", True),
+            "max_bad": Setting(NON_NEGATIVE_INT, "check all records first, and leave out up to so many damaged ones"),
+        },
+        {},
+        (DP, IMAGENET),
+        idle={DP: "the images are in memory; Mixup is in the block mix, RandAugment in augment"},
+    ),
+}
+FINE_TUNING: Settings = {
+    "finetune": Block(
+        "start from trained weights, and train all of the model or a part of it",
+        {
+            "weights": Setting(
+                TEXT, "a model of timm, a folder or file with safetensors, or a run or checkpoint of these scripts"
+            ),
+            "head": Setting(one_of("new", "keep"), "start with a head of zeros, or with that of the weights", "new"),
+            "frozen_blocks": Setting(
+                NON_NEGATIVE_INT, "so many blocks, the first ones, stay as they are, and the embedding with them", 0
+            ),
+            "linear_probe": Setting(BOOL, "train the head only", False),
+        },
+    )
+}
+MODEL: Settings = {
+    "MODEL": Setting(TEXT, "a Vision Transformer of timm", "vit_base_patch16_224", TIMM),
+    "IMG_SIZE": Setting(SIDE, "side of the images, in pixels", 224),
+    "PATCH_SIZE": Setting(SIDE, "side of a patch, in pixels; that of MODEL", without_model=REQUIRED),
+    "HIDDEN_SIZE": Setting(whole(1, 2**16), "width; that of MODEL", without_model=REQUIRED),
+    "DEPTH": Setting(whole(1, 256), "transformer blocks; those of MODEL", without_model=REQUIRED),
+    "NUM_HEADS": Setting(whole(1, 2**16), "attention heads; those of MODEL", without_model=REQUIRED),
+    "MLP_RATIO": Setting(number(0.001, 100), "hidden units of an MLP ÷ HIDDEN_SIZE", 4, (HYBRID,)),
+    "NUM_CLASSES": Setting(whole(1, 10**6), "classes", 10),
+    "POOL": Setting(
+        one_of("token", "avg"),
+        "what the head sees: the class token, or the mean of the patches' tokens; that of MODEL",
+        without_model="token",
+    ),
+    "POSITIONS": Setting(
+        one_of("learned", "sincos2d"), "position embedding: learned, or fixed sines and cosines", "learned", TIMM
+    ),
+    "LAYER_SCALE": Setting(
+        POSITIVE, "what each branch is multiplied by at the start (LayerScale); that of MODEL", scripts=TIMM
+    ),
+    "DROP_RATE": Setting(FRACTION, "dropout", 0.0),
+    "DROP_PATH_RATE": Setting(FRACTION, "stochastic depth of the last block; linear from 0", 0.0),
+    "DROP_PATH_UNIFORM": Setting(
+        BOOL, "every block has the rate of the last one", False, TIMM, needs={"DROP_PATH_RATE": ()}
+    ),
+    "CHECKPOINT": Free(
+        BOOL, "compute activations again in the backward pass instead of keeping them", False, (HYBRID,)
+    ),
+    "SEQ_LENGTH": Free(POSITIVE_INT, "tokens; checked against the model", scripts=(HYBRID,)),
+}
+LAYOUT: Settings = {
+    "parallel": Block(
+        "processes = data × pipeline × tensor",
+        {
+            "pipeline": Setting(POSITIVE_INT, "pipeline stages", 1),
+            "tensor": Block(
+                "tensor parallelism",
+                {
+                    "mode": Setting(TENSOR_MODE, "how matrices are split", None),
+                    "size": Setting(POSITIVE_INT, "ranks: q² in 2D, depth × q² in 2.5D, q³ in 3D", 1),
+                    "depth": Setting(POSITIVE_INT, "squares of 2.5D", 1, needs={"mode": ("2.5d",)}),
+                },
+                {},
+            ),
+        },
+        {},
+        learned=False,
+    ),
+    "NUM_MICRO_BATCHES": Free(
+        POSITIVE_INT, "micro-batches that a pipeline makes of BATCH_SIZE images", scripts=(HYBRID,)
+    ),
+    "model": Block(
+        "interleaved pipeline",
+        {"num_chunks": Setting(POSITIVE_INT, "parts of the model on each stage", 1)},
+        {},
+        (DP, HYBRID),
+        idle={DP: "each process has the whole model"},
+        learned=False,
+    ),
+    "TENSOR_SHAPE": Free(
+        SHAPE, "what a stage hands to the next, (micro-batch, tokens, width); checked", scripts=(HYBRID,)
+    ),
+}
+FEATURES: Settings = {
+    "gradient_accumulation": Free(POSITIVE_INT, "batches of BATCH_SIZE in an optimizer step", 1),
+    "clip_grad_norm": Setting(NON_NEGATIVE, "largest norm of the gradient; 0 does not clip", 0.0),
+    "fp16": Block(
+        "mixed precision; None for fp32",
+        {
+            "mode": Setting(MODE, "what computes in half precision, see the README"),
+            "dtype": Setting(one_of("fp16", "bf16"), "fp16 on CUDA, bf16 on a CPU", needs={"mode": ()}),
+            "opt_level": Setting(one_of("O0", "O1", "O2", "O3"), "of APEX; O1", needs={"mode": (AMP_TYPE.APEX,)}),
+            "initial_scale": Setting(POSITIVE, "loss scale to begin with; 2¹⁶", needs=SCALED),
+            "growth_factor": Setting(number(1, 1e6), "of the loss scale; 2", needs=SCALED),
+            "backoff_factor": Setting(number(1e-6, 1), "of the loss scale after an overflow; ½", needs=SCALED),
+            "growth_interval": Setting(
+                POSITIVE_INT, "steps without overflow until it grows; 2000, NAIVE 1000", needs=SCALED
+            ),
+            "hysteresis": Setting(POSITIVE_INT, "overflows until it is lowered, NAIVE; 2", needs=NAIVE),
+            "min_scale": Setting(POSITIVE, "smallest loss scale, NAIVE; 1", needs=NAIVE),
+            "max_scale": Setting(POSITIVE, "largest loss scale, NAIVE; 2³²", needs=NAIVE),
+        },
+        switches=("mode",),
+    ),
+    "ema": Block(
+        "an exponential moving average of the weights, evaluated beside them and kept in checkpoints",
+        {
+            "decay": Setting(FRACTION, "share of the average so far after an optimizer step", 0.9999),
+            "warmup": Setting(BOOL, "let the decay grow to that, as 1 - step^(-2/3)", False),
+        },
+    ),
+    "zero": Block(
+        "optimizer state and fp32 weights split over the data-parallel ranks",
+        {"stage": Setting(one_of(1, 2), "1: those; 2: also the gradients that are accumulated", REQUIRED)},
+        learned=False,
+    ),
+    "checkpoint": Block(
+        "when to save; also after each epoch",
+        {
+            "every_steps": Setting(POSITIVE_INT, "optimizer steps from one checkpoint to the next"),
+            "every_minutes": Setting(POSITIVE, "minutes from one checkpoint to the next", 30),
+            "keep": Setting(POSITIVE_INT, "newest checkpoints to keep, beside the best one", 3),
+        },
+        {},
+        learned=False,
+    ),
+    "torch_ddp": Block(
+        "arguments of DistributedDataParallel",
+        {
+            "bucket_cap_mb": Setting(number(0.001, 10**6), "MB of gradients that are reduced together; 25"),
+            "static_graph": Setting(BOOL, "the same operations in every step"),
+            "find_unused_parameters": Setting(BOOL, "some parameters have no gradient"),
+        },
+        {},
+        learned=False,
+    ),
+    "machine": Block(
+        "what `--plan` is told of a machine: changes to one of its table, or all of another one",
+        {
+            "half_tflops": Setting(POSITIVE, "peak of dense matrix products in fp16 and bf16, TFLOP/s"),
+            "single_tflops": Setting(POSITIVE, "the same in fp32, or in TF32 if the config says so"),
+            "matmul_share": Setting(SHARE_ABOVE_0, "share of the peak that large matrix products reach"),
+            "memory_gb": Setting(POSITIVE, "of a GPU, in units of 10⁹ bytes"),
+            "memory_gb_s": Setting(POSITIVE, "bandwidth of that memory, GB/s"),
+            "gpus_per_node": Setting(POSITIVE_INT, "GPUs that NVLink connects"),
+            "link_gb_s": Setting(POSITIVE, "NVLink of a GPU in one direction, GB/s"),
+            "network_gb_s": Setting(POSITIVE, "network between nodes, for each GPU and direction, GB/s"),
+        },
+        learned=False,
+    ),
+    "COMPILE": Free(BOOL, "torch.compile", False),
+    "TF32": Setting(BOOL, "TensorFloat-32 in matrix products and convolutions in fp32", False),
+    "cudnn_benchmark": Free(BOOL, "let cuDNN try its algorithms", False),
+    "cudnn_deterministic": Free(
+        BOOL, "only deterministic algorithms in cuDNN and attention: slower, with more memory", False
+    ),
+}
+GROUPS = {
+    "Training": TRAINING,
+    "Data": DATA,
+    "Fine-tuning": FINE_TUNING,
+    "Model": MODEL,
+    "Layout": LAYOUT,
+    "Features": FEATURES,
 }
 SCHEMA = {key: setting for group in GROUPS.values() for key, setting in group.items()}
+
+# Names that published configs and earlier versions have for a setting, or for the settings in a block.
+OLDER_NAMES = {
+    "TENSOR_PARALLEL_SIZE": "parallel.tensor.size",
+    "TENSOR_PARALLEL_MODE": "parallel.tensor.mode",
+    "NUM_CHUNKS": "model.num_chunks",
+    "LAMB_EXCLUDE_VECTORS": "DECAY_VECTORS",
+    "dali.mixup_alpha": "mix.mixup",
+    "dali.rand_augment": "augment",
+    "fp16.init_scale": "fp16.initial_scale",
+}
+
+
+def meant_by(name: str, value: Any) -> Any:
+    """What the value of an older name says in the words of the newer one."""
+    if name == "LAMB_EXCLUDE_VECTORS":
+        return not value
+    return {"policy": "rand", **value} if name == "dali.rand_augment" and isinstance(value, Mapping) else value
+
+
+def setting_at(path: str) -> Setting | Block | None:
+    """The setting or block with a path, or with an older name; None if there is none."""
+    found: Setting | Block | None = None
+    settings: Settings = SCHEMA
+    for key in OLDER_NAMES.get(path, path).split("."):
+        found = settings.get(key)
+        settings = found.settings if isinstance(found, Block) else {}
+    return found

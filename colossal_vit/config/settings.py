@@ -1,6 +1,6 @@
 """What a setting of a config file is."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,6 @@ class Setting:
         idle: scripts that take it and do nothing with it, because published configs have it; with the reason.
         learned: whether another value changes what is learned, by more than rounding and as long as the global batch
             stays the same; if not, a run may resume with another one.
-        stands_for: of an older name, the settings that a value of it stands for, by their paths.
     """
 
     rule: Rule
@@ -45,7 +44,6 @@ class Setting:
     without_model: Any = None
     idle: Mapping[str, str] = field(default_factory=dict)
     learned: bool = True
-    stands_for: Callable[[Any], dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
