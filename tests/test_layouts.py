@@ -2,11 +2,9 @@
 
 import functools
 import itertools
-import re
 
 import pytest
 import torch
-import torch.nn.functional as F
 from colossal_vit.engine import reduction
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.parallel.layout import Layout
@@ -80,8 +78,6 @@ def test_same_curve_with_accumulation(layout, reference, tmp_path, random_weight
 
 # Each way to split a model, alone and combined: the others are of the same parts in other numbers.
 KINDS = ["DP 2", "PP 2", "1D 2", "2D 4", "2.5D 8", "3D 8", "PP 2 × 1D 2", "DP 2 × 2D 4"]
-# The contract's own list: the others are of the same parts, or differ in the number of micro-batches only.
-CONTRACT = [name for name in LAYOUTS if "micro-batches" not in name and name not in ("PP 2 × 2.5D 4", "DP 2 × PP 2")]
 
 
 @pytest.mark.parametrize("layout", KINDS)
@@ -102,42 +98,6 @@ def test_same_curve_with_lamb(layout, reference, tmp_path, random_weights):
     assert expected[-1]["loss"] < expected[0]["loss"] - 0.15
     steps, _ = recipes.train(tmp_path, world_size, steps=6, **values)
     assert_same_curve(steps, expected[:6])
-
-
-@pytest.mark.parametrize("layout", CONTRACT)
-def test_first_gradient_of_every_parameter(layout, random_weights):
-    """Through the engine, on each rank, with what it holds joined: timm's on the global batch, recomputed or not."""
-    world_size, values = small(layout)
-
-    def compare():
-        config = gpc.config
-        parts = Layout.of(config, world_size)
-        images = torch.randn(32, 3, config.IMG_SIZE, config.IMG_SIZE, generator=torch.Generator().manual_seed(1))
-        labels = torch.randint(10, (32,), generator=torch.Generator().manual_seed(2))
-        reference = vit.full_vit(config)
-        F.cross_entropy(reference(images), labels).backward()
-        expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
-        compared = set()
-        for config.CHECKPOINT in (False, True):
-            model = vit.build_vit(config, parts)
-            optimizer = torch.optim.SGD(model.parameters())
-            engine, *_ = initialize(model, optimizer, col_nn.CrossEntropyLoss())
-            own = gpc.get_local_rank(ParallelMode.DATA)
-            batch = images.chunk(parts.data)[own], labels.chunk(parts.data)[own]
-            engine.train()
-            engine.zero_grad()
-            engine.execute_schedule(iter([batch]), forward_only=False, return_loss=True)
-            engine._all_reduce_gradients()
-            for parameter in model.parameters():
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                full, name = parameter.shard.gather(gradient), parameter.shard.name
-                error = ((full - expected[name]).abs().max() / expected[name].abs().max()).item()
-                assert error < 1e-5, f"{name}, CHECKPOINT = {config.CHECKPOINT}: relative error {error}"
-                compared.add(name)
-        return compared, set(expected)
-
-    answers = fork_ranks.call(compare, world_size, **recipes.config(recipes.flags(**values)))
-    assert set.union(*(compared for compared, _ in answers)) == answers[0][1]
 
 
 def test_replicas_of_a_pipeline_reduce_during_their_last_backward_pass(monkeypatch):
@@ -244,20 +204,3 @@ def test_fp16_with_loss_scaling_in_every_mode(layout, amp, fp32, tmp_path, rando
     if amp != "APEX":
         assert any(after["loss_scale"] == 2 * before["loss_scale"] for before, after in itertools.pairwise(steps))
         assert 1 <= sum(record["skipped"] for record in steps) <= 4
-
-
-CONFIGS = sorted((recipes.fork_ranks.ROOT / "vit_cifar10_hybrid" / "configs").glob("config_*.py"))
-
-
-@pytest.mark.parametrize(
-    "path", [path for path in CONFIGS if "data_parallel" not in path.name], ids=lambda path: path.stem
-)
-def test_every_shipped_config_trains(path, tmp_path):
-    """As it is, but for the size of the model, on as many processes as its docstring says."""
-    processes = int(re.search(r"--nproc_per_node (\d+)", path.read_text()).group(1))
-    small = {key: value for key, value in recipes.MODEL.items() if key not in ("fp16", "NUM_MICRO_BATCHES")}
-    argv = ["--config", str(path), "--output", str(tmp_path), "--max-steps", "1", *recipes.set_flags(small)]
-    result = recipes.fork_ranks.run(recipes.HYBRID, argv, processes)
-    assert result.codes == [0] * processes, str(result)
-    assert recipes.read_metrics(tmp_path)[1][-1]["eval_images"] == NUM_TEST_IMAGES
-    assert "AMP_TYPE.NAIVE in bfloat16" in result.stdout[0]
