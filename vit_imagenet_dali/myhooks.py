@@ -5,7 +5,6 @@ import statistics
 import torch
 from colossal_vit.engine import precision
 from colossal_vit.engine.loop import Trainer
-from colossal_vit.hooks.metrics import MetricsHook
 from colossal_vit.hooks.priority import Priority
 from colossal_vit.mfu import peak_of, training_flops
 from colossal_vit.parallel.ranks import RankLogger
@@ -19,22 +18,14 @@ class ThroughputHook(BaseHook):
     """Logs after each epoch: global batch size, images/s, MFU if the device's peak is known, memory, time for data.
 
     Args:
-        metrics: has the records of steps that this hook summarises; runs before it.
         model: to count FLOPs of.
         device: this rank's.
         log: the run's logger.
     """
 
-    def __init__(
-        self,
-        metrics: MetricsHook,
-        model: nn.Module,
-        device: torch.device,
-        log: RankLogger,
-        priority: int = Priority.READER,
-    ):
+    def __init__(self, model: nn.Module, device: torch.device, log: RankLogger, priority: int = Priority.READER):
         super().__init__(priority)
-        self.metrics, self.log = metrics, log
+        self.log = log
         self.peak = peak_of(device, precision.compute_dtype(gpc.config.fp16, device), gpc.config.TF32)
         self.flops = training_flops(model, gpc.config.IMG_SIZE) if self.peak else None
 
@@ -42,8 +33,8 @@ class ThroughputHook(BaseHook):
         self.records = []
 
     def after_train_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
-        if self.metrics.writes:
-            self.records.append(self.metrics.last)
+        if "record" in trainer.states:  # on the rank that has the records, `MetricsHook` has put it there
+            self.records.append(trainer.states["record"])
 
     def after_train_epoch(self, trainer: Trainer) -> None:
         if self.records:

@@ -47,7 +47,7 @@ def main(args: launch.Arguments) -> object:
     hooks = standard_hooks(run, train_dataloader)
     if args.eval_only:
         return trainer.evaluate(test_dataloader, hooks=hooks)
-    hooks.append(ThroughputHook(hooks[0], model, run.device, run.log))
+    hooks.append(ThroughputHook(model, run.device, run.log))
     trainer.fit(
         train_dataloader,
         epochs=config.NUM_EPOCHS,

@@ -4,7 +4,6 @@ import resource
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +22,11 @@ from colossalai.legacy.core import global_context as gpc
 from colossalai.legacy.trainer.hooks import BaseHook
 from colossalai.legacy.utils import is_dp_rank_0, is_no_pp_or_last_stage, is_tp_rank_0
 from torch import Tensor
+
+
+def writes_metrics() -> bool:
+    """Whether this rank has the records of a run: in the last pipeline stage, which sees the loss, the first."""
+    return is_no_pp_or_last_stage() and is_dp_rank_0() and is_tp_rank_0()
 
 
 def _sum_over(modes: list[ParallelMode], values: list[Tensor | float], device: torch.device) -> list[float]:
@@ -48,8 +52,8 @@ class MetricsHook(BaseHook):
     loss scaling also `loss_scale, skipped`, on a GPU also `reserved_gb`, the peak of torch's allocator. One per
     evaluation: `step, epoch, eval_loss, eval_accuracy, eval_images`, with the block `ema` also `ema_loss,
     ema_accuracy`.
-    `loss` is the mean over the whole global batch. Only the rank that sees the loss, in the last pipeline stage of
-    the first replica, writes.
+    `loss` is the mean over the whole global batch. Only one rank writes, see `writes_metrics`; there the record of the
+    last step is in `trainer.states["record"]` for other hooks.
 
     Args:
         directory: the run directory; None writes nothing.
@@ -69,11 +73,10 @@ class MetricsHook(BaseHook):
         super().__init__(priority)
         self.train_dataloader = train_dataloader
         self.sees_loss = is_no_pp_or_last_stage()
-        self.writes = self.sees_loss and is_dp_rank_0() and is_tp_rank_0()
+        self.writes = writes_metrics()
         self.log = log
         self.recorder = Recorder(directory, log, wandb) if directory else None
         self.accuracy = -1.0  # of the last evaluation, on the ranks that have seen it
-        self.last: dict[str, Any] | None = None
         self.of_average: dict[str, float] = {}  # what the evaluation of the moving average found, if there is one
         self.batch_parts = Layout.current().batch_parts
 
@@ -110,14 +113,13 @@ class MetricsHook(BaseHook):
         if engine.optimizer.loss_scale is not None:
             record |= {"loss_scale": engine.optimizer.loss_scale, "skipped": engine.optimizer.skipped}
         self.recorder.write(record)
-        self.last = record
+        trainer.states["record"] = record
 
     def after_train_epoch(self, trainer: Trainer) -> None:
-        if self.writes and self.last and not sys.stderr.isatty():
+        if (last := trainer.states.get("record")) and not sys.stderr.isatty():
+            rate = f"{last['images_per_s']:.0f} images/s"
             self.log.info(
-                f"epoch {trainer.cur_epoch}: step {self.last['step']}, loss {self.last['loss']:.4f}, "
-                f"{self.last['images_per_s']:.0f} images/s",
-                ranks=None,
+                f"epoch {trainer.cur_epoch}: step {last['step']}, loss {last['loss']:.4f}, {rate}", ranks=None
             )
 
     def before_test(self, trainer: Trainer) -> None:

@@ -2,7 +2,7 @@
 
 from colossal_vit.engine.loop import Trainer
 from colossal_vit.engine.micro_batches import MicroBatches
-from colossal_vit.hooks.metrics import MetricsHook
+from colossal_vit.hooks.metrics import writes_metrics
 from colossal_vit.hooks.priority import Priority
 from colossal_vit.run import Run
 from colossalai.legacy.trainer.hooks import BaseHook
@@ -16,12 +16,11 @@ class ProgressHook(BaseHook):
     Args:
         run: from `launch.start`.
         train_dataloader: as `engine.initialize` returned it.
-        metrics: has the record of the last step; the rank that writes it shows the bar.
     """
 
-    def __init__(self, run: Run, train_dataloader: MicroBatches, metrics: MetricsHook, priority: int = Priority.READER):
+    def __init__(self, run: Run, train_dataloader: MicroBatches, priority: int = Priority.READER):
         super().__init__(priority)
-        self.run, self.train_dataloader, self.metrics = run, train_dataloader, metrics
+        self.run, self.train_dataloader = run, train_dataloader
 
     def before_train(self, trainer: Trainer) -> None:
         steps = self.run.config.NUM_EPOCHS * (len(self.train_dataloader) // trainer.engine.accumulation)
@@ -30,12 +29,12 @@ class ProgressHook(BaseHook):
             initial=trainer.engine.num_steps,
             unit="step",
             dynamic_ncols=True,
-            disable=None if self.metrics.writes else True,  # None: unless stderr is a terminal
+            disable=None if writes_metrics() else True,  # None: unless stderr is a terminal
         )
 
     def after_train_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
         if not self.bar.disable:
-            last = self.metrics.last
+            last = trainer.states["record"]
             self.bar.set_postfix_str(
                 f"epoch {last['epoch']}, loss {last['loss']:.4f}, {last['images_per_s']:.0f} images/s", refresh=False
             )

@@ -24,7 +24,7 @@ def standard_hooks(run: Run, train_dataloader: MicroBatches) -> list[BaseHook]:
     metrics = MetricsHook(run.output, train_dataloader, run.log, wandb)
     hooks = [
         metrics,
-        ProgressHook(run, train_dataloader, metrics),
+        ProgressHook(run, train_dataloader),
         CheckpointHook(run, train_dataloader, metrics),
     ]
     if run.args.profile:
