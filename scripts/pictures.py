@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/pictures from results/, from dry runs and from the simulated schedules.
+"""Draw the pictures of docs/pictures from results/ and from dry runs.
 
     python scripts/pictures.py [NAME ...]
 
@@ -23,20 +23,16 @@ from colossal_vit.plan import report
 from colossal_vit.plan.meter import StepPlan
 from colossal_vit.plan.pictures import (
     COLORS,
-    KINDS,
     TEXT,
     add_legend,
     draw_pieces,
     draw_steps,
-    draw_timetable,
     save,
     style,
 )
-from colossal_vit.plan.simulation import Cost, simulate
 from colossal_vit.results import read_metrics
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "vit_cifar10_hybrid"))
@@ -232,32 +228,11 @@ def tensor_modes() -> Figure:
     return figure
 
 
-def timetable() -> Figure:
-    """Who computes when in a step of 4 pipeline stages and 8 micro-batches, with the 1F1B schedule and with the
-    interleaved one, whose stages idle less; backward takes twice as long as forward, and messages no time.
-    """
-    figure = new_figure(9, 4.4)
-    both = figure.subplots(2, 1)
-    for axes, chunks in zip(both, (1, 2), strict=True):
-        events = simulate([[Cost(1 / chunks, 2 / chunks)] * chunks] * 4, 8)
-        events = [event for event in events if event.kind != "communication"]
-        busy = sum(event.end - event.start for event in events)
-        idle = 1 - busy / (4 * max(event.end for event in events))
-        schedule = "1F1B" if chunks == 1 else f"interleaved, {chunks} chunks per stage (the second fainter)"
-        draw_timetable(axes, events, f"{schedule}: {idle:.0%} idle")
-    for axes in both:
-        axes.set_xlim(right=max(axes.get_xlim()[1] for axes in both))
-    both[-1].set_xlabel("time, in forward passes of a micro-batch")
-    bars = [Patch(color=KINDS[kind], label=kind) for kind in ("forward", "backward")]
-    add_legend(figure, handles=bars, loc="outside right upper", ncols=1)
-    return figure
-
-
 PICTURES: dict[str, Callable[[], Figure]] = {
     function.__name__: function
     for function in (
         *(one_curve, quickstart, amp, checkpoint, planner, predicted_and_measured),
-        *(layout_example, tensor_modes, timetable),
+        *(layout_example, tensor_modes),
     )
 }
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from colossal_vit.config.settings import HYBRID
 from colossal_vit.errors import UserError
-from colossal_vit.plan import calibration, search
+from colossal_vit.plan import calibration
 from colossal_vit.plan.calibration import Here
 from colossal_vit.plan.enumeration import enumerate_layouts
 from colossal_vit.plan.machines import RESERVED_GB
 from colossal_vit.plan.meter import SENT_SHARE
-from colossal_vit.plan.simulation import Cost
-from colossal_vit.plan.trace import PARTS, Message
+from colossal_vit.plan.request import request_of
+from colossal_vit.plan.trace import KINDS, PARTS, Message
 
 import fork_ranks
 import recipes
@@ -46,7 +46,7 @@ def here(made):
         reserved_gb=0.5,
         busy=0.02,
         spread=0.03,
-        parts={f"{ONE} {part} {kind}": points for part in PARTS for kind in Cost._fields},
+        parts={f"{ONE} {part} {kind}": points for part in PARTS for kind in KINDS},
         updates={str(ONE): (1e-9, 0.01)},
         messages={**messages, "send 2": (0.003, 0.0)},
         speeds={1: 1.0, 2: 0.8, 4: 0.4},
@@ -217,12 +217,12 @@ def test_gpus_are_asked_for_in_forks_and_each_process_has_its_own(tmp_path):
         calibration.work = lambda engine, batches, barrier: 1.0 + chosen.pop()
         calibration._messages = lambda *_: []
         calibration.ROUNDS, calibration.QUIET_WAIT_S = 1, 0.0
-        request = search.request_of(train_hybrid.main, training.arguments(train_hybrid.main, flags))
+        request = request_of(train_hybrid.main, training.arguments(train_hybrid.main, flags))
         choices = [choice for choice in enumerate_layouts(request.config, 2, 16, HYBRID, None) if choice.tensor == ONE]
-        here = search.measured(request, choices)
+        here = calibration.measured(request, choices)
         request = request._replace(world_size=3)
         with pytest.raises(UserError) as refused:
-            search.measured(request, choices)
+            calibration.measured(request, choices)
         return here, str(refused.value)
 
     here, refusal = fork_ranks.call(measure, launched=False)[0]

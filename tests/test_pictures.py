@@ -10,9 +10,7 @@ import torch
 from colossal_vit import launch
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.plan import pictures, report
-from colossal_vit.plan.simulation import Cost, simulate
 from colossalai.legacy.core import global_context as gpc
-from matplotlib.figure import Figure
 from PIL import Image
 
 import fork_ranks
@@ -62,12 +60,6 @@ def test_a_picture_that_cannot_be_written_is_a_line(tmp_path):
     args = launch.parse([*argv, "--output", str(tmp_path)], script="train_hybrid", check=vit.check_vit)
     plans = report.plan(train_hybrid.main, args)
     assert "layout.png cannot be written: Not a directory" in report._write_picture(plans, tmp_path / "file" / "run")
-
-
-def test_the_timetable_has_all_passes():
-    axes = Figure().subplots()
-    pictures.draw_timetable(axes, simulate([[Cost(1, 2)]] * 3, 4), "")
-    assert sorted(text.get_text() for text in axes.texts) == sorted("0123" * 3 * 2)
 
 
 def test_committed_pictures_are_what_the_script_draws(tmp_path):

@@ -10,9 +10,10 @@ from colossal_vit import launch
 from colossal_vit.config.settings import CALTECH101, DP, IMAGENET, PATHS
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.partition import partition_blocks
-from colossal_vit.plan import memory, search
+from colossal_vit.plan import command, memory, search
 from colossal_vit.plan.enumeration import Choice, enumerate_layouts, own_layout
 from colossal_vit.plan.machines import MACHINES, RESERVED_GB, Gpus
+from colossal_vit.plan.request import request_of
 from colossal_vit.plan.search import Prediction
 from colossal_vit.plan.trace import Message
 
@@ -35,7 +36,7 @@ def argv_of(**values):
 
 def request_for(argv, world_size):
     args = training.arguments(train_hybrid.main, [*argv, "--plan", "h100", "--world_size", str(world_size)])
-    return search.request_of(train_hybrid.main, args)
+    return request_of(train_hybrid.main, args)
 
 
 LAYOUTS = {
@@ -61,7 +62,7 @@ def test_memory_is_that_of_a_dry_run(name):
     def predicted():
         request = request_for(argv, world_size)
         choice = own_layout(request.config, world_size)
-        trace = search.record(request, choice.tensor)
+        trace = request.trace(choice.tensor)
         blocks = partition_blocks(request.config, choice.layout.pipeline * choice.chunks)
         stages = memory.cut(blocks, choice.layout.pipeline)
         image = 3 * 4 * request.config.IMG_SIZE**2
@@ -112,12 +113,10 @@ def test_layouts_within_the_noise_are_equal_and_the_simplest_comes_first():
     seconds = {accumulated: 1.0, plain: 1.08, pipeline: 1.2, larger: 0.5}
 
     def plan(noise, shown=10):
-        machine = SimpleNamespace(memory_gb=3, reserved_gb=1, noise=noise, warning=None)
+        machine = SimpleNamespace(memory_gb=3, reserved_gb=1, noise=noise)
         predictor = SimpleNamespace(
             machine=machine,
-            memory=lambda choice: 3e9 if choice is larger else 1e9,
-            least=seconds.get,
-            predict=lambda choice: Prediction(choice, seconds[choice], 1e9, 1, 0, 0, []),
+            predict=lambda choice: Prediction(choice, seconds[choice], 3e9 if choice is larger else 1e9, 1, 0, 0),
         )
         found = search.search(predictor, seconds, shown)
         assert (found.num_layouts, found.num_too_large, found.limit, found.smallest) == (4, 1, 2e9, 1e9)
@@ -165,9 +164,9 @@ def test_what_is_refused_does_not_fit():
 
     def refused():
         request = request_for(argv, 2)
-        plan, images = search.make_plan(request)
-        choices = enumerate_layouts(request.config, 2, images, request.args.script, request.args.check)
-        trace = {kind: search.record(request, kind) for kind in {c.tensor for c in choices}}
+        plan, _ = command.make_plan(request)
+        choices = request.choices()
+        trace = {kind: request.trace(kind) for kind in {c.tensor for c in choices}}
         predictor = search.Predictor(request.config, MACHINES["h100"], trace)
         large = [choice for choice in choices if predictor.memory(choice) > 0.2e9]
         smallest = min(large, key=predictor.memory)
@@ -176,7 +175,7 @@ def test_what_is_refused_does_not_fit():
     plan, num_large, choice, fitting = fork_ranks.call(refused, launched=False)[0]
     assert plan.num_too_large == num_large > 0
     assert max(fitting) <= 0.2e9
-    values = [part for flag in search.set_flags(choice, "train_hybrid") for part in shlex.split(flag)]
+    values = shlex.split(choice.flags(hybrid=True))
     peaks = [each.memory["peak"] for each in planned([*argv, *values], 2).values()]
     assert max(peaks) > 0.2e9
 
@@ -246,8 +245,8 @@ def test_each_script_runs_on_real_tensors_up_to_what_is_observed(script):
         argv = ["--config", str(fork_ranks.ROOT / SCRIPTS[script]), *set_flags(settings)]
         argv += ["--plan", "here", "--world_size", "1"]
         main = runpy.run_path(str(fork_ranks.ROOT / PATHS[script]))["main"]
-        request = search.request_of(main, launch.parse(argv, script=script))
-        return search.run_model(request, (None, 1, None), lambda _, batches: tuple(next(iter(batches))[0].shape), 4)()
+        request = request_of(main, launch.parse(argv, script=script))
+        return request.model((None, 1, None), lambda _, batches: tuple(next(iter(batches))[0].shape), 4)()
 
     assert fork_ranks.call(observed, launched=False) == [(4, 3, 32, 32)]
 
@@ -256,8 +255,8 @@ def test_the_block_that_stands_for_all_of_timms_has_stochastic_depth():
     def num_operators(rate):
         settings = {"DEPTH": 3, "HIDDEN_SIZE": 48, "NUM_HEADS": 4, "IMG_SIZE": 32, "DROP_PATH_RATE": rate}
         argv = ["--config", str(fork_ranks.ROOT / SCRIPTS[DP]), *set_flags(settings), "--plan", "h100"]
-        request = search.request_of(train_dp.main, training.arguments(train_dp.main, argv))
-        trace = search.record(request, (None, 1, None))
+        request = request_of(train_dp.main, training.arguments(train_dp.main, argv))
+        trace = request.trace((None, 1, None))
         return len(trace.part("block", "forward", 8).operations)
 
     def difference():
@@ -299,12 +298,12 @@ def test_uneven_pipelines_wait():
         predictor = search.Predictor(
             config,
             Gpus(1e-3, 1e-3, 80, 1e3, 1e3, 1e3),
-            {(None, 1, None): search.record(request, (None, 1, None))},
+            {(None, 1, None): request.trace((None, 1, None))},
         )
         layout = Layout(1, 4, 1, None, 1)
         return [predictor.predict(Choice(layout, None, 64, 1, number)) for number in (4, 16, 64)]
 
-    few, more, most = (each._replace(events=[]) for each in fork_ranks.call(shares, launched=False)[0])
+    few, more, most = fork_ranks.call(shares, launched=False)[0]
     assert few.bubble > more.bubble > most.bubble > 0
     for each in (few, more, most):
         assert each.computing + each.communicating + each.bubble == pytest.approx(1)

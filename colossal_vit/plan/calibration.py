@@ -21,17 +21,19 @@ import psutil
 import torch
 import torch.distributed as dist
 from colossal_vit import typed_json
+from colossal_vit.config.load import plain
 from colossal_vit.config.schema import GROUPS
 from colossal_vit.engine.engine import Engine
 from colossal_vit.engine.reduction import reduce_to_owner
 from colossal_vit.errors import UserError
 from colossal_vit.files import write_text
-from colossal_vit.plan import report
-from colossal_vit.plan.enumeration import divisors
-from colossal_vit.plan.machines import RESERVED_GB
+from colossal_vit.launch.startup import find_output
+from colossal_vit.plan.enumeration import Choice, divisors
+from colossal_vit.plan.machines import HERE, RESERVED_GB
 from colossal_vit.plan.meter import SENT_SHARE
-from colossal_vit.plan.simulation import Cost
-from colossal_vit.plan.trace import PARTS, Message, Pass, mark_parts
+from colossal_vit.plan.report import in_fork, in_forks
+from colossal_vit.plan.request import Request
+from colossal_vit.plan.trace import KINDS, PARTS, Message, Pass, TensorParallel, mark_parts
 from colossal_vit.provenance import hardware
 from colossal_vit.typed_json import RECORD, Count
 from pydantic import AfterValidator, AwareDatetime, Field
@@ -307,7 +309,7 @@ def _gpu_memory(num_gpus: int) -> float:
 def _memory(world_size: int, gpus: Sequence[str]) -> tuple[float, float]:
     """GB for each process, and of that what it takes beside its tensors."""
     if gpus:  # who asks for their memory starts CUDA, and no fork of a process that has done so can use a GPU
-        return report.in_fork(partial(_gpu_memory, world_size)) / 1e9, RESERVED_GB
+        return in_fork(partial(_gpu_memory, world_size)) / 1e9, RESERVED_GB
     return psutil.virtual_memory().total / 1e9 / world_size, psutil.Process().memory_full_info().uss / 1e9
 
 
@@ -349,23 +351,15 @@ def _some(sizes: Iterable[int]) -> list[int]:
     return [ordered[round(place)] for place in places]
 
 
-def calibrate(
-    run_model: Callable[[tuple, Callable, int, int], Callable[[], Any]],
-    images: Mapping[tuple, Iterable[int]],
-    world_size: int,
-    made: Origin,
-) -> Here:
+def calibrate(request: Request, images: Mapping[TensorParallel, Iterable[int]], made: Origin) -> Here:
     """Measure this machine, once it is quiet.
 
     Args:
-        run_model: makes a function that runs a model with a tensor parallelism on real tensors, and returns what the
-            second argument makes of its engine and batches, which have so many images; the fourth one is the index of
-            the GPU, if there are any.
+        request: has the model and the number of processes.
         images: by tensor parallelism, the sizes of micro-batches that matter.
-        world_size: number of processes.
         made: of `origin`.
     """
-    fork = get_context("fork")
+    fork, world_size = get_context("fork"), request.world_size
     cores = 1 if made["gpus"] else len(os.sched_getaffinity(0))
     beside = min(cores, world_size)  # so many are timed at a time, as they will compute
     some, most = next((tensor, max(sizes)) for tensor, sizes in images.items())
@@ -375,13 +369,13 @@ def calibrate(
     for _ in range(ROUNDS):  # the speed of a machine changes from second to second
         for count in sorted({1, beside, world_size}):
             observe = partial(work, barrier=fork.Barrier(count))
-            runs = [run_model(some, observe, most, device) for device in range(count)]
-            found.setdefault(("rate", count), []).append(statistics.fmean(report.in_forks(runs)))
+            runs = [request.model(some, observe, most, device) for device in range(count)]
+            found.setdefault(("rate", count), []).append(statistics.fmean(in_forks(runs)))
         for tensor, sizes in images.items():
             timed = _some(sizes)
             observe = partial(clock, sizes=timed, barrier=fork.Barrier(beside))
-            runs = [run_model(tensor, observe, timed[-1], device) for device in range(beside)]
-            for of_process in report.in_forks(runs):
+            runs = [request.model(tensor, observe, timed[-1], device) for device in range(beside)]
+            for of_process in in_forks(runs):
                 for name, seconds in of_process.items():
                     found.setdefault((name, tensor), []).append(seconds)
         for of_process in _messages(world_size, made["gpus"]):
@@ -412,7 +406,31 @@ def _messages(world_size: int, gpus: Sequence[str]) -> list[dict[str, tuple[floa
         ranks = [
             partial(time_messages, rank, world_size, f"{folder}/store", device, backend) for rank in range(world_size)
         ]
-        return report.in_forks(ranks)
+        return in_forks(ranks)
+
+
+def measured(request: Request, choices: Iterable[Choice]) -> Here:
+    """This machine, measured, or read from the file that `--plan` names.
+
+    Raises:
+        UserError: if it has fewer GPUs than ranks, or the file is not usable.
+    """
+    name, config, output = request.args.plan, request.config, find_output(request.args)
+    model = plain({key: config.get(key) for key in MODEL})
+    made = origin(request.world_size, model | {"script": request.args.script, "images of a step": request.images})
+    if (num_gpus := len(made["gpus"])) and request.world_size > num_gpus:
+        raise UserError(
+            f"--plan {name}: --world_size {request.world_size}, but this machine has {num_gpus} GPU(s): at most one "
+            f"process per GPU can be timed here"
+        )
+    images: dict[TensorParallel, set[int]] = {}
+    for choice in choices:
+        images.setdefault(choice.tensor, set()).add(choice.images)
+    if name != HERE:
+        return load(Path(name), made, images)
+    here = calibrate(request, images, made)
+    save(here, output / "calibration.json")
+    return here
 
 
 def save(here: Here, path: Path) -> None:
@@ -442,7 +460,7 @@ def load(path: Path, wanted: Origin, tensors: Iterable[tuple]) -> Here:
             )
     ranks, tensors = wanted["ranks"], list(tensors)
     needed = {
-        "parts": {f"{tensor} {part} {kind}" for tensor in tensors for part in PARTS for kind in Cost._fields},
+        "parts": {f"{tensor} {part} {kind}" for tensor in tensors for part in PARTS for kind in KINDS},
         "updates": set(map(str, tensors)),
         "messages": {f"{kind} {size}" for kind in SENT_SHARE for size in divisors(ranks)[1:]},
         "speeds": {1, ranks},

@@ -1,12 +1,96 @@
-"""What a train script does with `--dry-run` and `--plan`."""
+"""What a train script does with `--plan` and `--dry-run`."""
 
 from collections.abc import Callable
 from typing import Any
 
+from colossal_vit.config.settings import HYBRID
+from colossal_vit.errors import UserError
 from colossal_vit.launch.flags import Arguments
-from colossal_vit.plan import report, search
+from colossal_vit.launch.startup import find_output
+from colossal_vit.plan import calibration, pictures, report
+from colossal_vit.plan.machines import HERE, Machine, find_machine
+from colossal_vit.plan.request import Request, request_of
+from colossal_vit.plan.search import Plan, Predictor, search
+from colossal_vit.results import format_table
 
 
 def run(main: Callable[[Arguments], Any], args: Arguments) -> None:
-    """Print what a script's command line asks for; its `main` is called in forks."""
-    (report.report if args.plan is None else search.report_plan)(main, args)
+    """Print what a script's command line asks for, and draw it; its `main` is called in forks.
+
+    Raises:
+        UserError: if flags or config are not usable, or no layout fits.
+    """
+    if args.plan is None:
+        report.report(main, args)
+        return
+    request, output = request_of(main, args), find_output(args)
+    plan, machine = make_plan(request)
+    print(format_plan(plan, machine, request))
+    layouts = {
+        str(each.choice): {key: getattr(each, key) for key in ("seconds", *pictures.SHARES)} for each in plan.best
+    }
+    figure = pictures.draw_plan(layouts, request.images, f"{request.world_size} ranks, {args.plan}")
+    print(f"\n{pictures.write(figure, output / 'plan.png')}")
+    print("\nthe first one:", plan.best[0].choice.flags(args.script == HYBRID), sep="\n")
+
+
+def make_plan(request: Request) -> tuple[Plan, Machine]:
+    """The best layouts, on the machine that is asked for.
+
+    Raises:
+        UserError: if the machine is not known, the model has fewer than two blocks, or no layout makes as many images
+            per step, or fits the memory.
+    """
+    config, name, images = request.config, request.args.plan, request.images
+    if not config.get("DEPTH", 0) > 1:
+        raise UserError("--plan is for models whose config has a DEPTH of at least 2")
+    choices = request.choices()
+    if not choices:
+        fits = request.world_size * (2 if config.mix else 1)  # images are mixed in pairs
+        nearest = " or ".join(str(number) for number in (images // fits * fits, (images // fits + 1) * fits) if number)
+        key = "GLOBAL_BATCH" if config.get("GLOBAL_BATCH") else "BATCH_SIZE × gradient_accumulation × data parallel"
+        raise UserError(
+            f"--plan: no layout of {request.world_size} ranks makes {key} = {images} images per step: make them "
+            f"{nearest} (a multiple of {fits})"
+        )
+    machine: Machine
+    if name == HERE or name.endswith(".json"):
+        machine = calibration.measured(request, choices)
+    else:
+        machine = find_machine(name, config.machine, bool(config.fp16), config.TF32)
+    traces = {tensor: request.trace(tensor) for tensor in dict.fromkeys(choice.tensor for choice in choices)}
+    plan = search(Predictor(config, machine, traces), choices)
+    if not plan.best:
+        raise UserError(
+            f"--plan {name}: none of {plan.num_layouts} layouts fits the memory of a rank, {machine.memory_gb:.1f} GB "
+            f"less {machine.reserved_gb:.1f} GB for what is no tensor; the smallest takes {plan.smallest / 1e9:.1f} GB"
+        )
+    return plan, machine
+
+
+def format_plan(plan: Plan, machine: Machine, request: Request) -> str:
+    """The table of the best layouts."""
+    images, where = request.images, f"{request.world_size} ranks, {request.args.plan}"
+    lines = [f"{where}, {images} images per step: {plan.num_layouts} layouts; predicted, not measured"]
+    if plan.num_too_large:
+        lines.append(
+            f"{plan.num_too_large} of them do not fit the {plan.limit / 1e9:.1f} GB that a rank has for tensors; the "
+            f"smallest takes {plan.smallest / 1e9:.1f} GB"
+        )
+    if machine.warning:
+        lines.append(machine.warning)
+    if machine.noise and plan.num_equal > 1:
+        lines.append(
+            f"{plan.num_equal} are equal within the noise of {machine.noise:.1%}: the simplest of them is first"
+        )
+    rows = [
+        [
+            str(each.choice),
+            f"{images / each.seconds:,.0f}",
+            f"{each.memory / 1e9:.1f}",
+            *(f"{share:.0%}" for share in (each.computing, each.communicating, each.bubble)),
+        ]
+        for each in plan.best
+    ]
+    header = ["layout", "images/s", "GB per rank", "computing", "communicating", "bubble"]
+    return "\n".join([*lines, "", *format_table(header, rows)])

@@ -76,6 +76,13 @@ class Choice:
         values["zero"] = {"stage": self.zero} if self.zero else None
         return values
 
+    def flags(self, hybrid: bool) -> str:
+        """The same for the command line, quoted for a shell: values have single quotes only."""
+        values = self.settings(hybrid)
+        if hybrid:
+            values["model.num_chunks"] = values.pop("model")["num_chunks"]
+        return " ".join(f'--set "{key}={value!r}"' for key, value in values.items())
+
     def _options(self) -> list[str]:
         words = []
         if self.depth:
@@ -99,15 +106,6 @@ class Choice:
 
     def __str__(self) -> str:
         return ", ".join([str(self.layout), *self._options()])
-
-
-def global_batch(config: Config, world_size: int) -> int:
-    """Images of a step of the config on so many ranks: GLOBAL_BATCH, or what its own layout makes of BATCH_SIZE.
-
-    Raises:
-        UserError: if its layout does not fit the number of ranks.
-    """
-    return config.get("GLOBAL_BATCH") or Layout.of(config, world_size).global_batch(config)
 
 
 def divisors(number: int) -> list[int]:

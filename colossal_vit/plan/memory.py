@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from colossal_vit.engine.reduction import IN_FLIGHT_BYTES
 from colossal_vit.plan.enumeration import Choice
-from colossal_vit.plan.simulation import Compute, program
+from colossal_vit.plan.schedule import order
 from colossal_vit.plan.trace import Pass, Trace
 
 
@@ -66,12 +66,12 @@ def stage_memory(choice: Choice, trace: Trace, chunks: Sequence[Chunk], stage: i
             reduced.add(0)
     passes = min(choice.passes, 3 * layout.pipeline)  # the others are like these
     if layout.pipeline > 1:
-        steps = [step for step in program(stage, layout.pipeline, passes, choice.chunks) if isinstance(step, Compute)]
+        steps = order(stage, layout.pipeline, passes, choice.chunks)
     else:
-        steps = [Compute(kind, 0, 0) for kind in ("forward", "backward") * min(choice.passes, 2)]
-    for step in steps:
-        chunk = chunks[step.chunk]
-        if step.kind == "forward":
+        steps = [("forward", 0), ("backward", 0)] * min(choice.passes, 2)
+    for kind, number in steps:
+        chunk = chunks[number]
+        if kind == "forward":
             live += 0 if chunk.first else boundary
             for part, count in chunk.parts():
                 record = trace.part(part, "forward", choice.images)
@@ -80,7 +80,7 @@ def stage_memory(choice: Choice, trace: Trace, chunks: Sequence[Chunk], stage: i
                     live = live + boundary if choice.checkpoint and part == "block" else after
                     peak = max(peak, highest)
             continue
-        again = step.chunk in reduced
+        again = number in reduced
         live += 0 if chunk.last else boundary  # the gradient of the output
         for part, count in reversed(chunk.parts()):
             record = trace.part(part, "accumulate" if again else "backward", choice.images)
@@ -94,11 +94,11 @@ def stage_memory(choice: Choice, trace: Trace, chunks: Sequence[Chunk], stage: i
         live -= 0 if chunk.last else boundary
         if not chunk.first:  # the schedule keeps the input of the last part, and its gradient, for its list of outputs
             live += boundary if chunk.last else -boundary
-        reduced.add(step.chunk)
+        reduced.add(number)
         if split:
-            live += in_flight - gradients[step.chunk] * (1 - share)
+            live += in_flight - gradients[number] * (1 - share)
             in_flight = 0.0  # what the last pass left to be sent is there once
-            reduced.discard(step.chunk)
+            reduced.discard(number)
     if layout.pipeline > 1 and chunks[-1].last:
         peak += 2 * boundary * (choice.passes - passes)
     updating = weights + (trace.update_peak - trace.weight_bytes) * elements * share

@@ -1,4 +1,4 @@
-"""Pictures of layouts: which rank holds what, and who computes when. Legible on light and on dark pages."""
+"""Pictures of layouts: which rank holds what, and how long steps take. Legible on light and on dark pages."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from colossal_vit.compat import patches
 from colossal_vit.parallel.sharding import Shard, split_batch
-from colossal_vit.plan.simulation import Event
 from colossalai.context import Config
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
@@ -22,7 +21,6 @@ COLORS = ("#3a7fc1", "#c56a1f", "#3a8f55", "#c14b48", "#8464c4", "#8f6a48", "#bd
 MOST_REPLICAS = 4  # of a model, that are drawn
 MOST_PIECES = 64  # of a matrix, that are labelled
 SHARES = {"computing": COLORS[0], "communicating": COLORS[3], "bubble": COLORS[1]}  # of a step
-KINDS = {"forward": COLORS[0], "backward": COLORS[1], "communication": TEXT, "reduce": COLORS[2], "update": COLORS[4]}
 
 
 def style(axes: Axes) -> Axes:
@@ -171,28 +169,7 @@ def draw_layout(
     return figure
 
 
-# ---- Who computes when -----------------------------------------------------------------------------------------------
-
-
-def draw_timetable(axes: Axes, events: Sequence[Event], title: str) -> None:
-    """Draw what each pipeline stage does in a step over time, with the numbers of micro-batches.
-
-    Messages are thin; what is empty is waiting. Later chunks of an interleaved pipeline are fainter.
-    """
-    end, num_stages = max(event.end for event in events), 1 + max(event.stage for event in events)
-    for event in events:
-        length = event.end - event.start
-        if event.kind == "communication":
-            axes.barh(event.stage, length, 0.12, event.start, color=TEXT, linewidth=0)
-            continue
-        alpha = 1.0 - 0.35 * min(event.chunk or 0, 2)
-        bar = dict(color=KINDS[event.kind], alpha=alpha, edgecolor="white", linewidth=0.5)
-        axes.barh(event.stage, length, 0.84, event.start, **bar)
-        if event.micro_batch is not None and length > end / 120:
-            middle = event.start + length / 2
-            axes.text(middle, event.stage, event.micro_batch, ha="center", va="center", color="white", fontsize=7)
-    axes.set(xlim=(0, end), ylim=(num_stages - 0.5, -0.5), yticks=range(num_stages), ylabel="stage", title=title)
-    style(axes)
+# ---- How long steps take ---------------------------------------------------------------------------------------------
 
 
 def draw_steps(axes: Axes, layouts: Mapping[str, Mapping[str, float]], images: int, title: str) -> None:
@@ -223,16 +200,9 @@ def add_legend(figure: Figure, **options: Any) -> None:
     figure.legend(frameon=False, labelcolor=TEXT, fontsize=8, **{"loc": "outside upper right", "ncols": 3, **options})
 
 
-def draw_plan(
-    layouts: Mapping[str, Mapping[str, float]], images: int, title: str, events: Sequence[Event] | None
-) -> Figure:
-    """A figure of `draw_steps`, and below it the timetable of the first layout, if `events` are given."""
-    figure = Figure(figsize=(9, 3.2 + (2.4 if events else 0)), layout="constrained")
-    axes = figure.subplots(2 if events else 1, 1, squeeze=False)[:, 0]
-    draw_steps(axes[0], layouts, images, title)
-    bars = list(axes[0].get_legend_handles_labels()[0])
-    if events:
-        draw_timetable(axes[1], events, "the first one: forward passes in blue, backward passes in brown")
-        axes[1].set_xlabel("seconds")
-    add_legend(figure, handles=bars)
+def draw_plan(layouts: Mapping[str, Mapping[str, float]], images: int, title: str) -> Figure:
+    """A figure of `draw_steps`."""
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    draw_steps(figure.subplots(), layouts, images, title)
+    add_legend(figure)
     return figure

@@ -1,0 +1,112 @@
+"""What is to be planned: a train script with its command line, and its model as forks of this process see it."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from colossal_vit.config.settings import HYBRID
+from colossal_vit.launch.flags import Arguments
+from colossal_vit.launch.launchers import planned_rendezvous
+from colossal_vit.launch.startup import read_config
+from colossal_vit.models import build_timm_vit
+from colossal_vit.parallel.layout import Layout
+from colossal_vit.plan.enumeration import Choice, enumerate_layouts
+from colossal_vit.plan.fakes import on_fake_tensors, on_real_tensors
+from colossal_vit.plan.report import in_fork
+from colossal_vit.plan.trace import TensorParallel, Trace, trace
+from colossal_vit.run import Observe
+from colossalai.context import Config
+
+TRACED_IMAGES = 8  # per part of a batch; traces have half of it, too
+
+
+class Request(NamedTuple):
+    """What a command line with `--plan` asks for.
+
+    Attributes:
+        main: of the train script.
+        args: its command line.
+        config: loaded from it, with the DEPTH of the model.
+        world_size: number of ranks.
+    """
+
+    main: Callable[[Arguments], Any]
+    args: Arguments
+    config: Config
+    world_size: int
+
+    @property
+    def images(self) -> int:
+        """Of a step: GLOBAL_BATCH, or what the config's own layout makes of BATCH_SIZE.
+
+        Raises:
+            UserError: if that layout does not fit the number of ranks.
+        """
+        config = self.config
+        return config.get("GLOBAL_BATCH") or Layout.of(config, self.world_size).global_batch(config)
+
+    def choices(self) -> list[Choice]:
+        """Every layout of the model that makes as many images.
+
+        Raises:
+            UserError: if model or config do not fit.
+        """
+        config = self.config
+        check = None if "MODEL" in config else self.args.check  # timm's are the same in all layouts
+        found = enumerate_layouts(config, self.world_size, self.images, self.args.script, check)
+        if check and not found:
+            check(config, Layout.of(config, self.world_size))
+        return found
+
+    def model(
+        self, tensor: TensorParallel, observe: Observe, images: int | None = None, device: int = 0
+    ) -> Callable[[], Any]:
+        """A function, for a fork, that runs `main` up to its engine, and returns what is observed.
+
+        Args:
+            tensor: tensor parallelism of the model; it has two blocks, and neither data parallelism nor a pipeline.
+            observe: called with engine and batches.
+            images: of a batch; with them, tensors are real and only the other ranks are fake.
+            device: index of the GPU, if there are any.
+        """
+        mode, size, depth = tensor
+        parallel = {"pipeline": 1, "tensor": {"mode": mode, "size": size, **({"depth": depth} if depth else {})}}
+        parts = Layout.of(Config({"parallel": parallel}), size).batch_parts
+        values: dict[str, Any] = {"BATCH_SIZE": images or TRACED_IMAGES * parts, "gradient_accumulation": 1}
+        values |= {"zero": None, "DEPTH": 2}
+        if "MODEL" in self.config and self.config.get("DROP_PATH_RATE"):
+            values["DROP_PATH_UNIFORM"] = True  # the first of two blocks would have none, and it stands for all
+        if self.args.script == HYBRID:
+            values |= {"parallel": parallel, "NUM_MICRO_BATCHES": 1, "model": {"num_chunks": 1}, "CHECKPOINT": False}
+        overrides = [*self.args.set, *(f"{key}={value!r}" for key, value in values.items())]
+        args = self.args.replace(set=overrides, world_size=size, rank=None, local_rank=device, backend=None)
+
+        def of_model() -> Any:
+            if images is None:
+                return self.main(args.replace(observer=on_fake_tensors(observe)))
+            if self.world_size > 1:
+                torch.set_num_threads(1)  # as torchrun has it
+            return self.main(args.replace(observer=on_real_tensors(observe)))
+
+        return of_model
+
+    def trace(self, tensor: TensorParallel) -> Trace:
+        """What a rank does with this tensor parallelism, recorded in a fork."""
+        return in_fork(self.model(tensor, trace))
+
+
+def request_of(main: Callable[[Arguments], Any], args: Arguments) -> Request:
+    """What a script and its command line ask for.
+
+    Raises:
+        UserError: if flags or config are not usable.
+    """
+    config, _ = read_config(args)
+    world_size = planned_rendezvous(args, config).world_size
+    own = Layout.of(config, world_size)
+    if "MODEL" in config:
+        if args.check:
+            args.check(config, own)
+        with torch.device("meta"):
+            config = Config({**config, "DEPTH": len(build_timm_vit(config).blocks)})
+    return Request(main, args, config, world_size)
