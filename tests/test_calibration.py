@@ -237,7 +237,7 @@ def test_plans_this_machine_and_again_from_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(calibration, "BESIDE_S", 0.1)
     monkeypatch.setattr(calibration, "LOOK_S", 0.0)
     monkeypatch.setattr(calibration, "QUIET_WAIT_S", 0.1)
-    monkeypatch.setattr(calibration, "_busy", lambda _: 0.5)
+    monkeypatch.setattr(calibration, "_busy", lambda _: 9.0)
     flags = [*recipes.flags(**SIZE), "--world_size", "2", "--output", str(tmp_path)]
     said, tables = [], []
     for machine in ("here", str(tmp_path / "calibration.json")):
@@ -246,9 +246,9 @@ def test_plans_this_machine_and_again_from_the_file(tmp_path, monkeypatch):
         said.append(result.stdout[0])
         tables.append(said[-1].partition("predicted, not measured\n")[2])
     assert tables[0] == tables[1]
-    assert "other processes use 50% of this machine's cores: waiting up to" in said[0]
+    assert "other processes use 900% of this machine's cores: waiting up to" in said[0]
     assert "waiting" not in said[1]
-    for line in ("warning: on 20", "other processes used 50% of its cores", "are equal within the noise of 50.0%"):
+    for line in ("warning: on 20", "other processes used 900% of its cores", "are equal within the noise of 900.0%"):
         assert line in tables[0]
     rates = re.findall(r"^data .*  ([\d,]+)  +[\d.]+  +\d+%  +\d+%  +\d+%$", tables[0], re.MULTILINE)
     assert len(rates) == 10, tables[0]

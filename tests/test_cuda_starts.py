@@ -22,7 +22,6 @@ PROGRAMS = {  # those that fork, and need CUDA in their forks
     ],
     "--plan h100": [*PLAN, "h100"],
     "--plan here": [*PLAN, "here"],
-    "a benchmark of dry runs": ["scripts/plan_memory.py", "--only", "config_AMP_naive"],
 }
 
 

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from colossal_vit import launch
-from colossal_vit.plan import search
+from colossal_vit.plan import calibration
 from colossal_vit.plan.enumeration import own_layout
+from colossal_vit.plan.request import request_of
+from colossal_vit.plan.search import Predictor
 from scipy.stats import spearmanr
 
 import train_hybrid
@@ -46,14 +48,14 @@ def predict(model: str, num_ranks: int, number: int) -> dict[str, float]:
         if size == num_ranks:
             argv = [*flags_of(model, layout), "--plan", "here", "--world_size", str(num_ranks)]
             args = launch.parse(argv, script="train_hybrid", check=train_hybrid.check_vit)
-            requests[layout] = search.request_of(train_hybrid.main, args)
+            requests[layout] = request_of(train_hybrid.main, args)
     choices = {layout: own_layout(request.config, num_ranks) for layout, request in requests.items()}
     request = next(iter(requests.values()))
-    traces = {tensor: search.record(request, tensor) for tensor in {choice.tensor for choice in choices.values()}}
+    traces = {tensor: request.trace(tensor) for tensor in {choice.tensor for choice in choices.values()}}
     with tempfile.TemporaryDirectory() as folder:
         request = request._replace(args=request.args.replace(output=Path(folder)))
-        here = search.measured(request, choices.values())
-    predictor = search.Predictor(request.config, here, traces)
+        here = calibration.measured(request, choices.values())
+    predictor = Predictor(request.config, here, traces)
     return {layout: predictor.predict(choice).seconds for layout, choice in choices.items()}
 
 
