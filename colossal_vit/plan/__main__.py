@@ -246,7 +246,10 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := set(args.names) - TABLES.keys():
         parser.error(f"no such table: {', '.join(sorted(unknown))}")
-    results = {name: ResultFolder(args.output / f"{name}_plan") for name in args.names or TABLES}
+    results = {
+        name: ResultFolder(args.output / f"{name}_plan", command=f"python -m colossal_vit.plan tables {name}")
+        for name in args.names or TABLES
+    }
     for name, result in results.items():
         TABLES[name](result)
 
