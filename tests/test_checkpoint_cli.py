@@ -116,7 +116,7 @@ def test_a_forged_config_is_not_exported(forged, words, runs, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_export_in_half_precision(dtype, expected, runs, tmp_path, capsys):
+def test_export_writes_the_precision_that_is_asked_for(dtype, expected, runs, tmp_path, capsys):
     (folder := tmp_path / "empty").mkdir()
     code, said, _ = verb(capsys, "export", newest(runs / "plain"), folder, "--dtype", dtype)
     assert (code, f'timm.create_model("local-dir:{folder}", pretrained=True)' in said) == (0, True)
@@ -126,7 +126,7 @@ def test_export_in_half_precision(dtype, expected, runs, tmp_path, capsys):
     assert saved["pos_embed"].dtype == expected
 
 
-def test_the_same_weights_evaluate_the_same(runs, exported, tmp_path, capsys):
+def test_weights_evaluate_the_same_after_export_and_import(runs, exported, tmp_path, capsys):
     assert verb(capsys, "import", exported / "plain", tmp_path / "new" / "same")[0] == 0
 
     def evaluate(path):
@@ -136,7 +136,7 @@ def test_the_same_weights_evaluate_the_same(runs, exported, tmp_path, capsys):
     assert evaluate(tmp_path / "new" / "same") == evaluate(newest(runs / "plain")) != []
 
 
-def test_training_from_imported_weights(exported, tmp_path, capsys):
+def test_a_run_from_imported_weights_begins_with_a_head_of_zeros_and_learns(exported, tmp_path, capsys):
     """On larger images and for other classes: the loss begins at that of a head of zeros, and falls."""
     source, start = exported / "plain" / "model.safetensors", tmp_path / "start"
     assert verb(capsys, "import", source, start, "--img-size", "48", "--num-classes", "12")[0] == 0
@@ -157,7 +157,7 @@ def test_training_from_imported_weights(exported, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("prefix", [0, 1])
-def test_import_of_other_files(prefix, tmp_path, capsys):
+def test_import_makes_fp32_and_a_head_of_weights_that_have_neither(prefix, tmp_path, capsys):
     """Half precision, no head, with a class token's position or without."""
     weights = {"patch_embed.proj.weight": torch.ones(8, 3, 4, 4), "pos_embed": torch.ones(1, 9 + prefix, 8)}
     save_file({name: tensor.half() for name, tensor in weights.items()}, tmp_path / "some.safetensors")
@@ -188,7 +188,7 @@ def damaged(runs, tmp_path):
     return tmp_path / "run"
 
 
-def test_ls(runs, tmp_path, capsys):
+def test_ls_marks_the_best_and_names_damage(runs, tmp_path, capsys):
     """A run whose second epoch was the best one, as its first had been until then."""
     state = storage.Checkpoint(newest(runs / "plain")).state
     (folder := tmp_path / "checkpoints").mkdir()
@@ -211,7 +211,7 @@ def test_ls(runs, tmp_path, capsys):
     assert others == [second, first]
 
 
-def test_verify(runs, damaged, capsys):
+def test_verify_names_damage_and_returns_1(runs, damaged, capsys):
     good = newest(runs / "plain")
     assert verb(capsys, "verify", good) == (0, f"{good}: good, step 44\n", "")
     code, said, _ = verb(capsys, "verify", good, damaged)
@@ -222,12 +222,12 @@ def test_verify(runs, damaged, capsys):
     assert others == [f"{damaged}/checkpoints/step-000000{n}: good, step {n}" for n in (60, 44)]
 
 
-def test_export_takes_the_newest_that_holds(damaged, tmp_path, capsys):
+def test_export_of_a_run_takes_its_newest_valid_checkpoint(damaged, tmp_path, capsys):
     code, said, _ = verb(capsys, "export", damaged, tmp_path / "folder")
     assert (code, "step-00000060 is in" in said) == (0, True)
 
 
-def test_as_a_user_starts_it(damaged):
+def test_verify_in_a_new_process_imports_neither_colossalai_nor_timm(damaged):
     """As a module, and without what takes seconds to import."""
     command = [sys.executable, "-X", "importtime", "-m", "colossal_vit.checkpoint", "verify", str(damaged)]
     done = subprocess.run(command, capture_output=True, text=True)

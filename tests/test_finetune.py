@@ -153,7 +153,7 @@ def hub(tmp_path_factory):
     ("name", "head", "num_classes"),
     [("vit_tiny_patch16_224.augreg_in21k_ft_in1k", "keep", 1000), ("vit_tiny_patch16_224", "new", 10)],
 )
-def test_from_timm_by_name(name, head, num_classes, hub):
+def test_weights_by_a_name_of_timm_are_those_that_timm_loads(name, head, num_classes, hub):
     """As timm itself loads them at another image size, into our model and into timm's."""
     theirs = timm.create_model(name, pretrained=True, img_size=32, num_classes=num_classes).eval()
     if head == "new":
@@ -242,7 +242,7 @@ def test_a_run_says_that_its_images_are_normalised_in_another_way(file, few_test
     assert "its patch embedding is rescaled, so that it sees the same" in said
 
 
-def test_from_a_path(file, run, tmp_path, monkeypatch):
+def test_weights_at_a_path_win_over_a_name_of_timm(file, run, tmp_path, monkeypatch):
     """A file, a folder of timm's, a run, a checkpoint; a path wins over timm's model of the same name."""
     shutil.copytree(file.parent, tmp_path / "vit_tiny_patch16_224")
     monkeypatch.chdir(tmp_path)
@@ -568,7 +568,7 @@ def test_a_linear_probe_is_a_linear_layer_on_fixed_features(layout, file):
         torch.testing.assert_close(tensor, head.get_parameter(name.removeprefix("head.")), rtol=1e-4, atol=1e-6)
 
 
-def test_more_frozen_blocks_than_there_are(tmp_path):
+def test_more_frozen_blocks_than_the_model_has_are_one_line(tmp_path):
     line = training.refused(tmp_path / "run", 2, **{"finetune.frozen_blocks": 5})
     assert "finetune.frozen_blocks = 5, but the model has 4 blocks" in line
 

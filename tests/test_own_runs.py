@@ -275,7 +275,7 @@ def test_the_two_versions_of_cifar10_are_the_same_data(tmp_path):
         ({}, ""),
     ],
 )
-def test_what_differs_is_said(new, words):
+def test_differences_of_data_are_said_in_words(new, words):
     old = identity.identify("Caltech101", (10, 2), ["a", "b", "c"], "digest")
     assert words in identity.differences(old, {**old, **new})
     assert bool(identity.differences(old, {**old, **new})) == bool(new)
@@ -344,14 +344,17 @@ def test_an_old_run_is_set_aside_behind_a_link(trained, tmp_path):
 
 
 def test_nothing_is_left_of_a_command_that_is_refused(tmp_path, monkeypatch):
-    """Wherever it is refused: before the ranks meet, or when they have."""
-    output = tmp_path / "run"
-    run(output, code=2, NO_SUCH_KEY=1)
-    run(output, "--resume", str(tmp_path / "nothing"), code=2)
+    """In folders that it made or found, wherever it is refused: before the ranks meet, or when they have."""
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there/metrics.jsonl").write_text("somebody's")
+    for output in (tmp_path / "a/b/c", tmp_path / "there"):
+        refused(output, NO_SUCH_KEY=1)
+        refused(output, "--resume", str(tmp_path / "nothing"))
     monkeypatch.setenv("DATA", str(tmp_path / "nowhere"))
     monkeypatch.setattr(cifar10, "ARCHIVE", "http://localhost:1/no.tar.gz")
-    run(output, code=2)
-    assert not output.exists()
+    refused(tmp_path / "a/b/c")
+    assert not (tmp_path / "a").exists()
+    assert os.listdir(tmp_path / "there") == ["metrics.jsonl"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -387,7 +390,7 @@ def test_the_tutorials_names_set_the_layout_whether_a_file_computes_it_from_them
     assert loaded.parallel.tensor == {"mode": "2d", "size": 4}
 
 
-def test_values_of_blocks():
+def test_blocks_may_be_calls_of_dict_and_leave_the_depth_out():
     """`dict(...)` is a literal too; a depth that is left out is 1."""
     assert config.parse_override("checkpoint=dict(every_steps=20)") == (("checkpoint",), {"every_steps": 20})
     assert config.parse_override("parallel=dict(tensor=dict(mode='1d', size=2))")[1] == {
@@ -409,7 +412,7 @@ def test_values_of_blocks():
         ("1D 2", {"MLP_RATIO": 0.01}, "makes 0 hidden units"),
     ],
 )
-def test_hidden_units_that_cannot_be_split(layout, values, words, tmp_path):
+def test_hidden_units_that_cannot_be_split_are_one_line_with_a_ratio_that_works(layout, values, words, tmp_path):
     """One line, with a ratio that can be."""
     world_size, where = LAYOUTS[layout]
     more = ("--dry-run", "--world_size", str(world_size))

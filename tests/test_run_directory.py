@@ -187,14 +187,6 @@ def test_a_folder_that_is_no_run_is_neither_moved_nor_changed(tmp_path):
     assert "has an earlier run, and checkpoints/mine.pt, which is no part of it: give another --output" in line
 
 
-def test_nothing_is_left_of_a_refused_command_in_folders_that_it_made(tmp_path):
-    """Nor in those that it found: a lock."""
-    fill(tmp_path, ["there/metrics.jsonl"])
-    for output in ("a/b/c", "there"):
-        training.refused(tmp_path / output, 1, "--resume", str(tmp_path / "nothing"))
-    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["there", "there/metrics.jsonl"]
-
-
 # ---- What is not imported ----
 
 

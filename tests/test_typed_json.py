@@ -29,7 +29,7 @@ class Speeds:
     speeds: list[Finite]
 
 
-def test_what_is_of_the_type_is_read_and_fields_of_newer_versions_are_kept(tmp_path):
+def test_a_value_of_the_type_is_read_and_fields_of_newer_versions_are_kept(tmp_path):
     (tmp_path / "a.json").write_text('{"later": [1, {"x": null}], "step": 3, "name": "fl\\udcf6", "loss": 2}')
     read = typed_json.read(tmp_path / "a.json", Record)
     assert read == {"later": [1, {"x": None}], "step": 3, "name": "fl\udcf6", "loss": 2.0}
@@ -68,7 +68,7 @@ GOOD = '"step": 1, "name": ""'
         (f'{{{GOOD}, "places": [0, "a\\nb"]}}', "places.1 = 'a\\\\nb': should be a valid integer"),
     ],
 )
-def test_what_is_not_is_one_line_that_names_file_field_and_value(tmp_path, text, words):
+def test_a_value_of_another_type_is_one_line_that_names_file_field_and_value(tmp_path, text, words):
     path = tmp_path / "a.json"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(UserError) as caught:
