@@ -11,8 +11,7 @@ from colossal_vit.data.samplers import GlobalBatchSampler
 from colossalai.context import Config
 from torchvision.transforms import v2
 
-import fork_ranks
-import recipes
+import training
 from layouts import LAYOUTS, errors
 
 MEAN, STD = torch.zeros(3, 1, 1), torch.full((3, 1, 1), 255.0)
@@ -101,10 +100,10 @@ def test_global_batches_are_those_of_deits_repeated_augmentation(num_ranks, batc
 
 @pytest.mark.usefixtures("random_weights", "few_test_images")
 def test_every_layout_trains_on_the_same_augmented_batches(tmp_path):
-    expected, _ = recipes.train(tmp_path / "one", steps=5, **ALL)
+    expected = training.train(tmp_path / "one", steps=5, **ALL).steps
     for name in ("DP 2", "PP 2", "1D 2", "2D 4", "2.5D 4", "3D 8"):
         world_size, layout = LAYOUTS[name]
-        steps, _ = recipes.train(tmp_path / name, world_size, steps=5, **ALL, **layout)
+        steps = training.train(tmp_path / name, world_size, steps=5, **ALL, **layout).steps
         assert max(errors(steps, expected)) < 1e-4, name
         assert errors(steps, expected)[0] < 1e-5, name
 
@@ -113,38 +112,26 @@ def test_every_layout_trains_on_the_same_augmented_batches(tmp_path):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_stop_and_resume_to_the_bit_with_all_of_it(world_size, tmp_path):
     values = {**ALL, "DROP_RATE": 0.1, "DROP_PATH_RATE": 0.1, "BATCH_SIZE": 64, "NUM_EPOCHS": 2, "DEPTH": 2}
-    recipes.train(tmp_path / "whole", world_size, steps=2 * math.ceil(1437 / 64), **values)
-    for steps in (3, 15, 2 * math.ceil(1437 / 64)):
-        recipes.train(tmp_path / "parts", world_size, steps=steps, **values)
-    assert recipes.record(tmp_path / "parts") == recipes.record(tmp_path / "whole")
+    last = 2 * math.ceil(1437 / 64)
+    whole = training.train(tmp_path / "whole", world_size, steps=last, **values)
+    for steps in (3, 15, last):
+        parts = training.train(tmp_path / "parts", world_size, steps=steps, **values)
+    assert parts.records == whole.records
 
 
-CONFIGS = {
-    "vit_cifar10_hybrid/train_dp.py": "configs/config_data_parallel.py",
-    "vit_caltech101_amp/train.py": "config/config_fp32.py",
-    "vit_imagenet_dali/train.py": "config_sample.py",
-}
-SIZE = dict(IMG_SIZE=16, PATCH_SIZE=8, HIDDEN_SIZE=16, DEPTH=2, NUM_HEADS=2, NUM_CLASSES=10, fp16=None)
-SIZE |= dict(NUM_EPOCHS=1, WARMUP_EPOCHS=0, LEARNING_RATE=0.01, gradient_accumulation=1)
-
-
-@pytest.mark.parametrize("script", CONFIGS)
-def test_the_other_examples_have_it_too(script, tmp_path, monkeypatch):
+@pytest.mark.parametrize("script", [training.DATA_PARALLEL, training.CALTECH101, training.IMAGENET])
+def test_the_other_examples_have_it_too(script, tmp_path):
     """A run that stops resumes to the bit; where DALI does not deal out the images, two processes equal one."""
-    monkeypatch.delenv("DATA", raising=False)
-    dali = script.startswith("vit_imagenet")
-    own = {**ALL, "mix": None} if dali else ALL
+    own = {**ALL, "mix": None} if script == training.IMAGENET else ALL
 
     def train(name, steps, world_size=1, **more):
-        values = {**SIZE, **own, "BATCH_SIZE": 32 // world_size, **more}
-        argv = ["--config", CONFIGS[script], *recipes.set_flags(values), "--output", str(tmp_path / name)]
-        result = fork_ranks.run(script, [*argv, "--max-steps", str(steps)], world_size)
-        assert result.codes == [0] * world_size, str(result)
-        return recipes.read_metrics(tmp_path / name)[0]
+        values = {**own, "DEPTH": 2, "LEARNING_RATE": 0.01, "BATCH_SIZE": 32 // world_size, **more}
+        return training.train(tmp_path / name, world_size, steps=steps, script=script, **values)
 
-    train("whole", 4, DROP_PATH_RATE=0.2)
+    whole = train("whole", 4, DROP_PATH_RATE=0.2)
     for steps in (2, 4):
-        train("parts", steps, DROP_PATH_RATE=0.2)
-    assert recipes.record(tmp_path / "parts") == recipes.record(tmp_path / "whole")
-    if not dali:
-        assert max(errors(train("two", 4, 2, DROP_RATE=0.0), train("one", 4, DROP_RATE=0.0))) < 1e-4
+        parts = train("parts", steps, DROP_PATH_RATE=0.2)
+    assert parts.records == whole.records
+    if script != training.IMAGENET:
+        two, one = (train(str(number), 4, number, DROP_RATE=0.0).steps for number in (2, 1))
+        assert max(errors(two, one)) < 1e-4

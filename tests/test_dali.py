@@ -218,20 +218,30 @@ def test_labels_belong_to_their_images(numbered):
     assert close == 32
 
 
+ALL = dict(policy="three", color_jitter=0.3, erase=0.5)
+
+
 @in_fork
-def test_training_images_are_cropped_mirrored_and_augmented(numbered):
-    plain = next(iter(loader(numbered, CROP_AREA=(1.0, 1.0), FLIP=False)))
-    mirrored = next(iter(loader(numbered, CROP_AREA=(1.0, 1.0))))
-    cropped = next(iter(loader(numbered, FLIP=False)))
-    augmented = next(iter(loader(numbered, CROP_AREA=(1.0, 1.0), FLIP=False, augment=dict(policy="rand", n=2, m=9))))
-    assert all(torch.equal(labels, plain[1]) for _, labels in (mirrored, cropped, augmented))
-    turned = [torch.equal(a, b.flip(-1)) for a, b in zip(mirrored[0], plain[0], strict=True)]
-    same = [torch.equal(a, b) for a, b in zip(mirrored[0], plain[0], strict=True)]
-    assert 5 < sum(turned) < 27
-    assert sum(turned) + sum(same) == 32
-    for images in (cropped[0], augmented[0]):
-        assert images.shape == plain[0].shape
-        assert sum(torch.equal(a, b) for a, b in zip(images, plain[0], strict=True)) < 16
+def test_training_images_are_cropped_mirrored_and_augmented_as_the_config_says(numbered):
+    def first(**values):
+        return next(iter(loader(numbered, **dict(CROP_AREA=(1.0, 1.0), FLIP=False) | values)))
+
+    def same(others, turn=lambda image: image):
+        return sum(torch.equal(a, turn(b)) for a, b in zip(others, plain, strict=True))
+
+    plain, labels = first()
+    for values in (
+        dict(CROP_AREA=(0.08, 1.0)),
+        *(dict(augment=how) for how in (ALL, dict(policy="rand"), dict(color_jitter=0.3), dict(erase=1.0))),
+    ):
+        images, same_labels = first(**values)
+        assert torch.equal(labels, same_labels)
+        assert images.shape == plain.shape
+        assert same(images) < 16
+    mirrored, _ = first(FLIP=True)
+    turned = same(mirrored, lambda image: image.flip(-1))
+    assert 5 < turned < 27
+    assert turned + same(mirrored) == 32
 
 
 @in_fork
@@ -287,33 +297,21 @@ def blocks(count=4):
     return [np.ascontiguousarray(image.repeat(4, 0).repeat(4, 1)) for image in drawn]
 
 
-OPERATIONS = {  # DALI's, torchvision's, and how far they may be apart where one rounds and the other cuts off
-    "grayscale": (augmentation.grayscale, lambda image: F.rgb_to_grayscale(image, 3), 1),
-    "solarize": (augmentation.solarize, lambda image: F.solarize(image, 128), 0),
-    "blur": (lambda images: augmentation.blur(images, 1.3), lambda image: F.gaussian_blur(image, [13, 13], [1.3]), 1),
-    "brightness": (
-        lambda images: augmentation.jitter(images, 1.2, 1.0, 1.0),
-        lambda image: F.adjust_brightness(image, 1.2),
-        1,
-    ),
-    "contrast": (
-        lambda images: augmentation.jitter(images, 1.0, 0.7, 1.0),
-        lambda image: F.adjust_contrast(image, 0.7),
-        1,
-    ),
-    "saturation": (
-        lambda images: augmentation.jitter(images, 1.0, 1.0, 1.3),
-        lambda image: F.adjust_saturation(image, 1.3),
-        1,
-    ),
+OPERATIONS = {  # DALI's, torchvision's with its arguments, and how far they may be apart: rounded or cut off
+    "grayscale": (augmentation.grayscale, F.rgb_to_grayscale, (3,), 1),
+    "solarize": (augmentation.solarize, F.solarize, (128,), 0),
+    "blur": (lambda images: augmentation.blur(images, 1.3), F.gaussian_blur, ([13, 13], [1.3]), 1),
+    "brightness": (lambda images: augmentation.jitter(images, 1.2, 1.0, 1.0), F.adjust_brightness, (1.2,), 1),
+    "contrast": (lambda images: augmentation.jitter(images, 1.0, 0.7, 1.0), F.adjust_contrast, (0.7,), 1),
+    "saturation": (lambda images: augmentation.jitter(images, 1.0, 1.0, 1.3), F.adjust_saturation, (1.3,), 1),
 }
 
 
 @in_fork
 def test_operations_equal_torchvisions_image_by_image():
-    for name, (ours, theirs, rounding) in OPERATIONS.items():
+    for name, (ours, theirs, arguments, rounding) in OPERATIONS.items():
         for found, image in zip(through_dali(ours, blocks()), blocks(), strict=True):
-            expected = theirs(torch.from_numpy(image).permute(2, 0, 1))
+            expected = theirs(torch.from_numpy(image).permute(2, 0, 1), *arguments)
             apart = (found.permute(2, 0, 1).int() - expected.int()).abs()
             assert apart.max() <= rounding, name
             assert (expected.permute(1, 2, 0).int() - torch.from_numpy(image).int()).abs().max() > 10, name
@@ -341,9 +339,6 @@ def test_erasing_replaces_a_rectangle_by_noise():
         assert 0.2 < height / width < 5 or 1.0 in (height, width)
 
 
-ALL = dict(policy="three", color_jitter=0.3, erase=0.5)
-
-
 @in_fork
 def test_a_graph_with_conditionals_runs_python_functions_as_written(numbered, monkeypatch):
     """DALI's AutoGraph would rewrite the one that resizes, which then takes several times as long."""
@@ -356,16 +351,6 @@ def test_a_graph_with_conditionals_runs_python_functions_as_written(numbered, mo
     monkeypatch.setattr(loaders.F, "interpolate", record)
     next(iter(loader(numbered, augment=dict(erase=0.5))))
     assert files == {loaders.__file__}
-
-
-@in_fork
-def test_the_loader_augments_as_the_block_says(numbered):
-    plain, labels = next(iter(loader(numbered, CROP_AREA=(1.0, 1.0), FLIP=False)))
-    for how in (ALL, dict(policy="rand"), dict(color_jitter=0.3), dict(erase=1.0)):
-        images, same_labels = next(iter(loader(numbered, CROP_AREA=(1.0, 1.0), FLIP=False, augment=how)))
-        assert torch.equal(labels, same_labels)
-        assert images.shape == plain.shape
-        assert sum(torch.equal(a, b) for a, b in zip(images, plain, strict=True)) < 16
 
 
 @pytest.mark.parametrize(
@@ -442,69 +427,54 @@ def test_a_state_of_another_loader_or_a_damaged_one_begins_another_stream(number
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def remove_index(data):
-    index = tfrecords.index_path(data, "train", "train-00001-of-00004")
-    index.unlink()
-    return rf"{index}: No such file.*build_tfrecords.py --index-only {data}"
+def index_of(data, number=1):
+    return tfrecords.index_path(data, "train", f"train-0000{number}-of-00004")
+
+
+def with_line(line, number=3):
+    """A change of an index file: another line in the place of line `number`; {offset} and {size} are what it was."""
+
+    def change(data):
+        lines = index_of(data).read_text().splitlines()
+        offset, size = map(int, lines[number - 1].split())
+        lines[number - 1] = line.format(offset=offset, size=size, over=offset - 1, long=size + 10**18)
+        index_of(data).write_text("\n".join(lines) + "\n")
+
+    return change
 
 
 def cut_index(data):
-    index = tfrecords.index_path(data, "train", "train-00001-of-00004")
-    index.write_text("".join(index.read_text().splitlines(keepends=True)[:-1]))
-    return rf"{index}: ends at byte \d+, but .*train-00001-of-00004 has \d+; .*--index-only {data}"
+    index_of(data).write_text("".join(index_of(data).read_text().splitlines(keepends=True)[:-1]))
 
 
-def spoil_index(data):
-    index = tfrecords.index_path(data, "train", "train-00001-of-00004")
-    index.write_text("0 12 3\n")
-    return rf"{index}: line 1 is '0 12 3', not offset and size of a record; run .*--index-only {data}`"
-
-
-def index_with(line, number, words):
-    """A mistake: another line in the place of line `number`."""
-
-    def mistake(data):
-        index = tfrecords.index_path(data, "train", "train-00001-of-00004")
-        lines = index.read_text().splitlines()
-        offset, size = map(int, lines[number - 1].split())
-        lines[number - 1] = line.format(offset=offset, size=size, over=offset - 1, long=size + 10**18)
-        index.write_text("\n".join(lines) + "\n")
-        return rf"{index}: {words.format(offset=offset)}; run .*--index-only {data}`"
-
-    return mistake
-
-
-NOT = "line 3 is .*, not offset and size of a record"
-BEGINS = "line {} is .*, but a record begins at byte {{offset}}"
-INDICES = [
-    *(index_with(line, 3, NOT) for line in ("-5 {size}", "{offset} -{size}", "1e3 {size}", "{offset} 5_0", "", "²5 5")),
-    *(index_with(line, 3, BEGINS.format(3)) for line in ("{over} {size}", "{offset} 0", "{offset} 16", "0 {size}")),
-    index_with("{offset} {long}", 3, "line 4 is .*, but a record begins at byte 1000000000000\\d+"),
-    index_with("{offset} {long}", 359, "ends at byte 1000000000000\\d+, but .*train-00001-of-00004 has \\d+"),
+SHARD = "train/train-00001-of-0000"
+REMEDY = "run `python build_tfrecords.py --index-only {data}`"
+NO_LINE = "{index}: line 3 is .*, not offset and size of a record; " + REMEDY
+NO_BEGIN = "{index}: line 3 is .*, but a record begins at byte \\d+; " + REMEDY
+WRONG = [  # what is done to the data, and what is said of it
+    (lambda data: index_of(data).unlink(), "{index}: No such file.*; " + REMEDY),
+    (cut_index, "{index}: ends at byte \\d+, but .*train-00001-of-00004 has \\d+; " + REMEDY),
+    (with_line("0 12 3", 1), "{index}: line 1 is '0 12 3', not offset and size of a record; " + REMEDY),
+    (lambda data: (data / f"{SHARD}4").unlink(), "train: 1 of 4 shards are missing, the first is number 1"),
+    (
+        lambda data: shutil.copy(data / f"{SHARD}4", data / f"{SHARD}5"),
+        "train-00001-of-00005: is one of 5 shards, but .* is one of 4",
+    ),
+    (lambda data: shutil.rmtree(data / "train"), "DATA = {data}: has no TFRecords in train/"),
+    *(
+        (with_line(line), NO_LINE)
+        for line in ("-5 {size}", "{offset} -{size}", "1e3 {size}", "{offset} 5_0", "", "²5 5")
+    ),
+    *((with_line(line), NO_BEGIN) for line in ("{over} {size}", "{offset} 0", "{offset} 16", "0 {size}")),
+    (with_line("{offset} {long}"), "{index}: line 4 is .*, but a record begins at byte 1000000000000\\d+; " + REMEDY),
+    (with_line("{offset} {long}", 359), "{index}: ends at byte 1000000000000\\d+, but .*-of-00004 has \\d+; " + REMEDY),
 ]
 
 
-def remove_shard(data):
-    (data / "train" / "train-00001-of-00004").unlink()
-    return r"train: 1 of 4 shards are missing, the first is number 1"
-
-
-def mix_sets(data):
-    shutil.copy(data / "train" / "train-00001-of-00004", data / "train" / "train-00001-of-00005")
-    return r"train-00001-of-00005: is one of 5 shards, but .* is one of 4"
-
-
-def remove_split(data):
-    shutil.rmtree(data / "train")
-    return rf"DATA = {data}: has no TFRecords in train/"
-
-
-@pytest.mark.parametrize(
-    "mistake", [remove_index, cut_index, spoil_index, remove_shard, mix_sets, remove_split, *INDICES]
-)
-def test_wrong_files_are_refused(copied, mistake):
-    expected = mistake(copied)
-    with pytest.raises(UserError, match=expected) as error:
+@pytest.mark.parametrize(("change", "words"), WRONG)
+def test_wrong_files_are_refused(copied, change, words):
+    change(copied)
+    with pytest.raises(UserError, match=words.format(data=copied, index=index_of(copied))) as error:
         loaders.find_records(copied, "train")
     assert "\n" not in str(error.value)
 
@@ -549,18 +519,6 @@ def test_labels_out_of_range_are_refused(sample, repeats):
         list(loader(sample, NUM_CLASSES=9, REPEATS=repeats))
 
 
-def fails(data, shard, offset):
-    with pytest.raises(UserError, match=f"{shard} at byte {offset}: .*max_bad") as error:
-        list(loader(data, NUM_CLASSES=NUM_CLASSES, rank=1, num_ranks=2))
-    assert "\n" not in str(error.value)
-
-
-@in_fork
-def test_a_flipped_bit_ends_training_with_the_records_place(copied):
-    shard = tfrecords.find_shards(copied, "train")[3]
-    fails(copied, shard, damage(shard))
-
-
 def cut_last_image(shard, end_marker=b""):
     """Cut the last record's image in half, and write a record of what is left; returns its offset."""
     content, (offset, _) = shard.read_bytes(), lines(shard)[-1]
@@ -570,16 +528,14 @@ def cut_last_image(shard, end_marker=b""):
     return offset
 
 
+@pytest.mark.parametrize("change", [damage, cut_last_image, functools.partial(damage, place=b"image/class/label")])
 @in_fork
-def test_what_looks_like_a_jpeg_but_is_none_is_named(copied):
+def test_a_bad_record_ends_training_with_its_place(copied, change):
+    """A flipped bit, what looks like a JPEG but is none, and what is no Example."""
     shard = tfrecords.find_shards(copied, "train")[3]
-    fails(copied, shard, cut_last_image(shard))
-
-
-@in_fork
-def test_a_record_that_is_no_example_is_named(copied):
-    shard = tfrecords.find_shards(copied, "train")[3]
-    fails(copied, shard, damage(shard, place=b"image/class/label"))
+    with pytest.raises(UserError, match=f"{shard} at byte {change(shard)}: .*max_bad") as error:
+        list(loader(copied, NUM_CLASSES=NUM_CLASSES, rank=1, num_ranks=2))
+    assert "\n" not in str(error.value)
 
 
 @in_fork

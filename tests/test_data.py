@@ -8,6 +8,7 @@ import http.server
 import os
 import shutil
 import signal
+import socket
 import threading
 import time
 
@@ -17,8 +18,9 @@ import torch
 import torchvision
 from colossal_vit import config as configs
 from colossal_vit import files
+from colossal_vit.data import folders
 from colossal_vit.data.batches import IGNORED, read_ahead
-from colossal_vit.data.digits import digits, write_caltech101, write_cifar10
+from colossal_vit.data.digits import digits, write_caltech101, write_cifar10, write_imagenet
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.ranks import RankLogger, run_on_rank_0
@@ -199,12 +201,41 @@ def test_damaged_files_are_named(tmp_path, damage, words):
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
-def test_sample_is_left_alone_when_it_is_there(tmp_path):
-    folder = write_cifar10(tmp_path)
+@pytest.mark.parametrize("write", [write_cifar10, write_imagenet, write_caltech101])
+def test_sample_is_left_alone_when_it_is_there(tmp_path, write):
+    folder = write(tmp_path)
     (folder / "mark").touch()
-    assert write_cifar10(tmp_path) == folder
-    assert (folder / "mark").exists()
-    assert [path.name for path in tmp_path.iterdir()] == [cifar10.FOLDER]
+    before = sorted(tmp_path.rglob("*"))
+    assert write(tmp_path) == folder
+    assert sorted(tmp_path.rglob("*")) == before
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+ODD = {  # what may be in a data folder, and what is said of it
+    "a dangling link": (lambda path: path.symlink_to("nowhere"), "No such file or directory"),
+    "links in a circle": (lambda path: path.symlink_to(path.name), "Too many levels of symbolic links"),
+    "a FIFO": (os.mkfifo, "is neither a file nor a folder"),
+    "a socket": (lambda path: socket.socket(socket.AF_UNIX).bind(os.path.relpath(path)), "is neither a file nor a"),
+    "a device": (lambda path: path.symlink_to("/dev/zero"), "is neither a file nor a folder"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("look", [folders.class_folders, folders.list_files])
+def test_what_is_no_file_is_refused_by_name(tmp_path, look, name):
+    make, words = ODD[name]
+    (tmp_path / "image.jpg").touch()
+    make(tmp_path / "odd.jpg")
+    with pytest.raises(UserError, match=f"^{tmp_path}/odd.jpg: {words}.*; repair or remove it$"):
+        look(tmp_path)
+
+
+def test_folder_among_images_is_refused_by_name(tmp_path):
+    (tmp_path / "odd.jpg").mkdir()
+    with pytest.raises(
+        UserError, match=f"^{tmp_path}/odd.jpg: is a folder, but images must lie directly in {tmp_path}$"
+    ):
+        folders.list_files(tmp_path)
 
 
 def test_some_of_the_digits_and_few_images_of_each(tmp_path):

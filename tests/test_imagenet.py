@@ -15,6 +15,7 @@ from colossalai.nn.lr_scheduler import LinearWarmupLR
 
 import fork_ranks
 import planning
+import training
 
 FOLDER = fork_ranks.ROOT / "vit_imagenet_dali"
 RECIPES = {"config.py": "B/16 78.58 h", "config_vit_b32.py": "B/32 14.58 h", "config_vit_l32.py": "L/32 37.83 h"}
@@ -62,10 +63,9 @@ def test_plan_keeps_the_global_batch(num_gpus, expected):
     assert abs(micro_batch * accumulation * num_gpus - 32_768) < num_gpus
 
 
-def train(world_size, *argv):
-    result = fork_ranks.run("vit_imagenet_dali/train.py", argv, world_size)
-    assert result.codes == [0] * world_size, str(result)
-    return result.stdout[0]
+def train(output, world_size=1, *more, **values):
+    """Train by the sample's config as it is, but for some values."""
+    return training.train(output, world_size, *more, script=training.IMAGENET, small=False, **values)
 
 
 def test_hours_as_published(tmp_path):
@@ -114,22 +114,20 @@ def test_hours_of_a_rate_that_is_given(tmp_path):
 
 def test_sample_trains_on_two_processes(tmp_path):
     """DALI, Mixup, LAMB, 32 micro-batches per step; every image of the validation set counts once."""
-    train(2, "--config", "config_sample.py", "--max-steps", "3", "--output", str(tmp_path))
-    steps, evaluations = read_metrics(tmp_path)
-    assert [record["step"] for record in steps] == [1, 2, 3]
-    assert [record["lr"] for record in steps] == pytest.approx([1.8e-2 * k / 56 for k in (1, 2, 3)])  # 11 steps × 5
-    assert evaluations[-1]["eval_images"] == 360
+    run = train(tmp_path, 2, steps=3)
+    assert [record["step"] for record in run.steps] == [1, 2, 3]
+    assert [record["lr"] for record in run.steps] == pytest.approx([1.8e-2 * k / 56 for k in (1, 2, 3)])  # 11 steps × 5
+    assert run.evaluations[-1]["eval_images"] == 360
 
 
 def test_what_an_epoch_says_of_its_speed(tmp_path):
-    argv = ("--config", "config_sample.py", "--set", "SYNTHETIC=True", "--max-steps", "2", "--output", str(tmp_path))
-    said = train(2, *argv)
+    run = train(tmp_path, 2, steps=2, SYNTHETIC=True)
     line = r"epoch 0: total batch 128, ([\d,]+) images/s \(([\d,]+) a process\), peak memory \S+ GB, waited for data "
-    rate, own = (int(number.replace(",", "")) for number in re.search(line, said).groups())
-    rates = [record["images_per_s"] for record in read_metrics(tmp_path)[0]]
+    rate, own = (int(number.replace(",", "")) for number in re.search(line, run.said).groups())
+    rates = [record["images_per_s"] for record in run.steps]
     assert rate == pytest.approx(sum(rates) / 2, rel=0.01)
     assert own == pytest.approx(rate / 2, abs=1)
-    assert "MFU" not in said, "the peak of a CPU is not known"
+    assert "MFU" not in run.said, "the peak of a CPU is not known"
 
 
 @pytest.mark.parametrize(("exclude", "sizes"), [(False, [56]), (True, [18, 38])])
@@ -142,8 +140,8 @@ def test_vectors_can_be_left_out_of_lamb(exclude, sizes, tmp_path, monkeypatch):
             print("groups", [len(group["params"]) for group in self.param_groups])
 
     monkeypatch.setattr(optimizers, "Lamb", Spy)
-    argv = ["--config", "config_sample.py", "--set", "SYNTHETIC=True", "--max-steps", "1", "--output", str(tmp_path)]
-    assert f"groups {sizes}" in train(1, *argv, "--set", f"DECAY_VECTORS={not exclude}")
+    run = train(tmp_path, steps=1, SYNTHETIC=True, DECAY_VECTORS=not exclude)
+    assert f"groups {sizes}" in run.said
 
 
 def test_numbers_of_the_readme_are_those_of_the_results():

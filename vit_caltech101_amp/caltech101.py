@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from colossal_vit.data.augment import build_augment
+from colossal_vit.data.augment import Augment
 from colossal_vit.data.batches import IGNORED, Loader, SampledLoader, read_ahead
 from colossal_vit.data.decoding import FORMATS, check_scan, endings, to_rgb
 from colossal_vit.data.digits import write_caltech101
@@ -292,7 +292,7 @@ class Batches(SampledLoader):
     ):
         super().__init__(sampler)
         self.images, self.labels, self.chosen = images, labels[chosen], chosen
-        self.config, self.device, self.augment = config, device, build_augment(config)
+        self.config, self.device, self.augment = config, device, Augment(config)
         self.mean, self.std = (torch.tensor(values, device=device).view(3, 1, 1) * 255 for values in (MEAN, STD))
 
     def _read(self, indices: Tensor, maps: Tensor | None) -> tuple[Tensor, ...]:
@@ -317,7 +317,7 @@ class Batches(SampledLoader):
         for numbers, parts in read_ahead(self.sampler, partial(self._read, maps=maps)):
             images, labels, *own = (part.to(self.device, non_blocking=True) for part in parts)
             images = images.permute(0, 3, 1, 2).float()
-            if own and self.augment:
+            if own and self.augment.does_anything:
                 images = self.augment(self._crop(images, *own), numbers, epoch, self.mean, self.std)
             else:
                 images = (images - self.mean) / self.std

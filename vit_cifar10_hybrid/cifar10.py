@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from colossal_vit.data.augment import build_augment
+from colossal_vit.data.augment import Augment
 from colossal_vit.data.batches import IGNORED, Loader, SampledLoader, sees_images, to_device
 from colossal_vit.data.digits import write_cifar10
 from colossal_vit.data.folders import download
@@ -133,7 +133,7 @@ class Batches(SampledLoader):
         device: torch.device,
     ):
         super().__init__(sampler)
-        self.config, self.device, self.augment = config, device, build_augment(config)
+        self.config, self.device, self.augment = config, device, Augment(config)
         self.first_stage = sees_images()
         self.images = images.to(device) if self.first_stage else None
         self.labels = labels.to(device)
@@ -173,7 +173,7 @@ class Batches(SampledLoader):
             images = self.images[images]
             if train:
                 images = self._crop(images, shifts[indices], mirrored[indices])
-            if train and self.augment:
+            if train and self.augment.does_anything:
                 images = self.augment(images, numbers, epoch, self.mean, self.std)
             else:
                 images = (images.float() - self.mean) / self.std

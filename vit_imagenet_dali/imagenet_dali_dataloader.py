@@ -27,7 +27,7 @@ from colossal_vit import config as configs
 from colossal_vit import typed_json
 from colossal_vit.data.batches import IGNORED, Loader, sees_images, to_device
 from colossal_vit.data.digits import write_imagenet
-from colossal_vit.data.samplers import check_global_batch
+from colossal_vit.data.samplers import check_global_batch, data_place
 from colossal_vit.data.source import build_without_data, describe_data, find_data
 from colossal_vit.errors import UserError
 from colossal_vit.files import write_text
@@ -35,8 +35,6 @@ from colossal_vit.parallel.ranks import RankLogger, all_gather_object, raise_on_
 from colossal_vit.run import Run
 from colossal_vit.typed_json import Count
 from colossalai.context import Config
-from colossalai.legacy.context import ParallelMode
-from colossalai.legacy.core import global_context as gpc
 from nvidia.dali import Pipeline, fn, pipeline_def, tfrecord, types
 from nvidia.dali.data_node import DataNode
 from nvidia.dali.pipeline import do_not_convert
@@ -227,7 +225,7 @@ class DaliLoader(Loader):
         config: of the run.
         device: of the batches.
         num_threads: CPU threads.
-        rank, num_ranks: data-parallel rank and size; default: this process's.
+        rank, num_ranks: see `data_place`.
         with_images: whether to read images, or labels only; default: whether this is the first pipeline stage.
     """
 
@@ -246,8 +244,7 @@ class DaliLoader(Loader):
     ):
         self.records, self.train, self.config, self.device = records, train, config, device
         self.batch_size, self.num_threads = config.BATCH_SIZE, num_threads
-        self.rank = gpc.get_local_rank(ParallelMode.DATA) if rank is None else rank
-        self.num_ranks = gpc.get_world_size(ParallelMode.DATA) if num_ranks is None else num_ranks
+        self.rank, self.num_ranks = data_place(rank, num_ranks)
         self.with_images = sees_images() if with_images is None else with_images
         self.on_gpu = device.type == "cuda" and config.dali.gpu_aug
         self.augment = dict(config.augment or {})

@@ -82,9 +82,3 @@ class Augment:
                 image = (self.policy(image).float() - mean) / std
                 done.append(self.erasing(image) if self.erasing else image)
         return torch.stack(done)
-
-
-def build_augment(config: Config) -> Augment | None:
-    """What the block `augment` asks for; None if that is nothing."""
-    augment = Augment(config)
-    return augment if augment.does_anything else None

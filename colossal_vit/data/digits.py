@@ -1,7 +1,8 @@
 """Small real data sets in the formats of the big ones, for laptops and tests.
 
 The images are the 1,797 scanned handwritten digits that ship inside scikit-learn (8 x 8 pixels, 17 shades of grey;
-E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998).
+E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998). A folder
+with them appears in one rename, and one that exists is left as it is.
 """
 
 from collections.abc import Sequence
@@ -49,16 +50,9 @@ def digits(
 
 
 def write_cifar10(root: Path, classes: Sequence[int] = ALL, train_per_class: int | None = None) -> Path:
-    """Write the digits in CIFAR-10's binary format to `root/cifar-10-batches-bin`, which appears in one rename.
+    """Write the digits in CIFAR-10's binary format to `root/cifar-10-batches-bin`; returns this folder.
 
     Each record is a label byte and three planes of 32 x 32 bytes; the three are equal, since the scans are grey.
-
-    Args:
-        root: the data folder.
-        classes, train_per_class: see `digits`.
-
-    Returns:
-        The folder; one that exists is left as it is.
     """
     folder = root / "cifar-10-batches-bin"
     if folder.is_dir():
@@ -79,17 +73,10 @@ def write_cifar10(root: Path, classes: Sequence[int] = ALL, train_per_class: int
 
 
 def write_imagenet(root: Path, classes: Sequence[int] = ALL, train_per_class: int | None = None) -> Path:
-    """Write the digits as ImageNet's folders to `root/imagenet`, which appears in one rename.
+    """Write the digits as ImageNet's folders to `root/imagenet`; returns this folder.
 
     `train/<wnid>/<wnid>_<number>.JPEG` and `val/<wnid>/ILSVRC2012_val_<number>.JPEG`, RGB of 64 x 64 pixels, with the
     wnids n00000000 to n00000009 for the digits 0 to 9; the split is that of `digits`.
-
-    Args:
-        root: the data folder.
-        classes, train_per_class: see `digits`.
-
-    Returns:
-        The folder; one that exists is left as it is.
     """
     from PIL import Image
 
@@ -109,17 +96,10 @@ def write_imagenet(root: Path, classes: Sequence[int] = ALL, train_per_class: in
 
 
 def write_caltech101(root: Path, classes: Sequence[int] = ALL) -> Path:
-    """Write the digits as Caltech101's folders to `root/caltech101`, which appears in one rename.
+    """Write the digits as Caltech101's folders to `root/caltech101`; returns this folder.
 
     `101_ObjectCategories/<digit>/image_<number>.jpg`, grey, of 64 x 64 pixels, numbered from 1 in each class.
     Caltech101 has no split of its own: this is all 1,797 of them.
-
-    Args:
-        root: the data folder.
-        classes: see `digits`.
-
-    Returns:
-        The folder; one that exists is left as it is.
     """
     from PIL import Image
 

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from colossal_vit.data.batches import Loader, LoaderWrapper, to_device
+from colossal_vit.data.samplers import data_place
 from colossal_vit.errors import UserError
 from colossalai.context import Config
-from colossalai.legacy.context import ParallelMode
-from colossalai.legacy.core import global_context as gpc
 from torch import Tensor
 
 
@@ -98,7 +97,7 @@ class MixedBatches(LoaderWrapper):
     Args:
         loader: yields images and labels, see `mix`.
         config: of the run; its block `mix` says how.
-        rank, num_ranks: data-parallel rank and size; default: this process's.
+        rank, num_ranks: see `data_place`.
 
     Raises:
         UserError: if BATCH_SIZE is odd, which leaves an image without a partner; or more than half of a global batch
@@ -112,8 +111,7 @@ class MixedBatches(LoaderWrapper):
         how = dict(config.mix)
         self.mode = how.pop("mode")
         self.config, self.how = config, how
-        self.rank = gpc.get_local_rank(ParallelMode.DATA) if rank is None else rank
-        self.num_ranks = gpc.get_world_size(ParallelMode.DATA) if num_ranks is None else num_ranks
+        self.rank, self.num_ranks = data_place(rank, num_ranks)
         global_batch = config.BATCH_SIZE * config.gradient_accumulation * self.num_ranks
         if (repeats := config.REPEATS) > global_batch // 2:
             raise UserError(

@@ -9,6 +9,14 @@ from colossalai.legacy.core import global_context as gpc
 from torch import Tensor
 
 
+def data_place(rank: int | None, num_ranks: int | None) -> tuple[int, int]:
+    """Data-parallel rank and size, as given or else of this process in the running layout."""
+    return (
+        gpc.get_local_rank(ParallelMode.DATA) if rank is None else rank,
+        gpc.get_world_size(ParallelMode.DATA) if num_ranks is None else num_ranks,
+    )
+
+
 def check_global_batch(num_samples: int, batch_size: int, accumulation: int, num_ranks: int) -> None:
     """Raise a `UserError` if a data set of so many samples is smaller than one global batch."""
     if num_samples < (size := batch_size * accumulation * num_ranks):
@@ -31,8 +39,7 @@ class GlobalBatchSampler:
         batch_size: samples in a micro-batch of one data-parallel rank.
         accumulation: micro-batches of a rank in an optimizer step.
         seed: decides the order of every epoch.
-        rank: data-parallel rank; default: this process's.
-        num_ranks: data-parallel size; default: that of the running layout.
+        rank, num_ranks: see `data_place`.
         repeats: how often an image comes in an epoch, which has as many fewer images: repeated augmentation (M. Berman
             et al., arXiv:1902.05509). All its copies are in one global batch, but for those that the batch's end cuts
             off. Index i + c · num_samples is copy c of image i.
@@ -57,8 +64,7 @@ class GlobalBatchSampler:
     ):
         self.num_samples, self.batch_size, self.accumulation, self.seed = num_samples, batch_size, accumulation, seed
         self.repeats = repeats
-        self.rank = gpc.get_local_rank(ParallelMode.DATA) if rank is None else rank
-        self.num_ranks = gpc.get_world_size(ParallelMode.DATA) if num_ranks is None else num_ranks
+        self.rank, self.num_ranks = data_place(rank, num_ranks)
         self.global_batch_size = batch_size * accumulation * self.num_ranks
         self.epoch = self.start = 0
         check_global_batch(num_samples, batch_size, accumulation, self.num_ranks)
@@ -94,8 +100,7 @@ class EvalSampler:
 
     def __init__(self, num_samples: int, batch_size: int, rank: int | None = None, num_ranks: int | None = None):
         self.num_samples, self.batch_size = num_samples, batch_size
-        self.rank = gpc.get_local_rank(ParallelMode.DATA) if rank is None else rank
-        self.num_ranks = gpc.get_world_size(ParallelMode.DATA) if num_ranks is None else num_ranks
+        self.rank, self.num_ranks = data_place(rank, num_ranks)
 
     def __len__(self) -> int:
         return -(-self.num_samples // (self.batch_size * self.num_ranks))
