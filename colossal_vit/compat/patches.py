@@ -32,6 +32,8 @@ from colossalai.legacy.nn.layer.parallel_2p5d import _operation as parallel_2p5d
 from colossalai.legacy.nn.layer.parallel_3d import _operation as parallel_3d_operation
 from colossalai.legacy.nn.layer.parallel_3d import _utils as parallel_3d_utils
 
+IN_FP32 = ("_ReduceByBatch2D", "_RreduceByBatch2p5D", "_ReduceByBatch3D")  # autograd functions, under autocast
+
 
 def _async_grad_hook(grad, param_id):
     """Give a parameter of a 3D layer its gradient, which the layer reduces asynchronously.
@@ -82,18 +84,17 @@ def _follow_autocast(function: type[torch.autograd.Function]) -> None:
     """Make a layer's autograd function compute in the data type of the enclosing autocast region, on any device.
 
     Fixes: under CUDA autocast, upstream's functions cast to float16 even if autocast is to bfloat16; under CPU autocast
-    they do not cast, which mixes types and fails. Functions that upstream computes in float32 (norms, losses) still do.
+    they do not cast, which mixes types and fails. Means of losses, which upstream computes in float32, still are.
     """
     forward, backward = inspect.unwrap(function.forward), inspect.unwrap(function.backward)
     if getattr(function, "follows_autocast", False):
         return
-    in_fp32 = inspect.getclosurevars(function.forward).nonlocals.get("cast_inputs") is torch.float32
 
     def forward_in_autocast_dtype(ctx, *args):
         device = next(arg.device.type for arg in args if isinstance(arg, torch.Tensor))
         if not torch.is_autocast_enabled(device):
             return forward(ctx, *args)
-        dtype = torch.float32 if in_fp32 else torch.get_autocast_dtype(device)
+        dtype = torch.float32 if function.__name__ in IN_FP32 else torch.get_autocast_dtype(device)
         cast = (arg.to(dtype) if isinstance(arg, torch.Tensor) and arg.is_floating_point() else arg for arg in args)
         with torch.autocast(device, enabled=False):
             return forward(ctx, *cast)

@@ -42,7 +42,7 @@ DEFERRED = ("torch.distributed.optim",)
 def _refusal(what: str, reason: str) -> str:
     return (
         f"{what} is a stand-in in this process ({reason}): import the real module before colossal_vit, see "
-        f"colossal_vit/stand_ins.py"
+        f"colossal_vit/compat/stand_ins.py"
     )
 
 
@@ -52,8 +52,7 @@ class _Unused(type):
     def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
         raise ImportError(_refusal(cls.__qualname__, cls.reason))
 
-    def __instancecheck__(cls, instance: Any) -> NoReturn:
-        raise ImportError(_refusal(cls.__qualname__, cls.reason))
+    __instancecheck__ = __call__
 
     def __getattr__(cls, name: str) -> NoReturn:
         if name.startswith("__"):

@@ -7,6 +7,7 @@ timm's.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -115,46 +116,52 @@ class Shard:
         return self.owner is None or gpc.get_local_rank(self.owner[0]) == self.owner[1]
 
 
-def _splits_of(layer: nn.Module) -> dict[str, dict]:
-    """How a Colossal-AI layer splits its parameters: arguments of `Shard`, by the parameter's name in the layer.
+# How a layer splits its parameters: arguments of `Shard`, by the parameter's name in the layer; others are replicated.
+# Source: the `_load_from_global_state_dict` of each layer, except for `LayerNorm2p5D`, whose version does not fit its
+# shape, and `LayerNorm3D`, whose version transposes a vector.
+Splits = dict[str, dict[str, Any]]
 
-    Parameters not listed are replicated. Source: the `_load_from_global_state_dict` of each layer, except for
-    `LayerNorm2p5D`, whose version does not fit its shape, and `LayerNorm3D`, whose version transposes a vector.
+
+def _along(dim: int, *modes: ParallelMode) -> dict[str, Any]:
+    return dict(splits=tuple((dim, mode) for mode in modes))
+
+
+def _square(row: ParallelMode, column: ParallelMode, first_row_only: bool) -> tuple[Splits, Splits, Splits, Splits]:
+    """Linear layer, norm, patch embedding and classifier of 2D and of 2.5D.
+
+    In 2.5D only the first row of ranks uses its norms and biases; each forward pass broadcasts them down the columns.
     """
+    matrix = dict(transposed=True, splits=((1, row), (0, column)))
+    first, last = _along(0, row, column), _along(-1, row, column)
+    vector = dict(**_along(0, row), owner=(column, 0)) if first_row_only else first
+    embedding = {"weight": first, "bias": first, "cls_token": last, "pos_embed": last}
+    return {"weight": matrix, "bias": vector}, {"weight": vector, "bias": vector}, embedding, {"weight": last}
+
+
+def _cube(layer: nn.Module) -> Splits:
+    """A layer of 3D, where input and output groups alternate from layer to layer."""
+    first, last = _along(0, layer.output_parallel_mode), _along(-1, layer.output_parallel_mode)
     match layer:
-        case Linear1D_Col():
-            split = dict(splits=((0, ParallelMode.PARALLEL_1D),))
-            return {"weight": split, "bias": split}
-        case Linear1D_Row() | Classifier1D():
-            return {"weight": dict(splits=((1, ParallelMode.PARALLEL_1D),))}
-        case Linear2D() | LayerNorm2D() | PatchEmbedding2D() | Classifier2D():
-            row, column = ParallelMode.PARALLEL_2D_ROW, ParallelMode.PARALLEL_2D_COL
-        case Linear2p5D() | LayerNorm2p5D() | PatchEmbedding2p5D() | Classifier2p5D():
-            row, column = ParallelMode.PARALLEL_2P5D_ROW, ParallelMode.PARALLEL_2P5D_COL
-        case Linear3D():  # input and output groups alternate from layer to layer
+        case Linear3D():
             modes = (layer.output_parallel_mode, layer.input_parallel_mode, layer.weight_parallel_mode)
-            weight = dict(transposed=True, splits=tuple(zip((0, 1, 0), modes, strict=True)))
-            return {"weight": weight, "bias": dict(splits=((0, layer.input_parallel_mode),))}
-        case LayerNorm3D() | PatchEmbedding3D() | Classifier3D():
-            first = dict(splits=((0, layer.output_parallel_mode),))
-            last = dict(splits=((-1, layer.output_parallel_mode),))
-            if isinstance(layer, Classifier3D):  # each forward pass broadcasts the weight from the diagonal ranks
-                diagonal = (layer.input_parallel_mode, gpc.get_local_rank(layer.output_parallel_mode))
-                return {"weight": dict(owner=diagonal, **last)}
-            return {"weight": first, "bias": first, "cls_token": last, "pos_embed": last}
-        case _:
-            return {}
-    first, last = dict(splits=((0, row), (0, column))), dict(splits=((-1, row), (-1, column)))
-    first_row = dict(splits=((0, row),), owner=(column, 0))  # each forward pass broadcasts it down the columns
-    match layer:
-        case Linear2D() | Linear2p5D():
-            weight = dict(transposed=True, splits=((1, row), (0, column)))
-            return {"weight": weight, "bias": first_row if isinstance(layer, Linear2p5D) else first}
-        case LayerNorm2p5D():
-            return {"weight": first_row, "bias": first_row}
-        case Classifier2D() | Classifier2p5D():
-            return {"weight": last}
+            matrix = dict(transposed=True, splits=tuple(zip((0, 1, 0), modes, strict=True)))
+            return {"weight": matrix, "bias": _along(0, layer.input_parallel_mode)}
+        case Classifier3D():  # each forward pass broadcasts the weight from the diagonal ranks
+            diagonal = (layer.input_parallel_mode, gpc.get_local_rank(layer.output_parallel_mode))
+            return {"weight": dict(owner=diagonal, **last)}
     return {"weight": first, "bias": first, "cls_token": last, "pos_embed": last}
+
+
+_OF_1D, _OF_2D = ParallelMode.PARALLEL_1D, (ParallelMode.PARALLEL_2D_ROW, ParallelMode.PARALLEL_2D_COL)
+_OF_2P5D = ParallelMode.PARALLEL_2P5D_ROW, ParallelMode.PARALLEL_2P5D_COL
+_LAYERS: dict[type[nn.Module], Splits | Callable[[nn.Module], Splits]] = {
+    Linear1D_Col: {"weight": _along(0, _OF_1D), "bias": _along(0, _OF_1D)},
+    Linear1D_Row: {"weight": _along(1, _OF_1D)},
+    Classifier1D: {"weight": _along(1, _OF_1D)},
+    **dict(zip((Linear2D, LayerNorm2D, PatchEmbedding2D, Classifier2D), _square(*_OF_2D, False), strict=True)),
+    **dict(zip((Linear2p5D, LayerNorm2p5D, PatchEmbedding2p5D, Classifier2p5D), _square(*_OF_2P5D, True), strict=True)),
+    **dict.fromkeys((Linear3D, LayerNorm3D, PatchEmbedding3D, Classifier3D), _cube),
+}
 
 
 def split_batch(batch: Tensor, dim: int = 0) -> Tensor:
@@ -165,15 +172,11 @@ def split_batch(batch: Tensor, dim: int = 0) -> Tensor:
 
 def mean_over_batch_parts(loss: Tensor) -> Tensor:
     """The mean loss of a batch, from the mean over this rank's part of it, see `split_batch`. Collective."""
-    match tensor_parallel_env.mode:
-        case "2d":
-            return reduce_by_batch_2d(loss, True)
-        case "2.5d":
-            return reduce_by_batch_2p5d(loss, True)
-        case "3d":
-            groups = map(get_parallel_mode_from_env, (INPUT_GROUP_3D, WEIGHT_GROUP_3D))
-            return reduce_by_batch_3d(loss, *groups, True)
-    return loss
+    if tensor_parallel_env.mode == "3d":
+        groups = map(get_parallel_mode_from_env, (INPUT_GROUP_3D, WEIGHT_GROUP_3D))
+        return reduce_by_batch_3d(loss, *groups, True)
+    reduce = {"2d": reduce_by_batch_2d, "2.5d": reduce_by_batch_2p5d}.get(tensor_parallel_env.mode)
+    return reduce(loss, True) if reduce else loss
 
 
 def annotate(model: nn.Module, rename: Callable[[str], str] = str, num_heads: int | None = None) -> None:
@@ -185,7 +188,8 @@ def annotate(model: nn.Module, rename: Callable[[str], str] = str, num_heads: in
         num_heads: attention heads of the full model; parameters named `*.qkv.*` are stored head by head.
     """
     for path, module in model.named_modules():
-        splits = _splits_of(module)
+        splits = _LAYERS.get(type(module), {})
+        splits = splits(module) if callable(splits) else splits
         prefix = path.replace(".module", "") + "."
         for key, parameter in module.named_parameters(recurse=False):
             heads = num_heads if ".qkv." in prefix else None
@@ -208,12 +212,6 @@ def load_full(model: nn.Module, full: Mapping[str, Tensor]) -> None:
     """
     for parameter in model.parameters():
         parameter.copy_(parameter.shard.split(full[parameter.shard.name]))
-
-
-@torch.no_grad()
-def full_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The full parameters of this pipeline stage, by timm's names. Collective over the stage's ranks."""
-    return {p.shard.name: p.shard.gather(p) for p in model.parameters()}
 
 
 def num_replicas(parameter: Tensor) -> int:
