@@ -176,9 +176,9 @@ def run(
     script = sys.modules[main.__module__]
     saved = []
 
-    def write(path, model, optimizer, *_):
+    def write(path, files, *_):
         # Checked after `main`: to this thread, tensors show another device while an operator runs in the main thread.
-        saved.append({**model, **optimizer})
+        saved.append({**files[storage.MODEL], **files[storage.OPTIMIZER]})
 
     FakeTensorMode.avoid_device_init = True  # otherwise it initialises CUDA if torch.cuda, as patched, has a GPU
     mode = FakeTensorMode(allow_non_fake_inputs=True)
