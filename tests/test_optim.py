@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fork_ranks
 import vit
-from test_vit import LAYOUTS, MODEL
+from test_vit import LAYOUTS, settings
 
 SHAPES = [(24, 16), (16,), (4, 3, 5, 5), (1, 7, 8), ()]
 OPTIONS = dict(lr=0.02, weight_decay=0.1)
@@ -111,14 +111,14 @@ def test_excluded_groups_have_no_trust_ratio():
 @pytest.mark.parametrize("layout", ["one process", "2.5D 8", "3D 8"])
 def test_parameter_groups_of_a_vit(layout):
     """Matrices are adapted; biases, norms, class token and position embedding are not, in whatever pieces."""
-    world_size, parallel = LAYOUTS[layout]
+    world_size = LAYOUTS[layout][0]
 
     def names():
         model, reference, _ = build()
         groups = [{p.shard.name for p in group["params"]} for group in parameter_groups(model, 0.1)]
         return groups, list(dict(reference.named_parameters()))
 
-    for (adapted, excluded), every in fork_ranks.call(names, world_size, parallel=parallel, **MODEL):
+    for (adapted, excluded), every in fork_ranks.call(names, world_size, **settings(layout)):
         assert adapted | excluded == set(every)
         assert adapted == {name for name in every if name.endswith(".weight") and "norm" not in name}
 
@@ -159,7 +159,7 @@ def test_rates_and_decays_equal_timms(name, pool):
 
 @pytest.mark.parametrize("layout", ["PP 2", "2.5D 8"])
 def test_layer_wise_rates_are_the_same_in_every_layout(layout):
-    world_size, parallel = LAYOUTS[layout]
+    world_size = LAYOUTS[layout][0]
     values = dict(OPTIMIZER="lamb", WEIGHT_DECAY=0.1, LAYER_DECAY=0.5)
 
     def rates():
@@ -169,11 +169,11 @@ def test_layer_wise_rates_are_the_same_in_every_layout(layout):
             p.shard.name: (g["lr"], g["weight_decay"], g["adam"]) for g in optimizer.param_groups for p in g["params"]
         }
 
-    (expected,) = fork_ranks.call(rates, **{**MODEL, **values})
-    found = fork_ranks.call(rates, world_size, parallel=parallel, **{**MODEL, **values})
+    (expected,) = fork_ranks.call(rates, **settings("one process", **values))
+    found = fork_ranks.call(rates, world_size, **settings(layout, **values))
     assert {name: rate for rank in found for name, rate in rank.items()} == expected
     assert {adam for _, _, adam in expected.values()} == {False}
-    assert len({rate for rate, *_ in expected.values()}) == MODEL["DEPTH"] + 2
+    assert len({rate for rate, *_ in expected.values()}) == settings(layout).DEPTH + 2
 
 
 @pytest.mark.parametrize(("name", "usual_eps"), [("sgd", None), ("adamw", 1e-8), ("lamb", 1e-6)])
@@ -385,7 +385,7 @@ PIECES = ["1D 2", "1D 4", "2D 4", "2.5D 8", "3D 8"]
 @pytest.mark.parametrize("layout", PIECES)
 def test_norms_are_those_of_whole_parameters(layout, random_weights, monkeypatch):
     """Joined pieces equal the full parameters under Colossal-AI's optimizer; for one all_reduce of 2 N numbers."""
-    world_size, parallel = LAYOUTS[layout]
+    world_size = LAYOUTS[layout][0]
     reduced = []
     all_reduce = dist.all_reduce
     monkeypatch.setattr(dist, "all_reduce", lambda t, *a, **k: reduced.append(t.numel()) or all_reduce(t, *a, **k))
@@ -405,14 +405,14 @@ def test_norms_are_those_of_whole_parameters(layout, random_weights, monkeypatch
         assert_joined(parameters, reference)
         return len([p for p in parameters if p.grad is None])
 
-    unused = fork_ranks.call(function, world_size, parallel=parallel, **MODEL)
+    unused = fork_ranks.call(function, world_size, **settings(layout))
     assert any(unused) == (layout in ("2.5D 8", "3D 8"))
 
 
 @pytest.mark.parametrize("layout", ["1D 2", "2.5D 8", "3D 8"])
 def test_training_in_pieces_equals_timms_on_one_process(layout, random_weights):
     """Losses and gradient norms with real, clipped gradients, vectors excluded."""
-    world_size, parallel = LAYOUTS[layout]
+    world_size = LAYOUTS[layout][0]
 
     def function():
         model, reference, _ = build()
@@ -434,12 +434,12 @@ def test_training_in_pieces_equals_timms_on_one_process(layout, random_weights):
             assert loss.item() == pytest.approx(same.item(), rel=1e-4)
             assert engine.grad_norm == pytest.approx(norm.item(), rel=1e-4)
 
-    fork_ranks.call(function, world_size, parallel=parallel, **{**MODEL, "clip_grad_norm": 1.0})
+    fork_ranks.call(function, world_size, **settings(layout, clip_grad_norm=1.0))
 
 
 @pytest.mark.parametrize("layout", ["one process", "2.5D 8"])
 def test_master_weights_have_the_norms_of_whole_parameters(layout, random_weights):
-    world_size, parallel = LAYOUTS[layout]
+    world_size = LAYOUTS[layout][0]
 
     def function():
         model, reference, _ = build()
@@ -458,19 +458,17 @@ def test_master_weights_have_the_norms_of_whole_parameters(layout, random_weight
         assert_joined(masters, reference)
         assert all(torch.equal(p, m.bfloat16()) for p, m in zip(parameters, masters, strict=True))
 
-    values = {**MODEL, "clip_grad_norm": 0.0, "fp16": dict(mode=AMP_TYPE.NAIVE, dtype="bf16")}
-    fork_ranks.call(function, world_size, parallel=parallel, **values)
+    values = {"clip_grad_norm": 0.0, "fp16": dict(mode=AMP_TYPE.NAIVE, dtype="bf16")}
+    fork_ranks.call(function, world_size, **{**settings(layout), **values})
 
 
 def test_parameter_without_shard_is_whole_on_every_rank():
-    _, parallel = LAYOUTS["1D 2"]
-
     def function():
         assert gpc.get_world_size(ParallelMode.TENSOR) == 2
         return [p.detach() for p in take_steps(Lamb(weights(), **OPTIONS), range(3))]
 
     alone = take_steps(Lamb(weights(), **OPTIONS), range(3))
-    for parameters in fork_ranks.call(function, 2, parallel=parallel):
+    for parameters in fork_ranks.call(function, 2, **settings("1D 2")):
         assert_same(parameters, alone, 1e-6)
 
 

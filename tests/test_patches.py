@@ -29,7 +29,7 @@ from packaging.version import Version
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fork_ranks
-from test_vit import LAYOUTS
+from test_vit import LAYOUTS, settings
 
 LAYOUT_1D = {"pipeline": 1, "tensor": {"mode": "1d", "size": 2}}
 
@@ -315,7 +315,7 @@ INPUTS = {  # (B, N, part of a hidden size of 768)
 
 def norm_errors(layout, dtype, upstream=False, autocast=False):
     """By kind of input: the largest error of a norm and its backward pass against fp64, by the largest value."""
-    world_size, parallel = LAYOUTS[layout]
+    world_size = LAYOUTS[layout][0]
 
     def function():
         if upstream:
@@ -324,7 +324,7 @@ def norm_errors(layout, dtype, upstream=False, autocast=False):
         norm = col_nn.LayerNorm(768, eps=1e-6)
         norm = norm if autocast else norm.to(dtype)
         modes = {"2d": ParallelMode.PARALLEL_2D_ROW, "2.5d": ParallelMode.PARALLEL_2P5D_ROW}
-        mode = modes.get(parallel["tensor"]["mode"]) or norm.output_parallel_mode
+        mode = modes.get(gpc.config.parallel.tensor.mode) or norm.output_parallel_mode
         rank, group, size = gpc.get_local_rank(mode), gpc.get_group(mode), gpc.get_world_size(mode)
 
         def whole(part):
@@ -350,7 +350,7 @@ def norm_errors(layout, dtype, upstream=False, autocast=False):
                 errors[name] = max(errors[name], ((here - own).abs().max() / own.abs().max()).item())
         return errors
 
-    answers = fork_ranks.call(function, world_size, parallel=parallel)
+    answers = fork_ranks.call(function, world_size, **settings(layout))
     return {name: max(errors[name] for errors in answers) for name in INPUTS}
 
 

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,14 @@ def test_the_earlier_scripts_that_pages_name_made_a_result_at_that_commit():
     named = {found for page in PAGES for found in EARLIER.findall(page.read_text())}
     assert named
     assert named <= made
+
+
+@pytest.mark.parametrize(("folder", "other"), [("tests", "scripts"), ("scripts", "tests")])
+def test_the_linter_keeps_every_module_of_scripts_and_tests_from_the_other_folder(folder, other):
+    banned = tomllib.loads((ROOT / folder / "ruff.toml").read_text())["lint"]["flake8-tidy-imports"]["banned-api"]
+    modules = {path.relative_to(ROOT / other).parts[0] for path in FILES if path.is_relative_to(ROOT / other)}
+    modules = {name.removesuffix(".py") for name in modules if name.endswith(".py") or name == "benchmarks"}
+    assert banned.keys() == {name for name in modules if not name.startswith("test_")}
 
 
 def test_the_diagram_of_the_modules_is_what_the_imports_say():
