@@ -77,7 +77,7 @@ def really(argv: list[str], world_size: int) -> list[StepPlan]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_says_what_happens(case):
+def test_a_dry_run_says_what_real_ranks_measure(case):
     world_size, values = CASES[case]
     depth = 2 if values.get("parallel.tensor.mode", "1d") != "1d" else 4
     argv = recipes.flags(**{"HIDDEN_SIZE": 64, "DEPTH": depth, **values})
@@ -105,17 +105,10 @@ def test_says_what_happens(case):
     } <= whole
 
 
-def test_the_report(tmp_path, monkeypatch):
+def test_a_report_is_of_any_world_size(tmp_path):
     """As a user sees it, for a world that no test machine has."""
-    argv = [
-        *recipes.flags(**LAYOUTS["DP 2 × PP 2 × 1D 2"][1]),
-        "--dry-run",
-        "--world_size",
-        "1024",
-        "--output",
-        str(tmp_path / "run"),
-    ]
-    result = fork_ranks.run(recipes.HYBRID, argv)
+    argv = [*recipes.flags(**LAYOUTS["DP 2 × PP 2 × 1D 2"][1]), "--output", str(tmp_path / "run")]
+    result = fork_ranks.run(recipes.HYBRID, [*argv, "--dry-run", "--world_size", "1024"])
     assert result.codes == [0], str(result)
     said = result.stdout[0]
     assert "1024 process(es): data 256 × pipeline 2 × tensor 2 (1d)" in said
@@ -127,16 +120,18 @@ def test_the_report(tmp_path, monkeypatch):
     assert list((tmp_path / "run").iterdir()) == [picture]
 
 
-def test_the_fewest_processes_are_the_default():
-    result = fork_ranks.run(recipes.HYBRID, [*recipes.flags(**LAYOUTS["3D 8"][1]), "--dry-run"])
-    assert "8 process(es): data 1 × pipeline 1 × tensor 8 (3d)" in result.stdout[0], str(result)
-
-
-def test_by_hand_every_rank_reports():
-    argv = [*recipes.flags(**LAYOUTS["DP 2"][1]), "--dry-run", "--world_size", "4", "--rank", "3"]
-    result = fork_ranks.run(recipes.HYBRID, argv)
+@pytest.mark.parametrize(
+    ("layout", "flags", "said"),
+    [
+        ("3D 8", [], "8 process(es): data 1 × pipeline 1 × tensor 8 (3d)"),
+        ("DP 2", ["--world_size", "4", "--rank", "3"], "4 process(es): data 4"),
+    ],
+    ids=["the fewest by default", "on a rank started by hand"],
+)
+def test_a_report_is_of_the_processes_that_are_asked_for(layout, flags, said):
+    result = fork_ranks.run(recipes.HYBRID, [*recipes.flags(**LAYOUTS[layout][1]), "--dry-run", *flags])
     assert result.codes == [0], str(result)
-    assert "4 process(es): data 4" in result.stdout[0]
+    assert said in result.stdout[0]
 
 
 def test_under_a_launcher_one_process_reports():
@@ -144,6 +139,12 @@ def test_under_a_launcher_one_process_reports():
     assert result.codes == [0, 0], str(result)
     assert "2 process(es): data 2" in result.stdout[0]
     assert result.stdout[1] == ""
+
+
+def test_help_is_printed_whatever_else_is_asked_for():
+    result = fork_ranks.run(recipes.HYBRID, ["--dry-run", "--plan", "h100", "--help"])
+    assert result.codes == [0]
+    assert "--max-steps N" in result.stdout[0]
 
 
 @pytest.mark.parametrize(
@@ -163,7 +164,7 @@ def test_a_mistake_is_one_line(more, expected):
     assert result.stderr[0].count("\n") == 1
 
 
-def test_of_the_data_parallel_script():
+def test_a_report_of_the_data_parallel_script_names_all_its_layers():
     config = "configs/config_data_parallel.py"
     result = fork_ranks.run(
         recipes.DATA_PARALLEL, ["--config", config, "--dry-run", "--set", "gradient_accumulation=1"]

@@ -31,9 +31,7 @@ FOLDER = fork_ranks.ROOT / "vit_cifar10_hybrid"
 SMALL_PIPELINE = recipes.set_flags({**recipes.MODEL, "parallel.pipeline": 2})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Mistakes
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Mistakes --------------------------------------------------------------------------------------------------------
 
 
 class Mistakes:
@@ -212,7 +210,7 @@ def mistakes(tmp_path_factory):
     return made, results
 
 
-def test_thirty_mistakes_are_one_line_each(mistakes):
+def test_a_mistake_on_all_ranks_ends_them_with_one_line_and_exit_code_2(mistakes):
     made, results = mistakes
     assert len(made.cases) >= 30
     wrong = []
@@ -232,9 +230,7 @@ def test_thirty_mistakes_are_one_line_each(mistakes):
     assert not made.output.exists()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Launchers
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Launchers -------------------------------------------------------------------------------------------------------
 
 
 def test_takes_every_flag_of_colossalai():
@@ -364,9 +360,7 @@ def test_an_earlier_run_is_set_aside(tmp_path):
     assert all(len(read_metrics(path)[0]) == 1 for path in tmp_path.iterdir())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# When one rank dies
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- When one rank dies ----------------------------------------------------------------------------------------------
 
 
 def training_world(world_size, tmp_path):

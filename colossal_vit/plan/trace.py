@@ -82,8 +82,7 @@ class Trace:
         passes: by part, pass ("forward", "backward", "accumulate": a later backward pass) and batch size.
         parameters: elements of each parameter, by part.
         weight_bytes: bytes of weights ÷ elements.
-        gradient_bytes: of gradients at the update, and of what the optimizer keeps, likewise.
-        optimizer_bytes: see `gradient_bytes`.
+        optimizer_bytes: bytes of what the optimizer keeps ÷ elements.
         update_bytes: read and written in the update ÷ elements.
         update_peak: bytes that the update takes at its peak, weights and gradients and state included ÷ elements.
         boundary: bytes of activations between blocks ÷ images.
@@ -93,7 +92,6 @@ class Trace:
     passes: dict[tuple[str, str, int], Pass]
     parameters: dict[str, list[int]]
     weight_bytes: float
-    gradient_bytes: float
     optimizer_bytes: float
     update_bytes: float
     update_peak: float
@@ -241,12 +239,9 @@ def trace(engine: Engine, batches: Iterable) -> Trace:
         engine.backward(engine.criterion(engine(images), labels))
         handle.remove()
         recorder.peak = recorder.live
-        gradients: list[int] = []
-        hook = optimizer.register_step_pre_hook(lambda *_: gradients.append(count_bytes([p.grad for p in updated])))
         recorder.begin("update")
         engine.step()
         recorder.end()
-        hook.remove()
     update = recorder.passes.pop("update")
     moments = count_bytes([list(state.values()) for state in optimizer.state.values()])
     elements = sum(p.numel() for p in weights)
@@ -261,7 +256,6 @@ def trace(engine: Engine, batches: Iterable) -> Trace:
         {key: record for key, record in recorder.passes.items() if key[0] in PARTS},
         parameters,
         count_bytes(weights) / elements,
-        gradients[0] / elements,
         (moments + count_bytes(copies)) / elements,
         update.operations[:, 1].sum() / elements,
         (recorder.peak - constant) / elements,
