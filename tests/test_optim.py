@@ -12,7 +12,6 @@ from colossal_vit import config as configs
 from colossal_vit.engine import Lamb, build_optimizer, build_scheduler, lamb, parameter_groups
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.errors import UserError
-from colossal_vit.parallel.layout import Layout
 from colossalai.context import Config
 from colossalai.legacy import nn as col_nn
 from colossalai.legacy.amp import AMP_TYPE
@@ -25,8 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fork_ranks
-import vit
-from test_vit import LAYOUTS, settings
+from test_vit import LAYOUTS, build, settings
 
 SHAPES = [(24, 16), (16,), (4, 3, 5, 5), (1, 7, 8), ()]
 OPTIONS = dict(lr=0.02, weight_decay=0.1)
@@ -57,6 +55,11 @@ def assert_same(parameters, expected, rtol):
     for number, (here, there) in enumerate(zip(parameters, expected, strict=True)):
         error = ((here - there).norm() / there.norm()).item()
         assert error <= rtol, f"parameter {number} of shape {tuple(here.shape)}: relative error {error:.1e}"
+
+
+def call(function, layout, **values):
+    """What `function` returns on each rank of a layout, with other config values."""
+    return fork_ranks.call(function, LAYOUTS[layout][0], **{**settings(layout), **values})
 
 
 # ---- One process ----
@@ -111,14 +114,13 @@ def test_excluded_groups_have_no_trust_ratio():
 @pytest.mark.parametrize("layout", ["one process", "2.5D 8", "3D 8"])
 def test_parameter_groups_of_a_vit(layout):
     """Matrices are adapted; biases, norms, class token and position embedding are not, in whatever pieces."""
-    world_size = LAYOUTS[layout][0]
 
     def names():
         model, reference, _ = build()
         groups = [{p.shard.name for p in group["params"]} for group in parameter_groups(model, 0.1)]
         return groups, list(dict(reference.named_parameters()))
 
-    for (adapted, excluded), every in fork_ranks.call(names, world_size, **settings(layout)):
+    for (adapted, excluded), every in call(names, layout):
         assert adapted | excluded == set(every)
         assert adapted == {name for name in every if name.endswith(".weight") and "norm" not in name}
 
@@ -159,7 +161,6 @@ def test_rates_and_decays_equal_timms(name, pool):
 
 @pytest.mark.parametrize("layout", ["PP 2", "2.5D 8"])
 def test_layer_wise_rates_are_the_same_in_every_layout(layout):
-    world_size = LAYOUTS[layout][0]
     values = dict(OPTIMIZER="lamb", WEIGHT_DECAY=0.1, LAYER_DECAY=0.5)
 
     def rates():
@@ -169,8 +170,8 @@ def test_layer_wise_rates_are_the_same_in_every_layout(layout):
             p.shard.name: (g["lr"], g["weight_decay"], g["adam"]) for g in optimizer.param_groups for p in g["params"]
         }
 
-    (expected,) = fork_ranks.call(rates, **settings("one process", **values))
-    found = fork_ranks.call(rates, world_size, **settings(layout, **values))
+    (expected,) = call(rates, "one process", **values)
+    found = call(rates, layout, **values)
     assert {name: rate for rank in found for name, rate in rank.items()} == expected
     assert {adam for _, _, adam in expected.values()} == {False}
     assert len({rate for rate, *_ in expected.values()}) == settings(layout).DEPTH + 2
@@ -356,11 +357,6 @@ def test_step_reads_nothing_back_and_asks_for_few_kernels():
 # ---- Tensor parallel ----
 
 
-def build():
-    layout = Layout.of(gpc.config, dist.get_world_size())
-    return vit.build_vit(gpc.config, layout), vit.full_vit(gpc.config), gpc.config
-
-
 def give_pieces(parameters, reference, step, dtype=torch.float32):
     """Random gradients for a full model, and for its pieces; those that are not used have none, or any that may be."""
     generator = torch.Generator().manual_seed(step)
@@ -385,7 +381,6 @@ PIECES = ["1D 2", "1D 4", "2D 4", "2.5D 8", "3D 8"]
 @pytest.mark.parametrize("layout", PIECES)
 def test_norms_are_those_of_whole_parameters(layout, random_weights, monkeypatch):
     """Joined pieces equal the full parameters under Colossal-AI's optimizer; for one all_reduce of 2 N numbers."""
-    world_size = LAYOUTS[layout][0]
     reduced = []
     all_reduce = dist.all_reduce
     monkeypatch.setattr(dist, "all_reduce", lambda t, *a, **k: reduced.append(t.numel()) or all_reduce(t, *a, **k))
@@ -405,14 +400,13 @@ def test_norms_are_those_of_whole_parameters(layout, random_weights, monkeypatch
         assert_joined(parameters, reference)
         return len([p for p in parameters if p.grad is None])
 
-    unused = fork_ranks.call(function, world_size, **settings(layout))
+    unused = call(function, layout)
     assert any(unused) == (layout in ("2.5D 8", "3D 8"))
 
 
 @pytest.mark.parametrize("layout", ["1D 2", "2.5D 8", "3D 8"])
 def test_training_in_pieces_equals_timms_on_one_process(layout, random_weights):
     """Losses and gradient norms with real, clipped gradients, vectors excluded."""
-    world_size = LAYOUTS[layout][0]
 
     def function():
         model, reference, _ = build()
@@ -434,12 +428,11 @@ def test_training_in_pieces_equals_timms_on_one_process(layout, random_weights):
             assert loss.item() == pytest.approx(same.item(), rel=1e-4)
             assert engine.grad_norm == pytest.approx(norm.item(), rel=1e-4)
 
-    fork_ranks.call(function, world_size, **settings(layout, clip_grad_norm=1.0))
+    call(function, layout, clip_grad_norm=1.0)
 
 
 @pytest.mark.parametrize("layout", ["one process", "2.5D 8"])
 def test_master_weights_have_the_norms_of_whole_parameters(layout, random_weights):
-    world_size = LAYOUTS[layout][0]
 
     def function():
         model, reference, _ = build()
@@ -458,8 +451,7 @@ def test_master_weights_have_the_norms_of_whole_parameters(layout, random_weight
         assert_joined(masters, reference)
         assert all(torch.equal(p, m.bfloat16()) for p, m in zip(parameters, masters, strict=True))
 
-    values = {"clip_grad_norm": 0.0, "fp16": dict(mode=AMP_TYPE.NAIVE, dtype="bf16")}
-    fork_ranks.call(function, world_size, **{**settings(layout), **values})
+    call(function, layout, clip_grad_norm=0.0, fp16=dict(mode=AMP_TYPE.NAIVE, dtype="bf16"))
 
 
 def test_parameter_without_shard_is_whole_on_every_rank():
@@ -468,7 +460,7 @@ def test_parameter_without_shard_is_whole_on_every_rank():
         return [p.detach() for p in take_steps(Lamb(weights(), **OPTIONS), range(3))]
 
     alone = take_steps(Lamb(weights(), **OPTIONS), range(3))
-    for parameters in fork_ranks.call(function, 2, **settings("1D 2")):
+    for parameters in call(function, "1D 2"):
         assert_same(parameters, alone, 1e-6)
 
 

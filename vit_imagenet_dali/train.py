@@ -30,7 +30,7 @@ def main(args: launch.Arguments) -> object:
     run.log.info(f"{config.MODEL}: {sum(p.numel() for p in model.parameters()):,} parameters")
 
     # ---- Criterion, optimizer, learning rate -----------------------------------------------------------------------
-    criterion = build_criterion(config)  # of classes or mixed targets
+    criterion = build_criterion(config)  # takes classes and mixed targets
     optimizer = build_optimizer(config, model)
     lr_scheduler = build_scheduler(config, optimizer, len(train_dataloader) // config.gradient_accumulation)
 

@@ -147,7 +147,7 @@ class Engine(ColossalEngine):
     def _update(self) -> None:
         self._all_reduce_gradients()
         known = [self.optimizer.clip_grad_by_norm(self._clip_grad_norm)]
-        if self._losses:  # in the last pipeline stage only
+        if self._losses:  # only the last pipeline stage has any
             loss = torch.stack(self._losses).mean(dtype=torch.float64)
             if (replicas := gpc.get_world_size(ParallelMode.DATA)) > 1:
                 dist.all_reduce(loss, group=gpc.get_group(ParallelMode.DATA))

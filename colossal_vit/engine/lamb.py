@@ -33,6 +33,21 @@ def _fp32_contiguous(tensor: Tensor) -> Tensor:
     return (tensor.float() if tensor.dtype.itemsize < 4 else tensor).contiguous()
 
 
+def _add_adam_direction(
+    sums: list[Tensor], gradients: list[Tensor], m: list[Tensor], v: list[Tensor], options: dict[str, Any]
+) -> None:
+    """Update the moments m and v from the gradients, and add m / (√v + eps) to `sums`.
+
+    Adam's fused kernel does so to its "parameters" with a learning rate of -1, and a step count so large that bias
+    correction has no effect: one pass through memory where foreach needs seven. It assumes that all tensors have the
+    same memory layout.
+    """
+    beta1, beta2 = options["betas"]
+    step = [torch.full((), 1e18, device=sums[0].device)] * len(sums)
+    rule = dict(lr=-1.0, beta1=beta1, beta2=beta2, weight_decay=0.0, eps=options["eps"], amsgrad=False, maximize=False)
+    torch._fused_adam_(sums, gradients, m, v, [], step, **rule)
+
+
 class Lamb(Optimizer):
     """LAMB: Adam, with each parameter's update scaled in proportion to the parameter's norm.
 
@@ -158,22 +173,9 @@ class Lamb(Optimizer):
         options, _, parameters = batch
         weights = [_fp32_contiguous(p) for p in parameters]
         updates = torch._foreach_mul(weights, options["weight_decay"])
-        # With a learning rate of -1, and a step count so large that bias correction has no effect, Adam's fused kernel
-        # adds m / (√v + eps) to its "parameters": one pass through memory where foreach needs seven. It assumes that
-        # all tensors have the same memory layout.
-        torch._fused_adam_(
-            updates,
-            [_fp32_contiguous(p.grad) for p in parameters],
-            *([self.state[p][key] for p in parameters] for key in _MOMENTS),
-            [],
-            [torch.full((), 1e18, device=weights[0].device)] * len(parameters),
-            lr=-1.0,
-            beta1=options["betas"][0],
-            beta2=options["betas"][1],
-            weight_decay=0.0,
-            eps=options["eps"],
-            amsgrad=False,
-            maximize=False,
+        gradients = [_fp32_contiguous(p.grad) for p in parameters]
+        _add_adam_direction(
+            updates, gradients, *([self.state[p][key] for p in parameters] for key in _MOMENTS), options
         )
         norms = torch._foreach_norm([*chain.from_iterable(zip(weights, updates, strict=True))])
         return updates, torch.stack(norms).view(-1, 2)

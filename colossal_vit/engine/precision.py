@@ -111,12 +111,6 @@ def _keep_norms_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
 NAIVE_SCALE = dict(growth_interval=1000, hysteresis=2, min_scale=1.0, max_scale=2.0**32)
 
 
-def _loss_scale(fp16: Mapping[str, Any], defaults: Mapping[str, Any]) -> LossScale:
-    """The loss scale of a config's `fp16` block."""
-    given = {key: value for key, value in fp16.items() if key not in ("mode", "dtype", "opt_level")}
-    return LossScale(**{**defaults, **given})
-
-
 def wrap_for_precision(
     model: nn.Module,
     optimizer: Optimizer,
@@ -142,7 +136,8 @@ def wrap_for_precision(
         return model, AMPOptimizer(optimizer), criterion
     dtype = compute_dtype(fp16, device)
     autocast = mode == AMP_TYPE.TORCH or (mode == AMP_TYPE.APEX and level == "O1")
-    scale = _loss_scale(fp16, {} if autocast else NAIVE_SCALE) if dtype == torch.float16 else None
+    scaling = {key: value for key, value in fp16.items() if key not in ("mode", "dtype", "opt_level")}
+    scale = LossScale(**{**({} if autocast else NAIVE_SCALE), **scaling}) if dtype == torch.float16 else None
     if autocast:
         model = Autocast(model, device, dtype)
         criterion = criterion and Autocast(criterion, device, dtype)

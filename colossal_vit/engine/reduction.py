@@ -67,7 +67,7 @@ class GradientBucket:
         self.group, self.owner = group, owner
         self.is_owner = owner is None or owner == group.rank()
         self.parameters: list[nn.Parameter] = []
-        self._reduced: list[nn.Parameter] = []  # those whose gradients are in `_sum`
+        self._reduced: list[nn.Parameter] = []  # the parameters whose gradients are in `_sum`
         self._sum: Tensor | None = None
         self._reduction: Any = None
         self._averages: dict[nn.Parameter, Tensor] = {}

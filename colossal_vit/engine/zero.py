@@ -21,8 +21,8 @@ class WeightBroadcast:
     def __init__(self, bucket: GradientBucket):
         self.is_owner = bucket.is_owner
         weights = [p.detach() for p in bucket.parameters]
-        messages = [w for w in weights if w.nbytes >= LARGE_BYTES]  # in place
-        self.small = [w for w in weights if w.nbytes < LARGE_BYTES]  # in one message
+        messages = [w for w in weights if w.nbytes >= LARGE_BYTES]  # sent in place
+        self.small = [w for w in weights if w.nbytes < LARGE_BYTES]  # sent in one message
         if self.small:
             self.flat = torch.cat([w.flatten() for w in self.small])
             messages.append(self.flat)
@@ -61,7 +61,7 @@ class Zero:
         for options in optimizer.param_groups:
             options["params"] = [p for p in options["params"] if self.owns(p)]
         self.buckets: list[GradientBucket] = []
-        self._unsent: deque[GradientBucket] = deque()  # with new weights, in the order of the forward pass
+        self._unsent: deque[GradientBucket] = deque()  # in the order of the forward pass
         self._in_flight: dict[GradientBucket, WeightBroadcast] = {}
 
     def owns(self, parameter: nn.Parameter) -> bool:
@@ -92,7 +92,7 @@ class Zero:
 
         At most `IN_FLIGHT_BYTES` are on their way at a time; as they are received, more are sent.
         """
-        self.receive_weights()  # of layers that the last forward pass did without
+        self.receive_weights()  # some layers may not have been used in the last forward pass
         self._unsent = deque(reversed(self.buckets))
         self._send_more()
 

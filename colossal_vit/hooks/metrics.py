@@ -76,8 +76,8 @@ class MetricsHook(BaseHook):
         self.writes = writes_metrics()
         self.log = log
         self.recorder = Recorder(directory, log, wandb) if directory else None
-        self.accuracy = -1.0  # of the last evaluation, on the ranks that have seen it
-        self.of_average: dict[str, float] = {}  # what the evaluation of the moving average found, if there is one
+        self.accuracy = -1.0  # the last evaluation's, on the ranks that have seen it
+        self.of_average: dict[str, float] = {}  # loss and accuracy of the averaged weights, if there are any
         self.batch_parts = Layout.current().batch_parts
 
     def before_train(self, trainer: Trainer) -> None:
