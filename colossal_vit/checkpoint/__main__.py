@@ -2,7 +2,7 @@
 
 python -m colossal_vit.checkpoint ls RUN_DIRECTORY
 python -m colossal_vit.checkpoint verify RUN_DIRECTORY|CHECKPOINT ...
-python -m colossal_vit.checkpoint export CHECKPOINT FOLDER [--dtype fp16]
+python -m colossal_vit.checkpoint export CHECKPOINT FOLDER [--dtype fp16] [--ema]
 python -m colossal_vit.checkpoint import WEIGHTS.safetensors CHECKPOINT [--img-size 384] [--num-classes 10]
 """
 

@@ -184,11 +184,10 @@ class Checkpointer:
             self._start_from_weights(trainer.engine, train_dataloader.normalization)
         self._found = None  # if it was removed meanwhile, its disk space is free now
         if not run.args.eval_only:
-            made = trainer.cur_epoch * len(train_dataloader) + train_dataloader.start  # micro-steps
-            last = run.config.NUM_EPOCHS * len(train_dataloader)
-            if run.args.max_steps:
-                last = min(last, run.args.max_steps * trainer.engine.accumulation)
-            run_on_rank_0(lambda: self._begin(complete=made >= last))
+            accumulation = trainer.engine.accumulation
+            made = (trainer.cur_epoch * len(train_dataloader) + train_dataloader.start) // accumulation
+            last = run.config.NUM_EPOCHS * len(train_dataloader) // accumulation
+            run_on_rank_0(lambda: self._begin(complete=made >= min(last, run.args.max_steps or last)))
 
     def _resume(self, trainer: Trainer, train_dataloader: MicroBatches) -> None:
         run, path, engine = self.run, self.path, trainer.engine
@@ -245,17 +244,14 @@ class Checkpointer:
 
     def _load_tensors(self, engine: Engine, num_updates: int | None) -> None:
         """Load weights, averages if there are any, and moments unless `num_updates`, those in them, is None."""
-
-        def file(name):
-            return lambda: self._found.tensors(name)
-
-        tensors.scatter_weights(engine, file(storage.MODEL), str(self.path), OTHER_SHAPE)
+        path, found = str(self.path), self._found  # which only rank 0 has, and reads
+        tensors.scatter_weights(engine, lambda: found.tensors(storage.MODEL), path, OTHER_SHAPE)
         if engine.ema:
             engine.ema.restart()  # from the weights, if the checkpoint has no averages
-            if run_on_rank_0(lambda: storage.EMA in self._found.files):
-                tensors.scatter_averages(engine, file(storage.EMA))
+            if run_on_rank_0(lambda: storage.EMA in found.files):
+                tensors.scatter_averages(engine, lambda: found.tensors(storage.EMA))
         if num_updates is not None:
-            tensors.scatter_moments(engine, file(storage.OPTIMIZER), num_updates, str(self.path))
+            tensors.scatter_moments(engine, lambda: found.tensors(storage.OPTIMIZER), num_updates, path)
 
     def _seek(self, state: State, trainer: Trainer, train_dataloader: MicroBatches) -> None:
         """Go to the place in the data and in the schedule where the checkpoint was saved.

@@ -8,11 +8,7 @@
         manifest.json           format version, size and SHA-256 of the other files
 
 Reading a checkpoint cannot execute code: tensors are safetensors, the rest is JSON, read through `contents.py`'s types.
-
-    python -m colossal_vit.checkpoint ls RUN_DIRECTORY
-    python -m colossal_vit.checkpoint verify RUN_DIRECTORY|CHECKPOINT ...
-    python -m colossal_vit.checkpoint export CHECKPOINT FOLDER [--dtype fp16] [--ema]
-    python -m colossal_vit.checkpoint import WEIGHTS.safetensors CHECKPOINT [--img-size 384] [--num-classes 10]
+`python -m colossal_vit.checkpoint` lists, verifies, exports and imports them.
 """
 
 import hashlib
