@@ -119,7 +119,7 @@ def test_a_failed_rank_ends_the_benchmark_with_what_it_said(fake):
             ["fake", "--only", "turn"],
             "bench.py fake: error: --only turn: choose from turns, all fail, ranks, ",
         ),
-        (["fake", "--rounds", "0"], "bench.py fake: error: --rounds 0: must be at least 1"),
+        (["fake", "--rounds", "0"], "bench.py fake: error: argument --rounds: 0 is no number from 1 on"),
     ],
 )
 def test_mistakes_on_the_command_line_are_one_line(tree, flags, line):

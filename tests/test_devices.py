@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fake_gpu
 import fork_ranks
-import recipes
+import training
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Which GPU, and when
@@ -136,8 +136,8 @@ def test_gpus_that_slurm_withholds_are_asked_for(variables, flags, refused, tmp_
     monkeypatch.setattr(cpu, "num_idle_gpus", lambda *_: count(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    argv = [*recipes.flags(), "--output", str(tmp_path / "run"), "--launcher", "none", "--max-steps", "1", *flags]
-    result = fork_ranks.start(recipes.HYBRID, argv, [variables]).wait()
+    argv = [*training.flags(), "--output", str(tmp_path / "run"), "--launcher", "none", "--max-steps", "1", *flags]
+    result = fork_ranks.start(training.HYBRID, argv, [variables]).wait()
     assert result.codes == [2 if refused else 0], str(result)
     line = "this machine has 4 NVIDIA GPU(s), but none for this job: ask SLURM for them, by srun --gpus-per-node=4, or"
     assert (line in result.stderr[0]) == refused
@@ -340,7 +340,7 @@ def test_gpus_that_torch_cannot_use_are_told_of(tmp_path, monkeypatch):
 
 def test_the_warning_comes_first(tmp_path, monkeypatch):
     monkeypatch.setattr(cpu, "idle_gpus", lambda: "warning: idle")
-    said = fork_ranks.run(recipes.HYBRID, [*recipes.flags(), "--output", str(tmp_path), "--max-steps", "1"]).stdout[0]
+    said = training.train(tmp_path, steps=1).stdout[0]
     own = [line for line in said.splitlines() if not line.startswith("[Gloo]")]  # which torch 2.10 prints at any time
     assert own[1].endswith(" warning: idle")
 
@@ -376,13 +376,13 @@ def test_arguments_of_ddp():
         ddp, *_ = initialize(model, torch.optim.SGD(model.parameters(), lr=1.0))
         return ddp.model.bucket_bytes_cap, ddp.model.static_graph
 
-    settings = recipes.config(recipes.flags(**{"torch_ddp.bucket_cap_mb": 3, "torch_ddp.static_graph": True}))
+    settings = training.config_of(training.flags(**{"torch_ddp.bucket_cap_mb": 3, "torch_ddp.static_graph": True}))
     assert fork_ranks.call(function, 2, **settings) == [(3 * 2**20, True)] * 2
-    settings = recipes.config(recipes.flags(**{"gradient_accumulation": 2, "torch_ddp.static_graph": True}))
+    settings = training.config_of(training.flags(**{"gradient_accumulation": 2, "torch_ddp.static_graph": True}))
     with pytest.raises(AssertionError, match="static_graph = True does not work with gradient_accumulation = 2"):
         fork_ranks.call(function, 2, **settings)
     with pytest.raises(UserError, match=r"unknown key torch_ddp.buckets"):
-        recipes.config(recipes.flags(**{"torch_ddp.buckets": 3}))
+        training.config_of(training.flags(**{"torch_ddp.buckets": 3}))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -433,10 +433,10 @@ def test_a_run_with_that_kernel_resumes_to_the_bit(amp, monkeypatch, tmp_path):
     monkeypatch.setattr(
         torch.optim, "AdamW", lambda parameters, **options: adamw(parameters, **{**options, "fused": True})
     )
-    whole, _ = recipes.train(tmp_path / "whole", steps=6, amp=amp, DEPTH=1)
+    whole = training.train(tmp_path / "whole", steps=6, amp=amp, DEPTH=1)
     for steps in (3, 6):
-        parts, _ = recipes.train(tmp_path / "parts", steps=steps, amp=amp, DEPTH=1)
-    assert [record["loss"] for record in parts] == [record["loss"] for record in whole]
+        parts = training.train(tmp_path / "parts", steps=steps, amp=amp, DEPTH=1)
+    assert parts.records == whole.records
 
 
 @pytest.mark.parametrize("fp16", [None, dict(mode=AMP_TYPE.TORCH, dtype="bf16")], ids=["fp32", "TORCH"])

@@ -24,17 +24,16 @@ from safetensors.torch import save_file
 import conftest
 import fork_ranks
 import launchers
-import recipes
+import layouts
+import training
 import vit
 import warm
 from fork_ranks import ROOT
 
 EXPECTED = os.environ.get("GPU_CHECK_GPUS")  # what gpu_check has found, 0 in a rehearsal
 REHEARSAL = not int(EXPECTED or launchers.num_gpus())
-HYBRID = dict(recipes.MODEL, DEPTH=2) if REHEARSAL else dict(recipes.MODEL)
+DEPTH = {"DEPTH": 2} if REHEARSAL else {}
 SIZE = dict(IMG_SIZE=16, PATCH_SIZE=8) if REHEARSAL else dict(IMG_SIZE=224, PATCH_SIZE=16)  # 197 tokens
-CALTECH = dict(IMG_SIZE=16, CACHE_SIZE=18, PATCH_SIZE=8, HIDDEN_SIZE=32, DEPTH=1, NUM_HEADS=4, BATCH_SIZE=16)
-IMAGENET = dict(IMG_SIZE=16, PATCH_SIZE=8, HIDDEN_SIZE=32, DEPTH=1, NUM_HEADS=4, BATCH_SIZE=16, gradient_accumulation=2)
 RECIPE = {"mix.mixup": 0.8, "mix.cutmix": 1.0, "bce.threshold": 0.2, "ema.decay": 0.9, "augment.policy": "three"}
 RECIPE |= {"augment.color_jitter": 0.3, "augment.erase": 0.5}
 MODES = [("TORCH", "fp16"), ("TORCH", "bf16"), ("NAIVE", "fp16"), ("NAIVE", "bf16"), ("APEX", "fp16")]
@@ -80,11 +79,10 @@ def on_gpu(programs):
 
 
 def flags(output, steps=NUM_STEPS, amp=None, dtype=None, **values):
-    """The command line of a small run of train_hybrid.py."""
-    if dtype and REHEARSAL:
-        values["IMG_SIZE"] = 16  # half precision is slow on a CPU
-    dtypes = {"fp16.dtype": dtype} if dtype else {}
-    return [*recipes.flags(amp, **{**HYBRID, **values, **dtypes}), "--output", str(output), "--max-steps", str(steps)]
+    """The command line of a small run of train_hybrid.py, or of another `script`."""
+    if dtype:
+        values = {"fp16.dtype": dtype, **({"IMG_SIZE": 16} if REHEARSAL else {}), **values}  # which a CPU is slow in
+    return [*training.flags(amp, **{**DEPTH, **values}), "--output", str(output), "--max-steps", str(steps)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -98,7 +96,7 @@ def start(tmp_path_factory):
 
     @functools.cache
     def values(img_size):
-        config = recipes.config(recipes.flags(**{**HYBRID, "IMG_SIZE": img_size}))
+        config = training.config_of(training.flags(**DEPTH, IMG_SIZE=img_size))
         with pytest.MonkeyPatch.context() as patch:
             conftest.random_start(patch)
             weights = vit.full_vit(config).state_dict()
@@ -116,7 +114,7 @@ def fp32(start, tmp_path_factory):
     @functools.cache
     def steps(img_size):
         output = tmp_path_factory.mktemp("cpu")
-        on_cpu(recipes.HYBRID, flags(output, IMG_SIZE=img_size, **start(img_size)))
+        on_cpu(training.HYBRID, flags(output, IMG_SIZE=img_size, **start(img_size)))
         return read_metrics(output)[0]
 
     return steps
@@ -125,8 +123,8 @@ def fp32(start, tmp_path_factory):
 @pytest.mark.parametrize(("amp", "dtype"), [(None, None), *MODES])
 def test_losses_are_those_of_the_cpu(amp, dtype, fp32, start, on_gpu, tmp_path):
     """In fp32 to the tolerances of the layouts, in half precision to 2 %."""
-    img_size = 16 if dtype and REHEARSAL else HYBRID["IMG_SIZE"]
-    said = on_gpu(recipes.HYBRID, flags(tmp_path, amp=amp, dtype=dtype, **start(img_size)))
+    img_size = 16 if dtype and REHEARSAL else layouts.MODEL["IMG_SIZE"]
+    said = on_gpu(training.HYBRID, flags(tmp_path, amp=amp, dtype=dtype, **start(img_size)))
     steps, _ = read_metrics(tmp_path)
     expected = fp32(img_size)
     assert len(steps) == len(expected) == NUM_STEPS
@@ -140,19 +138,14 @@ def test_losses_are_those_of_the_cpu(amp, dtype, fp32, start, on_gpu, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("script", "config", "values"),
-    [
-        ("vit_caltech101_amp/train.py", "config/config_fp32.py", CALTECH),
-        ("vit_imagenet_dali/train.py", "config_sample.py", {**IMAGENET, "SYNTHETIC": True, "fp16": None}),
-    ],
+    ("script", "values"),
+    [(training.CALTECH101, {}), (training.IMAGENET, {"SYNTHETIC": True, "gradient_accumulation": 2})],
 )
-def test_losses_of_the_other_examples(script, config, values, on_gpu, tmp_path):
+def test_losses_of_the_other_examples(script, values, on_gpu, tmp_path):
     """Their data go to the device in other ways, with augmentation and Mixup there."""
-    values = {**values, "DROP_RATE": 0.0}
 
     def losses(run, output):
-        command = ["--config", config, "--output", str(output), "--max-steps", "3", *recipes.set_flags(values)]
-        run(script, command)
+        run(script, flags(output, 3, script=script, DROP_RATE=0.0, BATCH_SIZE=16, **values))
         return [record["loss"] for record in read_metrics(output)[0]]
 
     assert losses(on_gpu, tmp_path / "gpu") == pytest.approx(losses(on_cpu, tmp_path / "cpu"), rel=1e-4)
@@ -169,12 +162,12 @@ def test_resumes_to_the_bit(amp, dtype, on_gpu, tmp_path):
     values = {**SIZE, **RECIPE, "DROP_RATE": 0.1, "DROP_PATH_RATE": 0.1}
     values |= {"cudnn_deterministic": True, "checkpoint.keep": 2}
     if amp:
-        values |= {"fp16.growth_interval": 2, "fp16.init_scale" if amp == "TORCH" else "fp16.initial_scale": 2.0**22}
+        values |= {"fp16.growth_interval": 2, "fp16.initial_scale": 2.0**22}
 
     def run(name, steps):
         command = flags(tmp_path / name, steps, amp, dtype, **values)
-        on_gpu(recipes.HYBRID, command, CUBLAS_WORKSPACE_CONFIG=":4096:8")
-        return recipes.record(tmp_path / name)
+        on_gpu(training.HYBRID, command, CUBLAS_WORKSPACE_CONFIG=":4096:8")
+        return training.records(tmp_path / name)
 
     for steps in (2, 3):
         run("parts", steps)
@@ -188,17 +181,17 @@ def test_memory_is_what_a_dry_run_says(amp, on_gpu, tmp_path):
     if REHEARSAL:
         values = dict(DEPTH=1, IMG_SIZE=16)
     command = flags(tmp_path, 3, amp, **values)
-    on_gpu(recipes.HYBRID, command)
+    on_gpu(training.HYBRID, command)
     allocated = read_metrics(tmp_path)[0][-1]["memory_gb"] * 1e9
-    said = on_gpu(recipes.HYBRID, [*command, "--dry-run"])
+    said = on_gpu(training.HYBRID, [*command, "--dry-run"])
     peak = float(re.search(r"^stage 0 .* ([\d,.]+)$", said, re.MULTILINE)[1].replace(",", "")) * 1e6
     if not REHEARSAL:  # there it is the memory of the whole process
         assert peak == pytest.approx(allocated, rel=0.1)
 
 
 @pytest.mark.parametrize(("amp", "dtype"), [(None, None), ("TORCH", "fp16"), ("NAIVE", "fp16")])
-def test_of_the_waits_one_is_left(amp, dtype, on_gpu, tmp_path):
-    said = on_gpu(recipes.HYBRID, [*flags(tmp_path, 4, amp, dtype), "--profile"])
+def test_a_step_waits_once_for_the_device(amp, dtype, on_gpu, tmp_path):
+    said = on_gpu(training.HYBRID, [*flags(tmp_path, 4, amp, dtype), "--profile"])
     assert REHEARSAL or "in a step the host waits for the device: 1\n" in said
 
 
@@ -246,14 +239,13 @@ def test_dali_decodes_as_on_the_cpu(packed, tmp_path):
     assert (images - others).abs().mean().item() < 0.02  # of a pixel whose deviation is 1
 
 
-@pytest.mark.parametrize("recipe", [{}, {**RECIPE, "dali.mixup_alpha": 0}], ids=["published", "all of it"])
+@pytest.mark.parametrize("recipe", [{}, RECIPE], ids=["published", "all of it"])
 def test_dali_trains_and_resumes(recipe, packed, on_gpu, tmp_path):
     """Mixup and evaluation included; the stream of images resumes where it stopped."""
-    values = dict(IMAGENET, BATCH_SIZE=16, DATA=str(packed), **recipe)
+    values = dict(BATCH_SIZE=16, gradient_accumulation=2, DATA=str(packed), **recipe)
 
     def run(name, steps):
-        command = ["--config", "config_sample.py", "--output", str(tmp_path / name), "--max-steps", str(steps)]
-        on_gpu("vit_imagenet_dali/train.py", [*command, *recipes.set_flags(values)])
+        on_gpu(training.IMAGENET, flags(tmp_path / name, steps, script=training.IMAGENET, **values))
         return read_metrics(tmp_path / name)
 
     run("parts", 2)
@@ -274,7 +266,7 @@ def test_reduction_overlaps_the_backward_pass(on_gpu, tmp_path):
     values = {"BATCH_SIZE": 16, "torch_ddp.bucket_cap_mb": 0.01}
     if not REHEARSAL:
         values = dict(SIZE, HIDDEN_SIZE=768, NUM_HEADS=12, DEPTH=12, BATCH_SIZE=32)
-    on_gpu(recipes.HYBRID, [*flags(tmp_path, 3, **values), "--profile"], 2)
+    on_gpu(training.HYBRID, [*flags(tmp_path, 3, **values), "--profile"], 2)
     events = json.loads((tmp_path / "profile-rank0.json").read_text())["traceEvents"]
     reductions, others = [], []
     for event in events:

@@ -20,7 +20,7 @@ from colossal_vit import config as configs
 from colossal_vit.engine import precision
 from colossal_vit.errors import UserError
 
-from benchmarks.harness import ROOT, Benchmark, Case, Failed, Side, Values
+from benchmarks.harness import ROOT, Benchmark, Case, Failed, Side, Values, positive
 from benchmarks.training import DEVICE, add_set, mfu, summary_of, train
 
 FOLDER = ROOT / "vit_caltech101_amp"
@@ -30,12 +30,14 @@ SMALL = ["IMG_SIZE=32", "CACHE_SIZE=36", "PATCH_SIZE=8", "HIDDEN_SIZE=32", "DEPT
 def flags(parser: argparse.ArgumentParser) -> None:
     shipped = sorted((FOLDER / "config").glob("config_*.py"), key=lambda path: (path.stem != "config_fp32", path.stem))
     parser.add_argument("--configs", nargs="+", type=Path, default=shipped, help="default: all in config/")
-    parser.add_argument("--nproc_per_node", type=int, default=1, help="processes (default %(default)s)")
+    parser.add_argument("--nproc_per_node", type=positive, default=1, help="processes (default %(default)s)")
     parser.add_argument("--warm-up", type=int, default=5, help="steps that do not count (default %(default)s)")
     parser.add_argument("--synthetic", action="store_true", help="one random batch instead of the data set")
-    parser.add_argument("--batch-size", type=int, help="instead of the configs' BATCH_SIZE")
+    parser.add_argument("--batch-size", type=positive, help="instead of the configs' BATCH_SIZE")
     parser.add_argument("--find-batch-size", action="store_true", help="the largest that fits, for each mode")
-    parser.add_argument("--max-batch-size", type=int, default=4096, help="where the search ends (default %(default)s)")
+    parser.add_argument(
+        "--max-batch-size", type=positive, default=4096, help="where the search ends (default %(default)s)"
+    )
     parser.add_argument("--compile", action="store_true", help="each mode with torch.compile too")
     parser.add_argument("--tf32", action="store_true", help="fp32 with TensorFloat-32 too")
     add_set(parser)

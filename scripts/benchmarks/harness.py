@@ -73,6 +73,13 @@ def measure(case: Case, args: argparse.Namespace, log: Callable[[str], None]) ->
     return found, failed
 
 
+def positive(text: str) -> int:
+    """The type of a flag: an integer from 1 on."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number from 1 on")
+    return int(text)
+
+
 def show(value: float | str | None) -> str:
     if value is None or isinstance(value, str):
         return value or ""
@@ -160,10 +167,10 @@ class Benchmark:
         parser = argparse.ArgumentParser(
             f"bench.py {name}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
         )
-        parser.add_argument("--rounds", type=int, default=self.rounds, help="default %(default)s")
+        parser.add_argument("--rounds", type=positive, default=self.rounds, help="default %(default)s")
         if self.steps:
             help_text = "optimizer steps of a side in a round (default %(default)s)"
-            parser.add_argument("--steps", type=int, default=self.steps, help=help_text)
+            parser.add_argument("--steps", type=positive, default=self.steps, help=help_text)
         parser.add_argument("--only", nargs="+", metavar="CASE", help="measure only these cases")
         parser.add_argument("--list", action="store_true", help="name the cases, and measure nothing")
         parser.add_argument("--small", action="store_true", help="at the smallest size, to see that it works")
@@ -181,9 +188,6 @@ class Benchmark:
         cases = self.cases(args)
         if args.on_ranks:
             return measure_as_rank(cases[args.on_ranks[0]], args)
-        for number in ("rounds", "steps"):
-            if (value := getattr(args, number, 1)) < 1:
-                parser.error(f"--{number} {value}: must be at least 1")
         if unknown := set(args.only or ()) - cases.keys():
             parser.error(f"--only {' '.join(unknown)}: choose from {', '.join(cases)}")
         chosen = args.only or [name for name, case in cases.items() if case.by_default]
@@ -226,8 +230,14 @@ def start_ranks(name: str, case: Case, result: ResultFolder) -> tuple[Rounds, di
 
 def measure_as_rank(case: Case, args: argparse.Namespace) -> int:
     """Measure a case as one of the ranks of `start_ranks`, to which rank 0 reports."""
+    from colossal_vit import launch  # only ranks need it
+
     first = os.environ["RANK"] == "0"
-    found = measure(case, args, partial(print, flush=True) if first else lambda line: None)
-    if first:
-        (Path(args.on_ranks[1]) / "found.json").write_text(json.dumps(found))
+
+    def report() -> None:
+        found = measure(case, args, partial(print, flush=True) if first else lambda line: None)
+        if first:
+            (Path(args.on_ranks[1]) / "found.json").write_text(json.dumps(found))
+
+    launch.call(report)
     return 0

@@ -21,7 +21,7 @@ import torch
 from colossal_vit import config as configs
 
 from benchmarks import jpegs
-from benchmarks.harness import ROOT, Benchmark, Case, Rounds, Side, Values
+from benchmarks.harness import ROOT, Benchmark, Case, Rounds, Side, Values, positive
 from benchmarks.training import DEVICE, add_set, mfu, summary_of, train
 from imagenet_dali_dataloader import DaliLoader, find_records
 
@@ -111,8 +111,8 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", default=models, help="default %(default)s")
     parser.add_argument("--precision", nargs="+", choices=PRECISION, default=["fp16", "bf16"] if gpu else ["fp32"])
     batch_size = batch_size_for(torch.cuda.get_device_properties(0).total_memory) if gpu else 16
-    parser.add_argument("--batch-size", type=int, default=batch_size, help="here %(default)s by default")
-    parser.add_argument("--accumulation", type=int, default=1, help="default %(default)s")
+    parser.add_argument("--batch-size", type=positive, default=batch_size, help="here %(default)s by default")
+    parser.add_argument("--accumulation", type=positive, default=1, help="default %(default)s")
     add_set(parser)
 
 

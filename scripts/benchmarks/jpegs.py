@@ -42,9 +42,9 @@ def write(folder: Path, num_images: int, num_classes: int = 8) -> None:
         paths.append(path)
 
 
-def pack(folder: Path, packed: Path | None = None) -> Path:
-    """Pack the images of such a folder into TFRecords, beside it unless another folder is given."""
-    packed = packed or folder.with_name("tfrecords")
+def pack(folder: Path) -> Path:
+    """Pack the images of such a folder into TFRecords beside it."""
+    packed = folder.with_name("tfrecords")
     with redirect_stdout(None):
         build_tfrecords.build(build_tfrecords.parse([str(folder), str(packed)]))
     return packed
