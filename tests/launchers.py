@@ -18,7 +18,7 @@ from colossal_vit.provenance import has_driver
 from colossal_vit.results import read_metrics
 
 import fork_ranks
-import recipes
+import training
 
 FOLDER = fork_ranks.ROOT / "vit_cifar10_hybrid"
 PYTHON_FOLDER = os.path.dirname(sys.executable)
@@ -63,8 +63,8 @@ def num_gpus():
 
 def small(output, stages=2, steps=STEPS, **values):
     """Flags of a run of the pipeline config that takes about a second."""
-    settings = {**recipes.MODEL, "BATCH_SIZE": 16, "parallel.pipeline": stages, **values}
-    return ["--output", str(output), "--max-steps", str(steps), *recipes.set_flags(settings)]
+    settings = {**training.MODEL, "BATCH_SIZE": 16, "parallel.pipeline": stages, **values}
+    return ["--output", str(output), "--max-steps", str(steps), *training.set_flags(settings)]
 
 
 def losses(output):
@@ -74,8 +74,8 @@ def losses(output):
 
 def reference(output, world_size, **values):
     """The losses that every launcher must give for `small`."""
-    argv = ["--config", recipes.PIPELINE_CONFIG, *small(output, **values)]
-    result = fork_ranks.run(recipes.HYBRID, argv, world_size)
+    argv = ["--config", training.CONFIG, *small(output, **values)]
+    result = fork_ranks.run(training.HYBRID, argv, world_size)
     assert result.codes == [0] * world_size, str(result)
     return losses(output)
 

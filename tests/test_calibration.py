@@ -21,7 +21,6 @@ from colossal_vit.plan.request import request_of
 from colossal_vit.plan.trace import KINDS, PARTS, Message
 
 import fork_ranks
-import recipes
 import train_hybrid
 import training
 
@@ -184,7 +183,7 @@ def test_a_busy_machine_is_told_from_ones_own_work(monkeypatch):
 def test_gpus_are_asked_for_in_forks_and_each_process_has_its_own(tmp_path):
     """With two GPUs that are fakes: models run on the CPU, and rates say on which GPU they would have been."""
     names = ["NVIDIA H100 80GB HBM3"] * 2
-    flags = [*recipes.flags(**SIZE), "--plan", "here", "--world_size", "2", "--output", str(tmp_path)]
+    flags = [*training.flags(**SIZE), "--plan", "here", "--world_size", "2", "--output", str(tmp_path)]
 
     def measure():
         parent, chosen = os.getpid(), []
@@ -228,10 +227,10 @@ def test_plans_this_machine_and_again_from_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(calibration, "LOOK_S", 0.0)
     monkeypatch.setattr(calibration, "QUIET_WAIT_S", 0.1)
     monkeypatch.setattr(calibration, "_busy", lambda _: 9.0)
-    flags = [*recipes.flags(**SIZE), "--world_size", "2", "--output", str(tmp_path)]
+    flags = [*training.flags(**SIZE), "--world_size", "2", "--output", str(tmp_path)]
     said, tables = [], []
     for machine in ("here", str(tmp_path / "calibration.json")):
-        result = fork_ranks.run(recipes.HYBRID, [*flags, "--plan", machine], 1)
+        result = fork_ranks.run(training.HYBRID, [*flags, "--plan", machine], 1)
         assert result.codes == [0], str(result)
         said.append(result.stdout[0])
         tables.append(said[-1].partition("predicted, not measured\n")[2])

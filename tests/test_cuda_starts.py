@@ -7,13 +7,13 @@ import sys
 import pytest
 
 import launchers
-import recipes
+import training
 from fork_ranks import ROOT
 from layouts import set_flags
 
 IMAGENET = dict(IMG_SIZE=32, PATCH_SIZE=8, HIDDEN_SIZE=32, DEPTH=1, NUM_HEADS=4)
-DRY_RUN = [recipes.HYBRID, *recipes.flags(**{"parallel.pipeline": 2}), "--dry-run", "--world_size", "2"]
-PLAN = [recipes.HYBRID, *recipes.flags(DEPTH=2), "--world_size", "2", "--plan"]
+DRY_RUN = [training.HYBRID, *training.flags(**{"parallel.pipeline": 2}), "--dry-run", "--world_size", "2"]
+PLAN = [training.HYBRID, *training.flags(DEPTH=2), "--world_size", "2", "--plan"]
 PROGRAMS = {  # those that fork, and need CUDA in their forks
     "--dry-run": DRY_RUN,
     "--dry-run, with DALI imported": [

@@ -14,7 +14,6 @@ from colossalai.legacy.core import global_context as gpc
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fork_ranks
-import recipes
 import train_dp
 import train_hybrid
 import training
@@ -73,14 +72,14 @@ def really(argv: list[str], world_size: int) -> list[StepPlan]:
         batches = FakeBatches(4, (gpc.config.BATCH_SIZE, 3, size, size), torch.device("cpu"))
         return measure(engine, batches)
 
-    return fork_ranks.call(make_a_step, world_size, **recipes.config(argv))
+    return fork_ranks.call(make_a_step, world_size, **training.config_of(argv))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_dry_run_says_what_real_ranks_measure(case):
     world_size, values = CASES[case]
     depth = 2 if values.get("parallel.tensor.mode", "1d") != "1d" else 4
-    argv = recipes.flags(**{"HIDDEN_SIZE": 64, "DEPTH": depth, **values})
+    argv = training.flags(**{"HIDDEN_SIZE": 64, "DEPTH": depth, **values})
     plans, measured = planned(argv, world_size), really(argv, world_size)
     peaks = [real.memory["peak"] for real in measured]
     for _ in range(4):  # gloo may let go of a message later than a collective returns, and never earlier
@@ -107,8 +106,8 @@ def test_a_dry_run_says_what_real_ranks_measure(case):
 
 def test_a_report_is_of_any_world_size(tmp_path):
     """As a user sees it, for a world that no test machine has."""
-    argv = [*recipes.flags(**LAYOUTS["DP 2 × PP 2 × 1D 2"][1]), "--output", str(tmp_path / "run")]
-    result = fork_ranks.run(recipes.HYBRID, [*argv, "--dry-run", "--world_size", "1024"])
+    argv = [*training.flags(**LAYOUTS["DP 2 × PP 2 × 1D 2"][1]), "--output", str(tmp_path / "run")]
+    result = fork_ranks.run(training.HYBRID, [*argv, "--dry-run", "--world_size", "1024"])
     assert result.codes == [0], str(result)
     said = result.stdout[0]
     assert "1024 process(es): data 256 × pipeline 2 × tensor 2 (1d)" in said
@@ -129,20 +128,20 @@ def test_a_report_is_of_any_world_size(tmp_path):
     ids=["the fewest by default", "on a rank started by hand"],
 )
 def test_a_report_is_of_the_processes_that_are_asked_for(layout, flags, said):
-    result = fork_ranks.run(recipes.HYBRID, [*recipes.flags(**LAYOUTS[layout][1]), "--dry-run", *flags])
+    result = fork_ranks.run(training.HYBRID, [*training.flags(**LAYOUTS[layout][1]), "--dry-run", *flags])
     assert result.codes == [0], str(result)
     assert said in result.stdout[0]
 
 
 def test_under_a_launcher_one_process_reports():
-    result = fork_ranks.run(recipes.HYBRID, [*recipes.flags(**LAYOUTS["DP 2"][1]), "--dry-run"], world_size=2)
+    result = fork_ranks.run(training.HYBRID, [*training.flags(**LAYOUTS["DP 2"][1]), "--dry-run"], world_size=2)
     assert result.codes == [0, 0], str(result)
     assert "2 process(es): data 2" in result.stdout[0]
     assert result.stdout[1] == ""
 
 
 def test_help_is_printed_whatever_else_is_asked_for():
-    result = fork_ranks.run(recipes.HYBRID, ["--dry-run", "--plan", "h100", "--help"])
+    result = fork_ranks.run(training.HYBRID, ["--dry-run", "--plan", "h100", "--help"])
     assert result.codes == [0]
     assert "--max-steps N" in result.stdout[0]
 
@@ -158,7 +157,7 @@ def test_help_is_printed_whatever_else_is_asked_for():
     ],
 )
 def test_a_mistake_is_one_line(more, expected):
-    result = fork_ranks.run(recipes.HYBRID, [*recipes.flags(**LAYOUTS["1D 2"][1]), "--dry-run", *more])
+    result = fork_ranks.run(training.HYBRID, [*training.flags(**LAYOUTS["1D 2"][1]), "--dry-run", *more])
     assert result.codes == [2], str(result)
     assert expected in result.stderr[0]
     assert result.stderr[0].count("\n") == 1
@@ -167,7 +166,7 @@ def test_a_mistake_is_one_line(more, expected):
 def test_a_report_of_the_data_parallel_script_names_all_its_layers():
     config = "configs/config_data_parallel.py"
     result = fork_ranks.run(
-        recipes.DATA_PARALLEL, ["--config", config, "--dry-run", "--set", "gradient_accumulation=1"]
+        training.DATA_PARALLEL, ["--config", config, "--dry-run", "--set", "gradient_accumulation=1"]
     )
     assert result.codes == [0], str(result)
     assert "cls_token, pos_embed, patch_embed, blocks 0-11, norm, head; 85,806,346 parameters" in result.stdout[0]
@@ -176,7 +175,7 @@ def test_a_report_of_the_data_parallel_script_names_all_its_layers():
 def test_an_epoch_without_a_step_is_one_line():
     """Also with a linear schedule, which would divide by its number of steps."""
     argv = ["--config", "configs/config_data_parallel.py", "--dry-run", "--set", "gradient_accumulation=1000"]
-    result = fork_ranks.run(recipes.DATA_PARALLEL, [*argv, "--set", "DEPTH=1", "--world_size", "4"])
+    result = fork_ranks.run(training.DATA_PARALLEL, [*argv, "--set", "DEPTH=1", "--world_size", "4"])
     assert result.codes == [2], str(result)
     assert "gradient_accumulation = 1000, but an epoch has only 48 batches on each rank" in result.stderr[0]
     assert result.stderr[0].count("\n") == 1

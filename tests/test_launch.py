@@ -25,10 +25,10 @@ from colossalai.legacy import get_default_parser
 import cifar10
 import fork_ranks
 import launchers
-import recipes
+import training
 
 FOLDER = fork_ranks.ROOT / "vit_cifar10_hybrid"
-SMALL_PIPELINE = recipes.set_flags({**recipes.MODEL, "parallel.pipeline": 2})
+SMALL_PIPELINE = training.set_flags({**training.MODEL, "parallel.pipeline": 2})
 
 
 # ---- Mistakes --------------------------------------------------------------------------------------------------------
@@ -47,7 +47,7 @@ class Mistakes:
             damage(folder)
             return str(tmp_path / name)
 
-        good = recipes.PIPELINE_CONFIG
+        good = training.CONFIG
         good_text = (FOLDER / good).read_text()
         self.output = tmp_path / "output"
         a_file = write("file", "")
@@ -109,12 +109,12 @@ class Mistakes:
             "batch larger than the data": (sets("BATCH_SIZE=2048"), ["2048", "1437"]),
             "accumulation larger than the data": (sets("gradient_accumulation=64"), ["2048", "1437"]),
             "not for this script": (
-                {"script": recipes.DATA_PARALLEL, "config": str(FOLDER / good)},
+                {"script": training.DATA_PARALLEL, "config": str(FOLDER / good)},
                 ["train_dp.py", "train_hybrid.py"],
             ),
             "unknown model": (
                 {
-                    "script": recipes.DATA_PARALLEL,
+                    "script": training.DATA_PARALLEL,
                     "config": "configs/config_data_parallel.py",
                     "common": ["--set", "MODEL='resnet50'"],
                 },
@@ -178,11 +178,14 @@ class Mistakes:
         if port == "used":
             self.occupant = socket.create_server(("localhost", 0))
             port = self.occupant.getsockname()[1]
-        script = given.get("script", recipes.HYBRID)
+        script = given.get("script", training.HYBRID)
         argv, more = [], given.get("more", [])
         for rank in range(given.get("ranks", 2)):
             own = {"launcher": "none", "rank": rank, "world_size": 2, "host": "localhost", "port": port}
-            own |= {"config": given.get("config", recipes.PIPELINE_CONFIG), "output": given.get("output", self.output)}
+            own |= {
+                "config": given.get("config", training.CONFIG),
+                "output": given.get("output", self.output),
+            }
             own |= {"timeout": 10 * fork_ranks.PATIENCE}
             parts = [(f"--{key}", value) for key, value in own.items() if value is not None and f"--{key}" not in more]
             argv.append([str(part) for pair in parts for part in pair] + [*given.get("common", SMALL_PIPELINE), *more])
@@ -345,17 +348,17 @@ def test_openmpi_on_several_nodes_needs_a_host(monkeypatch):
 
 def test_processes_started_by_hand(tmp_path):
     port = fork_ranks.free_port()
-    common = ["--config", recipes.PIPELINE_CONFIG, "--output", str(tmp_path / "run"), "--max-steps", "2"]
+    common = ["--config", training.CONFIG, "--output", str(tmp_path / "run"), "--max-steps", "2"]
     common += ["--world_size", "2", "--host", "localhost", "--port", str(port), *SMALL_PIPELINE]
-    result = fork_ranks.start(recipes.HYBRID, [[*common, "--rank", str(rank)] for rank in range(2)], [{}, {}]).wait()
+    result = fork_ranks.start(training.HYBRID, [[*common, "--rank", str(rank)] for rank in range(2)], [{}, {}]).wait()
     assert result.codes == [0, 0], str(result)
     assert len(read_metrics(tmp_path / "run")[0]) == 2
 
 
 def test_an_earlier_run_is_set_aside(tmp_path):
     for _ in range(3):
-        argv = [*recipes.flags(), "--output", str(tmp_path / "run"), "--max-steps", "1", "--resume", "never"]
-        assert fork_ranks.run(recipes.HYBRID, argv).codes == [0]
+        argv = [*training.flags(), "--output", str(tmp_path / "run"), "--max-steps", "1", "--resume", "never"]
+        assert fork_ranks.run(training.HYBRID, argv).codes == [0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.1", "run.2"]
     assert all(len(read_metrics(path)[0]) == 1 for path in tmp_path.iterdir())
 
@@ -366,11 +369,11 @@ def test_an_earlier_run_is_set_aside(tmp_path):
 def training_world(world_size, tmp_path):
     """Ranks started by hand that train for long, running."""
     port = fork_ranks.free_port()
-    values = {**recipes.MODEL, "parallel.pipeline": 2, "NUM_EPOCHS": 1000, "BATCH_SIZE": 16}
-    common = ["--config", recipes.PIPELINE_CONFIG, "--output", str(tmp_path), "--world_size", str(world_size)]
-    common += ["--host", "localhost", "--port", str(port), *recipes.set_flags(values), *fork_ranks.FOREVER]
+    values = {**training.MODEL, "parallel.pipeline": 2, "NUM_EPOCHS": 1000, "BATCH_SIZE": 16}
+    common = ["--config", training.CONFIG, "--output", str(tmp_path), "--world_size", str(world_size)]
+    common += ["--host", "localhost", "--port", str(port), *training.set_flags(values), *fork_ranks.FOREVER]
     argv = [[*common, "--rank", str(rank)] for rank in range(world_size)]
-    ranks = fork_ranks.start(recipes.HYBRID, argv, [{}] * world_size)
+    ranks = fork_ranks.start(training.HYBRID, argv, [{}] * world_size)
     said = lambda: [ranks.output(rank, "err") for rank in range(world_size)]  # noqa: E731
     launchers.wait_until(lambda: launchers.steps_on_record(tmp_path) >= 3, said)
     return ranks
@@ -413,15 +416,15 @@ def test_told_to_stop_all_ranks_end_after_the_same_step(number, tmp_path, monkey
 
 
 def test_killed_rank_ends_the_job_under_torchrun(tmp_path):
-    values = {**recipes.MODEL, "parallel.pipeline": 2, "NUM_EPOCHS": 1000, "BATCH_SIZE": 16}
+    values = {**training.MODEL, "parallel.pipeline": 2, "NUM_EPOCHS": 1000, "BATCH_SIZE": 16}
     argv = [os.path.join(os.path.dirname(sys.executable), "torchrun"), "--standalone", "--nproc_per_node=2"]
     argv += [
         "train_hybrid.py",
         "--config",
-        recipes.PIPELINE_CONFIG,
+        training.CONFIG,
         "--output",
         str(tmp_path),
-        *recipes.set_flags(values),
+        *training.set_flags(values),
         *fork_ranks.FOREVER,
     ]
     log = tmp_path / "log"
@@ -469,8 +472,15 @@ def test_a_bug_on_one_rank_ends_the_others(tmp_path, monkeypatch):
 
     monkeypatch.setattr(cifar10, "read", read)
     output = tmp_path / "run"
-    argv = ["--config", recipes.PIPELINE_CONFIG, "--output", str(output), *SMALL_PIPELINE, *fork_ranks.FOREVER]
-    result = fork_ranks.run(recipes.HYBRID, argv, 2)
+    argv = [
+        "--config",
+        training.CONFIG,
+        "--output",
+        str(output),
+        *SMALL_PIPELINE,
+        *fork_ranks.FOREVER,
+    ]
+    result = fork_ranks.run(training.HYBRID, argv, 2)
     assert result.codes == [1, 1], str(result)
     assert "RuntimeError: a bug" in result.stderr[1]
     assert "Traceback" not in result.stderr[0]
@@ -478,9 +488,9 @@ def test_a_bug_on_one_rank_ends_the_others(tmp_path, monkeypatch):
 
 
 def test_gradient_that_is_not_finite_stops_all_before_the_update(tmp_path):
-    values = {**recipes.MODEL, "parallel.pipeline": 2, "LEARNING_RATE": 1e30, "clip_grad_norm": 0}
-    argv = ["--config", recipes.PIPELINE_CONFIG, "--output", str(tmp_path), *recipes.set_flags(values)]
-    result = fork_ranks.run(recipes.HYBRID, argv, 2)
+    values = {**training.MODEL, "parallel.pipeline": 2, "LEARNING_RATE": 1e30, "clip_grad_norm": 0}
+    argv = ["--config", training.CONFIG, "--output", str(tmp_path), *training.set_flags(values)]
+    result = fork_ranks.run(training.HYBRID, argv, 2)
     lines = "".join(result.stderr).splitlines()
     assert result.codes == [1, 1], str(result)
     assert len(lines) == 1, str(result)

@@ -13,7 +13,7 @@ from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 
 import fork_ranks
-import recipes
+import training
 import vit
 from conftest import NUM_TEST_IMAGES
 from layouts import LAYOUTS, MODEL, OPTIMIZERS
@@ -27,7 +27,7 @@ def reference(tmp_path_factory):
 
     @functools.cache
     def curves(optimizer="adamw", depth=4):
-        return recipes.train(tmp_path_factory.mktemp("reference"), DEPTH=depth, **OPTIMIZERS[optimizer])
+        return training.train(tmp_path_factory.mktemp("reference"), DEPTH=depth, **OPTIMIZERS[optimizer])
 
     return curves
 
@@ -56,15 +56,17 @@ def assert_same_curve(steps, expected):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_same_curve_as_one_process(layout, reference, tmp_path, random_weights):
     world_size, values = small(layout)
-    expected, evaluated = reference(depth=values["DEPTH"])
+    one = reference(depth=values["DEPTH"])
+    expected = one.steps
     assert min(r["grad_norm"] for r in expected) > MODEL["clip_grad_norm"], "clipping must change every step"
     assert expected[-1]["loss"] < expected[0]["loss"] - 0.15, "the model must learn, or equality says little"
-    steps, evaluations = recipes.train(tmp_path, world_size, **values)
-    assert len(steps) == 20
-    assert_same_curve(steps, expected)
-    assert evaluations[-1]["eval_images"] == NUM_TEST_IMAGES
-    assert evaluations[-1]["eval_loss"] == pytest.approx(evaluated[-1]["eval_loss"], rel=1e-4)
-    assert evaluations[-1]["eval_accuracy"] == pytest.approx(evaluated[-1]["eval_accuracy"], abs=1.5 / NUM_TEST_IMAGES)
+    run = training.train(tmp_path, world_size, **values)
+    assert len(run.steps) == 20
+    assert_same_curve(run.steps, expected)
+    here, there = run.evaluations[-1], one.evaluations[-1]
+    assert here["eval_images"] == NUM_TEST_IMAGES
+    assert here["eval_loss"] == pytest.approx(there["eval_loss"], rel=1e-4)
+    assert here["eval_accuracy"] == pytest.approx(there["eval_accuracy"], abs=1.5 / NUM_TEST_IMAGES)
 
 
 @pytest.mark.parametrize("layout", ["DP 2", "1D 2", "PP 2 interleaved × 2, 4 micro-batches", "DP 2 × PP 2"])
@@ -72,8 +74,8 @@ def test_same_curve_with_accumulation(layout, reference, tmp_path, random_weight
     """Two micro-batches of half the size make the same steps, and so the same curve as without accumulation."""
     batch = LAYOUTS[layout][1].get("BATCH_SIZE", 32) // 2
     world_size, values = small(layout, BATCH_SIZE=batch, gradient_accumulation=2)
-    steps, _ = recipes.train(tmp_path, world_size, **values)
-    assert_same_curve(steps, reference(depth=values["DEPTH"])[0])
+    steps = training.train(tmp_path, world_size, **values).steps
+    assert_same_curve(steps, reference(depth=values["DEPTH"]).steps)
 
 
 # Each way to split a model, alone and combined: the others are of the same parts in other numbers.
@@ -84,9 +86,9 @@ KINDS = ["DP 2", "PP 2", "1D 2", "2D 4", "2.5D 8", "3D 8", "PP 2 × 1D 2", "DP 2
 def test_same_curve_with_momentum_recomputation_and_more_micro_batches(layout, reference, tmp_path, random_weights):
     """All else that must not matter, at once: SGD instead of AdamW, CHECKPOINT, four micro-batches a pipeline batch."""
     world_size, values = small(layout, CHECKPOINT=True, NUM_MICRO_BATCHES=4, **OPTIMIZERS["sgd"], **one_block(layout))
-    expected, _ = reference("sgd", values["DEPTH"])
+    expected = reference("sgd", values["DEPTH"]).steps
     assert expected[-1]["loss"] < expected[0]["loss"] - 0.15
-    steps, _ = recipes.train(tmp_path, world_size, steps=6, **values)
+    steps = training.train(tmp_path, world_size, steps=6, **values).steps
     assert_same_curve(steps, expected[:6])
 
 
@@ -94,9 +96,9 @@ def test_same_curve_with_momentum_recomputation_and_more_micro_batches(layout, r
 def test_same_curve_with_lamb(layout, reference, tmp_path, random_weights):
     """Its trust ratios need the norms of whole parameters, of which ranks hold pieces."""
     world_size, values = small(layout, **OPTIMIZERS["lamb"], **one_block(layout))
-    expected, _ = reference("lamb", values["DEPTH"])
+    expected = reference("lamb", values["DEPTH"]).steps
     assert expected[-1]["loss"] < expected[0]["loss"] - 0.15
-    steps, _ = recipes.train(tmp_path, world_size, steps=6, **values)
+    steps = training.train(tmp_path, world_size, steps=6, **values).steps
     assert_same_curve(steps, expected[:6])
 
 
@@ -136,7 +138,7 @@ def test_replicas_of_a_pipeline_reduce_during_their_last_backward_pass(monkeypat
             engine.step()
         return len(handler.buckets), found
 
-    settings = recipes.config(recipes.flags(**{**values, "gradient_accumulation": 2}))
+    settings = training.config_of(training.flags(**{**values, "gradient_accumulation": 2}))
     for num_buckets, found in fork_ranks.call(events, world_size, **settings):
         assert num_buckets > 3
         passes = ["begin", "end"] * 3
@@ -154,8 +156,8 @@ def test_replicas_of_a_pipeline_reduce_during_their_last_backward_pass(monkeypat
 def test_mixed_precision_in_every_mode(layout, amp, reference, tmp_path, random_weights):
     """bf16 keeps 8 bits: the first steps follow fp32 to a few per cent, but not exactly."""
     world_size, values = small(layout)
-    steps, _ = recipes.train(tmp_path, world_size, steps=3, amp=amp, **values)
-    for here, there in zip(steps, reference(depth=values["DEPTH"])[0], strict=False):
+    steps = training.train(tmp_path, world_size, steps=3, amp=amp, **values).steps
+    for here, there in zip(steps, reference(depth=values["DEPTH"]).steps, strict=False):
         assert here["loss"] == pytest.approx(there["loss"], rel=0.02)
         assert here["grad_norm"] == pytest.approx(there["grad_norm"], rel=0.1)
         assert here["loss"] != there["loss"]
@@ -170,7 +172,7 @@ def fp32(tmp_path_factory):
 
     @functools.cache
     def steps(depth):
-        return recipes.train(tmp_path_factory.mktemp("fp32"), **{**FP16, "DEPTH": depth})[0]
+        return training.train(tmp_path_factory.mktemp("fp32"), **{**FP16, "DEPTH": depth}).steps
 
     return steps
 
@@ -195,12 +197,12 @@ def test_fp16_with_loss_scaling_in_every_mode(layout, amp, fp32, tmp_path, rando
     if amp == "NAIVE":
         scaling["fp16.hysteresis"] = 1
     depth = 4 if "interleaved" in layout else 2 if "PP" in layout else 1
-    steps, evaluations = recipes.train(tmp_path, world_size, amp=amp, **{**FP16, "DEPTH": depth, **values, **scaling})
-    expected = fp32(depth)
+    run = training.train(tmp_path, world_size, amp=amp, **{**FP16, "DEPTH": depth, **values, **scaling})
+    steps, expected = run.steps, fp32(depth)
     assert len(steps) == len(expected) == 20
     assert steps[-1]["loss"] == pytest.approx(expected[-1]["loss"], rel=0.02)
     assert steps[5]["loss"] != expected[5]["loss"], "the mode must be in effect"
-    assert evaluations[-1]["eval_images"] == NUM_TEST_IMAGES
+    assert run.evaluations[-1]["eval_images"] == NUM_TEST_IMAGES
     if amp != "APEX":
         assert any(after["loss_scale"] == 2 * before["loss_scale"] for before, after in itertools.pairwise(steps))
         assert 1 <= sum(record["skipped"] for record in steps) <= 4

@@ -19,7 +19,7 @@ from colossalai.legacy.core import global_context as gpc
 
 import fake_gpu
 import fork_ranks
-import recipes
+import training
 from layouts import LAYOUTS, PIPELINE, tensor
 
 # By name: processes and overrides.
@@ -46,7 +46,7 @@ def calls_of_ranks(world_size: int, values: dict) -> list[Calls]:
         return dist.group.WORLD
 
     dist.new_group, dist.get_backend = new_group, lambda *_: "nccl"
-    parallel = recipes.config(recipes.flags(**values)).parallel
+    parallel = training.config_of(training.flags(**values)).parallel
     found = []
     for rank in range(world_size):
         rendezvous = Rendezvous("none", rank, rank, world_size, "localhost", 29500)

@@ -13,10 +13,10 @@ from colossal_vit.results import read_metrics
 
 import fork_ranks
 import launchers
-import recipes
+import training
 import warm
 
-PIPELINE = ["train_hybrid.py", "--config", recipes.PIPELINE_CONFIG]
+PIPELINE = ["train_hybrid.py", "--config", training.CONFIG]
 
 
 @pytest.fixture(scope="module")
@@ -98,10 +98,10 @@ def test_ranks_end_with_their_launcher(launcher, tmp_path):
 def test_a_restarted_group_goes_on(tmp_path):
     """torchrun --max-restarts: one rank is killed; all start again, from the newest checkpoint."""
     torchrun = ["torchrun", "--standalone", "--nproc_per_node", "2", "--max-restarts", "1", "--monitor-interval", "1"]
-    flags = ["--config", recipes.PIPELINE_CONFIG, "--output", str(tmp_path / "run"), "--max-steps", "60"]
-    values = {**recipes.MODEL, "BATCH_SIZE": 16, "parallel.pipeline": 2, "NUM_EPOCHS": 1000}
+    flags = ["--config", training.CONFIG, "--output", str(tmp_path / "run"), "--max-steps", "60"]
+    values = {**training.MODEL, "BATCH_SIZE": 16, "parallel.pipeline": 2, "NUM_EPOCHS": 1000}
     values |= {"checkpoint.every_steps": 2}
-    command = [*torchrun, "train_hybrid.py", *flags, *recipes.set_flags(values)]
+    command = [*torchrun, "train_hybrid.py", *flags, *training.set_flags(values)]
     with open(tmp_path / "log", "w") as log:
         job = subprocess.Popen(command, cwd=launchers.FOLDER, env=launchers.environment(), stdout=log, stderr=log)
     launchers.wait_until(lambda: launchers.steps_on_record(tmp_path / "run") > 5, (tmp_path / "log").read_text)
@@ -122,7 +122,7 @@ def by_hand(output, world_sizes, ranks, host, port, *more, **values):
     """The command lines of processes started by hand."""
     common = [
         "--config",
-        recipes.PIPELINE_CONFIG,
+        training.CONFIG,
         "--host",
         host,
         "--port",
@@ -151,7 +151,7 @@ def by_hand(output, world_sizes, ranks, host, port, *more, **values):
 )
 def test_ranks_that_do_not_fit_end_in_time(sizes, ranks, words, tmp_path):
     argv = by_hand(tmp_path, sizes, ranks, "localhost", fork_ranks.free_port(), "--timeout", "4", stages=1)
-    result = fork_ranks.start(recipes.HYBRID, argv, [{}] * len(argv)).wait()
+    result = fork_ranks.start(training.HYBRID, argv, [{}] * len(argv)).wait()
     assert set(result.codes) == {2}, str(result)
     assert re.search(words, "".join(result.stderr)), str(result)
     assert sum("error: " in line for text in result.stderr for line in text.splitlines()) == 1, str(result)
@@ -162,7 +162,7 @@ def test_only_the_address_in_use_is_listened_on(tmp_path):
     """Of this machine's addresses, rank 0's port is open at the one that the others were given."""
     port = fork_ranks.free_port()
     argv = by_hand(tmp_path, [2], [0], "127.0.0.1", port, *fork_ranks.FOREVER)
-    rank = fork_ranks.start(recipes.HYBRID, argv, [{}])
+    rank = fork_ranks.start(training.HYBRID, argv, [{}])
 
     def connects(address):
         try:
@@ -255,7 +255,7 @@ def move_to(name):
 def start_by_hand(pair, argv):
     """Forks of this process, the first half of the ranks on the first node; returns the world."""
     nodes = [pair.names[rank >= len(argv) // 2] for rank in range(len(argv))]
-    return fork_ranks.start(recipes.HYBRID, argv, [{}] * len(argv), enter=lambda rank: move_to(nodes[rank]))
+    return fork_ranks.start(training.HYBRID, argv, [{}] * len(argv), enter=lambda rank: move_to(nodes[rank]))
 
 
 @pytest.mark.parametrize("kind", ADDRESSES)

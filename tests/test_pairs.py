@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 import cifar10
 import conftest
 import fork_ranks
-import recipes
+import training
 from layouts import OPTIMIZERS, tensor
 from test_compile import compiler  # noqa: F401 a fixture of its module and of this one
 from test_finetune import full_weights
@@ -140,7 +140,7 @@ def references():
 
 
 def settings(row, depth, weights):
-    """The arguments of `recipes.train` for some features; a global batch of 32 in any case."""
+    """The arguments of `training.train` for some features; a global batch of 32 in any case."""
     values = {"DEPTH": depth, "NUM_EPOCHS": NUM_EPOCHS, "BATCH_SIZE": 32 // (1 + ("data" in row))}
     if row.get("data") == "zero":
         values |= {"zero.stage": 2 if "accumulation" in row else 1}
@@ -166,37 +166,38 @@ def settings(row, depth, weights):
 
 
 def reference(row, depth, weights, references, folder):
-    """Steps and evaluations of one process with those features only that change what is learned."""
+    """The run of one process with those features only that change what is learned."""
     values = settings({key: row[key] for key in LEARNED if key in row}, depth, weights)
     key = str(values)
     if key not in references:
-        references[key] = recipes.train(folder, **values)
+        references[key] = training.train(folder, **values)
     return references[key]
 
 
 @pytest.mark.parametrize("row", TABLE, ids=title)
 def test_features_together_learn_what_one_process_learns(row, weights, references, tmp_path, random_weights):
     depth = 4 if row.get("pipeline") == "interleaved" else 2
-    expected, expected_evaluations = reference(row, depth, weights, references, tmp_path / "one")
+    one = reference(row, depth, weights, references, tmp_path / "one")
     values, processes = settings(row, depth, weights), num_processes(row)
-    steps, evaluations = recipes.train(tmp_path / "run", processes, **values)
+    run = training.train(tmp_path / "run", processes, **values)
+    steps, expected = run.steps, one.steps
     assert len(expected) == STEPS_PER_EPOCH * NUM_EPOCHS
-    assert len(evaluations) == len(expected_evaluations) == NUM_EPOCHS
+    assert len(run.evaluations) == len(one.evaluations) == NUM_EPOCHS
     if "NAIVE" in row:
         assert [r["loss"] for r in steps] == pytest.approx([r["loss"] for r in expected], rel=HALF)
         assert not any(r["skipped"] for r in steps)
     else:
         assert_same_curve(steps, expected)
-    for here, there in zip(evaluations, expected_evaluations, strict=True):
+    for here, there in zip(run.evaluations, one.evaluations, strict=True):
         assert here.keys() == there.keys()
         assert here["eval_images"] == there["eval_images"] == conftest.NUM_TEST_IMAGES
         for key in {"eval_loss", "ema_loss"} & there.keys():
             assert here[key] == pytest.approx(there[key], rel=HALF if "NAIVE" in row else 1e-4), key
     if "resume" in row:
         stopped = STEPS_PER_EPOCH + 1  # in the middle of an epoch
-        recipes.train(tmp_path / "parts", processes, steps=stopped, **values)
-        recipes.train(tmp_path / "parts", processes, **values)
-        assert recipes.record(tmp_path / "parts") == recipes.record(tmp_path / "run")
+        training.train(tmp_path / "parts", processes, steps=stopped, **values)
+        training.train(tmp_path / "parts", processes, **values)
+        assert training.records(tmp_path / "parts") == run.records
 
 
 # Pairs that cannot exist, and the line that refuses them.
@@ -216,8 +217,8 @@ REFUSED = [
 
 @pytest.mark.parametrize(("values", "flags", "processes", "line"), REFUSED, ids=lambda value: str(value)[:40])
 def test_pairs_that_cannot_exist_are_refused_in_one_line(values, flags, processes, line, tmp_path):
-    argv = [*recipes.flags(**values), "--output", str(tmp_path / "run"), *flags]
-    result = fork_ranks.run(recipes.HYBRID, argv, processes)
+    argv = [*training.flags(**values), "--output", str(tmp_path / "run"), *flags]
+    result = fork_ranks.run(training.HYBRID, argv, processes)
     assert result.codes == [2] * processes, str(result)
     assert line in "".join(result.stderr)
     assert "Traceback" not in "".join(result.stderr)

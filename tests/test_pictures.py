@@ -14,8 +14,8 @@ from colossalai.legacy.core import global_context as gpc
 from PIL import Image
 
 import fork_ranks
-import recipes
 import train_hybrid
+import training
 import vit
 from layouts import LAYOUTS
 
@@ -26,7 +26,7 @@ WEIGHTS = ("blocks.0.mlp.fc1.weight", "blocks.0.mlp.fc2.weight")
 def test_pieces_are_what_ranks_hold(layout):
     """Real ranks' weights, and the output of their first block, are those pieces of the full ones."""
     world_size, values = LAYOUTS[layout]
-    config = recipes.config(recipes.flags(**values))
+    config = training.config_of(training.flags(**values))
     images = torch.randn(config.BATCH_SIZE, 3, config.IMG_SIZE, config.IMG_SIZE)
 
     @torch.no_grad()
@@ -56,7 +56,7 @@ def test_pieces_are_what_ranks_hold(layout):
 
 def test_a_picture_that_cannot_be_written_is_a_line(tmp_path):
     (tmp_path / "file").touch()
-    argv = [*recipes.flags(**{**LAYOUTS["PP 2"][1], "DEPTH": 2}), "--dry-run", "--world_size", "2"]
+    argv = [*training.flags(**{**LAYOUTS["PP 2"][1], "DEPTH": 2}), "--dry-run", "--world_size", "2"]
     args = launch.parse([*argv, "--output", str(tmp_path)], script="train_hybrid", check=vit.check_vit)
     plans = report.plan(train_hybrid.main, args)
     assert "layout.png cannot be written: Not a directory" in report._write_picture(plans, tmp_path / "file" / "run")

@@ -18,7 +18,6 @@ from colossal_vit.plan.search import Prediction
 from colossal_vit.plan.trace import Message
 
 import fork_ranks
-import recipes
 import train_dp
 import train_hybrid
 import training
@@ -31,7 +30,7 @@ SIZE |= {"NUM_MICRO_BATCHES": 1, "fp16.initial_scale": 1.0}
 
 
 def argv_of(**values):
-    return recipes.flags("NAIVE", **{**SIZE, **values})
+    return training.flags("NAIVE", **{**SIZE, **values})
 
 
 def request_for(argv, world_size):
@@ -75,7 +74,7 @@ def test_memory_is_that_of_a_dry_run(name):
 
 def test_every_layout_is_one_that_the_scripts_accept():
     """And each comes once; on 8 ranks there are some of every kind."""
-    config = recipes.config(argv_of())
+    config = training.config_of(argv_of())
     choices = enumerate_layouts(config, 8, 64, "train_hybrid", vit.check_vit)
     assert len(set(choices)) == len(choices)
     assert {choice.tensor for choice in choices} == {
@@ -100,9 +99,9 @@ def test_every_layout_is_one_that_the_scripts_accept():
 )
 def test_layouts_that_features_exclude_are_left_out(values, allowed):
     without = {key: value for key, value in SIZE.items() if key != "fp16.initial_scale"}
-    config = recipes.config(recipes.flags(**{**without, "amp": "NAIVE", **values}))
+    config = training.config_of(training.flags(**{**without, "amp": "NAIVE", **values}))
     choices = set(enumerate_layouts(config, 4, 64, "train_hybrid", vit.check_vit))
-    everything = enumerate_layouts(recipes.config(argv_of()), 4, 64, "train_hybrid", vit.check_vit)
+    everything = enumerate_layouts(training.config_of(argv_of()), 4, 64, "train_hybrid", vit.check_vit)
     assert choices == set(filter(allowed, everything))
 
 
@@ -140,7 +139,7 @@ def test_collectives_and_products_on_gpus():
 
 def run_plan(*more, world_size=4, machine="h100", **values):
     argv = [*argv_of(**{**values, "gradient_accumulation": 2}), "--plan", machine, "--world_size", str(world_size)]
-    return fork_ranks.run(recipes.HYBRID, [*argv, *more])
+    return fork_ranks.run(training.HYBRID, [*argv, *more])
 
 
 def test_the_best_layout_really_runs(tmp_path):
@@ -151,7 +150,7 @@ def test_the_best_layout_really_runs(tmp_path):
     assert "4 ranks, h100, 512 images per step: " in said
     best = said.splitlines()[-1]
     argv = [*argv_of(), *shlex.split(best), "--set", "NUM_EPOCHS=1", "--output", str(tmp_path), "--max-steps", "1"]
-    result = fork_ranks.run(recipes.HYBRID, argv, 4)
+    result = fork_ranks.run(training.HYBRID, argv, 4)
     assert result.codes == [0] * 4, str(result)
     (row,) = [line for line in said.splitlines() if line.startswith("data") and "%" in line][:1]
     assert row.split(",")[0].split("  ")[0] in result.stdout[0]
@@ -291,7 +290,7 @@ def test_a_machine_of_ones_own():
 
 def test_uneven_pipelines_wait():
     """More micro-batches, less waiting; computing, communicating and waiting are the whole step."""
-    config = recipes.config(argv_of())
+    config = training.config_of(argv_of())
 
     def shares():
         request = request_for(argv_of(), 4)

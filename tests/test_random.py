@@ -19,8 +19,8 @@ from colossalai.legacy.core import global_context as gpc
 from torch import nn
 
 import fork_ranks
-import recipes
 import test_resume
+import training
 import vit
 from layouts import LAYOUTS
 
@@ -71,7 +71,7 @@ def test_masks_of_every_layout(name):
         seed_ranks(gpc.config.SEED + 7)  # what `state.resume` does then
         return first, masks(model, layout)
 
-    answers = fork_ranks.call(function, world_size, **recipes.config(recipes.flags(**{**values, **DROPPED})))
+    answers = fork_ranks.call(function, world_size, **training.config_of(training.flags(**{**values, **DROPPED})))
     for moment in zip(*answers, strict=True):
         assert_own_masks(moment)
         paths = {}
@@ -98,7 +98,7 @@ def test_masks_of_replicas_of_a_timm_model():
 def test_masks_after_resuming(tmp_path, random_weights):
     """On the same layout those that would have come; on another one, new ones for each."""
     size, values = LAYOUTS["DP 2 × PP 2"]
-    settings = recipes.config(recipes.flags(**{**values, **DROPPED}))
+    settings = training.config_of(training.flags(**{**values, **DROPPED}))
 
     def save():
         checkpointer, trainer, loader = test_resume.begin(tmp_path / "there")
@@ -113,5 +113,5 @@ def test_masks_after_resuming(tmp_path, random_weights):
     assert_own_masks(expected)
     assert fork_ranks.call(functools.partial(load, size), size, **settings) == expected
     others, values = LAYOUTS["DP 2 × 2D 4"]
-    settings = recipes.config(recipes.flags(**{**values, **DROPPED}))
+    settings = training.config_of(training.flags(**{**values, **DROPPED}))
     assert_own_masks(fork_ranks.call(functools.partial(load, others), others, **settings))

@@ -10,7 +10,7 @@ from colossal_vit.results import read_metrics
 from safetensors.torch import save_file
 
 import fork_ranks
-from recipes import set_flags
+from training import set_flags
 
 FOLDER = fork_ranks.ROOT / "vit_imagenet_dali"
 NAMES = sorted(path.stem.removeprefix("config_") for path in (FOLDER / "configs").glob("config_*.py"))

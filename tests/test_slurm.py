@@ -9,7 +9,7 @@ from colossal_vit.checkpoint import storage
 
 import fork_ranks
 import launchers
-import recipes
+import training
 
 TEMPLATE = "scripts/slurm/train.sbatch"
 NO_GPU = ["--gpus-per-node=0", "--cpus-per-task=1"]
@@ -44,7 +44,7 @@ def slurm(tmp_path_factory):
 def submit(slurm, tasks, output, *argv, options=(), style=(), **values):
     """A job of the template on the pipeline config."""
     flags = launchers.small(output, **values)
-    command = ["vit_cifar10_hybrid/train_hybrid.py", recipes.PIPELINE_CONFIG, *flags, *argv]
+    command = ["vit_cifar10_hybrid/train_hybrid.py", training.CONFIG, *flags, *argv]
     log = f"--output={output}-%j.log"
     return slurm.submit(f"--ntasks-per-node={tasks}", *NO_GPU, log, *options, TEMPLATE, *style, *command)
 
@@ -91,7 +91,7 @@ def test_ranks_end_with_srun(slurm, tmp_path):
     """With a checkpoint, while the batch script that called srun continues."""
     output = tmp_path / "run"
     flags = launchers.small(output, steps=100_000, NUM_EPOCHS=1000)
-    command = shlex.join(["python", "-u", "train_hybrid.py", "--config", recipes.PIPELINE_CONFIG, *flags])
+    command = shlex.join(["python", "-u", "train_hybrid.py", "--config", training.CONFIG, *flags])
     (tmp_path / "job.sh").write_text(f"#!/bin/bash\nsrun {command}\necho srun gave $?\nsleep 600\n")
     options = ["--ntasks=2", f"--output={tmp_path}/log", f"--chdir={launchers.FOLDER}"]
     job = slurm.submit(*options, str(tmp_path / "job.sh"))
@@ -143,7 +143,7 @@ def test_a_job_out_of_time_is_queued_again(slurm):
 
 def test_a_shell_in_an_allocation_is_told_to_use_srun(slurm, tmp_path):
     """salloc leaves a shell with SLURM's variables, and one process of it is not the job."""
-    command = ["salloc", "--ntasks=4", "python", "train_hybrid.py", "--config", recipes.PIPELINE_CONFIG]
+    command = ["salloc", "--ntasks=4", "python", "train_hybrid.py", "--config", training.CONFIG]
     code, said = slurm(*command, *launchers.small(tmp_path / "run"), cwd=launchers.FOLDER)
     assert code == 2, said
     assert "this is a SLURM job of 4 tasks, but srun did not start this process: type `srun bash" in said

@@ -10,8 +10,8 @@ from colossal_vit.checkpoint import lock
 
 import fork_ranks
 import launchers
-import recipes
-from recipes import DATA_PARALLEL, HYBRID, PIPELINE_CONFIG
+import training
+from training import CONFIG, DATA_PARALLEL, HYBRID
 
 PAGE = (fork_ranks.ROOT / "docs" / "troubleshooting.md").read_text()
 SHOWN = re.findall(r"^## ([^\n]+)\n\n```text\n(.+?)\n```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -28,13 +28,11 @@ def said(*argv, script=HYBRID, code=2):
 
 
 def by_hand(rank, port, *more):
-    return said(
-        "--config", PIPELINE_CONFIG, "--rank", rank, "--world_size", 2, "--host", "localhost", "--port", port, *more
-    )
+    return said("--config", CONFIG, "--rank", rank, "--world_size", 2, "--host", "localhost", "--port", port, *more)
 
 
 def small(tmp_path, *more, **values):
-    return [*recipes.flags(**{"DEPTH": 1, "BATCH_SIZE": 128, **values}), "--output", tmp_path / "run", *more]
+    return [*training.flags(**{"DEPTH": 1, "BATCH_SIZE": 128, **values}), "--output", tmp_path / "run", *more]
 
 
 def other_values(tmp_path, monkeypatch):
@@ -72,7 +70,7 @@ REPRODUCED = {
     "The batch is larger than the data set": lambda *_: said(
         "--config", "configs/config_data_parallel.py", script=DATA_PARALLEL
     ),
-    "A key is misspelled": lambda *_: said("--config", PIPELINE_CONFIG, "--set", "LERNING_RATE=1e-3"),
+    "A key is misspelled": lambda *_: said("--config", CONFIG, "--set", "LERNING_RATE=1e-3"),
     "The run was trained with other values": other_values,
     "Another run has the run directory": locked,
     "A rank does not come": lambda *_: by_hand(0, fork_ranks.free_port(), "--timeout", 3),
@@ -85,7 +83,7 @@ REPRODUCED = {
 
 def by_torchrun_stage(*more):
     """What the first of two pipeline stages says."""
-    result = fork_ranks.run(HYBRID, ["--config", PIPELINE_CONFIG, *more], 2)
+    result = fork_ranks.run(HYBRID, ["--config", CONFIG, *more], 2)
     assert result.codes == [2, 2], str(result)
     return "".join(result.stderr)
 

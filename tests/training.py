@@ -24,12 +24,12 @@ from colossal_vit.results import METRICS, read_metrics
 from colossalai.context import Config
 
 import fork_ranks
-from layouts import MODEL, set_flags
+from layouts import CONFIG, MODEL, set_flags
 
 HYBRID, DATA_PARALLEL = settings.PATHS[settings.HYBRID], settings.PATHS[settings.DP]
 CALTECH101, IMAGENET = settings.PATHS[settings.CALTECH101], settings.PATHS[settings.IMAGENET]
 CONFIGS = {  # the config of each script, unless another one is given
-    HYBRID: "configs/config_pipeline_parallel.py",
+    HYBRID: CONFIG,
     DATA_PARALLEL: "configs/config_data_parallel.py",
     CALTECH101: "config/config_fp32.py",
     IMAGENET: "config_sample.py",
