@@ -69,16 +69,17 @@ def whole(tmp_path_factory, small_sample):
 
 @pytest.mark.parametrize("layout", ["DP 2", "PP 2", "1D 2", "2D 4", "2.5D 4", "3D 8"])
 def test_every_layout_has_the_same_average(layout, whole, tmp_path, random_weights):
+    """After the first of the two epochs."""
     world_size, values = LAYOUTS[layout]
     values = {**values, "BATCH_SIZE": VALUES["BATCH_SIZE"] // (2 if layout == "DP 2" else 1)}
-    run = training.train(tmp_path, world_size, steps=50, **{**VALUES, **SGD, **values})
-    expected, found = (load_file(newest(path) / storage.EMA) for path in (whole.output, tmp_path))
+    run = training.train(tmp_path, world_size, steps=11, **{**VALUES, **SGD, **values})
+    expected, found = (load_file(path / "checkpoints/step-00000011" / storage.EMA) for path in (whole.output, tmp_path))
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
-    for here, there in zip(run.evaluations, whole.evaluations, strict=True):
-        assert here["ema_loss"] == pytest.approx(there["ema_loss"], rel=1e-5)
-        assert here["ema_loss"] != pytest.approx(here["eval_loss"], rel=1e-4)
+    (here,), there = run.evaluations, whole.evaluations[0]
+    assert here["ema_loss"] == pytest.approx(there["ema_loss"], rel=1e-5)
+    assert here["ema_loss"] != pytest.approx(here["eval_loss"], rel=1e-4)
 
 
 def test_resumed_run_has_its_average_to_the_bit(whole, tmp_path, random_weights):

@@ -49,8 +49,11 @@ def small_buckets(monkeypatch, size):
         monkeypatch.setattr(module, "IN_FLIGHT_BYTES", 2 * size)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("layout", SPLITS)
+# On 8 ranks only with LAMB, the one optimizer that communicates over the tensor-parallel ranks.
+CURVES = [(layout, name) for layout, (size, _) in SPLITS.items() for name in OPTIMIZERS if name == "lamb" or size < 8]
+
+
+@pytest.mark.parametrize(("layout", "optimizer"), CURVES)
 def test_same_curve_as_one_process(layout, optimizer, reference, tmp_path, monkeypatch):
     """Also with accumulation and stage 2, and with layers that wait for their weights in the next forward pass.
 
