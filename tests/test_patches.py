@@ -19,6 +19,7 @@ from colossal_vit.data.samplers import GlobalBatchSampler
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.loop import Trainer
 from colossal_vit.engine.schedules import CosineAnnealingWarmupLR
+from colossalai import amp as colossalai_amp
 from colossalai.legacy import nn as col_nn
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
@@ -61,6 +62,16 @@ def test_upstream_puts_brackets_around_names_and_ipv4(address):
 @pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "::1"])
 def test_every_form_of_address_launches(address):
     assert launch_at(address, patched=True) == [1]
+
+
+# ---- AMP_TYPE is not where configs import it from ----
+
+
+def test_upstream_has_no_amp_type_where_configs_import_it_from():
+    """What `restore_amp_type` puts there, `test_config.py` loads the tutorials' configs with."""
+    package = Path(colossalai_amp.__file__)
+    assert "AMP_TYPE" not in package.read_text()
+    assert not package.with_name("amp_type.py").exists()
 
 
 # ---- without clip_grad_norm every gradient is set to zero ----
