@@ -177,7 +177,8 @@ def _launch(rank: int, world_size: int, port: int, config: Mapping) -> None:
     patches.apply()
     layout = {"pipeline": 1, "tensor": {"mode": None, "size": 1}}
     always = {"SEED": 0, "parallel": layout, "fp16": None, "gradient_accumulation": 1, "clip_grad_norm": 0.0}
-    settings = Config(configs.complete({**always, **config}, "train_hybrid"))
+    script = "imagenet" if "MODEL" in config else "train_hybrid"
+    settings = Config(configs.complete({**always, **config}, script))
     rendezvous = Rendezvous("none", rank, rank, world_size, "localhost", port)
     groups.launch_groups(settings, rendezvous, "gloo", join_store(rendezvous, PATIENCE), PATIENCE, torch.device("cpu"))
     seed_ranks(settings.SEED)
