@@ -397,7 +397,7 @@ def test_without_a_network_it_is_asked_for_once(offline, most, tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("values", "flags", "said"),
     [
-        ({"finetune.frozen_blocks": 2}, [], "finetune = {'frozen_blocks': 2}, but there are no weights to start from"),
+        ({"finetune.frozen_blocks": 2}, [], "finetune is given, but there are no weights to start from"),
         ({"finetune.linear_probe": True}, [], "but there are no weights to start from: set finetune.weights, --resume"),
         ({"finetune.weights": ""}, [], "finetune.weights = '', but it must be a string that is not empty"),
         ({"finetune.weights": "{}"}, ["--eval-only"], "but finetune.head = 'new' starts with one of zeros"),

@@ -290,8 +290,8 @@ class Checkpointer:
         named, head = finetune.get("weights"), finetune.head
         if named is None:
             raise UserError(
-                f"finetune = {dict(finetune)}, but there are no weights to start from: set finetune.weights, --resume "
-                f"a checkpoint, or leave the block out"
+                "finetune is given, but there are no weights to start from: set finetune.weights, --resume a "
+                "checkpoint, or leave the block out"
             )
         if run.args.eval_only and not run.args.eval_knn and head == "new":
             raise UserError(

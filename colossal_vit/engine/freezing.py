@@ -19,6 +19,8 @@ def frozen_parameters(model: nn.Module, config: Config) -> list[nn.Parameter]:
     if not config.finetune:
         return []
     frozen, head_only = config.finetune.frozen_blocks, config.finetune.linear_probe
+    if not frozen and not head_only:
+        return []
     depth = num_blocks(config, model)
     if frozen > depth:
         raise UserError(f"finetune.frozen_blocks = {frozen}, but the model has {depth} blocks")

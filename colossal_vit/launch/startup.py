@@ -115,6 +115,11 @@ def start(args: Arguments) -> Run:
         f"{layout}; global batch {layout.global_batch(config)} = BATCH_SIZE {config.BATCH_SIZE} × "
         f"gradient_accumulation {config.gradient_accumulation} × data parallel {layout.data}"
     )
+    log.info(
+        f"recipe: {config.OPTIMIZER}, LEARNING_RATE {config.LEARNING_RATE}, WEIGHT_DECAY {config.WEIGHT_DECAY}, "
+        f"{config.SCHEDULE} schedule, {config.WARMUP_EPOCHS} of {config.NUM_EPOCHS} epochs of warm-up, "
+        f"LABEL_SMOOTHING {config.LABEL_SMOOTHING}"
+    )  # a config may leave some of it to defaults
     for key, reason in idle.items():
         log.info(f"{key} does nothing in this script: {reason}")
     if config.fp16:
