@@ -213,7 +213,8 @@ def test_wandb_resumed_has_the_same_records_in_one_run(tmp_path, offline):
         (metric,) = [line["metric"] for line in lines if line["type"] == "metric"]
         assert (metric["glob_name"], metric["step_metric"]) == ("*", "step")
         summary = json.loads(inspect(folder, "--summary"))
-        assert summary["config"] == json.loads((run.output / "config.json").read_text())
+        config = json.loads((run.output / "config.json").read_text())
+        assert summary["config"] == {key: value for key, value in config.items() if value != {}}  # which wandb drops
         assert (summary["project"], summary["name"], summary["exit_code"]) == ("vit_cifar10_hybrid", "run", 0)
         ids.add(summary["run_id"])
         assert [item["step"] for item in items] == expected_steps
