@@ -71,11 +71,14 @@ def test_same_curve_as_one_process(layout, reference, tmp_path, random_weights):
 
 @pytest.mark.parametrize("layout", ["DP 2", "1D 2", "PP 2 interleaved × 2, 4 micro-batches", "DP 2 × PP 2"])
 def test_same_curve_with_accumulation(layout, reference, tmp_path, random_weights):
-    """Two micro-batches of half the size make the same steps, and so the same curve as without accumulation."""
+    """Two micro-batches of half the size make the same steps, and so the same curve as without accumulation.
+
+    A few steps say it: what 20 of them add is compared above, without accumulation.
+    """
     batch = LAYOUTS[layout][1].get("BATCH_SIZE", 32) // 2
     world_size, values = small(layout, BATCH_SIZE=batch, gradient_accumulation=2)
-    steps = training.train(tmp_path, world_size, **values).steps
-    assert_same_curve(steps, reference(depth=values["DEPTH"]).steps)
+    steps = training.train(tmp_path, world_size, steps=6, **values).steps
+    assert_same_curve(steps, reference(depth=values["DEPTH"]).steps[:6])
 
 
 # Each way to split a model, alone and combined: the others are of the same parts in other numbers.
@@ -172,7 +175,7 @@ def fp32(tmp_path_factory):
 
     @functools.cache
     def steps(depth):
-        return training.train(tmp_path_factory.mktemp("fp32"), **{**FP16, "DEPTH": depth}).steps
+        return training.train(tmp_path_factory.mktemp("fp32"), steps=12, **{**FP16, "DEPTH": depth}).steps
 
     return steps
 
@@ -189,17 +192,17 @@ def fp32(tmp_path_factory):
     ],
 )
 def test_fp16_with_loss_scaling_in_every_mode(layout, amp, fp32, tmp_path, random_weights):
-    """20 steps in fp16, CUDA's default, follow fp32 within 2 %; the loss scale grows, and an overflow skips a step."""
+    """12 steps in fp16, CUDA's default, follow fp32 within 2 %; the loss scale grows, and an overflow skips a step."""
     world_size, values = LAYOUTS[layout]
     scaling = {"fp16.dtype": "fp16"}
     if amp != "APEX":  # whose scaler keeps its defaults
-        scaling |= {"fp16.growth_interval": 6, "fp16.init_scale" if amp == "TORCH" else "fp16.initial_scale": 2.0**15}
+        scaling |= {"fp16.growth_interval": 3, "fp16.init_scale" if amp == "TORCH" else "fp16.initial_scale": 2.0**15}
     if amp == "NAIVE":
         scaling["fp16.hysteresis"] = 1
     depth = 4 if "interleaved" in layout else 2 if "PP" in layout else 1
-    run = training.train(tmp_path, world_size, amp=amp, **{**FP16, "DEPTH": depth, **values, **scaling})
+    run = training.train(tmp_path, world_size, steps=12, amp=amp, **{**FP16, "DEPTH": depth, **values, **scaling})
     steps, expected = run.steps, fp32(depth)
-    assert len(steps) == len(expected) == 20
+    assert len(steps) == len(expected) == 12
     assert steps[-1]["loss"] == pytest.approx(expected[-1]["loss"], rel=0.02)
     assert steps[5]["loss"] != expected[5]["loss"], "the mode must be in effect"
     assert run.evaluations[-1]["eval_images"] == NUM_TEST_IMAGES

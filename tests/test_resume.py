@@ -12,6 +12,7 @@ import torch
 from colossal_vit import launch
 from colossal_vit.checkpoint import storage
 from colossal_vit.checkpoint.checkpointer import Checkpointer
+from colossal_vit.checkpoint.tensors import parameter_slots
 from colossal_vit.data.batches import SampledLoader
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.loop import Trainer
@@ -80,9 +81,11 @@ def options(values):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_stopped_and_resumed_runs_record_the_same_bits(name, tmp_path):
+def test_stopped_and_resumed_runs_record_the_same_bits(name, tmp_path, request):
     """Stopped at the start, at random steps of the warm-up and after it, at the end of an epoch; and never."""
     (script, values), processes, more = RUNS[name]
+    if script == training.HYBRID:
+        request.getfixturevalue("few_test_images")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train = functools.partial(training.train, world_size=processes, script=script, **options({**values, **more}))
     expected = train(whole, steps=None).records
@@ -136,21 +139,43 @@ class Fixed(SampledLoader):
         return iter(self.batches[self.sampler.start :])
 
 
-def begin(output, resume="auto"):
-    """The checkpointer, trainer and loader of a small run in the layout that is launched, on random weights."""
-    config = gpc.config
-    layout = Layout.of(config, gpc.get_world_size(ParallelMode.GLOBAL))
+def build():
+    """The trainer and loader of a small run in the layout that is launched, on random weights."""
+    config, layout = gpc.config, launched_layout()
     model = vit.build_vit(config, layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = CosineAnnealingWarmupLR(optimizer, total_steps=10)
     loader = Fixed(config, layout.data, gpc.get_local_rank(ParallelMode.DATA))
     engine, loader, *_ = initialize(model, optimizer, col_nn.CrossEntropyLoss(), loader, None, scheduler)
+    return Trainer(engine, scheduler, RankLogger(1)), loader
+
+
+def launched_layout():
+    return Layout.of(gpc.config, gpc.get_world_size(ParallelMode.GLOBAL))
+
+
+def load(trainer, loader, output, resume="auto"):
+    """Begin a run in `output`, from a checkpoint if one is given; returns its checkpointer."""
     args = launch.parse(["--accept-changes", "--on-save-error", "stop", "--resume", str(resume)])
-    run = Run(args, config, layout, output, torch.device("cpu"), RankLogger(1))
-    checkpointer, trainer = Checkpointer(run), Trainer(engine, scheduler, run.log)
+    run = Run(args, gpc.config, launched_layout(), output, torch.device("cpu"), trainer.logger)
+    checkpointer = Checkpointer(run)
     checkpointer.prepare()
     checkpointer.load(trainer, loader)
-    return checkpointer, trainer, loader
+    return checkpointer
+
+
+def forget(trainer, loader):
+    """Leave nothing in the engine, the schedule and the loader that a checkpoint could fail to replace unnoticed."""
+    with torch.no_grad():
+        for slot in parameter_slots(trainer.engine):
+            slot.working.fill_(torch.nan)
+            slot.master.fill_(torch.nan)
+    for state in trainer.engine.optimizer.optim.state.values():
+        for tensor in filter(torch.is_tensor, state.values()):
+            tensor.fill_(torch.nan)
+    trainer.engine.num_steps = 0
+    trainer.lr_scheduler.step()
+    loader.start = 0
 
 
 def save(checkpointer, trainer, loader):
@@ -179,7 +204,8 @@ def mean(losses):
 
 def save_after_two_steps(output):
     """Save a checkpoint after two of the three steps; returns its path, and the loss of the third."""
-    checkpointer, trainer, loader = begin(output)
+    trainer, loader = build()
+    checkpointer = load(trainer, loader, output)
     batches = iter(loader)
     for _ in range(2):
         step(trainer.engine, batches, trainer.lr_scheduler)
@@ -187,14 +213,20 @@ def save_after_two_steps(output):
 
 
 def load_each(paths, folder):
-    """Resume from each; returns for each what is not the same when it is saved again, the next loss and the rate."""
+    """Resume from each; returns for each what is not the same when it is saved again, the next loss and the rate.
+
+    All in one engine, which `forget`s in between, and makes a whole training step after the last one.
+    """
+    trainer, loader = build()
     answers = {}
     for name, path in paths.items():
-        checkpointer, trainer, loader = begin(folder / name, path)
+        forget(trainer, loader)
+        checkpointer = load(trainer, loader, folder / name, path)
         rate = trainer.lr_scheduler.get_last_lr()
         again = save(checkpointer, trainer, loader)
         wrong = differences(path, again) if gpc.get_global_rank() == 0 else None
-        loss = step(trainer.engine, iter(loader), trainer.lr_scheduler, forward_only=len(answers) > 0)
+        is_last = len(answers) == len(paths) - 1
+        loss = step(trainer.engine, iter(loader), trainer.lr_scheduler, forward_only=not is_last)
         answers[name] = wrong, loss, rate
     return answers
 
@@ -252,7 +284,7 @@ def test_moments_matter(saved):
     ("first", "second"),
     [("PP 2", "1D 4"), ("DP 2", "2D 4")],
 )
-def test_a_run_goes_on_in_another_layout(first, second, tmp_path, random_weights):
+def test_a_run_goes_on_in_another_layout(first, second, few_test_images, tmp_path, random_weights):
     """Ten steps in one layout, ten in another, through the command line: the curve is that of one process."""
     expected = training.train(tmp_path / "one", DEPTH=2).steps
     training.train(tmp_path / "two", LAYOUTS[first][0], steps=10, DEPTH=2, **LAYOUTS[first][1])
@@ -264,18 +296,19 @@ def test_a_run_goes_on_in_another_layout(first, second, tmp_path, random_weights
         assert here["lr"] == there["lr"]
 
 
-def test_the_place_in_the_epoch_counts_in_images(tmp_path, random_weights):
+def test_the_place_in_the_epoch_counts_in_images(few_test_images, tmp_path, random_weights):
     """Accumulation and data parallel size changed in the middle of an epoch, the global batch not: the same curve."""
     common = dict(DEPTH=2, NUM_EPOCHS=2)
-    expected = training.train(tmp_path / "one", steps=60, **common).steps
-    training.train(tmp_path / "two", 2, steps=30, BATCH_SIZE=8, gradient_accumulation=2, **common)
-    steps = training.train(tmp_path / "two", 4, steps=60, BATCH_SIZE=8, **common).steps
+    expected = training.train(tmp_path / "one", steps=30, BATCH_SIZE=64, **common).steps
+    training.train(tmp_path / "two", 2, steps=14, BATCH_SIZE=16, gradient_accumulation=2, **common)
+    steps = training.train(tmp_path / "two", 4, steps=30, BATCH_SIZE=16, **common).steps
+    assert {r["epoch"] for r in steps[14:]} == {0, 1}, "resumed in the middle of an epoch"
     for here, there in zip(steps, expected, strict=True):
         assert here["loss"] == pytest.approx(there["loss"], rel=1e-3 if here["step"] > 20 else 1e-4), here["step"]
         assert (here["lr"], here["epoch"]) == (there["lr"], there["epoch"])
 
 
-def test_a_run_that_is_told_to_stop_goes_on_to_the_bit(tmp_path):
+def test_a_run_that_is_told_to_stop_goes_on_to_the_bit(few_test_images, tmp_path):
     """A signal to one rank, or Ctrl-C to all, twice at once since torchrun passes it on; wherever it finds the run."""
     settings = options({**HYBRID, "BATCH_SIZE": 16, "NUM_EPOCHS": 4})
     whole = training.train(tmp_path / "whole", 2, steps=None, **settings)

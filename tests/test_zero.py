@@ -49,11 +49,8 @@ def small_buckets(monkeypatch, size):
         monkeypatch.setattr(module, "IN_FLIGHT_BYTES", 2 * size)
 
 
-# On 8 ranks only with LAMB, the one optimizer that communicates over the tensor-parallel ranks.
-CURVES = [(layout, name) for layout, (size, _) in SPLITS.items() for name in OPTIMIZERS if name == "lamb" or size < 8]
-
-
-@pytest.mark.parametrize(("layout", "optimizer"), CURVES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("layout", SPLITS)
 def test_same_curve_as_one_process(layout, optimizer, reference, tmp_path, monkeypatch):
     """Also with accumulation and stage 2, and with layers that wait for their weights in the next forward pass.
 
@@ -66,7 +63,7 @@ def test_same_curve_as_one_process(layout, optimizer, reference, tmp_path, monke
     values = {"DEPTH": 4 if "interleaved" in layout else 2, **values, **OPTIMIZERS[optimizer], **SPLIT}
     if optimizer == "lamb":
         values |= {"zero.stage": 2, "gradient_accumulation": 2, "BATCH_SIZE": values["BATCH_SIZE"] // 2}
-    num_steps = 20 if optimizer == "adamw" and values["DEPTH"] == 4 else 6
+    num_steps = 20 if optimizer == "adamw" and values["DEPTH"] == 4 else 6 if world_size < 8 else 3
     expected = reference(optimizer, values["DEPTH"])
     assert min(r["grad_norm"] for r in expected) > MODEL["clip_grad_norm"], "clipping must change every step"
     run = training.train(tmp_path, world_size, steps=num_steps, **values)
