@@ -1,4 +1,5 @@
 import gc
+import io
 import os
 import resource
 import signal
@@ -15,8 +16,9 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import colossal_vit  # noqa: F401 filters warnings of the next import
 import colossalai.legacy  # noqa: F401 so that forked ranks need not import it, nor the others that are marked so
-import matplotlib.figure  # noqa: F401
+import matplotlib.figure
 import pytest
+import rich.console  # noqa: F401
 import timm  # noqa: F401
 import torch
 import torch.utils.tensorboard
@@ -35,6 +37,10 @@ torch.set_num_threads(1)
 # Autograd initialises its device threads in the first backward pass; if it finds a GPU then, forks cannot use autograd.
 # A FakeTensorMode with CUDA tensors makes it find one, so the first backward pass has to come before.
 torch.ones(1, requires_grad=True).backward()
+# The first picture makes matplotlib load a backend and fonts: here, so that forks which draw need not.
+figure = matplotlib.figure.Figure()
+figure.add_subplot(title="a title").plot([0, 1])
+figure.savefig(io.BytesIO())
 gc.freeze()  # otherwise each fork's first collection touches, and so copies, the memory of all imported modules
 # There are more ranks than cores, and they constantly wake each other. Under SCHED_BATCH a waking rank does not preempt
 # a running one, which saves a third of the context switches.

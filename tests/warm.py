@@ -2,7 +2,7 @@
 
 `Warm(folder)` puts both programs into `folder/bin`, and a file that makes bash use them even if an activated
 environment comes first on PATH. A fork takes over the caller's arguments, environment, working directory and open
-files, and imports the modules of this repository again, from the caller's paths.
+files, and imports the modules of this repository again, from the caller's paths; all others it finds imported.
 """
 
 import json
@@ -15,6 +15,10 @@ import stat
 import sys
 from contextlib import suppress
 from pathlib import Path
+
+import colossalai.legacy.engine.schedule  # noqa: F401 like those marked so below: no process has to import it
+import torch.distributed.launcher.api  # noqa: F401
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 import fork_ranks
 
@@ -33,14 +37,17 @@ os.kill(os.getpid(), -code) if code < 0 else os._exit(code)
 """
 
 
-def _become(argv: list[str]) -> None:
-    """Run `python argv...` in a forked process."""
-    if argv[0] == "-u":
-        argv = argv[1:]
+def _forget_own_modules() -> None:
     for name, module in list(sys.modules.items()):
         path = Path(getattr(module, "__file__", None) or "/")
         if path.is_relative_to(ROOT) and not path.is_relative_to(ENVIRONMENT):
             del sys.modules[name]
+
+
+def _become(argv: list[str]) -> None:
+    """Run `python argv...` in a forked process."""
+    if argv[0] == "-u":
+        argv = argv[1:]
     kept = [path for path in sys.path if not Path(path).is_relative_to(ROOT) or Path(path).is_relative_to(ENVIRONMENT)]
     given = os.environ.get("PYTHONPATH", "").split(":")
     sys.path[:] = ["", *filter(None, given), *kept]
@@ -95,6 +102,9 @@ def _serve(listener: socket.socket) -> None:
                 pass
 
     signal.signal(signal.SIGCHLD, reap)
+    _forget_own_modules()
+    # torchrun names each event by a walk through all modules, of which this process has thousands: a second of work.
+    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
     while True:
         connection, _ = listener.accept()
         if os.fork() == 0:
