@@ -119,6 +119,23 @@ def random_weights(monkeypatch):
     random_start(monkeypatch)
 
 
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory):
+    """What is slow once, before there are ranks that would all do it; and one place for all tests' programs."""
+    import torch._inductor.config as inductor
+
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # that of all workers
+    # With more than one thread, its pool, which no fork has, is waited for. Without vector instructions a kernel is
+    # compiled in two thirds of the time, and Inductor does not first compile programs to find out which the CPU has.
+    settings = {"compile_threads": 1, "cpp.vec_isa_ok": False}
+    with pytest.MonkeyPatch.context() as patch, inductor.patch(settings):
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "compiled"))
+        torch.compile(torch.nn.GELU())(torch.ones(32, requires_grad=True)).sum().backward()
+        yield
+
+
 class SmallDisk:
     """A separate file system at `path`, of the size last given to `resize`."""
 

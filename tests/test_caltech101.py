@@ -22,7 +22,6 @@ import caltech101
 import fork_ranks
 import image_files
 import training
-from test_compile import compiler  # noqa: F401 a fixture of its module and of this one
 
 CONFIGS = {path.stem for path in (fork_ranks.ROOT / "vit_caltech101_amp" / "config").glob("config_*.py")}
 # A rate at which runs that differ by a rounding stay together, and yet learn to read.
@@ -354,15 +353,15 @@ COMPILED = dict(DEPTH=1, CACHE_SIZE=32, HIDDEN_SIZE=32, FLIP=True)
 
 
 @pytest.mark.parametrize(("name", "world_size"), [("fp32", 2), ("AMP_torch", 1)])
-def test_compiled_is_the_same(tmp_path, name, world_size):
+def test_compiled_is_the_same(compiler, monkeypatch, tmp_path, name, world_size):
     """With gradient accumulation, so that DDP reduces in every second backward pass; test_pairs.py compiles NAIVE."""
-    programs = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    programs = tmp_path / "programs"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(programs))
     values = dict(COMPILED, steps=3, BATCH_SIZE=16, gradient_accumulation=2)
-    before = set(programs.rglob("*.so"))
     expected = train(tmp_path / "eager", f"config_{name}", world_size, **values).steps
-    assert set(programs.rglob("*.so")) == before
+    assert not any(programs.rglob("*.so"))
     run = train(tmp_path / "compiled", f"config_{name}", world_size, "--compile", **values)
-    assert set(programs.rglob("*.so")) > before, "it must have been compiled"
+    assert any(programs.rglob("*.so")), "it must have been compiled"
     tolerance = 1e-5 if name == "fp32" else 1e-3
     for key in ("loss", "grad_norm"):
         assert [r[key] for r in run.steps] == pytest.approx([r[key] for r in expected], rel=tolerance)

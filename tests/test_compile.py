@@ -8,22 +8,13 @@ from colossal_vit.parallel.seeds import seed_ranks
 from colossalai.legacy import nn as col_nn
 from colossalai.legacy.core import global_context as gpc
 from torch._dynamo.utils import counters
-from torch._inductor import config as inductor
 
 import fork_ranks
 import training
 import vit
 from layouts import LAYOUTS
 
-
-@pytest.fixture(scope="module", autouse=True)
-def compiler(tmp_path_factory):
-    """Everything that is slow once, before there are ranks that would all do it; and one place for programs."""
-    # With more than one thread, its pool, which no fork has, is waited for.
-    with pytest.MonkeyPatch.context() as patch, inductor.patch(compile_threads=1):
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
-        torch.compile(torch.nn.GELU())(torch.ones(32, requires_grad=True)).sum().backward()
-        yield
+pytestmark = pytest.mark.usefixtures("compiler")
 
 
 def train(world_size, compiled):

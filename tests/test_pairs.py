@@ -16,9 +16,10 @@ import conftest
 import fork_ranks
 import training
 from layouts import OPTIMIZERS, tensor
-from test_compile import compiler  # noqa: F401 a fixture of its module and of this one
 from test_finetune import full_weights
 from test_layouts import assert_same_curve
+
+pytestmark = pytest.mark.usefixtures("compiler")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The table
