@@ -267,7 +267,7 @@ def test_the_block_that_stands_for_all_of_timms_has_stochastic_depth():
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        (["GLOBAL_BATCH=100", "mix=None"], "makes GLOBAL_BATCH = 100 images per step: make them 99 or 102 (a multiple of 3)"),
+        (["GLOBAL_BATCH=100", "mix=None"], "GLOBAL_BATCH = 100 images per step: make them 99 or 102 (a multiple of 3)"),
         (["GLOBAL_BATCH=9"], "make them 6 or 12 (a multiple of 6)"),
         (["MODEL='vit_large'"], "MODEL = 'vit_large' is not a Vision Transformer of timm"),
         (["parallel.pipeline=3"], "this script is data parallel only"),
