@@ -40,7 +40,7 @@ def check(tmp_path_factory):
                 "--world",
                 "2",
             ]
-            variables = {"PYTHONPATH": str(ROOT), "REHEARSE": "1", **programs.environment}
+            variables = {"PYTHONPATH": str(ROOT), "REHEARSE": "1", **programs.throughout}
             environment = launchers.environment(**variables)
             return subprocess.run([*command, *flags], cwd=root, env=environment, capture_output=True, text=True)
 

@@ -64,7 +64,7 @@ def test_every_check_is_rehearsed(programs, listed, tmp_path):
     """As one types it, but that pythons start at once; test_gpu.py is a part of this suite anyway."""
     names = [name for name, command in listed.items() if "tests/test_gpu.py" not in command]
     command = [str(programs.bin / "python"), "scripts/gpu_check.py", "--rehearse", "--output", str(tmp_path)]
-    environment = launchers.environment(PYTHONPATH=str(ROOT), **programs.environment)
+    environment = launchers.environment(PYTHONPATH=str(ROOT), **programs.throughout)
     done = subprocess.run([*command, "--only", *names], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "gpu_check.json").read_text())

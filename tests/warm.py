@@ -46,6 +46,7 @@ def _forget_own_modules() -> None:
 
 def _become(argv: list[str]) -> None:
     """Run `python argv...` in a forked process."""
+    sys.executable = os.environ.get("WARM_EXECUTABLE", sys.executable)
     if argv[0] == "-u":
         argv = argv[1:]
     kept = [path for path in sys.path if not Path(path).is_relative_to(ROOT) or Path(path).is_relative_to(ENVIRONMENT)]
@@ -122,6 +123,8 @@ class Warm:
 
     Attributes:
         environment: environment variables with which a shell uses them.
+        throughout: the same, with which the programs in turn start Python at once, by `sys.executable`. Not for those
+            that hand other files than 0 to 2 to it, as torch.compile's workers need.
     """
 
     def __init__(self, folder: Path):
@@ -136,6 +139,7 @@ class Warm:
             functions.append(f'{name}() {{ "{program}" "$@"; }}\n')
         (folder / "functions").write_text("".join(functions))
         self.environment = {"BASH_ENV": str(folder / "functions"), "PYTHON_EXEC": str(self.bin / "python")}
+        self.throughout = {**self.environment, "WARM_EXECUTABLE": str(self.bin / "python")}
 
     def __enter__(self) -> "Warm":
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
