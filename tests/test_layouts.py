@@ -69,16 +69,16 @@ def test_same_curve_as_one_process(layout, reference, tmp_path, random_weights):
     assert here["eval_accuracy"] == pytest.approx(there["eval_accuracy"], abs=1.5 / NUM_TEST_IMAGES)
 
 
-FEW = 4  # steps, in variations of what the test above compares over 20 of them
-
-
 @pytest.mark.parametrize("layout", ["DP 2", "1D 2", "PP 2 interleaved × 2, 4 micro-batches", "DP 2 × PP 2"])
 def test_same_curve_with_accumulation(layout, reference, tmp_path, random_weights):
-    """Two micro-batches of half the size make the same steps, and so the same curve as without accumulation."""
+    """Two micro-batches of half the size make the same steps, and so the same curve as without accumulation.
+
+    A few steps say it: what 20 of them add is compared above, without accumulation.
+    """
     batch = LAYOUTS[layout][1].get("BATCH_SIZE", 32) // 2
     world_size, values = small(layout, BATCH_SIZE=batch, gradient_accumulation=2)
-    steps = training.train(tmp_path, world_size, steps=FEW, **values).steps
-    assert_same_curve(steps, reference(depth=values["DEPTH"]).steps[:FEW])
+    steps = training.train(tmp_path, world_size, steps=6, **values).steps
+    assert_same_curve(steps, reference(depth=values["DEPTH"]).steps[:6])
 
 
 # Each way to split a model, alone and combined: the others are of the same parts in other numbers.
@@ -91,8 +91,8 @@ def test_same_curve_with_momentum_recomputation_and_more_micro_batches(layout, r
     world_size, values = small(layout, CHECKPOINT=True, NUM_MICRO_BATCHES=4, **OPTIMIZERS["sgd"], **one_block(layout))
     expected = reference("sgd", values["DEPTH"]).steps
     assert expected[-1]["loss"] < expected[0]["loss"] - 0.15
-    steps = training.train(tmp_path, world_size, steps=FEW, **values).steps
-    assert_same_curve(steps, expected[:FEW])
+    steps = training.train(tmp_path, world_size, steps=6, **values).steps
+    assert_same_curve(steps, expected[:6])
 
 
 @pytest.mark.parametrize("layout", KINDS)
@@ -101,8 +101,8 @@ def test_same_curve_with_lamb(layout, reference, tmp_path, random_weights):
     world_size, values = small(layout, **OPTIMIZERS["lamb"], **one_block(layout))
     expected = reference("lamb", values["DEPTH"]).steps
     assert expected[-1]["loss"] < expected[0]["loss"] - 0.15
-    steps = training.train(tmp_path, world_size, steps=FEW, **values).steps
-    assert_same_curve(steps, expected[:FEW])
+    steps = training.train(tmp_path, world_size, steps=6, **values).steps
+    assert_same_curve(steps, expected[:6])
 
 
 def test_replicas_of_a_pipeline_reduce_during_their_last_backward_pass(monkeypatch):
