@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 
 import pytest
 import torch
@@ -206,3 +207,17 @@ def test_fp16_with_loss_scaling_in_every_mode(layout, amp, fp32, tmp_path, rando
     if amp != "APEX":
         assert any(after["loss_scale"] == 2 * before["loss_scale"] for before, after in itertools.pairwise(steps))
         assert 1 <= sum(record["skipped"] for record in steps) <= 4
+
+
+CONFIGS = sorted((fork_ranks.ROOT / "vit_cifar10_hybrid/configs").glob("config_*.py"))
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in CONFIGS if "data_parallel" not in path.name], ids=lambda path: path.stem
+)
+def test_shipped_config_trains_a_smaller_model_in_its_own_layout_and_precision(path, tmp_path):
+    processes = int(re.search(r"--nproc_per_node (\d+)", path.read_text()).group(1))
+    smaller = {key: value for key, value in MODEL.items() if key not in ("fp16", "NUM_MICRO_BATCHES")}
+    run = training.train(tmp_path, processes, steps=1, config=path, small=False, **smaller)
+    assert run.evaluations[-1]["eval_images"] == NUM_TEST_IMAGES
+    assert "AMP_TYPE.NAIVE in bfloat16" in run.said
