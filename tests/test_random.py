@@ -101,12 +101,13 @@ def test_masks_after_resuming(tmp_path, random_weights):
     settings = training.config_of(training.flags(**{**values, **DROPPED}))
 
     def save():
-        checkpointer, trainer, loader = test_resume.begin(tmp_path / "there")
-        test_resume.save(checkpointer, trainer, loader)
+        trainer, loader = test_resume.build()
+        test_resume.save(test_resume.load(trainer, loader, tmp_path / "there"), trainer, loader)
         return masks(trainer.engine.bare_model, Layout.of(gpc.config, size))
 
     def load(world_size):
-        _, trainer, _ = test_resume.begin(tmp_path / f"{world_size}", tmp_path / "there")
+        trainer, loader = test_resume.build()
+        test_resume.load(trainer, loader, tmp_path / f"{world_size}", tmp_path / "there")
         return masks(trainer.engine.bare_model, Layout.of(gpc.config, world_size))
 
     expected = fork_ranks.call(save, size, **settings)
