@@ -34,9 +34,10 @@ def need(packages, *programs):
     if missing() and os.geteuid() == 0 and shutil.which("apt-get"):
         with open(Path(tempfile.gettempdir(), "packages.lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # another test process may be installing them
-            environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-            for command in (["update"], ["install", "-y", "--no-install-recommends", *packages]) if missing() else ():
-                subprocess.run(["apt-get", *command], env=environment, capture_output=True)
+            if missing():
+                environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+                for command in (["update"], ["install", "-y", "--no-install-recommends", *packages]):
+                    subprocess.run(["apt-get", *command], env=environment, capture_output=True)
     if missing():
         reason = f"{', '.join(missing())} cannot be installed"
         pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)

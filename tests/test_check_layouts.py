@@ -31,15 +31,8 @@ def check(tmp_path_factory):
     with warm.Warm(tmp_path_factory.mktemp("warm")) as programs:
 
         def run(root, *flags):
-            command = [
-                str(programs.bin / "python"),
-                "scripts/check_layouts.py",
-                "--only",
-                "DP 2",
-                "3D 8",
-                "--world",
-                "2",
-            ]
+            python, layouts = str(programs.bin / "python"), ["DP 2", "3D 8"]
+            command = [python, "scripts/check_layouts.py", "--only", *layouts, "--world", "2"]
             variables = {"PYTHONPATH": str(ROOT), "REHEARSE": "1", **programs.throughout}
             environment = launchers.environment(**variables)
             return subprocess.run([*command, *flags], cwd=root, env=environment, capture_output=True, text=True)
