@@ -22,7 +22,9 @@ import rich.console  # noqa: F401
 import timm  # noqa: F401
 import torch
 import torch.utils.tensorboard
+from colossal_vit import results
 from colossal_vit.data.digits import write_cifar10
+from colossal_vit.hooks import recorder
 
 import cifar10
 import fork_ranks
@@ -41,6 +43,8 @@ torch.ones(1, requires_grad=True).backward()
 figure = matplotlib.figure.Figure()
 figure.add_subplot(title="a title").plot([0, 1])
 figure.savefig(io.BytesIO())
+# To draw the curves takes longer than a small run. The fixture `curves` is for the tests that look at them.
+recorder.draw = lambda directory: None
 gc.freeze()  # otherwise each fork's first collection touches, and so copies, the memory of all imported modules
 # There are more ranks than cores, and they constantly wake each other. Under SCHED_BATCH a waking rank does not preempt
 # a running one, which saves a third of the context switches.
@@ -112,6 +116,14 @@ def small_sample(tmp_path_factory):
 def few_test_images(small_sample, monkeypatch):
     """Evaluate on `NUM_TEST_IMAGES` images only, for tests of many runs with evaluation."""
     monkeypatch.setenv("DATA", str(small_sample))
+
+
+@pytest.fixture(scope="module")
+def curves():
+    """Runs draw their curves at the end, as they do outside the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recorder, "draw", results.draw)
+        yield
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ def test_average_equals_timms_over_50_steps(warmup):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, small_sample):
+def whole(tmp_path_factory, small_sample, curves):
     """A run of one process: 22 steps, 2 epochs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DATA", str(small_sample))

@@ -21,7 +21,7 @@ from colossal_vit.engine.loop import Trainer
 from colossal_vit.errors import TrainingError
 from colossal_vit.hooks import wandb_run
 from colossal_vit.hooks.debug_nan import DebugNanHook
-from colossal_vit.results import draw
+from colossal_vit.results import CURVES, METRICS, draw
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import fork_ranks
@@ -36,7 +36,7 @@ EVALUATION_S = 1e6  # by a clock that jumps
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(tmp_path_factory, curves):
     """Two epochs of 22 steps on 2 data-parallel ranks with accumulation 2, one of them warm-up."""
     evaluate, clock, jump = Trainer.evaluate, time.perf_counter, 0.0
 
@@ -53,7 +53,7 @@ def run(tmp_path_factory):
 
 
 def test_metrics_have_one_record_per_step_and_evaluation(run):
-    records = [json.loads(line) for line in (run.output / "metrics.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (run.output / METRICS).read_text().splitlines()]
     steps, evaluations = run.steps, run.evaluations
     assert records == steps[:22] + evaluations[:1] + steps[22:] + evaluations[1:]
     assert [list(record) for record in records] == ([STEP_KEYS] * 22 + [EVAL_KEYS]) * 2
@@ -84,12 +84,17 @@ def test_tensorboard_has_the_numbers_of_metrics(run):
         assert [scalar.value for scalar in scalars] == pytest.approx([record[key] for record in records], rel=1e-6)
 
 
-def test_run_directory_has_curves_and_config(run):
-    for name in ("loss.png", "accuracy.png"):
-        assert (run.output / name).read_bytes().startswith(b"\x89PNG")
-        (run.output / name).unlink()
-    draw(run.output)
-    assert (run.output / "loss.png").stat().st_size > 5000
+def test_run_directory_has_curves_and_config(run, tmp_path):
+    """Curves of a run that ended before its first evaluation are drawn as well, and are other ones."""
+    unfinished = tmp_path / run.output.name  # which is in the title
+    unfinished.mkdir()
+    steps = [line for line in (run.output / METRICS).read_text().splitlines(True) if "eval_loss" not in line]
+    (unfinished / METRICS).write_text("".join(steps))
+    draw(unfinished)
+    for name in CURVES:
+        pictures = [(folder / name).read_bytes() for folder in (run.output, unfinished)]
+        assert all(picture.startswith(b"\x89PNG") and len(picture) > 5000 for picture in pictures)
+        assert pictures[0] != pictures[1]
     config = json.loads((run.output / "config.json").read_text())
     assert config["gradient_accumulation"] == 2
     assert config["LABEL_SMOOTHING"] == 0.1
@@ -207,7 +212,7 @@ def test_wandb_resumed_has_the_same_records_in_one_run(tmp_path, offline):
         parts.append(folder)
         lines = [json.loads(line) for line in inspect(folder).splitlines()]
         items = [line["history"]["item"] for line in lines if line["type"] == "history"]
-        written = [json.loads(line) for line in (run.output / "metrics.jsonl").read_text().splitlines()]
+        written = [json.loads(line) for line in (run.output / METRICS).read_text().splitlines()]
         expected = written[-len(items) :]
         assert [{key: value for key, value in item.items() if key[0] != "_"} for item in items] == expected
         (metric,) = [line["metric"] for line in lines if line["type"] == "metric"]
