@@ -9,7 +9,6 @@ from colossalai.legacy import nn as col_nn
 from colossalai.legacy.core import global_context as gpc
 from torch._dynamo.utils import counters
 
-import fork_ranks
 import training
 import vit
 from layouts import LAYOUTS
@@ -46,7 +45,7 @@ def compare(layout, **more):
         eager, before = train(world_size, False), counters["stats"]["unique_graphs"]
         return eager, train(world_size, True), counters["stats"]["unique_graphs"] - before
 
-    return fork_ranks.call(function, world_size, **training.config_of(training.flags(**values, BATCH_SIZE=8, **more)))
+    return training.call(function, world_size, **values, BATCH_SIZE=8, **more)
 
 
 @pytest.mark.parametrize(
@@ -81,8 +80,7 @@ def test_split_optimizer_state(recomputed, random_weights):
         return train(world_size, False), train(world_size, True), counters["stats"]["unique_graphs"]
 
     values = {**LAYOUTS["DP 2"][1], "BATCH_SIZE": 8, "DEPTH": 1, "zero.stage": 1, "CHECKPOINT": recomputed}
-    settings = training.config_of(training.flags(**values))
-    for (eager, _), (compiled, _), programs in fork_ranks.call(function, world_size, **settings):
+    for (eager, _), (compiled, _), programs in training.call(function, world_size, **values):
         assert programs >= 1
         assert compiled == pytest.approx(eager, rel=1e-4)
         assert eager[-1] != eager[1], "it trains"

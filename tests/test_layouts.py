@@ -139,8 +139,7 @@ def test_replicas_of_a_pipeline_reduce_during_their_last_backward_pass(monkeypat
             engine.step()
         return len(handler.buckets), found
 
-    settings = training.config_of(training.flags(**{**values, "gradient_accumulation": 2}))
-    for num_buckets, found in fork_ranks.call(events, world_size, **settings):
+    for num_buckets, found in training.call(events, world_size, **values, gradient_accumulation=2):
         assert num_buckets > 3
         passes = ["begin", "end"] * 3
         assert found == 2 * [*passes, "begin", *range(num_buckets), "end"]

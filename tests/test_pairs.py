@@ -44,7 +44,7 @@ MOST_PROCESSES = 4
 MOST_FEATURES = 7  # of a run; with all at once, a failure would say little
 # What three features together have broken: each is in some run, too.
 TRIPLES = [{"data": "zero", "pipeline": "1F1B", "COMPILE": True}]
-SEED = 55
+SEED = 1297  # a table that compiles little, of those of 1,500 seeds
 
 
 def num_processes(row):

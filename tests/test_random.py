@@ -71,7 +71,7 @@ def test_masks_of_every_layout(name):
         seed_ranks(gpc.config.SEED + 7)  # what `state.resume` does then
         return first, masks(model, layout)
 
-    answers = fork_ranks.call(function, world_size, **training.config_of(training.flags(**{**values, **DROPPED})))
+    answers = training.call(function, world_size, **{**values, **DROPPED})
     for moment in zip(*answers, strict=True):
         assert_own_masks(moment)
         paths = {}
@@ -98,7 +98,6 @@ def test_masks_of_replicas_of_a_timm_model():
 def test_masks_after_resuming(tmp_path, random_weights):
     """On the same layout those that would have come; on another one, new ones for each."""
     size, values = LAYOUTS["DP 2 × PP 2"]
-    settings = training.config_of(training.flags(**{**values, **DROPPED}))
 
     def save():
         trainer, loader = test_resume.build()
@@ -110,9 +109,8 @@ def test_masks_after_resuming(tmp_path, random_weights):
         test_resume.load(trainer, loader, tmp_path / f"{world_size}", tmp_path / "there")
         return masks(trainer.engine.bare_model, Layout.of(gpc.config, world_size))
 
-    expected = fork_ranks.call(save, size, **settings)
+    expected = training.call(save, size, **{**values, **DROPPED})
     assert_own_masks(expected)
-    assert fork_ranks.call(functools.partial(load, size), size, **settings) == expected
+    assert training.call(functools.partial(load, size), size, **{**values, **DROPPED}) == expected
     others, values = LAYOUTS["DP 2 × 2D 4"]
-    settings = training.config_of(training.flags(**{**values, **DROPPED}))
-    assert_own_masks(fork_ranks.call(functools.partial(load, others), others, **settings))
+    assert_own_masks(training.call(functools.partial(load, others), others, **{**values, **DROPPED}))

@@ -249,9 +249,8 @@ def saved(tmp_path_factory):
         random_start(patch)
         losses = {}
         for name, (processes, values, amp) in MODES.items():
-            settings = training.config_of(training.flags(amp, **values))
             function = functools.partial(save_after_two_steps, folder / name)
-            paths, own = zip(*fork_ranks.call(function, processes, **settings), strict=True)
+            paths, own = zip(*training.call(function, processes, amp, **values), strict=True)
             losses[name] = paths[0], mean(own)
     return losses
 
@@ -259,9 +258,8 @@ def saved(tmp_path_factory):
 @pytest.mark.parametrize("reader", MODES)
 def test_every_layout_reads_every_layout(reader, saved, tmp_path):
     processes, values, amp = MODES[reader]
-    settings = training.config_of(training.flags(amp, **values))
     paths = {name: path for name, (path, _) in saved.items()}
-    answers = fork_ranks.call(functools.partial(load_each, paths, tmp_path), processes, **settings)
+    answers = training.call(functools.partial(load_each, paths, tmp_path), processes, amp, **values)
     for writer, (_, expected) in saved.items():
         wrong, _, rate = answers[0][writer]
         assert wrong == [], f"written by {writer}: not the same after reading: {wrong}"

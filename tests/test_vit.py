@@ -12,7 +12,6 @@ from colossalai.legacy import nn as col_nn
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 
-import fork_ranks
 import layouts
 import training
 import vit
@@ -28,6 +27,12 @@ def settings(layout, **values):
     return training.config_of(training.flags(**{**LAYOUTS[layout][1], **values}))
 
 
+def call(function, layout, **values):
+    """`function()` on each rank of a layout."""
+    world_size, own = LAYOUTS[layout]
+    return training.call(function, world_size, **{**own, **values})
+
+
 def build():
     layout = Layout.of(gpc.config, torch.distributed.get_world_size())
     return vit.build_vit(gpc.config, layout), vit.full_vit(gpc.config), gpc.config
@@ -37,7 +42,6 @@ def build():
 def test_equals_timm(layout, random_weights):
     """Logits, loss, the gradient of every parameter, and its norm, through the engine, on each rank, with what it holds
     joined; with recomputation, and with the other kind of pooling."""
-    world_size = LAYOUTS[layout][0]
     kinds = [("token", False), ("token", True), *[("avg", False)] * (layout in SHARDED)]
 
     def compare():
@@ -75,14 +79,13 @@ def test_equals_timm(layout, random_weights):
         return found
 
     depth = 4 if layout in ("PP 4", "PP 2 interleaved × 2") else 2
-    for compared in zip(*fork_ranks.call(compare, world_size, **settings(layout, DEPTH=depth)), strict=True):
+    for compared in zip(*call(compare, layout, DEPTH=depth), strict=True):
         assert set.union(*(names for names, _ in compared)) == compared[0][1]
 
 
 @pytest.mark.parametrize("layout", SHARDED)
 def test_timm_names_in_and_out(layout, random_weights):
     """What timm's state dict puts in comes out again, whole and under the same names."""
-    world_size = LAYOUTS[layout][0]
 
     def names_and_errors():
         model, reference, _ = build()
@@ -90,7 +93,7 @@ def test_timm_names_in_and_out(layout, random_weights):
         full = {p.shard.name: p.shard.gather(p.detach()) for p in model.parameters()}
         return {name: (full[name] - expected[name]).abs().max().item() for name in full}, list(expected)
 
-    answers = fork_ranks.call(names_and_errors, world_size, **settings(layout))
+    answers = call(names_and_errors, layout)
     differences = {name: error for errors, _ in answers for name, error in errors.items()}
     assert sorted(differences) == sorted(answers[0][1])
     assert set(differences.values()) == {0.0}
@@ -149,8 +152,7 @@ def logits_in_training():
 @pytest.mark.parametrize(("layout", "same"), [("1D 2", [{0, 1}]), ("2.5D 8", [{0, 4}, {1, 5}, {2, 6}, {3, 7}])])
 def test_ranks_with_the_same_activations_drop_the_same(layout, same, random_weights):
     """In 1D all ranks have the whole logits; in 2.5D those of the second depth are copies of the first."""
-    world_size = LAYOUTS[layout][0]
-    answers = fork_ranks.call(logits_in_training, world_size, **settings(layout, **DROPPED))
+    answers = call(logits_in_training, layout, **DROPPED)
     for first, second in same:
         for here, there in zip(answers[first][0], answers[second][0], strict=True):
             torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-5)
@@ -158,8 +160,7 @@ def test_ranks_with_the_same_activations_drop_the_same(layout, same, random_weig
 
 @pytest.mark.parametrize(("layout", "different"), [("1D 4", 4), ("2D 4", 4), ("2.5D 8", 4), ("3D 8", 8)])
 def test_ranks_with_different_activations_drop_others(layout, different, random_weights):
-    world_size = LAYOUTS[layout][0]
-    answers = fork_ranks.call(logits_in_training, world_size, **settings(layout, **DROPPED))
+    answers = call(logits_in_training, layout, **DROPPED)
     assert len({mask.numpy().tobytes() for _, mask in answers}) == different
 
 
@@ -176,7 +177,7 @@ def test_drop_path_leaves_out_whole_images(layout):
         torch.set_rng_state(state)
         return dropped, chosen, vit.DropPath(0.25, parts).eval()(torch.ones(1, 1, 1)).item()
 
-    answers = fork_ranks.call(function, world_size, **settings(layout))
+    answers = call(function, layout)
     for dropped, chosen, in_evaluation in answers:
         per_image = dropped.flatten(1)
         assert all(row.unique().numel() == 1 for row in per_image), "an image as a whole"
@@ -190,7 +191,6 @@ def test_drop_path_leaves_out_whole_images(layout):
 @pytest.mark.parametrize("layout", ["one process", "1D 2", "2D 4", "3D 8"])
 def test_recomputation_drops_the_same(layout, random_weights):
     """With dropout and drop path, gradients are the same whether activations are kept or computed again."""
-    world_size = LAYOUTS[layout][0]
 
     def gradients():
         model, _, _ = build()
@@ -201,8 +201,8 @@ def test_recomputation_drops_the_same(layout, random_weights):
             col_nn.CrossEntropyLoss()(model(images), labels).backward()
         return [p.grad for p in model.parameters()]
 
-    kept = fork_ranks.call(gradients, world_size, **settings(layout, **DROPPED))
-    recomputed = fork_ranks.call(gradients, world_size, **settings(layout, **DROPPED, CHECKPOINT=True))
+    kept = call(gradients, layout, **DROPPED)
+    recomputed = call(gradients, layout, **DROPPED, CHECKPOINT=True)
     for here, there in zip(kept, recomputed, strict=True):
         for expected, gradient in zip(here, there, strict=True):
             torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-6)

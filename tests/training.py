@@ -118,6 +118,11 @@ def config_of(argv: Sequence[str], script: str = HYBRID) -> Config:
     return configs.load(file, rest[1::2], name)
 
 
+def call(function: Callable, world_size: int = 1, amp: str | None = None, **values: Any) -> list:
+    """Call `function()` on every rank, as `fork_ranks.call`, with the config of `flags(amp, **values)`."""
+    return fork_ranks.call(function, world_size, **config_of(flags(amp, **values)))
+
+
 def train(
     output: Path,
     world_size: int = 1,
