@@ -86,8 +86,7 @@ def examples(shard):
     """(image, label) of each record."""
     content = shard.read_bytes()
     for offset, size in lines(shard):
-        example = tfrecord.parse_example(content[offset + 12 : offset + size - 4])
-        yield example["image/encoded"][0], example["image/class/label"][0]
+        yield tfrecord.parse_example(content[offset + 12 : offset + size - 4])
 
 
 def config_of(**values):

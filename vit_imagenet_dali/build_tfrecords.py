@@ -412,11 +412,10 @@ def record_faults(data: bytes, crc: bytes, num_classes: int, check: str) -> Iter
         yield "the CRC of the record's data is wrong"
         return
     try:
-        example = parse_example(data)
-        label, image = ([*example.get(key, ()), None][0] for key in ("image/class/label", "image/encoded"))
-        if not isinstance(label, int) or not 1 <= label <= num_classes:
+        image, label = parse_example(data)
+        if label is None or not 1 <= label <= num_classes:
             yield f"image/class/label is {label}, not from 1 to {num_classes}"
-        if not isinstance(image, bytes):
+        if image is None:
             raise ValueError("image/encoded is missing")
         prepare_image(image, check=check)
     except ValueError as error:

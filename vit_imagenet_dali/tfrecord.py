@@ -1,18 +1,40 @@
 """The format of TFRecords and of the tf.train.Example in each, without TensorFlow.
 
 A record:           length (uint64), masked CRC of it (uint32), data, masked CRC of it (uint32); little-endian
-tf.train.Example:   {1: Features {1: entry {1: key, 2: Feature {1: BytesList or 2: FloatList or 3: Int64List}}, ...}}
-each of the lists:  {1: values}
+tf.train.Example:   a map from names to lists of bytes, of floats or of integers
 """
 
-import re
 import struct
-from collections.abc import Iterator
 from typing import BinaryIO
 
 import google_crc32c
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
+from google.protobuf.message import DecodeError
 
-VARINT = re.compile(rb"[\x80-\xff]{0,9}[\x00-\x7f]")  # seven bits a byte, lowest first
+# Of TensorFlow's example.proto and feature.proto, without lists of floats, which protobuf then passes over.
+EXAMPLE = """
+name: "example.proto" package: "tensorflow" syntax: "proto3"
+message_type { name: "BytesList" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_BYTES } }
+message_type { name: "Int64List" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_INT64 } }
+message_type {
+    name: "Feature"
+    field { name: "bytes_list" number: 1 type: TYPE_MESSAGE type_name: "BytesList" }
+    field { name: "int64_list" number: 3 type: TYPE_MESSAGE type_name: "Int64List" }
+}
+message_type {
+    name: "Features"
+    field { name: "feature" number: 1 label: LABEL_REPEATED type: TYPE_MESSAGE type_name: "FeatureEntry" }
+    nested_type {
+        name: "FeatureEntry" options { map_entry: true }
+        field { name: "key" number: 1 label: LABEL_OPTIONAL type: TYPE_STRING }
+        field { name: "value" number: 2 label: LABEL_OPTIONAL type: TYPE_MESSAGE type_name: "Feature" }
+    }
+}
+message_type { name: "Example" field { name: "features" number: 1 type: TYPE_MESSAGE type_name: "Features" } }
+"""
+_pool = descriptor_pool.DescriptorPool()
+_pool.Add(text_format.Parse(EXAMPLE, descriptor_pb2.FileDescriptorProto()))
+Example = message_factory.GetMessageClass(_pool.FindMessageTypeByName("tensorflow.Example"))
 
 
 def masked_crc(data: bytes) -> int:
@@ -21,76 +43,32 @@ def masked_crc(data: bytes) -> int:
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-def _varint(value: int) -> bytes:
-    encoded = bytearray()
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes((*encoded, value))
-
-
-def _field(number: int, content: bytes) -> bytes:
-    return b"".join((bytes((number << 3 | 2,)), _varint(len(content)), content))
-
-
-def encode_record(image: bytes, label: int) -> bytes:
-    """A TFRecord with the tf.train.Example of an image: `image/encoded` and `image/class/label`."""
-    labels, images = _field(3, _field(1, _varint(label))), _field(1, _field(1, image))
-    entries = {b"image/class/label": labels, b"image/encoded": images}
-    data = _field(1, b"".join(_field(1, _field(1, key) + _field(2, value)) for key, value in entries.items()))
+def wrap(data: bytes) -> bytes:
+    """A TFRecord with this data."""
     length = struct.pack("<Q", len(data))
     return b"".join((length, struct.pack("<I", masked_crc(length)), data, struct.pack("<I", masked_crc(data))))
 
 
-def _number(varint: bytes) -> int:
-    return sum((byte & 0x7F) << 7 * place for place, byte in enumerate(varint))
+def encode_record(image: bytes, label: int) -> bytes:
+    """A TFRecord with the tf.train.Example of an image: `image/encoded` and `image/class/label`."""
+    example = Example()
+    example.features.feature["image/encoded"].bytes_list.value.append(image)
+    example.features.feature["image/class/label"].int64_list.value.append(label)
+    return wrap(example.SerializeToString(deterministic=True))
 
 
-def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Number and value of each field of a protobuf message: an int, or the bytes of any other type."""
-    position = 0
-
-    def next_varint() -> int:
-        nonlocal position
-        if not (varint := VARINT.match(message, position)):
-            raise ValueError
-        position = varint.end()
-        return _number(varint[0])
-
-    while position < len(message):
-        number, kind = divmod(next_varint(), 8)
-        if kind == 0:
-            yield number, next_varint()
-            continue
-        size = next_varint() if kind == 2 else {1: 8, 5: 4}[kind]
-        position += size
-        if position > len(message):
-            raise ValueError
-        yield number, message[position - size : position]
-
-
-def parse_example(data: bytes) -> dict[str, list[bytes] | list[int]]:
-    """The features of a serialised tf.train.Example by name; float features are left out.
+def parse_example(data: bytes) -> tuple[bytes | None, int | None]:
+    """The image and the label of a serialised tf.train.Example, each None if it has none.
 
     Raises:
         ValueError: if `data` is no tf.train.Example.
     """
-    features = {}
     try:
-        for _, message in _fields(data):
-            for _, entry in _fields(message):
-                pair = dict(_fields(entry))
-                values = features[str(pair[1], "utf-8")] = []
-                for kind, items in _fields(pair.get(2, b"")):
-                    for _, item in _fields(items):
-                        if kind == 1:
-                            values.append(item)
-                        elif kind == 3:  # packed or not
-                            numbers = [item] if isinstance(item, int) else map(_number, VARINT.findall(item))
-                            values += (number - (number >> 63 << 64) for number in numbers)
-    except (KeyError, TypeError, ValueError):
+        features = Example.FromString(data).features.feature
+    except DecodeError:
         raise ValueError("the record's data is not a tf.train.Example") from None
-    return features
+    images, labels = features["image/encoded"].bytes_list.value, features["image/class/label"].int64_list.value
+    return next(iter(images), None), next(iter(labels), None)
 
 
 def record_size(file: BinaryIO, offset: int, end: int) -> int:
