@@ -235,7 +235,6 @@ def test_the_same_image_and_label_make_the_same_bytes():
     assert tfrecord.encode_record(b"\xff\xd8", 300).hex() == record
 
 
-
 def test_an_example_of_others_is_parsed():
     """In any order, with keys and lists that are not looked at, integers packed or one by one; or without the two."""
 

@@ -22,7 +22,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from colossal_vit.data.augment import Augment
 from colossal_vit.data.batches import IGNORED, Loader, SampledLoader, read_ahead
 from colossal_vit.data.decoding import FORMATS, check_scan, endings, to_rgb
 from colossal_vit.data.digits import write_caltech101
@@ -45,7 +44,7 @@ NO_CLASS = "BACKGROUND_Google"  # images of no class, which torchvision leaves o
 DECODER = b"2"  # differs for caches that another version of `decode` made
 NUM_TRAINING_IMAGES = 6_941  # four fifths of 8,677, for dry runs
 TRAIN_FRACTION, SPLIT_SEED = 0.8, 0
-ASPECT_RATIOS = (3 / 4, 4 / 3)  # of crops, as in torchvision's RandomResizedCrop
+CROP_ASPECT = (3 / 4, 4 / 3)  # as in torchvision's RandomResizedCrop
 MEAN = STD = (0.5, 0.5, 0.5)  # the tutorial's
 
 
@@ -255,7 +254,7 @@ def draw_crops(count: int, crop_area: tuple[float, float], flip: bool, generator
         float32, (count, 2, 3): affine maps from crop to image coordinates in [-1, 1], for `F.affine_grid`.
     """
     area = torch.empty(count).uniform_(*crop_area, generator=generator)
-    log_ratio = torch.empty(count).uniform_(*map(math.log, ASPECT_RATIOS), generator=generator)
+    log_ratio = torch.empty(count).uniform_(*map(math.log, CROP_ASPECT), generator=generator)
     stretch = (log_ratio / 2).exp()
     width, height = ((area.sqrt() * side).clamp(max=1.0) for side in (stretch, 1 / stretch))
     left, top = (torch.rand(count, generator=generator) * 2 - 1 for _ in range(2))
@@ -274,9 +273,7 @@ class Batches(SampledLoader):
         images: uint8, (N, S, S, 3), S at least IMG_SIZE.
         labels: int64, (N,).
         chosen: int64; maps the sampler's indices to the N images.
-        sampler: yields the indices of each batch; those of a `GlobalBatchSampler` are augmented.
-        config: of the run.
-        device: of the batches.
+        sampler, config, device: see `SampledLoader`.
     """
 
     normalization = MEAN, STD
@@ -290,10 +287,8 @@ class Batches(SampledLoader):
         config: Config,
         device: torch.device,
     ):
-        super().__init__(sampler)
+        super().__init__(sampler, config, device)
         self.images, self.labels, self.chosen = images, labels[chosen], chosen
-        self.config, self.device, self.augment = config, device, Augment(config)
-        self.mean, self.std = (torch.tensor(values, device=device).view(3, 1, 1) * 255 for values in (MEAN, STD))
 
     def _read(self, indices: Tensor, maps: Tensor | None) -> tuple[Tensor, ...]:
         """The tensors of a batch on the CPU: images (B, S, S, 3), labels, and for training the maps of `draw_crops`."""
@@ -308,9 +303,8 @@ class Batches(SampledLoader):
         return F.grid_sample(images, grid, padding_mode="reflection", align_corners=False)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        maps, epoch = None, 0
-        if isinstance(self.sampler, GlobalBatchSampler):
-            epoch = self.sampler.epoch
+        maps, epoch = None, self.sampler.epoch if self.train else None
+        if self.train:
             generator = self.sampler.generator(-1 - epoch)  # not the random numbers of the sampling order
             count = len(self.chosen) * self.sampler.repeats
             maps = draw_crops(count, self.config.CROP_AREA, self.config.FLIP, generator)

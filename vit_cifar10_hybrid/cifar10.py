@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from colossal_vit.data.augment import Augment
 from colossal_vit.data.batches import IGNORED, Loader, SampledLoader, sees_images, to_device
 from colossal_vit.data.digits import write_cifar10
 from colossal_vit.data.folders import download
@@ -34,7 +33,8 @@ TEST_FILES = ("test_batch.bin",)
 NUM_TRAINING_IMAGES = 50_000
 IMAGE_SHAPE = (3, 32, 32)
 RECORD_BYTES = 1 + 3 * 32 * 32  # a label, then the red, green and blue planes
-MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)  # of CIFAR-10's training set, per channel
+# Of each channel, over CIFAR-10's training set.
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -117,9 +117,7 @@ class Batches(SampledLoader):
     Args:
         images: uint8, (N, 3, 32, 32).
         labels: int64, (N,).
-        sampler: yields the indices of each batch; those of a `GlobalBatchSampler` are augmented.
-        config: of the run.
-        device: of the batches.
+        sampler, config, device: see `SampledLoader`.
     """
 
     normalization = MEAN, STD
@@ -132,12 +130,10 @@ class Batches(SampledLoader):
         config: Config,
         device: torch.device,
     ):
-        super().__init__(sampler)
-        self.config, self.device, self.augment = config, device, Augment(config)
+        super().__init__(sampler, config, device)
         self.first_stage = sees_images()
         self.images = images.to(device) if self.first_stage else None
         self.labels = labels.to(device)
-        self.mean, self.std = (torch.tensor(values, device=device).view(3, 1, 1) * 255 for values in (MEAN, STD))
 
     def draw_augmentation(self) -> tuple[Tensor, Tensor]:
         """Per copy of each image in this epoch: offsets of its crop in pixels (N, 2), and whether mirrored (N,)."""
@@ -160,9 +156,8 @@ class Batches(SampledLoader):
         return images
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        train = isinstance(self.sampler, GlobalBatchSampler)
-        shifts, mirrored = self.draw_augmentation() if train else (None, None)
-        epoch = self.sampler.epoch if train else 0
+        if self.train:
+            epoch, (shifts, mirrored) = self.sampler.epoch, self.draw_augmentation()
         for numbers in self.sampler:
             indices = to_device(numbers, self.device)
             images = indices % len(self.labels)
@@ -171,9 +166,9 @@ class Batches(SampledLoader):
                 yield indices, labels
                 continue
             images = self.images[images]
-            if train:
+            if self.train:
                 images = self._crop(images, shifts[indices], mirrored[indices])
-            if train and self.augment.does_anything:
+            if self.train and self.augment.does_anything:
                 images = self.augment(images, numbers, epoch, self.mean, self.std)
             else:
                 images = (images.float() - self.mean) / self.std

@@ -7,8 +7,10 @@ from itertools import chain, pairwise, repeat
 from typing import Any
 
 import torch
+from colossal_vit.data.augment import Augment
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.errors import UserError
+from colossalai.context import Config
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from torch import Tensor
@@ -69,14 +71,26 @@ class Loader:
 
 
 class SampledLoader(Loader):
-    """A loader whose batches are those of a sampler.
+    """A loader whose batches are those of a sampler, of images whose values are from 0 to 255.
 
     Args:
-        sampler: which images make a batch.
+        sampler: yields the indices of each batch; those of a `GlobalBatchSampler` are for training.
+        config: of the run.
+        device: of the batches.
+
+    Attributes:
+        augment: what is done to images for training.
+        mean, std: `normalization` on the device, in the images' units, (3, 1, 1).
     """
 
-    def __init__(self, sampler: GlobalBatchSampler | EvalSampler):
-        self.sampler = sampler
+    def __init__(self, sampler: GlobalBatchSampler | EvalSampler, config: Config, device: torch.device):
+        self.sampler, self.config, self.device, self.augment = sampler, config, device, Augment(config)
+        self.mean, self.std = (torch.tensor(v, device=device).view(3, 1, 1) * 255 for v in self.normalization)
+
+    @property
+    def train(self) -> bool:
+        """Whether its images are for training."""
+        return isinstance(self.sampler, GlobalBatchSampler)
 
     def __len__(self) -> int:
         return len(self.sampler)
