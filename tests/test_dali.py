@@ -118,7 +118,7 @@ def damage(shard, record=50, place=b"\xff\xd8"):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [1, 4])
 @in_fork
 def test_evaluation_counts_each_image_once(numbered, num_ranks):
     ranks = [loader(numbered, "validation", rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
@@ -244,14 +244,6 @@ def test_training_images_are_cropped_mirrored_and_augmented_as_the_config_says(n
 
 
 @in_fork
-def test_a_later_stage_gets_the_same_labels_without_images(numbered):
-    first, later = loader(numbered), loader(numbered, with_images=False)
-    for (_, labels), (instead, of_later) in zip(first, later, strict=True):
-        assert torch.equal(labels, of_later)
-        assert torch.equal(instead, of_later)
-
-
-@in_fork
 def test_repeated_augmentation_uses_a_part_of_each_batch_so_often(numbered):
     """The order of the records stays; copies of an image are augmented each in their own way, and no neighbours."""
     how = dict(CROP_AREA=(0.5, 1.0), REPEATS=3)
@@ -259,10 +251,11 @@ def test_repeated_augmentation_uses_a_part_of_each_batch_so_often(numbered):
     epochs = []
     for _ in range(2):
         used = []
-        for (_, all_labels), (images, labels), (_, of_later) in zip(plain, repeated, later, strict=True):
+        for (_, all_labels), (images, labels), (instead, of_later) in zip(plain, repeated, later, strict=True):
             first = all_labels[:11]
             assert torch.equal(labels, torch.cat([first, first, first[:10]]))
             assert torch.equal(labels, of_later)
+            assert torch.equal(labels, instead), "a later stage has labels in place of images"
             assert (labels.view(-1, 2)[:, 0] != labels.view(-1, 2)[:, 1]).all()
             for place in range(10):
                 copies = images[place], images[place + 11], images[place + 22]

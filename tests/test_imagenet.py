@@ -5,19 +5,17 @@ import re
 import statistics
 
 import pytest
-import torch
 from colossal_vit import config as configs
-from colossal_vit.engine import optimizers
 from colossal_vit.errors import UserError
 from colossal_vit.results import read_metrics
 from colossalai.legacy.amp import AMP_TYPE
-from colossalai.nn.lr_scheduler import LinearWarmupLR
 
 import fork_ranks
 import planning
 import training
 
 FOLDER = fork_ranks.ROOT / "vit_imagenet_dali"
+SAMPLE = dict(script=training.IMAGENET, small=False)  # the sample's config as it is
 RECIPES = {"config.py": "B/16 78.58 h", "config_vit_b32.py": "B/32 14.58 h", "config_vit_l32.py": "L/32 37.83 h"}
 
 
@@ -44,28 +42,11 @@ def test_configs_are_the_recipe_of_the_readme(name):
     assert f"{hours} h" in (FOLDER / name).read_text()
 
 
-def test_learning_rate_step_by_step():
-    """39 steps an epoch: up in a straight line for 150 epochs, down in one to the end of the 300th."""
-    warmup, total = 150 * 39, 300 * 39
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.8e-2)
-    scheduler = LinearWarmupLR(optimizer, total_steps=total, warmup_steps=warmup)
-    for step in range(total):
-        up, down = (step + 1) / (warmup + 1), (total - step) / (total - warmup)
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(1.8e-2 * (up if step < warmup else down), rel=1e-12)
-        optimizer.step()
-        scheduler.step()
-
-
 @pytest.mark.parametrize(("num_gpus", "expected"), [(4, (256, 32)), (64, (256, 2)), (1024, (32, 1)), (3, (254, 43))])
 def test_plan_keeps_the_global_batch(num_gpus, expected):
     micro_batch, accumulation = planning.batch_and_accumulation(num_gpus, 256, 32_768)
     assert (micro_batch, accumulation) == expected
     assert abs(micro_batch * accumulation * num_gpus - 32_768) < num_gpus
-
-
-def train(output, world_size=1, *more, **values):
-    """Train by the sample's config as it is, but for some values."""
-    return training.train(output, world_size, *more, script=training.IMAGENET, small=False, **values)
 
 
 def test_hours_as_published(tmp_path):
@@ -114,34 +95,20 @@ def test_hours_of_a_rate_that_is_given(tmp_path):
 
 def test_sample_trains_on_two_processes(tmp_path):
     """DALI, Mixup, LAMB, 32 micro-batches per step; every image of the validation set counts once."""
-    run = train(tmp_path, 2, steps=3)
+    run = training.train(tmp_path, 2, steps=3, **SAMPLE)
     assert [record["step"] for record in run.steps] == [1, 2, 3]
     assert [record["lr"] for record in run.steps] == pytest.approx([1.8e-2 * k / 56 for k in (1, 2, 3)])  # 11 steps × 5
     assert run.evaluations[-1]["eval_images"] == 360
 
 
 def test_what_an_epoch_says_of_its_speed(tmp_path):
-    run = train(tmp_path, 2, steps=2, SYNTHETIC=True)
+    run = training.train(tmp_path, 2, steps=2, SYNTHETIC=True, **SAMPLE)
     line = r"epoch 0: total batch 128, ([\d,]+) images/s \(([\d,]+) a process\), peak memory \S+ GB, waited for data "
     rate, own = (int(number.replace(",", "")) for number in re.search(line, run.said).groups())
     rates = [record["images_per_s"] for record in run.steps]
     assert rate == pytest.approx(sum(rates) / 2, abs=0.51), "in whole images"
     assert own == pytest.approx(rate / 2, abs=1)
     assert "MFU" not in run.said, "the peak of a CPU is not known"
-
-
-@pytest.mark.parametrize(("exclude", "sizes"), [(False, [56]), (True, [18, 38])])
-def test_vectors_can_be_left_out_of_lamb(exclude, sizes, tmp_path, monkeypatch):
-    """Four blocks of 4 matrices, patch embedding, head; their biases, 9 norms, class token, position embedding."""
-
-    class Spy(optimizers.Lamb):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            print("groups", [len(group["params"]) for group in self.param_groups])
-
-    monkeypatch.setattr(optimizers, "Lamb", Spy)
-    run = train(tmp_path, steps=1, SYNTHETIC=True, DECAY_VECTORS=not exclude)
-    assert f"groups {sizes}" in run.said
 
 
 def test_numbers_of_the_readme_are_those_of_the_results():

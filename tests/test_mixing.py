@@ -196,9 +196,7 @@ def test_an_image_is_not_mixed_with_its_copies(size, repeats):
         mixing.MixedBatches(Same(1), settings, 0, 1)
 
 
-def test_an_image_without_a_partner_is_refused():
-    with pytest.raises(UserError, match="BATCH_SIZE = 3: must be even"):
-        mixing.mixed(Same(1), config(3, mixup=0.8))
+def test_a_loader_without_mix_is_left_alone():
     off = Same(1)
     assert mixing.mixed(off, config(3)) is off
 
