@@ -7,6 +7,7 @@ import itertools
 import os
 import pty
 import random
+import re
 import resource
 import shutil
 import signal
@@ -601,24 +602,22 @@ def test_kill_9_ends_the_workers_and_any_moment_will_do(slow_build, tmp_path, ca
     assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
 
 
-def test_ctrl_c(slow_build, tmp_path):
+@pytest.mark.parametrize(
+    ("strike", "code", "words"),
+    [
+        (lambda process, workers: os.killpg(process.pid, signal.SIGINT), 130, "interrupted"),
+        (lambda process, workers: os.kill(int(workers[0]), signal.SIGKILL), 1, "a worker was killed, perhaps for lack"),
+    ],
+    ids=["Ctrl-C", "a worker dies"],
+)
+def test_a_build_that_is_interrupted_ends_in_one_line_with_its_workers(slow_build, tmp_path, strike, code, words):
     process, workers, _ = slow_build
-    os.killpg(process.pid, signal.SIGINT)
+    strike(process, workers)
     _, errors = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 130
-    assert errors == "build_tfrecords.py: error: interrupted; the same command resumes from here\n"
+    assert process.returncode == code
+    assert re.fullmatch(f"build_tfrecords.py: error: {words}.*; the same command resumes from here\n", errors)
     assert gone(workers)
     assert len(list((tmp_path / "out").glob("*/*-of-*"))) < 22, "what was not begun is left"
-
-
-def test_a_dying_worker_ends_the_build(slow_build):
-    process, workers, _ = slow_build
-    os.kill(int(workers[0]), signal.SIGKILL)
-    _, errors = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 1
-    assert errors.startswith("build_tfrecords.py: error: a worker was killed")
-    assert errors.count("\n") == 1
-    assert gone(workers)
 
 
 @pytest.mark.parametrize(
@@ -676,10 +675,6 @@ def repack(shard, image=None, label=None, data=None):
     tfrecords.index_shard(shard, index_of(shard))
 
 
-def record(shard, number=2):
-    return offsets(shard)[number]
-
-
 def keep_of_last(shard, size):
     """Cut a shard off after so many bytes of its last record; below 0, before so many."""
     offset, whole = offsets(shard)[-1]
@@ -704,8 +699,8 @@ CUT = "{first} at byte {last}: cut off after "
 COPY = "has the same records as {first}"
 COUNT = "has {} records, but 80 images were to be packed"
 FAULTS = {  # what is done to the second training shard of four, and what the lines of its check begin with or have
-    "bit of a length": (lambda s: flip(s, record(s)[0] + 1), [PLACE + "the CRC of the record's length"]),
-    "bit of a JPEG": (lambda s: flip(s, sum(record(s)) - 500), [PLACE + "the CRC of the record's data"]),
+    "bit of a length": (lambda s: flip(s, offsets(s)[2][0] + 1), [PLACE + "the CRC of the record's length"]),
+    "bit of a JPEG": (lambda s: flip(s, sum(offsets(s)[2]) - 500), [PLACE + "the CRC of the record's data"]),
     "label 0": (lambda s: repack(s, label=0), [PLACE + "image/class/label is 0, not from 1 to 10"]),
     "label 11": (lambda s: repack(s, label=11), [PLACE + "image/class/label is 11, not from 1 to 10"]),
     "JPEG that was cut off": (lambda s: repack(s, image=jpeg()[:-9]), [PLACE + "JPEG without an end marker"]),
@@ -789,7 +784,7 @@ def verify(output, capfd, *arguments):
 def test_verify_finds_a_fault_and_its_place(built, capfd, name):
     damage, expected = FAULTS[name]
     shard = shard_of(built)
-    (third, _), (last, size) = record(shard), offsets(shard)[-1]
+    (third, _), (last, size) = offsets(shard)[2], offsets(shard)[-1]
     places = dict(out=built, first=shard, name=shard.name, index=index_of(shard), third=third, last=last, size=size)
     damage(shard)
     lines = verify(built, capfd)
@@ -802,14 +797,13 @@ def test_verify_goes_on_after_a_fault(built, capfd):
     """The index tells where the next record is. Without it, that the rest is not known is said."""
     shard = shard_of(built)
     for number in (1, 4, 6):
-        flip(shard, record(shard, number)[0] + 8)
-    flip(shard_of(built, 0, "validation"), record(shard_of(built, 0, "validation"))[0] + 100)
-    lines = verify(built, capfd)
-    assert [line.split(":")[0] for line in lines] == [
-        *(f"{shard} at byte {record(shard, number)[0]}" for number in (1, 4, 6)),
-        f"{shard_of(built, 0, 'validation')} at byte {record(shard_of(built, 0, 'validation'))[0]}",
-    ]
-    start = record(shard, 1)[0]
+        flip(shard, offsets(shard)[number][0] + 8)
+    other = shard_of(built, 0, "validation")
+    flip(other, offsets(other)[2][0] + 100)
+    places = [*((shard, number) for number in (1, 4, 6)), (other, 2)]
+    expected = [f"{path} at byte {offsets(path)[number][0]}" for path, number in places]
+    assert [line.split(":")[0] for line in verify(built, capfd)] == expected
+    start = offsets(shard)[1][0]
     index_of(shard).unlink()
     missing, first, *_ = verify(built, capfd)
     assert missing.startswith(f"{index_of(shard)}: No such file")
