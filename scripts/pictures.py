@@ -40,7 +40,7 @@ sys.path.append(str(ROOT / "vit_cifar10_hybrid"))
 import train_hybrid  # noqa: E402
 from layouts import CONFIG, FOLDER, set_flags, tensor  # noqa: E402
 
-ONE, NUM_STEPS = "one process", 20  # of check_layouts.py
+ONE, NUM_STEPS = "one process", 20  # as in check_layouts.py
 RESULTS, OUTPUT = ROOT / "results", ROOT / "docs/pictures"
 
 

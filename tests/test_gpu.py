@@ -236,7 +236,7 @@ def test_dali_decodes_as_on_the_cpu(packed, tmp_path):
         decoded.append(torch.load(tmp_path / f"{number}.pt"))
     (images, labels), (others, same) = decoded
     assert labels.tolist() == same.tolist()
-    assert (images - others).abs().mean().item() < 0.02  # of a pixel whose deviation is 1
+    assert (images - others).abs().mean().item() < 0.02  # pixels have a deviation of 1
 
 
 @pytest.mark.parametrize("recipe", [{}, RECIPE], ids=["published", "all of it"])

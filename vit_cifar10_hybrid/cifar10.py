@@ -33,7 +33,7 @@ TEST_FILES = ("test_batch.bin",)
 NUM_TRAINING_IMAGES = 50_000
 IMAGE_SHAPE = (3, 32, 32)
 RECORD_BYTES = 1 + 3 * 32 * 32  # a label, then the red, green and blue planes
-# Of each channel, over CIFAR-10's training set.
+# Each channel's, over CIFAR-10's training set.
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
 
 

@@ -11,7 +11,7 @@ from nvidia.dali import fn, math, types
 from nvidia.dali.auto_aug.rand_augment import rand_augment
 from nvidia.dali.data_node import DataNode
 
-ERASED_AREA, ERASED_ASPECT = (0.02, 0.33), (0.3, 3.3)  # of torchvision's RandomErasing
+ERASED_AREA, ERASED_ASPECT = (0.02, 0.33), (0.3, 3.3)  # as in torchvision's RandomErasing
 
 
 def grayscale(images: DataNode) -> DataNode:
@@ -79,7 +79,7 @@ def erase_part(images: DataNode) -> DataNode:
     """Replace a random rectangle of each of the normalised images (3, H, W) by noise."""
     root = math.sqrt(fn.random.uniform(range=ERASED_AREA))
     log_aspect = fn.random.uniform(range=tuple(map(log, ERASED_ASPECT)))
-    sides = [math.min(root * math.exp(sign * log_aspect / 2), 1.0) for sign in (1, -1)]  # of the image's
+    sides = [math.min(root * math.exp(sign * log_aspect / 2), 1.0) for sign in (1, -1)]  # shares of the image's
     anchors = [fn.random.uniform(range=(0.0, 1.0)) * (1.0 - side) for side in sides]
     region = dict(anchor=fn.stack(*anchors), shape=fn.stack(*sides))
     kept = fn.erase(images * 0.0 + 1.0, axis_names="HW", normalized=True, fill_value=0.0, **region)

@@ -8,7 +8,7 @@ import warnings
 from colossal_vit.data.decoding import check_scan, to_rgb
 from PIL import Image
 
-QUALITY = 95  # of re-encoded JPEGs
+QUALITY = 95  # for JPEGs that are encoded again
 PNG_START = b"\x89PNG\r\n\x1a\n"
 JPEG_MARKER = re.compile(rb"\xff+([^\xff\x00])")  # searched for, since decoders skip bytes between segments
 MAX_PIXELS = 2 * Image.MAX_IMAGE_PIXELS  # as many as Pillow decodes

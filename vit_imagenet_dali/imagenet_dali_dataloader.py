@@ -47,7 +47,7 @@ import build_tfrecords as tfrecords
 from planning import NUM_IMAGES
 from tfrecord import record_size
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's training set, per channel
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # each channel's over ImageNet's training set
 CROP_ASPECT = (3 / 4, 4 / 3)  # as in "Going deeper with convolutions", arXiv:1409.4842, like CROP_AREA = (0.08, 1)
 EMPTY_RECORD = 16  # bytes
 INITIAL_FILL = 4096  # records in the shuffle buffer; pointers into memory-mapped files, so they take hardly any memory

@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 NUM_IMAGES = 1_281_167  # ImageNet-1K's training set
 NUM_GPUS = {4, 64, 1024}
-PUBLISHED_HOURS = {  # of 300 epochs on 4 A100s, from the tutorial
+PUBLISHED_HOURS = {  # what 300 epochs take on 4 A100s, as the tutorial says
     "vit_base_patch32_224": 14.58,
     "vit_base_patch16_224": 78.58,
     "vit_large_patch32_224": 37.83,

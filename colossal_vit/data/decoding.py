@@ -6,7 +6,7 @@ from PIL import Image, ImageOps
 
 # Formats of still photographs. Pillow reads more, some of them with other programs: EPS is run by Ghostscript.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-WHITE = 65535  # of grey images of 16 bits
+WHITE_16_BITS = 65535
 BITS, PHOTOMETRIC, BLACK_IS_ZERO = 258, 262, 1  # tags of TIFF
 
 
@@ -27,9 +27,9 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
         known = image.format in ("PNG", "PPM") and image.mode != "F"
     if not known:
         raise ValueError("which grey is white is not known; save it with 8 bits a channel")
-    grey = image.convert("I").point(lambda value: value * (255 / WHITE) + 0.5).convert("L")
+    grey = image.convert("I").point(lambda value: value * (255 / WHITE_16_BITS) + 0.5).convert("L")
     if "transparency" in image.info:
-        grey.info["transparency"] = round(image.info["transparency"] * 255 / WHITE)
+        grey.info["transparency"] = round(image.info["transparency"] * 255 / WHITE_16_BITS)
     return grey
 
 

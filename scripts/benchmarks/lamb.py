@@ -19,7 +19,7 @@ from benchmarks.harness import Benchmark, Case, Side
 
 OPTIONS = dict(lr=1e-3, weight_decay=0.1)
 NUM_WARM_UP = 3  # the first step creates the state, the next ones fill the allocator's cache
-TOLERANCE = 1e-4  # of the relative difference of a parameter's weights from ours, in L2 norm
+TOLERANCE = 1e-4  # a parameter's weights may differ from ours by so much, relatively, in L2 norm
 
 _timm = partial(TimmLamb, bias_correction=False, max_grad_norm=None)  # the rule of the other two
 OPTIMIZERS = {

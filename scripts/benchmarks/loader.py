@@ -25,7 +25,7 @@ from imagenet_dali_dataloader import MEAN, STD, DaliLoader, find_records
 
 NUM_CLASSES, IMAGES_PER_CLASS = 8, 32
 IMG_SIZE, BATCH_SIZE, WORKERS = 224, 64, 2
-NUM_BATCHES = 30  # of a round
+NUM_BATCHES = 30  # in a round
 SETTLED = 2.0  # seconds before a turn, in which the other side finishes prefetching
 DRAINED = 5  # batches taken before the timing starts: more than are prefetched
 CHECKED, TOLERANCE = 20, 0.05  # batches to compare; tolerance of mean and standard deviation, relative to the latter
