@@ -5,11 +5,11 @@ from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any
 
-from colossal_vit.config.schema import OLDER_NAMES, SCHEMA, setting_at
+from colossal_vit.config.schema import IDLE, OLDER_NAMES, SCHEMA, setting_at
 from colossal_vit.config.settings import PATHS, REQUIRED, Block, Setting, default_for, unmet_need
 from colossal_vit.errors import UserError
 
-SHOWN = 200  # characters of a value in a message
+SHOWN = 200  # a message shows so many characters of a value
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
@@ -23,7 +23,7 @@ def shown(value: Any) -> str:
     """A value on one line, cut off if it is long."""
     try:
         text = str(value) if isinstance(value, Enum) else " ".join(repr(value).splitlines())
-    except Exception:  # of a number with more digits than Python converts, or of a class of the config's own
+    except Exception:  # a number has more digits than Python converts, or a class of the config's own fails
         return f"<{type(value).__name__}>"
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
@@ -63,8 +63,8 @@ def check_script(values: Mapping[str, Any], script: str, source: str) -> None:
         UserError: naming the key.
     """
     for key in values:
-        if script not in (users := SCHEMA[key].scripts):
-            others = " and ".join(PATHS[user] for user in users if user not in SCHEMA[key].idle)
+        if script not in (users := SCHEMA[key].scripts) and key not in IDLE.get(script, ()):
+            others = " and ".join(PATHS[user] for user in users)
             raise UserError(f"{source}: {key} is not used by {PATHS[script]}, only by {others}: leave it out")
     for key, setting in SCHEMA.items():
         if key not in values and default_for(setting, script) is REQUIRED:
@@ -96,7 +96,7 @@ def check_effect(
     for key, value in values.items():
         name, setting = f"{prefix}{key}", settings[key]
         if isinstance(setting, Block):
-            if value is not None and script not in setting.idle:
+            if value is not None and key not in IDLE.get(script, ()):
                 for inner, needed in setting.settings.items():
                     if needed.default is REQUIRED and inner not in value:
                         raise UserError(f"{source}: {name}.{inner} is missing; it must be {needed.rule.expected}")
@@ -117,4 +117,4 @@ def check_effect(
 
 def idle_keys(values: Mapping[str, Any], script: str | None) -> dict[str, str]:
     """The keys that a script takes and does nothing with, with the reason."""
-    return {key: SCHEMA[key].idle[script] for key in values if script in SCHEMA[key].idle}
+    return {key: why for key, why in IDLE.get(script, {}).items() if key in values}

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from colossal_vit.config.check import shown
-from colossal_vit.config.schema import OLDER_NAMES, SCHEMA, meant_by
+from colossal_vit.config.schema import IDLE, OLDER_NAMES, SCHEMA, meant_by
 from colossal_vit.config.settings import HYBRID, OPTIONAL, REQUIRED, Block, Setting, default_for, unmet_need
 from colossal_vit.errors import UserError
 
@@ -57,8 +57,8 @@ def _remove(values: Mapping[str, Any], path: str) -> dict[str, Any]:
 def older_names(values: Mapping[str, Any], script: str | None = None) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """The older names in a config that its script does not ignore: name, value, and the settings that it stands for."""
     for name, newer in OLDER_NAMES.items():
-        block, given = SCHEMA.get(name.split(".")[0]), _find(values, name)
-        if given is OPTIONAL or (block is not None and script in block.idle):
+        given = _find(values, name)
+        if given is OPTIONAL or name.split(".")[0] in IDLE.get(script, ()):
             continue
         meant = meant_by(name, given)
         if isinstance(meant, Mapping):

@@ -6,8 +6,9 @@ from typing import Any
 
 from colossalai.legacy.amp import AMP_TYPE
 
-MOST = 2**31 - 1  # of what is counted; more overflows in C++ somewhere
-LARGEST, SMALLEST = 1e30, 1e-30  # of numbers other than 0: float32 holds their products with ordinary ones
+MOST = 2**31 - 1  # larger counts overflow in C++ somewhere
+# Numbers other than 0 lie between these: float32 holds their products with ordinary ones.
+LARGEST, SMALLEST = 1e30, 1e-30
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,6 @@ TEXT = Rule(
     "a string that is not empty and has no NUL character",
     lambda value: isinstance(value, str) and value != "" and "\0" not in value,
 )
-TENSOR_MODE = one_of(None, "1d", "2d", "2.5d", "3d")
 SHAPE = Rule(
     "three whole numbers above 0",
     lambda value: isinstance(value, (list, tuple)) and len(value) == 3 and all(map(POSITIVE_INT.allows, value)),
@@ -85,7 +85,6 @@ AREA = Rule(
         and value[0] <= value[1]
     ),
 )
-MAGNITUDE, OPERATIONS = whole(0, 30), whole(1, 20)
 MODE = Rule(
     "AMP_TYPE.TORCH, AMP_TYPE.NAIVE, AMP_TYPE.APEX or None",
     lambda value: value is None or isinstance(value, AMP_TYPE),

@@ -11,17 +11,14 @@ from colossal_vit.config.rules import (
     AREA,
     BOOL,
     FRACTION,
-    MAGNITUDE,
     MODE,
     NON_NEGATIVE,
     NON_NEGATIVE_INT,
-    OPERATIONS,
     POSITIVE,
     POSITIVE_INT,
     SHAPE,
     SHARE,
     SHARE_ABOVE_0,
-    TENSOR_MODE,
     TEXT,
     number,
     one_of,
@@ -31,8 +28,9 @@ from colossal_vit.config.settings import CALTECH101, DP, HYBRID, IMAGENET, REQUI
 from colossalai.legacy.amp import AMP_TYPE
 
 TIMM = (DP, CALTECH101, IMAGENET)  # scripts that train a model of timm
-SIDE = whole(1, 8192)  # of images and patches, in pixels
-SCALED = {"mode": (AMP_TYPE.TORCH, AMP_TYPE.NAIVE), "dtype": (None, "fp16")}  # what has a loss scale that can be set
+SIDE = whole(1, 8192)  # an image or a patch has so many pixels
+# The precisions in which the loss has a scale that can be set.
+SCALED = {"mode": (AMP_TYPE.TORCH, AMP_TYPE.NAIVE), "dtype": (None, "fp16")}
 NAIVE = {**SCALED, "mode": (AMP_TYPE.NAIVE,)}
 
 Settings = dict[str, Setting | Block]
@@ -106,8 +104,8 @@ DATA: Settings = {
         "what is done to training images once they are cropped and mirrored",
         {
             "policy": Setting(one_of("rand", "three"), "RandAugment or DeiT III's 3-Augment"),
-            "n": Setting(OPERATIONS, "operations of RandAugment on an image", 2, needs={"policy": ("rand",)}),
-            "m": Setting(MAGNITUDE, "magnitude of RandAugment's operations", 9, needs={"policy": ("rand",)}),
+            "n": Setting(whole(1, 20), "operations of RandAugment on an image", 2, needs={"policy": ("rand",)}),
+            "m": Setting(whole(0, 30), "magnitude of RandAugment's operations", 9, needs={"policy": ("rand",)}),
             "color_jitter": Setting(number(0, 10), "brightness, contrast and saturation change by up to this", 0.0),
             "erase": Setting(SHARE, "how often a part of an image is replaced by noise", 0.0),
         },
@@ -133,8 +131,7 @@ DATA: Settings = {
             "max_bad": Setting(NON_NEGATIVE_INT, "check all records first, and leave out up to so many damaged ones"),
         },
         {},
-        (DP, IMAGENET),
-        idle={DP: "the images are in memory; Mixup is in the block mix, RandAugment in augment"},
+        (IMAGENET,),
     ),
 }
 FINE_TUNING: Settings = {
@@ -190,7 +187,7 @@ LAYOUT: Settings = {
             "tensor": Block(
                 "tensor parallelism",
                 {
-                    "mode": Setting(TENSOR_MODE, "how matrices are split", None),
+                    "mode": Setting(one_of(None, "1d", "2d", "2.5d", "3d"), "how matrices are split", None),
                     "size": Setting(POSITIVE_INT, "ranks: q² in 2D, depth × q² in 2.5D, q³ in 3D", 1),
                     "depth": Setting(POSITIVE_INT, "squares of 2.5D", 1, needs={"mode": ("2.5d",)}),
                 },
@@ -207,8 +204,7 @@ LAYOUT: Settings = {
         "interleaved pipeline",
         {"num_chunks": Setting(POSITIVE_INT, "parts of the model on each stage", 1)},
         {},
-        (DP, HYBRID),
-        idle={DP: "each process has the whole model"},
+        (HYBRID,),
         learned=False,
     ),
     "TENSOR_SHAPE": Free(
@@ -298,6 +294,14 @@ GROUPS = {
     "Features": FEATURES,
 }
 SCHEMA = {key: setting for group in GROUPS.values() for key, setting in group.items()}
+
+# Keys of published configs that a script takes and does nothing with, and why.
+IDLE = {
+    DP: {
+        "dali": "the images are in memory; Mixup is in the block mix, RandAugment in augment",
+        "model": "each process has the whole model",
+    }
+}
 
 # Names that published configs and earlier versions have for a setting, or for the settings in a block.
 OLDER_NAMES = {

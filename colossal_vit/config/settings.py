@@ -7,7 +7,7 @@ from typing import Any
 from colossal_vit.config.rules import Rule
 
 DP, HYBRID, CALTECH101, IMAGENET = "train_dp", "train_hybrid", "caltech101", "imagenet"
-PATHS = {  # of the example scripts
+PATHS = {  # where each example script is
     DP: "vit_cifar10_hybrid/train_dp.py",
     HYBRID: "vit_cifar10_hybrid/train_hybrid.py",
     CALTECH101: "vit_caltech101_amp/train.py",
@@ -15,7 +15,7 @@ PATHS = {  # of the example scripts
 }
 SCRIPTS = tuple(PATHS)
 
-REQUIRED, OPTIONAL = object(), object()  # in the place of a default
+REQUIRED, OPTIONAL = object(), object()  # stand where a default would
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,6 @@ class Setting:
         scripts: that use it.
         needs: keys beside it without which it does nothing, each with the values that will do; none given means any
             but None, False and 0.
-        idle: scripts that take it and do nothing with it, because published configs have it; with the reason.
         learned: whether another value changes what is learned, by more than rounding and as long as the global batch
             stays the same; if not, a run may resume with another one.
     """
@@ -42,7 +41,6 @@ class Setting:
     scripts: tuple[str, ...] = SCRIPTS
     needs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     without_model: Any = None
-    idle: Mapping[str, str] = field(default_factory=dict)
     learned: bool = True
 
 
@@ -51,7 +49,7 @@ class Block:
     """A key whose value is a dict of settings.
 
     Attributes:
-        meaning, scripts, idle, learned: as of a `Setting`.
+        meaning, scripts, learned: as of a `Setting`.
         settings: in it.
         default: None if the block switches on a feature, which None switches off; {} if it is always there.
         switches: settings of which one has to be on, that is, not None, False or 0: the block does nothing otherwise.
@@ -62,13 +60,12 @@ class Block:
     default: dict[str, Any] | None = None
     scripts: tuple[str, ...] = SCRIPTS
     switches: tuple[str, ...] = ()
-    idle: Mapping[str, str] = field(default_factory=dict)
     learned: bool = True
 
 
 def default_for(setting: Setting | Block, script: str | None) -> Any:
     """The default in a script of SCRIPTS, or in any other one; OPTIONAL if it does not use the setting."""
-    if script in setting.idle or (setting.scripts != SCRIPTS and script not in setting.scripts):
+    if setting.scripts != SCRIPTS and script not in setting.scripts:
         return OPTIONAL
     if script == HYBRID and isinstance(setting, Setting) and setting.without_model is not None:
         return setting.without_model

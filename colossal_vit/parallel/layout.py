@@ -44,7 +44,7 @@ class Layout:
                 pipeline × tensor.
         """
         pipeline, tensor = config.parallel.pipeline, config.parallel.tensor
-        side = _side(tensor.mode, tensor.size, tensor.get("depth"))
+        side = _side(tensor.mode, tensor.size, tensor.get("depth") or 1)
         model = pipeline * tensor.size
         if world_size % model:
             nearest = [size for size in (world_size // model * model, (world_size // model + 1) * model) if size]
@@ -74,10 +74,8 @@ class Layout:
         return f"data {self.data} × pipeline {self.pipeline} × tensor {self.tensor}{tensor}"
 
 
-def _side(mode: str | None, size: int, depth: int | None) -> int:
+def _side(mode: str | None, size: int, depth: int) -> int:
     """The side q of the tensor-parallel ranks, see `Layout`."""
-    if depth is not None and mode != "2.5d":
-        raise UserError(f"parallel.tensor.depth = {depth} is for mode '2.5d' only, but the mode is {mode!r}")
     if mode is None:
         if size > 1:
             raise UserError(
@@ -86,7 +84,6 @@ def _side(mode: str | None, size: int, depth: int | None) -> int:
         return 1
     if mode == "1d":
         return size
-    depth = depth or 1
     power, shape = {
         "2d": (2, "a square, q² processes"),
         "2.5d": (2, f"depth × q², and depth is {depth}"),
