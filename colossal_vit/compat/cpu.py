@@ -23,7 +23,7 @@ _MODULES_CALLING_CUDA = (
     "colossalai.legacy.communication.utils",
     "colossalai.legacy.nn.layer.parallel_3d._utils",
 )
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # as in malloc.h
 
 
 class HostAccelerator(CpuAccelerator):
@@ -32,21 +32,6 @@ class HostAccelerator(CpuAccelerator):
     def synchronize(self, device=None) -> None:
         """Nothing to wait for: CPU operations are finished when they return."""
 
-    def empty_cache(self) -> None:
-        """Nothing to release: the CPU allocator keeps no cache."""
-
-    def device_count(self) -> int:
-        return 1
-
-    def current_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def manual_seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    def set_rng_state(self, new_state: torch.Tensor, device=None) -> None:
-        torch.set_rng_state(new_state)
-
     def get_rng_state(self, device=None) -> torch.Tensor:
         return torch.get_rng_state()
 
@@ -54,11 +39,11 @@ class HostAccelerator(CpuAccelerator):
 # The functions of `torch.cuda` that Colossal-AI calls, implemented for the CPU.
 _CUDA_ON_HOST = types.SimpleNamespace(
     current_device=lambda: torch.device("cpu"),
-    default_stream=lambda *args: types.SimpleNamespace(synchronize=lambda: None),
-    get_rng_state=lambda *args: torch.get_rng_state(),
+    default_stream=lambda: types.SimpleNamespace(synchronize=lambda: None),
+    get_rng_state=torch.get_rng_state,
     is_available=lambda: False,
     manual_seed=torch.manual_seed,
-    set_rng_state=lambda state, *args: torch.set_rng_state(state),
+    set_rng_state=torch.set_rng_state,
 )
 
 
@@ -78,14 +63,11 @@ def idle_gpus(root: Path = Path("/")) -> str | None:
     """A warning if this machine has GPUs that the installed torch cannot use; see `num_idle_gpus`."""
     if not (found := num_idle_gpus(root)):
         return None
-    needed = (
-        f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
-        if torch.version.cuda
-        else (f"torch {torch.__version__} is built without CUDA")
-    )
+    built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
     return (
-        f"warning: this machine has {found} NVIDIA GPU(s), but this run is on the CPU: {needed}. Compare with the CUDA "
-        f"Version in the first lines of nvidia-smi; `bash scripts/setup.sh` installs what fits the driver"
+        f"warning: this machine has {found} NVIDIA GPU(s), but this run is on the CPU: torch {torch.__version__} is "
+        f"built {built}. Compare with the CUDA Version in the first lines of nvidia-smi; `bash scripts/setup.sh` "
+        f"installs what fits the driver"
     )
 
 
