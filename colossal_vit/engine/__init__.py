@@ -4,7 +4,7 @@ from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.criterion import build_criterion
 from colossal_vit.engine.lamb import Lamb
 from colossal_vit.engine.loop import Trainer
-from colossal_vit.engine.optimizers import build_optimizer, parameter_groups
+from colossal_vit.engine.optimizers import build_optimizer
 from colossal_vit.engine.schedules import CosineAnnealingWarmupLR, build_scheduler
 
 __all__ = [
@@ -15,5 +15,4 @@ __all__ = [
     "build_optimizer",
     "build_scheduler",
     "initialize",
-    "parameter_groups",
 ]

@@ -66,8 +66,8 @@ class Lamb(Optimizer):
     - half-precision parameters have fp32 moments: in bf16, 0.999 v rounds to v.
 
     Args:
-        params: parameters, or parameter groups with their own options, see `parameter_groups`. Under tensor
-            parallelism parameters with a `Shard` are shards, and all ranks list them in the same order.
+        params: parameters, or parameter groups with their own options. Under tensor parallelism parameters with a
+            `Shard` are shards, and all ranks list them in the same order.
         lr: learning rate.
         betas: β₁ and β₂.
         eps: added to √v.

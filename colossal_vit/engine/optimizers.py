@@ -1,7 +1,6 @@
 """The optimizer of a run, and the groups of parameters that it treats alike."""
 
 import re
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from colossalai.context import Config
 from torch import nn
 from torch.optim import Optimizer
 
-VECTORS = ("token", "pos_embed")  # in the names of parameters that are vectors of each token, whatever their shape
+VECTORS = ("token", "pos_embed")  # names of parameters that are vectors of a token, whatever their shape, have these
 
 
 def num_blocks(config: Config, model: nn.Module) -> int:
@@ -31,54 +30,31 @@ def layer_of(name: str, depth: int) -> int:
     return depth if name.startswith("norm") else depth + 1
 
 
-def parameter_groups(
-    model: nn.Module,
-    weight_decay: float,
-    exclude: Iterable[str] = VECTORS,
-    lr: float | None = None,
-    layer_decay: float = 1.0,
-    depth: int = 0,
-) -> list[dict[str, Any]]:
-    """Parameter groups, the head's first: of each rate one with weight decay and trust ratios, one with neither.
+def parameter_groups(config: Config, model: nn.Module) -> list[dict[str, Any]]:
+    """Groups of parameters that have the same learning rate and weight decay, the head's first.
 
-    The second has all vectors, that is biases and the weights of norms, and whatever `exclude` names. To leave out only
-    the weight decay there, set its `adam` to False.
+    The head has LEARNING_RATE, and a layer LAYER_DECAY times the rate of the next one, see `layer_of`. If DECAY_VECTORS
+    is False, biases, the weights of norms, class token and position embedding have no weight decay and, in LAMB, no
+    trust ratios.
 
     Args:
+        config: of the run.
         model: whole, or this rank's part of it.
-        weight_decay: of the first group.
-        exclude: pieces of parameter names; the default means class token and position embedding.
-        lr: the head's learning rate; None leaves the optimizer's to all.
-        layer_decay: the rate of a layer over that of the next one, see `layer_of`.
-        depth: blocks of the whole model, which layer-wise rates need.
     """
-    groups: dict[int, list[dict[str, Any]]] = {}
+    depth = num_blocks(config, model)
+    members: dict[tuple[int, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         name = parameter.shard.name if hasattr(parameter, "shard") else name
-        layer = depth + 1 if layer_decay == 1 else layer_of(name, depth)
-        if layer not in groups:
-            rate = {} if lr is None else dict(lr=lr * layer_decay ** (depth + 1 - layer))
-            groups[layer] = [
-                dict(params=[], weight_decay=weight_decay, adam=False, **rate),
-                dict(params=[], weight_decay=0.0, adam=True, **rate),
-            ]
-        excluded = parameter.ndim < 2 or any(piece in name for piece in exclude)
-        groups[layer][excluded]["params"].append(parameter)
-    return [group for layer in sorted(groups, reverse=True) for group in groups[layer]]
-
-
-def _parameters(config: Config, model: nn.Module) -> list[Any]:
-    """The parameters, in groups if LAYER_DECAY or DECAY_VECTORS asks for them."""
-    if config.LAYER_DECAY == 1 and config.DECAY_VECTORS:
-        return list(model.parameters())
-    depth = num_blocks(config, model)
-    groups = parameter_groups(model, config.WEIGHT_DECAY, VECTORS, config.LEARNING_RATE, config.LAYER_DECAY, depth)
-    for group in groups:
-        if config.DECAY_VECTORS:
-            group.update(weight_decay=config.WEIGHT_DECAY, adam=False)
-        if config.OPTIMIZER != "lamb":
-            del group["adam"]
-    return [group for group in groups if group["params"]]
+        below_head = 0 if config.LAYER_DECAY == 1 else depth + 1 - layer_of(name, depth)
+        is_vector = parameter.ndim < 2 or any(piece in name for piece in VECTORS)
+        members.setdefault((below_head, is_vector and not config.DECAY_VECTORS), []).append(parameter)
+    groups = []
+    for (below_head, excluded), parameters in sorted(members.items()):
+        rate, decay = config.LEARNING_RATE * config.LAYER_DECAY**below_head, 0.0 if excluded else config.WEIGHT_DECAY
+        groups.append(dict(params=parameters, lr=rate, weight_decay=decay))
+        if config.OPTIMIZER == "lamb":
+            groups[-1]["adam"] = excluded
+    return groups
 
 
 def build_optimizer(config: Config, model: nn.Module) -> Optimizer:
@@ -87,12 +63,10 @@ def build_optimizer(config: Config, model: nn.Module) -> Optimizer:
     On a GPU AdamW updates all parameters in one kernel. PyTorch's fused SGD cannot be planned by `--dry-run`: it does
     not know tensors without data.
     """
-    common = dict(lr=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY)
-    parameters = _parameters(config, model)
+    groups = parameter_groups(config, model)
     if config.OPTIMIZER == "sgd":
-        return torch.optim.SGD(parameters, momentum=config.MOMENTUM, **common)
-    if config.get("EPSILON"):
-        common["eps"] = config.EPSILON
+        return torch.optim.SGD(groups, momentum=config.MOMENTUM)
+    options = {"eps": config.EPSILON} if config.get("EPSILON") else {}
     if config.OPTIMIZER == "lamb":
-        return Lamb(parameters, **common)
-    return torch.optim.AdamW(parameters, fused=torch.cuda.is_available() or None, **common)
+        return Lamb(groups, **options)
+    return torch.optim.AdamW(groups, fused=torch.cuda.is_available() or None, **options)
