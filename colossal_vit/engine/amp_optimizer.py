@@ -8,6 +8,7 @@ those of its newer API unscale by the scale of the next step.
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,33 +19,34 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 
+@dataclass
 class LossScale:
     """The factor of the loss in fp16 training, lowered after overflows and raised after a run of steps without any.
 
     It is kept on the host, which learns of an overflow from the gradient norm. The rule is that of Colossal-AI's
     `DynamicGradScaler`, and with `hysteresis` = 1 that of torch's `GradScaler`.
 
-    Args:
+    Attributes:
         initial_scale: the scale to begin with.
         growth_factor, backoff_factor: factors by which the scale is raised and lowered.
         growth_interval: consecutive steps without overflow before it is raised.
         hysteresis: overflows since it was last raised before it is lowered.
         min_scale, max_scale: bounds of the scale.
+        value: the scale now.
+        growth_step: steps since it was last raised, or the last overflow.
+        hysteresis_step: overflows since it was last raised.
     """
 
-    def __init__(
-        self,
-        initial_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        hysteresis: int = 1,
-        min_scale: float = 0.0,
-        max_scale: float = math.inf,
-    ):
-        self.value, self.growth_factor, self.backoff_factor = float(initial_scale), growth_factor, backoff_factor
-        self.growth_interval, self.hysteresis = growth_interval, hysteresis
-        self.min_scale, self.max_scale = min_scale, max_scale
+    initial_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    hysteresis: int = 1
+    min_scale: float = 0.0
+    max_scale: float = math.inf
+
+    def __post_init__(self):
+        self.value = float(self.initial_scale)
         self.growth_step = self.hysteresis_step = 0
 
     def update(self, overflow: bool) -> None:
@@ -58,16 +60,6 @@ class LossScale:
         if self.growth_step == self.growth_interval:
             self.growth_step = self.hysteresis_step = 0
             self.value = min(self.value * self.growth_factor, self.max_scale)
-
-    def state(self) -> dict[str, Any]:
-        """The state to save in checkpoints, JSON-serialisable."""
-        keys = ("growth_step", "hysteresis_step")
-        return {"loss_scale": self.value, **{key: getattr(self, key) for key in keys}}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned."""
-        self.value = state["loss_scale"]
-        self.growth_step, self.hysteresis_step = state["growth_step"], state.get("hysteresis_step", 0)
 
 
 class AMPOptimizer(OptimizerWrapper):
@@ -108,12 +100,15 @@ class AMPOptimizer(OptimizerWrapper):
 
     def scaler_state(self) -> dict[str, Any]:
         """The loss scaler's state to save in checkpoints, JSON-serialisable; empty without loss scaling."""
-        return self.scale.state() if self.scale else {}
+        if not (scale := self.scale):
+            return {}
+        return dict(loss_scale=scale.value, growth_step=scale.growth_step, hysteresis_step=scale.hysteresis_step)
 
     def load_scaler_state(self, state: Mapping[str, Any]) -> None:
         """Restore what `scaler_state` returned; ignored unless both scale the loss."""
-        if self.scale and "loss_scale" in state:
-            self.scale.load_state(state)
+        if (scale := self.scale) and "loss_scale" in state:
+            scale.value, scale.growth_step = state["loss_scale"], state["growth_step"]
+            scale.hysteresis_step = state.get("hysteresis_step", 0)
 
     def zero_grad(self, *args, **kwargs) -> None:
         for working in self.working_to_master_map:
