@@ -7,7 +7,6 @@ import pytest
 import torch
 from colossal_vit.checkpoint import storage
 from colossal_vit.engine import assembly, reduction, zero
-from colossal_vit.parallel.owners import assign_owners
 from safetensors.torch import load_file
 
 import training
@@ -169,9 +168,9 @@ def test_memory_of_a_rank(ranks, stage, expected, monkeypatch):
 
 def test_owners_are_balanced():
     parameters = [torch.empty(n) for n in (6, 1, 5, 3, 3, 2)]
-    owners = assign_owners(parameters, 2)
+    owners = zero.assign_owners(parameters, 2)
     assert [owners[p] for p in parameters] == [0, 0, 1, 1, 0, 1]
-    assert assign_owners(parameters, 10).keys() == set(parameters)
+    assert zero.assign_owners(parameters, 10).keys() == set(parameters)
 
 
 @pytest.mark.parametrize(

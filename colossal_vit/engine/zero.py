@@ -7,11 +7,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from colossal_vit.engine.reduction import IN_FLIGHT_BYTES, GradientBucket, GradientReducer, make_buckets, split_flat
-from colossal_vit.parallel.owners import assign_owners
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 LARGE_BYTES = 2**20  # size from which on a weight is sent alone: copying it would take longer than one more message
+
+
+def assign_owners(parameters: Iterable[Tensor], num_ranks: int) -> dict[Tensor, int]:
+    """Whole parameters to ranks, balanced by size: the largest first, each to the rank with the fewest elements so far.
+
+    The result depends on the shapes and their order only, so that all ranks agree on it.
+
+    Args:
+        parameters: of this rank's part of the model.
+        num_ranks: data-parallel size.
+
+    Returns:
+        The data-parallel rank of each parameter.
+    """
+    loads, owners = [0] * num_ranks, {}
+    for parameter in sorted(parameters, key=lambda p: -p.numel()):  # stable
+        owners[parameter] = loads.index(min(loads))
+        loads[owners[parameter]] += parameter.numel()
+    return owners
 
 
 class WeightBroadcast:
@@ -61,7 +79,7 @@ class Zero:
         for options in optimizer.param_groups:
             options["params"] = [p for p in options["params"] if self.owns(p)]
         self.buckets: list[GradientBucket] = []
-        self._unsent: deque[GradientBucket] = deque()  # in the order of the forward pass
+        self._unsent: deque[GradientBucket] = deque()  # the first layers' come first
         self._in_flight: dict[GradientBucket, WeightBroadcast] = {}
 
     def owns(self, parameter: nn.Parameter) -> bool:

@@ -13,7 +13,7 @@ def partition_blocks(config: Config, num_parts: int) -> list[range]:
     ratio of 4). Every part gets one block; then each further block goes to the part with the lowest cost so far, which
     is optimal because all blocks cost the same.
     """
-    if num_parts == 1:  # of a model of timm, whose sizes the config need not have
+    if num_parts == 1:  # the config of a timm model need not have the sizes
         return [range(config.DEPTH)]
     width, patches = config.HIDDEN_SIZE, (config.IMG_SIZE // config.PATCH_SIZE) ** 2
     tokens = patches + 1

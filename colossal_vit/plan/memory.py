@@ -36,7 +36,7 @@ def sizes_of(chunks: Sequence[Chunk], trace: Trace) -> list[int]:
 
 
 def owned_share(sizes: Sequence[int], num_ranks: int) -> float:
-    """The share of elements that the fullest of the data-parallel ranks owns, see `parallel.owners`."""
+    """The share of elements that the fullest of the data-parallel ranks owns, see `engine.zero.assign_owners`."""
     return max(1 / num_ranks, max(sizes) / sum(sizes))
 
 
