@@ -29,15 +29,6 @@ def writes_metrics() -> bool:
     return is_no_pp_or_last_stage() and is_dp_rank_0() and is_tp_rank_0()
 
 
-def _sum_over(modes: list[ParallelMode], values: list[Tensor | float], device: torch.device) -> list[float]:
-    """Sums over the ranks of some groups, in float64."""
-    total = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device).reshape(()) for value in values])
-    for mode in modes:
-        if gpc.get_world_size(mode) > 1:
-            dist.all_reduce(total, group=gpc.get_group(mode))
-    return total.tolist()
-
-
 def _memory_gb(device: torch.device) -> float:
     """Peak memory so far: allocated on the GPU, or resident on a machine without one."""
     if device.type == "cuda":
@@ -138,10 +129,12 @@ class MetricsHook(BaseHook):
     def after_test(self, trainer: Trainer) -> None:
         if not self.sees_loss:
             return
-        sums = [self.eval_loss, self.eval_correct, self.eval_images]
-        loss, correct, images = _sum_over([ParallelMode.DATA, ParallelMode.TENSOR], sums, self.eval_images.device)
+        sums = torch.stack([own.double() for own in (self.eval_loss, self.eval_correct, self.eval_images)])
+        for mode in (ParallelMode.DATA, ParallelMode.TENSOR):
+            if gpc.get_world_size(mode) > 1:
+                dist.all_reduce(sums, group=gpc.get_group(mode))
         copies = gpc.tensor_parallel_size // self.batch_parts  # tensor-parallel ranks that saw the same part of a batch
-        loss, correct, images = loss / copies, correct / copies, images / copies
+        loss, correct, images = (sums / copies).tolist()
         if trainer.evaluating_ema:
             self.of_average = {"ema_loss": loss / images, "ema_accuracy": correct / images}
             return
