@@ -42,15 +42,13 @@ def build_scheduler(config: Config, optimizer: Optimizer, steps_per_epoch: int) 
     """What SCHEDULE names, after WARMUP_EPOCHS of NUM_EPOCHS epochs of `steps_per_epoch` optimizer steps.
 
     Raises:
-        UserError: if MIN_LEARNING_RATE is above LEARNING_RATE, or another schedule than the cosine is to have one.
+        UserError: if MIN_LEARNING_RATE is above LEARNING_RATE.
     """
     steps_per_epoch = max(steps_per_epoch, 1)  # `MicroBatches` refuses an epoch without a step
     steps = dict(total_steps=config.NUM_EPOCHS * steps_per_epoch, warmup_steps=config.WARMUP_EPOCHS * steps_per_epoch)
-    lowest = config.MIN_LEARNING_RATE
-    if config.SCHEDULE == "cosine":
-        if lowest > config.LEARNING_RATE:
-            raise UserError(f"MIN_LEARNING_RATE = {lowest} is above LEARNING_RATE = {config.LEARNING_RATE}")
-        return CosineAnnealingWarmupLR(optimizer, **steps, floor=lowest / config.LEARNING_RATE)
-    if lowest:
-        raise UserError(f"MIN_LEARNING_RATE = {lowest} needs SCHEDULE = 'cosine'; a line falls to 0")
-    return LinearWarmupLR(optimizer, **steps)
+    if config.SCHEDULE == "linear":
+        return LinearWarmupLR(optimizer, **steps)
+    lowest, highest = config.MIN_LEARNING_RATE, config.LEARNING_RATE
+    if lowest > highest:
+        raise UserError(f"MIN_LEARNING_RATE = {lowest} is above LEARNING_RATE = {highest}")
+    return CosineAnnealingWarmupLR(optimizer, **steps, floor=lowest / highest)
