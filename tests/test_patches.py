@@ -1,6 +1,6 @@
 """Each defect of Colossal-AI 0.5.0 that is fixed here, shown twice: upstream's behaviour, and ours in its place.
 
-When an upstream half fails, upstream has changed, and the fix may go.
+When the half with upstream's behaviour fails, upstream has changed, and the fix may go.
 """
 
 import importlib
@@ -9,6 +9,7 @@ import math
 import resource
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import colossalai.legacy as colossalai
@@ -16,26 +17,44 @@ import pytest
 import torch
 from colossal_vit.compat import cpu, patches
 from colossal_vit.data.samplers import GlobalBatchSampler
-from colossal_vit.engine.assembly import initialize
+from colossal_vit.engine.assembly import _stage_input, initialize
 from colossal_vit.engine.loop import Trainer
 from colossal_vit.engine.schedules import CosineAnnealingWarmupLR
+from colossal_vit.parallel.sharding import Shard
 from colossalai import amp as colossalai_amp
+from colossalai.accelerator import get_accelerator
+from colossalai.accelerator.cpu_accelerator import CpuAccelerator
+from colossalai.interface import OptimizerWrapper
+from colossalai.legacy import communication as comm
 from colossalai.legacy import nn as col_nn
-from colossalai.legacy.context import ParallelMode
+from colossalai.legacy.amp.naive_amp import NaiveAMPOptimizer
+from colossalai.legacy.communication import p2p
+from colossalai.legacy.context import ParallelMode, seed
+from colossalai.legacy.context.random import get_seeds
 from colossalai.legacy.core import global_context as gpc
+from colossalai.legacy.engine.schedule import InterleavedPipelineSchedule
 from colossalai.legacy.nn.layer import parallel_2d, parallel_2p5d, parallel_3d
+from colossalai.legacy.nn.layer.parallel_3d import _utils as parallel_3d_utils
 from colossalai.legacy.utils import get_dataloader
-from colossalai.nn import lr_scheduler as col_schedulers
+from colossalai.nn.lr_scheduler import CosineAnnealingWarmupLR as ColossalCosine
 from packaging.version import Version
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fork_ranks
 from test_vit import LAYOUTS, settings
 
-LAYOUT_1D = {"pipeline": 1, "tensor": {"mode": "1d", "size": 2}}
+# Patches are applied in forks only, so these are upstream's.
+UPSTREAM_NORMS = {
+    layer: layer.forward for layer in (parallel_2d.LayerNorm2D, parallel_2p5d.LayerNorm2p5D, parallel_3d.LayerNorm3D)
+}
+UPSTREAM_3D_HOOK = parallel_3d_utils._async_grad_hook
+
+TENSOR_1D = {"pipeline": 1, "tensor": {"mode": "1d", "size": 2}}
+TENSOR_2D = {"pipeline": 1, "tensor": {"mode": "2d", "size": 4}}
+PIPELINE_2 = {"pipeline": 2, "tensor": {"mode": None, "size": 1}}
 
 
-# ---- brackets around the host ----
+# ---- Launching, configs ----
 
 
 def launch_alone(address="localhost", patched=True):
@@ -44,27 +63,17 @@ def launch_alone(address="localhost", patched=True):
         colossalai.launch({}, 0, 1, address, fork_ranks.free_port(), backend="gloo", verbose=False)
 
 
-def launch_at(address, patched):
-    def function():
+@pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "::1"])
+def test_every_form_of_address_launches_and_none_has_brackets_around_it(address):
+    def launch(patched):
         cpu.enable()
         launch_alone(address, patched)
         return torch.distributed.get_world_size()
 
-    return fork_ranks.call(function, launched=False)
-
-
-@pytest.mark.parametrize("address", ["localhost", "127.0.0.1"])
-def test_upstream_puts_brackets_around_names_and_ipv4(address):
-    with pytest.raises(AssertionError, match="ValueError"):
-        launch_at(address, patched=False)
-
-
-@pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "::1"])
-def test_every_form_of_address_launches(address):
-    assert launch_at(address, patched=True) == [1]
-
-
-# ---- AMP_TYPE is not where configs import it from ----
+    if address != "::1":  # the one form that upstream's brackets are right for
+        with pytest.raises(AssertionError, match="ValueError"):
+            fork_ranks.call(partial(launch, patched=False), launched=False)
+    assert fork_ranks.call(partial(launch, patched=True), launched=False) == [1]
 
 
 def test_upstream_has_no_amp_type_where_configs_import_it_from():
@@ -74,7 +83,7 @@ def test_upstream_has_no_amp_type_where_configs_import_it_from():
     assert not package.with_name("amp_type.py").exists()
 
 
-# ---- without clip_grad_norm every gradient is set to zero ----
+# ---- The engine: clipping, mixed precision, accumulation ----
 
 
 def upstream_initialize(*args):
@@ -85,8 +94,8 @@ def upstream_initialize(*args):
     return colossalai.initialize(*args, verbose=False)
 
 
-def weight_change(initialize_with):
-    def function():
+def test_weights_move_without_clip_grad_norm_and_upstream_sets_every_gradient_to_zero():
+    def weight_change(initialize_with):
         torch.manual_seed(0)
         model = torch.nn.Linear(4, 1)
         before = model.weight.detach().clone()
@@ -96,18 +105,8 @@ def weight_change(initialize_with):
         engine.step()
         return (model.weight - before).abs().max().item()
 
-    return fork_ranks.call(function)[0]
-
-
-def test_upstream_trains_nothing_without_clipping():
-    assert weight_change(upstream_initialize) < 1e-12
-
-
-def test_no_clipping_when_unset():
-    assert weight_change(initialize) > 1e-3
-
-
-# ---- mixed precision ----
+    assert fork_ranks.call(partial(weight_change, upstream_initialize))[0] < 1e-12
+    assert fork_ranks.call(partial(weight_change, initialize))[0] > 1e-3
 
 
 def real_torch_amp():
@@ -127,8 +126,6 @@ def test_upstream_torch_amp_dies_on_torch_2():
 
 def test_upstream_engine_clips_scaled_gradients():
     """The engine calls `clip_grad_by_norm`, which upstream's AMP optimizers do not override: it never unscales."""
-    from colossalai.interface import OptimizerWrapper
-    from colossalai.legacy.amp.naive_amp import NaiveAMPOptimizer
 
     def function():
         upstream = (real_torch_amp().TorchAMPOptimizer, NaiveAMPOptimizer)
@@ -137,40 +134,28 @@ def test_upstream_engine_clips_scaled_gradients():
     assert fork_ranks.call(function) == [[True, True]]
 
 
-def clipped_update(initialize_with):
+def test_clipping_is_by_the_norm_over_all_ranks_and_upstreams_by_each_ranks_own():
     """Two tensor-parallel ranks, gradients of (3, 4) on each: the global norm is sqrt(50), clipped to 1."""
 
-    def function():
-        rank = gpc.get_local_rank(ParallelMode.TENSOR)
+    def clipped_update(initialize_with):
         weight = torch.nn.Parameter(torch.zeros(2))
-        from colossal_vit.parallel.sharding import Shard
-
         weight.shard = Shard("weight", ((0, ParallelMode.PARALLEL_1D),))
         model = torch.nn.Module()
         model.register_parameter("weight", weight)
         engine, *_ = initialize_with(model, torch.optim.SGD([weight], lr=1.0), None)
         weight.grad = torch.tensor([3.0, 4.0])
         engine.step()
-        return rank, weight.detach().norm().item()
+        return weight.detach().norm().item()
 
-    return fork_ranks.call(function, 2, parallel=LAYOUT_1D, clip_grad_norm=1.0)
-
-
-def test_upstream_clips_by_each_ranks_own_norm():
-    for _, norm in clipped_update(upstream_initialize):
-        assert norm == pytest.approx(1.0, rel=1e-4)  # together sqrt(2), above the bound of 1
+    for initialize_with, norm in ((upstream_initialize, 1.0), (initialize, math.sqrt(0.5))):
+        norms = fork_ranks.call(partial(clipped_update, initialize_with), 2, parallel=TENSOR_1D, clip_grad_norm=1.0)
+        assert norms == pytest.approx([norm] * 2, rel=1e-4), initialize_with
 
 
-def test_clips_by_the_norm_over_all_ranks():
-    norms = [norm for _, norm in clipped_update(initialize)]
-    assert norms == pytest.approx([math.sqrt(0.5)] * 2, rel=1e-4)
-    assert math.hypot(*norms) == pytest.approx(1.0, rel=1e-4)
+def test_accumulation_counts_steps_and_upstreams_backward_passes():
+    """Pipeline of 2, two micro-batches, accumulation 2: at which calls of `step` the weights move."""
 
-
-def backward_passes_per_update(initialize_with):
-    """Pipeline of 2, two micro-batches, accumulation 2: how many calls of `step` until the weights move."""
-
-    def function():
+    def moves(initialize_with):
         torch.manual_seed(0)
         model = torch.nn.Linear(4, 4)
         data = torch.utils.data.TensorDataset(torch.randn(16, 4), torch.randint(0, 4, (16,)))
@@ -187,66 +172,49 @@ def backward_passes_per_update(initialize_with):
             moved.append(not torch.equal(model.weight, before))
         return moved
 
-    parallel = {"pipeline": 2, "tensor": {"mode": None, "size": 1}}
     config = dict(NUM_MICRO_BATCHES=2, TENSOR_SHAPE=(2, 4), gradient_accumulation=2, clip_grad_norm=1e9)
-    return fork_ranks.call(function, 2, parallel=parallel, **config)
+    upstreams, ours = (
+        fork_ranks.call(partial(moves, initialize_with), 2, parallel=PIPELINE_2, **config)
+        for initialize_with in (upstream_initialize, initialize)
+    )
+    assert upstreams[0] != [False, True] * 2
+    assert ours == [[False, True] * 2] * 2
 
 
-def test_upstream_accumulation_counts_backward_passes():
-    assert backward_passes_per_update(upstream_initialize)[0] != [False, True] * 2
+# ---- Machines without CUDA ----
 
 
-def test_accumulation_counts_steps():
-    assert backward_passes_per_update(initialize) == [[False, True] * 2] * 2
+def test_accelerator_and_random_streams_work_without_cuda_and_upstreams_do_not():
+    calls = ("synchronize", "get_rng_state")
 
-
-# ---- machines without CUDA ----
-
-
-def test_upstream_needs_cuda():
-    def function():
-        from colossalai.accelerator.cpu_accelerator import CpuAccelerator
-
+    def upstream():
         refused = []
-        for call in ("synchronize", "current_device", "empty_cache", "device_count"):
+        for call in calls:
             try:
                 getattr(CpuAccelerator(), call)()
-            except RuntimeError:
+            except (RuntimeError, TypeError):
                 refused.append(call)
         launch_alone()
-        from colossalai.legacy.context.random import get_seeds
+        return tuple(refused), dict(get_seeds())
 
-        return refused, dict(get_seeds())
-
-    refused, seeds = fork_ranks.call(function, launched=False)[0]
-    assert refused == ["synchronize", "current_device", "empty_cache", "device_count"]
-    assert seeds == {}
-
-
-def test_host_answers_for_cuda():
-    def function():
-        from colossalai.accelerator import get_accelerator
-        from colossalai.legacy.context import seed
-        from colossalai.legacy.context.random import get_seeds
-
-        accelerator = get_accelerator()
-        accelerator.synchronize()
-        accelerator.empty_cache()
-        assert accelerator.current_device() == torch.device("cpu")
+    def ours():
+        for call in calls:
+            getattr(get_accelerator(), call)()
         with seed(ParallelMode.TENSOR):
             inside = torch.rand(1).item()
         return {mode.name for mode in get_seeds()}, inside, torch.rand(1).item()
 
-    answers = fork_ranks.call(function, 2, parallel=LAYOUT_1D)
-    assert all(modes == {"DATA", "TENSOR"} for modes, _, _ in answers)
-    assert answers[0][1] != answers[1][1], "split activations need other masks on each tensor-parallel rank"
-    assert answers[0][2] == answers[1][2], "common activations need the same masks on each tensor-parallel rank"
+    assert fork_ranks.call(upstream, launched=False) == [(calls, {})]
+    first, second = fork_ranks.call(ours, 2, parallel=TENSOR_1D)
+    assert first[0] == second[0] == {"DATA", "TENSOR"}
+    assert first[1] != second[1], "split activations need other masks on each tensor-parallel rank"
+    assert first[2] == second[2], "common activations need the same masks on each tensor-parallel rank"
 
 
 def test_memory_of_large_tensors_is_reused():
     """Otherwise each step gets new pages, and the system clears them first."""
 
-    def new_pages():
+    def new_pages(enabled):
         if enabled:
             cpu.enable()
         for number in range(30):
@@ -255,16 +223,16 @@ def test_memory_of_large_tensors_is_reused():
             torch.ones(2**24)
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-    found = []
-    for enabled in (False, True):  # noqa: B007 new_pages reads it
-        found += fork_ranks.call(new_pages, launched=False)
-    assert found[0] > 10 * found[1]
+    (usual,), (enabled,) = (fork_ranks.call(partial(new_pages, enabled), launched=False) for enabled in (False, True))
+    assert usual > 10 * enabled
 
 
-# ---- layers of 1D ----
+# ---- Layers ----
 
 
 def test_upstream_1d_layers_do_not_fit_a_vit():
+    """What stands in their place is compared with timm in test_vit.py."""
+
     def function():
         choice = type(col_nn.Linear(8, 8).module.module).__name__
         try:
@@ -273,50 +241,25 @@ def test_upstream_1d_layers_do_not_fit_a_vit():
             return choice, type(error).__name__
         return choice, "works"
 
-    for choice, norm in fork_ranks.call(function, 2, parallel=LAYOUT_1D):
+    for choice, norm in fork_ranks.call(function, 2, parallel=TENSOR_1D):
         assert choice == "Linear1D_Col", "upstream would make the attention's projection a row layer now"
         assert norm != "works"
 
 
-# (What stands in their place is compared with timm in test_vit.py.)
-
-
-# ---- gradients of 3D layers ----
-
-
-def test_3d_hook_takes_a_missing_gradient():
-    from colossalai.legacy.nn.layer.parallel_3d import _utils
-
+def test_3d_hook_takes_a_missing_gradient_and_upstreams_dies():
     def function():
-        upstream, pending = _utils._async_grad_hook, torch.ones(2)
-        results = []
-        for hook in (upstream, patches._async_grad_hook):
-            _utils.push_async_grad(torch.distributed.barrier(async_op=True), pending, 7)
+        ours, results = parallel_3d_utils._async_grad_hook, []
+        for hook in (UPSTREAM_3D_HOOK, ours):
+            parallel_3d_utils.push_async_grad(torch.distributed.barrier(async_op=True), torch.ones(2), 7)
             try:
                 results.append(hook(None, 7).tolist())
             except AttributeError:
                 results.append("dies")
-        return results, patches._async_grad_hook(pending, 8).tolist()
+        return [*results, ours(torch.ones(2), 8).tolist()]
 
-    patched = _utils._async_grad_hook is patches._async_grad_hook
-    assert not patched, "tests apply patches in forks only"
-
-    def with_upstream():
-        original = _utils._async_grad_hook
-        fork_ranks._launch(0, 1, fork_ranks.free_port(), {})
-        _utils._async_grad_hook = original
-        return function()
-
-    results, alone = fork_ranks.call(with_upstream, launched=False)[0]
-    assert results == ["dies", [1.0, 1.0]]
-    assert alone == [1.0, 1.0]
+    assert fork_ranks.call(function) == [["dies", [1.0, 1.0], [1.0, 1.0]]]
 
 
-# ---- layer norms in half precision ----
-
-UPSTREAM_NORMS = {
-    layer: layer.forward for layer in (parallel_2d.LayerNorm2D, parallel_2p5d.LayerNorm2p5D, parallel_3d.LayerNorm3D)
-}
 INPUTS = {  # (B, N, part of a hidden size of 768)
     "rms 0.1": lambda x: 0.1 * x,
     "rms 1": lambda x: x,
@@ -326,105 +269,102 @@ INPUTS = {  # (B, N, part of a hidden size of 768)
 }
 
 
-def norm_errors(layout, dtype, upstream=False, autocast=False):
-    """By kind of input: the largest error of a norm and its backward pass against fp64, by the largest value."""
-    world_size = LAYOUTS[layout][0]
+def norm_error(make, dtype, autocast=False):
+    """The largest error of a norm and its backward pass against fp64, by the largest value, on this rank."""
+    norm = col_nn.LayerNorm(768, eps=1e-6)
+    norm = norm if autocast else norm.to(dtype)
+    modes = {"2d": ParallelMode.PARALLEL_2D_ROW, "2.5d": ParallelMode.PARALLEL_2P5D_ROW}
+    mode = modes.get(gpc.config.parallel.tensor.mode) or norm.output_parallel_mode
+    rank, group, size = gpc.get_local_rank(mode), gpc.get_group(mode), gpc.get_world_size(mode)
 
-    def function():
-        if upstream:
-            for layer, forward in UPSTREAM_NORMS.items():
-                layer.forward = forward
-        norm = col_nn.LayerNorm(768, eps=1e-6)
-        norm = norm if autocast else norm.to(dtype)
-        modes = {"2d": ParallelMode.PARALLEL_2D_ROW, "2.5d": ParallelMode.PARALLEL_2P5D_ROW}
-        mode = modes.get(gpc.config.parallel.tensor.mode) or norm.output_parallel_mode
-        rank, group, size = gpc.get_local_rank(mode), gpc.get_group(mode), gpc.get_world_size(mode)
+    def whole(part):
+        parts = [torch.empty_like(part) for _ in range(size)]
+        torch.distributed.all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts, -1).double()
 
-        def whole(part):
-            parts = [torch.empty_like(part) for _ in range(size)]
-            torch.distributed.all_gather(parts, part.contiguous(), group=group)
-            return torch.cat(parts, -1).double()
-
-        errors = {}
-        generator = torch.Generator().manual_seed(torch.distributed.get_rank())
-        for name, make in INPUTS.items():
-            draw = torch.randn(2, 4, 5, 768 // size, generator=generator)
-            x, gradient = make(draw[0]).to(dtype).requires_grad_(), draw[1].to(dtype)
-            with torch.autocast("cpu", dtype, enabled=autocast):
-                output = norm(x)
-            assert output.dtype == (torch.float32 if autocast else dtype), "as PyTorch's norm"
-            output.backward(gradient.to(output.dtype))
-            full = whole(x.detach()).requires_grad_()
-            expected = torch.nn.functional.layer_norm(full, (768,), eps=1e-6)
-            expected.backward(whole(gradient))
-            errors[name] = 0.0
-            for here, there in ((output, expected), (x.grad, full.grad)):
-                own = there.detach().chunk(size, -1)[rank]
-                errors[name] = max(errors[name], ((here - own).abs().max() / own.abs().max()).item())
-        return errors
-
-    answers = fork_ranks.call(function, world_size, **settings(layout))
-    return {name: max(errors[name] for errors in answers) for name in INPUTS}
-
-
-@pytest.mark.parametrize("layout", ["2D 4", "2.5D 8", "3D 8"])
-def test_upstream_norms_are_zero_in_fp16(layout):
-    """With no sign of it: an infinite variance makes zeros."""
-    assert norm_errors(layout, torch.float16, upstream=True)["rms 30"] == 1.0
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    draw = torch.randn(2, 4, 5, 768 // size, generator=generator)
+    x, gradient = make(draw[0]).to(dtype).requires_grad_(), draw[1].to(dtype)
+    with torch.autocast("cpu", dtype, enabled=autocast):
+        output = norm(x)
+    assert output.dtype == (torch.float32 if autocast else dtype), "as PyTorch's norm"
+    output.backward(gradient.to(output.dtype))
+    full = whole(x.detach()).requires_grad_()
+    expected = torch.nn.functional.layer_norm(full, (768,), eps=1e-6)
+    expected.backward(whole(gradient))
+    error = 0.0
+    for here, there in ((output, expected), (x.grad, full.grad)):
+        own = there.detach().chunk(size, -1)[rank]
+        error = max(error, ((here - own).abs().max() / own.abs().max()).item())
+    return error
 
 
 @pytest.mark.parametrize("layout", ["2D 4", "2.5D 4", "2.5D 8", "3D 8"])
-def test_norms_compute_in_fp32(layout):
-    for dtype, tolerance in ((torch.float16, 2e-3), (torch.bfloat16, 1.6e-2), (torch.float32, 1e-4)):
-        assert max(norm_errors(layout, dtype).values()) < tolerance, (dtype, norm_errors(layout, dtype))
-    assert norm_errors(layout, torch.bfloat16, autocast=True)["rms 1"] < 1.6e-2
-
-
-# ---- pipelines of two stages ----
-
-
-def exchanged():
-    """Both stages send 1 + rank forwards and 10 + rank backwards in one exchange: what each gets from its two sides."""
-    from colossalai.legacy import communication as comm
-
-    rank = gpc.get_local_rank(ParallelMode.PIPELINE)
-    shape = torch.Size([1])
-    forward, backward = torch.tensor([1.0 + rank]), torch.tensor([10.0 + rank])
-    received = comm.send_forward_backward_recv_forward_backward(forward, backward, shape, shape)
-    return [tensor.item() for tensor in received]
-
-
-PIPELINE_2 = {"pipeline": 2, "tensor": {"mode": None, "size": 1}}
-
-
-def test_upstream_swaps_activations_and_gradients_between_two_stages():
-    from colossalai.legacy.communication import p2p
+def test_norms_compute_in_fp32_and_upstreams_are_zero_in_fp16(layout):
+    """With no sign of it: an infinite variance makes zeros."""
+    tolerances = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 1e-4}
 
     def function():
+        ours = {(dtype, name): norm_error(make, dtype) for dtype in tolerances for name, make in INPUTS.items()}
+        under_autocast = norm_error(INPUTS["rms 1"], torch.bfloat16, autocast=True)
+        for layer, forward in UPSTREAM_NORMS.items():
+            layer.forward = forward
+        return ours, under_autocast, norm_error(INPUTS["rms 30"], torch.float16)
+
+    answers = fork_ranks.call(function, LAYOUTS[layout][0], **settings(layout))
+    for errors, under_autocast, upstreams in answers:
+        assert under_autocast < 1.6e-2
+        assert upstreams == 1.0
+        for (dtype, name), error in errors.items():
+            assert error < tolerances[dtype], (dtype, name)
+
+
+def test_operations_follow_autocast_and_upstreams_do_not(monkeypatch):
+    """The type that a 2D layer gives for a bf16 input under bf16 autocast on the CPU, or why it gives none."""
+
+    def product():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            try:
+                return str(col_nn.Linear(4, 4)(torch.ones(2, 1, 2, dtype=torch.bfloat16)).dtype)
+            except RuntimeError as error:
+                return str(error)
+
+    assert set(fork_ranks.call(product, 4, parallel=TENSOR_2D)) == {"torch.bfloat16"}
+    monkeypatch.setattr(patches, "_follow_autocast", lambda function: None)
+    assert all("same dtype" in said for said in fork_ranks.call(product, 4, parallel=TENSOR_2D))
+
+
+# ---- Pipelines ----
+
+
+def test_two_stages_get_what_was_meant_for_them_and_upstream_swaps_it():
+    """Activations from the previous stage, gradients from the next one, which here is the same rank.
+
+    Both stages send 1 + rank forwards and 10 + rank backwards in one exchange.
+    """
+
+    def exchanged():
+        rank, shape = gpc.get_local_rank(ParallelMode.PIPELINE), torch.Size([1])
+        messages = torch.tensor([1.0 + rank]), torch.tensor([10.0 + rank])
+        received = comm.send_forward_backward_recv_forward_backward(*messages, shape, shape)
+        return [tensor.item() for tensor in received]
+
+    def upstream():
         p2p.dist = torch.distributed
         return exchanged()
 
-    assert fork_ranks.call(function, 2, parallel=PIPELINE_2) == [[11.0, 2.0], [10.0, 1.0]]
-
-
-def test_two_stages_get_what_was_meant_for_them():
-    """Activations from the previous stage, gradients from the next one, which here is the same rank."""
+    assert fork_ranks.call(upstream, 2, parallel=PIPELINE_2) == [[11.0, 2.0], [10.0, 1.0]]
     assert fork_ranks.call(exchanged, 2, parallel=PIPELINE_2) == [[2.0, 11.0], [1.0, 10.0]]
 
 
 def test_upstream_interleaved_schedule_looks_for_a_module_that_is_gone():
     """Read, not run: the package that the module would be in has a stand-in here."""
-    from colossalai.legacy.engine.schedule import InterleavedPipelineSchedule
-
     source = inspect.getsource(InterleavedPipelineSchedule.pre_processing)
     assert "from colossalai.zero.sharded_model.sharded_model_v2 import" in source
     assert not (Path(colossalai.__path__[0]).parent / "zero" / "sharded_model").exists()
 
 
-def test_upstream_gives_images_to_every_chunk_of_the_first_rank():
-    from colossal_vit.engine.assembly import _stage_input
-    from colossalai.legacy.engine.schedule import InterleavedPipelineSchedule
-
+def test_second_chunk_of_the_first_rank_gets_activations_and_upstreams_images():
     def function():
         schedule = InterleavedPipelineSchedule(2, 2)
         gpc.set_virtual_pipeline_parallel_rank(1)
@@ -435,82 +375,49 @@ def test_upstream_gives_images_to_every_chunk_of_the_first_rank():
     assert fork_ranks.call(function, 2, parallel=PIPELINE_2)[0] == ("images", "activations")
 
 
-# ---- autocast in 2D, 2.5D and 3D ----
+def test_stages_see_the_same_samples_and_upstreams_others():
+    """Upstream shuffles without a seed of its own, and the other code of two stages may draw differently."""
 
-
-def product_under_autocast():
-    """The type that a 2D layer gives for a bf16 input under bf16 autocast on the CPU, or why it gives none."""
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        try:
-            return str(col_nn.Linear(4, 4)(torch.ones(2, 1, 2, dtype=torch.bfloat16)).dtype)
-        except RuntimeError as error:
-            return str(error)
-
-
-LAYOUT_2D = {"pipeline": 1, "tensor": {"mode": "2d", "size": 4}}
-
-
-def test_upstream_operations_do_not_follow_autocast(monkeypatch):
-    monkeypatch.setattr(patches, "_follow_autocast", lambda function: None)
-    assert all("same dtype" in said for said in fork_ranks.call(product_under_autocast, 4, parallel=LAYOUT_2D))
-
-
-def test_operations_follow_autocast():
-    assert set(fork_ranks.call(product_under_autocast, 4, parallel=LAYOUT_2D)) == {"torch.bfloat16"}
-
-
-# ---- which samples a rank sees ----
-
-
-def test_upstream_shuffles_without_a_seed_of_its_own():
-    def function():
-        data = torch.utils.data.TensorDataset(torch.arange(64))
-        torch.manual_seed(torch.distributed.get_rank())  # two pipeline stages whose other code drew differently
-        return [batch[0].tolist() for batch in get_dataloader(data, shuffle=True, batch_size=16)]
-
-    first, second = fork_ranks.call(function, 2, parallel={"pipeline": 2, "tensor": {"mode": None, "size": 1}})
-    assert first != second
-
-
-def test_stages_of_a_pipeline_see_the_same_samples():
     def function():
         torch.manual_seed(torch.distributed.get_rank())
-        return [indices.tolist() for indices in GlobalBatchSampler(64, 16, seed=5)]
+        data = torch.utils.data.TensorDataset(torch.arange(64))
+        upstream = [batch[0].tolist() for batch in get_dataloader(data, shuffle=True, batch_size=16)]
+        return upstream, [indices.tolist() for indices in GlobalBatchSampler(64, 16, seed=5)]
 
-    first, second = fork_ranks.call(function, 2, parallel={"pipeline": 2, "tensor": {"mode": None, "size": 1}})
-    assert first == second
-
-
-# ---- the learning rate ----
-
-
-def test_upstream_warm_up_overshoots():
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    scheduler = col_schedulers.CosineAnnealingWarmupLR(optimizer, total_steps=20, warmup_steps=5)
-    rates = []
-    for _ in range(20):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
-    assert max(rates) > 1.0
+    first, second = fork_ranks.call(function, 2, parallel=PIPELINE_2)
+    assert first[0] != second[0]
+    assert first[1] == second[1]
 
 
-def test_schedule_value_by_value():
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
-    scheduler = CosineAnnealingWarmupLR(optimizer, total_steps=8, warmup_steps=4)
-    rates = []
-    for _ in range(9):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
-    expected = [0.5, 1.0, 1.5, 2.0, 2.0, 1 + math.sqrt(0.5), 1.0, 1 - math.sqrt(0.5), 0.0]
-    assert rates == pytest.approx(expected, abs=1e-12)
+# ---- The learning rate ----
 
 
-def learning_rates(train):
-    """The rate of each of 6 optimizer steps of 2 micro-batches, with a schedule made for 6 steps."""
+def test_warm_up_ends_at_the_base_rate_and_upstreams_overshoots():
+    """test_optim.py has the rates one by one."""
+    highest = []
+    for schedule in (ColossalCosine, CosineAnnealingWarmupLR):
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        scheduler, rates = schedule(optimizer, total_steps=20, warmup_steps=5), []
+        for _ in range(20):
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+        highest.append(max(rates))
+    assert highest[0] > 1.0
+    assert highest[1] == 1.0
 
-    def function():
+
+def test_scheduler_is_stepped_once_per_optimizer_step_and_by_upstreams_hook_per_batch():
+    """6 optimizer steps of 2 micro-batches, with a schedule made for 6 steps."""
+
+    def by_upstream(engine, scheduler, loader):
+        hook = colossalai.trainer.hooks.LRSchedulerHook(scheduler, by_epoch=False)
+        colossalai.trainer.Trainer(engine).fit(loader, epochs=2, hooks=[hook])
+
+    def by_ours(engine, scheduler, loader):
+        Trainer(engine, scheduler).fit(loader, epochs=2)
+
+    def learning_rates(train):
         model = torch.nn.Linear(4, 2)
         data = torch.utils.data.TensorDataset(torch.randn(24, 4), torch.randint(0, 2, (24,)))
         loader = torch.utils.data.DataLoader(data, batch_size=4)
@@ -522,31 +429,20 @@ def learning_rates(train):
         train(engine, scheduler, loader)
         return rates
 
-    return fork_ranks.call(function, gradient_accumulation=2)[0]
+    (upstreams,), (ours,) = (
+        fork_ranks.call(partial(learning_rates, train), gradient_accumulation=2) for train in (by_upstream, by_ours)
+    )
+    assert min(upstreams) < 0
+    assert ours == pytest.approx([1 - step / 6 for step in range(6)])
 
 
-def test_upstream_hook_steps_per_batch():
-    def train(engine, scheduler, loader):
-        hook = colossalai.trainer.hooks.LRSchedulerHook(scheduler, by_epoch=False)
-        colossalai.trainer.Trainer(engine).fit(loader, epochs=2, hooks=[hook])
-
-    assert min(learning_rates(train)) < 0
+# ---- Importing Colossal-AI replaces PyTorch's shape functions ----
 
 
-def test_trainer_steps_scheduler_once_per_optimizer_step():
-    def train(engine, scheduler, loader):
-        Trainer(engine, scheduler).fit(loader, epochs=2)
-
-    assert learning_rates(train) == pytest.approx([1 - step / 6 for step in range(6)])
-
-
-# ---- importing Colossal-AI replaces PyTorch's shape functions ----
-
-
-def shapes_of_a_backward_pass(replaced):
+def test_pytorch_keeps_its_shape_functions_and_upstream_replaces_them_by_old_ones():
     """What torch.compile asks of a convolution whose bias has its gradient from elsewhere."""
 
-    def function():
+    def shape_of_gradient(replaced):
         if replaced:
             name = "colossalai._analyzer._subclasses._meta_registration"
             del sys.modules[name]
@@ -556,14 +452,7 @@ def shapes_of_a_backward_pass(replaced):
             options = None, [2, 2], [0, 0], [1, 1], False, [0, 0], 1, [False, True, False]
             return tuple(torch.ops.aten.convolution_backward(*tensors, *options)[1].shape)
 
-    return fork_ranks.call(function, launched=False)
-
-
-@pytest.mark.skipif(Version(torch.__version__) < Version("2.11"), reason="torch 2.10 refuses to have them replaced")
-def test_upstream_replaces_pytorchs_shape_functions_by_old_ones():
-    with pytest.raises(AssertionError, match="meta_conv_backward"):
-        shapes_of_a_backward_pass(replaced=True)
-
-
-def test_pytorch_keeps_its_shape_functions():
-    assert shapes_of_a_backward_pass(replaced=False) == [(4, 3, 2, 2)]
+    assert fork_ranks.call(partial(shape_of_gradient, replaced=False), launched=False) == [(4, 3, 2, 2)]
+    if Version(torch.__version__) >= Version("2.11"):  # torch 2.10 refuses to have them replaced
+        with pytest.raises(AssertionError, match="meta_conv_backward"):
+            fork_ranks.call(partial(shape_of_gradient, replaced=True), launched=False)
