@@ -140,7 +140,6 @@ def test_a_shipped_config_names_what_it_learns_by(path):
         ("TENSOR_PARALLEL_SIZE=4", "parallel", {"pipeline": 2, "tensor": {"mode": "1d", "size": 4}}),
         ("NUM_CHUNKS=2", "model", {"num_chunks": 2}),
         ("parallel.tensor.size=4", "parallel", {"pipeline": 2, "tensor": {"mode": "1d", "size": 4}}),
-        ("parallel=dict", None, "not a Python literal"),
         ("parallel={'pipeline': 3}", "NUM_MICRO_BATCHES", 3),
         ("parallel=dict(tensor=dict(mode='1d', size=2))", "NUM_MICRO_BATCHES", 1),
         ("parallel=None", "NUM_MICRO_BATCHES", 1),
@@ -155,11 +154,7 @@ def test_a_shipped_config_names_what_it_learns_by(path):
     ],
 )
 def test_derived_values_follow_an_override(load, override, key, value):
-    if key is None:
-        with pytest.raises(UserError, match=value):
-            load(TUTORIAL, override)
-    else:
-        assert load(TUTORIAL, override)[key] == value
+    assert load(TUTORIAL, override)[key] == value
 
 
 @pytest.mark.parametrize(
@@ -169,33 +164,18 @@ def test_derived_values_follow_an_override(load, override, key, value):
         ("NUM_EPOCHS, SEED = 1, 2", ["SEED=5"], 5),
         ("for BATCH_SIZE in range(1, 4):\n    SEED = BATCH_SIZE", ["BATCH_SIZE=8"], 8),
         ("BATCH_SIZE = 1\nSEED = BATCH_SIZE", ["BATCH_SIZE=2", "BATCH_SIZE=3"], 3),
-        (
-            "BATCH_SIZE = 1\ndef _f(): return BATCH_SIZE\nSEED = _f() + sum(BATCH_SIZE for _ in '1')",
-            ["BATCH_SIZE=2"],
-            4,
-        ),
-        ("BATCH_SIZE = 1\ndef _f():\n    BATCH_SIZE = 5\n    return BATCH_SIZE\nSEED = _f()", ["BATCH_SIZE=2"], 5),
-        ("class _C:\n    BATCH_SIZE = 5\nBATCH_SIZE = 1\nSEED = _C.BATCH_SIZE", ["BATCH_SIZE=2"], 5),
+        ("BATCH_SIZE = 1\ndef _f(): return BATCH_SIZE\nSEED = _f()", ["BATCH_SIZE=2"], 2),
         ("from other import *\nSEED = BATCH_SIZE", ["BATCH_SIZE=2"], 2),
         ("from other import BATCH_SIZE as GLOBAL_BATCH\nSEED = GLOBAL_BATCH", ["GLOBAL_BATCH=2"], 2),
         ("globals()['BATCH_SIZE'] = 1\nSEED = BATCH_SIZE", ["BATCH_SIZE=2"], 2),
-        (
-            "parallel = dict(pipeline=1)\nparallel['pipeline'] = 2\nSEED = parallel['pipeline']",
-            ["parallel.pipeline=8"],
-            8,
-        ),
+        ("parallel = {}\nparallel['pipeline'] = 2\nSEED = parallel['pipeline']", ["parallel.pipeline=8"], 8),
         ("parallel = {}\nparallel |= dict(pipeline=2)\nSEED = parallel['pipeline']", ["parallel.pipeline=8"], 8),
-        (
-            "parallel = dict(pipeline=2)\nparallel['pipeline'] = 2\nSEED = parallel['pipeline']",
-            ["parallel=dict(pipeline=8)"],
-            8,
-        ),
+        ("parallel = {}\nparallel['pipeline'] = 2\nSEED = parallel['pipeline']", ["parallel=dict(pipeline=8)"], 8),
         (
             "parallel = {'tensor': {'size': 2}}\nSEED = parallel['tensor']['size']",
             ["parallel.tensor.size=8", "parallel.tensor.mode='1d'"],
             8,
         ),
-        ("_C = {}\n_C['x'] = 3\nSEED = _C['x']", ["BATCH_SIZE=2"], 3),
     ],
 )
 def test_an_override_holds_wherever_its_name_is_bound(load, tmp_path, monkeypatch, text, overrides, expected):
@@ -319,6 +299,7 @@ def test_helpers_are_not_settings(load):
         ("", ("DATA=/data",), ("'/data' is not a Python literal", "quotes")),
         ("", ("fp16.mode=AMP_TYPE.BEST",), ("AMP_TYPE.BEST", "AMP_TYPE.TORCH")),
         ("", ("fp16=dict(mode=AMP_TYPE.BEST)",), ("AMP_TYPE.BEST", "AMP_TYPE.TORCH")),
+        ("", ("parallel=dict",), ("'dict' is not a Python literal",)),
         ("", ("SEED=" + "[" * 10_000,), ("SEED=[", "is not a Python literal")),
         ("BATCH_SIZE = 10**5000", (), ("BATCH_SIZE = <int>", "whole number")),
         ("parallel = {1: 2}", (), ("unknown key parallel.1",)),
@@ -329,6 +310,7 @@ def test_helpers_are_not_settings(load):
         ("dali = dict(rand_augment=dict(n=0))", (), ("dali.rand_augment.n = 0", "from 1 to 20")),
         ("fp16 = dict(dtype='bf16')", (), ("fp16 = {'dtype': 'bf16'} does nothing", "set fp16.mode")),
         ("fp16 = dict(mode=None, dtype='bf16')", (), ("fp16.dtype = 'bf16' does nothing", "set fp16.mode")),
+        ("SCHEDULE = 'linear'\nMIN_LEARNING_RATE = 0.1", (), ("MIN_LEARNING_RATE = 0.1 does nothing", "for 'cosine'")),
         ("mix = dict(mixup=0.8, switch_prob=0.1)", (), ("mix.switch_prob = 0.1 does nothing", "set mix.cutmix")),
         ("", ("BATCH=3",), ("unknown key BATCH", "BATCH_SIZE")),
     ],
@@ -384,8 +366,10 @@ def test_layouts(load, parallel, world_size, expected):
         assert str(Layout.of(config, world_size)) == expected
 
 
-def test_json(load):
-    assert json.loads(configs.to_json(load(TUTORIAL)))["fp16"] == {"mode": "AMP_TYPE.NAIVE"}
+def test_json_has_modes_by_name_and_tuples_as_lists(load):
+    found = json.loads(configs.to_json(load(TUTORIAL)))
+    assert found["fp16"] == {"mode": "AMP_TYPE.NAIVE"}
+    assert found["TENSOR_SHAPE"] == [128, 197, 768]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -405,15 +389,13 @@ WRONG += ["10**400", "-(10**400)", "2**63"]
 def settings_of(script, settings=schema.SCHEMA, path=()):
     """Every setting and block that a script takes, by its path."""
     for key, setting in settings.items():
-        if script in setting.scripts and script not in setting.idle:
+        if script in setting.scripts:
             yield (*path, key), setting
             if isinstance(setting, Block):
                 yield from settings_of(script, setting.settings, (*path, key))
     if not path:
         for name in schema.OLDER_NAMES:
-            if (first := schema.setting_at(name.split(".")[0])) is not None and script in set(first.scripts) - set(
-                first.idle
-            ):
+            if script in schema.setting_at(name.split(".")[0]).scripts:
                 yield tuple(name.split(".")), schema.setting_at(name)
 
 
@@ -425,12 +407,12 @@ def with_value(script, path, value):
     return "\n".join([*(f"{key} = {default!r}" for key, default in COMPLETE[script].items()), f"{name} = {value}"])
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_values_that_no_setting_may_have_are_refused_in_one_line(load, script):
+def test_values_that_no_setting_may_have_are_refused_in_one_line(load):
     """In a file, and on the command line as far as they are literals."""
-    assert load(with_value(script, ("SEED",), 1), script=script).SEED == 1
+    takers = {path: (script, setting) for script in SCRIPTS for path, setting in settings_of(script)}
+    assert len(takers) > 100
     wrong = []
-    for path, setting in settings_of(script):
+    for path, (script, setting) in takers.items():
         values = list(WRONG)
         if isinstance(setting, Block) or path[-1] in ("mode", "TENSOR_PARALLEL_MODE"):
             values.remove("None")  # is off

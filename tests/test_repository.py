@@ -18,6 +18,8 @@ import vit
 ROOT = Path(__file__).resolve().parents[1]
 TRACKED = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
 FILES = [ROOT / name for name in TRACKED.stdout.split("\n") if name and (ROOT / name).exists()]
+PAGES = [path for path in FILES if path.suffix == ".md" and "results" not in path.parts]
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 def test_requirements_are_what_the_lock_says():
@@ -31,13 +33,12 @@ def test_torch_is_one_without_known_holes_in_load(name):
     assert tuple(map(int, version.groups())) >= (2, 10)
 
 
-PAGES = [path for path in FILES if path.suffix == ".md" and "results" not in path.parts]
 # Written by a command.
 ELSEWHERE = {"classes.txt", "skipped.txt", "`wandb/`", "`val/`", "`runs/bench/amp/`"}
 EARLIER = re.compile(r"`(scripts/\w+\.py)` at ([0-9a-f]{7})")  # a script that is gone, and a commit that has it
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+@pages
 def test_files_that_a_page_names_exist(page):
     """Every config, script, module and folder, by its path from the root or the page's folder, or by its end."""
     text = EARLIER.sub("", page.read_text())
@@ -142,8 +143,3 @@ def test_test_script_passes_arguments_on(arguments, words):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert words in done.stdout
-
-
-def test_config_json_is_json(tmp_path):
-    path = ROOT / "vit_cifar10_hybrid" / "configs" / "config_hybrid_parallel.py"
-    assert json.loads(configs.to_json(configs.load(path)))["TENSOR_SHAPE"] == [32, 197, 768]

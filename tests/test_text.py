@@ -1,20 +1,13 @@
 """What the pages say is there: links, anchors, flags, numbers with their results. And their sentences are short."""
 
 import re
-import subprocess
 from functools import cache
-from pathlib import Path
 
-import pytest
 from colossal_vit.launch.flags import get_parser
 
-ROOT = Path(__file__).resolve().parents[1]
-TRACKED = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
-FILES = [ROOT / name for name in TRACKED.stdout.split("\n") if name and (ROOT / name).exists()]
-PAGES = [path for path in FILES if path.suffix == ".md" and "results" not in path.parts]
+from test_repository import FILES, PAGES, ROOT, pages
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 def prose(page):
