@@ -12,7 +12,6 @@ from colossal_vit.engine import Lamb, build_optimizer, build_scheduler, lamb
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.errors import UserError
 from colossalai.context import Config
-from colossalai.legacy.amp import AMP_TYPE
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from colossalai.nn.optimizer import Lamb as ColossalLamb
@@ -21,8 +20,7 @@ from timm.optim import param_groups_layer_decay
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import fork_ranks
-from test_vit import LAYOUTS, build, settings
+from test_vit import build, call, settings
 
 SHAPES = [(24, 16), (16,), (4, 3, 5, 5), (1, 7, 8), ()]
 OPTIONS = dict(lr=0.02, weight_decay=0.1)
@@ -53,11 +51,6 @@ def assert_same(parameters, expected, rtol):
     for number, (here, there) in enumerate(zip(parameters, expected, strict=True)):
         error = ((here - there).norm() / there.norm()).item()
         assert error <= rtol, f"parameter {number} of shape {tuple(here.shape)}: relative error {error:.1e}"
-
-
-def call(function, layout, **values):
-    """What `function` returns on each rank of a layout, with other config values."""
-    return fork_ranks.call(function, LAYOUTS[layout][0], **{**settings(layout), **values})
 
 
 # ---- One process ----
@@ -375,7 +368,7 @@ def test_master_weights_have_the_norms_of_whole_parameters(layout, random_weight
         assert_joined(masters, reference)
         assert all(torch.equal(p, m.bfloat16()) for p, m in zip(parameters, masters, strict=True))
 
-    call(function, layout, clip_grad_norm=0.0, fp16=dict(mode=AMP_TYPE.NAIVE, dtype="bf16"))
+    call(function, layout, clip_grad_norm=0.0, amp="NAIVE", **{"fp16.dtype": "bf16"})
 
 
 def test_parameter_without_shard_is_whole_on_every_rank():

@@ -41,7 +41,7 @@ from packaging.version import Version
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fork_ranks
-from test_vit import LAYOUTS, settings
+from test_vit import call
 
 # Patches are applied in forks only, so these are upstream's.
 UPSTREAM_NORMS = {
@@ -185,26 +185,26 @@ def test_accumulation_counts_steps_and_upstreams_backward_passes():
 
 
 def test_accelerator_and_random_streams_work_without_cuda_and_upstreams_do_not():
-    calls = ("synchronize", "get_rng_state")
+    methods = ("synchronize", "get_rng_state")
 
     def upstream():
         refused = []
-        for call in calls:
+        for method in methods:
             try:
-                getattr(CpuAccelerator(), call)()
+                getattr(CpuAccelerator(), method)()
             except (RuntimeError, TypeError):
-                refused.append(call)
+                refused.append(method)
         launch_alone()
         return tuple(refused), dict(get_seeds())
 
     def ours():
-        for call in calls:
-            getattr(get_accelerator(), call)()
+        for method in methods:
+            getattr(get_accelerator(), method)()
         with seed(ParallelMode.TENSOR):
             inside = torch.rand(1).item()
         return {mode.name for mode in get_seeds()}, inside, torch.rand(1).item()
 
-    assert fork_ranks.call(upstream, launched=False) == [(calls, {})]
+    assert fork_ranks.call(upstream, launched=False) == [(methods, {})]
     first, second = fork_ranks.call(ours, 2, parallel=TENSOR_1D)
     assert first[0] == second[0] == {"DATA", "TENSOR"}
     assert first[1] != second[1], "split activations need other masks on each tensor-parallel rank"
@@ -311,8 +311,7 @@ def test_norms_compute_in_fp32_and_upstreams_are_zero_in_fp16(layout):
             layer.forward = forward
         return ours, under_autocast, norm_error(INPUTS["rms 30"], torch.float16)
 
-    answers = fork_ranks.call(function, LAYOUTS[layout][0], **settings(layout))
-    for errors, under_autocast, upstreams in answers:
+    for errors, under_autocast, upstreams in call(function, layout):
         assert under_autocast < 1.6e-2
         assert upstreams == 1.0
         for (dtype, name), error in errors.items():
