@@ -27,11 +27,12 @@ from itertools import repeat
 from pathlib import Path
 from typing import NamedTuple
 
+import faults
 import psutil
 import pytest
 import torch
 from colossal_vit.checkpoint import storage
-from colossal_vit.checkpoint.contents import UNTRAINED, VERSION
+from colossal_vit.checkpoint.contents import UNTRAINED
 from colossal_vit.errors import UserError
 from colossal_vit.results import METRICS
 
@@ -49,7 +50,6 @@ STEP_DELAY = 0.15  # most seconds from a round's first step to its kill
 SAVE_LIMIT, SAVE_POLL, SAVE_DELAY = 1.0, 0.0005, 0.03  # seconds; a save takes 10 to 50 ms
 # A save waits for the previous one. So when a step is recorded, the last save but one is on disk.
 MOST_LOST = 2 * EVERY_STEPS
-NO_RECORDS = [b"null", b"\xff", b"\0" * 9, b"[]", b'{"step": "x"}', b'{"step": -1}', b'{"step": 1e400}', b"[" * 99_999]
 
 
 class Leg(NamedTuple):
@@ -124,24 +124,13 @@ def wait_for_save(folder: Path, earlier: set[str], delay: float) -> None:
 # ---- Before and after a round ----------------------------------------------------------------------------------------
 
 
-def add_a_strange_record(output: Path, draw: random.Random) -> None:
-    if (output / METRICS).exists():
-        lines = (output / METRICS).read_bytes().splitlines(keepends=True)
-        lines.insert(draw.randrange(len(lines) + 1), draw.choice(NO_RECORDS) + b"\n")
-        (output / METRICS).write_bytes(b"".join(lines))
-
-
 def forge_a_checkpoint(output: Path, newest: int, draw: random.Random) -> str:
     """Add a newer checkpoint whose state is wrong and whose SHA-256 is right; returns its name."""
     last = output / storage.FOLDER / f"step-{newest:08d}"
     forged = last.with_name(f"step-{newest + 1:08d}")
     shutil.rmtree(forged, ignore_errors=True)
     shutil.copytree(last, forged)
-    wrong = {draw.choice(["epoch", "images", "moments_step", "ranks", "config", "best"]): draw.choice(["x", -1, [1]])}
-    state = {**storage.Checkpoint(last).state, "step": newest + 1, **wrong}
-    (forged / storage.STATE).write_text(storage._to_text(state))
-    files = {name: storage._fingerprint(forged / name) for name in storage.CONTENTS}
-    (forged / storage.MANIFEST).write_text(storage._to_text({"version": VERSION, "files": files}))
+    faults.forge(forged, draw, step=newest + 1)
     return forged.name
 
 
@@ -227,8 +216,8 @@ def one_round(leg: Leg, output: Path, done: list[Round], delays: dict[str, float
     delay, victim = draw.random() * delays[moment], leg.victims[(number + seed) % len(leg.victims)]
     if disturbed and begun and number % 2:
         added = forge_a_checkpoint(output, begun, draw)
-    elif disturbed:
-        add_a_strange_record(output, draw)
+    elif disturbed and (output / METRICS).exists():
+        faults.add_a_strange_record(output, draw)
     folder, record = output / storage.FOLDER, Record(output)
     earlier, index = being_written(folder), 0 if victim == LAUNCHER else victim
     started_at = time.monotonic()

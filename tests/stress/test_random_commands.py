@@ -34,6 +34,7 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
+import faults
 import pytest
 from colossal_vit import config as configs
 from colossal_vit.checkpoint import __main__ as checkpoint_command
@@ -192,14 +193,13 @@ def damage(command: Command, folder: Path, draw: random.Random) -> set[str]:
     run = run_of(command, folder)
     if not command["damage"] or not (run / METRICS).exists() or not storage.list_steps(run / storage.FOLDER):
         return set()
-    newest, lines = storage.list_steps(run / storage.FOLDER)[0], (run / METRICS).read_bytes().splitlines(keepends=True)
+    newest = storage.list_steps(run / storage.FOLDER)[0]
     match command["damage"]:
         case "a strange record":
-            strange = [b"null", b"\xff", b"\0" * 9, b"[]", b'{"step": "x"}', b'{"step": 1e400}', b"[" * 99_999]
-            lines.insert(draw.randrange(len(lines) + 1), draw.choice(strange) + b"\n")
-            (run / METRICS).write_bytes(b"".join(lines))
+            faults.add_a_strange_record(run, draw)
         case "a torn record":
-            (run / METRICS).write_bytes(b"".join([*lines, b'{"step": 1, "epo']))
+            with open(run / METRICS, "ab") as file:
+                file.write(b'{"step": 1, "epo')
         case "another config":
             (run / "config.json").write_text("{}")
         case "no newest checkpoint":
@@ -211,23 +211,13 @@ def damage(command: Command, folder: Path, draw: random.Random) -> set[str]:
             file.write_bytes(content)
             return {newest.name}
         case "a forged field":
-            forge_a_field(newest, draw)
+            faults.forge(newest, draw, [*faults.FIELDS, "step", "global_batch", "layout"])
             return {newest.name}
     return set()
 
 
 DAMAGES = ["a strange record", "a torn record", "another config", "no newest checkpoint"]
 DAMAGES += ["a flipped byte", "a forged field"]
-
-
-def forge_a_field(path: Path, draw: random.Random) -> None:
-    """Change a checkpoint's state, with the right SHA-256."""
-    state = json.loads((path / storage.STATE).read_text())
-    key = draw.choice(["step", "epoch", "images", "global_batch", "moments_step", "best", "layout", "ranks", "config"])
-    (path / storage.STATE).write_text(storage._to_text({**state, key: draw.choice(["x", -1, [1], float("nan")])}))
-    manifest = json.loads((path / storage.MANIFEST).read_text())
-    manifest["files"][storage.STATE] = storage._fingerprint(path / storage.STATE)
-    (path / storage.MANIFEST).write_text(storage._to_text(manifest))
 
 
 # ---- What must hold --------------------------------------------------------------------------------------------------
