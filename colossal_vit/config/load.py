@@ -69,7 +69,7 @@ def _evaluate(path: Path, overrides: list[Override]) -> dict[str, Any]:
     restore_amp_type()
     namespace = Overridden({"__file__": str(path.resolve()), "__name__": path.stem}, overrides)
     try:
-        exec(code, namespace)
+        exec(code, namespace)  # noqa: S102 a config file is a program
     except (Exception, SystemExit) as error:
         trace, line = error.__traceback__, None
         while trace is not None:
