@@ -165,16 +165,18 @@ def test_the_working_directory_is_not_renamed(output, inside, tmp_path):
     assert not (run / lock.NAME).exists()
 
 
-@pytest.mark.parametrize("output", ["run", "run/../run", "run/checkpoints/.."])
-def test_a_relative_directory_is_set_aside_as_an_absolute_one(output, tmp_path):
-    """Whatever way leads to it: all that was there is under the new name, and the new run under the old one."""
+@pytest.mark.parametrize("output", ["run", "run/../run", "run/checkpoints/..", "link/"])
+def test_an_earlier_run_is_set_aside_whatever_way_leads_to_it(output, tmp_path):
+    """All that was there is under the new name, and the new run under the old one; a link leads to the new one."""
     run = tmp_path / "run"
     fill(run, [*RUN, STEP])
+    (tmp_path / "link").symlink_to(run)
     before = contents(run)
     result = fork_ranks.run(training.HYBRID, [*SHORT, "--output", output, "--resume", "never"], cwd=tmp_path)
     assert result.codes == [0], str(result)
     assert f"an earlier run was in {run}; it is in {run}.1 now" in result.stdout[0]
     assert contents(tmp_path / "run.1") == before
+    assert (tmp_path / "link").readlink() == run
     assert storage.Checkpoint(run / "checkpoints/step-00000001").state["step"] == 1
     assert (run / lock.NAME).exists()
 
