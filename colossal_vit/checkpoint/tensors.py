@@ -15,19 +15,12 @@ from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from torch import Tensor
 
-
-class Kind(NamedTuple):
-    """One of the tensors that there are of a parameter: in which file, and what comes before the parameter's name."""
-
-    file: str
-    prefix: str = ""
+WEIGHT, AVERAGE = "weight", "average"  # two kinds of a parameter's tensors; the others are its moments, by their names
 
 
-WEIGHT, AVERAGE = Kind(MODEL), Kind(EMA)
-
-
-def _moment(name: str) -> Kind:
-    return Kind(OPTIMIZER, f"{name}.")
+def _place(kind: str, name: str) -> tuple[str, str]:
+    """The file that has one of a parameter's tensors, and its name there."""
+    return {WEIGHT: (MODEL, name), AVERAGE: (EMA, name)}.get(kind, (OPTIMIZER, f"{kind}.{name}"))
 
 
 class ParameterSlot(NamedTuple):
@@ -82,75 +75,60 @@ def _buffers(engine: Engine) -> dict[str, Tensor]:
 # ---- Gather ----
 
 
-def _kinds(all_kinds: Iterable[Kind], trained: bool) -> list[Kind]:
+def _kinds(all_kinds: Iterable[str], trained: bool) -> list[str]:
     """The kinds of tensors that there are of a parameter."""
     return [kind for kind in all_kinds if trained or kind in (WEIGHT, AVERAGE)]
 
 
-def _pieces(engine: Engine, slot: ParameterSlot) -> dict[Kind, Tensor]:
-    """What this rank has of a parameter's tensors, as their owner."""
-    if not slot.owned:
-        return {}
+def _pieces(engine: Engine, slot: ParameterSlot) -> dict[str, Tensor]:
+    """What this rank has of a parameter's tensors, by kind."""
     pieces = {WEIGHT: slot.master}
     if engine.ema:
         pieces[AVERAGE] = engine.ema.averages[slot.master]
     state = engine.optimizer.optim.state.get(slot.master, {})
-    return pieces | {_moment(k): value for k, value in state.items() if isinstance(value, Tensor) and value.ndim}
-
-
-def _from_owner(slot: ParameterSlot, piece: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A rank's piece of a tensor on the first data-parallel rank, where the owner sends it; None on the others."""
-    replica, group = gpc.get_local_rank(ParallelMode.DATA), gpc.get_cpu_group(ParallelMode.GLOBAL)
-    replicas = gpc.get_ranks_in_group(ParallelMode.DATA)
-    if slot.owned and piece is None:  # a piece with no gradient (see `Shard.owner`) has no moments
-        piece = torch.zeros_like(slot.master, dtype=dtype)
-    if replica > 0:
-        if slot.owned and slot.owner is not None:
-            dist.send(piece.cpu().contiguous(), replicas[0], group=group)
-        return None
-    if not slot.owned:
-        received = torch.empty(slot.working.shape, dtype=dtype)
-        dist.recv(received, replicas[slot.owner], group=group)
-        return received.to(slot.working.device)
-    return piece
+    return pieces | {moment: value for moment, value in state.items() if isinstance(value, Tensor) and value.ndim}
 
 
 @torch.no_grad()
 def gather(engine: Engine) -> TensorFiles | None:
     """The full weights, buffers, moments and averages, on the CPU of rank 0; None on the others. Collective.
 
-    One tensor at a time: its owner sends it to the first data-parallel rank, there the tensor-parallel ranks make it a
-    full one, and the first of each pipeline stage sends it to rank 0.
+    One tensor at a time: the tensor-parallel ranks of a replica that owns it make it a full one, and the first of them
+    sends it to rank 0.
     """
     rank, group = gpc.get_global_rank(), gpc.get_cpu_group(ParallelMode.GLOBAL)
-    first_of_stage = gpc.get_local_rank(ParallelMode.DATA) == gpc.get_local_rank(ParallelMode.TENSOR) == 0
-    slots = parameter_slots(engine)
+    sends = gpc.get_local_rank(ParallelMode.TENSOR) == 0
+    slots = [s for s in parameter_slots(engine) if gpc.get_local_rank(ParallelMode.DATA) == (s.owner or 0)]
     pieces = [_pieces(engine, slot) for slot in slots]
     own_dtypes = {kind: piece.dtype for of_slot in pieces for kind, piece in of_slot.items()}
-    stage = [(s.shard.name, s.shard.full_shape(s.master.shape), s.trained) for s in slots if first_of_stage]
-    everywhere = all_gather_object((own_dtypes, stage))
+    sent = [(s.shard.name, s.shard.full_shape(s.master.shape), s.trained) for s in slots if sends]
+    everywhere = all_gather_object((own_dtypes, sent))
     dtypes = dict(sorted({kind: dtype for own, _ in everywhere for kind, dtype in own.items()}.items()))
-    files: dict[str, dict[str, Tensor]] = {MODEL: {}, OPTIMIZER: {}} | {kind.file: {} for kind in dtypes}
+    files: dict[str, dict[str, Tensor]] = {MODEL: {}, OPTIMIZER: {}} | ({EMA: {}} if engine.ema else {})
+
+    def keep(kind: str, name: str, tensor: Tensor) -> None:
+        file, key = _place(kind, name)
+        files[file][key] = tensor
 
     for slot, of_slot in zip(slots, pieces, strict=True):
         for kind in _kinds(dtypes, slot.trained):
-            piece = _from_owner(slot, of_slot.get(kind), dtypes[kind])
-            if piece is None:
-                continue
+            piece = of_slot.get(kind)
+            if piece is None:  # it gets no gradient here, see `Shard.owner`, and so has no moments
+                piece = torch.zeros_like(slot.master, dtype=dtypes[kind])
             tensor = slot.shard.gather(piece)
             if rank == 0:
                 copied = tensor.to("cpu", copy=tensor.data_ptr() == piece.data_ptr()).contiguous()
-                files[kind.file][kind.prefix + slot.shard.name] = copied
-            elif first_of_stage:
+                keep(kind, slot.shard.name, copied)
+            elif sends:
                 dist.send(tensor.cpu().contiguous(), 0, group=group)
     if rank > 0:
         return None
-    for sender, (_, stage) in list(enumerate(everywhere))[1:]:
-        for name, shape, trained in stage:
+    for sender, (_, sent) in list(enumerate(everywhere))[1:]:
+        for name, shape, trained in sent:
             for kind in _kinds(dtypes, trained):
                 tensor = torch.empty(shape, dtype=dtypes[kind])
                 dist.recv(tensor, sender, group=group)
-                files[kind.file][kind.prefix + name] = tensor
+                keep(kind, name, tensor)
     files[MODEL] |= {name: buffer.to("cpu", copy=True) for name, buffer in _buffers(engine).items()}
     return files
 
