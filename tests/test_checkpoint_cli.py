@@ -95,9 +95,9 @@ def test_the_crop_of_the_test_images_is_exported(values, expected):
 @pytest.mark.parametrize(
     ("forged", "words"),
     [
-        ({"NUM_CLASSES": "x"}, ".NUM_CLASSES = 'x'"),
-        ({"IMG_SIZE": -5}, ".IMG_SIZE = -5: should be greater"),
-        ({"MODEL": ["a"]}, ".MODEL = ['a']: should be a valid string"),
+        ({"NUM_CLASSES": "x"}, ": NUM_CLASSES = 'x'"),
+        ({"IMG_SIZE": -5}, ": IMG_SIZE = -5: should be greater"),
+        ({"MODEL": ["a"]}, ": MODEL = ['a']: should be a valid string"),
         ({"MODEL": "no_such_model"}, " is not of a model with these weights: Unknown model"),
         ({"DEPTH": 3}, " is not of a model with these weights: Error"),
         ({"DEPTH": "x"}, " is not of a model with these weights: unsupported operand"),

@@ -385,7 +385,7 @@ class Checkpointer:
         except (OSError, MemoryError) as error:
             reason = (error.strerror or error) if isinstance(error, OSError) else "out of memory"
             failure = f"{path}: cannot be written: {reason}"
-            if not self._stops_on_failure:
+            if self.run.args.on_save_error != "stop":
                 log.info(f"{failure}; training continues")
             return failure
         try:
@@ -393,17 +393,14 @@ class Checkpointer:
         except OSError as error:  # the next save tries again
             log.info(f"{error.filename or path.parent}: cannot be removed: {error.strerror or error}")
 
-    @property
-    def _stops_on_failure(self) -> bool:
-        return self.run.args.on_save_error == "stop"
-
     def check(self) -> None:
         """Raise what the last save has failed with, if it has ended; on rank 0, which ends the others.
 
         Raises:
             TrainingError: with `--on-save-error stop`, if the checkpoint cannot be written.
         """
-        if self._writing and self._writing.done() and (failure := self._writing.result()) and self._stops_on_failure:
+        failure = self._writing.result() if self._writing and self._writing.done() else None
+        if failure and self.run.args.on_save_error == "stop":
             raise TrainingError(f"{failure}; earlier checkpoints are as they were (--on-save-error stop)")
 
     def finish(self) -> str | None:

@@ -94,7 +94,7 @@ class State(TypedDict):
     changes: NotRequired[list[Change]]
 
 
-# Of weights that nothing was trained with.
+# The state beside weights that no run here has trained.
 UNTRAINED: State = {
     "step": 0,
     "epoch": 0,

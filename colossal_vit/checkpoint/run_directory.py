@@ -16,7 +16,6 @@ from colossal_vit.checkpoint import lock, storage
 from colossal_vit.errors import UserError
 from colossal_vit.files import free_name
 from colossal_vit.results import CURVES, METRICS
-from typing_extensions import TypedDict
 
 MAX_NAME = 200  # bytes of a folder's name; file systems allow 255
 
@@ -70,19 +69,12 @@ _OF_A_RUN = re.compile(
 _OF_CHECKPOINTS = re.compile(r"(damaged-)?step-\d{8,}(\.\d+)?|\.step-\d{8,}-.*")
 
 
-class _OurConfig(TypedDict):
-    """Two of the keys that config.json has in every run, and that of another program has not."""
-
-    SEED: Any
-    gradient_accumulation: Any
-
-
 def _is_ours(config: Path) -> bool:
+    """Whether a config.json has two of the keys that it has in every run, and that of another program has not."""
     try:
-        typed_json.read(config, _OurConfig)
+        return typed_json.read(config, dict).keys() >= {"SEED", "gradient_accumulation"}
     except UserError:
         return False
-    return True
 
 
 def _foreign(directory: Path) -> list[str]:

@@ -335,7 +335,7 @@ def import_timm(source: Path, path: Path, img_size: int | None, num_classes: int
         _new_head(weights, num_classes, f"--num-classes {num_classes}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.resolve().parent.name == storage.FOLDER:  # of a run
+        if path.resolve().parent.name == storage.FOLDER:  # a run may be writing there
             lock.acquire(path.resolve().parents[1])
         storage.write(path, {MODEL: weights.tensors, OPTIMIZER: {}}, UNTRAINED)
     except OSError as error:
@@ -362,12 +362,6 @@ class ModelConfig(TypedDict):
     MODEL: NotRequired[str]
     CACHE_SIZE: NotRequired[Positive]
     EVAL_CROP: NotRequired[Positive]
-
-
-class Exportable(TypedDict):
-    """The part of state.json that says what is exported."""
-
-    config: ModelConfig
 
 
 def _build(config: ModelConfig) -> nn.Module:
@@ -416,7 +410,7 @@ def export_timm(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype, ema: b
     tensors = checkpoint.tensors(MODEL)
     if ema:
         tensors |= checkpoint.tensors(EMA)  # has no buffers, since they are not averaged
-    config = typed_json.check(state, Exportable, path / STATE)["config"]
+    config = typed_json.check(state["config"], ModelConfig, f"{path / STATE}: config")
     try:
         model = _build(config)
         model.load_state_dict({name: tensor.to(dtype) for name, tensor in tensors.items()}, assign=True)

@@ -76,7 +76,7 @@ class CheckpointHook(BaseHook):
 
     def after_test(self, trainer: Trainer) -> None:
         if trainer.evaluating_ema or self.train_dataloader.taken < len(self.train_dataloader):
-            return  # of an epoch that --max-steps ended early, `after_train_iter` has saved
+            return  # --max-steps has ended the epoch early, and `after_train_iter` has saved
         accuracy, checkpointer = max(all_gather_object(self.metrics.accuracy)), self.run.checkpointer
         if checkpointer.best is None or accuracy > checkpointer.best["accuracy"]:
             checkpointer.best = {"accuracy": accuracy, "step": trainer.engine.num_steps}
