@@ -28,7 +28,6 @@ from colossal_vit.results import read_metrics
 from colossal_vit.run import Run
 from colossalai.context import Config
 from colossalai.legacy import nn as col_nn
-from colossalai.legacy.amp import AMP_TYPE
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from colossalai.legacy.nn.layer.parallel_3d import _utils as parallel_3d_utils
@@ -66,15 +65,8 @@ def full_weights(**values):
 
 
 def call(function, world_size=1, **values):
-    """What `function` returns on every rank, with `MODEL` and values, whose nested keys may have dots."""
-    config = {**MODEL, "parallel": {"pipeline": 1, "tensor": {"mode": None, "size": 1}}}
-    for key, value in values.items():
-        *path, last = key.split(".")
-        inner = config
-        for part in path:
-            inner = inner.setdefault(part, {})
-        inner[last] = value
-    return fork_ranks.call(function, world_size, **config)
+    """What `function` returns on every rank, in a layout of `MODEL`, and with other values."""
+    return training.call(function, world_size, **{**MODEL, **values})
 
 
 def build_engine():
@@ -107,7 +99,7 @@ def start():
 
 def started(weights, **values):
     """What `start` finds in a process of its own."""
-    (found,) = call(start, ema={}, **{"finetune.weights": str(weights), **values})
+    (found,) = call(start, **{"ema": {}, "finetune.weights": str(weights), **values})
     return found
 
 
@@ -158,8 +150,9 @@ def test_weights_by_a_name_of_timm_are_those_that_timm_loads(name, head, num_cla
         torch.nn.init.zeros_(theirs.head.bias)
     with torch.no_grad():
         expected = theirs(IMAGES)
-    for values in (TINY, dict(**TINY, MODEL="vit_tiny_patch16_224")):
-        found, logits = started(name, **{"finetune.head": head}, NUM_CLASSES=num_classes, **values)
+    values, finetune = {**TINY, "NUM_CLASSES": num_classes}, {"weights": name, "head": head}
+    timms = {**MODEL, **values, "MODEL": "vit_tiny_patch16_224", "ema": {}, "finetune": finetune}
+    for found, logits in (started(name, finetune=finetune, **values), *fork_ranks.call(start, **timms)):
         assert_same(found, theirs.state_dict())
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     assert (logits.abs().max() > 0.1) == (head == "keep")
@@ -252,8 +245,8 @@ def test_weights_at_a_path_win_over_a_name_of_timm(file, run, tmp_path, monkeypa
 
 @pytest.mark.parametrize("amp", ["NAIVE", "TORCH"])
 def test_in_half_precision_the_master_weights_start_too(amp, file):
-    fp16 = Config({"mode": AMP_TYPE[amp], "dtype": "bf16"})
-    assert_same(started(file, **KEEP, **{"finetune.frozen_blocks": 2}, fp16=fp16)[0], load_file(file))
+    half = {"finetune.frozen_blocks": 2, "fp16.dtype": "bf16"}
+    assert_same(started(file, **KEEP, **half, amp=amp)[0], load_file(file))
 
 
 def test_average_pooling_has_a_new_norm(file):
