@@ -12,7 +12,7 @@ from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.ranks import RankLogger
 from colossalai.context import Config
 
-Observe = Callable[[Any, Iterable], Any]  # of an `engine.Engine` and batches
+Observe = Callable[[Any, Iterable], Any]  # takes an `engine.Engine` and batches
 
 
 class Observer(NamedTuple):

@@ -4,7 +4,6 @@ import argparse
 import os
 import re
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -48,12 +47,6 @@ def _environ(*names: str) -> list[int]:
         return [int(os.environ[name]) for name in names]
     except (KeyError, ValueError):
         raise UserError(f"--launcher: the environment lacks a number in one of {', '.join(names)}", own=True) from None
-
-
-def _slurm_step() -> int | None:
-    """The number of this process's job step; None if srun did not start it."""
-    step = os.environ.get("SLURM_STEP_ID", "")
-    return int(step) if step.isdigit() and int(step) < SLURM_NO_STEP else None
 
 
 def first_slurm_host(node_list: str) -> str:
@@ -120,26 +113,17 @@ def _from_flags(args: argparse.Namespace) -> Rendezvous:
     return Rendezvous("none", args.rank, local_rank, args.world_size, args.host, args.port, "hand")
 
 
-@dataclass(frozen=True)
-class Launcher:
-    """How to detect a launcher.
-
-    Attributes:
-        started: whether this launcher started the process.
-        read: reads the `Rendezvous` from the environment and the command line.
-    """
-
-    started: Callable[[], bool]
-    read: Callable[[argparse.Namespace], Rendezvous]
+LAUNCHERS = {"torch": _from_torch, "openmpi": _from_openmpi, "slurm": _from_slurm, "none": _from_flags}
 
 
-# Tried in this order, the innermost first: srun may start torchrun or mpirun's daemons, and mpirun may start torchrun.
-LAUNCHERS = {
-    "torch": Launcher(lambda: "LOCAL_RANK" in os.environ, _from_torch),
-    "openmpi": Launcher(lambda: "OMPI_COMM_WORLD_RANK" in os.environ, _from_openmpi),
-    "slurm": Launcher(lambda: _slurm_step() is not None, _from_slurm),
-    "none": Launcher(lambda: True, _from_flags),
-}
+def _find_launcher() -> str:
+    """Who started this process. The innermost: srun may start torchrun or mpirun's daemons, and mpirun torchrun."""
+    if "LOCAL_RANK" in os.environ:
+        return "torch"
+    if "OMPI_COMM_WORLD_RANK" in os.environ:
+        return "openmpi"
+    step = os.environ.get("SLURM_STEP_ID", "")
+    return "slurm" if step.isdigit() and int(step) < SLURM_NO_STEP else "none"
 
 
 def find_rendezvous(args: argparse.Namespace) -> Rendezvous:
@@ -148,10 +132,8 @@ def find_rendezvous(args: argparse.Namespace) -> Rendezvous:
     Raises:
         UserError: if it is incomplete or contradictory, or the host cannot be resolved.
     """
-    name = args.launcher
-    if name == "auto":
-        name = next(key for key, launcher in LAUNCHERS.items() if launcher.started())
-    rendezvous = LAUNCHERS[name].read(args)
+    name = _find_launcher() if args.launcher == "auto" else args.launcher
+    rendezvous = LAUNCHERS[name](args)
     _check_rank(rendezvous.rank, rendezvous.world_size)
     rendezvous.host = args.host or rendezvous.host
     rendezvous.port = args.port or rendezvous.port
@@ -164,10 +146,15 @@ def find_rendezvous(args: argparse.Namespace) -> Rendezvous:
     return rendezvous
 
 
+def _first_number(*names: str) -> int | None:
+    """The first of these environment variables that is a number."""
+    values = (os.environ.get(name, "") for name in names)
+    return next((int(value) for value in values if value.isdecimal()), None)
+
+
 def launched_rank() -> int:
     """The rank that a launcher gave this process, or 0."""
-    ranks = (os.environ.get(name) for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"))
-    return int(next((rank for rank in ranks if rank and rank.isdecimal()), "0"))
+    return _first_number("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK") or 0
 
 
 def rank_host_port() -> tuple[int, str | None, str | None]:
@@ -188,8 +175,7 @@ def planned_rendezvous(args: argparse.Namespace, config: Config, rank: int = 0) 
     Raises:
         UserError: if `--rank`, which does not matter otherwise, does not fit the world size.
     """
-    launched = (os.environ.get(name) for name in ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"))
-    fewest = config.parallel.pipeline * config.parallel.tensor.size
-    world_size = args.world_size or int(next((size for size in launched if size and size.isdecimal()), fewest))
+    launched = _first_number("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
+    world_size = args.world_size or launched or config.parallel.pipeline * config.parallel.tensor.size
     _check_rank(args.rank or 0, world_size)
     return Rendezvous("none", rank, args.local_rank or 0, world_size, "nowhere", 0)

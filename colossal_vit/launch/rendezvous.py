@@ -114,38 +114,31 @@ def _verdict(store: dist.Store, world_size: int, timeout: float) -> str:
     return ""
 
 
-def foreign_listener(rendezvous: Rendezvous) -> UserError | None:
-    """An error if a program other than rank 0 listens at the port; None if nothing does, or rank 0.
+def _end_at_foreign_listener(rendezvous: Rendezvous, joined: threading.Event) -> None:
+    """End this process if it has not joined after `FOREIGN_GRACE` seconds because another program has the port.
 
     Without this check, joining would take the whole timeout to fail.
     """
+    if joined.wait(timeout=FOREIGN_GRACE):
+        return
     try:
         socket.create_connection((rendezvous.host, rendezvous.port), timeout=2).close()
     except OSError:
-        return None
+        return  # nothing listens there yet
 
-    def join() -> None:
+    def ask() -> None:
         with suppress(dist.DistError, RuntimeError):
             dist.TCPStore(rendezvous.host, rendezvous.port, timeout=timedelta(seconds=4), wait_for_workers=False)
-            joined.set()
+            is_rank_0.set()
 
-    joined = threading.Event()
-    threading.Thread(target=join, daemon=True).start()  # in a thread, since a program that never answers blocks it
-    if joined.wait(timeout=4):
-        return None
-    return UserError(
-        f"rank {rendezvous.rank} cannot reach rank 0 at {rendezvous.host}:{rendezvous.port}: the port is in use by "
-        f"something else; choose another --port",
-        own=True,
-    )
-
-
-def _end_at_foreign_listener(rendezvous: Rendezvous, joined: threading.Event) -> None:
-    """End this process if it has not joined after `FOREIGN_GRACE` seconds because another program has the port."""
-    if not joined.wait(timeout=FOREIGN_GRACE):
-        error = foreign_listener(rendezvous)
-        if error is not None and not joined.is_set():
-            end_process(error.exit_code, error_line(error))
+    is_rank_0 = threading.Event()
+    threading.Thread(target=ask, daemon=True).start()  # in a thread, since a program that never answers blocks it
+    if not is_rank_0.wait(timeout=4) and not joined.is_set():
+        error = UserError(
+            f"rank {rendezvous.rank} cannot reach rank 0 at {rendezvous.host}:{rendezvous.port}: the port is in use by "
+            f"something else; choose another --port"
+        )
+        end_process(error.exit_code, error_line(error))
 
 
 def join_store(rendezvous: Rendezvous, timeout: float) -> dist.Store:
