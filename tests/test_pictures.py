@@ -59,7 +59,8 @@ def test_a_picture_that_cannot_be_written_is_a_line(tmp_path):
     argv = [*training.flags(**{**LAYOUTS["PP 2"][1], "DEPTH": 2}), "--dry-run", "--world_size", "2"]
     args = launch.parse([*argv, "--output", str(tmp_path)], script="train_hybrid", check=vit.check_vit)
     plans = report.plan(train_hybrid.main, args)
-    assert "layout.png cannot be written: Not a directory" in report._write_picture(plans, tmp_path / "file" / "run")
+    said = pictures.write(report.draw_layout(plans), tmp_path / "file/run/layout.png")
+    assert "layout.png cannot be written: Not a directory" in said
 
 
 def test_committed_pictures_are_what_the_script_draws(tmp_path):

@@ -16,6 +16,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,15 +26,15 @@ from colossal_vit.config.settings import HYBRID, IMAGENET, PATHS
 from colossal_vit.errors import Parser
 from colossal_vit.launch import call, parse
 from colossal_vit.plan.enumeration import Choice, own_layout
-from colossal_vit.plan.machines import RESERVED_GB, find_machine
+from colossal_vit.plan.machines import RESERVED_GB
 from colossal_vit.plan.meter import StepPlan
 from colossal_vit.plan.report import format_report, plan, plan_rank
-from colossal_vit.plan.request import Request, request_of
+from colossal_vit.plan.request import request_of
 from colossal_vit.plan.search import Prediction, Predictor, search
 from colossal_vit.provenance import ROOT, ResultFolder
 
 LIMIT = 22  # GB that a rank may take of a GPU with 24
-IMAGES = 4096  # of a step in the table of layouts
+IMAGES = 4096  # make a step in the table of layouts
 RANKS = (4, 8, 64, 1024)
 COMMON = {"parallel.pipeline": 1, "NUM_MICRO_BATCHES": 1, "IMG_SIZE": 224, "CHECKPOINT": False, "NUM_CLASSES": 1000}
 COMMON |= {"OPTIMIZER": "lamb", "gradient_accumulation": 1, "fp16.initial_scale": 1.0}
@@ -105,19 +106,15 @@ def memory(result: ResultFolder) -> None:
         example = path.parents[path.parent.name.startswith("config")]
         processes, name = re.search(r"--nproc_per_node (\d+) (\w+\.py)", path.read_text()).groups()
         script = next(key for key, known in PATHS.items() if known == f"{example.name}/{name}")
-        config = configs.load(path)
-        peaks, values = [], {}
-        while not peaks or peaks[-1] > LIMIT:
-            values = (
-                {}
-                if not peaks
-                else {
-                    "BATCH_SIZE": config.BATCH_SIZE >> len(peaks),
-                    "gradient_accumulation": config.get("gradient_accumulation", 1) << len(peaks),
-                }
-            )
+        config, values, peaks = configs.load(path), {}, []
+        batch, accumulation = config.BATCH_SIZE, config.get("gradient_accumulation", 1)
+        while True:
             plans = dry_run(result, script, path, int(processes), values)
             peaks.append(max(each.memory["peak"] for each in plans) / 1e9)
+            if peaks[-1] <= LIMIT:
+                break
+            batch, accumulation = batch // 2, accumulation * 2
+            values = {"BATCH_SIZE": batch, "gradient_accumulation": accumulation}
         hint = " ".join(f"`--set {key}={value}`" for key, value in values.items()) or "nothing"
         row = f"{example.name}/{path.stem} | {processes} | {config.BATCH_SIZE} | {peaks[0]:.1f} | {hint}"
         table.append(f"| {row} | {peaks[-1]:.1f} |")
@@ -141,10 +138,10 @@ def accumulation_of(path: Path, num_gpus: int) -> int:
 def recipes(result: ResultFolder) -> None:
     folder = (ROOT / PATHS[IMAGENET]).parent
     num_images = module_of(folder / "planning.py").NUM_IMAGES
-    table = [
+    header = (
         "| recipe | GPUs | images of a GPU × accumulation | memory, GB | hours | at images/s a GPU, published for |"
-    ]
-    table, details = [*table, "| --- |" + " ---: |" * 4 + " --- |"], []
+    )
+    table, details = [header, "| --- |" + " ---: |" * 4 + " --- |"], []
     for name, (epochs, hours, gpus, what) in TIMED.items():
         rate = epochs * num_images / (hours * 3600 * gpus)
         path = folder / "configs" / f"config_{name}.py"
@@ -188,11 +185,12 @@ def layouts(result: ResultFolder) -> None:
     table = [f"| | H100s | {head} |", "| --- | ---: |" + " --- | ---: | ---: |" * len(kinds)]
     details: dict[str, Any] = {"images": IMAGES, "reserved_gb": RESERVED_GB}
     for model, values in {**MODELS, "22B/14": LARGEST}.items():
-        traces: dict = {}
-        for ranks in RANKS:
-            request = request_of(*hybrid(ranks, {**values, "BATCH_SIZE": IMAGES // ranks}, "--plan", "h100"))
+        settings = {ranks: {**values, "BATCH_SIZE": IMAGES // ranks} for ranks in RANKS}
+        requests = {ranks: request_of(*hybrid(ranks, each, "--plan", "h100")) for ranks, each in settings.items()}
+        trace = cache(requests[RANKS[0]].trace)
+        for ranks, request in requests.items():
             choices = request.choices()
-            predictor = predictor_of(request, choices, traces)
+            predictor = Predictor(request.config, request.machine(), trace)
             plans = {kind: search(predictor, filter(of_kind, choices)) for kind, of_kind in kinds.items()}
             table.append(f"| {model} | {ranks:,} | {' | '.join(cells(found.best) for found in plans.values())} |")
             result.print(table[-1])
@@ -210,7 +208,7 @@ def layouts(result: ResultFolder) -> None:
     for model, name in PUBLISHED.items():
         request = request_of(*request_for(IMAGENET, folder / name, 4, ["--plan", "a100"], {}))
         own = own_layout(request.config, 4)
-        seen = predictor_of(request, [own], {}).predict(own)
+        seen = Predictor(request.config, request.machine(), request.trace).predict(own)
         hours = published.PUBLISHED_HOURS[request.config.MODEL]
         steps = request.config.NUM_EPOCHS * published.NUM_IMAGES / own.layout.global_batch(request.config)
         predicted = steps * seen.seconds / 3600
@@ -218,14 +216,6 @@ def layouts(result: ResultFolder) -> None:
         table.append(f"| {model} | {hours} | {predicted:.2f} | {error} | {seen.memory / 1e9:.1f} |")
         details[f"published {model}"] = dict(config=name, hours=hours, predicted=predicted, bytes=seen.memory)
     result.finish("layouts", table, details)
-
-
-def predictor_of(request: Request, choices: list[Choice], traces: dict) -> Predictor:
-    """Predicts layouts on the GPUs that are asked for; `traces` keeps what is recorded of the model."""
-    for tensor in dict.fromkeys(choice.tensor for choice in choices):
-        if tensor not in traces:
-            traces[tensor] = request.trace(tensor)
-    return Predictor(request.config, find_machine(request.args.plan, None, True, False), traces)
 
 
 def cells(best: list[Prediction]) -> str:

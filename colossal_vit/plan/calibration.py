@@ -8,7 +8,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import pairwise
@@ -42,13 +42,13 @@ from typing_extensions import TypedDict
 
 VALID_DAYS = 7
 QUIET = 0.1  # share of the cores that other processes may use, and by which rounds may differ
-QUIET_WAIT_S = 60.0  # for a busy machine to become quiet
-LOOK_S = 1.0  # at who uses the cores
-REPEATS = 3  # of what is timed in a round; the median counts
-MOST_SIZES = 4  # of micro-batches that are timed; times in between are on lines between them
-BESIDE_S = 1.0  # for which processes compute side by side
+QUIET_WAIT_S = 60.0  # a busy machine has so long to become quiet
+LOOK_S = 1.0  # for so long it is looked at who uses the cores
+REPEATS = 3  # a round times so many steps; their median counts
+MOST_SIZES = 4  # so many sizes of micro-batches are timed; times in between are on lines between them
+BESIDE_S = 1.0  # for so long processes compute side by side
 ROUNDS = 5  # spread over time; the medians count
-MESSAGE_CALLS = 8  # of a collective, one after the other
+MESSAGE_CALLS = 8  # a collective is timed so often, one call after the other
 MESSAGES = (2**12, 2**22)  # bytes; the time in between is taken to be linear
 # Config keys on which the times of a model's parts depend: not the number of blocks, of which two are timed.
 MODEL = (*(key for key in GROUPS["Model"] if key not in ("DEPTH", "CHECKPOINT")), "OPTIMIZER", "fp16", "TF32")
@@ -97,10 +97,10 @@ class Here:
     reserved_gb: NotNegative
     busy: NotNegative
     spread: NotNegative
-    parts: dict[str, Points] = field(default_factory=dict)
-    updates: dict[str, tuple[Above0, NotNegative]] = field(default_factory=dict)
-    messages: dict[KindAndSize, tuple[NotNegative, NotNegative]] = field(default_factory=dict)
-    speeds: dict[NumRanks, Above0] = field(default_factory=dict)
+    parts: dict[str, Points]
+    updates: dict[str, tuple[Above0, NotNegative]]
+    messages: dict[KindAndSize, tuple[NotNegative, NotNegative]]
+    speeds: dict[NumRanks, Above0]
     ranks_per_node = 2**30
 
     @property
@@ -165,46 +165,44 @@ def clock(engine: Engine, batches: Iterable, sizes: Sequence[int], barrier: Any)
         By part and pass: seconds with a micro-batch of each size. And as "update" what is in `Here.updates`.
     """
     images, labels = next(iter(batches))
-    found: dict[str, list[float]] = {}
     spans: list[tuple[str, float]] = []
-    handles = mark_parts(engine.bare_model, lambda part, kind: spans.append((f"{part} {kind}", _synchronize())))
-    engine.train()
-    updates, wholes = [], []
 
-    def step(size: int) -> None:
-        spans.append(("embed forward", _synchronize()))
+    def begin(name: str) -> None:
+        spans.append((name, _synchronize()))
+
+    def step(size: int) -> dict[str, float]:
+        """The seconds of each span of a step."""
+        spans.clear()
+        begin("embed forward")
         loss = engine.criterion(engine(images[:size]), labels[:size])
-        spans.append(("head backward", _synchronize()))
+        begin("head backward")
         engine.backward(loss)
-        spans.append(("update", _synchronize()))
+        begin("update")
         engine.step()
-        spans.append(("", _synchronize()))
+        begin("end")
         engine.zero_grad()
+        return {name: end - start for (name, start), (_, end) in pairwise(spans)}
 
-    step(sizes[-1])
-    barrier.wait()
-    for size in sizes:
-        runs: dict[str, list[float]] = {}
-        for number in range(1 + REPEATS):
-            spans.clear()
-            step(size)
-            for (name, start), (_, end) in pairwise(spans):
-                if number:
-                    runs.setdefault(name, []).append(end - start)
-        updates += runs.pop("update")
-        for name, seconds in runs.items():
-            found.setdefault(name, []).append(statistics.median(seconds))
-    for handle in handles:
-        handle.remove()
-    for _ in range(1 + REPEATS):  # what a step takes beside its parts
+    def whole_step() -> float:
         started = _synchronize()
         engine.zero_grad()
         engine.execute_schedule(iter([(images[: sizes[-1]], labels[: sizes[-1]])]))
         engine.step()
-        wholes.append(_synchronize() - started)
-    update = statistics.median(updates)
-    rest = statistics.median(wholes[1:]) - update - sum(seconds[-1] for seconds in found.values())
-    found["update"] = [update / sum(p.numel() for p in engine.bare_model.parameters()), max(rest, 0.0)]
+        return _synchronize() - started
+
+    handles = mark_parts(engine.bare_model, lambda part, kind: begin(f"{part} {kind}"))
+    engine.train()
+    step(sizes[-1])
+    barrier.wait()
+    steps = [[step(size) for _ in range(1 + REPEATS)][1:] for size in sizes]
+    for handle in handles:
+        handle.remove()
+    wholes = [whole_step() for _ in range(1 + REPEATS)][1:]
+    found = {name: [statistics.median(each[name] for each in of_size) for of_size in steps] for name in steps[0][0]}
+    update = statistics.median(each["update"] for of_size in steps for each in of_size)
+    parts = sum(seconds[-1] for name, seconds in found.items() if name != "update")
+    beside_parts = max(statistics.median(wholes) - update - parts, 0.0)
+    found["update"] = [update / sum(p.numel() for p in engine.bare_model.parameters()), beside_parts]
     return found
 
 
@@ -226,37 +224,29 @@ def work(engine: Engine, batches: Iterable, barrier: Any) -> float:
     return count / (_synchronize() - started)
 
 
-def _collectives(size: int, group: Any, ranks: list[int]) -> dict[str, Callable[[Tensor], Any]]:
-    """By kind: a collective on a message; of all-gather and reduce-scatter, the message is the full tensor."""
-    place = ranks.index(dist.get_rank())
-
-    def send(message: Tensor) -> None:
-        if place < 2:
-            other = ranks[1 - place]
-            dist.send(message, other, group) if place == 0 else dist.recv(message, other, group)
-
-    def in_parts(start: Callable[[Tensor, int, Any], Any]) -> Callable[[Tensor], None]:
-        """As of gradients and weights, each part has another owner."""
-
-        def collective(message: Tensor) -> None:
-            for part in [start(part, owner, group) for owner, part in enumerate(message.chunk(size))]:
-                part.wait()
-
-        return collective
-
-    def broadcast(part: Tensor, owner: int, group: Any) -> dist.Work:
-        return dist.broadcast(part, group=group, group_src=owner, async_op=True)
-
-    return {
-        "all_reduce": lambda message: dist.all_reduce(message, group=group),
-        "all_gather": lambda message: dist.all_gather(list(message.chunk(size)), message.chunk(size)[0].clone(), group),
-        "reduce_scatter": lambda message: dist.reduce_scatter(
-            message.chunk(size)[0].clone(), list(message.chunk(size)), group=group
-        ),
-        "broadcast": in_parts(broadcast),
-        "reduce": in_parts(reduce_to_owner),
-        "send": send,
-    }
+def _communicate(kind: str, message: Tensor, ranks: list[int], group: Any) -> None:
+    """Take part in a collective of some ranks; of all-gather and reduce-scatter, the message is the full tensor."""
+    place, parts = ranks.index(dist.get_rank()), list(message.chunk(len(ranks)))
+    match kind:
+        case "all_reduce":
+            dist.all_reduce(message, group=group)
+        case "all_gather":
+            dist.all_gather(parts, parts[0].clone(), group)
+        case "reduce_scatter":
+            dist.reduce_scatter(parts[0].clone(), parts, group=group)
+        case "broadcast" | "reduce":  # as with weights and gradients, each part has another owner
+            started = [
+                dist.broadcast(part, group=group, group_src=owner, async_op=True)
+                if kind == "broadcast"
+                else reduce_to_owner(part, owner, group)
+                for owner, part in enumerate(parts)
+            ]
+            for call in started:
+                call.wait()
+        case "send" if place == 0:
+            dist.send(message, ranks[1], group)
+        case "send" if place == 1:
+            dist.recv(message, ranks[0], group)
 
 
 def time_messages(rank: int, world_size: int, store: str, device: str, backend: str) -> dict[str, tuple[float, float]]:
@@ -268,27 +258,25 @@ def time_messages(rank: int, world_size: int, store: str, device: str, backend: 
     found = {}
     matrix = torch.ones(256, 256, device=device)
 
-    def timed(collective: Callable[[Tensor], Any] | None, num_bytes: int) -> float:
-        """Seconds of a call, between operators as in a model: ranks that share cores do not come to it together."""
-        message = torch.zeros(num_bytes // 4, device=device)
+    def timed(communicate: Callable[[], Any]) -> float:
+        """Seconds of a call, and of an operator before it: ranks that share cores do not come to it together."""
         for calls in (1, MESSAGE_CALLS):
             dist.barrier()
             started = _synchronize()
             for _ in range(calls):
                 matrix.mm(matrix)
-                if collective:
-                    collective(message)
-        seconds = (_synchronize() - started) / MESSAGE_CALLS
-        return max(seconds - computing, 0.0)  # a busy machine may have computed slower before
+                communicate()
+        return (_synchronize() - started) / MESSAGE_CALLS
 
-    computing = 0.0
-    computing = timed(None, 4)
+    computing = timed(lambda: None)
     for size in (n for n in range(2, world_size + 1) if world_size % n == 0):
         members = [list(range(first, first + size)) for first in range(0, world_size, size)]
         groups = [dist.new_group(ranks) for ranks in members]
         ranks, group = members[rank // size], groups[rank // size]
-        for kind, collective in _collectives(size, group, ranks).items():
-            small, large = (timed(collective, num_bytes) for num_bytes in MESSAGES)
+        for kind in SENT_SHARE:
+            messages = (torch.zeros(num_bytes // 4, device=device) for num_bytes in MESSAGES)
+            timings = (timed(partial(_communicate, kind, message, ranks, group)) for message in messages)
+            small, large = (max(seconds - computing, 0.0) for seconds in timings)  # it may have computed slower before
             found[f"{kind} {size}"] = (small, max(large - small, 0.0) / (MESSAGES[1] - MESSAGES[0]))
     dist.destroy_process_group()
     return found
@@ -363,38 +351,43 @@ def calibrate(request: Request, images: Mapping[TensorParallel, Iterable[int]], 
     cores = 1 if made["gpus"] else len(os.sched_getaffinity(0))
     beside = min(cores, world_size)  # so many are timed at a time, as they will compute
     some, most = next((tensor, max(sizes)) for tensor, sizes in images.items())
-    found: dict[tuple, list] = {}  # by what is measured: of each round
+    rates: dict[int, list[float]] = {}  # what is measured, of each round
+    parts: dict[tuple[TensorParallel, str], list[list[float]]] = {}
+    messages: dict[str, list[tuple[float, float]]] = {}
     _wait_until_quiet()
     since = _cpu_seconds()
     for _ in range(ROUNDS):  # the speed of a machine changes from second to second
         for count in sorted({1, beside, world_size}):
             observe = partial(work, barrier=fork.Barrier(count))
             runs = [request.model(some, observe, most, device) for device in range(count)]
-            found.setdefault(("rate", count), []).append(statistics.fmean(in_forks(runs)))
+            rates.setdefault(count, []).append(statistics.fmean(in_forks(runs)))
         for tensor, sizes in images.items():
             timed = _some(sizes)
             observe = partial(clock, sizes=timed, barrier=fork.Barrier(beside))
             runs = [request.model(tensor, observe, timed[-1], device) for device in range(beside)]
             for of_process in in_forks(runs):
                 for name, seconds in of_process.items():
-                    found.setdefault((name, tensor), []).append(seconds)
+                    parts.setdefault((tensor, name), []).append(seconds)
         for of_process in _messages(world_size, made["gpus"]):
             for name, seconds in of_process.items():
-                found.setdefault(("message", name), []).append(seconds)
+                messages.setdefault(name, []).append(seconds)
 
-    medians = {key: np.median(values, axis=0) for key, values in found.items()}
-    spread = max(np.ptp(found[key]) / 2 / rate for key, rate in medians.items() if key[0] == "rate")
-    here = Here(made, *_memory(world_size, made["gpus"]), _busy(since), float(spread))
-    here.speeds = {count: float(rate / medians["rate", 1]) for (kind, count), rate in medians.items() if kind == "rate"}
-    for (name, of), seconds in medians.items():
-        if name == "message":
-            here.messages[of] = tuple(seconds.tolist())
-        elif name == "update":
-            here.updates[str(of)] = tuple((here.speeds[beside] * seconds).tolist())
-        elif name != "rate":
-            alone = (here.speeds[beside] * seconds).tolist()
-            here.parts[f"{of} {name}"] = list(zip(_some(images[of]), alone, strict=True))
-    return here
+    rate = {count: statistics.median(found) for count, found in rates.items()}
+    alone = {key: (rate[beside] / rate[1] * np.median(seconds, axis=0)).tolist() for key, seconds in parts.items()}
+    return Here(
+        made,
+        *_memory(world_size, made["gpus"]),
+        busy=_busy(since),
+        spread=float(max(np.ptp(found) / 2 / rate[count] for count, found in rates.items())),
+        parts={
+            f"{tensor} {name}": list(zip(_some(images[tensor]), seconds, strict=True))
+            for (tensor, name), seconds in alone.items()
+            if name != "update"
+        },
+        updates={str(tensor): tuple(seconds) for (tensor, name), seconds in alone.items() if name == "update"},
+        messages={name: tuple(np.median(seconds, axis=0).tolist()) for name, seconds in messages.items()},
+        speeds={count: each / rate[1] for count, each in rate.items()},
+    )
 
 
 def _messages(world_size: int, gpus: Sequence[str]) -> list[dict[str, tuple[float, float]]]:

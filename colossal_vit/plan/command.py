@@ -8,7 +8,7 @@ from colossal_vit.errors import UserError
 from colossal_vit.launch.flags import Arguments
 from colossal_vit.launch.startup import find_output
 from colossal_vit.plan import calibration, pictures, report
-from colossal_vit.plan.machines import HERE, Machine, find_machine
+from colossal_vit.plan.machines import HERE, Machine
 from colossal_vit.plan.request import Request, request_of
 from colossal_vit.plan.search import Plan, Predictor, search
 from colossal_vit.results import format_table
@@ -53,13 +53,9 @@ def make_plan(request: Request) -> tuple[Plan, Machine]:
             f"--plan: no layout of {request.world_size} ranks makes {key} = {images} images per step: make them "
             f"{nearest} (a multiple of {fits})"
         )
-    machine: Machine
-    if name == HERE or name.endswith(".json"):
-        machine = calibration.measured(request, choices)
-    else:
-        machine = find_machine(name, config.machine, bool(config.fp16), config.TF32)
-    traces = {tensor: request.trace(tensor) for tensor in dict.fromkeys(choice.tensor for choice in choices)}
-    plan = search(Predictor(config, machine, traces), choices)
+    timed = name == HERE or name.endswith(".json")
+    machine: Machine = calibration.measured(request, choices) if timed else request.machine()
+    plan = search(Predictor(config, machine, request.trace), choices)
     if not plan.best:
         raise UserError(
             f"--plan {name}: none of {plan.num_layouts} layouts fits the memory of a rank, {machine.memory_gb:.1f} GB "

@@ -22,7 +22,6 @@ class Choice:
 
     Attributes:
         layout: data × pipeline × tensor.
-        depth: of 2.5D, else None.
         batch: BATCH_SIZE, images that a data-parallel rank takes at a time.
         accumulation: batches in an optimizer step.
         micro_batches: into which a pipeline divides a batch; 1 without one.
@@ -32,7 +31,6 @@ class Choice:
     """
 
     layout: Layout
-    depth: int | None
     batch: int
     accumulation: int = 1
     micro_batches: int = 1
@@ -59,16 +57,17 @@ class Choice:
 
     @property
     def tensor(self) -> tuple[str | None, int, int | None]:
-        """Mode, size and depth of tensor parallelism."""
-        return self.layout.tensor_mode, self.layout.tensor, self.depth
+        """Mode and size of tensor parallelism, and the depth of 2.5D, which others do not have."""
+        layout = self.layout
+        depth = layout.tensor // layout.side**2 if layout.tensor_mode == "2.5d" else None
+        return layout.tensor_mode, layout.tensor, depth
 
     def settings(self, hybrid: bool = True) -> dict[str, Any]:
         """The config values that make it; `hybrid` is whether the script can do more than data parallelism."""
         values: dict[str, Any] = {"BATCH_SIZE": self.batch, "gradient_accumulation": self.accumulation}
         if hybrid:
-            tensor = {"mode": self.layout.tensor_mode, "size": self.layout.tensor}
-            if self.depth:
-                tensor["depth"] = self.depth
+            mode, size, depth = self.tensor
+            tensor = {"mode": mode, "size": size, **({"depth": depth} if depth else {})}
             values["parallel"] = {"pipeline": self.layout.pipeline, "tensor": tensor}
             values["NUM_MICRO_BATCHES"] = self.micro_batches
             values["model"] = {"num_chunks": self.chunks}
@@ -85,8 +84,8 @@ class Choice:
 
     def _options(self) -> list[str]:
         words = []
-        if self.depth:
-            words.append(f"depth {self.depth}")
+        if depth := self.tensor[2]:
+            words.append(f"depth {depth}")
         if self.layout.pipeline > 1:
             words.append(f"{self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)}")
         if self.chunks > 1:
@@ -113,18 +112,19 @@ def divisors(number: int) -> list[int]:
     return low + [number // d for d in reversed(low) if d * d != number]
 
 
-def _tensor_options(world_size: int) -> Iterator[tuple[str | None, int, int | None]]:
-    yield None, 1, None
+def _tensor_options(world_size: int) -> Iterator[tuple[str | None, int, int]]:
+    """Mode, size and side of tensor parallelism."""
+    yield None, 1, 1
     for size in divisors(world_size):
         if 1 < size <= MOST_TENSOR_RANKS:
-            yield "1d", size, None
+            yield "1d", size, size
             for side in range(2, size):
                 if side**2 == size:
-                    yield "2d", size, None
+                    yield "2d", size, side
                 elif size % side**2 == 0:
-                    yield "2.5d", size, size // side**2
+                    yield "2.5d", size, side
                 if side**3 == size:
-                    yield "3d", size, None
+                    yield "3d", size, side
 
 
 def enumerate_layouts(config: Config, world_size: int, images: int, script: str, check: Check | None) -> list[Choice]:
@@ -143,7 +143,6 @@ def enumerate_layouts(config: Config, world_size: int, images: int, script: str,
     hybrid = script == HYBRID
     mode, ddp = config.fp16 and config.fp16.mode, config.torch_ddp
     pipelines = hybrid and mode in (None, AMP_TYPE.NAIVE)
-    can_split_state = not ddp
     found: list[Choice] = []
 
     def allowed(choice: Choice) -> bool:
@@ -160,29 +159,23 @@ def enumerate_layouts(config: Config, world_size: int, images: int, script: str,
             return False
         return True
 
-    for tensor_mode, size, depth in _tensor_options(world_size) if hybrid else [(None, 1, None)]:
+    for tensor_mode, size, side in _tensor_options(world_size) if hybrid else [(None, 1, 1)]:
         for stages in divisors(world_size // size) if pipelines else [1]:
             data = world_size // size // stages
             if images % data or stages > config.get("DEPTH", stages):
                 continue
-            try:
-                parallel = {"pipeline": stages, "tensor": {"mode": tensor_mode, "size": size, "depth": depth}}
-                layout = Layout.of(Config({"parallel": parallel}), world_size)
-            except UserError:
-                continue
+            layout = Layout(data, stages, size, tensor_mode, side)
             for parts in divisors(images // data):
                 if stages == 1:
-                    schedules = [Choice(layout, depth, images // data // parts, accumulation=parts)]
+                    schedules = [Choice(layout, images // data // parts, accumulation=parts)]
                 else:
                     chunks = divisors(config.DEPTH // stages) if parts % stages == 0 else [1]
-                    schedules = [Choice(layout, depth, images // data, 1, parts, number) for number in chunks]
+                    schedules = [Choice(layout, images // data, 1, parts, number) for number in chunks]
                 for choice in filter(allowed, schedules):
-                    stages_of_zero = (0, 1, 2)[: 2 + (choice.passes > 1)] if data > 1 and can_split_state else (0,)
-                    for zero in stages_of_zero:
-                        found.append(dataclasses.replace(choice, zero=zero))
-                        again = dataclasses.replace(choice, zero=zero, checkpoint=True)
-                        if hybrid and (choice.layout.tensor_mode != "3d" or allowed(again)):
-                            found.append(again)
+                    most_zero = 0 if data == 1 or ddp else min(choice.passes, 2)
+                    for zero in range(most_zero + 1):
+                        for checkpoint in (False, True)[: 1 + hybrid]:
+                            found.append(dataclasses.replace(choice, zero=zero, checkpoint=checkpoint))
     return found
 
 
@@ -191,7 +184,6 @@ def own_layout(config: Config, world_size: int) -> Choice:
     layout = Layout.of(config, world_size)
     return Choice(
         layout,
-        config.parallel.tensor.get("depth"),
         config.BATCH_SIZE,
         config.gradient_accumulation,
         config.get("NUM_MICRO_BATCHES", 1) if layout.pipeline > 1 else 1,

@@ -18,9 +18,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # and torch's
 # Mid-tones: lines and text that can be read on white and on black, fills that white text can be read on.
 TEXT = "#7d8590"
 COLORS = ("#3a7fc1", "#c56a1f", "#3a8f55", "#c14b48", "#8464c4", "#8f6a48", "#bd5a9b", "#28898f")
-MOST_REPLICAS = 4  # of a model, that are drawn
-MOST_PIECES = 64  # of a matrix, that are labelled
-SHARES = {"computing": COLORS[0], "communicating": COLORS[3], "bubble": COLORS[1]}  # of a step
+MOST_REPLICAS = 4  # more replicas of a model are not drawn
+MOST_PIECES = 64  # more pieces of a matrix are not labelled
+SHARES = {"computing": COLORS[0], "communicating": COLORS[3], "bubble": COLORS[1]}  # a step's time, by what it is for
 
 
 def style(axes: Axes) -> Axes:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stdout
 from multiprocessing import connection
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,39 +31,37 @@ from matplotlib.figure import Figure
 def in_forks(functions: Sequence[Callable[[], Any]]) -> list[Any]:
     """Call functions at the same time, each in a forked process; a `UserError` or `TrainingError` is raised here."""
     fork = multiprocessing.get_context("fork")
-    children = []
+    children = {}
 
     def child(function: Callable[[], Any], send: Connection) -> None:
         # Repairs PyTorch's thread pool after the fork, before autograd's.
         torch.set_num_threads(torch.get_num_threads())
         try:
             with redirect_stdout(None):
-                answer = function()
+                send.send(function())
         except (UserError, TrainingError) as error:
-            answer = error
-        send.send(answer)
+            send.send(error)
 
     for function in functions:
         receive, send = fork.Pipe(duplex=False)
-        process = fork.Process(target=child, args=(function, send))
-        process.start()
+        children[receive] = fork.Process(target=child, args=(function, send))
+        children[receive].start()
         send.close()
-        children.append((process, receive))
     answers: dict[Connection, Any] = {}
-    while waiting := [receive for _, receive in children if receive not in answers]:
-        for receive in connection.wait(waiting):
+    while len(answers) < len(children):
+        for receive in connection.wait(children.keys() - answers.keys()):
             try:
                 answers[receive] = receive.recv()
             except EOFError:  # the child has printed its traceback
-                for process, _ in children:
+                for process in children.values():
                     process.kill()
                 sys.exit(1)
-    for process, _ in children:
+    for process in children.values():
         process.join()
     for answer in answers.values():
         if isinstance(answer, Exception):
             raise answer
-    return [answers[receive] for _, receive in children]
+    return [answers[receive] for receive in children]
 
 
 def in_fork(function: Callable[[], Any]) -> Any:
@@ -163,14 +160,9 @@ def draw_layout(plans: list[StepPlan]) -> Figure:
     return pictures.draw_layout(str(layout), stages, layout.data, layout.tensor, matrices)
 
 
-def _write_picture(plans: list[StepPlan], folder: Path) -> str:
-    """Write `layout.png` into a folder, created if missing; returns a line that says where it is, or why not."""
-    return pictures.write(draw_layout(plans), folder / "layout.png")
-
-
 def report(main: Callable[[Arguments], Any], args: Arguments) -> None:
     """Print the report of a train script, and draw the layout in the run directory."""
     plans, output = plan(main, args), find_output(args)
     notes = args.notes(Config(plans[0].config), output, plans[0].layout.data) if args.notes else []
     print(format_report(plans, notes))
-    print(f"\n{_write_picture(plans, output)}")
+    print(f"\n{pictures.write(draw_layout(plans), output / 'layout.png')}")

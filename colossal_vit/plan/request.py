@@ -12,6 +12,7 @@ from colossal_vit.models import build_timm_vit
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.plan.enumeration import Choice, enumerate_layouts
 from colossal_vit.plan.fakes import on_fake_tensors, on_real_tensors
+from colossal_vit.plan.machines import Gpus, find_machine
 from colossal_vit.plan.report import in_fork
 from colossal_vit.plan.trace import TensorParallel, Trace, trace
 from colossal_vit.run import Observe
@@ -89,6 +90,14 @@ class Request(NamedTuple):
             return self.main(args.replace(observer=on_real_tensors(observe)))
 
         return of_model
+
+    def machine(self) -> Gpus:
+        """The machine that is asked for, by its data sheet.
+
+        Raises:
+            UserError: if neither the planner nor the config knows it.
+        """
+        return find_machine(self.args.plan, self.config.machine, bool(self.config.fp16), self.config.TF32)
 
     def trace(self, tensor: TensorParallel) -> Trace:
         """What a rank does with this tensor parallelism, recorded in a fork."""

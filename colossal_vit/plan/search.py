@@ -1,6 +1,6 @@
 """Step time and memory of layouts, predicted, and the best ones of all."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import NamedTuple
 
@@ -74,18 +74,18 @@ class Predictor:
     Args:
         config: of the run.
         machine: that it is to run on.
-        traces: of the model, by tensor parallelism.
+        trace: records the model with some tensor parallelism; called once for each.
     """
 
-    def __init__(self, config: Config, machine: Machine, traces: Mapping[TensorParallel, Trace]):
-        self.config, self.machine, self.traces = config, machine, traces
+    def __init__(self, config: Config, machine: Machine, trace: Callable[[TensorParallel], Trace]):
+        self.config, self.machine, self.trace = config, machine, cache(trace)
         self.image_bytes = 3 * 4 * config.IMG_SIZE**2
         self._part = cache(self._part)
         self._chunks = cache(self._chunks)
 
     def _part(self, tensor: TensorParallel, part: str, kind: str, images: int) -> tuple[float, float]:
         """Seconds of computing and of messages of a part's pass."""
-        record = self.traces[tensor].part(part, kind, images)
+        record = self.trace(tensor).part(part, kind, images)
         on_node = self.machine.ranks_per_node if tensor[1] <= self.machine.ranks_per_node else 1
         sent = sum(self.machine.send(message, on_node) for message in record.messages)
         return self.machine.compute((tensor, part, kind, images), record), sent
@@ -95,7 +95,7 @@ class Predictor:
 
     def _stage(self, choice: Choice, chunks: list[Chunk], all_busy: float) -> _Stage:
         """A stage; `all_busy` is the speed of ranks that all compute, as they do around messages and in updates."""
-        layout, traced = choice.layout, self.traces[choice.tensor]
+        layout, traced = choice.layout, self.trace(choice.tensor)
         seconds, messages = dict.fromkeys(KINDS, 0.0), 0.0
         for part, count in (each for chunk in chunks for each in chunk.parts()):
             for kind in KINDS:
@@ -132,23 +132,23 @@ class Predictor:
     def memory(self, choice: Choice) -> float:
         """Bytes of the fullest rank at the peak of a step."""
         chunks = self._chunks(choice.layout.pipeline, choice.chunks)
-        return rank_memory(choice, self.traces[choice.tensor], chunks, self.image_bytes)
+        return rank_memory(choice, self.trace(choice.tensor), chunks, self.image_bytes)
 
     def predict(self, choice: Choice) -> Prediction:
         """What a step of a layout takes. Stages that share cores with others slow each other down."""
         layout, machine, passes = choice.layout, self.machine, choice.passes
-        ranks = layout.data * layout.tensor  # of a stage, which compute together
-        ranks_on_node = min(ranks * layout.pipeline, machine.ranks_per_node)
+        stage_ranks = layout.data * layout.tensor  # they compute together
+        ranks_on_node = min(stage_ranks * layout.pipeline, machine.ranks_per_node)
         all_busy = machine.speed(ranks_on_node)
         stages = self._stages(choice, all_busy)
         on_node = machine.ranks_per_node if layout.pipeline * layout.tensor <= machine.ranks_per_node else 1
-        boundary = self.traces[choice.tensor].boundary * choice.images
+        boundary = self.trace(choice.tensor).boundary * choice.images
         transfer = all_busy * machine.send(Message("send", 2, boundary), on_node)
 
         costs = [stage.forward + stage.backward for stage in stages]
         alone = step_seconds(costs, passes, choice.chunks, transfer)
         num_active = passes * sum(costs) / alone  # stages, on average
-        speed = machine.speed(min(max(num_active, 1.0) * ranks, ranks_on_node))
+        speed = machine.speed(min(max(num_active, 1.0) * stage_ranks, ranks_on_node))
         exposed = max(stage.exposed(choice, machine.overlap) for stage in stages)
         update = max(stage.update for stage in stages)
         seconds = alone / speed + exposed + update
@@ -181,7 +181,7 @@ class Plan(NamedTuple):
     smallest: float
 
 
-def search(predictor: Predictor, choices: Iterable[Choice], shown: int = SHOWN) -> Plan:
+def search(predictor: Predictor, choices: Iterable[Choice]) -> Plan:
     """The fastest layouts that fit."""
     machine = predictor.machine
     limit = (machine.memory_gb - machine.reserved_gb) * 1e9
@@ -191,4 +191,4 @@ def search(predictor: Predictor, choices: Iterable[Choice], shown: int = SHOWN) 
     if machine.noise:
         fitting[: len(ties)] = sorted(ties, key=lambda p: p.choice.complexity)
     smallest = min((each.memory for each in predictions), default=float("inf"))
-    return Plan(fitting[:shown], len(ties), len(predictions), len(predictions) - len(fitting), limit, smallest)
+    return Plan(fitting[:SHOWN], len(ties), len(predictions), len(predictions) - len(fitting), limit, smallest)

@@ -15,7 +15,7 @@ from colossal_vit.plan.meter import StepMeter, count_bytes
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-PARTS = ("embed", "block", "head")  # of a Vision Transformer; the head includes the last norm and the loss
+PARTS = ("embed", "block", "head")  # a Vision Transformer's; the head includes the last norm and the loss
 KINDS = ("forward", "backward")  # passes
 TensorParallel = tuple[str | None, int, int | None]  # mode, size, depth
 
