@@ -6,11 +6,11 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
 import torch
+from colossal_vit import launch
 from colossal_vit.checkpoint import storage
 from colossal_vit.data.digits import write_cifar10
 from colossal_vit.errors import UserError
@@ -25,212 +25,135 @@ from colossalai.legacy import get_default_parser
 import cifar10
 import fork_ranks
 import launchers
+import train_hybrid
 import training
 
 FOLDER = fork_ranks.ROOT / "vit_cifar10_hybrid"
 SMALL_PIPELINE = training.set_flags({**training.MODEL, "parallel.pipeline": 2})
+LONG = [*SMALL_PIPELINE, *training.set_flags({"NUM_EPOCHS": 1000, "BATCH_SIZE": 16})]
 
 
 # ---- Mistakes --------------------------------------------------------------------------------------------------------
 
 
-class Mistakes:
-    """Malformed invocations of two ranks: what is given beside a good command line, and what the line must say."""
-
-    def __init__(self, tmp_path):
-        def write(name, text):
-            (tmp_path / name).write_text(text)
-            return str(tmp_path / name)
-
-        def data(name, damage):
-            folder = write_cifar10(tmp_path / name)
-            damage(folder)
-            return str(tmp_path / name)
-
-        good = training.CONFIG
-        good_text = (FOLDER / good).read_text()
-        self.output = tmp_path / "output"
-        a_file = write("file", "")
-        pipe = str(tmp_path / "pipe")
-        os.mkfifo(pipe)
-
-        def config(path):
-            return {"config": path}
-
-        def sets(*pairs):
-            return {"more": [part for pair in pairs for part in ("--set", pair)]}
-
-        def flags(*more):
-            return {"more": list(more)}
-
-        self.cases = {
-            # the config file
-            "no config": ({"config": None}, ["--config FILE is missing"]),
-            "config not there": (config("no/such/config.py"), ["no/such/config.py", "No such file"]),
-            "config is a folder": (config(str(tmp_path)), [str(tmp_path), "Is a directory"]),
-            "config is binary": (config(write("binary.py", "\0")), ["binary.py", "not valid Python"]),
-            "syntax error": (config(write("syntax.py", good_text + "\nx = = 3\n")), ["syntax.py:", "not valid Python"]),
-            "error inside": (config(write("inside.py", "BATCH_SIZE = BATCH // 2\n")), ["inside.py:1", "NameError"]),
-            "unknown key": (config(write("key.py", good_text + "\nWARMUP = 3\n")), ["WARMUP", "WARMUP_EPOCHS"]),
-            "missing key": (
-                {"config": write("less.py", "BATCH_SIZE = 8\n"), "common": []},
-                ["less.py", "NUM_EPOCHS is missing"],
-            ),
-            # overrides
-            "unknown override": (sets("BATCHSIZE=3"), ["BATCHSIZE", "BATCH_SIZE"]),
-            "not a literal": (sets("DATA=/data"), ["--set DATA=/data", "quotes"]),
-            "no equals sign": (sets("BATCH_SIZE"), ["--set BATCH_SIZE", "KEY=VALUE"]),
-            "wrong type": (sets("NUM_EPOCHS='ten'"), ["NUM_EPOCHS = 'ten'", "whole number"]),
-            "seed beyond 32 bits": (sets("SEED=4294967296"), ["SEED = 4294967296", "from 0 to 4294967295"]),
-            "number that no float holds": (sets(f"LEARNING_RATE=1{'0' * 400}"), ["LEARNING_RATE = 1000", "1e30"]),
-            "NUL in a path": (sets(r"DATA='a\x00b'"), ["DATA = 'a", "NUL"]),
-            "border wider than the image": (sets("CROP_PADDING=1000000"), ["CROP_PADDING = 1000000", "from 0 to 32"]),
-            "number for a block": (sets("parallel=3"), ["parallel = 3", "dict(pipeline, tensor)"]),
-            "key in a number": (sets("BATCH_SIZE.x=3"), ["BATCH_SIZE = {'x': 3}", "whole number"]),
-            "unknown key in a block": (sets('parallel={"tensor":{"siz":1}}'), ["parallel.tensor.siz", "mean size?"]),
-            "block without what it needs": (sets("zero=dict()"), ["zero.stage is missing", "one of 1, 2"]),
-            "block that does nothing": (sets("mix.prob=0.5"), ["mix = {'prob': 0.5} does nothing", "mix.mixup or"]),
-            "value that does nothing": (sets("augment.m=3", "augment.erase=0.1"), ["augment.m = 3", "'rand'"]),
-            "momentum of another optimizer": (sets("MOMENTUM=0.5"), ["MOMENTUM = 0.5", "OPTIMIZER = 'adamw'", "'sgd'"]),
-            "wrong nested type": (sets("parallel.pipeline=2.0"), ["parallel.pipeline = 2.0", "whole number"]),
-            "unknown AMP mode": (sets("fp16.mode=AMP_TYPE.FAST"), ["AMP_TYPE.FAST", "AMP_TYPE.NAIVE"]),
-            "AMP mode that is not there yet": (sets("fp16.mode=AMP_TYPE.APEX"), ["fp16.mode", "APEX"]),
-            "AMP mode against a pipeline": (sets("fp16.mode=AMP_TYPE.TORCH"), ["TORCH", "pipeline", "NAIVE"]),
-            "option of another AMP mode": (sets("fp16.mode=AMP_TYPE.TORCH", "fp16.min_scale=2"), ["fp16.min_scale"]),
-            # layout and model
-            "world size": (sets("parallel.pipeline=3"), ["world size 2", "3", "start 3"]),
-            "tensor size without a mode": (sets("parallel.tensor.size=2"), ["parallel.tensor.size = 2", "1d"]),
-            "batch and micro-batches": (sets("NUM_MICRO_BATCHES=3"), ["BATCH_SIZE = 32", "NUM_MICRO_BATCHES = 3"]),
-            "stages and blocks": (sets("DEPTH=1"), ["parallel.pipeline = 2", "DEPTH = 1"]),
-            "hidden size and heads": (sets("NUM_HEADS=5"), ["HIDDEN_SIZE = 32", "NUM_HEADS = 5", "30 or 35"]),
-            "image and patches": (sets("PATCH_SIZE=5"), ["IMG_SIZE = 32", "PATCH_SIZE = 5", "30 or 35"]),
-            "tensor shape": (sets("TENSOR_SHAPE=(1, 1, 1)"), ["TENSOR_SHAPE = (1, 1, 1)", "(16, 17, 32)"]),
-            "too few classes": (sets("NUM_CLASSES=5"), ["NUM_CLASSES = 5", "10 classes"]),
-            "batch larger than the data": (sets("BATCH_SIZE=2048"), ["2048", "1437"]),
-            "accumulation larger than the data": (sets("gradient_accumulation=64"), ["2048", "1437"]),
-            "not for this script": (
-                {"script": training.DATA_PARALLEL, "config": str(FOLDER / good)},
-                ["train_dp.py", "train_hybrid.py"],
-            ),
-            "unknown model": (
-                {
-                    "script": training.DATA_PARALLEL,
-                    "config": "configs/config_data_parallel.py",
-                    "common": ["--set", "MODEL='resnet50'"],
-                },
-                ["MODEL = 'resnet50'", "timm"],
-            ),
-            # flags
-            "unknown flag": (flags("--resum", "auto"), ["--resum"]),
-            "unknown launcher": (flags("--launcher", "kubernetes"), ["--launcher", "kubernetes", "slurm"]),
-            "launcher that was not there": ({**flags("--launcher", "slurm"), "ranks": 1}, ["SLURM_PROCID"]),
-            "unknown backend": (flags("--backend", "mpi"), ["--backend mpi", "gloo"]),
-            "backend without its device": (flags("--backend", "nccl"), ["--backend nccl", "CUDA"]),
-            "no steps": (flags("--max-steps", "0"), ["--max-steps 0", "at least 1"]),
-            "not a number": ({**flags("--port", "http"), "ranks": 1}, ["--port", "http"]),
-            "no such port": (flags("--port", "70000"), ["--port 70000", "65535"]),
-            "port 0": (flags("--port", "0"), ["--port 0", "1 to 65535"]),
-            "negative port": ({**flags("--port", "-1"), "ranks": 1}, ["--port -1", "1 to 65535"]),
-            "no host": ({**flags("--host", ""), "ranks": 1}, ["--host ''", "empty"]),
-            "no backend": (flags("--backend", ""), ["--backend ''", "gloo"]),
-            "no output": ({"output": ""}, ["--output ''", "empty"]),
-            "no name of a config": (config(""), ["--config ''", "empty"]),
-            "config is a pipe": (config(pipe), [pipe, "no regular file"]),
-            "negative steps": (flags("--max-steps", "-1"), ["--max-steps -1", "at least 1"]),
-            "too many steps": (flags("--max-steps", str(10**30)), [f"--max-steps {10**30}", "below 2³¹"]),
-            "timeout that never ends": (flags("--timeout", "inf"), ["--timeout inf", "to 1e+08"]),
-            "timeout beyond all clocks": (flags("--timeout", "1e30"), ["--timeout 1e+30", "to 1e+08"]),
-            "timeout that is no number": (flags("--timeout", "nan"), ["--timeout nan", "to 1e+08"]),
-            "too many processes": (
-                {**flags("--world_size", str(10**20)), "ranks": 1},
-                [f"--world_size {10**20}", "1 to 1048576"],
-            ),
-            "negative rank": ({**flags("--rank", "-3"), "ranks": 1}, ["--rank -3", "from 0"]),
-            "rank without a number": ({**flags("--rank"), "ranks": 1}, ["--rank", "expected one argument"]),
-            "a flag given twice": (flags("--eval-only", "--resume=x", "--resume=y"), ["--resume is given 2 times"]),
-            "no checkpoint's name": (flags("--resume", ""), ["--resume ''", "empty"]),
-            "mistyped never": (flags("--resume", "nevr"), ["--resume nevr", "neither auto nor never", "mean never?"]),
-            "no machine to plan for": ({**flags("--plan", ""), "ranks": 1}, ["--plan ''", "empty"]),
-            "no such host": (flags("--host", "no-such-host.invalid"), ["--host no-such-host.invalid"]),
-            "port in use": ({"port": "used"}, ["port is", "in use"]),
-            "rank out of range": ({**flags("--rank", "7"), "ranks": 1}, ["--rank 7", "--world_size 2", "0 to 1"]),
-            # files
-            "output below a file": ({"output": f"{a_file}/run"}, ["--output", "Not a directory"]),
-            "output read-only": ({"output": "/proc/run"}, ["--output /proc/run", "cannot be written"]),
-            "data not there": (sets(f"DATA={str(tmp_path / 'nothing')!r}"), ["DATA", "cannot be downloaded"]),
-            "data file missing": (
-                sets(f"DATA={data('missing', lambda f: (f / 'test_batch.bin').unlink())!r}"),
-                ["test_batch.bin", "No such file"],
-            ),
-            "data file cut off": (
-                sets(f"DATA={data('cut', lambda f: os.truncate(f / 'data_batch_2.bin', 10_000))!r}"),
-                ["data_batch_2.bin", "10000 bytes", "cut off"],
-            ),
-            "data of something else": (
-                sets(f"DATA={data('else', lambda f: (f / 'data_batch_2.bin').write_bytes(bytes([99]) * 3073))!r}"),
-                ["label of 99"],
-            ),
-        }
-
-    def start(self, name):
-        given, _ = self.cases[name]
-        port = given.get("port") or fork_ranks.free_port()
-        if port == "used":
-            self.occupant = socket.create_server(("localhost", 0))
-            port = self.occupant.getsockname()[1]
-        script = given.get("script", training.HYBRID)
-        argv, more = [], given.get("more", [])
-        for rank in range(given.get("ranks", 2)):
-            own = {"launcher": "none", "rank": rank, "world_size": 2, "host": "localhost", "port": port}
-            own |= {
-                "config": given.get("config", training.CONFIG),
-                "output": given.get("output", self.output),
-            }
-            own |= {"timeout": 10 * fork_ranks.PATIENCE}
-            parts = [(f"--{key}", value) for key, value in own.items() if value is not None and f"--{key}" not in more]
-            argv.append([str(part) for pair in parts for part in pair] + [*given.get("common", SMALL_PIPELINE), *more])
-        return fork_ranks.start(script, argv, [{}] * len(argv))
+def by_hand(output, *more, rank=0, port=29500, timeout=10 * fork_ranks.PATIENCE, values=SMALL_PIPELINE):
+    """The command line of one of two ranks that are started by hand; what `more` has takes the place of its own."""
+    own = {"--launcher": "none", "--rank": rank, "--world_size": 2, "--host": "localhost", "--port": port}
+    own |= {"--config": FOLDER / training.CONFIG, "--output": output, "--timeout": timeout}
+    kept = [str(word) for flag, value in own.items() if flag not in more for word in (flag, value)]
+    return [*kept, *values, *more]
 
 
-@pytest.fixture(scope="module")
-def mistakes(tmp_path_factory):
-    """The results of all mistakes, made at the same time: most of each is waiting."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(cifar10, "ARCHIVE", f"http://localhost:{fork_ranks.free_port()}/cifar-10-binary.tar.gz")
-    made = Mistakes(tmp_path_factory.mktemp("mistakes"))
-    results = {}
-    names = list(made.cases)
-    for start in range(0, len(names), 8):
-        running = {name: made.start(name) for name in names[start : start + 8]}
-        threads = [
-            threading.Thread(target=lambda n=name, w=w: results.update({n: w.wait()})) for name, w in running.items()
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    patch.undo()
-    return made, results
+def sets(*pairs):
+    return [part for pair in pairs for part in ("--set", pair)]
 
 
-def test_a_mistake_on_all_ranks_ends_them_with_one_line_and_exit_code_2(mistakes):
-    made, results = mistakes
-    assert len(made.cases) >= 30
-    wrong = []
-    for name, (_, words) in made.cases.items():
-        result = results[name]
+def in_one_process(tmp_path):
+    """Mistakes that a rank finds before it meets the others: what is given, and what the line must say."""
+    binary, pipe = tmp_path / "binary.py", tmp_path / "pipe"
+    binary.write_text("\0")
+    os.mkfifo(pipe)
+    return [
+        (["--config", "no/such/config.py"], ["no/such/config.py", "No such file"]),
+        (["--config", str(tmp_path)], [str(tmp_path), "Is a directory"]),
+        (["--config", str(binary)], ["binary.py", "not valid Python"]),
+        (["--config", str(pipe)], [str(pipe), "no regular file"]),
+        (["--config", ""], ["--config ''", "empty"]),
+        (sets("BATCH_SIZE.x=3"), ["BATCH_SIZE = {'x': 3}", "whole number"]),
+        (sets('parallel={"tensor":{"siz":1}}'), ["parallel.tensor.siz", "mean size?"]),
+        (sets("zero=dict()"), ["zero.stage is missing", "one of 1, 2"]),
+        (sets("augment.m=3", "augment.erase=0.1"), ["augment.m = 3", "'rand'"]),
+        (["--launcher", "kubernetes"], ["--launcher", "kubernetes", "slurm"]),
+        (["--launcher", "slurm"], ["SLURM_PROCID"]),
+        (["--backend", "mpi"], ["--backend mpi", "gloo"]),
+        (["--backend", ""], ["--backend ''", "gloo"]),
+        (["--backend", "nccl"], ["--backend nccl", "CUDA"]),
+        (["--max-steps", "0"], ["--max-steps 0", "at least 1"]),
+        (["--max-steps", "-1"], ["--max-steps -1", "at least 1"]),
+        (["--max-steps", str(10**30)], [f"--max-steps {10**30}", "below 2³¹"]),
+        (["--port", "http"], ["--port", "http"]),
+        (["--port", "70000"], ["--port 70000", "65535"]),
+        (["--port", "0"], ["--port 0", "1 to 65535"]),
+        (["--port", "-1"], ["--port -1", "1 to 65535"]),
+        (["--host", ""], ["--host ''", "empty"]),
+        (["--output", ""], ["--output ''", "empty"]),
+        (["--timeout", "inf"], ["--timeout inf", "to 1e+08"]),
+        (["--timeout", "1e30"], ["--timeout 1e+30", "to 1e+08"]),
+        (["--timeout", "nan"], ["--timeout nan", "to 1e+08"]),
+        (["--world_size", str(10**20)], [f"--world_size {10**20}", "1 to 1048576"]),
+        (["--rank", "-3"], ["--rank -3", "from 0"]),
+        (["--rank"], ["--rank", "expected one argument"]),
+        (["--eval-only", "--resume=x", "--resume=y"], ["--resume is given 2 times"]),
+        (["--resume", ""], ["--resume ''", "empty"]),
+        (["--plan", ""], ["--plan ''", "empty"]),
+    ]
+
+
+def test_a_mistake_is_refused_in_one_line_before_ranks_meet(tmp_path):
+    def refused(argv):
+        try:
+            return str(launch.start(training.arguments(train_hybrid.main, argv)))
+        except UserError as error:
+            return f"refused: {error}"
+
+    cases = in_one_process(tmp_path)
+    commands = [by_hand(tmp_path / "output", *more, timeout=1) for more, _ in cases]
+    (lines,) = fork_ranks.call(lambda: [refused(argv) for argv in commands], launched=False)
+    for line, (more, words) in zip(lines, cases, strict=True):
+        assert line.startswith("refused: "), more
+        assert "\n" not in line, more
+        assert all(word in line for word in words), (more, line)
+    assert not (tmp_path / "output").exists()
+
+
+def test_a_command_without_a_config_is_told_of_it():
+    with pytest.raises(UserError, match="--config FILE is missing"):
+        launch.start(training.arguments(train_hybrid.main, []))
+
+
+def test_a_mistake_on_all_ranks_ends_them_with_one_line_and_exit_code_2(tmp_path, monkeypatch):
+    """One of each place where it is found: flags, config, layout, model, meeting, run directory, data."""
+    monkeypatch.setattr(cifar10, "ARCHIVE", f"http://localhost:{fork_ranks.free_port()}/cifar-10-binary.tar.gz")
+    occupant = socket.create_server(("localhost", 0))
+    used, output = occupant.getsockname()[1], tmp_path / "output"
+    (tmp_path / "file").touch()
+    os.truncate(write_cifar10(tmp_path / "cut") / "data_batch_2.bin", 10_000)
+    cases = {
+        "unknown flag": (["--resum", "auto"], ["--resum"]),
+        "unknown key": (sets("BATCHSIZE=3"), ["BATCHSIZE", "BATCH_SIZE"]),
+        "world size": (sets("parallel.pipeline=3"), ["world size 2", "3", "start 3"]),
+        "heads": (sets("NUM_HEADS=5"), ["HIDDEN_SIZE = 32", "NUM_HEADS = 5", "30 or 35"]),
+        "AMP mode against a pipeline": (sets("fp16.mode=AMP_TYPE.TORCH"), ["TORCH", "pipeline", "NAIVE"]),
+        "no such host": (["--host", "no-such-host.invalid"], ["--host no-such-host.invalid"]),
+        "port in use": (["--port", str(used)], ["port is", "in use"]),
+        "rank out of range": (["--rank", "7"], ["--rank 7", "--world_size 2", "0 to 1"]),
+        "output below a file": (["--output", f"{tmp_path}/file/run"], ["--output", "Not a directory"]),
+        "output read-only": (["--output", "/proc/run"], ["--output /proc/run", "cannot be written"]),
+        "mistyped never": (["--resume", "nevr"], ["--resume nevr", "neither auto nor never", "mean never?"]),
+        "no data": (sets(f"DATA={str(tmp_path / 'nothing')!r}"), ["DATA", "cannot be downloaded"]),
+        "damaged data": (sets(f"DATA={str(tmp_path / 'cut')!r}"), ["data_batch_2.bin", "10000 bytes", "cut off"]),
+        "too few classes": (sets("NUM_CLASSES=5"), ["NUM_CLASSES = 5", "10 classes"]),
+        "batch larger than the data": (sets("BATCH_SIZE=2048"), ["2048", "1437"]),
+        "accumulation larger than the data": (sets("gradient_accumulation=64"), ["2048", "1437"]),
+        "another script's": (["--config", str(FOLDER / training.CONFIG)], ["train_dp.py", "train_hybrid.py"]),
+    }
+    worlds = {}
+    for name, (more, _) in cases.items():
+        script = training.DATA_PARALLEL if name == "another script's" else training.HYBRID
+        port, ranks = fork_ranks.free_port(), range(1 if "--rank" in more else 2)
+        argv = [by_hand(output, *more, rank=rank, port=port) for rank in ranks]
+        worlds[name] = fork_ranks.start(script, argv, [{}] * len(argv))
+    for name, world in worlds.items():
+        result = world.wait()
         lines = "".join(result.stderr).splitlines()
-        good = (
-            set(result.codes) == {2}
-            # Ranks that meet a stranger at their port cannot know of each other: there each says so.
-            and len(lines) == (2 if name == "port in use" else 1)
-            and all(re.match(r"train_(hybrid|dp)\.py: error: ", line) for line in lines)
-            and all(word in line for word in words for line in lines)
-        )
-        if not good:
-            wrong.append(f"{name}: {result}")
-    assert not wrong, "\n\n".join(wrong)
-    assert not made.output.exists()
+        assert set(result.codes) == {2}, f"{name}: {result}"
+        # Ranks that meet a stranger at their port cannot know of each other: there each says so.
+        assert len(lines) == (2 if name == "port in use" else 1), f"{name}: {result}"
+        for line in lines:
+            assert re.match(r"train_(hybrid|dp)\.py: error: ", line), f"{name}: {result}"
+            assert all(word in line for word in cases[name][1]), f"{name}: {result}"
+    occupant.close()
+    assert not output.exists()
 
 
 # ---- Launchers -------------------------------------------------------------------------------------------------------
@@ -273,13 +196,19 @@ TORCH = dict(RANK=3, LOCAL_RANK=1, WORLD_SIZE=4, MASTER_ADDR="localhost", MASTER
         (["--launcher", "none"], TORCH, ("none", 0, 0, 1, "localhost", None)),
         # mpirun inside a job: what srun started are its daemons
         ([], {**SLURM, **OPENMPI}, ("openmpi", 1, 1, 2, "localhost", 29500)),
+        # on several nodes, where rank 0 is on the first one of the job
+        (
+            [],
+            {**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": 1, "SLURM_NODELIST": "localhost,other"},
+            ("openmpi", 1, 1, 2, "localhost", 29500),
+        ),
         # the shells of salloc and sbatch, of a job with one task; then one process of a larger job, on purpose
         ([], {"SLURM_JOB_ID": 7, "SLURM_NTASKS": 1, "SLURM_PROCID": 0}, ("none", 0, 0, 1, "localhost", None)),
         ([], {"SLURM_JOB_ID": 7, "SLURM_STEP_ID": 4294967290, "SLURM_PROCID": 0}, ("none", 0, 0, 1, "localhost", None)),
         (["--launcher", "none"], {"SLURM_JOB_ID": 7, "SLURM_NTASKS": 4}, ("none", 0, 0, 1, "localhost", None)),
     ],
 )
-def test_rendezvous(monkeypatch, argv, environment, expected):
+def test_a_rendezvous_is_read_from_flags_and_environment(monkeypatch, argv, environment, expected):
     at = found(monkeypatch, argv, **environment)
     *same, port = (at.launcher, at.rank, at.local_rank, at.world_size, at.host, at.port)
     assert tuple(same) == expected[:-1]
@@ -290,7 +219,7 @@ def test_rendezvous(monkeypatch, argv, environment, expected):
     ("node_list", "host"),
     [("gpu7", "gpu7"), ("gpu[03-05,9],login", "gpu03"), ("a,b", "a"), ("n[1,3]", "n1"), ("r1-n[2-4]x", "r1-n2x")],
 )
-def test_first_slurm_host(node_list, host):
+def test_the_first_host_of_a_node_list_is_found(node_list, host):
     assert first_slurm_host(node_list) == host
 
 
@@ -300,16 +229,12 @@ def test_first_slurm_host(node_list, host):
         ({"SLURM_JOB_ID": 7, "SLURM_NTASKS": 4}, "type `srun bash ./scripts/train_slurm.sh`, or add --launcher none"),
         ({**SLURM, "SLURM_PTY_PORT": 1}, "leave the shell and type `srun --ntasks 8 bash"),
         ({"LOCAL_RANK": 0}, "lacks a number in one of RANK, LOCAL_RANK, WORLD_SIZE, MASTER_PORT"),
+        ({**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": 1}, "mpirun on several nodes needs --host, the node of rank 0"),
     ],
 )
 def test_conflicting_signs_are_refused_with_what_to_type(monkeypatch, environment, words):
     with pytest.raises(UserError, match=re.escape(words)):
         found(monkeypatch, **environment)
-
-
-def test_openmpi_on_several_nodes_takes_the_first_node_of_the_job(monkeypatch):
-    environment = {**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": 1, "SLURM_NODELIST": "localhost,other"}
-    assert found(monkeypatch, **environment).host == "localhost"
 
 
 @pytest.mark.parametrize(
@@ -341,16 +266,10 @@ def test_interface_towards_this_machine_and_others():
     assert rendezvous.interface_towards("192.0.2.7") in names | {None}
 
 
-def test_openmpi_on_several_nodes_needs_a_host(monkeypatch):
-    with pytest.raises(UserError, match="--host"):
-        found(monkeypatch, **{**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": 1})
-
-
 def test_processes_started_by_hand(tmp_path):
     port = fork_ranks.free_port()
-    common = ["--config", training.CONFIG, "--output", str(tmp_path / "run"), "--max-steps", "2"]
-    common += ["--world_size", "2", "--host", "localhost", "--port", str(port), *SMALL_PIPELINE]
-    result = fork_ranks.start(training.HYBRID, [[*common, "--rank", str(rank)] for rank in range(2)], [{}, {}]).wait()
+    argv = [by_hand(tmp_path / "run", "--max-steps", "2", rank=rank, port=port) for rank in range(2)]
+    result = fork_ranks.start(training.HYBRID, argv, [{}, {}]).wait()
     assert result.codes == [0, 0], str(result)
     assert len(read_metrics(tmp_path / "run")[0]) == 2
 
@@ -368,11 +287,9 @@ def test_an_earlier_run_is_set_aside(tmp_path):
 
 def training_world(world_size, tmp_path):
     """Ranks started by hand that train for long, running."""
+    size = ["--world_size", str(world_size)]
     port = fork_ranks.free_port()
-    values = {**training.MODEL, "parallel.pipeline": 2, "NUM_EPOCHS": 1000, "BATCH_SIZE": 16}
-    common = ["--config", training.CONFIG, "--output", str(tmp_path), "--world_size", str(world_size)]
-    common += ["--host", "localhost", "--port", str(port), *training.set_flags(values), *fork_ranks.FOREVER]
-    argv = [[*common, "--rank", str(rank)] for rank in range(world_size)]
+    argv = [by_hand(tmp_path, *size, rank=rank, port=port, values=LONG) for rank in range(world_size)]
     ranks = fork_ranks.start(training.HYBRID, argv, [{}] * world_size)
     said = lambda: [ranks.output(rank, "err") for rank in range(world_size)]  # noqa: E731
     launchers.wait_until(lambda: launchers.steps_on_record(tmp_path) >= 3, said)
@@ -416,17 +333,8 @@ def test_told_to_stop_all_ranks_end_after_the_same_step(number, tmp_path, monkey
 
 
 def test_killed_rank_ends_the_job_under_torchrun(tmp_path):
-    values = {**training.MODEL, "parallel.pipeline": 2, "NUM_EPOCHS": 1000, "BATCH_SIZE": 16}
     argv = [os.path.join(os.path.dirname(sys.executable), "torchrun"), "--standalone", "--nproc_per_node=2"]
-    argv += [
-        "train_hybrid.py",
-        "--config",
-        training.CONFIG,
-        "--output",
-        str(tmp_path),
-        *training.set_flags(values),
-        *fork_ranks.FOREVER,
-    ]
+    argv += ["train_hybrid.py", "--config", training.CONFIG, "--output", str(tmp_path), *LONG, *fork_ranks.FOREVER]
     log = tmp_path / "log"
     with (
         open(log, "w") as out,
@@ -458,7 +366,7 @@ def test_training_goes_on_where_rank_0_cannot_listen():
         torch.distributed.barrier()  # rank 0 keeps the store that the other still asks
         return peers.connections
 
-    assert fork_ranks.call(function, 2) == [[], []]
+    assert fork_ranks.call(function, 2) == [{}, {}]
 
 
 def test_a_bug_on_one_rank_ends_the_others(tmp_path, monkeypatch):
@@ -472,14 +380,7 @@ def test_a_bug_on_one_rank_ends_the_others(tmp_path, monkeypatch):
 
     monkeypatch.setattr(cifar10, "read", read)
     output = tmp_path / "run"
-    argv = [
-        "--config",
-        training.CONFIG,
-        "--output",
-        str(output),
-        *SMALL_PIPELINE,
-        *fork_ranks.FOREVER,
-    ]
+    argv = ["--config", training.CONFIG, "--output", str(output), *SMALL_PIPELINE, *fork_ranks.FOREVER]
     result = fork_ranks.run(training.HYBRID, argv, 2)
     assert result.codes == [1, 1], str(result)
     assert "RuntimeError: a bug" in result.stderr[1]
