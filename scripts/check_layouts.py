@@ -87,7 +87,7 @@ def main() -> int:
         flags = ["--config", CONFIG, "--max-steps", str(args.steps), *set_flags({**values, **overrides})]
         flags += [f"--set={override}" for override in args.set]
         try:
-            steps, _ = train("vit_cifar10_hybrid/train_hybrid.py", flags, ranks=processes, OMP_NUM_THREADS="1")
+            steps = train("vit_cifar10_hybrid/train_hybrid.py", flags, ranks=processes, OMP_NUM_THREADS="1")
         except Failed as error:
             if name == ONE:
                 sys.exit(f"{name} does not run: {error}")

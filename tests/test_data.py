@@ -12,7 +12,6 @@ import socket
 import threading
 import time
 
-import numpy as np
 import pytest
 import torch
 import torchvision
@@ -20,7 +19,7 @@ from colossal_vit import config as configs
 from colossal_vit import files
 from colossal_vit.data import folders
 from colossal_vit.data.batches import IGNORED, read_ahead
-from colossal_vit.data.digits import digits, write_caltech101, write_cifar10, write_imagenet
+from colossal_vit.data.digits import write_caltech101, write_cifar10, write_imagenet
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.ranks import RankLogger, run_on_rank_0
@@ -236,20 +235,6 @@ def test_folder_among_images_is_refused_by_name(tmp_path):
         UserError, match=f"^{tmp_path}/odd.jpg: is a folder, but images must lie directly in {tmp_path}$"
     ):
         folders.list_files(tmp_path)
-
-
-def test_some_of_the_digits_and_few_images_of_each(tmp_path):
-    """The first ones of each, in the same order, with labels from 0 on; of the test images, all."""
-    all_images, all_labels, all_test_images, all_test_labels = digits(32)
-    write_cifar10(tmp_path, (5, 7, 9), 4)
-    images, labels, *_ = cifar10.read(tmp_path, train=True)
-    chosen = [number for digit in (5, 7, 9) for number in np.flatnonzero(all_labels == digit)[:4]]
-    assert (images[:, 0].numpy() == all_images[sorted(chosen)]).all()
-    assert labels.tolist() == [(5, 7, 9).index(digit) for digit in all_labels[sorted(chosen)]]
-    test_images, test_labels, *_ = cifar10.read(tmp_path, train=False)
-    for label, digit in enumerate((5, 7, 9)):
-        assert (test_images[test_labels == label][:, 0].numpy() == all_test_images[all_test_labels == digit]).all()
-    assert len(test_labels) == np.isin(all_test_labels, (5, 7, 9)).sum()
 
 
 def write_archive(module, folder):

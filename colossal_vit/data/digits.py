@@ -5,33 +5,27 @@ E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Mach
 with them appears in one rename, and one that exists is left as it is.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from colossal_vit.files import atomic_folder
+from PIL import Image
 
 TEST_FRACTION = 0.2
 SPLIT_SEED = 0
-ALL = tuple(range(10))
 
 
-def digits(
-    side: int, classes: Sequence[int] = ALL, train_per_class: int | None = None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def digits(side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """The digits, enlarged smoothly, split once and for all into 1,437 for training and 360 for testing.
 
     The split is stratified: each digit has the same share of both parts.
 
     Args:
         side: height and width of the images, in pixels.
-        classes: the digits to take, ascending; their labels are 0, 1, 2, ...
-        train_per_class: training images of each; all by default.
 
     Returns:
         train_images, train_labels, test_images, test_labels: images are uint8 of shape (N, side, side).
     """
-    from PIL import Image
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -41,15 +35,10 @@ def digits(
     train_images, test_images, train_labels, test_labels = train_test_split(
         images, data.target, test_size=TEST_FRACTION, stratify=data.target, random_state=SPLIT_SEED
     )
-
-    def select(images: np.ndarray, labels: np.ndarray, most: int | None) -> tuple[np.ndarray, np.ndarray]:
-        chosen = np.sort(np.concatenate([np.flatnonzero(labels == digit)[:most] for digit in classes]))
-        return images[chosen], np.searchsorted(classes, labels[chosen])
-
-    return *select(train_images, train_labels, train_per_class), *select(test_images, test_labels, None)
+    return train_images, train_labels, test_images, test_labels
 
 
-def write_cifar10(root: Path, classes: Sequence[int] = ALL, train_per_class: int | None = None) -> Path:
+def write_cifar10(root: Path) -> Path:
     """Write the digits in CIFAR-10's binary format to `root/cifar-10-batches-bin`; returns this folder.
 
     Each record is a label byte and three planes of 32 x 32 bytes; the three are equal, since the scans are grey.
@@ -57,7 +46,7 @@ def write_cifar10(root: Path, classes: Sequence[int] = ALL, train_per_class: int
     folder = root / "cifar-10-batches-bin"
     if folder.is_dir():
         return folder
-    train_images, train_labels, test_images, test_labels = digits(32, classes, train_per_class)
+    train_images, train_labels, test_images, test_labels = digits(32)
     with atomic_folder(folder) as scratch:
 
         def write(name: str, images: np.ndarray, labels: np.ndarray) -> None:
@@ -68,26 +57,24 @@ def write_cifar10(root: Path, classes: Sequence[int] = ALL, train_per_class: int
         for number, (images, labels) in enumerate(parts, start=1):
             write(f"data_batch_{number}.bin", images, labels)
         write("test_batch.bin", test_images, test_labels)
-        (scratch / "batches.meta.txt").write_text("".join(f"{digit}\n" for digit in classes))
+        (scratch / "batches.meta.txt").write_text("".join(f"{digit}\n" for digit in range(10)))
     return folder
 
 
-def write_imagenet(root: Path, classes: Sequence[int] = ALL, train_per_class: int | None = None) -> Path:
+def write_imagenet(root: Path) -> Path:
     """Write the digits as ImageNet's folders to `root/imagenet`; returns this folder.
 
     `train/<wnid>/<wnid>_<number>.JPEG` and `val/<wnid>/ILSVRC2012_val_<number>.JPEG`, RGB of 64 x 64 pixels, with the
     wnids n00000000 to n00000009 for the digits 0 to 9; the split is that of `digits`.
     """
-    from PIL import Image
-
     folder = root / "imagenet"
     if folder.is_dir():
         return folder
-    train_images, train_labels, test_images, test_labels = digits(64, classes, train_per_class)
+    train_images, train_labels, test_images, test_labels = digits(64)
     with atomic_folder(folder) as scratch:
         for split, images, labels in (("train", train_images, train_labels), ("val", test_images, test_labels)):
             for number, (image, label) in enumerate(zip(images, labels, strict=True), start=1):
-                wnid = f"n{classes[label]:08d}"
+                wnid = f"n{label:08d}"
                 stem = f"{wnid}_{number}" if split == "train" else f"ILSVRC2012_val_{number:08d}"
                 path = scratch / split / wnid / f"{stem}.JPEG"
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,23 +82,21 @@ def write_imagenet(root: Path, classes: Sequence[int] = ALL, train_per_class: in
     return folder
 
 
-def write_caltech101(root: Path, classes: Sequence[int] = ALL) -> Path:
+def write_caltech101(root: Path) -> Path:
     """Write the digits as Caltech101's folders to `root/caltech101`; returns this folder.
 
     `101_ObjectCategories/<digit>/image_<number>.jpg`, grey, of 64 x 64 pixels, numbered from 1 in each class.
     Caltech101 has no split of its own: this is all 1,797 of them.
     """
-    from PIL import Image
-
     folder = root / "caltech101"
     if folder.is_dir():
         return folder
-    train_images, train_labels, test_images, test_labels = digits(64, classes)
+    train_images, train_labels, test_images, test_labels = digits(64)
     images, labels = np.concatenate([train_images, test_images]), np.concatenate([train_labels, test_labels])
     with atomic_folder(folder) as scratch:
-        for label, digit in enumerate(classes):
+        for digit in range(10):
             part = scratch / "101_ObjectCategories" / str(digit)
             part.mkdir(parents=True)
-            for number, image in enumerate(images[labels == label], start=1):
+            for number, image in enumerate(images[labels == digit], start=1):
                 Image.fromarray(image).save(part / f"image_{number:04d}.jpg", "JPEG", quality=95)
     return folder

@@ -64,7 +64,7 @@ def measure(config: Path, overrides: list[str], args: argparse.Namespace, number
     def steps(batch_size: int, warm_up: int, counted: int) -> list[dict]:
         command = ["--config", str(config.resolve()), "--max-steps", str(warm_up + counted)]
         command += [f"--set={override}" for override in (*overrides, f"BATCH_SIZE={batch_size}")]
-        return train("vit_caltech101_amp/train.py", command, ranks=args.nproc_per_node)[0]
+        return train("vit_caltech101_amp/train.py", command, ranks=args.nproc_per_node)
 
     def fits(batch_size: int) -> bool:
         try:

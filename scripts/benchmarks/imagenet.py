@@ -34,7 +34,7 @@ TRAINED, RANDOM, ALONE = "training with DALI", "training with random data", "DAL
 def train_steps(overrides: list[str], data: Path, args: argparse.Namespace, number: int) -> Values:
     flags = ["--config", str(CONFIG), "--max-steps", str(SKIPPED + args.steps)]
     flags += [f"--set={override}" for override in overrides]
-    steps, _ = train("vit_imagenet_dali/train.py", flags, DATA=str(data))
+    steps = train("vit_imagenet_dali/train.py", flags, DATA=str(data))
     found = summary_of(steps[SKIPPED:])
     return {**found, "MFU, %": mfu(configs.load(CONFIG, overrides, "imagenet"), found["images/s"])}
 

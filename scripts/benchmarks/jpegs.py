@@ -15,6 +15,7 @@ import build_tfrecords
 WIDTH, HEIGHT = 500, 375  # ImageNet's most frequent size
 NOISE, QUALITY = 18, 90  # chosen to give about 100 KB per image
 NUM_DIFFERENT = 256  # images; others are links to them
+NUM_CLASSES = 8
 
 
 def temporary_folder() -> Path:
@@ -24,13 +25,13 @@ def temporary_folder() -> Path:
     return Path(folder)
 
 
-def write(folder: Path, num_images: int, num_classes: int = 8) -> None:
+def write(folder: Path, num_images: int) -> None:
     """Write smooth random images with some noise, like photographs, in the folders `train` and `val` of ImageNet."""
     generator = np.random.default_rng(0)
     paths: list[Path] = []
-    for number in range(num_images + num_classes):  # the last ones are for `val`
+    for number in range(num_images + NUM_CLASSES):  # the last ones are for `val`
         split = "train" if number < num_images else "val"
-        path = folder / split / f"n{number % num_classes:08d}" / f"{number}.JPEG"
+        path = folder / split / f"n{number % NUM_CLASSES:08d}" / f"{number}.JPEG"
         path.parent.mkdir(parents=True, exist_ok=True)
         if number >= NUM_DIFFERENT:
             os.link(paths[number % NUM_DIFFERENT], path)

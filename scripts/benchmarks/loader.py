@@ -23,7 +23,7 @@ from benchmarks import jpegs
 from benchmarks.harness import ROOT, Benchmark, Case, Side
 from imagenet_dali_dataloader import MEAN, STD, DaliLoader, find_records
 
-NUM_CLASSES, IMAGES_PER_CLASS = 8, 32
+NUM_IMAGES = 256
 IMG_SIZE, BATCH_SIZE, WORKERS = 224, 64, 2
 NUM_BATCHES = 30  # in a round
 SETTLED = 2.0  # seconds before a turn, in which the other side finishes prefetching
@@ -34,7 +34,7 @@ Batches = Iterator[tuple[Tensor, Tensor]]
 
 
 def dali(folder: Path) -> Batches:
-    values = [f"BATCH_SIZE={BATCH_SIZE}", f"IMG_SIZE={IMG_SIZE}", f"NUM_CLASSES={NUM_CLASSES}"]
+    values = [f"BATCH_SIZE={BATCH_SIZE}", f"IMG_SIZE={IMG_SIZE}", f"NUM_CLASSES={jpegs.NUM_CLASSES}"]
     config = configs.load(ROOT / "vit_imagenet_dali/config.py", values, "imagenet")
     options = dict(num_threads=WORKERS, rank=0, num_ranks=1, with_images=True)
     loader = DaliLoader(find_records(jpegs.pack(folder), "train"), True, config, torch.device("cpu"), **options)
@@ -69,7 +69,7 @@ def timed(batches: Batches, num_batches: int, number: int) -> dict[str, float]:
 
 def sides(args: argparse.Namespace) -> dict[str, Side]:
     folder = jpegs.temporary_folder() / "images"
-    jpegs.write(folder, NUM_CLASSES * IMAGES_PER_CLASS, NUM_CLASSES)
+    jpegs.write(folder, NUM_IMAGES)
     loaders = {f"ImageFolder, {WORKERS} workers": image_folder(folder), f"DALI, {WORKERS} threads": dali(folder)}
     pixels = {name: torch.cat([next(of)[0] for _ in range(CHECKED)]) for name, of in loaders.items()}
     found = {name: (images.mean().item(), images.std().item()) for name, images in pixels.items()}

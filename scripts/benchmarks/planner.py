@@ -62,7 +62,7 @@ def predict(model: str, num_ranks: int, number: int) -> dict[str, float]:
 def compare(model: str, layout: str, num_ranks: int, steps: int, number: int) -> Values:
     predicted = predict(model, num_ranks, number)[layout]
     flags = [*flags_of(model, layout), "--max-steps", str(UNCOUNTED + steps)]
-    records, _ = train("vit_cifar10_hybrid/train_hybrid.py", flags, ranks=num_ranks, OMP_NUM_THREADS="1")
+    records = train("vit_cifar10_hybrid/train_hybrid.py", flags, ranks=num_ranks, OMP_NUM_THREADS="1")
     measured = statistics.median(record["step_s"] - record["data_s"] for record in records[UNCOUNTED:])
     return {PREDICTED: predicted, MEASURED: measured}
 

@@ -156,15 +156,12 @@ def step_sides(
 # ---- Runs, in new processes ------------------------------------------------------------------------------------------
 
 
-def train(
-    script: str, flags: Sequence[str], output: Path | None = None, ranks: int = 1, **variables: str
-) -> tuple[list[dict], list[dict]]:
-    """Run a train script; returns the records of its steps and of its evaluations.
+def train(script: str, flags: Sequence[str], ranks: int = 1, **variables: str) -> list[dict]:
+    """Run a train script; returns the records of its steps.
 
     Args:
         script: its path from the root.
         flags: all but `--output`.
-        output: the run directory; None for one that is removed.
         ranks: number of processes.
         variables: of the environment.
 
@@ -174,11 +171,10 @@ def train(
     path = ROOT / script
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
     with tempfile.TemporaryDirectory() as scratch:
-        output = output or Path(scratch) / "run"
-        command = [sys.executable, *launcher, path.name, *flags, "--output", str(output)]
+        command = [sys.executable, *launcher, path.name, *flags, "--output", f"{scratch}/run"]
         done = subprocess.run(command, cwd=path.parent, env={**os.environ, **variables}, capture_output=True, text=True)
         if not done.returncode:
-            return read_metrics(output)
+            return read_metrics(Path(scratch) / "run")[0]
     if OUT_OF_MEMORY.search(done.stdout + done.stderr) or done.returncode == -9:
         raise Failed("out of memory")
     lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no reason given"]
