@@ -48,6 +48,13 @@ BENCHMARK = Benchmark(lambda args: CASES, rounds=2, compared=1)
 '''
 
 
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """Pythons that start at once."""
+    with warm.Warm(tmp_path_factory.mktemp("warm")) as programs:
+        yield programs
+
+
 @pytest.fixture
 def tree(tmp_path):
     """A copy of the benchmarks with one of made-up numbers."""
@@ -58,11 +65,12 @@ def tree(tmp_path):
 
 
 @pytest.fixture
-def fake(tree):
+def fake(tree, programs):
     """Run it; returns the exit code, what it said, and what it wrote."""
 
     def run(*flags):
-        code, said = launchers.run([sys.executable, "scripts/bench.py", "fake", *flags], cwd=tree, PYTHONPATH=str(ROOT))
+        command = [str(programs.bin / "python"), "scripts/bench.py", "fake", *flags]
+        code, said = launchers.run(command, cwd=tree, PYTHONPATH=str(ROOT), **programs.throughout)
         folder = tree / "runs/bench/fake"
         return code, said, {path.name: path for path in folder.iterdir()} if folder.exists() else {}
 
@@ -179,12 +187,11 @@ for name in sys.argv[1:]:
 """
 
 
-def test_every_benchmark_starts(tmp_path):
+def test_every_benchmark_starts(programs):
     """With nothing on the path but what a typed command has there; in one process, which imports once."""
     names = re.findall(r"^(\w+)  +\S", forked(ROOT).stdout[0], re.MULTILINE)
-    with warm.Warm(tmp_path / "warm") as programs:
-        command = [str(programs.bin / "python"), "-c", LIST_ALL, *names]
-        code, said = launchers.run(command, cwd=ROOT, PYTHONPATH=str(ROOT / "scripts"), **programs.environment)
+    command = [str(programs.bin / "python"), "-c", LIST_ALL, *names]
+    code, said = launchers.run(command, cwd=ROOT, PYTHONPATH=str(ROOT / "scripts"), **programs.environment)
     assert code == 0, said
     cases = re.split(r"^=== (\w+): exit code 0\n", said, flags=re.MULTILINE)
     assert cases[1::2] == names, said

@@ -567,7 +567,7 @@ def test_a_run_gets_its_loaders_and_every_rank_its_mistakes(copied, tmp_path):
     damage(tfrecords.find_shards(copied, "train")[0])
 
     def function():
-        augment = dict(policy="rand", n=1, m=5, color_jitter=0.0, erase=0.0)
+        augment = dict(policy=None, n=1, m=5, color_jitter=0.3, erase=0.0)
         run = run_of(copied, tmp_path, dali=dict(max_bad=1), augment=augment, REPEATS=3, EVAL_CROP=1.0)
         train, test = loaders.build_imagenet(run)
         images, labels = next(iter(train))
