@@ -3,7 +3,6 @@
 import json
 import re
 import subprocess
-import sys
 
 import pytest
 
@@ -23,16 +22,23 @@ raise SystemExit(gpu_check.main())
 """
 
 
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """Programs that start at once."""
+    with warm.Warm(tmp_path_factory.mktemp("warm")) as programs:
+        yield programs
+
+
 @pytest.fixture
-def run(tmp_path):
+def run(programs, tmp_path):
     """Run a list of checks, as Python says them; returns the exit code and the results."""
 
     def run(checks, *flags, gpus=1):
         program = OTHER_LIST.format(checks=f"dict({', '.join(checks)})", gpus=gpus)
         path = f"{ROOT}:{ROOT / 'scripts'}"
         # Where something is rehearsed, uncommitted changes do not matter.
-        command = [sys.executable, "-c", program, "--output", str(tmp_path), *flags]
-        code, said = launchers.run(command, PYTHONPATH=path, REHEARSE="1")
+        command = [str(programs.bin / "python"), "-c", program, "--output", str(tmp_path), *flags]
+        code, said = launchers.run(command, PYTHONPATH=path, REHEARSE="1", **programs.environment)
         assert code in (0, 1, 75), said
         return code, json.loads((tmp_path / "gpu_check.json").read_text())
 
@@ -43,13 +49,6 @@ def check(name, code, minutes=1.0, arguments=(), **needs):
     """A check that runs Python code."""
     more = "".join(f", {key}={value!r}" for key, value in needs.items())
     return f"{name}=Check('something', {['-c', code, *arguments]!r}, {minutes}{more})"
-
-
-@pytest.fixture(scope="module")
-def programs(tmp_path_factory):
-    """Programs that start at once."""
-    with warm.Warm(tmp_path_factory.mktemp("warm")) as programs:
-        yield programs
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +151,6 @@ def test_what_does_not_fit_is_skipped_and_what_has_no_time_is_left_for_later(run
 
 
 def test_without_a_gpu_it_says_so():
-    code, said = launchers.run([sys.executable, "scripts/gpu_check.py"], cwd=ROOT, PYTHONPATH=str(ROOT))
-    assert code == 1
-    assert "no GPU here that this torch can use; --rehearse runs the list on the CPU" in said
+    done = fork_ranks.run("scripts/gpu_check.py", [])
+    assert done.codes == [1]
+    assert "no GPU here that this torch can use; --rehearse runs the list on the CPU" in done.stderr[0]
