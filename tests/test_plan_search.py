@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from colossal_vit import launch
-from colossal_vit.config.settings import CALTECH101, DP, IMAGENET, PATHS
+from colossal_vit.config.settings import PATHS
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.partition import partition_blocks
 from colossal_vit.plan import command, memory, search
@@ -22,7 +22,7 @@ import train_dp
 import train_hybrid
 import training
 import vit
-from layouts import PIPELINE, set_flags, tensor
+from layouts import PIPELINE, tensor
 from test_dry_run import planned
 
 SIZE = dict(IMG_SIZE=64, PATCH_SIZE=8, HIDDEN_SIZE=192, DEPTH=6, NUM_HEADS=6, NUM_CLASSES=10, BATCH_SIZE=64)
@@ -107,23 +107,22 @@ def test_layouts_that_features_exclude_are_left_out(values, allowed):
 
 def test_layouts_within_the_noise_are_equal_and_the_simplest_comes_first():
     one = Layout(2, 1, 1, None, 1)
-    plain, accumulated = Choice(one, None, 32), Choice(one, None, 2, accumulation=16, zero=1)
-    pipeline, larger = Choice(Layout(1, 2, 1, None, 1), None, 64, 1, 4), Choice(one, None, 64)
+    plain, accumulated = Choice(one, 32), Choice(one, 2, accumulation=16, zero=1)
+    pipeline, larger = Choice(Layout(1, 2, 1, None, 1), 64, 1, 4), Choice(one, 64)
     seconds = {accumulated: 1.0, plain: 1.08, pipeline: 1.2, larger: 0.5}
 
-    def plan(noise, shown=10):
+    def plan(noise):
         machine = SimpleNamespace(memory_gb=3, reserved_gb=1, noise=noise)
         predictor = SimpleNamespace(
             machine=machine,
             predict=lambda choice: Prediction(choice, seconds[choice], 3e9 if choice is larger else 1e9, 1, 0, 0),
         )
-        found = search.search(predictor, seconds, shown)
+        found = search.search(predictor, seconds)
         assert (found.num_layouts, found.num_too_large, found.limit, found.smallest) == (4, 1, 2e9, 1e9)
         return [each.choice for each in found.best], found.num_equal
 
     assert plan(0.0) == ([accumulated, plain, pipeline], 1)
     assert plan(0.1) == ([plain, accumulated, pipeline], 2)
-    assert plan(0.1, shown=1) == ([plain], 2)
     assert plan(0.3) == ([plain, accumulated, pipeline], 3)
 
 
@@ -137,9 +136,25 @@ def test_collectives_and_products_on_gpus():
     assert machine.send(Message("all_reduce", 1, 1e9), 8) == 0
 
 
-def run_plan(*more, world_size=4, machine="h100", **values):
-    argv = [*argv_of(**{**values, "gradient_accumulation": 2}), "--plan", machine, "--world_size", str(world_size)]
-    return fork_ranks.run(training.HYBRID, [*argv, *more])
+SCRIPTS = {  # those that train timm's model, with a config
+    training.DATA_PARALLEL: "configs/config_data_parallel.py",
+    training.CALTECH101: "config/config_AMP_torch.py",
+    training.IMAGENET: "config.py",
+}
+
+
+def flags_of(script, **values):
+    """The command line of a small model in half precision, with two batches in a step."""
+    values["gradient_accumulation"] = 2
+    if script == training.HYBRID:
+        return argv_of(**values)
+    sizes = {"MODEL": "vit_tiny_patch16_224", "IMG_SIZE": 32, "BATCH_SIZE": 8}
+    return training.flags(script=script, config=SCRIPTS[script], small=False, **{**sizes, **values})
+
+
+def run_plan(script=training.HYBRID, world_size=4, machine="h100", **values):
+    argv = [*flags_of(script, **values), "--plan", machine, "--world_size", str(world_size)]
+    return fork_ranks.run(script, argv)
 
 
 def test_the_best_layout_really_runs(tmp_path):
@@ -165,8 +180,7 @@ def test_what_is_refused_does_not_fit():
         request = request_for(argv, 2)
         plan, _ = command.make_plan(request)
         choices = request.choices()
-        trace = {kind: request.trace(kind) for kind in {c.tensor for c in choices}}
-        predictor = search.Predictor(request.config, MACHINES["h100"], trace)
+        predictor = search.Predictor(request.config, MACHINES["h100"], request.trace)
         large = [choice for choice in choices if predictor.memory(choice) > 0.2e9]
         smallest = min(large, key=predictor.memory)
         return plan, len(large), smallest, [predictor.memory(best.choice) for best in plan.best]
@@ -179,59 +193,50 @@ def test_what_is_refused_does_not_fit():
     assert max(peaks) > 0.2e9
 
 
+IMAGENET_ON_3 = {"script": training.IMAGENET, "world_size": 3}
+
+
 @pytest.mark.parametrize(
-    ("machine", "values", "line"),
+    ("given", "line"),
     [
-        ("h10", {}, "--plan h10: no such machine; did you mean h100?"),
+        ({"machine": "h10"}, "--plan h10: no such machine; did you mean h100?"),
         (
-            "mine",
-            {"machine.memory_gb": 8},
+            {"machine": "mine", "machine.memory_gb": 8},
             "(or describe it in a config block machine: half_tflops, single_tflops, ",
         ),
-        ("h100", {"machine.memory_gb": -8}, "machine.memory_gb = -8, but it must be"),
-        ("h100", {"parallel.pipeline": 3}, "world size 4 does not fit parallel.pipeline = 3"),
-        ("h100", {"MLP_RATIO": 0.001}, "MLP_RATIO = 0.001 of HIDDEN_SIZE = 192 makes 0 hidden units"),
+        ({"machine.memory_gb": -8}, "machine.memory_gb = -8, but it must be"),
+        ({"parallel.pipeline": 3}, "world size 4 does not fit parallel.pipeline = 3"),
+        ({"MLP_RATIO": 0.001}, "MLP_RATIO = 0.001 of HIDDEN_SIZE = 192 makes 0 hidden units"),
         (
-            "h100",
             {"machine.memory_gb": 2},
             "layouts fits the memory of a rank, 2.0 GB less 2.0 GB for what is no tensor; the smallest takes 0.0 GB",
         ),
+        ({**IMAGENET_ON_3, "GLOBAL_BATCH": 100, "mix": None}, "= 100 images per step: make them 99 or 102 (a multiple"),
+        ({**IMAGENET_ON_3, "GLOBAL_BATCH": 9}, "make them 6 or 12 (a multiple of 6)"),
+        ({**IMAGENET_ON_3, "MODEL": "vit_large"}, "MODEL = 'vit_large' is not a Vision Transformer of timm"),
+        ({**IMAGENET_ON_3, "parallel.pipeline": 3}, "this script is data parallel only"),
+        ({**IMAGENET_ON_3, "DEPTH": 1}, "DEPTH of at least 2"),
     ],
 )
-def test_mistakes_are_named(machine, values, line):
-    result = run_plan(machine=machine, **values)
-    assert result.codes == [2]
+def test_a_plan_that_cannot_be_made_is_refused_in_one_line(given, line):
+    result = run_plan(**given)
+    assert result.codes == [2], str(result)
     assert line in result.stderr[0]
     assert len(result.stderr[0].splitlines()) == 1
-
-
-SCRIPTS = {
-    DP: "vit_cifar10_hybrid/configs/config_data_parallel.py",
-    CALTECH101: "vit_caltech101_amp/config/config_AMP_torch.py",
-    IMAGENET: "vit_imagenet_dali/config.py",
-}
-
-
-def plan_of(script, *settings, world_size):
-    sizes = {"MODEL": "vit_tiny_patch16_224", "IMG_SIZE": 32, "BATCH_SIZE": 8, "gradient_accumulation": 2}
-    argv = ["--config", str(fork_ranks.ROOT / SCRIPTS[script]), *set_flags(sizes)]
-    argv += ["--plan", "h100", "--world_size", str(world_size)]
-    return fork_ranks.run(PATHS[script], [*argv, *(part for setting in settings for part in ("--set", setting))])
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_plan_of_each_script_names_layouts_that_it_runs(script):
     """timm's model has its depth from its name; the flags that are printed pass a dry run."""
-    result = plan_of(script, *["GLOBAL_BATCH=64"] * (script == IMAGENET), world_size=4)
+    result = run_plan(script, **{"GLOBAL_BATCH": 64} if script == training.IMAGENET else {})
     assert result.codes == [0], str(result)
     said = result.stdout[0]
     assert "4 ranks, h100, 64 images per step: " in said
     rows = [line.split("  ")[0] for line in said.splitlines() if line.startswith("data")]
     assert len(rows) == 10
     assert all(row.startswith("data 4 × pipeline 1 × tensor 1") for row in rows)
-    flags = [*set_flags({"MODEL": "vit_tiny_patch16_224", "IMG_SIZE": 32}), *shlex.split(said.splitlines()[-1])]
-    argv = ["--config", str(fork_ranks.ROOT / SCRIPTS[script]), "--dry-run", "--world_size", "4", *flags]
-    result = fork_ranks.run(PATHS[script], argv)
+    argv = [*flags_of(script), *shlex.split(said.splitlines()[-1]), "--dry-run", "--world_size", "4"]
+    result = fork_ranks.run(script, argv)
     assert result.codes == [0], str(result)
 
 
@@ -240,11 +245,10 @@ def test_each_script_runs_on_real_tensors_up_to_what_is_observed(script):
     """As `--plan here` has it: with so many images, and one process of one."""
 
     def observed():
-        settings = {"MODEL": "vit_tiny_patch16_224", "IMG_SIZE": 32, "DEPTH": 2, "HIDDEN_SIZE": 48, "NUM_HEADS": 4}
-        argv = ["--config", str(fork_ranks.ROOT / SCRIPTS[script]), *set_flags(settings)]
-        argv += ["--plan", "here", "--world_size", "1"]
-        main = runpy.run_path(str(fork_ranks.ROOT / PATHS[script]))["main"]
-        request = request_of(main, launch.parse(argv, script=script))
+        argv = [*flags_of(script, DEPTH=2, HIDDEN_SIZE=48, NUM_HEADS=4), "--plan", "here", "--world_size", "1"]
+        main = runpy.run_path(str(fork_ranks.ROOT / script))["main"]
+        (name,) = (name for name, path in PATHS.items() if path == script)
+        request = request_of(main, launch.parse(argv, script=name))
         return request.model((None, 1, None), lambda _, batches: tuple(next(iter(batches))[0].shape), 4)()
 
     assert fork_ranks.call(observed, launched=False) == [(4, 3, 32, 32)]
@@ -252,9 +256,8 @@ def test_each_script_runs_on_real_tensors_up_to_what_is_observed(script):
 
 def test_the_block_that_stands_for_all_of_timms_has_stochastic_depth():
     def num_operators(rate):
-        settings = {"DEPTH": 3, "HIDDEN_SIZE": 48, "NUM_HEADS": 4, "IMG_SIZE": 32, "DROP_PATH_RATE": rate}
-        argv = ["--config", str(fork_ranks.ROOT / SCRIPTS[DP]), *set_flags(settings), "--plan", "h100"]
-        request = request_of(train_dp.main, training.arguments(train_dp.main, argv))
+        argv = flags_of(training.DATA_PARALLEL, DEPTH=3, HIDDEN_SIZE=48, NUM_HEADS=4, DROP_PATH_RATE=rate)
+        request = request_of(train_dp.main, training.arguments(train_dp.main, [*argv, "--plan", "h100"]))
         trace = request.trace((None, 1, None))
         return len(trace.part("block", "forward", 8).operations)
 
@@ -262,23 +265,6 @@ def test_the_block_that_stands_for_all_of_timms_has_stochastic_depth():
         return num_operators(0.1) - num_operators(0.0)
 
     assert fork_ranks.call(difference, launched=False)[0] >= 2 * 2  # a mask and a product for each branch
-
-
-@pytest.mark.parametrize(
-    ("settings", "line"),
-    [
-        (["GLOBAL_BATCH=100", "mix=None"], "GLOBAL_BATCH = 100 images per step: make them 99 or 102 (a multiple of 3)"),
-        (["GLOBAL_BATCH=9"], "make them 6 or 12 (a multiple of 6)"),
-        (["MODEL='vit_large'"], "MODEL = 'vit_large' is not a Vision Transformer of timm"),
-        (["parallel.pipeline=3"], "this script is data parallel only"),
-        (["DEPTH=1"], "DEPTH of at least 2"),
-    ],
-)
-def test_a_plan_without_layouts_says_why(settings, line):
-    result = plan_of(IMAGENET, *settings, world_size=3)
-    assert result.codes == [2], str(result)
-    assert line in result.stderr[0]
-    assert len(result.stderr[0].splitlines()) == 1
 
 
 def test_a_machine_of_ones_own():
@@ -294,13 +280,9 @@ def test_uneven_pipelines_wait():
 
     def shares():
         request = request_for(argv_of(), 4)
-        predictor = search.Predictor(
-            config,
-            Gpus(1e-3, 1e-3, 80, 1e3, 1e3, 1e3),
-            {(None, 1, None): request.trace((None, 1, None))},
-        )
+        predictor = search.Predictor(config, Gpus(1e-3, 1e-3, 80, 1e3, 1e3, 1e3), request.trace)
         layout = Layout(1, 4, 1, None, 1)
-        return [predictor.predict(Choice(layout, None, 64, 1, number)) for number in (4, 16, 64)]
+        return [predictor.predict(Choice(layout, 64, 1, number)) for number in (4, 16, 64)]
 
     few, more, most = fork_ranks.call(shares, launched=False)[0]
     assert few.bubble > more.bubble > most.bubble > 0

@@ -51,11 +51,10 @@ def predict(model: str, num_ranks: int, number: int) -> dict[str, float]:
             requests[layout] = request_of(train_hybrid.main, args)
     choices = {layout: own_layout(request.config, num_ranks) for layout, request in requests.items()}
     request = next(iter(requests.values()))
-    traces = {tensor: request.trace(tensor) for tensor in {choice.tensor for choice in choices.values()}}
     with tempfile.TemporaryDirectory() as folder:
         request = request._replace(args=request.args.replace(output=Path(folder)))
         here = calibration.measured(request, choices.values())
-    predictor = Predictor(request.config, here, traces)
+    predictor = Predictor(request.config, here, request.trace)
     return {layout: predictor.predict(choice).seconds for layout, choice in choices.items()}
 
 
