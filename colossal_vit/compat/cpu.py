@@ -40,10 +40,10 @@ class HostAccelerator(CpuAccelerator):
 _CUDA_ON_HOST = types.SimpleNamespace(
     current_device=lambda: torch.device("cpu"),
     default_stream=lambda: types.SimpleNamespace(synchronize=lambda: None),
-    get_rng_state=torch.get_rng_state,
+    get_rng_state=lambda *args: torch.get_rng_state(),  # torch's own is looked up late: dry runs replace it
     is_available=lambda: False,
     manual_seed=torch.manual_seed,
-    set_rng_state=torch.set_rng_state,
+    set_rng_state=lambda state, *args: torch.set_rng_state(state),
 )
 
 
