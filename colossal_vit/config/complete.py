@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from colossal_vit.config.check import shown
+from colossal_vit.config.overrides import Overridden, Override
 from colossal_vit.config.schema import IDLE, OLDER_NAMES, SCHEMA, meant_by
 from colossal_vit.config.settings import HYBRID, OPTIONAL, REQUIRED, Block, Setting, default_for, unmet_need
 from colossal_vit.errors import UserError
@@ -42,12 +43,6 @@ def _find(values: Any, path: str) -> Any:
     return values
 
 
-def _put(values: Any, path: str, value: Any) -> dict[str, Any]:
-    first, _, rest = path.partition(".")
-    values = values if isinstance(values, Mapping) else {}
-    return {**values, first: _put(values.get(first), rest, value) if rest else value}
-
-
 def _remove(values: Mapping[str, Any], path: str) -> dict[str, Any]:
     first, _, rest = path.partition(".")
     kept = {key: value for key, value in values.items() if key != first}
@@ -82,21 +77,24 @@ def replace_older_names(
         UserError: if an older name and the setting that it stands for have different values. One that is 0, False or
             None says nothing against the other.
     """
-    result = dict(values)
+    meant: list[Override] = []
+    kept = dict(values)
     for name, given, settings in older_names(values, script):
+        kept = _remove(kept, name)
         for key, value in settings.items():
-            found = _find(result, key)
+            found = _find(values, key)
             if any(key == path or key.startswith(f"{path}.") for path in overridden):
                 continue
             if found is OPTIONAL:
-                result = _put(result, key, value)
+                meant.append((tuple(key.split(".")), value))
             elif source is not None and given and found != value:
                 raise UserError(
                     f"{source}: {name} = {shown(given)} is an older name of {key} = {shown(value)}, but {key} = "
                     f"{shown(found)}: leave one of them out"
                 )
-        result = _remove(result, name)
-    return result
+    result = Overridden(kept, meant)
+    result.apply_all()
+    return dict(result)
 
 
 def recorded(values: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from colossal_vit.config.load import num_model_chunks
 from colossal_vit.engine import precision
 from colossal_vit.engine.ema import Ema
 from colossal_vit.engine.engine import Engine
-from colossal_vit.engine.freezing import frozen_parameters
 from colossal_vit.engine.micro_batches import MicroBatches
+from colossal_vit.engine.optimizers import frozen_parameters
 from colossal_vit.engine.reduction import GradientReducer, make_buckets
 from colossal_vit.engine.zero import Zero
 from colossal_vit.errors import UserError
@@ -178,7 +178,7 @@ def initialize(
     name_parameters(model)
     if is_using_ddp():
         sync_model_param(model, ParallelMode.DATA)
-    frozen = set(frozen_parameters(model, config))
+    frozen = set(frozen_parameters(config, model))
     zero = None
     if is_using_ddp() and config.zero:
         trained = [p for p in model.parameters() if p not in frozen]

@@ -1,15 +1,17 @@
-"""The optimizer of a run, and the groups of parameters that it treats alike."""
+"""The optimizer of a run, which parameters it trains, and the groups of these that it treats alike."""
 
 import re
 from typing import Any
 
 import torch
 from colossal_vit.engine.lamb import Lamb
+from colossal_vit.errors import UserError
 from colossalai.context import Config
 from torch import nn
 from torch.optim import Optimizer
 
-VECTORS = ("token", "pos_embed")  # names of parameters that are vectors of a token, whatever their shape, have these
+# Parts of the names of parameters that are vectors of a token, whatever their shape.
+VECTORS = ("token", "pos_embed")
 
 
 def num_blocks(config: Config, model: nn.Module) -> int:
@@ -28,6 +30,33 @@ def layer_of(name: str, depth: int) -> int:
     if name.startswith(("cls_token", "reg_token", "pos_embed", "patch_embed")):
         return 0
     return depth if name.startswith("norm") else depth + 1
+
+
+def frozen_parameters(config: Config, model: nn.Module) -> list[nn.Parameter]:
+    """What is not trained: all but the head, or the embedding and the first blocks, or nothing.
+
+    Args:
+        config: of the run.
+        model: this rank's part, whose parameters have the attribute `shard`.
+
+    Raises:
+        UserError: if the model has fewer blocks.
+    """
+    finetune = config.finetune
+    if not finetune or not (finetune.frozen_blocks or finetune.linear_probe):
+        return []
+    frozen = finetune.frozen_blocks
+    depth = num_blocks(config, model)
+    if frozen > depth:
+        raise UserError(f"finetune.frozen_blocks = {frozen}, but the model has {depth} blocks")
+
+    def is_frozen(name: str) -> bool:
+        if finetune.linear_probe:
+            return not name.startswith("head.")
+        # The norm after the last block is trained even if all blocks are frozen; that before the first one is not.
+        return name.startswith("norm_pre") or layer_of(name, depth + 1) <= frozen
+
+    return [parameter for parameter in model.parameters() if is_frozen(parameter.shard.name)]
 
 
 def parameter_groups(config: Config, model: nn.Module) -> list[dict[str, Any]]:
