@@ -185,7 +185,7 @@ def test_accumulation_counts_steps_and_upstreams_backward_passes():
 
 
 def test_accelerator_and_random_streams_work_without_cuda_and_upstreams_do_not():
-    methods = ("synchronize", "get_rng_state")
+    methods = ("synchronize", "device_count", "get_rng_state")
 
     def upstream():
         refused = []

@@ -27,10 +27,13 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # as in malloc.h
 
 
 class HostAccelerator(CpuAccelerator):
-    """The CPU accelerator, with the methods that the legacy engine calls and `CpuAccelerator` does not implement."""
+    """The CPU accelerator, with the methods that Colossal-AI calls and `CpuAccelerator` does not implement."""
 
     def synchronize(self, device=None) -> None:
         """Nothing to wait for: CPU operations are finished when they return."""
+
+    def device_count(self) -> int:
+        return 1
 
     def get_rng_state(self, device=None) -> torch.Tensor:
         return torch.get_rng_state()
