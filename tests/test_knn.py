@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from colossal_vit import config as configs
 from colossal_vit.data.digits import write_caltech101
 from colossal_vit.engine.knn import TEMPERATURE, classify, gather_features
 from colossalai.context import Config
@@ -15,12 +14,10 @@ from safetensors.torch import save_file
 from sklearn.neighbors import KNeighborsClassifier
 
 import cifar10
-import fork_ranks
 import training
-import vit
 from conftest import NUM_TEST_IMAGES
 from layouts import LAYOUTS
-from test_finetune import MODEL, build_engine, full_weights, nested
+from test_finetune import build_engine, call, full_vit, full_weights
 
 K_NN = r"k-NN accuracy (\S+)% \((\d+) of (\d+) images\), 20 neighbours of (\d+) training images"
 
@@ -44,8 +41,6 @@ def test_vote_of_fewer_images_than_neighbours_is_of_all():
 IMAGES = torch.randint(256, (45, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
 LABELS = torch.randint(10, (45,), generator=torch.Generator().manual_seed(4))
 AUGMENTED = dict(CROP_PADDING=4, FLIP=True, augment=None)
-
-
 POOLS = ("token", "avg")
 
 
@@ -65,13 +60,13 @@ def features():
 )
 def test_every_layout_has_the_same_features(layout, random_weights):
     world_size, values = LAYOUTS[layout]
-    values = {**MODEL, **nested({**values, "BATCH_SIZE": 8, "DEPTH": 4 if "PP" in layout else 2})}
-    first, *others = fork_ranks.call(features, world_size, **values)
+    depth = 4 if "PP" in layout else 2
+    first, *others = call(features, world_size, **{**values, "BATCH_SIZE": 8, "DEPTH": depth})
     assert others == [[None, None]] * (world_size - 1)
     mean, std = (torch.tensor(value).view(3, 1, 1) * 255 for value in (cifar10.MEAN, cifar10.STD))
     for pool, (own, labels) in zip(POOLS, first, strict=True):
         assert torch.equal(labels, LABELS)
-        reference = vit.full_vit(Config(configs.complete({**values, "SEED": 0, "POOL": pool}, "train_hybrid")))
+        reference = full_vit(DEPTH=depth, POOL=pool)
         with torch.no_grad():
             seen = reference.forward_features((IMAGES.float() - mean) / std)
             expected = reference.forward_head(seen, pre_logits=True)
