@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import colossalai.legacy as colossalai
 import pytest
 import torch
 from colossal_vit import launch
@@ -17,9 +18,11 @@ from colossal_vit.errors import UserError
 from colossal_vit.hooks.metrics import MetricsHook
 from colossal_vit.launch import rendezvous
 from colossal_vit.launch.flags import get_parser
-from colossal_vit.launch.launchers import find_rendezvous, first_slurm_host
+from colossal_vit.launch.groups import launch_groups
+from colossal_vit.launch.launchers import Rendezvous, find_rendezvous, first_slurm_host
 from colossal_vit.launch.watchdog import Watchdog, time_limit
 from colossal_vit.results import read_metrics
+from colossalai.context import Config
 from colossalai.legacy import get_default_parser
 
 import cifar10
@@ -366,7 +369,7 @@ def test_training_goes_on_where_rank_0_cannot_listen():
         torch.distributed.barrier()  # rank 0 keeps the store that the other still asks
         return peers.connections
 
-    assert fork_ranks.call(function, 2) == [{}, {}]
+    assert fork_ranks.call(function, 2) == [[], []]
 
 
 def test_a_bug_on_one_rank_ends_the_others(tmp_path, monkeypatch):
@@ -411,3 +414,15 @@ def test_a_rank_does_not_wait_forever_for_process_groups(capfd):
     with time_limit(0.1):
         pass
     time.sleep(0.3)  # this process is still here
+
+
+@pytest.mark.parametrize("launcher", ["torch", "slurm", "openmpi", "none"])
+def test_groups_of_a_launcher_are_made_by_colossalais_function_for_it(launcher, monkeypatch):
+    called = []
+    for name in ("launch", "launch_from_torch", "launch_from_slurm", "launch_from_openmpi"):
+        monkeypatch.setattr(colossalai, name, lambda name=name, **options: called.append((name, options["seed"])))
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    place = Rendezvous(launcher, 1, 1, 2, "localhost", 29500)
+    launch_groups(Config({"SEED": 7}), place, "gloo", None, 60.0, torch.device("cpu"))
+    assert called == [("launch" if launcher == "none" else f"launch_from_{launcher}", 7)]

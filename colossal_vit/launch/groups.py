@@ -91,7 +91,7 @@ def _check_own_gpu(rendezvous: Rendezvous, store: dist.Store, device: torch.devi
 def launch_groups(
     config: Config, rendezvous: Rendezvous, backend: str, store: dist.Store, timeout: float, device: torch.device
 ) -> None:
-    """Create Colossal-AI's process groups. Its launch functions of launchers only read what `rendezvous` has.
+    """Create Colossal-AI's process groups, with its launch function for the launcher.
 
     Args:
         config: the resolved config; becomes `gpc.config`.
@@ -104,16 +104,19 @@ def launch_groups(
     Raises:
         UserError: on every rank, if two have the same GPU.
     """
+    common = {"config": config, "backend": backend, "seed": config.SEED, "verbose": False}
+    where = {"host": rendezvous.host, "port": rendezvous.port}
     with patches.groups(store, timeout, device):
         if device.type == "cuda" and rendezvous.world_size > 1 and backend != "fake":
             _check_own_gpu(rendezvous, store, device)
-        colossalai.launch(
-            config=config,
-            rank=rendezvous.rank,
-            world_size=rendezvous.world_size,
-            host=rendezvous.host,
-            port=rendezvous.port,
-            backend=backend,
-            seed=config.SEED,
-            verbose=False,
-        )
+        if rendezvous.launcher == "torch":
+            os.environ.update(MASTER_ADDR=rendezvous.host, MASTER_PORT=str(rendezvous.port))
+            colossalai.launch_from_torch(**common)
+        elif rendezvous.launcher == "slurm":
+            os.environ.setdefault("SLURM_NPROCS", os.environ["SLURM_NTASKS"])
+            colossalai.launch_from_slurm(**common, **where)
+        elif rendezvous.launcher == "openmpi":
+            colossalai.launch_from_openmpi(**common, **where)
+        else:
+            place = dict(rank=rendezvous.rank, world_size=rendezvous.world_size, local_rank=rendezvous.local_rank)
+            colossalai.launch(**common, **where, **place)

@@ -101,7 +101,7 @@ def start(args: Arguments) -> Run:
     store = join_store(rendezvous, args.timeout)
     with watchdog.time_limit(2 * args.timeout):
         launch_groups(config, rendezvous, backend, store, args.timeout, device)
-    watchdog.current = watchdog.Watchdog(rendezvous.rank, rendezvous.world_size, rendezvous.host)
+    watchdog.begin(rendezvous.rank, rendezvous.world_size, rendezvous.host)
     seed_ranks(config.SEED)
     log = RankLogger(rendezvous.rank)
     log.info(

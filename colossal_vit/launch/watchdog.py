@@ -2,14 +2,14 @@
 
 The kernel closes the connections of a process that dies, however it dies, so that the others notice immediately, under
 any launcher. (In a collective operation, gloo soon reports a dead rank, but NCCL only after minutes.) Messages are
-lines of text: `hello <rank> <host> <pid>` to rank 0; then, from either side, the exit code with which a rank ends.
+lines of text: `hello <rank> <host> <pid>`, then `bye` or `end <code>` from a rank; `bye` or `end <code>` from rank 0.
 """
 
 import os
 import selectors
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
@@ -21,6 +21,12 @@ CONNECT_TIMEOUT = 10.0  # seconds
 END_TIMEOUT = 2.0  # seconds that rank 0 waits for each of the others to end
 
 current: "Watchdog | None" = None  # this process's, once the process groups exist
+
+
+def begin(rank: int, world_size: int, host: str) -> None:
+    """Create this process's watchdog as `current`; the arguments are those of `Watchdog`."""
+    global current
+    current = Watchdog(rank, world_size, host)
 
 
 @contextmanager
@@ -49,72 +55,94 @@ class Watchdog:
 
     Attributes:
         leaving: set when this rank ends by itself; other ranks' messages are ignored from then on.
-        connections: to rank 0, or on rank 0 to all others; and who is there, for messages.
+        connections: to rank 0, or on rank 0 to all others.
     """
 
     def __init__(self, rank: int, world_size: int, host: str):
         self.rank = rank
         self.leaving = threading.Event()
-        self.connections: dict[socket.socket, str] = {}
-        if world_size > 1:
-            store = dist.distributed_c10d._get_default_store()
-            self._accept(store, world_size, host) if rank == 0 else self._connect(store, host)
-            threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
+        self.connections: list[socket.socket] = []
+        if world_size == 1:
+            return
+        store = dist.distributed_c10d._get_default_store()
+        watch = self._accept(store, world_size, host) if rank == 0 else self._connect(store, host)
+        if watch is not None:
+            threading.Thread(target=watch, daemon=True, name="watchdog").start()
 
-    def _accept(self, store: dist.Store, world_size: int, host: str) -> None:
-        """Accept the connections of the others (rank 0); of none if `host` is no address of this machine."""
+    def _accept(self, store: dist.Store, world_size: int, host: str) -> Callable[[], None] | None:
+        """Accept the connections of the others (rank 0); None if `host` is no address of this machine."""
         if not is_own(host):
             store.set("watchdog-port", "0")
-            return
+            return None
         listener = listen(host, 0)
         store.set("watchdog-port", str(listener.getsockname()[1]))
         listener.settimeout(CONNECT_TIMEOUT)
+        names = {}
         with listener, suppress(TimeoutError):  # a rank that cannot connect is not watched
             for _ in range(world_size - 1):
                 connection, _ = listener.accept()
                 connection.settimeout(CONNECT_TIMEOUT)
                 hello = connection.makefile("r").readline().split()
                 connection.settimeout(None)
-                self.connections[connection] = f"rank {hello[1]} ({hello[2]}, process {hello[3]})"
+                names[connection] = f"rank {hello[1]} ({hello[2]}, process {hello[3]})"
+        self.connections = list(names)
+        return lambda: self._watch_all(names)
 
-    def _connect(self, store: dist.Store, host: str) -> None:
-        """Connect to rank 0 (other ranks), if that is possible."""
+    def _connect(self, store: dist.Store, host: str) -> Callable[[], None] | None:
+        """Connect to rank 0 (other ranks); None if that is not possible."""
         port = int(store.get("watchdog-port"))
         if port == 0:
-            return
+            return None
         try:
             connection = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT)
         except OSError:
-            return
+            return None
         connection.settimeout(None)
         connection.sendall(f"hello {self.rank} {socket.gethostname()} {os.getpid()}\n".encode())
-        self.connections[connection] = "rank 0"
+        self.connections = [connection]
+        return self._watch_first
 
-    def _watch(self) -> None:
-        """Wait until another rank ends; unless all is well with it, end this one, and on rank 0 all the others."""
+    def _watch_all(self, names: dict[socket.socket, str]) -> None:
+        """Wait until a rank ends, then end all others (rank 0)."""
         selector = selectors.DefaultSelector()
-        for connection in self.connections:
+        for connection in names:
             selector.register(connection, selectors.EVENT_READ)
         while selector.get_map():
             for key, _ in selector.select():
                 connection = key.fileobj
-                said = b""
-                with suppress(OSError):
-                    said = connection.recv(64)
+                try:
+                    word, *code = connection.recv(64).decode().split() or ["died"]
+                except OSError:
+                    word, code = "died", []
                 if self.leaving.is_set():
                     return
                 selector.unregister(connection)
-                code = int(said.split()[0]) if said else 1
-                if code:
-                    lock.remove_unused()  # held by rank 0, while the error is another's
-                    self._tell(code)
-                    prints = not said and self.rank <= 1  # that rank 0 died, all others know
-                    end_process(code, f"{self.connections[connection]} died; the other ranks end too" * prints)
+                if word == "bye":
+                    continue
+                lock.remove_unused()  # held by this rank, while the error is another's
+                if word == "end":
+                    self._tell("end", code[0])
+                    end_process(int(code[0]))
+                else:
+                    self._tell("end", "1")
+                    end_process(1, f"{names[connection]} died; the other ranks end too")
 
-    def _tell(self, code: int) -> None:
+    def _watch_first(self) -> None:
+        """Wait for a message from rank 0, or for its end (other ranks)."""
+        try:
+            word, *code = self.connections[0].recv(64).decode().split() or ["died"]
+        except OSError:
+            word, code = "died", []
+        if self.leaving.is_set() or word == "bye":
+            return
+        if word == "end":
+            end_process(int(code[0]))
+        end_process(1, "rank 0 died; the other ranks end too" if self.rank == 1 else None)
+
+    def _tell(self, *words: str) -> None:
         for connection in self.connections:
             with suppress(OSError):
-                connection.sendall(f"{code}\n".encode())
+                connection.sendall((" ".join(words) + "\n").encode())
 
     def leave(self, code: int = 0) -> None:
         """Announce that this rank ends, before it does.
@@ -125,7 +153,7 @@ class Watchdog:
             code: exit code; with 0 the other ranks continue, with any other they end too, with this code.
         """
         self.leaving.set()
-        self._tell(code)
+        self._tell(*(("end", str(code)) if code else ("bye",)))
         if code and self.rank == 0:
             for connection in self.connections:
                 with suppress(OSError):
