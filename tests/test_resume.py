@@ -178,9 +178,9 @@ def forget(trainer, loader):
     loader.start = 0
 
 
-def save(checkpointer, trainer, loader):
+def save(checkpointer):
     """Save a checkpoint after two of the three steps; returns its path."""
-    path = checkpointer.save(trainer, loader, 0, 2)
+    path = checkpointer.save(0, 2)
     assert checkpointer.finish() is None
     return path
 
@@ -209,7 +209,7 @@ def save_after_two_steps(output):
     batches = iter(loader)
     for _ in range(2):
         step(trainer.engine, batches, trainer.lr_scheduler)
-    return save(checkpointer, trainer, loader), step(trainer.engine, batches, trainer.lr_scheduler)
+    return save(checkpointer), step(trainer.engine, batches, trainer.lr_scheduler)
 
 
 def load_each(paths, folder):
@@ -223,7 +223,7 @@ def load_each(paths, folder):
         forget(trainer, loader)
         checkpointer = load(trainer, loader, folder / name, path)
         rate = trainer.lr_scheduler.get_last_lr()
-        again = save(checkpointer, trainer, loader)
+        again = save(checkpointer)
         wrong = differences(path, again) if gpc.get_global_rank() == 0 else None
         is_last = len(answers) == len(paths) - 1
         loss = step(trainer.engine, iter(loader), trainer.lr_scheduler, forward_only=not is_last)

@@ -16,7 +16,6 @@ from colossal_vit.checkpoint.random_state import load_random_state, random_state
 from colossal_vit.checkpoint.storage import Checkpoint
 from colossal_vit.config.check import nearest
 from colossal_vit.data.identity import differences
-from colossal_vit.engine.engine import Engine
 from colossal_vit.engine.loop import Trainer
 from colossal_vit.engine.micro_batches import MicroBatches
 from colossal_vit.errors import TrainingError, UserError
@@ -63,6 +62,7 @@ class Checkpointer:
     Attributes:
         path: the checkpoint that the run resumes, or None.
         best: accuracy and step of the best evaluation so far, or None.
+        trainer, train_dataloader: those of the run, from `load` on.
     """
 
     def __init__(self, run: Run):
@@ -175,13 +175,13 @@ class Checkpointer:
             UserError: if the ranks' data differ, or the checkpoint is of another model or optimizer, or its data or
                 config values that affect learning differ from this run's.
         """
-        run = self.run
+        run, self.trainer, self.train_dataloader = self.run, trainer, train_dataloader
         if not run.args.eval_only and any(data != run.data for data in all_gather_object(run.data)):
             raise UserError("the ranks read different data: DATA must be the same on all machines")
         if self.path:
-            self._resume(trainer, train_dataloader)
+            self._resume()
         elif run.config.finetune:
-            self._start_from_weights(trainer.engine, train_dataloader.normalization)
+            self._start_from_weights()
         self._found = None  # if it was removed meanwhile, its disk space is free now
         if not run.args.eval_only:
             accumulation = trainer.engine.accumulation
@@ -189,8 +189,8 @@ class Checkpointer:
             last = run.config.NUM_EPOCHS * len(train_dataloader) // accumulation
             run_on_rank_0(lambda: self._begin(complete=made >= min(last, run.args.max_steps or last)))
 
-    def _resume(self, trainer: Trainer, train_dataloader: MicroBatches) -> None:
-        run, path, engine = self.run, self.path, trainer.engine
+    def _resume(self) -> None:
+        run, path, engine = self.run, self.path, self.trainer.engine
         state = run_on_rank_0(lambda: self._found.state)
         own = type(engine.optimizer.optim).__name__
         trained = state["optimizer"] is not None and not run.args.eval_only
@@ -203,14 +203,14 @@ class Checkpointer:
             self._check_continues(state)
         if state["step"] and not run.args.eval_only:
             engine.rebuild_ddp_buckets((run.config.BATCH_SIZE, 3, run.config.IMG_SIZE, run.config.IMG_SIZE))
-        self._load_tensors(engine, state["moments_step"] if trained else None)
+        self._load_tensors(state["moments_step"] if trained else None)
         engine.num_steps = state["step"]
         if run.args.eval_only:
             run.log.info(f"the weights are those of {path}, step {state['step']}")
             return
-        trainer.cur_epoch, self.best = state["epoch"], state["best"]
+        self.trainer.cur_epoch, self.best = state["epoch"], state["best"]
         engine.optimizer.load_scaler_state(state["scaler"])
-        self._seek(state, trainer, train_dataloader)
+        self._seek(state)
 
     def _check_continues(self, state: State) -> None:
         """Check that the data, and the config values that affect learning, are those of the checkpoint.
@@ -242,9 +242,9 @@ class Checkpointer:
         if said:
             run.log.info(f"changed since then: {', '.join(said)}")
 
-    def _load_tensors(self, engine: Engine, num_updates: int | None) -> None:
+    def _load_tensors(self, num_updates: int | None) -> None:
         """Load weights, averages if there are any, and moments unless `num_updates`, those in them, is None."""
-        path, found = str(self.path), self._found  # which only rank 0 has, and reads
+        engine, path, found = self.trainer.engine, str(self.path), self._found  # which only rank 0 has, and reads
         tensors.scatter_weights(engine, lambda: found.tensors(storage.MODEL), path, OTHER_SHAPE)
         if engine.ema:
             engine.ema.restart()  # from the weights, if the checkpoint has no averages
@@ -253,20 +253,20 @@ class Checkpointer:
         if num_updates is not None:
             tensors.scatter_moments(engine, lambda: found.tensors(storage.OPTIMIZER), num_updates, path)
 
-    def _seek(self, state: State, trainer: Trainer, train_dataloader: MicroBatches) -> None:
+    def _seek(self, state: State) -> None:
         """Go to the place in the data and in the schedule where the checkpoint was saved.
 
         The place in the epoch is stored in images, which does not depend on the layout.
         """
-        run, ranks, rank = self.run, state["ranks"], gpc.get_global_rank()
+        run, trainer, ranks, rank = self.run, self.trainer, state["ranks"], gpc.get_global_rank()
         steps, rest = divmod(state["images"], run.layout.global_batch(run.config))
-        steps_per_epoch = len(train_dataloader) // trainer.engine.accumulation
+        steps_per_epoch = len(self.train_dataloader) // trainer.engine.accumulation
         steps = min(steps, steps_per_epoch)
         same = state["layout"] == rank_layout() and len(ranks) == rank_layout()["world_size"] and not rest
         if ranks:
             with raise_on_all_ranks():
                 data = ranks[rank % len(ranks)]["data"]
-                same_data = train_dataloader.seek(state["epoch"], steps * trainer.engine.accumulation, data)
+                same_data = self.train_dataloader.seek(state["epoch"], steps * trainer.engine.accumulation, data)
                 if same:
                     load_random_state(ranks[rank]["rng"], f"{self.path / storage.STATE}: ranks.{rank}.rng")
                 else:
@@ -284,9 +284,9 @@ class Checkpointer:
                 "the layout or the batches are others than before: random numbers (dropout, DALI's order) are new ones"
             )
 
-    def _start_from_weights(self, engine: Engine, normalization: weights.Normalization | None) -> None:
+    def _start_from_weights(self) -> None:
         """Load the weights that `finetune.weights` names into a model that has made no step."""
-        run, finetune = self.run, self.run.config.finetune
+        run, engine, finetune = self.run, self.trainer.engine, self.run.config.finetune
         named, head = finetune.get("weights"), finetune.head
         if named is None:
             raise UserError(
@@ -302,7 +302,9 @@ class Checkpointer:
 
         def read() -> dict[str, Tensor]:
             try:
-                return weights.read_fitted(named, head, shapes, run.config, normalization, run.log)
+                return weights.read_fitted(
+                    named, head, shapes, run.config, self.train_dataloader.normalization, run.log
+                )
             except UserError as error:
                 raise UserError(f"finetune.weights: {error}") from None
 
@@ -334,7 +336,7 @@ class Checkpointer:
 
     # ---- Save ----
 
-    def save(self, trainer: Trainer, train_dataloader: MicroBatches, epoch: int, start: int) -> Path:
+    def save(self, epoch: int, start: int) -> Path:
         """Save a checkpoint that resumes at micro-batch `start` of `epoch`, between two optimizer steps.
 
         All ranks wait while rank 0 gathers the state; it is written to disk in the background while training continues.
@@ -343,17 +345,17 @@ class Checkpointer:
         Returns:
             Where it is being written to; if that cannot be done, `finish` and `check` say so.
         """
-        path = self.folder / f"step-{trainer.engine.num_steps:08d}"
+        path = self.folder / f"step-{self.trainer.engine.num_steps:08d}"
         self.finish()
-        state = self.state(trainer, train_dataloader, epoch, start)
-        files = tensors.gather(trainer.engine)
+        state = self.state(epoch, start)
+        files = tensors.gather(self.trainer.engine)
         if files is not None:
             self._writing = self._writer.submit(self._write, path, files, state)
         return path
 
-    def state(self, trainer: Trainer, train_dataloader: MicroBatches, epoch: int, start: int) -> dict[str, Any]:
+    def state(self, epoch: int, start: int) -> dict[str, Any]:
         """The contents of state.json, see `contents.State`."""
-        run, engine = self.run, trainer.engine
+        run, engine = self.run, self.trainer.engine
         # Fewer updates than optimizer steps if some were skipped for overflow.
         updates = max((int(state.get("step", 0)) for state in engine.optimizer.optim.state.values()), default=0)
         global_batch = run.layout.global_batch(run.config)
@@ -367,9 +369,9 @@ class Checkpointer:
             "scaler": engine.optimizer.scaler_state(),
             "best": self.best,
             "layout": rank_layout(),
-            "ranks": all_gather_object({"rng": random_state(), "data": train_dataloader.state_dict()}),
+            "ranks": all_gather_object({"rng": random_state(), "data": self.train_dataloader.state_dict()}),
             "config": config.plain(run.config),
-            "normalization": train_dataloader.normalization,
+            "normalization": self.train_dataloader.normalization,
             "versions": {name: metadata.version(name) for name in _PACKAGES},
             "data": run.data,
             "started_from": self._started_from,

@@ -2,6 +2,7 @@
 
 import signal
 import time
+from pathlib import Path
 
 from colossal_vit.engine.loop import Trainer
 from colossal_vit.engine.micro_batches import MicroBatches
@@ -43,15 +44,15 @@ class CheckpointHook(BaseHook):
         self.every_s = 60.0 * run.config.checkpoint.every_minutes
         self.requests = StopRequests()
 
-    def _save(self, trainer: Trainer, epoch: int, start: int) -> str:
+    def _save(self, epoch: int, start: int) -> Path:
         """Save a checkpoint that resumes at micro-batch `start` of `epoch`; returns its path."""
         self.metrics.sync()
-        path = self.run.checkpointer.save(trainer, self.train_dataloader, epoch, start)
+        path = self.run.checkpointer.save(epoch, start)
         self.saved_at = time.monotonic()
         return path
 
     def _stop(self, trainer: Trainer, heard: int) -> None:
-        path = self._save(trainer, trainer.cur_epoch, self.train_dataloader.taken)
+        path = self._save(trainer.cur_epoch, self.train_dataloader.taken)
         failure = self.run.checkpointer.finish()  # before any rank exits, since its exit ends the others
         kept = f"its checkpoint is not written: {failure}" if failure else f"which {path} has"
         kind = Interrupted if heard == signal.SIGINT else Preempted
@@ -71,7 +72,7 @@ class CheckpointHook(BaseHook):
             self._stop(trainer, heard)
         due = due or (self.every_steps and step % self.every_steps == 0) or step == self.run.args.max_steps
         if due and taken < len(self.train_dataloader):  # at the end of an epoch, `after_test` saves
-            self._save(trainer, trainer.cur_epoch, taken)
+            self._save(trainer.cur_epoch, taken)
         self.requests.ask(save=gpc.get_global_rank() == 0 and time.monotonic() - self.saved_at >= self.every_s)
 
     def after_test(self, trainer: Trainer) -> None:
@@ -80,7 +81,7 @@ class CheckpointHook(BaseHook):
         accuracy, checkpointer = max(all_gather_object(self.metrics.accuracy)), self.run.checkpointer
         if checkpointer.best is None or accuracy > checkpointer.best["accuracy"]:
             checkpointer.best = {"accuracy": accuracy, "step": trainer.engine.num_steps}
-        self._save(trainer, trainer.cur_epoch + 1, 0)
+        self._save(trainer.cur_epoch + 1, 0)
 
     def after_train(self, trainer: Trainer) -> None:
         self.requests.close()

@@ -68,7 +68,7 @@ def sides(model_name: str, args: argparse.Namespace) -> dict[str, Side]:
     trainer = Trainer(engine, scheduler, run.log)
     engine.train()
     folder = run.output / storage.FOLDER
-    folder.mkdir(exist_ok=True)
+    run.checkpointer.load(trainer, loader)
     steps_beside = [3]  # how many steps the last write took
 
     def step() -> None:
@@ -78,7 +78,7 @@ def sides(model_name: str, args: argparse.Namespace) -> dict[str, Side]:
         scheduler.step()
 
     def state() -> dict[str, Any]:
-        return run.checkpointer.state(trainer, loader, 0, engine.num_steps)
+        return run.checkpointer.state(0, engine.num_steps)
 
     def checkpoint(number: int) -> Values:
         for old in storage.list_steps(folder):
