@@ -79,7 +79,7 @@ def build(source, output, *num_shards):
 
 
 def lines(shard, data=None):
-    return loaders.read_index(tfrecords.index_path(data or shard.parents[1], shard.parent.name, shard.name))
+    return tfrecords.parse_index(tfrecords.index_path(data or shard.parents[1], shard.parent.name, shard.name))
 
 
 def examples(shard):

@@ -77,12 +77,11 @@ def test_evaluation_counts_each_sample_once(num_samples, num_ranks):
     assert sorted(seen[seen >= 0].tolist()) == list(range(num_samples))
 
 
-def batches_of_epoch(sample, split="train", rank=0, num_ranks=1, **values):
-    """The batches of a rank, and the images, labels and sampler that they are of."""
+def batches_of_epoch(sample, split="train", **values):
+    """The batches of one rank, and the images, labels and sampler that they are of."""
     config = Config(configs.complete(dict(IMG_SIZE=32, CROP_PADDING=0, FLIP=False, SEED=1) | values))
-    images, labels, _ = cifar10.read(sample, train=split == "train")
-    place = dict(rank=rank, num_ranks=num_ranks)
-    train = split == "train"
+    train, place = split == "train", dict(rank=0, num_ranks=1)
+    images, labels, _ = cifar10.read(sample, train=train)
     sampler = GlobalBatchSampler(len(labels), 32, seed=1, **place) if train else EvalSampler(len(labels), 32, **place)
     return cifar10.Batches(images, labels, sampler, config, torch.device("cpu")), images, labels, sampler
 
@@ -127,20 +126,6 @@ def test_augmentation_shifts_and_mirrors_each_epoch_anew(sample):
     assert set(map(tuple, shifts.tolist())) == {(row, column) for row in range(5) for column in range(5)}
     assert 0.4 < mirrored.float().mean() < 0.6
     assert not torch.equal(batches.draw_augmentation()[0], shifts), "the next epoch's"
-
-
-def test_augmentation_does_not_depend_on_the_layout(sample):
-    """What is done to an image in an epoch is the same on one rank and on two."""
-
-    def sums(rank, num_ranks):
-        batches, _, _, sampler = batches_of_epoch(sample, rank=rank, num_ranks=num_ranks, CROP_PADDING=4, FLIP=True)
-        order = torch.cat(indices_of(sampler)).tolist()
-        return dict(zip(order, (image.sum().item() for images, _ in batches for image in images), strict=True))
-
-    alone, first, second = sums(0, 1), sums(0, 2), sums(1, 2)
-    assert first.keys().isdisjoint(second)
-    for index, value in {**first, **second}.items():
-        assert alone.get(index, value) == value
 
 
 def test_places_left_over_are_ignored(sample):

@@ -725,9 +725,12 @@ FAULTS = {  # what is done to the second training shard of four, and what the li
     ),
     "index of words": (
         lambda s: index_of(s).write_text("0 x\n"),
-        ["{index}: line 1 is '0 x', not offset and size of a record; --index-only writes it"],
+        ["{index}: line 1 is '0 x', not offset and size of a record; run `python "],
     ),
-    "no index": (lambda s: index_of(s).unlink(), ["{index}: No such file or directory; --index-only writes it"]),
+    "no index": (
+        lambda s: index_of(s).unlink(),
+        ["{index}: No such file or directory; run `python build_tfrecords.py --index-only {out}`"],
+    ),
     "no validation": (
         lambda s: [shutil.rmtree(s.parents[1] / name / "validation") for name in (".", "idx_files")],
         ["{out}/validation: has no shards", "{out}/validation: has 0 records, but 20 images"],

@@ -363,6 +363,11 @@ def find_shards(output: Path, split: str) -> list[Path]:
     return sorted(path for path in (output / split).rglob("[!.]*") if path.is_file())
 
 
+def wrong_index(index: Path, fault: str) -> UserError:
+    """An error about an index file: its fault, and what writes it again."""
+    return UserError(f"{fault}; run `python build_tfrecords.py --index-only {index.parents[2]}`")
+
+
 def parse_index(index: Path) -> list[tuple[int, int]]:
     """Offset and size in bytes of each record that an index file lists.
 
@@ -370,9 +375,13 @@ def parse_index(index: Path) -> list[tuple[int, int]]:
         UserError: if it cannot be read, or a line is something else.
     """
     records = []
-    for number, line in enumerate(read_lines(index), start=1):
+    try:
+        lines = read_lines(index)
+    except UserError as error:
+        raise wrong_index(index, str(error)) from None
+    for number, line in enumerate(lines, start=1):
         if not (found := INDEX_LINE.fullmatch(line)):
-            raise UserError(f"{index}: line {number} is {line[:50]!r}, not offset and size of a record")
+            raise wrong_index(index, f"{index}: line {number} is {line[:50]!r}, not offset and size of a record")
         records.append((int(found[1]), int(found[2])))
     return records
 
@@ -432,7 +441,7 @@ def verify_shard(path: Path, index: Path, num_classes: int, check: str) -> tuple
     try:
         indexed = parse_index(index)
     except UserError as error:
-        faults.append(f"{error}; --index-only writes it")
+        faults.append(str(error))
     offset, end, sizes = 0, path.stat().st_size, dict(indexed or ())
     with _blame(path), open(path, "rb") as file:
         while offset < max(end, 1):

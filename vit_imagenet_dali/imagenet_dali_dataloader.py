@@ -82,22 +82,6 @@ class Records(NamedTuple):
         return digest.hexdigest()
 
 
-def read_index(index: Path) -> list[tuple[int, int]]:
-    """Offset and size in bytes of each record that an index file lists.
-
-    Raises:
-        UserError: if the file does not exist or is no index.
-    """
-    try:
-        return tfrecords.parse_index(index)
-    except UserError as error:
-        raise _wrong_index(index, str(error)) from None
-
-
-def _wrong_index(index: Path, error: str) -> UserError:
-    return UserError(f"{error}; run `python build_tfrecords.py --index-only {index.parents[2]}`")
-
-
 def find_records(data: Path, split: str) -> Records:
     """The records in `data/train` or `data/validation`.
 
@@ -122,15 +106,14 @@ def list_records(shards: list[Path], indices: list[Path], whole: bool) -> Record
     """Count the records; with `whole`, check that each index covers its shard from the first byte to the last."""
     found = []
     for shard, index in zip(shards, indices, strict=True):
-        lines, size, end = read_index(index), shard.stat().st_size, 0
+        lines, size, end = tfrecords.parse_index(index), shard.stat().st_size, 0
         for number, (offset, length) in enumerate(lines if whole else [], start=1):
             if offset != end or length <= EMPTY_RECORD:
-                raise _wrong_index(
-                    index, f"{index}: line {number} is '{offset} {length}', but a record begins at byte {end}"
-                )
+                fault = f"{index}: line {number} is '{offset} {length}', but a record begins at byte {end}"
+                raise tfrecords.wrong_index(index, fault)
             end += length
         if whole and end != size:
-            raise _wrong_index(index, f"{index}: ends at byte {end}, but {shard} has {size}")
+            raise tfrecords.wrong_index(index, f"{index}: ends at byte {end}, but {shard} has {size}")
         if lines:
             found.append((shard, index, len(lines)))
     return Records(*map(list, zip(*found, strict=True))) if found else Records([], [], [])
@@ -140,7 +123,7 @@ def find_bad(shard: Path, index: Path, num_classes: int, check: str) -> list[tup
     """Offset of each unusable record, and the reason; for `check` see `prepare_image`."""
     bad, end = [], shard.stat().st_size
     with open(shard, "rb") as file:
-        for offset, _ in read_index(index):
+        for offset, _ in tfrecords.parse_index(index):
             try:
                 length = record_size(file, offset, end) - 16
                 faults = tfrecords.record_faults(file.read(length), file.read(4), num_classes, check)
@@ -168,7 +151,7 @@ def leave_out(splits: list[Records], output: Path, num_classes: int, max_bad: in
             bad += [f"{shard} at byte {offset}: {reason}" for offset, reason in found]
             filtered = filtered_index(output, index)
             filtered.parent.mkdir(parents=True, exist_ok=True)
-            kept = [f"{offset} {size}\n" for offset, size in read_index(index) if offset not in offsets]
+            kept = [f"{offset} {size}\n" for offset, size in tfrecords.parse_index(index) if offset not in offsets]
             write_text(filtered, "".join(kept))  # atomically: a run that is being evaluated reads it again
     for line in sorted(bad)[: max_bad + 1]:
         log.info(f"left out: {line}")
