@@ -269,7 +269,7 @@ def test_flip_mirrors_half_of_the_images_and_changes_nothing_else():
     pixels = torch.randint(0, 256, (16, 64, 64, 3), dtype=torch.uint8)
 
     def first(flip):
-        sampler = GlobalBatchSampler(16, 16, rank=0, num_ranks=1)
+        sampler = GlobalBatchSampler(16, 16)
         return next(iter(batches_of(pixels, sampler, FLIP=flip)))[0]
 
     pairs = list(zip(first(False), first(True), strict=True))
@@ -282,7 +282,7 @@ def test_batches_are_what_torchvision_makes_of_the_same_crops():
     """A crop by the affine map equals cutting it out and resizing it, to the interpolation at the edges."""
     pixels = torch.randint(0, 256, (6, 5, 5, 3), dtype=torch.uint8)
     pixels = v2.functional.resize(pixels.permute(0, 3, 1, 2), [64, 64]).permute(0, 2, 3, 1).contiguous()
-    batches = batches_of(pixels, EvalSampler(6, 6, rank=0, num_ranks=1))
+    batches = batches_of(pixels, EvalSampler(6, 6))
     maps = torch.zeros(6, 2, 3)
     maps[:, 0, 0], maps[:, 1, 1], maps[:, 0, 2], maps[:, 1, 2] = -0.5, 0.5, 0.25, -0.25  # 32 px at (24, 8), mirrored
     images = pixels.permute(0, 3, 1, 2).float()
@@ -295,7 +295,7 @@ def test_batches_are_what_torchvision_makes_of_the_same_crops():
 
 def test_an_epoch_has_every_image_once_and_another_augmentation_each_time():
     pixels = torch.arange(16, dtype=torch.uint8).view(16, 1, 1, 1).expand(16, 32, 32, 3).contiguous()
-    batches = batches_of(pixels, GlobalBatchSampler(16, 4, seed=3, rank=0, num_ranks=1))
+    batches = batches_of(pixels, GlobalBatchSampler(16, 4, seed=3))
     for _ in range(2):
         values = torch.cat([images.mean((1, 2, 3)) for images, _ in batches])
         seen = ((values * 0.5 + 0.5) * 255).round().int()

@@ -95,7 +95,7 @@ def config_of(**values):
     return Config(configs.complete({**always, **values}, IMAGENET))
 
 
-def loader(data, split="train", records=None, rank=0, num_ranks=1, with_images=True, **values):
+def loader(data, split="train", records=None, rank=None, num_ranks=None, with_images=None, **values):
     records, place = records or loaders.find_records(data, split), dict(rank=rank, num_ranks=num_ranks)
     cpu = torch.device("cpu")
     return loaders.DaliLoader(records, split == "train", config_of(**values), cpu, with_images=with_images, **place)
@@ -616,10 +616,8 @@ def test_graphs_for_a_gpu_are_valid_and_work_on_images_there(name, monkeypatch):
     train, options, expected = GRAPHS[name]
     monkeypatch.setattr(nvidia.dali.Pipeline, "build", nvidia.dali.Pipeline._build_graph)
     records = loaders.Records([Path("shard")], [Path("index")], [100])
-    gpu, place = torch.device("cuda", 0), dict(rank=0, num_ranks=1, with_images=True)
-    pipeline = loaders.DaliLoader(
-        records, train, config_of(BATCH_SIZE=8, IMG_SIZE=32, **options), gpu, **place
-    )._build()
+    config = config_of(BATCH_SIZE=8, IMG_SIZE=32, **options)
+    pipeline = loaders.DaliLoader(records, train, config, torch.device("cuda", 0))._build()
     assert [output.device for output in pipeline._graph_outputs] == ["cpu", "gpu"]
     there = {op.name.strip("_0123456789") for op in pipeline._ops if {out.device for out in op.outputs} == {"gpu"}}
     assert there.issuperset(expected.split()) if expected else not there

@@ -80,9 +80,8 @@ def test_evaluation_counts_each_sample_once(num_samples, num_ranks):
 def batches_of_epoch(sample, split="train", **values):
     """The batches of one rank, and the images, labels and sampler that they are of."""
     config = Config(configs.complete(dict(IMG_SIZE=32, CROP_PADDING=0, FLIP=False, SEED=1) | values))
-    train, place = split == "train", dict(rank=0, num_ranks=1)
-    images, labels, _ = cifar10.read(sample, train=train)
-    sampler = GlobalBatchSampler(len(labels), 32, seed=1, **place) if train else EvalSampler(len(labels), 32, **place)
+    images, labels, _ = cifar10.read(sample, train=split == "train")
+    sampler = GlobalBatchSampler(len(labels), 32, seed=1) if split == "train" else EvalSampler(len(labels), 32)
     return cifar10.Batches(images, labels, sampler, config, torch.device("cpu")), images, labels, sampler
 
 

@@ -207,8 +207,7 @@ data, kind, path = sys.argv[1:]
 device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
 records = loaders.find_records(Path(data), "validation")
 config = configs.load("config_sample.py", ["BATCH_SIZE=64", "SEED=1"], "imagenet")
-options = dict(rank=0, num_ranks=1, with_images=True)
-images, labels = next(iter(loaders.DaliLoader(records, False, config, device, **options)))
+images, labels = next(iter(loaders.DaliLoader(records, False, config, device)))
 assert images.device.type == labels.device.type == kind
 torch.save([images.float().cpu(), labels.cpu()], path)
 """

@@ -165,9 +165,9 @@ def test_a_loader_that_resumes_mixes_as_one_that_did_not_stop():
     def stream(loader, count):
         return [torch.cat([part.flatten() for part in mixed]) for _, mixed in zip(range(count), loader, strict=False)]
 
-    through = mixing.MixedBatches(Same(6), config(mixup=0.8, cutmix=1.0), 0, 1)
+    through = mixing.MixedBatches(Same(6), config(mixup=0.8, cutmix=1.0))
     first, second = stream(through, 6), stream(through, 6)
-    resumed = mixing.MixedBatches(Same(2), config(mixup=0.8, cutmix=1.0), 0, 1)
+    resumed = mixing.MixedBatches(Same(2), config(mixup=0.8, cutmix=1.0))
     assert resumed.seek(1, 4, {})
     assert all(map(torch.equal, stream(resumed, 2), second[4:]))
     assert not any(map(torch.equal, first, second))
@@ -185,15 +185,15 @@ def test_a_threshold_that_is_accepted_tells_the_classes_apart(smoothing, thresho
 @pytest.mark.parametrize("size", [4, 6, 8, 10, 16])
 def test_an_image_is_not_mixed_with_its_copies(size, repeats):
     """As long as not more than half of a global batch may be copies of one image; else some are, and it is refused."""
-    order = torch.cat(list(GlobalBatchSampler(90, size, rank=0, num_ranks=1, repeats=repeats)))
+    order = torch.cat(list(GlobalBatchSampler(90, size, repeats=repeats)))
     one, other = (order % 90).view(-1, 2).unbind(1)
     settings = Config({**config(size, 1, mixup=0.8), "REPEATS": repeats})
     if repeats > size // 2:
         with pytest.raises(UserError, match="are mixed with their own copies"):
-            mixing.MixedBatches(Same(1), settings, 0, 1)
+            mixing.MixedBatches(Same(1), settings)
     else:
         assert not (one == other).any()
-        mixing.MixedBatches(Same(1), settings, 0, 1)
+        mixing.MixedBatches(Same(1), settings)
 
 
 def test_a_loader_without_mix_is_left_alone():

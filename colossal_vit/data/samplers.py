@@ -10,11 +10,12 @@ from torch import Tensor
 
 
 def data_place(rank: int | None, num_ranks: int | None) -> tuple[int, int]:
-    """Data-parallel rank and size, as given or else of this process in the running layout."""
-    return (
-        gpc.get_local_rank(ParallelMode.DATA) if rank is None else rank,
-        gpc.get_world_size(ParallelMode.DATA) if num_ranks is None else num_ranks,
-    )
+    """Data-parallel rank and size, as given or else of this process in the running layout; without one, the only."""
+    if rank is not None:
+        return rank, num_ranks
+    if not gpc.is_initialized(ParallelMode.DATA):
+        return 0, 1
+    return gpc.get_local_rank(ParallelMode.DATA), gpc.get_world_size(ParallelMode.DATA)
 
 
 def check_global_batch(num_samples: int, batch_size: int, accumulation: int, num_ranks: int) -> None:

@@ -42,8 +42,7 @@ def train_steps(overrides: list[str], data: Path, args: argparse.Namespace, numb
 def drain(data: Path, batch_size: int, num_batches: int) -> float:
     """Images/s of DALI's training batches without training."""
     config = configs.load(CONFIG, [f"BATCH_SIZE={batch_size}"], "imagenet")
-    options = dict(num_threads=len(os.sched_getaffinity(0)), rank=0, num_ranks=1, with_images=True)
-    loader = DaliLoader(find_records(data, "train"), True, config, DEVICE, **options)
+    loader = DaliLoader(find_records(data, "train"), True, config, DEVICE, len(os.sched_getaffinity(0)))
 
     def endless():
         while True:
