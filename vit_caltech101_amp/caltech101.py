@@ -303,8 +303,9 @@ class Batches(SampledLoader):
         return F.grid_sample(images, grid, padding_mode="reflection", align_corners=False)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        maps, epoch = None, self.sampler.epoch if self.train else None
+        maps = epoch = None
         if self.train:
+            epoch = self.sampler.epoch
             generator = self.sampler.generator(-1 - epoch)  # not the random numbers of the sampling order
             count = len(self.chosen) * self.sampler.repeats
             maps = draw_crops(count, self.config.CROP_AREA, self.config.FLIP, generator)

@@ -11,7 +11,7 @@ import google_crc32c
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 from google.protobuf.message import DecodeError
 
-# Of TensorFlow's example.proto and feature.proto, without lists of floats, which protobuf then passes over.
+# TensorFlow's example.proto and feature.proto in one, without lists of floats, which protobuf then passes over.
 EXAMPLE = """
 name: "example.proto" package: "tensorflow" syntax: "proto3"
 message_type { name: "BytesList" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_BYTES } }
@@ -26,8 +26,8 @@ message_type {
     field { name: "feature" number: 1 label: LABEL_REPEATED type: TYPE_MESSAGE type_name: "FeatureEntry" }
     nested_type {
         name: "FeatureEntry" options { map_entry: true }
-        field { name: "key" number: 1 label: LABEL_OPTIONAL type: TYPE_STRING }
-        field { name: "value" number: 2 label: LABEL_OPTIONAL type: TYPE_MESSAGE type_name: "Feature" }
+        field { name: "key" number: 1 type: TYPE_STRING }
+        field { name: "value" number: 2 type: TYPE_MESSAGE type_name: "Feature" }
     }
 }
 message_type { name: "Example" field { name: "features" number: 1 type: TYPE_MESSAGE type_name: "Features" } }
