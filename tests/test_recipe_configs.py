@@ -6,15 +6,13 @@ import pytest
 from colossal_vit import config as configs
 from colossal_vit.models import build_timm_vit
 from colossal_vit.plan import __main__ as tables
-from colossal_vit.results import read_metrics
 from safetensors.torch import save_file
 
 import fork_ranks
-from training import set_flags
+import training
 
 FOLDER = fork_ranks.ROOT / "vit_imagenet_dali"
 NAMES = sorted(path.stem.removeprefix("config_") for path in (FOLDER / "configs").glob("config_*.py"))
-TRAIN = "vit_imagenet_dali/train.py"
 # A batch of 8 of the sample's digits; the parts of the recipe stay as they are.
 TINY = dict(IMG_SIZE=32, PATCH_SIZE=8, HIDDEN_SIZE=16, DEPTH=2, NUM_HEADS=2, NUM_CLASSES=10, BATCH_SIZE=8)
 TINY |= {"fp16": None, "gradient_accumulation": 2, "NUM_EPOCHS": 9}
@@ -51,35 +49,27 @@ def test_every_recipe_is_planned_and_on_the_page():
         assert [(f"{a} / {b}") for a, b in zip(*rows, strict=True)] == ["4 / 8", memory, hours]
 
 
-def test_a_recipe_is_planned_with_its_own_global_batch():
-    argv = [
-        "--config",
-        "configs/config_deit3_s16.py",
-        *set_flags(TINY),
-        "--set",
-        "GLOBAL_BATCH=64",
-        "--world_size",
-        "8",
-    ]
-    result = fork_ranks.run(TRAIN, [*argv, "--dry-run"])
-    assert result.codes == [0], str(result)
-    assert re.search(r"^a global batch of 64; .*\nGPUs .*\n4 +8 +2 .*\n8 +8 +1 ", result.stdout[0], re.MULTILINE)
+def train(name, output, *more, steps=None, **values):
+    """Train a small model by a recipe."""
+    options = dict(script=training.IMAGENET, config=f"configs/config_{name}.py", small=False)
+    return training.train(output, 1, *more, steps=steps, **options, **TINY, **values)
+
+
+def test_a_recipe_is_planned_with_its_own_global_batch(tmp_path):
+    run = train("deit3_s16", tmp_path, "--dry-run", "--world_size", "8", GLOBAL_BATCH=64)
+    assert re.search(r"^a global batch of 64; .*\nGPUs .*\n4 +8 +2 .*\n8 +8 +1 ", run.said, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_small_model_trains_as_the_recipe_says(name, tmp_path, monkeypatch):
+def test_a_small_model_trains_as_the_recipe_says(name, tmp_path):
     """Two steps on the sample, with everything on; what is fine-tuned starts from the weights of a file."""
-    monkeypatch.delenv("DATA", raising=False)
-    values, weights = dict(TINY), tmp_path / "weights.safetensors"
+    values, weights = {}, tmp_path / "weights.safetensors"
     if recipe(name).get("finetune"):
         values["finetune.weights"] = str(weights)
         before = recipe(name, *(f"{key}={value!r}" for key, value in TINY.items()), "POOL='token'", "SEED=7")
         save_file(build_timm_vit(before).state_dict(), weights)
-    argv = ["--config", f"configs/config_{name}.py", *set_flags(values), "--max-steps", "2"]
-    result = fork_ranks.run(TRAIN, [*argv, "--output", str(tmp_path / "run")])
-    assert result.codes == [0], str(result)
-    assert (f"starting from the weights of {weights}" in result.stdout[0]) == weights.exists()
-    steps, evaluations = read_metrics(tmp_path / "run")
-    assert [step["step"] for step in steps] == [1, 2]
-    assert 0 < steps[0]["lr"] < steps[1]["lr"] < recipe(name).LEARNING_RATE
-    assert evaluations[-1]["eval_images"] == 360
+    run = train(name, tmp_path / "run", steps=2, **values)
+    assert (f"starting from the weights of {weights}" in run.said) == weights.exists()
+    assert [step["step"] for step in run.steps] == [1, 2]
+    assert 0 < run.steps[0]["lr"] < run.steps[1]["lr"] < recipe(name).LEARNING_RATE
+    assert run.evaluations[-1]["eval_images"] == 360
