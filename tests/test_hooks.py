@@ -293,7 +293,6 @@ TINY = {"IMG_SIZE": 16, "DEPTH": 1, "gradient_accumulation": 2}
         (training.HYBRID, "DP 2", None, TINY),
         (training.HYBRID, "DP 2", "TORCH", TINY),
         (training.HYBRID, "DP 2", "NAIVE", {**TINY, **FP16}),
-        (training.HYBRID, "2D 4", None, {**TINY, **LAMB}),
         (training.HYBRID, "2D 4", "NAIVE", {**TINY, **LAMB}),
         (training.HYBRID, "2D 4", "TORCH", {**TINY, **LAMB, **FP16}),
         (training.HYBRID, "PP 2", None, {**TINY, "DEPTH": 4}),
