@@ -2,6 +2,7 @@
 
 import json
 import math
+import traceback
 import types
 from collections.abc import Iterable, Mapping
 from enum import Enum
@@ -71,12 +72,9 @@ def _evaluate(path: Path, overrides: list[Override]) -> dict[str, Any]:
     try:
         exec(code, namespace)  # noqa: S102 a config file is a program
     except (Exception, SystemExit) as error:
-        trace, line = error.__traceback__, None
-        while trace is not None:
-            if trace.tb_frame.f_code.co_filename == str(path):
-                line = trace.tb_lineno
-            trace = trace.tb_next
-        where = f"{path}:{line}" if line else str(path)
+        frames = traceback.walk_tb(error.__traceback__)
+        lines = [line for frame, line in frames if frame.f_code.co_filename == str(path)]
+        where = f"{path}:{lines[-1]}" if lines else str(path)
         raise UserError(f"--config {where}: {type(error).__name__}: {' '.join(str(error).split())}") from None
     namespace.apply_all()
     return {

@@ -1,7 +1,8 @@
 """Optimizer state split over the data-parallel ranks, known as ZeRO (S. Rajbhandari et al., arXiv:1910.02054)."""
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,7 +103,7 @@ class Zero:
             for module in model.modules():
                 own = dict.fromkeys(bucket_of[p] for p in module.parameters(recurse=False) if p in bucket_of)
                 if own:
-                    module.register_forward_pre_hook(self._receive_first(own))
+                    module.register_forward_pre_hook(partial(self._receive, own))
         return GradientReducer(self.buckets, 1 if self.stage == 2 else num_passes)
 
     def send_weights(self) -> None:
@@ -122,17 +123,18 @@ class Zero:
         bucket = self._unsent.popleft()
         self._in_flight[bucket] = WeightBroadcast(bucket)
 
-    def _receive(self, bucket: GradientBucket) -> None:
-        while bucket in self._unsent:
-            self._send_next()
-        if bucket in self._in_flight:
-            self._in_flight.pop(bucket).wait()
-            self._send_more()
+    def _receive(self, buckets: Iterable[GradientBucket], *forward: Any) -> None:
+        """Wait for the weights of some buckets; also the hook before the forward pass of a layer that has them."""
+        for bucket in buckets:
+            while bucket in self._unsent:
+                self._send_next()
+            if bucket in self._in_flight:
+                self._in_flight.pop(bucket).wait()
+                self._send_more()
 
     def receive_weights(self) -> None:
         """Wait for all weights."""
-        for bucket in reversed(self.buckets):
-            self._receive(bucket)
+        self._receive(reversed(self.buckets))
 
     def before_forward(self) -> None:
         """Wait for all weights, unless each layer waits for its own."""
@@ -143,10 +145,3 @@ class Zero:
         """Bring the owners' weights to all ranks now."""
         self.send_weights()
         self.receive_weights()
-
-    def _receive_first(self, buckets: Iterable[GradientBucket]) -> Callable[[nn.Module, Any], None]:
-        def receive(module: nn.Module, inputs: Any) -> None:
-            for bucket in buckets:
-                self._receive(bucket)
-
-        return receive

@@ -35,10 +35,8 @@ class CheckpointHook(BaseHook):
         TrainingError: if the last checkpoint cannot be written, or with `--on-save-error stop` any.
     """
 
-    def __init__(
-        self, run: Run, train_dataloader: MicroBatches, metrics: MetricsHook, priority: int = Priority.CHECKPOINT
-    ):
-        super().__init__(priority)
+    def __init__(self, run: Run, train_dataloader: MicroBatches, metrics: MetricsHook):
+        super().__init__(Priority.CHECKPOINT)
         self.run, self.train_dataloader, self.metrics = run, train_dataloader, metrics
         self.every_steps = run.config.checkpoint.get("every_steps")
         self.every_s = 60.0 * run.config.checkpoint.every_minutes

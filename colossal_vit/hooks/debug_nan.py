@@ -23,8 +23,8 @@ class DebugNanHook(BaseHook):
         TrainingError: in the forward or backward pass, naming step, rank, module and shape.
     """
 
-    def __init__(self, priority: int = Priority.READER):
-        super().__init__(priority)
+    def __init__(self):
+        super().__init__(Priority.READER)
 
     def before_train(self, trainer: Trainer) -> None:
         self.engine = trainer.engine

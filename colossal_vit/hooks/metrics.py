@@ -59,9 +59,8 @@ class MetricsHook(BaseHook):
         train_dataloader: MicroBatches,
         log: RankLogger,
         wandb: WandbRun | None = None,
-        priority: int = Priority.METRICS,
     ):
-        super().__init__(priority)
+        super().__init__(Priority.METRICS)
         self.train_dataloader = train_dataloader
         self.sees_loss = is_no_pp_or_last_stage()
         self.writes = writes_metrics()

@@ -34,10 +34,8 @@ class ProfileHook(BaseHook):
 
     TRACED, COUNTED = 2, 3
 
-    def __init__(
-        self, directory: Path, train_dataloader: MicroBatches, log: RankLogger, priority: int = Priority.READER
-    ):
-        super().__init__(priority)
+    def __init__(self, directory: Path, train_dataloader: MicroBatches, log: RankLogger):
+        super().__init__(Priority.READER)
         self.directory, self.train_dataloader, self.log = directory, train_dataloader, log
         self.seconds = dict.fromkeys(("data", "forward", "backward", "update"), 0.0)
         self.step_s, self.num_timed = 0.0, 0

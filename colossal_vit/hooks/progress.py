@@ -18,8 +18,8 @@ class ProgressHook(BaseHook):
         train_dataloader: as `engine.initialize` returned it.
     """
 
-    def __init__(self, run: Run, train_dataloader: MicroBatches, priority: int = Priority.READER):
-        super().__init__(priority)
+    def __init__(self, run: Run, train_dataloader: MicroBatches):
+        super().__init__(Priority.READER)
         self.run, self.train_dataloader = run, train_dataloader
 
     def before_train(self, trainer: Trainer) -> None:

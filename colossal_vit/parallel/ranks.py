@@ -3,6 +3,7 @@
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any, TextIO
@@ -74,27 +75,16 @@ def run_on_rank_0(work: Callable[[], Any]) -> Any:
     Raises:
         UserError: on every rank, if `work` raises it.
     """
-    errors: list[BaseException] = []
-    result = None
-
-    def guarded() -> None:
-        nonlocal result
-        try:
-            result = work()
-        except BaseException as error:  # raised below, in the main thread
-            errors.append(error)
-
-    thread = threading.Thread(target=guarded, daemon=True)
-    first = dist.get_rank() == 0
-    if first:
-        thread.start()
+    future = None
+    if dist.get_rank() == 0:
+        pool = ThreadPoolExecutor(1)
+        future = pool.submit(work)
+        pool.shutdown(wait=False)  # ends its thread once the work is done
     running = torch.ones(1)
     while running:
-        if first:
-            thread.join(timeout=1.0)
-            running.fill_(thread.is_alive())
+        if future:
+            running.fill_(len(wait([future], timeout=1.0).not_done))
         dist.broadcast(running, src=0, group=gpc.get_cpu_group(ParallelMode.GLOBAL))
     with raise_on_all_ranks():
-        if errors:
-            raise errors[0]
+        result = future.result() if future else None
     return broadcast_object(result)
