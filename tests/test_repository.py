@@ -133,14 +133,10 @@ def test_the_diagram_of_the_modules_is_what_the_imports_say():
     assert drawn.stdout in (ROOT / "docs/architecture.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [(["tests/test_config.py", "-k", "test_json"], "1 passed"), (["--fast", "--collect-only"], "tests collected")],
-)
-def test_test_script_passes_arguments_on(arguments, words):
-    """Pytest fails if a test that --fast names does not exist."""
-    command = ["bash", "scripts/test.sh", *arguments, "-q"]
+def test_test_script_passes_arguments_on():
+    """Beside what --fast names; pytest fails if a test of these does not exist."""
+    command = ["bash", "scripts/test.sh", "--fast", "--collect-only", "-q"]
     environment = {key: value for key, value in os.environ.items() if key not in ("VIRTUAL_ENV", "PYTHONPATH")}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert words in done.stdout
+    assert "tests collected" in done.stdout
