@@ -23,7 +23,8 @@ if [ "${1:-}" = --fast ]; then
         tests/test_dry_run.py::test_a_report_is_of_any_world_size \
         "tests/test_vit.py::test_equals_timm["{"1D 2","2D 4"}"]" \
         "tests/test_resume.py::test_stopped_and_resumed_runs_record_the_same_bits[hybrid, 1 process]" \
-        tests/test_launch.py::{test_rendezvous,test_processes_started_by_hand,test_a_bug_on_one_rank_ends_the_others} \
+        tests/test_launch.py::test_{a_rendezvous_is_read_from_flags_and_environment,processes_started_by_hand} \
+        tests/test_launch.py::test_a_bug_on_one_rank_ends_the_others \
         tests/test_checkpoint.py::test_one_flipped_bit_is_found
 fi
 if [ $# -gt 0 ]; then exec python -m pytest "$@"; fi
