@@ -1,5 +1,7 @@
 """Mixup, CutMix and binary cross entropy equal timm's, and are the same in every layout and after a resume."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -23,75 +25,37 @@ def batch(size=8):
     return torch.randn(size, 3, SIZE, SIZE, generator=generator), torch.randint(CLASSES, (size,), generator=generator)
 
 
-class Scripted:
-    """NumPy's global random numbers as timm asks for them, answered with ours."""
-
-    def __init__(self, share, pasted, applied, middle):
-        self.share, self.pasted, self.applied = share, pasted, applied
-        self.middles = iter(middle)
-        self.uniform = iter([applied, pasted])
-
-    def rand(self, *size):
-        """Below the probability of one half if the answer is yes; asked for whole arrays, CutMix comes first."""
-        if not size:
-            return 0.0 if next(self.uniform) else 1.0
-        answers = self.pasted if self.uniform is not None else self.applied
-        self.uniform = None
-        return np.where(answers, 0.0, 1.0)
-
-    def beta(self, alpha, _, size=None):
-        return self.share
-
-    def randint(self, *_, size=None):
-        return next(self.middles)
-
-
-def mix_as_timm(images, labels, mode, share, pasted, applied, middles, smoothing=0.0):
+def mix_as_timm(images, labels, mode, shares, pasted, middles):
     """What timm's `Mixup` makes of a batch whose neighbours it takes for partners, with these draws."""
-    mixup = timm_mixup.Mixup(
-        0.8, 1.0, prob=0.5, switch_prob=0.5, mode=mode, label_smoothing=smoothing, num_classes=CLASSES
-    )
+    mixup = timm_mixup.Mixup(0.8, 1.0, mode=mode, label_smoothing=0.0, num_classes=CLASSES)
     order = torch.cat([torch.arange(0, len(labels), 2), torch.arange(1, len(labels), 2).flip(0)])
     numbers = {"batch": [0], "pair": order[: len(order) // 2] // 2, "elem": order}[mode]
-    one = mode == "batch"
-    drawn = [(values[0] if one else values[numbers]) for values in (share, pasted, applied)]
-    boxed = [number for number in numbers if applied[number] and pasted[number]]
-    scripted = Scripted(*drawn, [side for number in boxed for side in middles[:, number]])
-    original, timm_mixup.np.random = timm_mixup.np.random, scripted
-    try:
+    shares, pasted, middles = shares[numbers].astype(np.float32), pasted[numbers], middles[:, numbers]
+    sides = middles[
+        :, (shares < 1) & pasted
+    ].T.ravel()  # of the middles of boxes, in the order in which timm draws them
+    drawn = dict(
+        _params_per_elem=lambda size: (shares, pasted), _params_per_batch=lambda: (float(shares[0]), bool(pasted[0]))
+    )
+    with mock.patch.multiple(mixup, **drawn), mock.patch.object(np.random, "randint", side_effect=sides):
         mixed, targets = mixup(images[order].clone(), labels[order])
-    finally:
-        timm_mixup.np.random = original
     back = order.argsort()
     return mixed[back], targets[back]
-
-
-class Recorded:
-    """A generator whose draws are kept."""
-
-    def __init__(self, seed):
-        self.generator, self.kept = np.random.default_rng(seed), []
-
-    def __getattr__(self, name):
-        def drawn(*args, **kwargs):
-            self.kept.append(getattr(self.generator, name)(*args, **kwargs))
-            return self.kept[-1]
-
-        return drawn
 
 
 @pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
 def test_images_and_targets_equal_timms_for_the_same_draws(mode):
     every = {"batch": 8, "pair": 2, "elem": 1}[mode]
-    seen = set()
+    count, seen = 8 // every, set()
     for seed in range(20):
         images, labels = batch()
-        recorded = Recorded(seed)
-        drawn = mixing.draw(recorded, 8 // every, SIZE, mixup=0.8, cutmix=1.0, prob=0.5)
-        switch, beta_mixup, beta_cutmix, apply, middles = recorded.kept
-        pasted, applied = switch < 0.5, apply < 0.5
-        share = np.where(pasted, beta_cutmix, beta_mixup)
-        expected = mix_as_timm(images, labels, mode, share, pasted, applied, middles)
+        drawn = mixing.draw(np.random.default_rng(seed), count, SIZE, mixup=0.8, cutmix=1.0, prob=0.5)
+        again = np.random.default_rng(seed)
+        pasted = again.random(count) < 0.5
+        blended, cut = again.beta(0.8, 0.8, count), again.beta(1.0, 1.0, count)
+        applied = again.random(count) < 0.5
+        shares = np.where(applied, np.where(pasted, cut, blended), 1.0)
+        expected = mix_as_timm(images, labels, mode, shares, pasted, again.integers(SIZE, size=(2, count)))
         draws = mixing.Draws(*(values[np.arange(8) // every] for values in drawn))
         found = mixing.mix(images, labels, CLASSES, draws)
         torch.testing.assert_close(found[0], expected[0])
