@@ -31,13 +31,12 @@ def mix_as_timm(images, labels, mode, shares, pasted, middles):
     order = torch.cat([torch.arange(0, len(labels), 2), torch.arange(1, len(labels), 2).flip(0)])
     numbers = {"batch": [0], "pair": order[: len(order) // 2] // 2, "elem": order}[mode]
     shares, pasted, middles = shares[numbers].astype(np.float32), pasted[numbers], middles[:, numbers]
-    sides = middles[
-        :, (shares < 1) & pasted
-    ].T.ravel()  # of the middles of boxes, in the order in which timm draws them
-    drawn = dict(
-        _params_per_elem=lambda size: (shares, pasted), _params_per_batch=lambda: (float(shares[0]), bool(pasted[0]))
-    )
-    with mock.patch.multiple(mixup, **drawn), mock.patch.object(np.random, "randint", side_effect=sides):
+    sides = middles[:, (shares < 1) & pasted].T.ravel()  # row and column of one box after the other
+    each, all_alike = lambda size: (shares, pasted), lambda: (float(shares[0]), bool(pasted[0]))
+    with (
+        mock.patch.multiple(mixup, _params_per_elem=each, _params_per_batch=all_alike),
+        mock.patch.object(np.random, "randint", side_effect=sides),
+    ):
         mixed, targets = mixup(images[order].clone(), labels[order])
     back = order.argsort()
     return mixed[back], targets[back]
