@@ -386,6 +386,11 @@ def of_depth(tmp_path_factory):
     return {depth: folder / f"{depth}.safetensors" for depth in (2, 4)}
 
 
+def num_blocks(layout):
+    """Of a model of which half can be frozen: one in each chunk of a pipeline."""
+    return 4 if "PP" in layout else 2
+
+
 def frozen(of_depth, depth, **values):
     """Overrides with which half of the blocks is not trained."""
     finetune = {"finetune.weights": str(of_depth[depth]), "finetune.frozen_blocks": depth // 2}
@@ -423,7 +428,7 @@ LAMB = {"PP 2": "lamb", "2D 4": "lamb"}  # norms of whole parameters, of which s
 def test_every_layout_has_the_curve_of_one_process(layout, of_depth, references, few_test_images, tmp_path):
     """From the same weights. Half of the blocks are frozen: of two pipeline stages the first has nothing to train."""
     world_size, values = LAYOUTS[layout]
-    depth, optimizer = test_layouts.small(layout)[1]["DEPTH"], LAMB.get(layout, "adamw")
+    depth, optimizer = num_blocks(layout), LAMB.get(layout, "adamw")
     values = frozen(of_depth, depth, **OPTIMIZERS[optimizer], **values)
     run, expected = training.train(tmp_path, world_size, steps=4, **values), references[depth, optimizer]
     test_layouts.assert_same_curve(run.steps, expected.steps)
@@ -451,7 +456,7 @@ def test_half_precision_in_a_pipeline_whose_first_stage_is_frozen(values, of_dep
 def test_a_run_that_stopped_resumes_to_the_bit(layout, values, of_depth, few_test_images, tmp_path):
     """Even if the weights that it started from are gone."""
     world_size, parallel = LAYOUTS[layout]
-    depth = test_layouts.small(layout)[1]["DEPTH"]
+    depth = num_blocks(layout)
     weights = shutil.copy(of_depth[depth], tmp_path / "start.safetensors")
     values = {**frozen(of_depth, depth), **parallel, **values, "finetune.weights": str(weights)}
     whole = training.train(tmp_path / "whole", world_size, steps=5, **values)
