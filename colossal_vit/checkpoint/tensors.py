@@ -18,11 +18,6 @@ from torch import Tensor
 WEIGHT, AVERAGE = "weight", "average"  # two kinds of a parameter's tensors; the others are its moments, by their names
 
 
-def _place(kind: str, name: str) -> tuple[str, str]:
-    """The file that has one of a parameter's tensors, and its name there."""
-    return {WEIGHT: (MODEL, name), AVERAGE: (EMA, name)}.get(kind, (OPTIMIZER, f"{kind}.{name}"))
-
-
 class ParameterSlot(NamedTuple):
     """A parameter of this rank.
 
@@ -107,7 +102,8 @@ def gather(engine: Engine) -> TensorFiles | None:
     files: dict[str, dict[str, Tensor]] = {MODEL: {}, OPTIMIZER: {}} | ({EMA: {}} if engine.ema else {})
 
     def keep(kind: str, name: str, tensor: Tensor) -> None:
-        file, key = _place(kind, name)
+        places = {WEIGHT: (MODEL, name), AVERAGE: (EMA, name)}
+        file, key = places.get(kind, (OPTIMIZER, f"{kind}.{name}"))
         files[file][key] = tensor
 
     for slot, of_slot in zip(slots, pieces, strict=True):
