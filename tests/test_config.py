@@ -204,8 +204,14 @@ OLDER = [
     (
         "",
         ["dali.mixup_alpha=0.2", "mix.mixup=0.5"],
-        "--set dali.mixup_alpha=0.2 is an older name of mix.mixup=0.2, but --set",
+        "--set: dali.mixup_alpha = 0.2 is an older name of mix.mixup = 0.2, but mix.mixup = 0.5",
     ),
+    (
+        "",
+        ["dali.mixup_alpha=0.2", "mix=dict(mixup=0.5)"],
+        "--set: dali.mixup_alpha = 0.2 is an older name of mix.mixup = 0.2, but mix.mixup = 0.5",
+    ),
+    ("", ["dali.mixup_alpha=0.2", "mix.mixup=0.2"], {"mix.mixup": 0.2}),
     ("dali = dict(rand_augment=dict(n=1))", [], {"augment.policy": "rand", "augment.n": 1, "augment.m": 9}),
     ("", ["dali.rand_augment={'n': 1, 'm': 3}"], {"augment.policy": "rand", "augment.n": 1, "augment.m": 3}),
     ("dali = dict(rand_augment=dict(n=1))\naugment = dict(policy='three')", [], "augment.policy = 'three': leave one"),

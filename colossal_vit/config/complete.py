@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from colossal_vit.config.check import shown
-from colossal_vit.config.overrides import Overridden, Override
+from colossal_vit.config.overrides import Override, override
 from colossal_vit.config.schema import IDLE, OLDER_NAMES, SCHEMA, meant_by
 from colossal_vit.config.settings import HYBRID, OPTIONAL, REQUIRED, Block, Setting, default_for, unmet_need
 from colossal_vit.errors import UserError
@@ -92,9 +92,7 @@ def replace_older_names(
                     f"{source}: {name} = {shown(given)} is an older name of {key} = {shown(value)}, but {key} = "
                     f"{shown(found)}: leave one of them out"
                 )
-    result = Overridden(kept, meant)
-    result.apply_all()
-    return dict(result)
+    return override(kept, meant)
 
 
 def recorded(values: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,17 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from colossal_vit.compat.patches import restore_amp_type
-from colossal_vit.config.check import check, check_effect, check_script, shown
+from colossal_vit.config.check import check, check_effect, check_script
 from colossal_vit.config.complete import complete, older_names, replace_older_names
-from colossal_vit.config.overrides import Overridden, Override, parse_override
+from colossal_vit.config.overrides import Overridden, Override, override, parse_override
 from colossal_vit.config.schema import SCHEMA
 from colossal_vit.config.settings import Block
 from colossal_vit.errors import UserError
 from colossalai.context import Config
-
-
-def _nested(path: tuple[str, ...], value: Any) -> dict[str, Any]:
-    return {path[0]: _nested(path[1:], value) if len(path) > 1 else value}
 
 
 def _parse(texts: Iterable[str], script: str | None) -> list[Override]:
@@ -32,23 +28,17 @@ def _parse(texts: Iterable[str], script: str | None) -> list[Override]:
         UserError: if an override is malformed, its key unknown or its value wrong, or an older name and the setting
             that it stands for have different values.
     """
+    given = [parse_override(text) for text in texts]
     parsed, meant = [], []
-    for path, value in map(parse_override, texts):
+    for path, value in given:
         if not path[0].startswith("_"):
-            check(_nested(path, value), "--set")
+            check(override({}, [(path, value)]), "--set")
             if len(path) == 1 and isinstance(block := SCHEMA.get(path[0]), Block) and block.default is not None:
                 value = complete(value or {}, None, block.settings)
         parsed.append((path, value))
-    given = {".".join(path): value for path, value in parsed}
-    for path, value in parsed:
-        for name, old, settings in older_names(_nested(path, value), script):
-            for key, new in settings.items():
-                if old and given.get(key, new) != new:
-                    raise UserError(
-                        f"--set {name}={shown(old)} is an older name of {key}={shown(new)}, but --set {key}="
-                        f"{shown(given[key])}: leave one of them out"
-                    )
-                meant.append((tuple(key.split(".")), new))
+        for *_, settings in older_names(override({}, [(path, value)]), script):
+            meant += [(tuple(key.split(".")), new) for key, new in settings.items()]
+    replace_older_names(override({}, given), script, (), "--set")  # refuses two names with different values
     return meant + parsed
 
 

@@ -82,11 +82,17 @@ class Overridden(dict):
                 value = new
                 inside = [((key,), item) for key, item in new.items()] if isinstance(new, Mapping) else []
         if inside:
-            value = Overridden(value if isinstance(value, Mapping) else {}, inside)
-            value.apply_all()
+            value = override(value if isinstance(value, Mapping) else {}, inside)
         super().__setitem__(name, value)
 
     def apply_all(self) -> None:
         """Apply the overrides to keys that have been assigned before, or never."""
         for (name, *_), _ in self.overrides:
             self[name] = self.get(name)
+
+
+def override(values: Mapping[str, Any], overrides: Sequence[Override]) -> dict[str, Any]:
+    """The values with these overrides, which go on to hold whatever is assigned."""
+    overridden = Overridden(values, overrides)
+    overridden.apply_all()
+    return overridden
