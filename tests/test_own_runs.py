@@ -17,12 +17,14 @@ from colossal_vit.config import settings
 from colossal_vit.data import identity
 from colossal_vit.data.digits import write_caltech101, write_cifar10
 from colossal_vit.errors import UserError
+from colossal_vit.parallel.layout import Layout
 from colossal_vit.results import read_metrics
 
 import cifar10
 import fork_ranks
 import launchers
 import training
+import vit
 import warm
 from layouts import LAYOUTS
 from test_config import TUTORIAL_DATA_PARALLEL
@@ -396,13 +398,13 @@ def test_blocks_may_be_calls_of_dict_and_leave_the_depth_out():
         ("1D 2", {"MLP_RATIO": 0.01}, "makes 0 hidden units"),
     ],
 )
-def test_hidden_units_that_cannot_be_split_are_one_line_with_a_ratio_that_works(layout, values, words, tmp_path):
-    """One line, with a ratio that can be."""
+def test_hidden_units_that_cannot_be_split_are_refused_with_a_ratio_that_works(layout, values, words):
     world_size, where = LAYOUTS[layout]
-    more = ("--dry-run", "--world_size", str(world_size))
-    line = training.refused(tmp_path / "run", 1, *more, **where, **values)
-    assert words in line
-    training.train(tmp_path / "run", 1, *more, **where, **{**values, "MLP_RATIO": float(line.rpartition(" ")[2])})
+    loaded = training.config_of(training.flags(**where, **values))
+    with pytest.raises(UserError, match=words) as error:
+        vit.check_vit(loaded, Layout.of(loaded, world_size))
+    loaded.MLP_RATIO = float(str(error.value).rpartition(" ")[2])
+    vit.check_vit(loaded, Layout.of(loaded, world_size))
 
 
 def test_a_disk_that_takes_a_part_of_a_record_gets_the_rest_too(tmp_path, monkeypatch):
