@@ -47,16 +47,15 @@ def write_cifar10(root: Path) -> Path:
     if folder.is_dir():
         return folder
     train_images, train_labels, test_images, test_labels = digits(32)
+
+    def records(images: np.ndarray, labels: np.ndarray) -> np.ndarray:
+        plane = images.reshape(len(images), -1)
+        return np.column_stack([labels.astype(np.uint8), plane, plane, plane])
+
     with atomic_folder(folder) as scratch:
-
-        def write(name: str, images: np.ndarray, labels: np.ndarray) -> None:
-            planes = np.repeat(images.reshape(len(images), 1, -1), 3, axis=1).reshape(len(images), -1)
-            np.concatenate([labels[:, None].astype(np.uint8), planes], axis=1).tofile(scratch / name)
-
-        parts = zip(np.array_split(train_images, 5), np.array_split(train_labels, 5), strict=True)
-        for number, (images, labels) in enumerate(parts, start=1):
-            write(f"data_batch_{number}.bin", images, labels)
-        write("test_batch.bin", test_images, test_labels)
+        for number, part in enumerate(np.array_split(records(train_images, train_labels), 5), start=1):
+            part.tofile(scratch / f"data_batch_{number}.bin")
+        records(test_images, test_labels).tofile(scratch / "test_batch.bin")
         (scratch / "batches.meta.txt").write_text("".join(f"{digit}\n" for digit in range(10)))
     return folder
 
