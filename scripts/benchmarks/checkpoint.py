@@ -12,8 +12,6 @@ import argparse
 import os
 import shutil
 import statistics
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -26,26 +24,16 @@ from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.lamb import Lamb
 from colossal_vit.engine.loop import Trainer
 from colossal_vit.models import build_timm_vit
-from colossalai.accelerator import get_accelerator
 from colossalai.nn.lr_scheduler import LinearWarmupLR
 
 from benchmarks.harness import ROOT, Benchmark, Case, Side, Values
-from benchmarks.training import start_run
+from benchmarks.training import seconds, start_run
 
 CONFIG = ROOT / "vit_imagenet_dali/config.py"
 MODELS = ("vit_base_patch16_224", "vit_large_patch32_224")
 SETTINGS = dict(BATCH_SIZE=2, gradient_accumulation=1, fp16=None)
 NUM_BATCHES = 1000  # per epoch: more than are used
 GOAL = 0.01  # largest share of the time that training may pause
-
-
-def seconds(work: Callable[[], Any]) -> float:
-    """Seconds that `work` takes, including its work on the device."""
-    get_accelerator().synchronize()
-    started = time.perf_counter()
-    work()
-    get_accelerator().synchronize()
-    return time.perf_counter() - started
 
 
 def forget(path: Path) -> None:

@@ -5,7 +5,6 @@ A minute on 2 CPU cores. A round is one step of each optimizer. Their weights mu
 
 import argparse
 import sys
-import time
 from functools import partial
 
 import timm
@@ -16,6 +15,7 @@ from timm.optim import Lamb as TimmLamb
 from torch.optim import Optimizer
 
 from benchmarks.harness import Benchmark, Case, Side
+from benchmarks.training import DEVICE, seconds
 
 OPTIONS = dict(lr=1e-3, weight_decay=0.1)
 NUM_WARM_UP = 3  # the first step creates the state, the next ones fill the allocator's cache
@@ -31,20 +31,13 @@ OPTIMIZERS = {
 
 
 def timed_step(optimizer: Optimizer, number: int) -> dict[str, float]:
-    """The time that a step takes, including its work on the device."""
-    finish = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    finish()
-    started = time.perf_counter()
-    optimizer.step()
-    finish()
-    return {"ms a step": 1e3 * (time.perf_counter() - started)}
+    return {"ms a step": 1e3 * seconds(optimizer.step)}
 
 
 def sides(args: argparse.Namespace) -> dict[str, Side]:
     torch.manual_seed(0)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = timm.create_model("vit_tiny_patch16_224" if args.small else "vit_base_patch16_224")
-    weights = [parameter.detach().to(device) for parameter in model.parameters()]
+    weights = [parameter.detach().to(DEVICE) for parameter in model.parameters()]
     gradients = [torch.randn_like(weight) * 1e-3 for weight in weights]
     parameters, found = {}, {}
     for name, build in OPTIMIZERS.items():

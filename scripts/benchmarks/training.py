@@ -43,6 +43,16 @@ Batch = tuple[Tensor, Tensor]
 Step = Callable[[Tensor, Tensor], Tensor | None]
 
 
+def seconds(work: Callable[[], Any]) -> float:
+    """Seconds that `work` takes, including its work on the device."""
+    synchronize = torch.cuda.synchronize if DEVICE.type == "cuda" else lambda: None
+    synchronize()
+    started = time.perf_counter()
+    work()
+    synchronize()
+    return time.perf_counter() - started
+
+
 def add_set(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for the train scripts")
 
