@@ -30,9 +30,7 @@ import fake_gpu
 import fork_ranks
 import training
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Which GPU, and when
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Which GPU, and when ---------------------------------------------------------------------------------------------
 
 
 def slurm(rank, local_rank, world_size=8):
@@ -103,16 +101,27 @@ def test_gloo_is_bound_to_no_gpu():
     assert launched_on_gpus(torchrun(0, 0), 4, "gloo")[1] == ("groups", "gloo", None)
 
 
-@pytest.mark.parametrize("variables", [slurm(1, 1, world_size=2), openmpi(1, 1)], ids=["srun", "mpirun"])
-def test_two_processes_with_one_gpu_are_refused(variables):
-    """Each sees one, as if it had been bound to it; on all ranks, before NCCL finds out."""
-    with pytest.raises(AssertionError, match="UserError: ranks 0 and 1 have the same GPU: start at most one process"):
-        launched_on_gpus(variables, 1, gpu_of=lambda rank: "the only one")
+ONE_GPU = {"visible": 1, "gpu_of": lambda rank: "the only one"}  # each process sees it, as if it were bound to it
 
 
-def test_gloo_is_refused_for_a_pipeline_on_gpus():
-    with pytest.raises(AssertionError, match=r"UserError: --backend gloo with parallel.pipeline = 2: gloo cannot send"):
-        launched_on_gpus(torchrun(0, 0), 4, "gloo", pipeline=2)
+@pytest.mark.parametrize(
+    ("variables", "given", "words"),
+    [
+        (slurm(1, 1, world_size=2), ONE_GPU, "ranks 0 and 1 have the same GPU: start at most one process"),
+        (openmpi(1, 1), ONE_GPU, "ranks 0 and 1 have the same GPU: start at most one process"),
+        (torchrun(2, 2), {"visible": 2}, "rank 2 would be process 3 on this machine, which has 2 GPU"),
+        (
+            torchrun(0, 0),
+            {"visible": 4, "backend": "gloo", "pipeline": 2},
+            "--backend gloo with parallel.pipeline = 2: gloo cannot send",
+        ),
+    ],
+    ids=["srun", "mpirun", "torchrun", "gloo"],
+)
+def test_processes_that_gpus_do_not_fit_are_refused(variables, given, words):
+    """On all ranks, before NCCL or gloo finds out."""
+    with pytest.raises(AssertionError, match=f"UserError: {re.escape(words)}"):
+        launched_on_gpus(variables, **given)
 
 
 WITHHELD = {"SLURM_JOB_ID": "7"}
@@ -144,38 +153,16 @@ def test_gpus_that_slurm_withholds_are_asked_for(variables, flags, refused, tmp_
     assert (tmp_path / "run").exists() != refused
 
 
-def test_more_processes_than_gpus_are_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    rendezvous = SimpleNamespace(launcher="torch", rank=2, local_rank=2)
-    with pytest.raises(UserError, match="rank 2 would be process 3 on this machine, which has 2 GPU"):
-        groups.choose_backend(SimpleNamespace(backend=None), rendezvous, SimpleNamespace(pipeline=1))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What is installed
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- What is installed -----------------------------------------------------------------------------------------------
 
 
 NO_SET = "the CUDA 13 set, on the CPU"
 MACHINES = {  # the driver's version and CUDA, compute capabilities of the GPUs, the architecture: what setup says
     "no driver": (None, None, [], "x86_64", f"no NVIDIA driver: {NO_SET}"),
-    "an old driver": (
-        "470.57",
-        "11.4",
-        [8.0],
-        "x86_64",
-        f"a driver for CUDA 11, too old on x86_64: {NO_SET}",
-    ),
+    "an old driver": ("470.57", "11.4", [8.0], "x86_64", f"a driver for CUDA 11, too old on x86_64: {NO_SET}"),
     "CUDA 12": ("525.60", "12.0", [7.0, 8.0], "x86_64", "a driver for CUDA 12: the CUDA 12 set"),
     "CUDA 12, Blackwell": ("575.57", "12.9", [12.0], "x86_64", "a driver for CUDA 12: the CUDA 12 set"),
-    "CUDA 12, ARM": (
-        "550.54",
-        "12.4",
-        [9.0],
-        "aarch64",
-        f"a driver for CUDA 12, too old on aarch64: {NO_SET}",
-    ),
+    "CUDA 12, ARM": ("550.54", "12.4", [9.0], "aarch64", f"a driver for CUDA 12, too old on aarch64: {NO_SET}"),
     "CUDA 13": ("580.65", "13.0", [7.5, 8.9, 12.1], "x86_64", "a driver for CUDA 13: the CUDA 13 set"),
     "CUDA 13, ARM": ("580.65", "13.0", [9.0], "aarch64", "a driver for CUDA 13: the CUDA 13 set"),
     "CUDA 13, Volta": ("580.65", "13.0", [7.0], "x86_64", "a driver for CUDA 13: the CUDA 12 set"),
@@ -315,10 +302,8 @@ def test_setup_ends_with_one_line_if_an_installation_fails(command, programs, wo
 def test_setup_knows_for_which_gpus_torch_has_kernels():
     """Of the set that is installed here; its list needs no GPU."""
     kernels = " ".join(name.removeprefix("sm_") for name in torch._C._cuda_getArchFlags().split())
-    assert (
-        f'{torch.version.cuda.split(".")[0]}) kernels="{kernels}" ;;'
-        in (fork_ranks.ROOT / "scripts/setup.sh").read_text()
-    )
+    line = f'{torch.version.cuda.split(".")[0]}) kernels="{kernels}" ;;'
+    assert line in (fork_ranks.ROOT / "scripts/setup.sh").read_text()
 
 
 def test_gpus_that_torch_cannot_use_are_told_of(tmp_path, monkeypatch):
@@ -385,9 +370,7 @@ def test_arguments_of_ddp():
         training.config_of(training.flags(**{"torch_ddp.buckets": 3}))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# How much is launched
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- How much is launched --------------------------------------------------------------------------------------------
 
 
 class Operators(TorchDispatchMode):
