@@ -181,6 +181,14 @@ def test_a_busy_machine_is_told_from_ones_own_work(monkeypatch):
     assert calibration._busy(calibration._cpu_seconds()) == pytest.approx(0.25)
 
 
+def test_messages_are_timed_in_groups_of_every_size(monkeypatch):
+    """Also of three ranks, into whose parts the messages' sizes do not divide."""
+    monkeypatch.setattr(calibration, "MESSAGE_CALLS", 1)
+    ranks = calibration._messages(3, [])
+    assert [found.keys() for found in ranks] == [{f"{kind} 3" for kind in SENT_SHARE}] * 3
+    assert all(latency >= 0 and per_byte >= 0 for found in ranks for latency, per_byte in found.values())
+
+
 def test_gpus_are_asked_for_in_forks_and_each_process_has_its_own(tmp_path):
     """With two GPUs that are fakes: models run on the CPU, and rates say on which GPU they would have been."""
     names = ["NVIDIA H100 80GB HBM3"] * 2

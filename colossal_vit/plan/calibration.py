@@ -274,7 +274,8 @@ def time_messages(rank: int, world_size: int, store: str, device: str, backend: 
         groups = [dist.new_group(ranks) for ranks in members]
         ranks, group = members[rank // size], groups[rank // size]
         for kind in SENT_SHARE:
-            messages = (torch.zeros(num_bytes // 4, device=device) for num_bytes in MESSAGES)
+            elements = (num_bytes // 4 // size * size for num_bytes in MESSAGES)  # each rank's part is as large
+            messages = (torch.zeros(number, device=device) for number in elements)
             timings = (timed(partial(_communicate, kind, message, ranks, group)) for message in messages)
             small, large = (max(seconds - computing, 0.0) for seconds in timings)  # it may have computed slower before
             found[f"{kind} {size}"] = (small, max(large - small, 0.0) / (MESSAGES[1] - MESSAGES[0]))
