@@ -28,6 +28,7 @@ from colossal_vit.hooks import recorder
 
 import cifar10
 import fork_ranks
+import imagenet_dali_dataloader  # noqa: F401
 import train_dp  # noqa: F401
 import train_hybrid  # noqa: F401
 import vit

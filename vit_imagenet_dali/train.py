@@ -11,7 +11,6 @@ from colossal_vit.engine import Trainer, build_criterion, build_optimizer, build
 from colossal_vit.hooks import standard_hooks
 from colossal_vit.models import build_timm_vit, check_timm_vit
 
-from imagenet_dali_dataloader import build_imagenet
 from myhooks import ThroughputHook
 from planning import schedule
 
@@ -22,6 +21,8 @@ def main(args: launch.Arguments) -> object:
     config = run.config
 
     # ---- Data: DALI reads TFRecords --------------------------------------------------------------------------------
+    from imagenet_dali_dataloader import build_imagenet  # here, since DALI takes long to load: --help need not wait
+
     train_dataloader, test_dataloader = build_imagenet(run)
     train_dataloader = mixed(train_dataloader, config)  # Mixup and CutMix, with the block `mix`
 
