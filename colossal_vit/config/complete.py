@@ -71,7 +71,7 @@ def replace_older_names(
         values: that `check` allows.
         script: one of SCRIPTS, or None.
         overridden: paths of settings that the command line sets; their values count.
-        source: the file; None for an earlier run's values, of which those of the newer names count.
+        source: the file, or --set; None for an earlier run's values, of which those of the newer names count.
 
     Raises:
         UserError: if an older name and the setting that it stands for have different values. One that is 0, False or
@@ -92,7 +92,7 @@ def replace_older_names(
                     f"{source}: {name} = {shown(given)} is an older name of {key} = {shown(value)}, but {key} = "
                     f"{shown(found)}: leave one of them out"
                 )
-    return override(kept, meant)
+    return dict(override(kept, meant))
 
 
 def recorded(values: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
