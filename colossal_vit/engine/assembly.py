@@ -182,21 +182,20 @@ def initialize(
     zero = None
     if is_using_ddp() and config.zero:
         trained = [p for p in model.parameters() if p not in frozen]
-        zero = Zero(
-            trained, optimizer, gpc.get_group(ParallelMode.DATA), config.zero.stage
-        )  # before master weights are made
+        # Here, so that master weights are made of the parameters that it leaves to this rank's optimizer only.
+        zero = Zero(trained, optimizer, gpc.get_group(ParallelMode.DATA), config.zero.stage)
     model, optimizer, criterion = precision.wrap_for_precision(model, optimizer, criterion, fp16, device)
     for parameter in frozen:  # after wrapping: it keeps its fp32 copy, from which checkpoints are made
         parameter.requires_grad_(False)
 
-    if config.get("COMPILE"):
+    if config.COMPILE:
         _check_compilable(device)
         _compile(model)  # before DDP, so that the compiled backward pass has breaks at its gradient buckets
 
     gradient_handlers = []
     num_passes = (config.NUM_MICRO_BATCHES if is_using_pp() else 1) * config.gradient_accumulation
     if zero:
-        gradient_handlers = [zero.reducer(model, num_passes, overlap=not config.get("COMPILE"))]
+        gradient_handlers = [zero.reducer(model, num_passes, overlap=not config.COMPILE)]
         optimizer.norm_group = ParallelMode.GLOBAL
     elif is_using_ddp() and is_using_pp():
         buckets = make_buckets(model.parameters(), gpc.get_group(ParallelMode.DATA), {})
