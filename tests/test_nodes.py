@@ -46,7 +46,7 @@ def test_mpirun(size, host, references, programs, tmp_path):
         str(fork_ranks.free_port()),
         *host,
     ]
-    code, said = launchers.run(command, **(programs if size == 4 else {}))  # of two processes, as a user starts them
+    code, said = launchers.run(command, **(programs if size == 4 else {}))  # two processes start as a user's do
     assert code == 0, said
     assert f"rank {size - 1} of {size} on " in said
     assert "started by mpirun, rendezvous at" in said
@@ -184,7 +184,7 @@ def test_only_the_address_in_use_is_listened_on(tmp_path):
 # Two nodes: network namespaces joined by a pair of virtual interfaces
 # ---------------------------------------------------------------------------------------------------------------------
 
-CLONE_NEWNS, MS_BIND, MS_REC, MS_PRIVATE = 0x20000, 0x1000, 0x4000, 0x40000  # of <sched.h> and <sys/mount.h>
+CLONE_NEWNS, MS_BIND, MS_REC, MS_PRIVATE = 0x20000, 0x1000, 0x4000, 0x40000  # as in <sched.h> and <sys/mount.h>
 ADDRESSES = {"IPv4": "10.77.0.1", "IPv6": "fd77::1", "name": "node-a"}
 
 

@@ -249,7 +249,7 @@ UNTYPED = [
     if block.reason is not None
     for command in commands(block.text)
 ]
-FOLDERS = {  # of a script that a page of the root or of docs/ names after a `cd`
+FOLDERS = {  # where the scripts are that a page of the root or of docs/ names after a `cd`
     "train_dp.py": "vit_cifar10_hybrid",
     "train_hybrid.py": "vit_cifar10_hybrid",
     "train.py": "vit_imagenet_dali",

@@ -41,7 +41,7 @@ FEATURES = {  # what each may be besides off; tests of its own try a feature alo
 }
 LAYOUT = ("data", "pipeline", "tensor")  # each doubles the number of processes
 MOST_PROCESSES = 4
-MOST_FEATURES = 7  # of a run; with all at once, a failure would say little
+MOST_FEATURES = 7  # with all in one run, a failure would say little
 # What three features together have broken: each is in some run, too.
 TRIPLES = [{"data": "zero", "pipeline": "1F1B", "COMPILE": True}]
 SEED = 1297  # a table that compiles little, of those of 1,500 seeds

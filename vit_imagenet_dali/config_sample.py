@@ -7,7 +7,7 @@ of the 360 test digits, see results/imagenet_sample, measured by scripts/imagene
 """
 
 # ---- Training ----
-BATCH_SIZE = 2  # of each rank and micro-batch
+BATCH_SIZE = 2  # images in a micro-batch of a rank
 gradient_accumulation = 32  # global batch = 2 × 32 × 2 processes = 128
 NUM_EPOCHS = 40
 WARMUP_EPOCHS = 5

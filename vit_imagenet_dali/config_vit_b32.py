@@ -10,7 +10,7 @@ Not measured on GPUs here yet. `config_sample.py` runs in minutes on a CPU.
 from colossalai.amp import AMP_TYPE
 
 # ---- Training ----
-BATCH_SIZE = 256  # of each rank and micro-batch
+BATCH_SIZE = 256  # images in a micro-batch of a rank
 gradient_accumulation = 32
 GLOBAL_BATCH = 32_768  # 256 × 32 × 4 GPUs
 NUM_EPOCHS = 300

@@ -362,7 +362,7 @@ class Checkpointer:
         return {
             "step": engine.num_steps,
             "epoch": epoch,
-            "images": start // engine.accumulation * global_batch,  # of this epoch
+            "images": start // engine.accumulation * global_batch,  # those that the epoch has had
             "global_batch": global_batch,
             "optimizer": type(engine.optimizer.optim).__name__,
             "moments_step": max(all_gather_object(updates)),

@@ -48,7 +48,7 @@ def read_config(args: Arguments) -> tuple[Config, dict[str, str]]:
         raise UserError(f"{flag} evaluates a checkpoint, and --resume never says to take none: leave one of them out")
     if args.eval_knn and args.script == IMAGENET:
         raise UserError("--eval-knn is for CIFAR-10 and Caltech101: DALI's loader has no training images in order")
-    if args.debug_nan and config.get("COMPILE"):
+    if args.debug_nan and config.COMPILE:
         raise UserError("--debug-nan looks into the model, which COMPILE merges into one piece: leave one of them out")
     return config, idle
 
@@ -91,7 +91,7 @@ def start(args: Arguments) -> Run:
     patches.apply()
     device = choose_device(rendezvous)
     if args.observer:
-        config.pop("COMPILE", None)  # does not change memory and messages
+        config.COMPILE = False  # does not change memory and messages
         launch_groups(config, rendezvous, "fake", args.observer.store, args.timeout, device)
         seed_ranks(config.SEED)
         args.observer.prepare(device)

@@ -352,7 +352,7 @@ def relay(output: Path, seed: int, values: dict) -> Iterator[Leg]:
 def test_a_relay_of_layouts_comes_to_the_losses_of_one_process(pytestconfig, tmp_path):
     """Of AdamW, but with steps so small that rounding, which differs between layouts, stays small."""
     rounds, seed = pytestconfig.option.cases or 5, pytestconfig.option.seed
-    values = {**SAVES, "LEARNING_RATE": 1e-4, "NUM_EPOCHS": math.ceil(rounds / 14)}  # of 44 steps
+    values = {**SAVES, "LEARNING_RATE": 1e-4, "NUM_EPOCHS": math.ceil(rounds / 14)}  # 44 steps each
     done = kill_again_and_again(relay(tmp_path / "run", seed, values), tmp_path / "run", rounds, seed)
     undisturbed = training.train(tmp_path / "alone", steps=None, **values)
     assert 0 < check_same_curves(tmp_path / "run", undisturbed.output) < ANY_STEP

@@ -87,7 +87,7 @@ def draw_command(draw: random.Random) -> Command:
         "beside": draw.choice([None] * 5 + ["eval", "ls", "verify", "export"]),
         "stdout": draw.choice(["read"] * 5 + ["full"]),
         "saves": draw.choice(["written"] * 7 + list(SAVE_ERRORS)),
-        "damage": draw.choice([None] * 9 + DAMAGES),  # of the run, before the command
+        "damage": draw.choice([None] * 9 + DAMAGES),  # done to the run before the command
     }
 
 
@@ -256,7 +256,7 @@ def check_command(command: Command, result: fork_ranks.Result, folder: Path, bef
     codes, killed = set(result.codes), command["signal"] == signal.SIGKILL
     allowed = ENDS | ({1, -signal.SIGKILL} if killed else set()) | {-(command["signal"] or 0)}  # before it trains
     if (command["signal"] and not killed) or command["saves"] in SAVE_ERRORS:
-        allowed |= {1}  # of the other ranks, if the signalled one had no handler yet; or without its last checkpoint
+        allowed |= {1}  # the other ranks', if the signalled one had no handler yet; or without its last checkpoint
     assert codes <= allowed, str(result)
     assert command["signal"] or "Traceback" not in "".join(result.stderr), str(result)
     after = training.contents(folder)

@@ -9,7 +9,7 @@ accuracy. Not measured on GPUs here yet. For a small model on a CPU see the READ
 from colossalai.amp import AMP_TYPE
 
 # ---- Training ----
-BATCH_SIZE = 128  # of each rank; global batch = 128 × processes: 512 on four
+BATCH_SIZE = 128  # images of a rank; global batch = 128 × processes: 512 on four
 NUM_EPOCHS = 300
 WARMUP_EPOCHS = 1
 OPTIMIZER, SCHEDULE = "sgd", "linear"

@@ -10,7 +10,7 @@ accuracy. Not measured on GPUs here yet. The digits sample is smaller than one g
 from colossalai.amp import AMP_TYPE
 
 # ---- Training ----
-BATCH_SIZE = 256  # of each rank and micro-batch
+BATCH_SIZE = 256  # images in a micro-batch of a rank
 gradient_accumulation = 16  # global batch = 256 × 16 × processes: 4,096 on one, 16,384 on four
 NUM_EPOCHS = 300
 WARMUP_EPOCHS = 50

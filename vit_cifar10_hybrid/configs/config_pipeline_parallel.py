@@ -10,7 +10,7 @@ small one that trains in minutes.
 from colossalai.amp import AMP_TYPE
 
 # ---- Training ----
-BATCH_SIZE = 256  # of each data-parallel rank; global batch = 256 × data parallel size
+BATCH_SIZE = 256  # images of a data-parallel rank; global batch = 256 × data parallel size
 OPTIMIZER, SCHEDULE = "adamw", "cosine"
 LEARNING_RATE = 3e-3
 WEIGHT_DECAY = 0.3

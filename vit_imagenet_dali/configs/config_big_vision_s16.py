@@ -18,7 +18,7 @@ mixed with its neighbour in the batch, there with the one before it.
 from colossalai.amp import AMP_TYPE
 
 # ---- Training ----
-BATCH_SIZE = 128  # of each rank and micro-batch
+BATCH_SIZE = 128  # images in a micro-batch of a rank
 gradient_accumulation = 1
 GLOBAL_BATCH = 1_024  # 128 × 8 GPUs
 NUM_EPOCHS = 90

@@ -13,7 +13,7 @@ main.py, augment.py, samplers.py and models_v2.py. Different here: as in `config
 from colossalai.amp import AMP_TYPE
 
 # ---- Training ----
-BATCH_SIZE = 256  # of each rank and micro-batch
+BATCH_SIZE = 256  # images in a micro-batch of a rank
 gradient_accumulation = 1
 GLOBAL_BATCH = 2_048  # 256 × 8 GPUs
 NUM_EPOCHS = 800

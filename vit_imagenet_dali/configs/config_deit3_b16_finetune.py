@@ -15,7 +15,7 @@ operations; 27 of 30 is 9 of timm's 10.
 from colossalai.amp import AMP_TYPE
 
 # ---- Training ----
-BATCH_SIZE = 64  # of each rank and micro-batch
+BATCH_SIZE = 64  # images in a micro-batch of a rank
 gradient_accumulation = 1
 GLOBAL_BATCH = 512  # 64 × 8 GPUs
 NUM_EPOCHS = 20

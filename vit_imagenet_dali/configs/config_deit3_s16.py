@@ -16,7 +16,7 @@ its neighbour in the batch, there with the one at the other end.
 from colossalai.amp import AMP_TYPE
 
 # ---- Training ----
-BATCH_SIZE = 256  # of each rank and micro-batch
+BATCH_SIZE = 256  # images in a micro-batch of a rank
 gradient_accumulation = 1
 GLOBAL_BATCH = 2_048  # 256 × 8 GPUs
 NUM_EPOCHS = 800

@@ -16,7 +16,7 @@ an image, there timm's rand-m9-mstd0.5-inc1: two, each every other time, and of 
 from colossalai.amp import AMP_TYPE
 
 # ---- Training ----
-BATCH_SIZE = 128  # of each rank and micro-batch
+BATCH_SIZE = 128  # images in a micro-batch of a rank
 gradient_accumulation = 1
 GLOBAL_BATCH = 1_024  # 128 × 8 GPUs
 NUM_EPOCHS = 100

@@ -14,7 +14,7 @@ util/lr_decay.py and util/datasets.py: learning rate 1e-3 × 1,024 ÷ 256. Diffe
 from colossalai.amp import AMP_TYPE
 
 # ---- Training ----
-BATCH_SIZE = 64  # of each rank and micro-batch
+BATCH_SIZE = 64  # images in a micro-batch of a rank
 gradient_accumulation = 2
 GLOBAL_BATCH = 1_024  # 64 × 2 × 8 GPUs
 NUM_EPOCHS = 50
