@@ -96,4 +96,4 @@ def cases(args: argparse.Namespace) -> dict[str, Case]:
     return {f"{model}; on {number}": Case(partial(sides, model, number)) for model, number in pairs}
 
 
-BENCHMARK = Benchmark(cases, rounds=2, steps=6, compared=0)
+BENCHMARK = Benchmark(cases, rounds=2, steps=6, compared=0, summary=errors)
