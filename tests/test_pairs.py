@@ -3,11 +3,13 @@
 Each run is compared with one process in fp32 that has of its features only those that change what is learned.
 """
 
+import functools
 import itertools
 import os
 import random
 
 import pytest
+import torch
 from colossal_vit.data.digits import write_cifar10
 from safetensors.torch import save_file
 
@@ -18,8 +20,6 @@ import training
 from layouts import OPTIMIZERS, tensor
 from test_finetune import full_weights
 from test_layouts import assert_same_curve
-
-pytestmark = pytest.mark.usefixtures("compiler")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The table
@@ -112,6 +112,14 @@ def test_table_is_that_of_its_seed():
 LEARNED = ("finetune", "mix", "ema", "LAMB")  # these change what is learned, the others must not
 STEPS_PER_EPOCH, NUM_EPOCHS = 3, 2
 HALF = 0.02  # how far half precision may be from fp32, as in test_layouts.py
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_kernels():
+    """COMPILE records, differentiates and splits graphs, whose operators stay PyTorch's: test_compile.py has kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager_decomp_partition"))
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -101,7 +101,7 @@ def test_masks_after_resuming(tmp_path, random_weights):
 
     def save():
         trainer, loader = test_resume.build()
-        test_resume.save(test_resume.load(trainer, loader, tmp_path / "there"), trainer, loader)
+        test_resume.save(test_resume.load(trainer, loader, tmp_path / "there"))
         return masks(trainer.engine.bare_model, Layout.of(gpc.config, size))
 
     def load(world_size):

@@ -237,7 +237,7 @@ def test_every_call_fits_the_installed_versions():
         right, unknown = right + fits, unknown + open_
     assert not wrong, "\n".join(wrong)
     assert not unknown, f"{len(unknown)} calls cannot be checked: {sorted(set(unknown))}"
-    assert len(right) > 400
+    assert len(right) > 300, "most of the calls are found"
     hardest = {DistributedDataParallel, dist.reduce, dist.broadcast, dist.init_process_group, dist.new_group}
     assert hardest | {fn.readers.tfrecord, Pipeline, timm.create_model, torch.optim.AdamW} <= set(right)
 

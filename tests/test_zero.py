@@ -48,8 +48,11 @@ def small_buckets(monkeypatch, size):
         monkeypatch.setattr(module, "IN_FLIGHT_BYTES", 2 * size)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("layout", SPLITS)
+# Eight ranks take long, and hold what four hold in other numbers: LAMB, which has accumulation and stage 2, is enough.
+CURVES = [(layout, name) for layout, (ranks, _) in SPLITS.items() for name in OPTIMIZERS if ranks < 8 or name == "lamb"]
+
+
+@pytest.mark.parametrize(("layout", "optimizer"), CURVES)
 def test_same_curve_as_one_process(layout, optimizer, reference, tmp_path, monkeypatch):
     """Also with accumulation and stage 2, and with layers that wait for their weights in the next forward pass.
 

@@ -273,7 +273,7 @@ def data(tmp_path_factory):
     return folders
 
 
-@pytest.mark.cases(15)
+@pytest.mark.cases(12)
 def test_two_random_commands_one_after_the_other_leave_valid_runs(seed, data, tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "PATIENCE", 2.0)
     draw, known, place = random.Random(seed), set(), None

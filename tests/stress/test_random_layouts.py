@@ -180,7 +180,7 @@ def check(case: Case, folder: Path, *more: str) -> None:
     assert here["eval_images"] == there["eval_images"] == NUM_TEST_IMAGES
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(3)
 def test_two_random_layouts_one_after_the_other_train_what_one_process_does(seed, tmp_path):
     case = draw_case(seed)
     print(as_commands(case))
