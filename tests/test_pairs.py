@@ -116,7 +116,7 @@ HALF = 0.02  # how far half precision may be from fp32, as in test_layouts.py
 
 @pytest.fixture(scope="module", autouse=True)
 def no_kernels():
-    """COMPILE records, differentiates and splits graphs, whose operators stay PyTorch's: test_compile.py has kernels."""
+    """COMPILE makes forward and backward graphs, whose operators stay PyTorch's: test_compile.py has kernels."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager_decomp_partition"))
         yield
