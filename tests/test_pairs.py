@@ -119,6 +119,8 @@ def no_kernels():
     """COMPILE makes forward and backward graphs, whose operators stay PyTorch's: test_compile.py has kernels."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager_decomp_partition"))
+        # Imports what compiling needs, before there are ranks that would all do it.
+        torch.compile(torch.nn.GELU())(torch.ones(32, requires_grad=True)).sum().backward()
         yield
 
 
