@@ -23,7 +23,7 @@ SCRIPTS = (
 
 
 def cpu_seconds(python: str, module: str, folder: Path, number: int) -> dict[str, float]:
-    """User and system seconds of a process that imports `module` in `folder` and exits."""
+    """User and system seconds of a process that imports `module` in `folder` and exits; `python` is seen from ROOT."""
 
     def spent() -> float:
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -31,7 +31,7 @@ def cpu_seconds(python: str, module: str, folder: Path, number: int) -> dict[str
 
     before = spent()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    subprocess.run([python, "-c", f"import {module}"], cwd=folder, env=environment, check=True)
+    subprocess.run([ROOT / python, "-c", f"import {module}"], cwd=folder, env=environment, check=True)
     return {"CPU seconds": spent() - before}
 
 
@@ -45,11 +45,12 @@ def sides(python: str, args: argparse.Namespace) -> dict[str, Side]:
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--python", nargs="+", default=[], help="interpreters of further environments")
+    parser.add_argument("--python", nargs="+", default=[], help="interpreters of further environments, from the root")
 
 
 def cases(args: argparse.Namespace) -> dict[str, Case]:
-    return {python: Case(partial(sides, python)) for python in (sys.executable, *args.python)}
+    own = str(Path(sys.executable).relative_to(ROOT)) if sys.executable.startswith(f"{ROOT}/") else sys.executable
+    return {python: Case(partial(sides, python)) for python in (own, *args.python)}
 
 
 BENCHMARK = Benchmark(cases, rounds=7, flags=flags)
