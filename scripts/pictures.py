@@ -167,12 +167,10 @@ def predicted_and_measured() -> Figure:
     figure = new_figure(4.6, 4.2)
     axes = figure.subplots()
     ends = np.array([np.inf, 0.0])
-    rounds = read("planner_cpu/planner.json")["rounds"]
-    for color, model in zip(COLORS, dict.fromkeys(case.partition(";")[0] for case in rounds), strict=False):
-        layouts = [found for case, sides in rounds.items() if case.startswith(model) for found in sides.values()]
+    for color, (model, layouts) in zip(COLORS, read("planner_cpu/planner.json")["seconds"].items(), strict=False):
         measured, predicted = (
-            np.array([statistics.median(seconds[side] for seconds in found) for found in layouts])
-            for side in ("measured, s", "predicted, s")
+            np.array([statistics.median(seconds[side]) for seconds in layouts.values()])
+            for side in ("measured", "predicted")
         )
         axes.plot(measured, predicted, "o", color=color, markersize=5, alpha=0.8, label=model)
         ends = np.array([min(ends[0], measured.min()), max(ends[1], measured.max())])
