@@ -146,12 +146,12 @@ def test_replicas_of_a_pipeline_reduce_during_their_last_backward_pass(monkeypat
 @pytest.mark.parametrize(
     ("layout", "amp"),
     [
-        *itertools.product(["1D 2", "2D 4", "2.5D 4", "3D 8"], ["NAIVE", "TORCH"]),
+        *itertools.product(["1D 2", "2D 4"], ["NAIVE", "TORCH"]),  # all of them in fp16, below
         ("PP 2 interleaved × 2", "NAIVE"),  # TORCH does not work with a pipeline, and is refused
         ("PP 2 × 1D 2", "NAIVE"),
     ],
 )
-def test_mixed_precision_in_every_mode(layout, amp, reference, tmp_path, random_weights):
+def test_bf16_follows_fp32(layout, amp, reference, tmp_path, random_weights):
     """bf16 keeps 8 bits: the first steps follow fp32 to a few per cent, but not exactly."""
     world_size, values = small(layout)
     steps = training.train(tmp_path, world_size, steps=3, amp=amp, **values).steps
@@ -183,7 +183,6 @@ def fp32(tmp_path_factory):
         ("PP 2", "NAIVE"),
         ("PP 2 interleaved × 2", "NAIVE"),
         ("PP 2 × 1D 2", "NAIVE"),
-        ("PP 2 × 2D 4", "NAIVE"),
     ],
 )
 def test_fp16_with_loss_scaling_in_every_mode(layout, amp, fp32, tmp_path, random_weights):
