@@ -18,6 +18,7 @@ import conftest
 import fork_ranks
 import training
 from layouts import OPTIMIZERS, tensor
+from test_compile import GRAPHS
 from test_finetune import full_weights
 from test_layouts import assert_same_curve
 
@@ -118,7 +119,7 @@ HALF = 0.02  # how far half precision may be from fp32, as in test_layouts.py
 def no_kernels():
     """COMPILE makes forward and backward graphs, whose operators stay PyTorch's: test_compile.py has kernels."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager_decomp_partition"))
+        patch.setattr(torch, "compile", functools.partial(torch.compile, backend=GRAPHS))
         # Imports what compiling needs, before there are ranks that would all do it.
         torch.compile(torch.nn.GELU())(torch.ones(32, requires_grad=True)).sum().backward()
         yield

@@ -9,6 +9,8 @@ from typing import Any
 from colossal_vit.checkpoint import storage
 from colossal_vit.results import METRICS
 
+import test_checkpoint
+
 FIELDS = ["epoch", "images", "moments_step", "ranks", "config", "best"]  # that can be none of `WRONG`
 WRONG = ["x", -1, [1], float("nan")]
 STRANGE = [b"null", b"\xff", b"\0" * 9, b"[]", b'{"step": "x"}', b'{"step": -1}', b'{"step": 1e400}', b"[" * 99_999]
@@ -25,7 +27,4 @@ def forge(checkpoint: Path, draw: random.Random, fields: Sequence[str] = FIELDS,
     """Change a checkpoint's state: one of `fields` to something wrong, and each key of `values` to its value."""
     state = json.loads((checkpoint / storage.STATE).read_text())
     state |= {draw.choice(fields): draw.choice(WRONG), **values}
-    (checkpoint / storage.STATE).write_text(storage._to_text(state))
-    manifest = json.loads((checkpoint / storage.MANIFEST).read_text())
-    manifest["files"][storage.STATE] = storage._fingerprint(checkpoint / storage.STATE)
-    (checkpoint / storage.MANIFEST).write_text(storage._to_text(manifest))
+    test_checkpoint.forge(checkpoint, storage.STATE, storage._to_text(state).encode())
