@@ -1,0 +1,120 @@
+"""Dropout and stochastic depth that drop the same in every layout.
+
+What a layer drops of a sample is a function of the seed, the optimizer step, the sample's place in the global batch and
+the layer's name, see `philox.py`. It is computed again in the backward pass: no mask is stored.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from colossal_vit.rng import philox
+from torch import Tensor, nn
+
+_samples: Tensor | None = None
+
+
+@contextmanager
+def batch_of(samples: Tensor) -> Iterator[None]:
+    """Around a forward pass for training: (B, 2), each sample's optimizer step and place in the global batch."""
+    global _samples
+    before, _samples = _samples, samples
+    try:
+        yield
+    finally:
+        _samples = before
+
+
+def current_samples() -> Tensor | None:
+    """Those of the innermost `batch_of`; None outside of any."""
+    return _samples
+
+
+@torch.library.custom_op("colossal_vit::drop", mutates_args=())
+def drop(x: Tensor, samples: Tensor, key: Tensor, first: int, channels: int) -> Tensor:
+    """Set elements to 0 and scale the others up, so that the mean stays.
+
+    Args:
+        x: (B, ..., c), contiguous; c of the full model's channels.
+        samples: (B, 2), see `batch_of`.
+        key: a layer's seed, `word` and threshold, int64.
+        first, channels: the first channel of x, and the full model's number of channels.
+
+    Returns:
+        Of the shape and type of x.
+    """
+    if x.is_cuda:
+        from colossal_vit.rng import kernels  # here, since a CPU needs no Triton
+
+        return kernels.launch(x.flatten(1, -2), samples, key, first, channels).view_as(x)
+    seed, layer, threshold = key.tolist()
+    tokens = x[0, ..., 0].numel()
+    mask = philox.kept(seed, layer, threshold, samples.numpy(), tokens, channels, slice(first, first + x.shape[-1]))
+    kept = torch.from_numpy(mask).view(torch.uint8).reshape(x.shape)
+    return kept.to(x.dtype).mul_(x).mul_(philox.ONE / (philox.ONE - threshold))
+
+
+@drop.register_fake
+def _(x: Tensor, samples: Tensor, key: Tensor, first: int, channels: int) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _save(ctx, inputs, output) -> None:
+    _, samples, key, *ctx.channels = inputs
+    ctx.save_for_backward(samples, key)
+
+
+def _backward(ctx, grad: Tensor):
+    return drop(grad.contiguous(), *ctx.saved_tensors, *ctx.channels), None, None, None, None
+
+
+drop.register_autograd(_backward, setup_context=_save)
+
+
+class Dropout(nn.Module):
+    """Dropout (N. Srivastava et al., JMLR 15, 2014) of (B, ..., C), in training only.
+
+    Args:
+        rate: the probability that an element is dropped, rounded to 2^-16.
+        part: this rank's number among those that split the channels, and how many they are.
+    """
+
+    key: Tensor  # see `drop`; set by `name_layers`
+
+    def __init__(self, rate: float, part: tuple[int, int] = (0, 1)):
+        super().__init__()
+        self.rate, self.part = rate, part
+
+    def _apply(self, fn, *args):
+        if "key" in self.__dict__:
+            self.key = fn(self.key)  # not a buffer, which DDP would send in each forward pass
+        return super()._apply(fn, *args)
+
+    def forward(self, x: Tensor, samples: Tensor | None = None) -> Tensor:
+        """Drop elements of x; without `samples`, those of `current_samples`."""
+        if not self.training or self.rate == 0.0:
+            return x
+        samples = current_samples() if samples is None else samples
+        number, parts = self.part
+        return drop(x.contiguous(), samples, self.key, number * x.shape[-1], parts * x.shape[-1])
+
+    def extra_repr(self) -> str:
+        return f"{self.rate}"
+
+
+class DropPath(Dropout):
+    """Drops a residual branch for some samples of a batch, and scales it up for the others (G. Huang et al., "Deep
+    Networks with Stochastic Depth", arXiv:1603.09382)."""
+
+    def forward(self, x: Tensor, samples: Tensor | None = None) -> Tensor:
+        if not self.training or self.rate == 0.0:
+            return x
+        return x * super().forward(x.new_ones(len(x), *[1] * (x.ndim - 1)), samples)
+
+
+def name_layers(model: nn.Module, seed: int) -> None:
+    """Give each dropout layer its own random numbers, by its name in the model and the seed of the run."""
+    for name, module in model.named_modules():
+        if isinstance(module, Dropout):
+            threshold = round(module.rate * philox.ONE)
+            module.key = torch.tensor([seed, philox.word(name), threshold])

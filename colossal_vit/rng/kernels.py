@@ -1,0 +1,66 @@
+"""`philox.kept` and the dropout it decides, as a Triton kernel."""
+
+import torch
+import triton
+import triton.language as tl
+from colossal_vit.rng.philox import BLOCK, word
+from torch import Tensor
+
+LANES = 64  # blocks of a program
+
+
+@triton.jit
+def philox(c0, c1, c2, c3, k0, k1):
+    """Philox4x64-10 of tensors of uint64."""
+    m0 = tl.full(c0.shape, 0xD2E7470EE14C6C93, tl.uint64)
+    m1 = tl.full(c0.shape, 0xCA5A826395121157, tl.uint64)
+    for _ in tl.static_range(10):
+        high0, low0 = tl.umulhi(m0, c0), m0 * c0
+        high1, low1 = tl.umulhi(m1, c2), m1 * c2
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0 += 0x9E3779B97F4A7C15
+        k1 += 0xBB67AE8584CAA73B
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def drop(x, y, samples, key, purpose, tokens, channels, first, count, LANES: tl.constexpr):
+    """y = x · mask / (1 − rate) for a part of the lanes' blocks of one sample; x and y are (B, tokens, count)."""
+    sample = tl.program_id(0).to(tl.int64)
+    lane = tl.program_id(1) * LANES + tl.arange(0, LANES)
+    blocks = (first + count + 15) // 16 - first // 16  # of a row, in this rank's channels
+    token = lane // blocks
+    block = first // 16 + lane % blocks
+    zero = tl.zeros([LANES], tl.uint64)
+    step, place = tl.load(samples + 2 * sample), tl.load(samples + 2 * sample + 1)
+    seed, layer, threshold = tl.load(key), tl.load(key + 1), tl.load(key + 2)
+    counter = (token.to(tl.int64) * ((channels + 15) // 16) + block + 1).to(
+        tl.uint64
+    )  # numpy counts up before it draws
+    c0, c1, c2, c3 = philox(
+        counter,
+        zero + place.to(tl.uint64),
+        zero + layer.to(tl.uint64),
+        zero + step.to(tl.uint64),
+        zero + seed.to(tl.uint64),
+        zero + purpose.to(tl.uint64),
+    )
+    words = tl.join(tl.join(c0, c2), tl.join(c1, c3)).reshape(LANES, 4, 1)
+    bits = (words >> (tl.arange(0, 4) * 16).to(tl.uint64)[None, None, :]) & 0xFFFF
+    bits = bits.to(tl.int32).reshape(LANES, 16)
+    channel = block[:, None] * 16 + tl.arange(0, 16)[None, :] - first
+    inside = (token < tokens)[:, None] & (channel >= 0) & (channel < count)
+    at = (sample * tokens + token[:, None]) * count + channel
+    scale = 65536.0 / (65536 - threshold).to(tl.float32)
+    values = tl.load(x + at, inside).to(tl.float32) * scale
+    tl.store(y + at, tl.where(bits >= threshold, values, 0.0), inside)
+
+
+def launch(x: Tensor, samples: Tensor, key: Tensor, first: int, channels: int) -> Tensor:
+    """See `dropout.drop`; x is (B, tokens, channels of this rank), contiguous."""
+    y = torch.empty_like(x)
+    batch, tokens, count = x.shape
+    lanes = tokens * (-(-(first + count) // BLOCK) - first // BLOCK)
+    grid = batch, triton.cdiv(lanes, LANES)
+    drop[grid](x, y, samples, key, word("dropout"), tokens, channels, first, count, LANES)
+    return y

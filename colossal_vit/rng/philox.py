@@ -1,0 +1,87 @@
+"""Philox4x64-10, the counter-based generator of every random number in training.
+
+J. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. A key and a counter of 4 words of 64 bits give
+4 random words. The key is the seed and a purpose; the counter says what exactly is drawn, for example which epoch's
+which image. `kernels.py` computes the same on GPUs.
+"""
+
+import functools
+import hashlib
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.random import Generator, Philox
+
+BLOCK = 16  # elements that share a counter: 4 words of 64 bits, and an element has 16 bits
+ONE = 1 << 16  # in these bits
+
+
+@functools.cache
+def word(name: str) -> int:
+    """A word of a key or counter, below 2^56, that stands for a name."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest())
+
+
+def _philox(seed: int, purpose: str, counter: Sequence[int]) -> Philox:
+    return Philox(key=np.array([seed, word(purpose)], np.uint64), counter=np.array(counter, np.uint64))
+
+
+def generator(seed: int, purpose: str, *what: int) -> Generator:
+    """Random numbers of one thing.
+
+    Args:
+        seed: of the run.
+        purpose: what they are for; other purposes have other numbers.
+        what: up to 3 numbers from 0 that name the thing, for example epoch and image.
+    """
+    return Generator(_philox(seed, purpose, [0, *what, *[0] * (3 - len(what))]))
+
+
+@functools.cache
+def _threads(number: int, process: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(number)  # of this process: a fork has none of its parent's threads
+
+
+def kept(
+    seed: int, layer: int, threshold: int, samples: np.ndarray, tokens: int, channels: int, part: slice
+) -> np.ndarray:
+    """Which elements a layer's dropout keeps: those whose 16 bits are not below `threshold`.
+
+    A sample's (tokens, channels) are drawn row by row, each row in whole blocks, so that the GPU of a rank with some of
+    the channels need not draw the others. Here they are drawn and cut off: numpy takes longer to start than to draw.
+
+    Args:
+        seed: of the run.
+        layer: the layer's `word`.
+        threshold: the dropout rate in units of 2^-16.
+        samples: (B, 2), each one's optimizer step and place in the global batch.
+        tokens, channels: of a sample in the full model.
+        part: this rank's channels.
+
+    Returns:
+        bool (B, tokens, channels of the part).
+    """
+    width = -(-channels // BLOCK) * BLOCK
+    mask = np.empty((len(samples), tokens, width), bool)
+
+    def draw(rows: range) -> None:
+        philox = _philox(seed, "dropout", [0] * 4)
+        state = philox.state
+        for row in rows:
+            step, place = samples[row]
+            state["state"]["counter"][:] = 0, place, layer, step
+            philox.state = state  # its buffer is empty, as at the start
+            bits = philox.random_raw(tokens * width // 4).view(np.uint16)
+            np.greater_equal(bits.reshape(tokens, width), threshold, out=mask[row])
+
+    number = min(torch.get_num_threads(), len(samples))
+    if number == 1:
+        draw(range(len(samples)))
+    else:
+        bounds = pairwise(len(samples) * part // number for part in range(number + 1))
+        list(_threads(number, os.getpid()).map(lambda ends: draw(range(*ends)), bounds))
+    return mask[..., part]
