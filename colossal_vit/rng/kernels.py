@@ -34,6 +34,7 @@ def drop(x, y, samples, key, purpose, tokens, channels, first, count, LANES: tl.
     zero = tl.zeros([LANES], tl.uint64)
     step, place = tl.load(samples + 2 * sample), tl.load(samples + 2 * sample + 1)
     seed, layer, threshold = tl.load(key), tl.load(key + 1), tl.load(key + 2)
+    # numpy counts up before it draws, hence + 1.
     counter = (token.to(tl.int64) * ((channels + 15) // 16) + block + 1).to(
         tl.uint64
     )  # numpy counts up before it draws
