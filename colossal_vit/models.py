@@ -7,8 +7,9 @@ import timm
 import torch
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.layout import Layout
+from colossal_vit.rng.dropout import Dropout, DropPath, name_layers
 from colossalai.context import Config
-from timm.layers import DropPath, build_sincos2d_pos_embed
+from timm.layers import build_sincos2d_pos_embed
 from torch import nn
 
 MODELS = ["vit_*", "deit3_*"]  # timm's models that the examples take
@@ -51,18 +52,27 @@ def fix_positions(model: nn.Module) -> None:
     model.register_buffer("pos_embed", torch.cat([others, patches])[None])
 
 
-def set_drop_path(model: nn.Module, rate: float, uniform: bool) -> None:
-    """Set the stochastic depth of a timm model's blocks: `rate` in all of them, or linear from 0 to it.
+def set_dropout(model: nn.Module, config: Config) -> None:
+    """Put our dropout and stochastic depth in the places of a timm model's own, see `colossal_vit.rng.dropout`.
 
-    timm's own way reads the rates from a tensor, which in a dry run has no values.
+    The rate of stochastic depth is DROP_PATH_RATE in all blocks, or linear from 0 to it.
     """
-    last = max(len(model.blocks) - 1, 1)
+
+    def replace(parent: nn.Module, path_rate: float) -> None:
+        for name, module in parent.named_children():
+            if name.startswith("drop_path"):  # one in blocks of parallel parts, two in others
+                setattr(parent, name, DropPath(path_rate))
+            elif isinstance(module, nn.Dropout):
+                setattr(parent, name, Dropout(module.p))
+            elif module is not model.blocks:
+                replace(module, path_rate)
+
+    replace(model, 0.0)
     for number, block in enumerate(model.blocks):
-        of_block = rate if uniform else rate * number / last
-        for module in list(block.modules()):
-            for name, _ in list(module.named_children()):
-                if name.startswith("drop_path"):  # one in blocks of parallel parts, two in others
-                    setattr(module, name, DropPath(of_block) if of_block else nn.Identity())
+        replace(
+            block, config.DROP_PATH_RATE * (1 if config.DROP_PATH_UNIFORM else number / max(len(model.blocks) - 1, 1))
+        )
+    name_layers(model, config.SEED)
 
 
 def build_timm_vit(config: Config) -> nn.Module:
@@ -83,7 +93,7 @@ def build_timm_vit(config: Config) -> nn.Module:
         )
     if config.POSITIONS == "sincos2d":
         fix_positions(model)
-    set_drop_path(model, config.DROP_PATH_RATE, config.DROP_PATH_UNIFORM)
+    set_dropout(model, config)
     return model
 
 

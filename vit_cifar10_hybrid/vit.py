@@ -6,25 +6,21 @@ layers it is made of depends on the tensor-parallel mode and is decided in one p
 holds depends on its pipeline stage.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 import torch.nn.functional as F
 from colossal_vit.config.load import num_model_chunks
 from colossal_vit.errors import UserError
 from colossal_vit.models import cpu_seed
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.partition import partition_blocks
-from colossal_vit.parallel.sharding import annotate, load_full, split_batch
+from colossal_vit.parallel.sharding import activation_part, annotate, load_full
+from colossal_vit.rng.dropout import Dropout, DropPath, current_samples, name_layers
 from colossalai.context import Config
 from colossalai.legacy import nn as col_nn
 from colossalai.legacy.context import ParallelMode
-from colossalai.legacy.context.random import set_seed_states
-from colossalai.legacy.context.random._helper import get_states
 from colossalai.legacy.core import global_context as gpc
-from colossalai.legacy.nn.layer.vanilla import WrappedDropout
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -35,19 +31,12 @@ NORM_EPS = 1e-6  # timm's; PyTorch's default is 1e-5
 class Layers(NamedTuple):
     """The layer classes of a tensor-parallel mode.
 
-    A column layer's output is split over the ranks, as is a row layer's input. `dropout` is for activations between
-    blocks: in 1D they are replicated, so all ranks have to drop the same elements; in 2D, 2.5D and 3D they are split,
-    so each rank has its own mask.
+    A column layer's output is split over the ranks, as is a row layer's input.
     """
 
     column: Callable[[int, int], nn.Module]
     row: Callable[[int, int], nn.Module]
     norm: Callable[[int], nn.Module]
-    dropout: Callable[[float], nn.Module]
-
-
-def _dropout_of_parts(rate: float) -> nn.Module:
-    return WrappedDropout(rate, mode=ParallelMode.TENSOR)
 
 
 def _norm(size: int) -> nn.Module:
@@ -58,41 +47,17 @@ def _norm_of_parts(size: int) -> nn.Module:
     return col_nn.LayerNorm(size, eps=NORM_EPS)
 
 
-_SPLIT = Layers(col_nn.Linear, col_nn.Linear, _norm_of_parts, _dropout_of_parts)
+_SPLIT = Layers(col_nn.Linear, col_nn.Linear, _norm_of_parts)
 LAYERS: dict[str | None, Layers] = {
-    None: Layers(col_nn.Linear, col_nn.Linear, _norm, nn.Dropout),
+    None: Layers(col_nn.Linear, col_nn.Linear, _norm),
     # Norms see the whole hidden vector on every rank, so PyTorch's is right; upstream's needs a CUDA kernel compiled at
     # run time. Upstream's automatic Linear chooses column or row by shape alone, which is wrong for `proj`.
-    "1d": Layers(col_nn.Linear1D_Col, col_nn.Linear1D_Row, _norm, nn.Dropout),
+    "1d": Layers(col_nn.Linear1D_Col, col_nn.Linear1D_Row, _norm),
     # Every layer splits its input and its output, and upstream's automatic layers are right.
     "2d": _SPLIT,
     "2.5d": _SPLIT,
     "3d": _SPLIT,
 }
-
-
-class DropPath(nn.Module):
-    """Drops a residual branch for some images of a batch, and scales it up for the others (G. Huang et al., "Deep
-    Networks with Stochastic Depth", arXiv:1603.09382).
-
-    The mask is drawn for the whole batch, the same on all tensor-parallel ranks; each rank uses its images' part of it.
-
-    Args:
-        rate: the probability that an image's branch is dropped.
-        batch_parts: number of parts into which the tensor-parallel ranks split a batch.
-    """
-
-    draws_together = True  # tells `engine.assembly` not to compile it, since ranks have to draw the same numbers
-
-    def __init__(self, rate: float, batch_parts: int):
-        super().__init__()
-        self.rate, self.batch_parts = rate, batch_parts
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.rate == 0.0:
-            return x
-        kept = torch.rand(x.shape[0] * self.batch_parts, device=x.device) >= self.rate
-        return x * (split_batch(kept) / (1 - self.rate)).to(x.dtype).view(-1, 1, 1)
 
 
 class Attention(nn.Module):
@@ -103,14 +68,14 @@ class Attention(nn.Module):
         self.head_size = config.HIDDEN_SIZE // config.NUM_HEADS
         self.qkv = layers.column(config.HIDDEN_SIZE, 3 * config.HIDDEN_SIZE)
         self.proj = layers.row(config.HIDDEN_SIZE, config.HIDDEN_SIZE)
-        self.drop = layers.dropout(config.DROP_RATE)
+        self.proj_drop = Dropout(config.DROP_RATE, activation_part())
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, samples: Tensor | None) -> Tensor:
         qkv = self.qkv(x)  # (B, N, heads on this rank × [query, key, value] × head_size)
         parts = qkv.unflatten(-1, (-1, 3, self.head_size)).unbind(-2)  # 3 × (B, N, heads, head_size)
         q, k, v = (part.transpose(1, 2) for part in parts)
         heads = F.scaled_dot_product_attention(q, k, v)
-        return self.drop(self.proj(heads.transpose(1, 2).flatten(2)))
+        return self.proj_drop(self.proj(heads.transpose(1, 2).flatten(2)), samples)
 
 
 class MLP(nn.Module):
@@ -120,34 +85,12 @@ class MLP(nn.Module):
         super().__init__()
         mlp_size = int(config.HIDDEN_SIZE * config.MLP_RATIO)
         self.fc1 = layers.column(config.HIDDEN_SIZE, mlp_size)
-        self.drop1 = _dropout_of_parts(config.DROP_RATE)
+        self.drop1 = Dropout(config.DROP_RATE, activation_part(inside_mlp=True))
         self.fc2 = layers.row(mlp_size, config.HIDDEN_SIZE)
-        self.drop2 = layers.dropout(config.DROP_RATE)
+        self.drop2 = Dropout(config.DROP_RATE, activation_part())
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.drop2(self.fc2(self.drop1(F.gelu(self.fc1(x)))))
-
-
-def _random_states() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Contexts for a checkpointed forward pass and for its recomputation, which has to draw the same random numbers.
-
-    PyTorch's checkpointing restores the device's generator only, but Colossal-AI has one more state per random stream.
-    Colossal-AI's own checkpointing restores those, but is of the reentrant kind.
-    """
-    states = get_states(copy=True)
-
-    @contextmanager
-    def recompute() -> Iterator[None]:
-        later = get_states(copy=True)
-        for mode, state in states.items():
-            set_seed_states(mode, state)
-        try:
-            yield
-        finally:
-            for mode, state in later.items():
-                set_seed_states(mode, state)
-
-    return nullcontext(), recompute()
+    def forward(self, x: Tensor, samples: Tensor | None) -> Tensor:
+        return self.drop2(self.fc2(self.drop1(F.gelu(self.fc1(x)), samples)), samples)
 
 
 class Block(nn.Module):
@@ -157,26 +100,28 @@ class Block(nn.Module):
         layers: of the tensor-parallel mode.
         config: of the run.
         number: of this block in the model; the drop-path rate grows linearly with it, to DROP_PATH_RATE at the last.
-        batch_parts: number of parts into which the tensor-parallel ranks split a batch.
     """
 
-    def __init__(self, layers: Layers, config: Config, number: int, batch_parts: int):
+    def __init__(self, layers: Layers, config: Config, number: int):
         super().__init__()
         self.norm1 = layers.norm(config.HIDDEN_SIZE)
         self.attn = Attention(layers, config)
         self.norm2 = layers.norm(config.HIDDEN_SIZE)
         self.mlp = MLP(layers, config)
-        self.drop_path = DropPath(config.DROP_PATH_RATE * number / max(config.DEPTH - 1, 1), batch_parts)
+        rate = config.DROP_PATH_RATE * number / max(config.DEPTH - 1, 1)
+        self.drop_path1, self.drop_path2 = DropPath(rate, activation_part()), DropPath(rate, activation_part())
         self.checkpoint = config.CHECKPOINT
 
-    def _forward(self, x: Tensor) -> Tensor:
-        x = x + self.drop_path(self.attn(self.norm1(x)))
-        return x + self.drop_path(self.mlp(self.norm2(x)))
+    def _forward(self, x: Tensor, samples: Tensor | None) -> Tensor:
+        x = x + self.drop_path1(self.attn(self.norm1(x), samples), samples)
+        return x + self.drop_path2(self.mlp(self.norm2(x), samples), samples)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, samples: Tensor | None = None) -> Tensor:
+        """x (B, N, C) behind the block; in training `samples` are those of x, for dropout."""
         if self.checkpoint and self.training:
-            return checkpoint(self._forward, x, use_reentrant=False, context_fn=_random_states)
-        return self._forward(x)
+            # When a pipeline recomputes a block, it has other samples in its forward passes: these are an argument.
+            return checkpoint(self._forward, x, samples, use_reentrant=False, preserve_rng_state=False)
+        return self._forward(x, samples)
 
 
 class ViT(nn.Module):
@@ -199,19 +144,21 @@ class ViT(nn.Module):
         hidden = config.HIDDEN_SIZE
         first, last = blocks.start == 0, blocks.stop == config.DEPTH
         self.patch_embed = col_nn.PatchEmbedding(config.IMG_SIZE, config.PATCH_SIZE, 3, hidden) if first else None
-        self.drop = layers.dropout(config.DROP_RATE)
-        self.blocks = nn.ModuleDict({str(n): Block(layers, config, n, layout.batch_parts) for n in blocks})
+        self.pos_drop = Dropout(config.DROP_RATE, activation_part())
+        self.blocks = nn.ModuleDict({str(n): Block(layers, config, n) for n in blocks})
         average = config.POOL == "avg"  # timm's norm is then behind the pooling, and named so
         self.norm = layers.norm(hidden) if last and not average else None
         self.fc_norm = layers.norm(hidden) if last and average else None
         self.head = col_nn.Classifier(hidden, config.NUM_CLASSES) if last else None
         annotate(self, rename=_timm_name, num_heads=config.NUM_HEADS)
+        name_layers(self, config.SEED)
 
     def forward(self, x: Tensor) -> Tensor:
+        samples = current_samples()
         if self.patch_embed is not None:
-            x = self.drop(self.patch_embed(x))
+            x = self.pos_drop(self.patch_embed(x), samples)
         for block in self.blocks.values():
-            x = block(x)
+            x = block(x, samples)
         if self.norm is not None:
             x = self.norm(x)[:, 0]
         if self.fc_norm is not None:

@@ -32,30 +32,31 @@ from colossalai.legacy.engine.schedule import (
     get_tensor_shape,
 )
 from colossalai.legacy.nn.layer.base_layer import ParallelLayer
-from colossalai.legacy.nn.layer.vanilla import WrappedDropout
 from colossalai.legacy.utils import is_using_ddp, is_using_pp, sync_model_param
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 
-class ForwardPasses:
-    """For pipeline schedules, whose upstream versions call the model past the engine."""
+class OneForwardOneBackward(PipelineSchedule):
+    """Colossal-AI's 1F1B schedule, which calls the model past the engine."""
 
     def _forward_step(self, engine: Engine, *args: Any, **options: Any) -> Tensor:
-        with engine.forward_pass():
+        first = self.microbatch_offset
+        with engine.forward_pass(range(first, first + self.microbatch_size), self.batch_size):
             return super()._forward_step(engine, *args, **options)
 
 
-class OneForwardOneBackward(ForwardPasses, PipelineSchedule):
-    """Colossal-AI's 1F1B schedule."""
-
-
-class InterleavedSchedule(ForwardPasses, InterleavedPipelineSchedule):
+class InterleavedSchedule(InterleavedPipelineSchedule):
     """Colossal-AI's interleaved 1F1B schedule, without a check that imports a module which no longer exists."""
 
     def pre_processing(self, engine: Engine) -> None:
         pass
+
+    def _forward_step(self, engine: Engine, model_chunk_id: int, *args: Any, **options: Any) -> Tensor:
+        first = self.microbatch_offset[model_chunk_id]
+        with engine.forward_pass(range(first, first + self.microbatch_size), self.batch_size):
+            return super()._forward_step(engine, model_chunk_id, *args, **options)
 
 
 def _stage_input(stage_output: Tensor | None, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -113,15 +114,14 @@ def _check_compilable(device: torch.device) -> None:
 def _compile(model: nn.Module) -> None:
     """Compile a model in place: as a whole, or under tensor or pipeline parallelism block by block.
 
-    The blocks share one compiled program. It has graph breaks at layers that communicate, and where random numbers are
-    drawn that the tensor-parallel ranks have to agree on.
+    The blocks share one compiled program, which has graph breaks at layers that communicate.
     """
     if gpc.tensor_parallel_size == 1 and not is_using_pp():
         model.compile()
         return
     for module in list(model.modules()):
         inner = getattr(module, "module", module)  # Colossal-AI's automatic layers wrap the real one
-        if isinstance(inner, (ParallelLayer, WrappedDropout)) or getattr(module, "draws_together", False):
+        if isinstance(inner, ParallelLayer):
             module.forward = torch.compiler.disable(module.forward)
         for block in getattr(module, "blocks", nn.ModuleDict()).children():
             block.compile()

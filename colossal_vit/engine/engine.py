@@ -18,9 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from colossal_vit.compat.patches import drop_gradients_of_frozen
+from colossal_vit.data.samplers import data_place
 from colossal_vit.engine.ema import Ema
 from colossal_vit.engine.zero import Zero
 from colossal_vit.errors import TrainingError
+from colossal_vit.rng.dropout import batch_of
+from colossalai.accelerator import get_accelerator
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from colossalai.legacy.engine import Engine as ColossalEngine
@@ -83,7 +86,7 @@ class Engine(ColossalEngine):
 
         DDP does so after the first step of a process, in the order in which gradients became ready. A gradient's place
         in its bucket determines the order in which four or more ranks sum it, and so the rounding. The weights are
-        left unchanged; buffers and random number generators are not.
+        left unchanged; buffers are not.
 
         Args:
             shape: of a batch of images, (B, 3, H, W).
@@ -91,7 +94,7 @@ class Engine(ColossalEngine):
         if isinstance(self.model, DistributedDataParallel):
             self.train()
             self._reduce_in_backward(True)
-            self.model(torch.zeros(shape, device=next(self.model.parameters()).device)).float().sum().backward()
+            self(torch.zeros(shape, device=get_accelerator().get_current_device())).float().sum().backward()
             self.optimizer.zero_grad()
             self._reduce_in_backward(self.accumulation == 1)
 
@@ -99,17 +102,37 @@ class Engine(ColossalEngine):
         if self._micro_step == 0:
             super().zero_grad()
 
+    def _samples(self, samples: range, batch_size: int) -> Tensor:
+        """What dropout tells the samples of a forward pass by: their optimizer step and place in the global batch.
+
+        Args:
+            samples: numbers in this rank's micro-step; a pipeline's forward pass has some of them.
+            batch_size: samples of this rank in a micro-step.
+
+        Returns:
+            int64 (B, 2) on the device.
+        """
+        replica, replicas = data_place(None, None)
+        first = (self._micro_step * replicas + replica) * batch_size
+        device = get_accelerator().get_current_device()
+        places = torch.arange(first + samples.start, first + samples.stop, device=device)
+        return torch.stack([torch.full_like(places, self.num_steps), places], dim=1)
+
     @contextmanager
-    def forward_pass(self) -> Iterator[None]:
-        """Around whatever calls the model. Pipelines call it, or a chunk of it, without the engine."""
-        with self.part("forward"):
+    def forward_pass(self, samples: range, batch_size: int) -> Iterator[None]:
+        """Around whatever calls the model. Pipelines call it, or a chunk of it, without the engine.
+
+        Args:
+            samples, batch_size: see `_samples`.
+        """
+        with self.part("forward"), batch_of(self._samples(samples, batch_size)):
             if self.zero:
                 self.zero.before_forward()
             yield
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.forward_pass():
-            return super().__call__(*args, **kwargs)
+    def __call__(self, images: Tensor) -> Any:
+        with self.forward_pass(range(len(images)), len(images)):
+            return super().__call__(images)
 
     def backward(self, loss: Tensor) -> None:
         with self.part("backward"):

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from colossal_vit.rng.dropout import ActivationPart
 from colossalai.accelerator import get_accelerator
-from colossalai.legacy.constants import INPUT_GROUP_3D, WEIGHT_GROUP_3D
+from colossalai.legacy.constants import INPUT_GROUP_3D, OUTPUT_GROUP_3D, WEIGHT_GROUP_3D
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from colossalai.legacy.global_variables import tensor_parallel_env
@@ -168,6 +169,29 @@ def split_batch(batch: Tensor, dim: int = 0) -> Tensor:
     """This rank's part of a batch in 2D, 2.5D and 3D, which split dimension `dim`; in 1D the whole batch."""
     split = {"2d": split_batch_2d, "2.5d": split_batch_2p5d, "3d": split_batch_3d}.get(tensor_parallel_env.mode)
     return split(batch, dim) if split else batch
+
+
+def activation_part(inside_mlp: bool = False) -> ActivationPart:
+    """This rank's part of the output of the layer that was built last.
+
+    Args:
+        inside_mlp: whether that is the first linear layer of an MLP, which splits its output in 1D, too.
+    """
+    match tensor_parallel_env.mode:
+        case "2d":
+            rows, columns = [ParallelMode.PARALLEL_2D_COL], ParallelMode.PARALLEL_2D_ROW
+        case "2.5d":
+            rows, columns = [ParallelMode.PARALLEL_2P5D_COL], ParallelMode.PARALLEL_2P5D_ROW
+        case "3d":  # each linear layer that is built swaps the input and the output group for the next one
+            *rows, columns = map(get_parallel_mode_from_env, (WEIGHT_GROUP_3D, INPUT_GROUP_3D, OUTPUT_GROUP_3D))
+        case "1d" if inside_mlp:
+            rows, columns = [], ParallelMode.PARALLEL_1D
+        case _:
+            return ActivationPart()
+    row, num_rows = 0, 1
+    for mode in rows:
+        row, num_rows = row * gpc.get_world_size(mode) + gpc.get_local_rank(mode), num_rows * gpc.get_world_size(mode)
+    return ActivationPart(row, num_rows, gpc.get_local_rank(columns), gpc.get_world_size(columns))
 
 
 def mean_over_batch_parts(loss: Tensor) -> Tensor:

@@ -4,13 +4,30 @@ What a layer drops of a sample is a function of the seed, the optimizer step, th
 the layer's name, see `philox.py`. It is computed again in the backward pass: no mask is stored.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from colossal_vit.rng import philox
 from torch import Tensor, nn
 
+
+class ActivationPart(NamedTuple):
+    """Which part of an activation (B, N, C) of the full model a rank has.
+
+    Attributes:
+        row, rows: its number among the parts of B, and how many they are.
+        column, columns: of C likewise.
+    """
+
+    row: int = 0
+    rows: int = 1
+    column: int = 0
+    columns: int = 1
+
+
+WHOLE = ActivationPart()
 _samples: Tensor | None = None
 
 
@@ -72,31 +89,31 @@ drop.register_autograd(_backward, setup_context=_save)
 
 
 class Dropout(nn.Module):
-    """Dropout (N. Srivastava et al., JMLR 15, 2014) of (B, ..., C), in training only.
+    """Dropout (N. Srivastava et al., JMLR 15, 2014) of activations (B, ..., C), in training only.
 
     Args:
         rate: the probability that an element is dropped, rounded to 2^-16.
-        part: this rank's number among those that split the channels, and how many they are.
+        part: this rank's part of the activations.
     """
 
-    key: Tensor  # see `drop`; set by `name_layers`
-
-    def __init__(self, rate: float, part: tuple[int, int] = (0, 1)):
+    def __init__(self, rate: float, part: ActivationPart = WHOLE):
         super().__init__()
         self.rate, self.part = rate, part
+        self.key: Tensor | None = None  # see `drop`; not a buffer, since DDP would send it in each forward pass
 
-    def _apply(self, fn, *args):
-        if "key" in self.__dict__:
-            self.key = fn(self.key)  # not a buffer, which DDP would send in each forward pass
-        return super()._apply(fn, *args)
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        if self.key is not None:
+            self.key = fn(self.key)
+        return super()._apply(fn, recurse)
 
     def forward(self, x: Tensor, samples: Tensor | None = None) -> Tensor:
-        """Drop elements of x; without `samples`, those of `current_samples`."""
+        """Drop elements of x; `samples` are those of the whole batch, by default `current_samples`."""
         if not self.training or self.rate == 0.0:
             return x
         samples = current_samples() if samples is None else samples
-        number, parts = self.part
-        return drop(x.contiguous(), samples, self.key, number * x.shape[-1], parts * x.shape[-1])
+        own = samples.unflatten(0, (self.part.rows, -1))[self.part.row]
+        width = x.shape[-1]
+        return drop(x.contiguous(), own, self.key, self.part.column * width, self.part.columns * width)
 
     def extra_repr(self) -> str:
         return f"{self.rate}"
@@ -104,7 +121,11 @@ class Dropout(nn.Module):
 
 class DropPath(Dropout):
     """Drops a residual branch for some samples of a batch, and scales it up for the others (G. Huang et al., "Deep
-    Networks with Stochastic Depth", arXiv:1603.09382)."""
+    Networks with Stochastic Depth", arXiv:1603.09382).
+    """
+
+    def __init__(self, rate: float, part: ActivationPart = WHOLE):
+        super().__init__(rate, part._replace(column=0, columns=1))
 
     def forward(self, x: Tensor, samples: Tensor | None = None) -> Tensor:
         if not self.training or self.rate == 0.0:
