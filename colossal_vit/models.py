@@ -28,7 +28,7 @@ SHAPE = {
 def cpu_seed(seed: int) -> Iterator[None]:
     """Seed PyTorch's CPU generator inside the block, and restore its state afterwards.
 
-    `torch.manual_seed` would also reseed the GPU's generator, and give all ranks the same dropout masks.
+    `torch.manual_seed` would also reseed the GPU's generator.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -62,16 +62,15 @@ def set_dropout(model: nn.Module, config: Config) -> None:
         for name, module in parent.named_children():
             if name.startswith("drop_path"):  # one in blocks of parallel parts, two in others
                 setattr(parent, name, DropPath(path_rate))
-            elif isinstance(module, nn.Dropout):
+            elif isinstance(module, nn.Dropout) and module.p:
                 setattr(parent, name, Dropout(module.p))
             elif module is not model.blocks:
                 replace(module, path_rate)
 
     replace(model, 0.0)
+    uniform, last = config.get("DROP_PATH_UNIFORM", False), max(len(model.blocks) - 1, 1)
     for number, block in enumerate(model.blocks):
-        replace(
-            block, config.DROP_PATH_RATE * (1 if config.DROP_PATH_UNIFORM else number / max(len(model.blocks) - 1, 1))
-        )
+        replace(block, config.DROP_PATH_RATE * (1.0 if uniform else number / last))
     name_layers(model, config.SEED)
 
 

@@ -26,7 +26,6 @@ from colossal_vit.compat import cpu, patches
 from colossal_vit.launch import groups
 from colossal_vit.launch.launchers import Rendezvous
 from colossal_vit.launch.rendezvous import join_store
-from colossal_vit.parallel.seeds import seed_ranks
 from colossalai.context import Config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -181,7 +180,6 @@ def _launch(rank: int, world_size: int, port: int, config: Mapping) -> None:
     settings = Config(configs.complete({**always, **config}, script))
     rendezvous = Rendezvous("none", rank, rank, world_size, "localhost", port)
     groups.launch_groups(settings, rendezvous, "gloo", join_store(rendezvous, PATIENCE), PATIENCE, torch.device("cpu"))
-    seed_ranks(settings.SEED)
 
 
 def call(function, world_size: int = 1, launched: bool = True, **config) -> list:

@@ -6,7 +6,6 @@ import pytest
 import torch
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.parallel.layout import Layout
-from colossal_vit.parallel.seeds import seed_ranks
 from colossalai.legacy import nn as col_nn
 from colossalai.legacy.core import global_context as gpc
 from torch._dynamo.utils import counters
@@ -23,7 +22,6 @@ def train(world_size, compiled):
     """Three steps on one batch; the losses and gradient norms, and a norm's weights."""
     config = gpc.config
     config.COMPILE = compiled
-    seed_ranks(config.SEED)
     model = vit.build_vit(config, Layout.of(config, world_size))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine, *_ = initialize(model, optimizer, col_nn.CrossEntropyLoss())

@@ -9,8 +9,8 @@ from colossal_vit.config.settings import IMAGENET
 from colossal_vit.errors import UserError
 from colossal_vit.models import build_timm_vit, check_timm_vit
 from colossal_vit.parallel.layout import Layout
+from colossal_vit.rng.dropout import DropPath
 from colossalai.context import Config
-from timm.layers import DropPath
 
 TINY = dict(SEED=1, NUM_CLASSES=5, IMG_SIZE=32, PATCH_SIZE=8, HIDDEN_SIZE=16, DEPTH=2, NUM_HEADS=2, DROP_RATE=0.0)
 
@@ -56,8 +56,8 @@ def test_a_model_without_positions_keeps_none():
 def test_drop_path_grows_or_is_the_same_in_all_blocks(model, paths, uniform, expected):
     vit = build(model, DEPTH=3, DROP_PATH_RATE=0.2, DROP_PATH_UNIFORM=uniform)
     for block, rate in zip(vit.blocks, expected, strict=True):
-        rates = [module.drop_prob for module in block.modules() if isinstance(module, DropPath)]
-        assert rates == pytest.approx([rate] * paths if rate else [])
+        rates = [module.rate for module in block.modules() if isinstance(module, DropPath)]
+        assert rates == pytest.approx([rate] * paths)
 
 
 def test_layer_scale_starts_as_it_is_told():

@@ -7,6 +7,7 @@ from colossal_vit.engine.assembly import initialize
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.sharding import global_norm, split_batch
+from colossal_vit.rng import dropout
 from colossalai.context import Config
 from colossalai.legacy import nn as col_nn
 from colossalai.legacy.context import ParallelMode
@@ -41,7 +42,7 @@ def build():
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_equals_timm(layout, random_weights):
     """Logits, loss, the gradient of every parameter, and its norm, through the engine, on each rank, with what it holds
-    joined; with recomputation, and with the other kind of pooling."""
+    joined; with dropout and stochastic depth, with recomputation, and with the other kind of pooling."""
     kinds = [("token", False), ("token", True), *[("avg", False)] * (layout in SHARDED)]
 
     def compare():
@@ -52,7 +53,9 @@ def test_equals_timm(layout, random_weights):
         micro_batches = config.NUM_MICRO_BATCHES if config.parallel.pipeline > 1 else 1
         for config.POOL, config.CHECKPOINT in kinds:
             model, reference, _ = build()
-            F.cross_entropy(reference(images), labels).backward()
+            with dropout.batch_of(torch.tensor([[0, place] for place in range(32)])):  # of the first step
+                logits = reference(images)
+            F.cross_entropy(logits, labels).backward()
             references = {name: parameter.grad for name, parameter in reference.named_parameters()}
             engine, *_ = initialize(model, torch.optim.SGD(model.parameters()), col_nn.CrossEntropyLoss())
             replicas, replica = gpc.get_world_size(ParallelMode.DATA), gpc.get_local_rank(ParallelMode.DATA)
@@ -62,7 +65,7 @@ def test_equals_timm(layout, random_weights):
             output, _, loss = engine.execute_schedule(iter([(own_images, own_labels)]))
             engine._all_reduce_gradients()
             if output is not None:  # in the last stage
-                expected = reference(own_images).detach()
+                expected = logits.detach().chunk(replicas)[replica]
                 outputs = torch.cat([split_batch(part) for part in expected.chunk(micro_batches)])
                 torch.testing.assert_close(output, outputs, rtol=1e-5, atol=1e-5)
                 torch.testing.assert_close(loss.squeeze(), F.cross_entropy(expected, own_labels), rtol=1e-5, atol=1e-5)
@@ -79,7 +82,8 @@ def test_equals_timm(layout, random_weights):
         return found
 
     depth = 4 if layout in ("PP 4", "PP 2 interleaved × 2") else 2
-    for compared in zip(*call(compare, layout, DEPTH=depth), strict=True):
+    answers = call(compare, layout, DEPTH=depth, DROP_RATE=0.2, DROP_PATH_RATE=0.3)
+    for compared in zip(*answers, strict=True):
         assert set.union(*(names for names, _ in compared)) == compared[0][1]
 
 
@@ -132,77 +136,3 @@ def test_refuses_a_model_that_does_not_fit(layout, values, words):
     with pytest.raises(UserError) as error:
         vit.check_vit(config, Layout.of(config, LAYOUTS[layout][0]))
     assert all(word in str(error.value) for word in words), str(error.value)
-
-
-# ---- Random masks ----
-
-DROPPED = {"DROP_RATE": 0.2, "DROP_PATH_RATE": 0.3}
-
-
-def logits_in_training():
-    """Logits of three forward passes with dropout and drop path, and a mask of the activations that are split."""
-    model, _, _ = build()
-    images = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-    outputs = [model(images).detach() for _ in range(3)]
-    mask = vit._dropout_of_parts(0.5)(torch.ones(64))
-    assert not torch.equal(outputs[0], outputs[1]), "each pass has masks of its own"
-    return outputs, mask
-
-
-@pytest.mark.parametrize(("layout", "same"), [("1D 2", [{0, 1}]), ("2.5D 8", [{0, 4}, {1, 5}, {2, 6}, {3, 7}])])
-def test_ranks_with_the_same_activations_drop_the_same(layout, same, random_weights):
-    """In 1D all ranks have the whole logits; in 2.5D those of the second depth are copies of the first."""
-    answers = call(logits_in_training, layout, **DROPPED)
-    for first, second in same:
-        for here, there in zip(answers[first][0], answers[second][0], strict=True):
-            torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(("layout", "different"), [("1D 4", 4), ("2D 4", 4), ("2.5D 8", 4), ("3D 8", 8)])
-def test_ranks_with_different_activations_drop_others(layout, different, random_weights):
-    answers = call(logits_in_training, layout, **DROPPED)
-    assert len({mask.numpy().tobytes() for _, mask in answers}) == different
-
-
-@pytest.mark.parametrize("layout", ["one process", "1D 2", "2D 4", "2.5D 4", "3D 8"])
-def test_drop_path_leaves_out_whole_images(layout):
-    """One choice for the whole batch, of which each rank takes its images': zero, or scaled up."""
-    world_size = LAYOUTS[layout][0]
-
-    def function():
-        parts = Layout.of(gpc.config, world_size).batch_parts
-        dropped = vit.DropPath(0.25, parts).train()(torch.ones(64 // parts, 3, 2))
-        state = torch.get_rng_state()
-        chosen = torch.rand(64)  # the stream that all tensor-parallel ranks share has moved by one batch on each
-        torch.set_rng_state(state)
-        return dropped, chosen, vit.DropPath(0.25, parts).eval()(torch.ones(1, 1, 1)).item()
-
-    answers = call(function, layout)
-    for dropped, chosen, in_evaluation in answers:
-        per_image = dropped.flatten(1)
-        assert all(row.unique().numel() == 1 for row in per_image), "an image as a whole"
-        assert all(value == 0.0 or value == pytest.approx(1 / 0.75) for value in per_image[:, 0].tolist())
-        assert torch.equal(chosen, answers[0][1])
-        assert in_evaluation == 1.0
-    kept = torch.cat([dropped[:, 0, 0] > 0 for dropped, _, _ in answers]).float().mean().item()
-    assert 0.5 < kept < 0.95
-
-
-@pytest.mark.parametrize("layout", ["one process", "1D 2", "2D 4", "3D 8"])
-def test_recomputation_drops_the_same(layout, random_weights):
-    """With dropout and drop path, gradients are the same whether activations are kept or computed again."""
-
-    def gradients():
-        model, _, _ = build()
-        images = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-        labels = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
-        for _ in range(2):  # the second pass shows that the streams go on as if nothing had been recomputed
-            model.zero_grad()
-            col_nn.CrossEntropyLoss()(model(images), labels).backward()
-        return [p.grad for p in model.parameters()]
-
-    kept = call(gradients, layout, **DROPPED)
-    recomputed = call(gradients, layout, **DROPPED, CHECKPOINT=True)
-    for here, there in zip(kept, recomputed, strict=True):
-        for expected, gradient in zip(here, there, strict=True):
-            torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-6)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from colossal_vit.config.load import num_model_chunks
 from colossal_vit.errors import UserError
-from colossal_vit.models import cpu_seed
+from colossal_vit.models import cpu_seed, set_dropout
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.partition import partition_blocks
 from colossal_vit.parallel.sharding import activation_part, annotate, load_full
@@ -179,7 +179,7 @@ def full_vit(config: Config) -> VisionTransformer:
     Weights are initialised as in the paper's JAX code, on the CPU from `config.SEED`.
     """
     with cpu_seed(config.SEED):
-        return VisionTransformer(
+        model = VisionTransformer(
             img_size=config.IMG_SIZE,
             patch_size=config.PATCH_SIZE,
             embed_dim=config.HIDDEN_SIZE,
@@ -189,7 +189,11 @@ def full_vit(config: Config) -> VisionTransformer:
             num_classes=config.NUM_CLASSES,
             global_pool=config.POOL,
             weight_init="jax",
+            pos_drop_rate=config.DROP_RATE,
+            proj_drop_rate=config.DROP_RATE,
         )
+    set_dropout(model, config)
+    return model
 
 
 def build_vit(config: Config, layout: Layout) -> nn.Module:

@@ -408,7 +408,7 @@ class DaliLoader(Loader):
             "of": self._identity(),
         }
 
-    def seek(self, epoch: int, start: int, state: Mapping[str, Any]) -> bool:
+    def seek(self, epoch: int, start: int, state: Mapping[str, Any] = {}) -> bool:
         """Resume from a `state_dict`; `epoch` and `start` are only needed if it is another loader's, or damaged.
 
         Returns:

@@ -12,7 +12,6 @@ from typing import Any
 from colossal_vit import config
 from colossal_vit.checkpoint import lock, run_directory, storage, tensors, weights
 from colossal_vit.checkpoint.contents import State
-from colossal_vit.checkpoint.random_state import load_random_state, random_state, rank_layout
 from colossal_vit.checkpoint.storage import Checkpoint
 from colossal_vit.config.check import nearest
 from colossal_vit.data.identity import differences
@@ -20,10 +19,8 @@ from colossal_vit.engine.loop import Trainer
 from colossal_vit.engine.micro_batches import MicroBatches
 from colossal_vit.errors import TrainingError, UserError
 from colossal_vit.files import write_text
-from colossal_vit.parallel.ranks import all_gather_object, raise_on_all_ranks, run_on_rank_0
-from colossal_vit.parallel.seeds import seed_ranks
+from colossal_vit.parallel.ranks import all_gather_object, run_on_rank_0
 from colossal_vit.run import Run
-from colossalai.legacy.core import global_context as gpc
 from torch import Tensor
 
 OTHER_SHAPE = "change the config back, or fit the weights with `python -m colossal_vit.checkpoint import`"
@@ -164,8 +161,8 @@ class Checkpointer:
     def load(self, trainer: Trainer, train_dataloader: MicroBatches) -> None:
         """Load the checkpoint, or else the weights of the block `finetune`, and begin in the run directory.
 
-        In the layout that wrote the checkpoint, a run resumes bit for bit; in another one, random number generators and
-        the order of DALI's images start from scratch. Until here, only the lock and DALI's index files were written.
+        In the layout that wrote the checkpoint, a run resumes bit for bit; in another one with the same samples and
+        random numbers, and other rounding. Until here, only the lock and DALI's index files were written.
 
         Args:
             trainer: of the run, before `Trainer.fit`.
@@ -199,7 +196,7 @@ class Checkpointer:
                 f"{path}: was trained with {state['optimizer']}, but this run's optimizer is {own}: change it back, or "
                 f"start from its weights alone: `python -m colossal_vit.checkpoint import`"
             )
-        if trained and state["ranks"]:  # not imported from timm
+        if trained:
             self._check_continues(state)
         if state["step"] and not run.args.eval_only:
             engine.rebuild_ddp_buckets((run.config.BATCH_SIZE, 3, run.config.IMG_SIZE, run.config.IMG_SIZE))
@@ -258,20 +255,10 @@ class Checkpointer:
 
         The place in the epoch is stored in images, which does not depend on the layout.
         """
-        run, trainer, ranks, rank = self.run, self.trainer, state["ranks"], gpc.get_global_rank()
-        steps, rest = divmod(state["images"], run.layout.global_batch(run.config))
+        run, trainer = self.run, self.trainer
         steps_per_epoch = len(self.train_dataloader) // trainer.engine.accumulation
-        steps = min(steps, steps_per_epoch)
-        same = state["layout"] == rank_layout() and len(ranks) == rank_layout()["world_size"] and not rest
-        if ranks:
-            with raise_on_all_ranks():
-                data = ranks[rank % len(ranks)]["data"]
-                same_data = self.train_dataloader.seek(state["epoch"], steps * trainer.engine.accumulation, data)
-                if same:
-                    load_random_state(ranks[rank]["rng"], f"{self.path / storage.STATE}: ranks.{rank}.rng")
-                else:
-                    seed_ranks(run.config.SEED + state["step"])
-            same = all(all_gather_object(same and same_data))
+        steps = min(state["images"] // run.layout.global_batch(run.config), steps_per_epoch)
+        self.train_dataloader.seek(state["epoch"], steps * trainer.engine.accumulation)
         if scheduled := state["epoch"] * steps_per_epoch + steps:  # the scheduler computes its rates from its step
             there = {"last_epoch": scheduled - 1, "_step_count": scheduled + 1}
             trainer.lr_scheduler.load_state_dict({**trainer.lr_scheduler.state_dict(), **there})
@@ -279,9 +266,10 @@ class Checkpointer:
         run.log.info(
             f"resuming from {self.path}: step {state['step']}, epoch {state['epoch']}, image {state['images']} of it"
         )
-        if ranks and not same:
+        if state.get("ranks"):
             run.log.info(
-                "the layout or the batches are others than before: random numbers (dropout, DALI's order) are new ones"
+                "it was written by an earlier version: from here on dropout and DALI draw random numbers that do not "
+                "depend on the layout, which are not those that would have come"
             )
 
     def _start_from_weights(self) -> None:
@@ -368,8 +356,6 @@ class Checkpointer:
             "moments_step": max(all_gather_object(updates)),
             "scaler": engine.optimizer.scaler_state(),
             "best": self.best,
-            "layout": rank_layout(),
-            "ranks": all_gather_object({"rng": random_state(), "data": self.train_dataloader.state_dict()}),
             "config": config.plain(run.config),
             "normalization": self.train_dataloader.normalization,
             "versions": {name: metadata.version(name) for name in _PACKAGES},

@@ -48,14 +48,6 @@ class Scaler(TypedDict):
     hysteresis_step: NotRequired[Count]
 
 
-class RankState(TypedDict):
-    """What only the same rank of the same layout can resume: random number generators (base64), place in the data."""
-
-    __pydantic_config__ = RECORD
-    rng: dict[str, str]
-    data: dict[str, Any]
-
-
 class Data(TypedDict):
     """What identifies a data set, see `data.identity.identify`."""
 
@@ -84,8 +76,7 @@ class State(TypedDict):
     moments_step: Count
     scaler: Scaler
     best: Best | None
-    layout: dict[str, Any] | None
-    ranks: list[RankState]
+    ranks: NotRequired[list[Any]]  # states of generators, in earlier versions
     config: dict[str, Any]
     normalization: NotRequired[tuple[Channels, Channels] | None]  # mean, standard deviation
     versions: NotRequired[dict[str, str]]
@@ -104,8 +95,6 @@ UNTRAINED: State = {
     "moments_step": 0,
     "scaler": {},
     "best": None,
-    "layout": None,
-    "ranks": [],
     "config": {},
     "normalization": None,
 }

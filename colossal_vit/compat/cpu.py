@@ -15,6 +15,8 @@ import torch
 from colossal_vit.compat.patches import overlay
 from colossalai.accelerator import set_accelerator
 from colossalai.accelerator.cpu_accelerator import CpuAccelerator
+from colossalai.legacy.context import ParallelMode
+from colossalai.legacy.context.random import add_seed, reset_seeds, set_mode
 
 # Modules of Colossal-AI that call torch.cuda on any device.
 _MODULES_CALLING_CUDA = (
@@ -94,3 +96,7 @@ def enable() -> None:
         module = importlib.import_module(name)
         with contextlib.suppress(AttributeError):
             module.torch = torch_on_host
+    reset_seeds()
+    for mode in (ParallelMode.TENSOR, ParallelMode.DATA):  # which Colossal-AI itself makes where there is CUDA
+        add_seed(mode, 0)
+    set_mode(ParallelMode.DATA)

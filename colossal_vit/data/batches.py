@@ -1,7 +1,7 @@
 """Data loaders: what all have in common, and which rank needs images."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, pairwise, repeat
 from typing import Any
@@ -53,13 +53,8 @@ class Loader:
         """The batches of the next epoch, or what `seek` has left of it."""
         raise NotImplementedError
 
-    def state_dict(self) -> dict[str, Any]:
-        """What this rank must know to resume, beside epoch and batch: for JSON, mostly nothing."""
-        return {}
-
-    def seek(self, epoch: int, start: int, state: Mapping[str, Any]) -> bool:
-        """Resume with batch `start` of `epoch`; returns whether batches are those of the run that `state` is of."""
-        return True
+    def seek(self, epoch: int, start: int) -> None:
+        """Go to batch `start` of `epoch`. All that is drawn for a batch depends on them and the seed only."""
 
     def in_order(self) -> "Loader":
         """The same images for evaluation: in order, each once, unaugmented; see `EvalSampler`.
@@ -95,10 +90,8 @@ class SampledLoader(Loader):
     def __len__(self) -> int:
         return len(self.sampler)
 
-    def seek(self, epoch: int, start: int, state: Mapping[str, Any]) -> bool:
-        """Resume; an epoch's order depends on the seed and the epoch only."""
+    def seek(self, epoch: int, start: int) -> None:
         self.sampler.epoch, self.sampler.start = epoch, start
-        return True
 
     def in_order(self) -> "SampledLoader":
         other = copy.copy(self)
@@ -123,11 +116,8 @@ class LoaderWrapper(Loader):
     def __len__(self) -> int:
         return len(self.loader)
 
-    def state_dict(self) -> dict[str, Any]:
-        return self.loader.state_dict()
-
-    def seek(self, epoch: int, start: int, state: Mapping[str, Any]) -> bool:
-        return self.loader.seek(epoch, start, state)
+    def seek(self, epoch: int, start: int) -> None:
+        self.loader.seek(epoch, start)
 
     def in_order(self) -> Loader:
         return self.loader.in_order()

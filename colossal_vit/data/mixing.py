@@ -6,8 +6,8 @@ timm's `Mixup`. What differs is the partner of an image: its neighbour in the ba
 however many ranks and micro-batches share a global batch.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -120,9 +120,9 @@ class MixedBatches(LoaderWrapper):
             )
         self.epoch = self.start = 0
 
-    def seek(self, epoch: int, start: int, state: Mapping[str, Any]) -> bool:
+    def seek(self, epoch: int, start: int) -> None:
         self.epoch, self.start = epoch, start
-        return super().seek(epoch, start, state)
+        super().seek(epoch, start)
 
     def draws(self, epoch: int, micro_batch: int) -> Draws:
         """What is drawn for one of this rank's micro-batches."""

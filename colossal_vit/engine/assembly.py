@@ -34,6 +34,7 @@ from colossalai.legacy.engine.schedule import (
 from colossalai.legacy.nn.layer.base_layer import ParallelLayer
 from colossalai.legacy.utils import is_using_ddp, is_using_pp, sync_model_param
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -171,6 +172,12 @@ def initialize(
     if is_using_pp() and fp16 and fp16.mode != AMP_TYPE.NAIVE:
         raise UserError(f"fp16.mode = {fp16.mode} does not work with a pipeline: use AMP_TYPE.NAIVE or None")
 
+    for name, module in model.named_modules():
+        if isinstance(module, _DropoutNd) and module.p:
+            raise UserError(
+                f"the model's {name!r} is torch's {type(module).__name__}, which drops other elements in each layout "
+                f"and after resuming: use colossal_vit.rng.dropout.Dropout, and name_layers at the end"
+            )
     if config.zero and config.torch_ddp:
         raise UserError("torch_ddp has no effect with zero, which reduces gradients by itself: leave one of them out")
 

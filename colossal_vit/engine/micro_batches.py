@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterator
-from typing import Any
 
 from colossal_vit.data.batches import Loader, LoaderWrapper
 from colossal_vit.errors import UserError
@@ -42,9 +41,9 @@ class MicroBatches(LoaderWrapper):
     def __len__(self) -> int:
         return self.num_micro_batches
 
-    def seek(self, epoch: int, start: int, state: dict[str, Any]) -> bool:
+    def seek(self, epoch: int, start: int) -> None:
         self.start = start
-        return super().seek(epoch, start, state)
+        super().seek(epoch, start)
 
     def __iter__(self) -> Iterator:
         self.taken, self.start = self.start, 0

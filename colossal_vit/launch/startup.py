@@ -22,7 +22,6 @@ from colossal_vit.launch.launchers import find_rendezvous, planned_rendezvous
 from colossal_vit.launch.rendezvous import join_store
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.ranks import RankLogger
-from colossal_vit.parallel.seeds import seed_ranks
 from colossal_vit.run import Run
 from colossalai.context import Config
 
@@ -93,7 +92,6 @@ def start(args: Arguments) -> Run:
     if args.observer:
         config.COMPILE = False  # does not change memory and messages
         launch_groups(config, rendezvous, "fake", args.observer.store, args.timeout, device)
-        seed_ranks(config.SEED)
         args.observer.prepare(device)
         return Run(args, config, layout, output, device, RankLogger(0), args.observer.observe)
     check_granted(args)
@@ -102,7 +100,6 @@ def start(args: Arguments) -> Run:
     with watchdog.time_limit(2 * args.timeout):
         launch_groups(config, rendezvous, backend, store, args.timeout, device)
     watchdog.begin(rendezvous.rank, rendezvous.world_size, rendezvous.host)
-    seed_ranks(config.SEED)
     log = RankLogger(rendezvous.rank)
     log.info(
         f"rank {rendezvous.rank} of {rendezvous.world_size} on {socket.gethostname()} ({device}, {backend}), started "

@@ -1,1 +1,1 @@
-"""The parallel layout, parameter shards, random seeds of the ranks, and communication of Python objects."""
+"""The parallel layout, parameter shards, and communication of Python objects."""
