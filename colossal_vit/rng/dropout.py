@@ -99,6 +99,7 @@ class Dropout(nn.Module):
     def __init__(self, rate: float, part: ActivationPart = WHOLE):
         super().__init__()
         self.rate, self.part = rate, part
+        self.is_off = rate == 0.0  # compiled code depends on this, and so blocks of other rates share it
         self.key: Tensor | None = None  # see `drop`; not a buffer, since DDP would send it in each forward pass
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -108,7 +109,7 @@ class Dropout(nn.Module):
 
     def forward(self, x: Tensor, samples: Tensor | None = None) -> Tensor:
         """Drop elements of x; `samples` are those of the whole batch, by default `current_samples`."""
-        if not self.training or self.rate == 0.0:
+        if self.is_off or not self.training:
             return x
         samples = current_samples() if samples is None else samples
         own = samples.unflatten(0, (self.part.rows, -1))[self.part.row]
@@ -128,7 +129,7 @@ class DropPath(Dropout):
         super().__init__(rate, part._replace(column=0, columns=1))
 
     def forward(self, x: Tensor, samples: Tensor | None = None) -> Tensor:
-        if not self.training or self.rate == 0.0:
+        if self.is_off or not self.training:
             return x
         return x * super().forward(x.new_ones(len(x), *[1] * (x.ndim - 1)), samples)
 
