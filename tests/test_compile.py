@@ -47,7 +47,7 @@ def compare(layout, backend="inductor", **more):
         eager, before = train(world_size, False), counters["stats"]["unique_graphs"]
         return eager, train(world_size, True), counters["stats"]["unique_graphs"] - before
 
-    return training.call(function, world_size, **values, BATCH_SIZE=8, **more)
+    return training.call(function, world_size, **{**values, "BATCH_SIZE": 8, **more})
 
 
 @pytest.mark.parametrize(
