@@ -63,7 +63,7 @@ def drop(x: Tensor, samples: Tensor, key: Tensor, first: int, channels: int) -> 
     if x.is_cuda:
         from colossal_vit.rng import kernels  # here, since a CPU needs no Triton
 
-        return kernels.launch(x.flatten(1, -2), samples, key, first, channels).view_as(x)
+        return kernels.launch(x, samples, key, first, channels)
     seed, layer, threshold = key.tolist()
     tokens = x[0, ..., 0].numel()
     mask = philox.kept(seed, layer, threshold, samples.numpy(), tokens, channels, slice(first, first + x.shape[-1]))

@@ -1,4 +1,7 @@
-"""`philox.kept` and the dropout it decides, as a Triton kernel."""
+"""`philox.kept` and the dropout it decides, as a Triton kernel.
+
+It reads and writes each element once and stores no mask. As many threads as blocks, so that none draws another one's.
+"""
 
 import torch
 import triton
@@ -6,7 +9,7 @@ import triton.language as tl
 from colossal_vit.rng.philox import BLOCK, word
 from torch import Tensor
 
-LANES = 64  # blocks of a program
+LANES = 128  # blocks of a program, one for each of Triton's 4 warps' threads: with fewer, several threads draw the same
 
 
 @triton.jit
@@ -25,21 +28,19 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def drop(x, y, samples, key, purpose, tokens, channels, first, count, LANES: tl.constexpr):
-    """y = x · mask / (1 − rate) for a part of the lanes' blocks of one sample; x and y are (B, tokens, count)."""
-    sample = tl.program_id(0).to(tl.int64)
-    lane = tl.program_id(1) * LANES + tl.arange(0, LANES)
+    """y = x · mask / (1 − rate) for some blocks of one sample; x and y are (B, tokens, count)."""
     blocks = (first + count + 15) // 16 - first // 16  # of a row, in this rank's channels
+    programs = tl.cdiv(tokens * blocks, LANES)  # of a sample; the grid has one dimension, since others are limited
+    sample = (tl.program_id(0) // programs).to(tl.int64)
+    lane = tl.program_id(0) % programs * LANES + tl.arange(0, LANES)
     token = lane // blocks
     block = first // 16 + lane % blocks
-    zero = tl.zeros([LANES], tl.uint64)
     step, place = tl.load(samples + 2 * sample), tl.load(samples + 2 * sample + 1)
-    seed, layer, threshold = tl.load(key), tl.load(key + 1), tl.load(key + 2)
-    # numpy counts up before it draws, hence + 1.
-    counter = (token.to(tl.int64) * ((channels + 15) // 16) + block + 1).to(
-        tl.uint64
-    )  # numpy counts up before it draws
+    seed, layer, threshold = tl.load(key), tl.load(key + 1), tl.load(key + 2).to(tl.int32)
+    counter = token.to(tl.int64) * ((channels + 15) // 16) + block + 1  # numpy counts up before it draws
+    zero = tl.zeros([LANES], tl.uint64)
     c0, c1, c2, c3 = philox(
-        counter,
+        counter.to(tl.uint64),
         zero + place.to(tl.uint64),
         zero + layer.to(tl.uint64),
         zero + step.to(tl.uint64),
@@ -47,21 +48,22 @@ def drop(x, y, samples, key, purpose, tokens, channels, first, count, LANES: tl.
         zero + purpose.to(tl.uint64),
     )
     words = tl.join(tl.join(c0, c2), tl.join(c1, c3)).reshape(LANES, 4, 1)
-    bits = (words >> (tl.arange(0, 4) * 16).to(tl.uint64)[None, None, :]) & 0xFFFF
-    bits = bits.to(tl.int32).reshape(LANES, 16)
+    bits = (words >> (tl.arange(0, 4) * 16).to(tl.uint64)[None, None, :]).to(tl.uint16).to(tl.int32)
+    kept = bits.reshape(LANES, 16) >= threshold
     channel = block[:, None] * 16 + tl.arange(0, 16)[None, :] - first
     inside = (token < tokens)[:, None] & (channel >= 0) & (channel < count)
     at = (sample * tokens + token[:, None]) * count + channel
-    scale = 65536.0 / (65536 - threshold).to(tl.float32)
-    values = tl.load(x + at, inside).to(tl.float32) * scale
-    tl.store(y + at, tl.where(bits >= threshold, values, 0.0), inside)
+    scale = tl.div_rn(65536.0, (65536 - threshold).to(tl.float32))  # rounded as on a CPU; / is not
+    values = tl.load(x + at, inside).to(tl.float32) * tl.where(kept, scale, 0.0)  # inf · 0 is NaN, as on a CPU
+    tl.store(y + at, values.to(y.dtype.element_ty), inside)
 
 
 def launch(x: Tensor, samples: Tensor, key: Tensor, first: int, channels: int) -> Tensor:
-    """See `dropout.drop`; x is (B, tokens, channels of this rank), contiguous."""
+    """See `dropout.drop`."""
     y = torch.empty_like(x)
-    batch, tokens, count = x.shape
-    lanes = tokens * (-(-(first + count) // BLOCK) - first // BLOCK)
-    grid = batch, triton.cdiv(lanes, LANES)
-    drop[grid](x, y, samples, key, word("dropout"), tokens, channels, first, count, LANES)
+    batch, count = len(x), x.shape[-1]
+    tokens = x[0, ..., 0].numel()
+    blocks = -(-(first + count) // BLOCK) - first // BLOCK
+    grid = (batch * triton.cdiv(tokens * blocks, LANES),)
+    drop[grid](x, y, samples.contiguous(), key, word("dropout"), tokens, channels, first, count, LANES)
     return y
