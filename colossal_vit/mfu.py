@@ -45,8 +45,11 @@ def training_flops(model: nn.Module, img_size: int) -> int:
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in state.items()}
     image = torch.empty(1, 3, img_size, img_size, device="meta", dtype=next(iter(shapes.values())).dtype)
+    training = model.training
+    model.eval()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         functional_call(model, shapes, image)
+    model.train(training)
     return 3 * counter.get_total_flops()
 
 

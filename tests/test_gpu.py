@@ -32,7 +32,7 @@ from fork_ranks import ROOT
 
 EXPECTED = os.environ.get("GPU_CHECK_GPUS")  # what gpu_check has found, 0 in a rehearsal
 REHEARSAL = not int(EXPECTED or launchers.num_gpus())
-DEPTH = {"DEPTH": 2} if REHEARSAL else {}
+DEPTH = {"DROP_RATE": 0.1, "DROP_PATH_RATE": 0.1, **({"DEPTH": 2} if REHEARSAL else {})}
 SIZE = dict(IMG_SIZE=16, PATCH_SIZE=8) if REHEARSAL else dict(IMG_SIZE=224, PATCH_SIZE=16)  # 197 tokens
 RECIPE = {"mix.mixup": 0.8, "mix.cutmix": 1.0, "bce.threshold": 0.2, "ema.decay": 0.9, "augment.policy": "three"}
 RECIPE |= {"augment.color_jitter": 0.3, "augment.erase": 0.5}
@@ -141,10 +141,10 @@ def test_losses_are_those_of_the_cpu(amp, dtype, fp32, start, on_gpu, tmp_path):
     [(training.CALTECH101, {}), (training.IMAGENET, {"SYNTHETIC": True, "gradient_accumulation": 2})],
 )
 def test_losses_of_the_other_examples(script, values, on_gpu, tmp_path):
-    """Their data go to the device in other ways, with augmentation and Mixup there."""
+    """Their data go to the device in other ways, with augmentation and Mixup there; dropout is drawn by other code."""
 
     def losses(run, output):
-        run(script, flags(output, 3, script=script, DROP_RATE=0.0, BATCH_SIZE=16, **values))
+        run(script, flags(output, 3, script=script, DROP_RATE=0.1, BATCH_SIZE=16, **values))
         return [record["loss"] for record in read_metrics(output)[0]]
 
     assert losses(on_gpu, tmp_path / "gpu") == pytest.approx(losses(on_cpu, tmp_path / "cpu"), rel=1e-4)
@@ -157,8 +157,8 @@ def test_losses_of_the_other_examples(script, values, on_gpu, tmp_path):
 
 @pytest.mark.parametrize(("amp", "dtype"), [(None, None), ("TORCH", "fp16"), ("NAIVE", "fp16")])
 def test_resumes_to_the_bit(amp, dtype, on_gpu, tmp_path):
-    """With dropout, whose generator is the device's, augmentation, EMA, and a loss scale that changes."""
-    values = {**SIZE, **RECIPE, "DROP_RATE": 0.1, "DROP_PATH_RATE": 0.1}
+    """With dropout, augmentation, EMA, and a loss scale that changes."""
+    values = {**SIZE, **RECIPE}
     values |= {"cudnn_deterministic": True, "checkpoint.keep": 2}
     if amp:
         values |= {"fp16.growth_interval": 2, "fp16.initial_scale": 2.0**22}

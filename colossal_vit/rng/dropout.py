@@ -111,7 +111,8 @@ class Dropout(nn.Module):
         """Drop elements of x; `samples` are those of the whole batch, by default `current_samples`."""
         if self.is_off or not self.training:
             return x
-        samples = current_samples() if samples is None else samples
+        if samples is None and (samples := current_samples()) is None:
+            raise RuntimeError("the forward pass of a model with dropout needs `with batch_of(samples):` in training")
         own = samples.unflatten(0, (self.part.rows, -1))[self.part.row]
         width = x.shape[-1]
         return drop(x.contiguous(), own, self.key, self.part.column * width, self.part.columns * width)
