@@ -32,7 +32,7 @@ from fork_ranks import ROOT
 
 EXPECTED = os.environ.get("GPU_CHECK_GPUS")  # what gpu_check has found, 0 in a rehearsal
 REHEARSAL = not int(EXPECTED or launchers.num_gpus())
-DEPTH = {"DROP_RATE": 0.1, "DROP_PATH_RATE": 0.1, **({"DEPTH": 2} if REHEARSAL else {})}
+MODEL = {"DROP_RATE": 0.1, "DROP_PATH_RATE": 0.1, **({"DEPTH": 2} if REHEARSAL else {})}
 SIZE = dict(IMG_SIZE=16, PATCH_SIZE=8) if REHEARSAL else dict(IMG_SIZE=224, PATCH_SIZE=16)  # 197 tokens
 RECIPE = {"mix.mixup": 0.8, "mix.cutmix": 1.0, "bce.threshold": 0.2, "ema.decay": 0.9, "augment.policy": "three"}
 RECIPE |= {"augment.color_jitter": 0.3, "augment.erase": 0.5}
@@ -81,7 +81,7 @@ def flags(output, steps=NUM_STEPS, amp=None, dtype=None, **values):
     """The command line of a small run of train_hybrid.py, or of another `script`."""
     if dtype:
         values = {"fp16.dtype": dtype, **({"IMG_SIZE": 16} if REHEARSAL else {}), **values}  # which a CPU is slow in
-    return [*training.flags(amp, **{**DEPTH, **values}), "--output", str(output), "--max-steps", str(steps)]
+    return [*training.flags(amp, **{**MODEL, **values}), "--output", str(output), "--max-steps", str(steps)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ def start(tmp_path_factory):
 
     @functools.cache
     def values(img_size):
-        config = training.config_of(training.flags(**DEPTH, IMG_SIZE=img_size))
+        config = training.config_of(training.flags(**MODEL, IMG_SIZE=img_size))
         with pytest.MonkeyPatch.context() as patch:
             conftest.random_start(patch)
             weights = vit.full_vit(config).state_dict()
