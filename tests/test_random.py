@@ -1,116 +1,138 @@
-"""Which ranks draw which random numbers: ranks with the same activations the same, all others their own.
+"""Which elements training drops, on every rank of a layout: its part of the one mask that all layouts share.
 
-Compared are the masks themselves, of the layers as the models build them.
+Recorded in steps of the engine. That a rank's part is the one that belongs to its activations is what `test_vit` sees:
+outputs and gradients with dropout are those of timm's model.
 """
 
-import functools
 import itertools
+import random
+from collections import defaultdict
 
+import numpy as np
 import pytest
 import torch
-from colossal_vit import config as configs
-from colossal_vit import models
-from colossal_vit.config.settings import IMAGENET
+from colossal_vit.data.batches import SyntheticBatches
+from colossal_vit.data.mixing import mixed
+from colossal_vit.engine import build_criterion, build_optimizer, initialize
+from colossal_vit.models import build_timm_vit
 from colossal_vit.parallel.layout import Layout
-from colossal_vit.parallel.seeds import seed_ranks
-from colossalai.context import Config
+from colossal_vit.rng import philox
+from colossal_vit.rng.dropout import Dropout, DropPath
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from torch import nn
 
 import fork_ranks
-import test_resume
 import training
 import vit
 from layouts import LAYOUTS
 
-DROPPED = {"DROP_RATE": 0.5, "DROP_PATH_RATE": 0.5, "DEPTH": 4}
-NAMES = ["DP 2", "PP 2", "PP 2 interleaved × 2", "1D 2", "2D 4", "2.5D 8", "3D 8", "DP 2 × PP 2", "DP 2 × PP 2 × 1D 2"]
-NAMES += ["DP 2 × 2D 4"]
+MICRO_STEPS = 4
+RANDOM = {"DROP_RATE": 0.5, "DROP_PATH_RATE": 0.5, "DEPTH": 2, "mix.mixup": 0.8, "mix.cutmix": 1.0}
+KINDS = {  # name: processes, values, into how many parts the tensor-parallel ranks split a batch
+    "DP 2, accumulation": (2, {"BATCH_SIZE": 8, "gradient_accumulation": 2}, 1),
+    "PP 2, accumulation": (2, {**LAYOUTS["PP 2"][1], "BATCH_SIZE": 16, "gradient_accumulation": 2}, 1),
+    "PP 2 interleaved × 2": (2, {**LAYOUTS["PP 2 interleaved × 2"][1], "DEPTH": 4}, 1),
+    "1D 2": (*LAYOUTS["1D 2"], 1),
+    "2D 4": (*LAYOUTS["2D 4"], 2),
+    "2.5D 8": (*LAYOUTS["2.5D 8"], 2),
+    "3D 8": (*LAYOUTS["3D 8"], 4),
+    "DP 2 × PP 2 × 1D 2": (*LAYOUTS["DP 2 × PP 2 × 1D 2"], 1),
+}
 
 
-def masks(model: nn.Module, layout: Layout) -> dict[str, tuple[tuple, bytes]]:
-    """By kind of layer: whose activations this rank has there, and what of them a training pass of two drops."""
-    tensor = gpc.get_local_rank(ParallelMode.TENSOR)
-    copies = gpc.config.parallel.tensor.get("depth") or 1  # in 2.5D the squares hold the same activations
-    part = tensor % (layout.tensor // copies)
-    stage = gpc.get_local_rank(ParallelMode.PIPELINE) if layout.pipeline > 1 else 0
-    replica = gpc.get_local_rank(ParallelMode.DATA), stage
-    block = list((model[0] if isinstance(model, nn.ModuleList) else model).train().blocks.values())[-1]
-    ones = torch.ones(64, 1, 8)
-
-    def dropped(module):
-        return torch.stack([module(ones) == 0 for _ in range(2)]).numpy().tobytes()
-
-    between = part if layout.tensor_mode in ("2d", "2.5d", "3d") else 0  # in 1D all have what is between the layers
-    block.drop_path.rate = 0.5  # else it depends on the block, which is another one in each stage
-    return {
-        "between layers": ((*replica, between), dropped(block.attn.drop)),
-        "inside the MLP": ((*replica, part), dropped(block.mlp.drop1)),
-        "drop path": ((*replica, between), dropped(block.drop_path)),
-    }
+def states():
+    """Of all generators that something could draw from."""
+    return torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
 
 
-def assert_own_masks(answers):
-    """The same where the activations are the same, and other ones everywhere else."""
-    for kind in ("between layers", "inside the MLP"):
-        whose = {answer[kind][0] for answer in answers}
-        assert len({answer[kind] for answer in answers}) == len(whose), f"{kind}: same activations, other masks"
-        assert len({answer[kind][1] for answer in answers}) == len(whose), f"{kind}: other activations, same mask"
+def recorded(model):
+    """Train for `MICRO_STEPS`; returns inputs and outputs of the dropout layers by name, and whether nothing drew."""
+    config, calls = gpc.config, defaultdict(list)
+    for chunk in model if isinstance(model, nn.ModuleList) else [model]:
+        for name, module in chunk.named_modules():
+            if isinstance(module, Dropout) and module.rate:
+                module.register_forward_hook(
+                    lambda module, inputs, output, name=name: calls[name].append((module, inputs[0], output))
+                )
+    shape = (config.BATCH_SIZE, 3, config.IMG_SIZE, config.IMG_SIZE)
+    batches = mixed(SyntheticBatches(MICRO_STEPS, shape, config.NUM_CLASSES, torch.device("cpu"), 0), config)
+    engine, batches, *_ = initialize(model, build_optimizer(config, model), build_criterion(config), batches)
+    engine.train()
+    before, batches = states(), iter(batches)
+    for _ in range(MICRO_STEPS):
+        engine.zero_grad()
+        engine.execute_schedule(batches)
+        engine.step()
+    return calls, states() == before
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_masks_of_every_layout(name):
-    """As the run starts, and as it resumes from another layout's checkpoint."""
-    world_size, values = LAYOUTS[name]
+def mask(module, name, number, channels):
+    """What the whole model's layer does to its input in a forward pass of this data-parallel rank: 0 or a factor.
+
+    Args:
+        module, name: of the layer.
+        number: of the forward pass, from the first on.
+        channels: of the layer in the whole model.
+    """
+    config, replicas = gpc.config, gpc.get_world_size(ParallelMode.DATA)
+    passes = config.NUM_MICRO_BATCHES if config.parallel.pipeline > 1 else 1  # of a micro-step
+    micro_step, part = divmod(number, passes)
+    step, micro_step = divmod(micro_step, config.gradient_accumulation)
+    size = config.BATCH_SIZE // passes
+    first = (micro_step * replicas + gpc.get_local_rank(ParallelMode.DATA)) * config.BATCH_SIZE + part * size
+    samples = np.array([(step, first + row) for row in range(size)])
+    tokens = 1 if isinstance(module, DropPath) else (config.IMG_SIZE // config.PATCH_SIZE) ** 2 + 1
+    threshold = round(module.rate * 65536)
+    kept = philox.kept(config.SEED, philox.word(name), threshold, samples, tokens, channels, slice(0, channels))
+    return torch.from_numpy(kept).float() * (65536 / (65536 - threshold))
+
+
+def parts(calls, rows):
+    """By layer, which part of the whole mask it applies in all forward passes: row and column, and how many there are.
+
+    Args:
+        calls: from `recorded`.
+        rows: into how many parts the tensor-parallel ranks split a batch.
+    """
+    found = {}
+    for name, passes in calls.items():
+        module, x, _ = passes[0]
+        width = 1 if isinstance(module, DropPath) else gpc.config.HIDDEN_SIZE * (4 if "drop1" in name else 1)
+        columns = width // (1 if isinstance(module, DropPath) else x.shape[-1])
+        candidates = set(itertools.product(range(rows), range(columns)))
+        for number, (_, x, y) in enumerate(passes):
+            whole = mask(module, name, number, width)
+            cut = [part.chunk(columns, dim=2) for part in whole.chunk(rows)]
+            candidates = {(row, column) for row, column in candidates if torch.equal(cut[row][column] * x, y)}
+        assert len(candidates) == 1, f"{name}: its mask is that of {candidates or 'no part'}"
+        found[name] = (*candidates.pop(), rows, columns)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_drop_their_parts_of_the_mask_of_all_layouts(kind):
+    """Element by element, without any generator's state; and together the ranks have all parts."""
+    processes, values, rows = KINDS[kind]
 
     def function():
-        layout = Layout.of(gpc.config, world_size)
-        model = vit.build_vit(gpc.config, layout)
-        first = masks(model, layout)
-        seed_ranks(gpc.config.SEED + 7)  # what `state.resume` does then
-        return first, masks(model, layout)
+        calls, nothing_drew = recorded(vit.build_vit(gpc.config, Layout.of(gpc.config, processes)))
+        assert nothing_drew
+        return parts(calls, rows)
 
-    answers = training.call(function, world_size, **{**values, **DROPPED})
-    for moment in zip(*answers, strict=True):
-        assert_own_masks(moment)
-        paths = {}
-        for answer in moment:  # chosen for a replica's whole batch; in 2D, 2.5D and 3D a rank has some of its images
-            (replica, stage, _), mask = answer["drop path"]
-            paths.setdefault((replica, stage), set()).add(mask)
-        assert all(first.isdisjoint(second) for first, second in itertools.combinations(paths.values(), 2))
-    assert answers[0][0]["between layers"][1] != answers[0][1]["between layers"][1]
+    answers = training.call(function, processes, **{**RANDOM, **values})
+    found = {(name, *part) for answer in answers for name, part in answer.items()}
+    sizes = {(name, *numbers) for name, _, _, *numbers in found}
+    depth = values.get("DEPTH", 2)
+    assert len(sizes) == 1 + depth * 3 + (depth - 1) * 2, "layers: the first block has no drop path"
+    assert len(found) == sum(rows * columns for _, rows, columns in sizes)
 
 
-def test_masks_of_replicas_of_a_timm_model():
-    """The data parallel scripts': drawing the weights must not reset the random numbers of the ranks."""
-
+def test_replicas_of_a_timm_model_drop_their_parts_of_the_mask():
     def function():
-        model = models.build_timm_vit(Config(configs.complete(dict(IMG_SIZE=32, DROP_RATE=0.5, DEPTH=1), IMAGENET)))
-        weights = model.blocks[0].mlp.fc1.weight[0, :4].tolist()
-        return weights, (model.train().pos_drop(torch.ones(64)) == 0).tolist()
+        calls, nothing_drew = recorded(build_timm_vit(gpc.config))
+        assert nothing_drew
+        return len(parts(calls, rows=1))
 
-    (weights, first), (same, second) = fork_ranks.call(function, 2)
-    assert weights == same
-    assert first != second
-
-
-def test_masks_after_resuming(tmp_path, random_weights):
-    """On the same layout those that would have come; on another one, new ones for each."""
-    size, values = LAYOUTS["DP 2 × PP 2"]
-
-    def save():
-        trainer, loader = test_resume.build()
-        test_resume.save(test_resume.load(trainer, loader, tmp_path / "there"))
-        return masks(trainer.engine.bare_model, Layout.of(gpc.config, size))
-
-    def load(world_size):
-        trainer, loader = test_resume.build()
-        test_resume.load(trainer, loader, tmp_path / f"{world_size}", tmp_path / "there")
-        return masks(trainer.engine.bare_model, Layout.of(gpc.config, world_size))
-
-    expected = training.call(save, size, **{**values, **DROPPED})
-    assert_own_masks(expected)
-    assert training.call(functools.partial(load, size), size, **{**values, **DROPPED}) == expected
-    others, values = LAYOUTS["DP 2 × 2D 4"]
-    assert_own_masks(training.call(functools.partial(load, others), others, **{**values, **DROPPED}))
+    values = dict(training.TINY, MODEL="vit_tiny_patch16_224", DROP_RATE=0.5, DROP_PATH_RATE=0.5, DEPTH=2, BATCH_SIZE=4)
+    assert fork_ranks.call(function, 2, **values, mix={"mixup": 0.8}) == [1 + 2 * 3 + 2] * 2
