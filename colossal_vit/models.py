@@ -26,13 +26,18 @@ SHAPE = {
 
 @contextmanager
 def cpu_seed(seed: int) -> Iterator[None]:
-    """Seed PyTorch's CPU generator inside the block, and restore its state afterwards.
+    """Seed PyTorch's CPU generator inside the block, and restore its state afterwards; draw in fp32 for any DTYPE.
 
     `torch.manual_seed` would also reseed the GPU's generator.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        yield
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 def fix_positions(model: nn.Module) -> None:

@@ -278,6 +278,9 @@ FEATURES: Settings = {
         },
         learned=False,
     ),
+    "DTYPE": Setting(
+        one_of("float32", "float64"), "precision of everything without fp16; float64 is for comparisons", "float32"
+    ),
     "COMPILE": Free(BOOL, "torch.compile", False),
     "TF32": Setting(BOOL, "TensorFloat-32 in matrix products and convolutions in fp32", False),
     "cudnn_benchmark": Free(BOOL, "let cuDNN try its algorithms", False),

@@ -68,10 +68,10 @@ def mix(images: Tensor, labels: Tensor, num_classes: int, draws: Draws) -> tuple
         draws: of B images.
 
     Returns:
-        The mixed images, of the shape and type of `images`, and float32 targets (B, num_classes).
+        The mixed images, of the shape and type of `images`, and targets (B, num_classes) of the default data type.
     """
-    packed = np.column_stack([draws.blend, draws.target, draws.boxes]).astype(np.float32)
-    blend, target, *box = to_device(torch.from_numpy(packed), labels.device).unbind(1)
+    packed = np.column_stack([draws.blend, draws.target, draws.boxes])
+    blend, target, *box = to_device(torch.from_numpy(packed).to(torch.get_default_dtype()), labels.device).unbind(1)
     targets = torch.zeros(len(labels), num_classes, device=labels.device).scatter_(1, labels[:, None], 1.0)
     targets = _swap(targets).lerp(targets, target[:, None])
     if images.ndim == 1:

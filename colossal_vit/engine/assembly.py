@@ -169,6 +169,8 @@ def initialize(
             f"torch_ddp.static_graph = True does not work with gradient_accumulation = {config.gradient_accumulation}: "
             f"PyTorch takes the first backward pass, which reduces nothing, for the pattern of all"
         )
+    if fp16 and config.DTYPE == "float64":
+        raise UserError(f"DTYPE = 'float64' does not work with fp16.mode = {fp16.mode}: leave one of them out")
     if is_using_pp() and fp16 and fp16.mode != AMP_TYPE.NAIVE:
         raise UserError(f"fp16.mode = {fp16.mode} does not work with a pipeline: use AMP_TYPE.NAIVE or None")
 

@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn.functional as F
+from colossal_vit.compat.norms import at_least_fp32
 from colossal_vit.data.batches import IGNORED
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.sharding import mean_over_batch_parts, split_batch
@@ -34,7 +35,8 @@ class BinaryCrossEntropy(nn.Module):
         targets = targets * (1 - self.smoothing) + self.smoothing / logits.shape[1]
         if self.threshold is not None:
             targets = targets > self.threshold
-        losses = F.binary_cross_entropy_with_logits(logits.float(), targets.float(), reduction="none")
+        logits = at_least_fp32(logits)
+        losses = F.binary_cross_entropy_with_logits(logits, targets.to(logits.dtype), reduction="none")
         losses = losses.sum(1) if self.sum_classes else losses.mean(1)
         return mean_over_batch_parts((losses * counted).sum() / counted.sum())
 

@@ -32,9 +32,9 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def compute_dtype(fp16: Mapping[str, Any] | None, device: torch.device) -> torch.dtype:
-    """The data type of activations: fp32 without mixed precision, else `dtype` or the device's default."""
+    """The data type of activations: without mixed precision that of DTYPE, else `dtype` or the device's default."""
     if not fp16:
-        return torch.float32
+        return torch.get_default_dtype()
     return DTYPES[fp16.get("dtype") or ("fp16" if device.type == "cuda" else "bf16")]
 
 
@@ -45,7 +45,7 @@ def _opt_level(fp16: Mapping[str, Any]) -> str:
 def describe(fp16: Mapping[str, Any] | None, device: torch.device) -> str:
     """The precision in a few words, for logs and tables."""
     if not fp16:
-        return "fp32"
+        return {torch.float32: "fp32", torch.float64: "fp64"}[torch.get_default_dtype()]
     dtype = str(compute_dtype(fp16, device)).removeprefix("torch.")
     if fp16["mode"] != AMP_TYPE.APEX:
         return f"{fp16['mode']} in {dtype}"
@@ -73,12 +73,12 @@ class Autocast(nn.Module):
             return self.model(*args, **kwargs)
 
 
-class LowPrecision(nn.Module):
+class Converted(nn.Module):
     """A model whose weights, inputs and activations are of `dtype`.
 
     Args:
         module: the model; its floating-point parameters and buffers are converted in place.
-        dtype: torch.float16 or torch.bfloat16.
+        dtype: torch.float16, torch.bfloat16 or torch.float64.
         output_to_fp32: whether the output is converted to fp32, for the loss. False for pipeline stages that send
             their output on, to send half the bytes.
     """
@@ -132,22 +132,23 @@ def wrap_for_precision(
         `(model, optimizer, criterion)`.
     """
     mode, level = (fp16["mode"], _opt_level(fp16)) if fp16 else (None, None)
-    if mode is None or (mode == AMP_TYPE.APEX and level == "O0"):
+    full = mode is None or (mode == AMP_TYPE.APEX and level == "O0")
+    dtype = torch.get_default_dtype() if full else compute_dtype(fp16, device)
+    if dtype == torch.float32:
         return model, AMPOptimizer(optimizer), criterion
-    dtype = compute_dtype(fp16, device)
     autocast = mode == AMP_TYPE.TORCH or (mode == AMP_TYPE.APEX and level == "O1")
-    scaling = {key: value for key, value in fp16.items() if key not in ("mode", "dtype", "opt_level")}
+    scaling = {key: value for key, value in (fp16 or {}).items() if key not in ("mode", "dtype", "opt_level")}
     scale = LossScale(**{**({} if autocast else NAIVE_SCALE), **scaling}) if dtype == torch.float16 else None
     if autocast:
         model = Autocast(model, device, dtype)
         criterion = criterion and Autocast(criterion, device, dtype)
         return model, AMPOptimizer(optimizer, scale), criterion
     chunks = list(model) if isinstance(model, nn.ModuleList) else [model]  # an interleaved pipeline has several
-    last = len(chunks) - 1 if is_no_pp_or_last_stage() else None
-    chunks = [LowPrecision(chunk, dtype, output_to_fp32=number == last) for number, chunk in enumerate(chunks)]
+    last = len(chunks) - 1 if is_no_pp_or_last_stage() and not full else None
+    chunks = [Converted(chunk, dtype, output_to_fp32=number == last) for number, chunk in enumerate(chunks)]
     if mode == AMP_TYPE.APEX and level == "O2":
         _keep_norms_in_fp32(chunks[0], dtype)
     model = nn.ModuleList(chunks) if isinstance(model, nn.ModuleList) else chunks[0]
-    if mode == AMP_TYPE.APEX and level == "O3":
+    if full or (mode == AMP_TYPE.APEX and level == "O3"):
         return model, AMPOptimizer(optimizer), criterion
     return model, AMPOptimizer(optimizer, scale, master_weights=True), criterion

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from colossal_vit.compat.norms import at_least_fp32
 from colossal_vit.data.batches import IGNORED
 from colossal_vit.engine.loop import Trainer
 from colossal_vit.engine.micro_batches import MicroBatches
@@ -121,7 +122,7 @@ class MetricsHook(BaseHook):
             micro_batches = getattr(trainer.engine.schedule, "num_microbatches", 1)
             label = split_batch(label.view(micro_batches, -1), dim=1).flatten()
             counted = label != IGNORED
-            self.eval_loss += F.cross_entropy(output.float(), label, reduction="sum", ignore_index=IGNORED)
+            self.eval_loss += F.cross_entropy(at_least_fp32(output), label, reduction="sum", ignore_index=IGNORED)
             self.eval_correct += ((output.argmax(-1) == label) & counted).sum()
             self.eval_images += counted.sum()
 

@@ -85,6 +85,7 @@ def start(args: Arguments) -> Run:
         args.check(config, layout)
     backend = choose_backend(args, rendezvous, layout)
 
+    torch.set_default_dtype(getattr(torch, config.DTYPE))
     if not torch.cuda.is_available():
         cpu.enable()
     patches.apply()
