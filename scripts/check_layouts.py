@@ -1,13 +1,16 @@
 """Check on this machine that every layout computes the same training: 20 steps of each, compared with one process.
 
-    python scripts/check_layouts.py [--world N] [--optimizer adamw|sgd|lamb] [--only NAME ...]
+    python scripts/check_layouts.py [--world N] [--optimizer adamw|sgd|lamb] [--only NAME ...] [--accumulation N ...]
     python scripts/check_layouts.py --steps 300 --result results/one_curve \\
         --set LEARNING_RATE=5e-4 --set CROP_PADDING=0 --set FLIP=False
 
 Prints a table: layout, relative error (the larger of `loss` and `grad_norm`) in the first step and in the worst one,
-images/s. The model is small, in fp32, without dropout, on the digits sample; gradients are clipped. Exit code 1 if a
-layout fails to run, or its error exceeds 1e-5 in the first step or 1e-4 in any of the first 20. In later steps, of
-which there are some with `--steps`, rounding grows with every step, and the error is reported only.
+images/s. The model is small, in fp32, on the digits sample; gradients are clipped. All that is random is on: dropout,
+drop path, Mixup, CutMix, crops and mirror images. Exit code 1 if a layout fails to run, or its error exceeds 1e-5 in
+the first step or 1e-4 in any of the first 20. In later steps, of which there are some with `--steps`, rounding grows
+with every step, and the error is reported only.
+
+`--accumulation 1 2 4` makes three rows of each layout, whose global batch, that of one process, is cut into so many.
 
 With `--result` also writes losses.csv (a row per step, a column per layout), one_curve.md (the table), one_curve.json
 (the settings), log.txt and provenance.json. scripts/pictures.py draws the curves.
@@ -27,10 +30,17 @@ from colossal_vit.provenance import ResultFolder
 
 from benchmarks.harness import Failed
 from benchmarks.training import train
-from layouts import ANY_STEP, CONFIG, FIRST_STEP, LAYOUTS, MODEL, OPTIMIZERS, STEPS_PER_EPOCH, errors, set_flags
+from layouts import ANY_STEP, CONFIG, FIRST_STEP, LAYOUTS, MODEL, OPTIMIZERS, RANDOM, STEPS_PER_EPOCH, errors, set_flags
 
 NUM_STEPS = 20
 ONE = "one process"
+
+
+def cut(layout: tuple[int, dict[str, Any]], accumulation: int) -> tuple[int, dict[str, Any]]:
+    """A layout that takes its part of the global batch in `accumulation` pieces."""
+    processes, values = layout
+    batch = values.get("BATCH_SIZE", MODEL["BATCH_SIZE"]) // accumulation
+    return processes, {**values, "BATCH_SIZE": batch, "gradient_accumulation": accumulation}
 
 
 def furthest(curves: dict[str, list[dict]], name: str) -> dict[str, dict[str, float]]:
@@ -67,6 +77,7 @@ def main() -> int:
     parser.add_argument("--world", type=int, default=available, help="most processes to start (default %(default)s)")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="default %(default)s")
     parser.add_argument("--only", nargs="+", choices=LAYOUTS, metavar="NAME", help="check only these layouts")
+    parser.add_argument("--accumulation", type=int, nargs="+", default=[1], choices=(1, 2, 4), help="default 1")
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help="optimizer steps (default %(default)s)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for train_hybrid.py")
     parser.add_argument("--result", type=Path, help="folder for the result (default: it is printed only)")
@@ -75,15 +86,27 @@ def main() -> int:
         parser.error(f"--steps {args.steps}: must be at least 2")
     os.environ.pop("DATA", None)
     optimizer = OPTIMIZERS[args.optimizer]
-    values = {"parallel.pipeline": 1, **MODEL, "NUM_EPOCHS": math.ceil(args.steps / STEPS_PER_EPOCH), **optimizer}
-    chosen = {name: LAYOUTS[name] for name in args.only or LAYOUTS if LAYOUTS[name][0] <= args.world}
-    left_out = [name for name in args.only or LAYOUTS if name not in chosen]
+    values = {
+        "parallel.pipeline": 1,
+        **MODEL,
+        **RANDOM,
+        **optimizer,
+        "NUM_EPOCHS": math.ceil(args.steps / STEPS_PER_EPOCH),
+    }
+    fitting = [name for name in args.only or LAYOUTS if LAYOUTS[name][0] <= args.world]
+    left_out = [name for name in args.only or LAYOUTS if name not in fitting]
+    chosen = {ONE: (1, {})} | {
+        name + (f", accumulation {accumulation}" if accumulation > 1 else ""): cut(LAYOUTS[name], accumulation)
+        for accumulation in args.accumulation
+        for name in fitting
+    }
+    width = max(map(len, chosen)) + 2
     result = ResultFolder(args.result)
 
-    result.print(f"{'layout':<40}{'first step':>12}{'worst step':>12}{'images/s':>10}")
+    result.print(f"{'layout':<{width}}{'first step':>12}{'worst step':>12}{'images/s':>10}")
     curves: dict[str, list[dict]] = {}
     wrong = []
-    for name, (processes, overrides) in {ONE: (1, {}), **chosen}.items():
+    for name, (processes, overrides) in chosen.items():
         flags = ["--config", CONFIG, "--max-steps", str(args.steps), *set_flags({**values, **overrides})]
         flags += [f"--set={override}" for override in args.set]
         try:
@@ -92,13 +115,13 @@ def main() -> int:
             if name == ONE:
                 sys.exit(f"{name} does not run: {error}")
             wrong.append(name)
-            result.print(f"{name:<40}does not run: {error}")
+            result.print(f"{name:<{width}}does not run: {error}")
             continue
         curves[name] = steps
         error = errors(steps, curves[ONE])
         rate = statistics.median(record["images_per_s"] for record in steps)
         good = error[0] <= FIRST_STEP and max(error[:NUM_STEPS]) <= ANY_STEP
-        result.print(f"{name:<40}{error[0]:>12.1e}{max(error):>12.1e}{rate:>10.0f}" + ("" if good else "  OUT"))
+        result.print(f"{name:<{width}}{error[0]:>12.1e}{max(error):>12.1e}{rate:>10.0f}" + ("" if good else "  OUT"))
         if not good:
             wrong.append(name)
     if left_out:
@@ -106,8 +129,8 @@ def main() -> int:
     if wrong:
         print(f"out: {', '.join(wrong)}", file=sys.stderr)
     if args.result:
-        runs = {name: {"processes": (LAYOUTS.get(name) or (1,))[0], **furthest(curves, name)} for name in curves}
-        settings = {**MODEL, **optimizer, "--set": args.set, "steps": args.steps}
+        runs = {name: {"processes": chosen[name][0], **furthest(curves, name)} for name in curves}
+        settings = {**MODEL, **RANDOM, **optimizer, "--set": args.set, "steps": args.steps}
         result.write("one_curve", make_table(runs), {"settings": settings, "layouts": runs})
         write_losses(args.result / "losses.csv", curves)
     return int(bool(wrong))

@@ -2,10 +2,12 @@ import gc
 import io
 import os
 import resource
+import shlex
 import signal
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: ranks are forks, and thread pools do not survive a fork
 os.environ.pop("DATA", None)
@@ -25,6 +27,7 @@ import torch.utils.tensorboard
 from colossal_vit import results
 from colossal_vit.data.digits import write_cifar10
 from colossal_vit.hooks import recorder
+from colossal_vit.provenance import ResultFolder
 
 import cifar10
 import fork_ranks
@@ -57,6 +60,7 @@ def pytest_addoption(parser):
     group = parser.getgroup("random cases (tests/stress)")
     group.addoption("--cases", type=int, help="number of each kind (default: a few)")
     group.addoption("--seed", type=int, help="of the first one; the others' count up (default: made from the commit)")
+    group.addoption("--result", type=Path, help="folder that gets a line for each, after those it has, and provenance")
 
 
 def pytest_configure(config):
@@ -70,6 +74,21 @@ def pytest_generate_tests(metafunc):
     if marker := metafunc.definition.get_closest_marker("cases"):
         first, number = metafunc.config.option.seed, metafunc.config.option.cases or marker.args[0]
         metafunc.parametrize("seed", range(first, first + number), ids=lambda seed: f"seed {seed}")
+
+
+@pytest.fixture(scope="session")
+def report(pytestconfig):
+    """Prints a line on a random case and, with --result, adds it to the log there."""
+    if (folder := pytestconfig.option.result) is None:
+        return print
+    result = ResultFolder(folder, command=shlex.join(["python", "-m", "pytest", *pytestconfig.invocation_params.args]))
+    result.log = (folder / "log.txt").read_text() if (folder / "log.txt").exists() else ""
+
+    def keep(line):
+        result.print(line)
+        result.write_origin()
+
+    return keep
 
 
 def random_start(monkeypatch):

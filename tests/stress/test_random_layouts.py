@@ -1,10 +1,11 @@
 """Random models in random layouts, compared with one process: losses, gradient norms, evaluation, change of layout.
 
-    python -m pytest tests/stress/test_random_layouts.py --cases 500 --seed 2026
+    python -m pytest tests/stress/test_random_layouts.py --cases 500 --seed 2026 --result results/fuzz_layouts
 
 A seed's case is always the same: a small ViT with random sizes, number of classes, loss, augmentation, optimizer,
 precision, clipping, label smoothing, accumulation, micro-batches and recomputation, including odd token counts, uneven
-stages and partial test batches. It makes three steps in one layout, and three more from the checkpoint in another one.
+stages and partial test batches. A third of the cases has dropout, drop path, mixing and augmentation at once, the
+others have some of them. It makes three steps in one layout, and three more from the checkpoint in another one.
 Each step and the evaluation must agree with one process that makes all six: in fp32 within 1e-4 (1e-5 in the first
 step); in bf16 losses within 2 % and norms within 10 % or, if the training itself amplifies rounding, within three times
 the difference between one process in bf16 and in fp32. A case that fails is printed as commands.
@@ -72,6 +73,8 @@ def draw_layout(draw: random.Random) -> Case:
 def draw_case(seed: int) -> Case:
     """A random model, training and two layouts; draws again until the case is legal."""
     draw = random.Random(seed)
+    all_on = draw.random() < 1 / 3
+    off, zero = ([], []) if all_on else ([None] * 3, [0.0] * 2)
     while True:
         heads, patch = draw.choice([2, 3, 4, 6, 8, 12]), draw.choice([2, 4, 5, 8])
         case = {
@@ -86,14 +89,16 @@ def draw_case(seed: int) -> Case:
             "CHECKPOINT": draw.random() < 0.3,
             "clip_grad_norm": draw.choice([0.0, 0.1, 0.5, 5.0]),
             "SEED": draw.randrange(10**6),
+            "DROP_RATE": draw.choice([*zero, 0.1, 0.5]),
+            "DROP_PATH_RATE": draw.choice([*zero, 0.1, 0.5]),
             "optimizer": draw.choice(list(OPTIMIZERS)),
             "amp": draw.choice([None] * 9 + ["NAIVE"]),
             "global_batch": draw.choice([4, 6, 8, 12, 16, 24, 32]),
             "first": draw_layout(draw),
             "second": draw_layout(draw),
             "REPEATS": draw.choice([1, 1, 1, 2, 3]),
-            "mix": draw.choice([None, None, None, "batch", "pair", "elem"]),
-            "augment": draw.choice([None, None, None, "rand", "three"]),
+            "mix": draw.choice([*off, "batch", "pair", "elem"]),
+            "augment": draw.choice([*off, "rand", "three"]),
             "bce": draw.choice([None, None, 0.2]),
         }
         if is_legal(case):
@@ -129,7 +134,7 @@ def is_legal(case: Case) -> bool:
             ranks, values = arguments(case, layout)
             config = training.config_of(training.flags(**values))
             vit.check_vit(config, Layout.of(config, ranks))
-            if config.get("mix") and config.BATCH_SIZE % 2:
+            if config.get("mix") and (config.BATCH_SIZE % 2 or case["global_batch"] < 2 * config.REPEATS):
                 return False
     except UserError:
         return False
@@ -155,8 +160,17 @@ def farthest(steps: list[dict], expected: list[dict], key: str) -> float:
     return max(layouts.errors(steps, expected, [key]))
 
 
-def check(case: Case, folder: Path, *more: str) -> None:
+def describe(layout: Case) -> str:
+    """The sizes of a layout that are not 1."""
+    sizes = {"DP": layout["data"], "PP": layout["pipeline"], layout["mode"]: layout["size"]}
+    return " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one process"
+
+
+def check(case: Case, folder: Path, *more: str) -> tuple[float, float]:
     """Train a case, with `more` flags in its second layout.
+
+    Returns:
+        The largest relative errors of a loss or gradient norm in the first step and in any.
 
     Raises:
         AssertionError: if it does not agree with one process.
@@ -174,17 +188,26 @@ def check(case: Case, folder: Path, *more: str) -> None:
 
     for key, limit in limits.items():
         assert farthest(two.steps, one.steps, key) <= limit, f"{key} is off"
-    assert case["amp"] or layouts.errors(two.steps, one.steps)[0] <= layouts.FIRST_STEP, "the first step is off"
+    errors = layouts.errors(two.steps, one.steps)
+    assert case["amp"] or errors[0] <= layouts.FIRST_STEP, "the first step is off"
     here, there = two.evaluations[-1], one.evaluations[-1]
     assert here["eval_loss"] == pytest.approx(there["eval_loss"], rel=limits["loss"]), "the evaluation is off"
     assert here["eval_images"] == there["eval_images"] == NUM_TEST_IMAGES
+    return errors[0], max(errors)
 
 
 @pytest.mark.cases(3)
-def test_two_random_layouts_one_after_the_other_train_what_one_process_does(seed, tmp_path):
+def test_two_random_layouts_one_after_the_other_train_what_one_process_does(seed, tmp_path, report):
     case = draw_case(seed)
     print(as_commands(case))
-    check(case, tmp_path)
+    kind = f"{' → '.join(describe(case[which]) for which in ('first', 'second'))}, {'bf16' if case['amp'] else 'fp32'}"
+    drawn = [key for key in ("DROP_RATE", "DROP_PATH_RATE", "mix", "augment") if case[key]]
+    try:
+        first, worst = check(case, tmp_path)
+    except AssertionError:
+        report(f"seed {seed}: {kind}, {drawn}: failed\n{as_commands(case)}")
+        raise
+    report(f"seed {seed}: {kind}, {drawn}: {first:.1e} in the first step, {worst:.1e} in any")
 
 
 def test_a_case_with_another_rate_in_its_second_layout_is_off(tmp_path):
