@@ -188,7 +188,7 @@ def test_an_override_holds_wherever_its_name_is_bound(load, tmp_path, monkeypatc
 # Older names: a file, overrides, and the values that they stand for, or the line that refuses them.
 MIXUP, DECAY = "dali = dict(mixup_alpha=0.2)", "LAMB_EXCLUDE_VECTORS = True"
 OLDER = [
-    (MIXUP, [], {"mix.mixup": 0.2, "dali": {"gpu_aug": True}}),
+    (MIXUP, [], {"mix.mixup": 0.2, "dali": {"gpu_aug": True, "window": 32}}),
     (MIXUP, ["dali.mixup_alpha=0.4"], {"mix.mixup": 0.4}),
     (MIXUP, ["dali.mixup_alpha=0"], {"mix": None}),
     (MIXUP, ["mix.mixup=0.5"], {"mix.mixup": 0.5}),

@@ -112,11 +112,15 @@ def test_checkpoint_is_evaluated_and_its_average(weights, few_test_images, tmp_p
 SMALL = dict(IMG_SIZE=32, PATCH_SIZE=8, HIDDEN_SIZE=32, DEPTH=4, NUM_HEADS=4, NUM_CLASSES=10, BATCH_SIZE=64)
 
 
-def test_caltech101_is_evaluated_alike_by_one_and_two(weights, tmp_path, monkeypatch):
-    write_caltech101(tmp_path)
-    monkeypatch.setenv("DATA", str(tmp_path))
-    values = {**SMALL, **weights}
-    one, two = (evaluate(tmp_path / "no", size, script=training.CALTECH101, small=False, **values) for size in (1, 2))
+@pytest.mark.parametrize("script", [training.CALTECH101, training.IMAGENET])
+def test_other_data_are_evaluated_alike_by_one_and_two(script, weights, tmp_path, monkeypatch):
+    if script == training.CALTECH101:
+        write_caltech101(tmp_path)
+        monkeypatch.setenv("DATA", str(tmp_path))
+    else:
+        monkeypatch.delenv("DATA", raising=False)
+    values = {**SMALL, **weights, "gradient_accumulation": 1}
+    one, two = (evaluate(tmp_path / "no", size, script=script, small=False, **values) for size in (1, 2))
     found = re.search(K_NN, one.said)
     assert int(found[3]) + int(found[4]) == 1797
     assert float(found[1]) > 30
@@ -132,7 +136,6 @@ def test_caltech101_is_evaluated_alike_by_one_and_two(weights, tmp_path, monkeyp
             {**SMALL, "SYNTHETIC": True},
             "--eval-knn needs the images of a data set",
         ),
-        (training.IMAGENET, {}, "--eval-knn is for CIFAR-10 and Caltech101"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused(script, values, said, weights, tmp_path):

@@ -1,17 +1,136 @@
-"""The block `augment` in DALI's graph, on the CPU or the GPU: 3-Augment, colour jitter, random erasing.
+"""What is drawn for each training image, and what DALI's graph makes of it, on the CPU or the GPU.
 
-The operations are torchvision's, see `colossal_vit.data.augment`; RandAugment is DALI's own.
+An image's random numbers depend on the seed, the epoch and its number only. The operations are torchvision's, see
+`colossal_vit.data.augment`, and DALI's own for RandAugment.
 """
 
 from math import log
-from typing import Any
+from typing import NamedTuple
 
+import numpy as np
+import torch
 from colossal_vit.data.augment import BLUR
-from nvidia.dali import fn, math, types
-from nvidia.dali.auto_aug.rand_augment import rand_augment
+from colossal_vit.data.batches import to_device
+from colossal_vit.rng import philox
+from colossalai.context import Config
+from nvidia.dali import fn, types
+from nvidia.dali.auto_aug.core import select, signed_bin
+from nvidia.dali.auto_aug.rand_augment import get_rand_augment_suite
 from nvidia.dali.data_node import DataNode
+from torch import Tensor
 
+CROP_ASPECT = (3 / 4, 4 / 3)  # as in "Going deeper with convolutions", arXiv:1409.4842, like CROP_AREA = (0.08, 1)
 ERASED_AREA, ERASED_ASPECT = (0.02, 0.33), (0.3, 3.3)  # as in torchvision's RandomErasing
+TRIES = 10  # to place a rectangle, as in torchvision
+FILL, BINS = 128, 31  # RandAugment: the grey of what a turn leaves empty; the magnitudes that there are
+RAND_AUGMENT = get_rand_augment_suite(use_shape=True)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Drawn
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Draws(NamedTuple):
+    """What is drawn for B images; DALI's graph is fed with it, field by field.
+
+    Attributes:
+        crop: float64 (B, 2 · TRIES + 2), see `place_rectangles`.
+        mirror: int32 (B,), whether an image is mirrored.
+        choice: int32 (B,), which operation of 3-Augment.
+        sigma: float32 (B,), of the blur, in pixels.
+        factors: float32 (B, 3), of the colour jitter: brightness, contrast, saturation.
+        operations, signs: int32 (B, n), which operations of RandAugment, and whether each one's magnitude is negative.
+    """
+
+    crop: np.ndarray
+    mirror: np.ndarray
+    choice: np.ndarray
+    sigma: np.ndarray
+    factors: np.ndarray
+    operations: np.ndarray
+    signs: np.ndarray
+
+
+class Erased(NamedTuple):
+    """Rectangles of a batch that noise replaces.
+
+    Attributes:
+        images: (E,), places in the batch.
+        rectangles: (E, 4), top, left, height and width in pixels.
+        noise: float32, normally distributed, of all rectangles one after the other, each (3, height, width).
+    """
+
+    images: np.ndarray
+    rectangles: np.ndarray
+    noise: np.ndarray
+
+
+def _between(low: float, high: float, share: np.ndarray) -> np.ndarray:
+    return low + (high - low) * share
+
+
+def place_rectangles(
+    sizes: np.ndarray, draws: np.ndarray, area: tuple[float, float], aspect: tuple[float, float]
+) -> np.ndarray:
+    """Random rectangles in images, as torchvision's RandomResizedCrop places them.
+
+    Each image has `TRIES` tries for one whose share of the image and width ÷ height are in the given ranges. If none
+    fits, it is the largest one in the middle whose aspect is in its range.
+
+    Args:
+        sizes: (N, 2), height and width of the images.
+        draws: (N, 2 · TRIES + 2), uniform between 0 and 1.
+        area, aspect: the ranges.
+
+    Returns:
+        int64 (N, 4), top, left, height and width.
+    """
+    whole = np.broadcast_to(sizes, (len(draws), 2)).astype(np.int64)
+    areas, aspects, places = np.split(draws, [TRIES, 2 * TRIES], axis=1)
+    pixels = whole.prod(1, keepdims=True) * _between(*area, areas)
+    ratios = np.exp(_between(*map(log, aspect), aspects))
+    tried = np.rint(np.sqrt(np.stack([pixels / ratios, pixels * ratios], axis=2)))  # (N, TRIES, 2)
+    largest = np.minimum(whole, np.rint(whole[:, ::-1] * [1 / aspect[0], aspect[1]]))
+    tried = np.concatenate([tried, largest[:, None]], axis=1).astype(np.int64)
+    first = ((tried > 0) & (tried <= whole[:, None])).all(2).argmax(1)
+    shape = tried[np.arange(len(tried)), first]
+    corner = np.where(first[:, None] < TRIES, places * (whole - shape + 1), (whole - shape) // 2)
+    return np.column_stack([corner.astype(np.int64), shape])
+
+
+def draw(config: Config, epoch: int, numbers: np.ndarray) -> tuple[Draws, Erased | None]:
+    """Draw for the images with these numbers in an epoch, (B,); see `GlobalBatchSampler`."""
+    how, rectangle = config.augment or {}, 2 * TRIES + 2
+    count = how.get("n", 2)
+    parts = np.cumsum([rectangle, 1, 1, 1, 3, 1, rectangle, count])
+    uniform = philox.uniform(config.SEED, "augmentation", epoch, numbers, count=int(parts[-1]) + count)
+    crop, mirror, choice, sigma, jitter, erase, place, operations, signs = np.split(uniform, parts, axis=1)
+    strength = how.get("color_jitter", 0.0)
+    erased = np.flatnonzero(erase[:, 0] < how.get("erase", 0.0))
+    return Draws(
+        np.ascontiguousarray(crop),
+        (mirror[:, 0] < 0.5).astype(np.int32),
+        (choice[:, 0] * 3).astype(np.int32),
+        _between(*BLUR["sigma"], sigma[:, 0]).astype(np.float32),
+        _between(max(1 - strength, 0.0), 1 + strength, jitter).astype(np.float32),
+        (operations * len(RAND_AUGMENT)).astype(np.int32),
+        (signs < 0.5).astype(np.int32),
+    ), _draw_erased(config, epoch, numbers, erased, place[erased]) if len(erased) else None
+
+
+def _draw_erased(config: Config, epoch: int, numbers: np.ndarray, images: np.ndarray, draws: np.ndarray) -> Erased:
+    size = np.array([config.IMG_SIZE, config.IMG_SIZE])
+    rectangles = place_rectangles(size, draws, ERASED_AREA, ERASED_ASPECT)
+    noise = [
+        philox.generator(config.SEED, "erasing", epoch, number).standard_normal(3 * height * width, np.float32)
+        for number, (_, _, height, width) in zip(numbers[images].tolist(), rectangles, strict=True)
+    ]
+    return Erased(images, rectangles, np.concatenate(noise))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Done
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def grayscale(images: DataNode) -> DataNode:
@@ -25,12 +144,14 @@ def solarize(images: DataNode, threshold: int = 128) -> DataNode:
     return fn.cast((images < threshold) * images + (images >= threshold) * (255 - images), dtype=types.UINT8)
 
 
-def blur(images: DataNode, sigma: Any) -> DataNode:
+def blur(images: DataNode, sigma: DataNode | float) -> DataNode:
     """Gaussian blur of this standard deviation, in pixels; HWC, uint8."""
     return fn.gaussian_blur(images, sigma=sigma, window_size=BLUR["kernel_size"])
 
 
-def jitter(images: DataNode, brightness: Any, contrast: Any, saturation: Any) -> DataNode:
+def jitter(
+    images: DataNode, brightness: DataNode | float, contrast: DataNode | float, saturation: DataNode | float
+) -> DataNode:
     """Brightness, contrast about the mean of the grey image, and saturation, times these factors; HWC, uint8."""
     images = fn.brightness_contrast(images, brightness=brightness)
     middle = fn.cast(fn.reductions.mean(grayscale(images)), dtype=types.FLOAT)
@@ -38,49 +159,47 @@ def jitter(images: DataNode, brightness: Any, contrast: Any, saturation: Any) ->
     return fn.saturation(images, saturation=saturation)
 
 
-def three_augment(images: DataNode) -> DataNode:
+def three_augment(images: DataNode, choice: DataNode, sigma: DataNode) -> DataNode:
     """One of grayscale, solarisation and blur; needs a pipeline with conditionals."""
-    choice = fn.random.uniform(values=[0, 1, 2], dtype=types.INT32)
     if choice == 0:
         images = grayscale(images)
     elif choice == 1:
         images = solarize(images)
     else:
-        images = blur(images, fn.random.uniform(range=BLUR["sigma"]))
+        images = blur(images, sigma)
     return images
 
 
-def augment(images: DataNode, size: int, policy: str | None = None, n: int = 2, m: int = 9, color_jitter: float = 0.0):
-    """What is done to images (size, size, 3) of type uint8; the other values are those of the block `augment`."""
-    if policy == "rand":
-        images = rand_augment(images, shape=[size, size], n=n, m=m)
-    if policy == "three":
-        images = three_augment(images)
-    if color_jitter:
-        factors = [fn.random.uniform(range=(1 - color_jitter, 1 + color_jitter)) for _ in range(3)]
-        images = jitter(images, *factors)
+def rand_augment(images: DataNode, size: int, n: int, m: int, operations: DataNode, signs: DataNode) -> DataNode:
+    """DALI's RandAugment, with operations and signs from outside; needs a pipeline with conditionals."""
+    bins = signed_bin(m, signs)
+    for number in range(n):
+        how = dict(magnitude_bin=bins[number], num_magnitude_bins=BINS, shape=[size, size], fill_value=FILL)
+        images = select(RAND_AUGMENT, operations[number], images, **how)
     return images
 
 
-def erase(images: DataNode, probability: float) -> DataNode:
-    """Replace a part of normalised images (3, H, W) by noise, as often as `probability` says.
+def augment(images: DataNode, config: Config, draws: Draws) -> DataNode:
+    """What is done to images (IMG_SIZE, IMG_SIZE, 3) of type uint8, but mirroring and erasing.
 
-    Needs a pipeline with conditionals: noise is dear on the CPU, and made only where it is used.
+    Args:
+        images: the images.
+        config: of the run.
+        draws: nodes of the graph in place of arrays.
     """
-    happens = fn.random.coin_flip(probability=probability, dtype=types.BOOL)
-    if happens:  # noqa: SIM108 conditionals of DALI are statements
-        erased = erase_part(images)
-    else:
-        erased = images
-    return erased
+    how = config.augment or {}
+    if how.get("policy") == "rand":
+        images = rand_augment(images, config.IMG_SIZE, how["n"], how["m"], draws.operations, draws.signs)
+    if how.get("policy") == "three":
+        images = three_augment(images, draws.choice, draws.sigma)
+    if how.get("color_jitter"):
+        images = jitter(images, draws.factors[0], draws.factors[1], draws.factors[2])
+    return images
 
 
-def erase_part(images: DataNode) -> DataNode:
-    """Replace a random rectangle of each of the normalised images (3, H, W) by noise."""
-    root = math.sqrt(fn.random.uniform(range=ERASED_AREA))
-    log_aspect = fn.random.uniform(range=tuple(map(log, ERASED_ASPECT)))
-    sides = [math.min(root * math.exp(sign * log_aspect / 2), 1.0) for sign in (1, -1)]  # shares of the image's
-    anchors = [fn.random.uniform(range=(0.0, 1.0)) * (1.0 - side) for side in sides]
-    region = dict(anchor=fn.stack(*anchors), shape=fn.stack(*sides))
-    kept = fn.erase(images * 0.0 + 1.0, axis_names="HW", normalized=True, fill_value=0.0, **region)
-    return images * kept + fn.random.normal(images) * (1.0 - kept)
+def erase(images: Tensor, erased: Erased) -> None:
+    """Replace parts of normalised images (B, 3, H, W) by noise, in place."""
+    sizes = [3 * int(height * width) for _, _, height, width in erased.rectangles]
+    noise = to_device(torch.from_numpy(erased.noise), images.device).split(sizes)
+    for place, (top, left, height, width), part in zip(erased.images, erased.rectangles, noise, strict=True):
+        images[place, :, top : top + height, left : left + width] = part.view(3, height, width)

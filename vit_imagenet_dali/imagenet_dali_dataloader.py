@@ -1,61 +1,53 @@
 """ImageNet from TFRecords through DALI: decoded, augmented, batched and prefetched, on the GPU if possible.
 
-Each rank's training images are an endless stream: DALI keeps shuffling and prefetching across epochs, and an epoch
-continues where the last one stopped. Evaluation counts each image exactly once, for any number of ranks.
+Records are read one by one, in the order of a `GlobalBatchSampler`, and what is drawn for an image is drawn here, so
+that every layout trains on the same images. Evaluation counts each image exactly once, for any number of ranks.
 """
 
-import base64
+import copy
 import hashlib
 import os
-import random
-import re
 import socket
 import warnings
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
-from functools import partial
-from itertools import chain, pairwise
+from functools import lru_cache, partial
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import nvidia.dali
 import torch
 import torch.nn.functional as F
-from colossal_vit import config as configs
-from colossal_vit import typed_json
-from colossal_vit.data.batches import IGNORED, Loader, sees_images, to_device
+from colossal_vit.data.batches import IGNORED, Loader, SampledLoader, read_ahead, sees_images, to_device
 from colossal_vit.data.digits import write_imagenet
-from colossal_vit.data.samplers import check_global_batch, data_place
+from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.data.source import build_without_data, describe_data, find_data
 from colossal_vit.errors import UserError
 from colossal_vit.files import write_text
 from colossal_vit.parallel.ranks import RankLogger, all_gather_object, raise_on_all_ranks, run_on_rank_0
 from colossal_vit.run import Run
-from colossal_vit.typed_json import Count
 from colossalai.context import Config
-from nvidia.dali import Pipeline, fn, pipeline_def, tfrecord, types
+from nvidia.dali import Pipeline, fn, pipeline_def, types
 from nvidia.dali.data_node import DataNode
 from nvidia.dali.pipeline import do_not_convert
-from pydantic import Base64Bytes
 from torch import Tensor
-from typing_extensions import TypedDict
 
 import augmentation
 import build_tfrecords as tfrecords
+from image_files import prepare_image
 from planning import NUM_IMAGES
-from tfrecord import record_size
+from tfrecord import parse_example, record_size, unwrap
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # each channel's over ImageNet's training set
-CROP_ASPECT = (3 / 4, 4 / 3)  # as in "Going deeper with convolutions", arXiv:1409.4842, like CROP_AREA = (0.08, 1)
 EMPTY_RECORD = 16  # bytes
-INITIAL_FILL = 4096  # records in the shuffle buffer; pointers into memory-mapped files, so they take hardly any memory
-PREFETCH = 3  # batches
-FEATURES = {
-    "image/encoded": tfrecord.FixedLenFeature((), tfrecord.string, ""),
-    "image/class/label": tfrecord.FixedLenFeature([1], tfrecord.int64, -1),
-}
+OPEN_FILES = 128  # a process may mostly have 1,024
+READERS, PREFETCH = 4, 3  # batches that are read at a time, each by a thread; batches that DALI works on
+DRAWN = [(types.FLOAT64, 1), (types.INT32, 0), (types.INT32, 0), (types.FLOAT, 0), (types.FLOAT, 1)]
+DRAWN += [(types.INT32, 1)] * 2  # type and dimensions of the fields of `augmentation.Draws`, for an image
+REMEDY = "to train without such records, set dali = dict(max_bad=...)"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -64,11 +56,15 @@ FEATURES = {
 
 
 class Records(NamedTuple):
-    """The non-empty shards of a split, the index file of each, and the number of records it lists."""
+    """The non-empty shards of a split, the index file of each, and the offset and size of its records, (n, 2)."""
 
     shards: list[Path]
     indices: list[Path]
-    counts: list[int]
+    places: list[np.ndarray]
+
+    @property
+    def counts(self) -> list[int]:
+        return list(map(len, self.places))
 
     @property
     def num_images(self) -> int:
@@ -86,8 +82,7 @@ def find_records(data: Path, split: str) -> Records:
     """The records in `data/train` or `data/validation`.
 
     Raises:
-        UserError: if there are none, shards are missing or from two sets, an index is missing or does not match, or
-            DALI cannot read paths like theirs.
+        UserError: if there are none, shards are missing or from two sets, or an index is missing or does not match.
     """
     shards = tfrecords.find_shards(data, split)
     if not shards:
@@ -95,10 +90,6 @@ def find_records(data: Path, split: str) -> Records:
     for fault in tfrecords.name_faults(data, split, shards):
         raise UserError(fault)
     indices = [tfrecords.index_path(data, split, shard.name) for shard in shards]
-    try:
-        "".join(map(str, shards)).encode()
-    except UnicodeEncodeError:
-        raise UserError(f"DATA = {data}: DALI reads paths in UTF-8 only; rename it, or set DATA to a link") from None
     return list_records(shards, indices, whole=True)
 
 
@@ -115,7 +106,7 @@ def list_records(shards: list[Path], indices: list[Path], whole: bool) -> Record
         if whole and end != size:
             raise tfrecords.wrong_index(index, f"{index}: ends at byte {end}, but {shard} has {size}")
         if lines:
-            found.append((shard, index, len(lines)))
+            found.append((shard, index, np.array(lines)))
     return Records(*map(list, zip(*found, strict=True))) if found else Records([], [], [])
 
 
@@ -170,37 +161,42 @@ def filtered_index(output: Path, index: Path) -> Path:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Position(TypedDict):
-    """A rank's position in its stream, see `DaliLoader.state_dict`; `checkpoint` is DALI's own."""
+class Batch(NamedTuple):
+    """What is read and drawn for a batch.
 
-    batches: Count
-    begun: Count
-    checkpoint: Base64Bytes | None
-    of: dict[str, Any]
+    Attributes:
+        numbers: of its records, (B,).
+        encoded: the image files, uint8.
+        labels: int64 (B,).
+        draws: None in evaluation.
+        erased: None if nothing is erased.
+    """
+
+    numbers: np.ndarray
+    encoded: list[np.ndarray]
+    labels: Tensor
+    draws: augmentation.Draws | None = None
+    erased: augmentation.Erased | None = None
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        """What DALI's graph is fed with."""
+        return self.encoded, *(self.draws or ())
 
 
-def _as_now(identity: dict[str, Any]) -> dict[str, Any]:
-    """An earlier stream's identity as it would be now: RandAugment had its own place, and defaults were left out."""
-    match identity.get("augmentation"):
-        case [crop_area, flip, dict() | None as rand, *blocks] if all(isinstance(block, dict) for block in blocks):
-            augment = {"policy": "rand", **rand} if rand else {}
-            augment = configs.complete({"augment": augment | (blocks[0] if blocks else {})})["augment"]
-            return {**identity, "augmentation": [crop_area, flip, None, *([augment] if augment else [])]}
-    return identity
+def _from_here_on(sampler: GlobalBatchSampler) -> Iterator[tuple[int, Tensor]]:
+    """Epoch and indices of each batch, without end."""
+    while True:
+        epoch = sampler.epoch
+        yield from ((epoch, numbers) for numbers in sampler)
 
 
-class DaliLoader(Loader):
-    """Batches of `(images, labels)` on the device, for one data-parallel rank.
+class DaliLoader(SampledLoader):
+    """Batches of `(images, labels)` on the device, for this rank's place in the layout.
 
     Images are float32 of shape (B, 3, IMG_SIZE, IMG_SIZE), normalised; labels are int64 of shape (B,), from 0. Pipeline
-    stages after the first get the labels in place of the images, which they do not use.
-
-    In training, each `iter()` takes the next `len()` batches of an endless stream: repeated passes through the rank's
-    part of the records, each in another order. In evaluation it starts over; all ranks have the same number of full
-    batches, and padding in the last ones has the label `IGNORED`.
-
-    With REPEATS, a training image comes so often in its batch, each time with other random numbers. Of each batch that
-    is read only as many records are used as it then has images; which ones they are differs from epoch to epoch.
+    stages after the first get the labels in place of the images, which they do not use. In training, DALI already works
+    on the next epoch while one ends.
 
     Args:
         records: the shards to read.
@@ -225,72 +221,101 @@ class DaliLoader(Loader):
         num_ranks: int | None = None,
         with_images: bool | None = None,
     ):
-        self.records, self.train, self.config, self.device = records, train, config, device
-        self.batch_size, self.num_threads = config.BATCH_SIZE, num_threads
-        self.rank, self.num_ranks = data_place(rank, num_ranks)
+        count, size = records.num_images, config.BATCH_SIZE
+        if train:
+            order = dict(repeats=config.REPEATS, shards=records.counts, window=config.dali.window)
+            sampler = GlobalBatchSampler(
+                count, size, config.gradient_accumulation, config.SEED, rank, num_ranks, **order
+            )
+        else:
+            sampler = EvalSampler(count, size, rank, num_ranks)
+        super().__init__(sampler, config, device)
+        self.records, self.num_threads = records, num_threads
+        self.ends = np.cumsum(records.counts)  # of the shards, in records
         self.with_images = sees_images() if with_images is None else with_images
         self.on_gpu = device.type == "cuda" and config.dali.gpu_aug
-        self.augment = dict(config.augment or {})
-        # The bounds of this rank's records, as DALI's reader computes them. No rank may be without records.
-        self.start, self.end = (records.num_images * part // self.num_ranks for part in (self.rank, self.rank + 1))
         self.resizers = ThreadPoolExecutor(num_threads)
-        self.pipeline: Pipeline | None = None
-        self.checkpoint: bytes | None = None
-        self.batches = 0  # training batches taken so far
-        self.begun = 0  # the value of `batches` at which this stream began: above 0 if it restarted in another layout
+        self.open = lru_cache(OPEN_FILES)(partial(open, mode="rb", buffering=0))
+        self.ahead: dict[tuple[int, int], Iterator] = {}  # by epoch and micro-batch: what DALI already works on
 
-    def __len__(self) -> int:
-        if self.train:
-            return self.records.num_images // self.num_ranks // self.batch_size
-        most = -(-self.records.num_images // self.num_ranks)  # images of a rank
-        return -(-most // self.batch_size)
+    # ---- Read ----
 
-    def _graph(self) -> tuple[DataNode, ...]:
+    def _place(self, number: int) -> tuple[Path, int, int]:
+        """The shard of a record, and its offset and size in bytes."""
+        shard = int(np.searchsorted(self.ends, number, side="right"))
+        return self.records.shards[shard], *self.records.places[shard][number - self.ends[shard]].tolist()
+
+    def _read_record(self, number: int) -> tuple[np.ndarray, int]:
+        """The image file and the label of a record.
+
+        Raises:
+            UserError: if the record cannot be read, is damaged, or its label is out of range; naming its place.
+        """
+        shard, offset, size = self._place(number)
+        try:
+            file = self.open(shard)  # which another thread may put out of the cache, and so close, but for this name
+            image, label = parse_example(unwrap(os.pread(file.fileno(), size, offset)))
+            if image is None:
+                raise ValueError("image/encoded is missing")
+        except OSError as error:
+            raise UserError(f"{shard}: {error.strerror}") from None
+        except ValueError as error:
+            raise UserError(f"{shard} at byte {offset}: {error}; {REMEDY}") from None
+        if label is None or not 1 <= label <= self.config.NUM_CLASSES:
+            raise UserError(
+                f"{shard} at byte {offset}: image/class/label is {label}, not from 1 to NUM_CLASSES = "
+                f"{self.config.NUM_CLASSES}"
+            )
+        return np.frombuffer(image, np.uint8), label - 1
+
+    def _read(self, place: tuple[int, Tensor]) -> Batch:
+        """Read and draw for the images of an epoch with these numbers (B,)."""
+        epoch, numbers = place
+        records = (numbers % self.records.num_images).numpy()
+        encoded, labels = zip(*map(self._read_record, records.tolist()), strict=True)
+        labels = torch.where(numbers < 0, IGNORED, torch.tensor(labels))
+        drawn = augmentation.draw(self.config, epoch, numbers.numpy()) if self.train and self.with_images else ()
+        return Batch(records, list(encoded), labels, *drawn)
+
+    # ---- Decode ----
+
+    def _graph(self, batches: Iterator[tuple[Any, ...]]) -> DataNode:
         device = "gpu" if self.on_gpu else "cpu"
-        record = fn.readers.tfrecord(
-            name="reader",
-            path=list(map(str, self.records.shards)),
-            index_path=list(map(str, self.records.indices)),
-            features=FEATURES,
-            shard_id=self.rank,
-            num_shards=self.num_ranks,
-            stick_to_shard=True,  # so that the rank's records stay in its machine's page cache
-            random_shuffle=self.train,
-            initial_fill=INITIAL_FILL,
-            pad_last_batch=not self.train,
-            seed=self._pipeline_seed(),  # DALI's default depends on later operators, which differ between stages
+        kinds = [(types.UINT8, 1), *(DRAWN if self.train else [])]
+        encoded, *draws = fn.external_source(
+            batches, len(kinds), dtype=[kind for kind, _ in kinds], ndim=[ndim for _, ndim in kinds], no_copy=True
         )
-        labels, encoded = record["image/class/label"], record["image/encoded"]
-        if self.train and self.config.REPEATS > 1:
-            # Copies are far apart: neighbours, which may be mixed, are different images.
-            number = -(-self.batch_size // self.config.REPEATS)
-            chosen = [place % number for place in range(self.batch_size)]
-            labels, encoded = (fn.permute_batch(part, indices=chosen) for part in (labels, encoded))
-        if not self.with_images:
-            return (labels,)
         # DALI 2.4.0 may crash the process if the decoder finds no header. This operator raises an error instead, and
         # has to run before the decoder.
         header = fn.peek_image_shape(encoded, dtype=types.FLOAT)
-        encoded = fn.reshape(encoded, rel_shape=header[:1] * 0.0 + 1.0)
         options = dict(device="mixed" if self.on_gpu else "cpu", output_type=types.RGB)
         size, mirror = self.config.IMG_SIZE, 0
         if self.train:
-            images = fn.decoders.image_random_crop(
-                encoded, random_area=list(self.config.CROP_AREA), random_aspect_ratio=CROP_ASPECT, **options
+            draws = augmentation.Draws(*draws)
+            corner, shape = fn.python_function(
+                header, draws.crop, function=self._crops, batch_processing=True, num_outputs=2
             )
+            images = fn.decoders.image_slice(encoded, corner, shape, axis_names="HW", **options)
             images = self._resize(images, size=[size, size])
-            images = augmentation.augment(images, size, **{k: v for k, v in self.augment.items() if k != "erase"})
-            mirror = fn.random.coin_flip() if self.config.FLIP else 0
+            images = augmentation.augment(images, self.config, draws)
+            mirror = draws.mirror if self.config.FLIP else 0
         else:
+            encoded = fn.reshape(encoded, rel_shape=header[:1] * 0.0 + 1.0)
             images = fn.decoders.image(encoded, **options)
             images = self._resize(images, resize_shorter=int(size / self.config.EVAL_CROP))
         mean, std = ([value * 255 for value in values] for values in (MEAN, STD))
         images = fn.crop_mirror_normalize(
             images, device=device, crop=[size, size], mirror=mirror, mean=mean, std=std, output_layout="CHW"
         )
-        if self.train and self.augment.get("erase"):
-            images = augmentation.erase(images, self.augment["erase"])
-        return labels, images.gpu() if self.device.type == "cuda" else images
+        return images.gpu() if self.device.type == "cuda" else images
+
+    def _crops(self, headers: list[np.ndarray], draws: list[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Corner and shape of each image's crop."""
+        sizes = np.stack(headers)[:, :2]
+        crops = augmentation.place_rectangles(
+            sizes, np.stack(draws), self.config.CROP_AREA, augmentation.CROP_ASPECT
+        ).astype(np.int32)
+        return list(crops[:, :2]), list(crops[:, 2:])
 
     @do_not_convert  # in graphs with conditionals DALI would rewrite the Python functions in it, which makes them slow
     def _resize(self, images: DataNode, size: list[int] | None = None, resize_shorter: int | None = None) -> DataNode:
@@ -315,116 +340,77 @@ class DaliLoader(Loader):
         images = fn.python_function(images, function=resize_all, batch_processing=True)
         return fn.reshape(images, layout="HWC")  # the Python function's output has no layout
 
-    def _pipeline_seed(self) -> int:
-        return random.Random(f"{self.config.SEED} {self.rank} {self.begun}").getrandbits(31)
+    def _build(self, batches: Iterator[tuple[Any, ...]]) -> Pipeline:
+        """A pipeline for what it is fed with, batch by batch."""
 
-    def _build(self) -> Pipeline:
+        def graph() -> DataNode:
+            return self._graph(batches)
+
         with warnings.catch_warnings(record=True):  # DALI itself uses features that it deprecates
-            conditional = self.train and bool(self.augment.get("policy") or self.augment.get("erase"))
-            pipeline = pipeline_def(self._graph, enable_conditionals=conditional)(
-                batch_size=self.batch_size,
+            conditional = self.train and bool((self.config.augment or {}).get("policy"))
+            pipeline = pipeline_def(graph, enable_conditionals=conditional)(
+                batch_size=self.config.BATCH_SIZE,
                 num_threads=self.num_threads,
                 device_id=self.device.index if self.device.type == "cuda" else None,
-                seed=self._pipeline_seed(),
                 prefetch_queue_depth=PREFETCH,
-                enable_checkpointing=self.train,
-                checkpoint=self.checkpoint,
             )
             pipeline.build()
         return pipeline
 
-    def _next(self, pipeline: Pipeline) -> tuple[Tensor, Tensor]:
-        try:
-            records, *images = pipeline.run()
-        except RuntimeError as error:
-            if culprit := self._culprit(str(error)):
-                raise UserError(f"{culprit}; to train without such records, set dali = dict(max_bad=...)") from None
-            raise
-        numbers = records.as_array().ravel()  # (B,), on the host
-        strange = (numbers < 1) | (numbers > self.config.NUM_CLASSES)
-        if strange.any():
-            place = int(strange.argmax())
-            where = records[place].source_info().replace(" at index ", " at byte ")
-            raise UserError(
-                f"{where}: image/class/label is {numbers[place]}, not from 1 to NUM_CLASSES = {self.config.NUM_CLASSES}"
-            )
-        return (torch.from_dlpack(images[0].as_tensor()) if images else None), torch.from_numpy(numbers - 1)
+    def _decoded(self, batches: Iterator[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Images and labels of each batch."""
+        waiting: deque[Batch] = deque()  # those that DALI works on, which may read them until it is done
 
-    def _culprit(self, message: str) -> str | None:
-        """The record that DALI failed at: shard, byte and fault; None if it cannot be found."""
-        if named := re.search(r"(?:sample #\d+ |file): ?(/.+) at index (\d+)", message):
-            return f"{named[1]} at byte {named[2]}: the record cannot be decoded"
-        if not re.search(r"peek_image_shape|readers\.tfrecord|decoders\.image", message):
-            return None
-        first = 0
-        for shard, index, count in zip(*self.records, strict=True):
-            if first < self.end and first + count > self.start:
-                for offset, reason in find_bad(shard, index, self.config.NUM_CLASSES, "header"):
-                    return f"{shard} at byte {offset}: {reason}"
-            first += count
+        def feed() -> Iterator[tuple[Any, ...]]:
+            for batch in batches:
+                waiting.append(batch)
+                yield batch.inputs
+
+        pipeline = self._build(feed())
+        while True:
+            try:
+                (images,) = pipeline.run()
+            except StopIteration:
+                return
+            except RuntimeError:
+                if culprit := self._culprit(waiting):
+                    raise UserError(f"{culprit}; {REMEDY}") from None
+                raise
+            batch, images = waiting.popleft(), torch.from_dlpack(images.as_tensor())
+            if batch.erased:
+                augmentation.erase(images, batch.erased)
+            yield images, batch.labels
+
+    def _culprit(self, batches: Iterable[Batch]) -> str | None:
+        """The record that DALI failed at, one of these: shard, byte and fault; None if it cannot be found."""
+        for batch in batches:
+            for number, image in zip(batch.numbers.tolist(), batch.encoded, strict=True):
+                try:
+                    prepare_image(image.tobytes(), check="decode")
+                except ValueError as error:
+                    shard, offset, _ = self._place(number)
+                    return f"{shard} at byte {offset}: {error}"
         return None
 
-    def _deliver(self, images: Tensor | None, labels: Tensor) -> tuple[Tensor, Tensor]:
-        labels = to_device(labels, self.device)
-        return (labels if images is None else images), labels
+    # ---- Deliver ----
+
+    def _batches(self, places: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Images and labels of these images of these epochs."""
+        batches = (batch for _, batch in read_ahead(places, self._read, READERS))
+        for images, labels in self._decoded(batches) if self.with_images else ((None, b.labels) for b in batches):
+            labels = to_device(labels, self.device)
+            yield (labels if images is None else images), labels
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        if self.train:
-            self.pipeline = self.pipeline or self._build()
-            for _ in range(len(self)):
-                images, labels = self._next(self.pipeline)
-                self.batches += 1
-                yield self._deliver(images, labels)
+        if not self.train:
+            yield from self._batches((0, numbers) for numbers in self.sampler)
             return
-        pipeline = self._build()  # deleted after the evaluation, to free its memory for training
-        for number in range(len(self)):
-            images, labels = self._next(pipeline)
-            labels[max(self.end - self.start - number * self.batch_size, 0) :] = IGNORED
-            yield self._deliver(images, labels)
-
-    def _identity(self) -> dict[str, Any]:
-        """What has to be unchanged for a stream to resume."""
-        config, repeats = self.config, self.config.REPEATS
-        crop_and_flip = list(config.CROP_AREA), config.FLIP
-        return {
-            "seed": config.SEED,
-            "place": [self.rank, self.num_ranks, self.with_images, self.on_gpu],
-            "sizes": [self.records.num_images, self.batch_size, config.IMG_SIZE],
-            "augmentation": [*crop_and_flip, None, *([self.augment] if self.augment else [])],
-            **({"repeats": repeats} if repeats > 1 else {}),  # added later: older streams resume
-            "dali": nvidia.dali.__version__,
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's position in its stream, after the last batch it returned; JSON-serialisable.
-
-        Prefetched batches do not count.
-        """
-        checkpoint = self.pipeline.checkpoint() if self.batches > self.begun and self.pipeline else self.checkpoint
-        return {
-            "batches": self.batches,
-            "begun": self.begun,
-            "checkpoint": base64.b64encode(checkpoint).decode() if checkpoint else None,
-            "of": self._identity(),
-        }
-
-    def seek(self, epoch: int, start: int, state: Mapping[str, Any] = {}) -> bool:
-        """Resume from a `state_dict`; `epoch` and `start` are only needed if it is another loader's, or damaged.
-
-        Returns:
-            Whether the stream continues bit for bit. If the state is from another rank, layout, batch size or version,
-            a new stream begins, with an order that was not used before.
-        """
-        mixed_otherwise = state.keys() == {"position", "loader"}  # by a loader around this one, which is no more
-        try:
-            place = typed_json.check(state["loader"] if mixed_otherwise else state, Position, "")
-            same = _as_now(place["of"]) == self._identity()
-        except UserError:
-            place, same = {"batches": epoch * len(self) + start}, False
-        self.pipeline, self.batches = None, place["batches"]
-        self.begun = place["begun"] if same else self.batches
-        self.checkpoint = place["checkpoint"] if same else None
-        return same and not mixed_otherwise
+        epoch, start = self.sampler.epoch, self.sampler.start
+        batches = self.ahead.pop((epoch, start), None) or self._batches(_from_here_on(copy.copy(self.sampler)))
+        self.ahead.clear()
+        self.sampler.epoch, self.sampler.start = epoch + 1, 0
+        yield from islice(batches, len(self) - start)
+        self.ahead[epoch + 1, 0] = batches
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -438,26 +424,6 @@ def write_sample(folder: Path) -> Path:
     with redirect_stdout(None):
         tfrecords.build(tfrecords.parse([str(write_imagenet(folder)), str(output)]))
     return output
-
-
-def check_sizes(train: Records, validation: Records, data: Path, config: Config, num_ranks: int) -> None:
-    """Check that every rank has images for a step and an evaluation, and the model one output per class.
-
-    Raises:
-        UserError: if not.
-    """
-    if (num_classes := len(tfrecords.class_names(data))) > config.NUM_CLASSES:
-        raise UserError(f"NUM_CLASSES = {config.NUM_CLASSES}, but {data / 'classes.txt'} has {num_classes}")
-    batch_size, accumulation = config.BATCH_SIZE, config.gradient_accumulation
-    if config.mix and batch_size <= config.REPEATS:
-        raise UserError(
-            f"REPEATS = {config.REPEATS}: must be below BATCH_SIZE = {batch_size} with mix, else a batch has one image "
-            f"only, which is mixed with its own copies"
-        )
-    check_global_batch(train.num_images, batch_size, accumulation, num_ranks)
-    if validation.num_images < num_ranks:
-        here = data / "validation"
-        raise UserError(f"{here}: has {validation.num_images} images, but there are {num_ranks} data-parallel ranks")
 
 
 def threads_per_rank() -> int:
@@ -484,13 +450,13 @@ def build_imagenet(run: Run) -> tuple[Loader, Loader | None]:
         filtered = partial(filtered_index, run.output)
         with raise_on_all_ranks():
             splits = [list_records(r.shards, list(map(filtered, r.indices)), whole=False) for r in splits]
-    train, validation = splits
+    classes, num_threads = tfrecords.class_names(data), threads_per_rank()
     with raise_on_all_ranks():
-        check_sizes(train, validation, data, config, run.layout.data)
-    classes, counts = tfrecords.class_names(data) or config.NUM_CLASSES, (train.num_images, validation.num_images)
-    describe_data(run, "ImageNet", counts, classes, f"{train.digest()} {validation.digest()}", data)
-    num_threads = threads_per_rank()
-    return (
-        DaliLoader(train, True, config, run.device, num_threads),
-        DaliLoader(validation, False, config, run.device, num_threads),
-    )
+        if len(classes) > config.NUM_CLASSES:
+            raise UserError(f"NUM_CLASSES = {config.NUM_CLASSES}, but {data / 'classes.txt'} has {len(classes)}")
+        if not all(records.num_images for records in splits):
+            raise UserError(f"DATA = {data}: has no good record in train/ or in validation/")
+        train, test = (DaliLoader(records, records is splits[0], config, run.device, num_threads) for records in splits)
+    counts, digest = [r.num_images for r in splits], " ".join(records.digest() for records in splits)
+    describe_data(run, "ImageNet", tuple(counts), classes or config.NUM_CLASSES, digest, data)
+    return train, test

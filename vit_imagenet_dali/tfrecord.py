@@ -49,6 +49,20 @@ def wrap(data: bytes) -> bytes:
     return b"".join((length, struct.pack("<I", masked_crc(length)), data, struct.pack("<I", masked_crc(data))))
 
 
+def unwrap(record: bytes) -> bytes:
+    """The data of a whole TFRecord.
+
+    Raises:
+        ValueError: if it is cut off, or a CRC is wrong.
+    """
+    data, size = record[12:-4], len(record) - 16
+    if size < 0 or record[:12] != struct.pack("<QI", size, masked_crc(struct.pack("<Q", size))):
+        raise ValueError("the record's length or its CRC is wrong; cut off?")
+    if record[-4:] != struct.pack("<I", masked_crc(data)):
+        raise ValueError("the CRC of the record's data is wrong")
+    return data
+
+
 def encode_record(image: bytes, label: int) -> bytes:
     """A TFRecord with the tf.train.Example of an image: `image/encoded` and `image/class/label`."""
     example = Example()

@@ -129,6 +129,11 @@ DATA: Settings = {
         {
             "gpu_aug": Setting(BOOL, "decode and augment on the GPU, where there is one", True),
             "max_bad": Setting(NON_NEGATIVE_INT, "check all records first, and leave out up to so many damaged ones"),
+            "window": Setting(
+                POSITIVE_INT,
+                "training images are shuffled within so many shards at a time, which are in random order",
+                32,
+            ),
         },
         {},
         (IMAGENET,),

@@ -1,9 +1,11 @@
 """Data loaders: what all have in common, and which rank needs images."""
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from itertools import chain, pairwise, repeat
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -28,11 +30,16 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def read_ahead(keys: Iterable[Tensor], read: Callable[[Tensor], Any]) -> Iterator[tuple[Tensor, Any]]:
-    """Each key and what `read` returns for it, which a thread does for the next one while this one is in use."""
-    with ThreadPoolExecutor(1) as pool:
-        reading = ((key, pool.submit(read, key)) for key in keys)
-        for (key, future), _ in pairwise(chain(reading, [None])):  # a pair is complete once the next one is submitted
+def read_ahead(keys: Iterable[Any], read: Callable[[Any], Any], num_threads: int = 1) -> Iterator[tuple[Any, Any]]:
+    """Each key and what `read` returns for it, which threads do for the next ones while this one is in use."""
+    with ThreadPoolExecutor(num_threads) as pool:
+        reading: deque[tuple[Any, Future]] = deque()
+        for key in keys:
+            reading.append((key, pool.submit(read, key)))
+            if len(reading) > num_threads:
+                first, future = reading.popleft()
+                yield first, future.result()
+        for key, future in reading:
             yield key, future.result()
 
 
@@ -66,21 +73,34 @@ class Loader:
 
 
 class SampledLoader(Loader):
-    """A loader whose batches are those of a sampler, of images whose values are from 0 to 255.
+    """A loader whose batches are those of a sampler.
 
     Args:
         sampler: yields the indices of each batch; those of a `GlobalBatchSampler` are for training.
         config: of the run.
         device: of the batches.
-
-    Attributes:
-        augment: what is done to images for training.
-        mean, std: `normalization` on the device, in the images' units, (3, 1, 1).
     """
 
     def __init__(self, sampler: GlobalBatchSampler | EvalSampler, config: Config, device: torch.device):
-        self.sampler, self.config, self.device, self.augment = sampler, config, device, Augment(config)
-        self.mean, self.std = (torch.tensor(v, device=device).view(3, 1, 1) * 255 for v in self.normalization)
+        self.sampler, self.config, self.device = sampler, config, device
+
+    @cached_property
+    def augment(self) -> Augment:
+        """What is done to images for training."""
+        return Augment(self.config)
+
+    def _of_channels(self, values: tuple[float, ...]) -> Tensor:
+        return torch.tensor(values, device=self.device).view(3, 1, 1) * 255
+
+    @cached_property
+    def mean(self) -> Tensor:
+        """What is subtracted from images, (3, 1, 1)."""
+        return self._of_channels(self.normalization[0])
+
+    @cached_property
+    def std(self) -> Tensor:
+        """What images are then divided by, (3, 1, 1)."""
+        return self._of_channels(self.normalization[1])
 
     @property
     def train(self) -> bool:

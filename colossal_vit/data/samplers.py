@@ -1,6 +1,6 @@
 """Which sample goes where: the same in every layout, and each test image exactly once."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from colossal_vit.errors import UserError
@@ -44,6 +44,9 @@ class GlobalBatchSampler:
         repeats: how often an image comes in an epoch, which has as many fewer images: repeated augmentation (M. Berman
             et al., arXiv:1902.05509). All its copies are in one global batch, but for those that the batch's end cuts
             off. Index i + c · num_samples is copy c of image i.
+        shards: the samples in each file that they are in, one after the other; by default there is one.
+        window: how many shards, in random order, are shuffled together before the next ones, so that a disk reads from
+            few files at a time.
 
     Attributes:
         epoch: the next one.
@@ -62,9 +65,11 @@ class GlobalBatchSampler:
         rank: int | None = None,
         num_ranks: int | None = None,
         repeats: int = 1,
+        shards: Sequence[int] | None = None,
+        window: int = 1,
     ):
         self.num_samples, self.batch_size, self.accumulation, self.seed = num_samples, batch_size, accumulation, seed
-        self.repeats = repeats
+        self.repeats, self.shards, self.window = repeats, shards or [num_samples], window
         self.rank, self.num_ranks = data_place(rank, num_ranks)
         self.global_batch_size = batch_size * accumulation * self.num_ranks
         self.epoch = self.start = 0
@@ -78,9 +83,19 @@ class GlobalBatchSampler:
         """Random numbers of an epoch, the same on every rank."""
         return torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
 
+    def order(self, epoch: int) -> Tensor:
+        """All samples in the order of an epoch, (num_samples,)."""
+        generator = self.generator(epoch)
+        if self.window >= len(self.shards):
+            return torch.randperm(self.num_samples, generator=generator)
+        shards = torch.arange(self.num_samples).split(self.shards)
+        windows = torch.randperm(len(shards), generator=generator).split(self.window)
+        together = (torch.cat([shards[number] for number in window]) for window in windows)
+        return torch.cat([samples[torch.randperm(len(samples), generator=generator)] for samples in together])
+
     def __iter__(self) -> Iterator[Tensor]:
         """Index tensors of shape (batch_size,) of `self.epoch`, from number `self.start` on; the epoch moves on."""
-        order = torch.randperm(self.num_samples, generator=self.generator(self.epoch))
+        order = self.order(self.epoch)
         steps = self.num_samples // self.global_batch_size
         if self.repeats > 1:
             copies = torch.arange(self.repeats) * self.num_samples

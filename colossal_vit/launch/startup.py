@@ -11,7 +11,6 @@ from colossal_vit import parent
 from colossal_vit.checkpoint import run_directory
 from colossal_vit.checkpoint.checkpointer import Checkpointer
 from colossal_vit.compat import cpu, patches
-from colossal_vit.config.settings import IMAGENET
 from colossal_vit.engine import precision
 from colossal_vit.errors import UserError
 from colossal_vit.hooks import wandb_run
@@ -45,8 +44,6 @@ def read_config(args: Arguments) -> tuple[Config, dict[str, str]]:
     if args.eval_only and args.resume == "never" and not (config.finetune or {}).get("weights"):
         flag = "--eval-knn" if args.eval_knn else "--eval-only"
         raise UserError(f"{flag} evaluates a checkpoint, and --resume never says to take none: leave one of them out")
-    if args.eval_knn and args.script == IMAGENET:
-        raise UserError("--eval-knn is for CIFAR-10 and Caltech101: DALI's loader has no training images in order")
     if args.debug_nan and config.COMPILE:
         raise UserError("--debug-nan looks into the model, which COMPILE merges into one piece: leave one of them out")
     return config, idle

@@ -41,6 +41,26 @@ def generator(seed: int, purpose: str, *what: int) -> Generator:
     return Generator(_philox(seed, purpose, [0, *what, *[0] * (3 - len(what))]))
 
 
+def uniform(seed: int, purpose: str, *what: np.ndarray | int, count: int) -> np.ndarray:
+    """The first `count` numbers, from 0 up to 1, of `generator(...).random()` for each of many things, but faster.
+
+    Args:
+        seed, purpose, what: see `generator`; arrays (N,) have a number for each thing.
+        count: how many numbers a thing gets.
+
+    Returns:
+        float64 (N, count).
+    """
+    counters = np.stack(np.broadcast_arrays(*what), axis=1)
+    philox = _philox(seed, purpose, [0] * 4)
+    state, words = philox.state, np.empty((len(counters), -(-count // 4) * 4), np.uint64)
+    for row, counter in zip(words, counters, strict=True):
+        state["state"]["counter"][1 : 1 + len(counter)] = counter
+        philox.state = state  # its buffer is empty, as at the start
+        row[:] = philox.random_raw(len(row))
+    return (words[:, :count] >> np.uint64(11)) * 2.0**-53
+
+
 @functools.cache
 def _threads(number: int, process: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(number)  # of this process: a fork has none of its parent's threads
