@@ -167,3 +167,43 @@ def test_the_kernel_compiled_for_a_gpu_draws_and_moves_nothing_twice(capability,
     assert "cvt.rn.bf16x2.f32" in ptx
     assert "div.rn.f32" in ptx
     assert "div.full" not in ptx
+
+
+# ---- The masks are random ----
+
+
+kept = philox.kept
+
+
+def of_a_simple_sum(seed, layer, threshold, samples, *shape):
+    """Step 1 of sample 2 has the mask of step 2 of sample 1."""
+    return kept(seed, layer, threshold, samples.sum(1, keepdims=True) * [0, 1], *shape)
+
+
+def of_one_layer(seed, layer, *others):
+    return kept(seed, 0, *others)
+
+
+def of_one_seed(seed, *others):
+    return kept(0, *others)
+
+
+def with_blocks_of_pairs(seed, layer, threshold, samples, tokens, channels, part):
+    """Neighbouring channels share their bits."""
+    return kept(seed, layer, threshold, samples, tokens, channels, slice(0, channels)).repeat(2, 2)[..., part]
+
+
+def with_one_bit_less(seed, layer, threshold, *others):
+    return kept(seed, layer, threshold // 512 * 512, *others)
+
+
+@pytest.mark.parametrize(
+    "broken", [None, of_a_simple_sum, of_one_layer, of_one_seed, with_blocks_of_pairs, with_one_bit_less]
+)
+def test_masks_pass_the_statistics_that_broken_ones_fail(broken):
+    def enter(rank):
+        philox.kept = broken or kept
+
+    done = fork_ranks.start("scripts/mask_statistics.py", ["--small"], [{}], enter=enter).wait()
+    assert "smallest p = " in done.stdout[0], str(done)
+    assert done.codes == [int(broken is not None)], str(done)
