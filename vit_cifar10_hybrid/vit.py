@@ -15,7 +15,7 @@ from colossal_vit.errors import UserError
 from colossal_vit.models import cpu_seed, set_dropout
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.partition import partition_blocks
-from colossal_vit.parallel.sharding import activation_part, annotate, load_full
+from colossal_vit.parallel.sharding import annotate, load_full, output_part
 from colossal_vit.rng.dropout import Dropout, DropPath, current_samples, name_layers
 from colossalai.context import Config
 from colossalai.legacy import nn as col_nn
@@ -68,7 +68,7 @@ class Attention(nn.Module):
         self.head_size = config.HIDDEN_SIZE // config.NUM_HEADS
         self.qkv = layers.column(config.HIDDEN_SIZE, 3 * config.HIDDEN_SIZE)
         self.proj = layers.row(config.HIDDEN_SIZE, config.HIDDEN_SIZE)
-        self.proj_drop = Dropout(config.DROP_RATE, activation_part())
+        self.proj_drop = Dropout(config.DROP_RATE, output_part(self.proj))
 
     def forward(self, x: Tensor, samples: Tensor | None) -> Tensor:
         qkv = self.qkv(x)  # (B, N, heads on this rank × [query, key, value] × head_size)
@@ -85,9 +85,9 @@ class MLP(nn.Module):
         super().__init__()
         mlp_size = int(config.HIDDEN_SIZE * config.MLP_RATIO)
         self.fc1 = layers.column(config.HIDDEN_SIZE, mlp_size)
-        self.drop1 = Dropout(config.DROP_RATE, activation_part(inside_mlp=True))
+        self.drop1 = Dropout(config.DROP_RATE, output_part(self.fc1))
         self.fc2 = layers.row(mlp_size, config.HIDDEN_SIZE)
-        self.drop2 = Dropout(config.DROP_RATE, activation_part())
+        self.drop2 = Dropout(config.DROP_RATE, output_part(self.fc2))
 
     def forward(self, x: Tensor, samples: Tensor | None) -> Tensor:
         return self.drop2(self.fc2(self.drop1(F.gelu(self.fc1(x)), samples)), samples)
@@ -109,7 +109,8 @@ class Block(nn.Module):
         self.norm2 = layers.norm(config.HIDDEN_SIZE)
         self.mlp = MLP(layers, config)
         rate = config.DROP_PATH_RATE * number / max(config.DEPTH - 1, 1)
-        self.drop_path1, self.drop_path2 = DropPath(rate, activation_part()), DropPath(rate, activation_part())
+        self.drop_path1 = DropPath(rate, output_part(self.norm1))
+        self.drop_path2 = DropPath(rate, output_part(self.norm2))
         self.checkpoint = config.CHECKPOINT
 
     def _forward(self, x: Tensor, samples: Tensor | None) -> Tensor:
@@ -144,7 +145,7 @@ class ViT(nn.Module):
         hidden = config.HIDDEN_SIZE
         first, last = blocks.start == 0, blocks.stop == config.DEPTH
         self.patch_embed = col_nn.PatchEmbedding(config.IMG_SIZE, config.PATCH_SIZE, 3, hidden) if first else None
-        self.pos_drop = Dropout(config.DROP_RATE, activation_part())
+        self.pos_drop = Dropout(config.DROP_RATE, output_part(self.patch_embed)) if first else None
         self.blocks = nn.ModuleDict({str(n): Block(layers, config, n) for n in blocks})
         average = config.POOL == "avg"  # timm's norm is then behind the pooling, and named so
         self.norm = layers.norm(hidden) if last and not average else None

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from colossal_vit.rng.dropout import ActivationPart
 from colossalai.accelerator import get_accelerator
-from colossalai.legacy.constants import INPUT_GROUP_3D, OUTPUT_GROUP_3D, WEIGHT_GROUP_3D
+from colossalai.legacy.constants import INPUT_GROUP_3D, WEIGHT_GROUP_3D
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from colossalai.legacy.global_variables import tensor_parallel_env
@@ -171,27 +171,34 @@ def split_batch(batch: Tensor, dim: int = 0) -> Tensor:
     return split(batch, dim) if split else batch
 
 
-def activation_part(inside_mlp: bool = False) -> ActivationPart:
-    """This rank's part of the output of the layer that was built last.
+def output_part(layer: nn.Module) -> ActivationPart:
+    """This rank's part of a layer's output; the whole of a layer that is not split."""
+    layer = getattr(layer, "module", layer)  # Colossal-AI's automatic layers wrap the real one
+    rows: list[ParallelMode] = []
+    columns: list[ParallelMode] = []
+    match layer:
+        case Linear1D_Col():
+            columns = [_OF_1D]
+        case Linear2D() | LayerNorm2D() | PatchEmbedding2D() | Classifier2D():
+            columns, rows = [_OF_2D[0]], [_OF_2D[1]]
+        case Linear2p5D() | LayerNorm2p5D() | PatchEmbedding2p5D() | Classifier2p5D():
+            columns, rows = [_OF_2P5D[0]], [_OF_2P5D[1]]
+        case Linear3D():  # a linear layer swaps the groups that split its input and its output
+            columns, rows = [layer.input_parallel_mode], [layer.weight_parallel_mode, layer.output_parallel_mode]
+        case LayerNorm3D() | PatchEmbedding3D() | Classifier3D():
+            columns, rows = [layer.output_parallel_mode], [layer.weight_parallel_mode, layer.input_parallel_mode]
+    if isinstance(layer, (Classifier2D, Classifier2p5D, Classifier3D)):
+        columns = []
+    return ActivationPart(*_number_among(rows), *_number_among(columns))
 
-    Args:
-        inside_mlp: whether that is the first linear layer of an MLP, which splits its output in 1D, too.
-    """
-    match tensor_parallel_env.mode:
-        case "2d":
-            rows, columns = [ParallelMode.PARALLEL_2D_COL], ParallelMode.PARALLEL_2D_ROW
-        case "2.5d":
-            rows, columns = [ParallelMode.PARALLEL_2P5D_COL], ParallelMode.PARALLEL_2P5D_ROW
-        case "3d":  # each linear layer that is built swaps the input and the output group for the next one
-            *rows, columns = map(get_parallel_mode_from_env, (WEIGHT_GROUP_3D, INPUT_GROUP_3D, OUTPUT_GROUP_3D))
-        case "1d" if inside_mlp:
-            rows, columns = [], ParallelMode.PARALLEL_1D
-        case _:
-            return ActivationPart()
-    row, num_rows = 0, 1
-    for mode in rows:
-        row, num_rows = row * gpc.get_world_size(mode) + gpc.get_local_rank(mode), num_rows * gpc.get_world_size(mode)
-    return ActivationPart(row, num_rows, gpc.get_local_rank(columns), gpc.get_world_size(columns))
+
+def _number_among(modes: Iterable[ParallelMode]) -> tuple[int, int]:
+    """This rank's number among parts that are split over one group after the other, and how many they are."""
+    number, parts = 0, 1
+    for mode in modes:
+        number = number * gpc.get_world_size(mode) + gpc.get_local_rank(mode)
+        parts *= gpc.get_world_size(mode)
+    return number, parts
 
 
 def mean_over_batch_parts(loss: Tensor) -> Tensor:
