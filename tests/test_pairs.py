@@ -17,7 +17,7 @@ import cifar10
 import conftest
 import fork_ranks
 import training
-from layouts import OPTIMIZERS, tensor
+from layouts import OPTIMIZERS, RANDOM, tensor
 from test_compile import GRAPHS
 from test_finetune import full_weights
 from test_layouts import assert_same_curve
@@ -154,8 +154,9 @@ def references():
 
 
 def settings(row, depth, weights):
-    """The arguments of `training.train` for some features; a global batch of 32 in any case."""
+    """The arguments of `training.train` for some features; a global batch of 32 and dropout in any case."""
     values = {"DEPTH": depth, "NUM_EPOCHS": NUM_EPOCHS, "BATCH_SIZE": 32 // (1 + ("data" in row))}
+    values |= {key: value for key, value in RANDOM.items() if "mix" in row or not key.startswith("mix.")}
     if row.get("data") == "zero":
         values |= {"zero.stage": 2 if "accumulation" in row else 1}
     if "pipeline" in row:
@@ -168,8 +169,6 @@ def settings(row, depth, weights):
         values |= {"finetune.weights": weights[depth], "finetune.head": "keep"}
     if row.get("finetune") == "frozen":
         values |= {"finetune.frozen_blocks": depth // 2}
-    if "mix" in row:
-        values |= {"mix.mixup": 0.8, "mix.cutmix": 1.0, "mix.mode": "elem"}
     if "ema" in row:
         values |= {"ema.decay": 0.9}
     if "LAMB" in row:

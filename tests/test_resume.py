@@ -30,15 +30,15 @@ import launchers
 import training
 import vit
 from conftest import random_start
-from layouts import LAYOUTS, MODEL
+from layouts import LAYOUTS, MODEL, RANDOM
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The same layout: to the bit
 # ---------------------------------------------------------------------------------------------------------------------
 
-HYBRID = dict(MODEL, DEPTH=2, BATCH_SIZE=128, NUM_EPOCHS=2, WARMUP_EPOCHS=1, DROP_RATE=0.1, DROP_PATH_RATE=0.1)
+HYBRID = {**MODEL, **RANDOM, "DEPTH": 2, "BATCH_SIZE": 128, "NUM_EPOCHS": 2, "WARMUP_EPOCHS": 1}
 PLAIN = dict(IMG_SIZE=16, PATCH_SIZE=4, HIDDEN_SIZE=32, DEPTH=1, NUM_HEADS=4, NUM_EPOCHS=2, WARMUP_EPOCHS=1)
-PLAIN |= dict(DROP_RATE=0.1, NUM_CLASSES=10, BATCH_SIZE=64)
+PLAIN |= dict(RANDOM, NUM_CLASSES=10, BATCH_SIZE=64)
 NAIVE = {"fp16.mode": "NAIVE", "IMG_SIZE": 16}  # half precision is slow on a CPU
 FP16 = {"fp16.dtype": "fp16", "fp16.growth_interval": 3}  # the loss scale changes all the time
 
@@ -113,10 +113,11 @@ def test_stopped_and_resumed_runs_record_the_same_bits(name, tmp_path, request):
 # ---------------------------------------------------------------------------------------------------------------------
 
 PAIRED = {name: LAYOUTS[name] for name in ("DP 2", "PP 2", "1D 2", "1D 4", "2D 4", "2.5D 8", "3D 8", "PP 2 × 1D 2")}
-MODES = {name: (size, {"DEPTH": 2, **values}, None) for name, (size, values) in PAIRED.items()}
-MODES["DP 2, NAIVE"] = (2, {"DEPTH": 2, "BATCH_SIZE": 16}, "NAIVE")
-MODES["DP 4, split state"] = (4, {"DEPTH": 2, "BATCH_SIZE": 8, "zero.stage": 1}, None)
-MODES["DP 2 × PP 2, split state, NAIVE"] = (4, {"DEPTH": 2, **LAYOUTS["DP 2 × PP 2"][1], "zero.stage": 1}, "NAIVE")
+LEARNED = {**RANDOM, "DEPTH": 2}
+MODES = {name: (size, {**LEARNED, **values}, None) for name, (size, values) in PAIRED.items()}
+MODES["DP 2, NAIVE"] = (2, {**LEARNED, "BATCH_SIZE": 16}, "NAIVE")
+MODES["DP 4, split state"] = (4, {**LEARNED, "BATCH_SIZE": 8, "zero.stage": 1}, None)
+MODES["DP 2 × PP 2, split state, NAIVE"] = (4, {**LEARNED, **LAYOUTS["DP 2 × PP 2"][1], "zero.stage": 1}, "NAIVE")
 
 
 class Fixed(Loader):
@@ -137,9 +138,8 @@ class Fixed(Loader):
     def __iter__(self):
         return iter(self.batches[self.start :])
 
-    def seek(self, epoch, start, state):
+    def seek(self, epoch, start):
         self.start = start
-        return True
 
 
 def build():
@@ -308,9 +308,9 @@ def test_moments_matter(saved):
 )
 def test_a_run_goes_on_in_another_layout(first, second, few_test_images, tmp_path, random_weights):
     """Ten steps in one layout, ten in another, through the command line: the curve is that of one process."""
-    expected = training.train(tmp_path / "one", DEPTH=2).steps
-    training.train(tmp_path / "two", LAYOUTS[first][0], steps=10, DEPTH=2, **LAYOUTS[first][1])
-    steps = training.train(tmp_path / "two", LAYOUTS[second][0], DEPTH=2, **LAYOUTS[second][1]).steps
+    expected = training.train(tmp_path / "one", **LEARNED).steps
+    training.train(tmp_path / "two", LAYOUTS[first][0], steps=10, **LEARNED, **LAYOUTS[first][1])
+    steps = training.train(tmp_path / "two", LAYOUTS[second][0], **LEARNED, **LAYOUTS[second][1]).steps
     assert [r["step"] for r in steps] == list(range(1, 21))
     for here, there in zip(steps, expected, strict=True):
         for key in ("loss", "grad_norm"):
@@ -320,7 +320,7 @@ def test_a_run_goes_on_in_another_layout(first, second, few_test_images, tmp_pat
 
 def test_the_place_in_the_epoch_counts_in_images(few_test_images, tmp_path, random_weights):
     """Accumulation and data parallel size changed in the middle of an epoch, the global batch not: the same curve."""
-    common = dict(DEPTH=2, NUM_EPOCHS=2)
+    common = dict(LEARNED, NUM_EPOCHS=2)
     expected = training.train(tmp_path / "one", steps=30, BATCH_SIZE=64, **common).steps
     training.train(tmp_path / "two", 2, steps=14, BATCH_SIZE=16, gradient_accumulation=2, **common)
     steps = training.train(tmp_path / "two", 4, steps=30, BATCH_SIZE=16, **common).steps

@@ -10,7 +10,7 @@ from colossal_vit.engine import assembly, reduction, zero
 from safetensors.torch import load_file
 
 import training
-from layouts import LAYOUTS, MODEL, OPTIMIZERS, PIPELINE, tensor
+from layouts import LAYOUTS, MODEL, OPTIMIZERS, PIPELINE, RANDOM, tensor
 from test_dry_run import planned
 from test_layouts import assert_same_curve
 
@@ -35,7 +35,8 @@ def reference(tmp_path_factory):
 
     @functools.cache
     def curve(optimizer, depth):
-        return training.train(tmp_path_factory.mktemp("reference"), DEPTH=depth, **OPTIMIZERS[optimizer]).steps
+        values = {"DEPTH": depth, **RANDOM, **OPTIMIZERS[optimizer]}
+        return training.train(tmp_path_factory.mktemp("reference"), **values).steps
 
     return curve
 
@@ -62,7 +63,7 @@ def test_same_curve_as_one_process(layout, optimizer, reference, tmp_path, monke
     if optimizer == "sgd":
         monkeypatch.setattr(reduction, "DIRECT_SIZE", 0)
     world_size, values = SPLITS[layout]
-    values = {"DEPTH": 4 if "interleaved" in layout else 2, **values, **OPTIMIZERS[optimizer], **SPLIT}
+    values = {"DEPTH": 4 if "interleaved" in layout else 2, **RANDOM, **values, **OPTIMIZERS[optimizer], **SPLIT}
     if optimizer == "lamb":
         values |= {"zero.stage": 2, "gradient_accumulation": 2, "BATCH_SIZE": values["BATCH_SIZE"] // 2}
     num_steps = 20 if optimizer == "adamw" and values["DEPTH"] == 4 else 6 if world_size < 8 else 3
@@ -85,7 +86,7 @@ def test_compiled_model_has_all_weights_before_its_forward_pass(layout, average,
         monkeypatch.setattr(assembly, part, lambda *_: None)
     small_buckets(monkeypatch, 2**13)
     world_size, values = SPLITS[layout]
-    common = {"DEPTH": 4 if "interleaved" in layout else 2, **average, **OPTIMIZERS["sgd"]}
+    common = {"DEPTH": 4 if "interleaved" in layout else 2, **RANDOM, **average, **OPTIMIZERS["sgd"]}
     expected = training.train(tmp_path / "one", steps=4, **common)
     run = training.train(tmp_path / "split", world_size, steps=4, **common, **values, **SPLIT, COMPILE=True)
     assert_same_curve(run.steps, expected.steps)
@@ -107,7 +108,8 @@ PRECISIONS = {
 def test_two_replicas_make_the_bits_of_ddp(precision, tmp_path):
     """A sum of two has no order. Nor is there a norm over all in it, whose sum has: nothing is clipped."""
     amp, optimizer, more = PRECISIONS[precision]
-    values = {"DEPTH": 1, "IMG_SIZE": 16, "clip_grad_norm": 0.0, **HALF, **OPTIMIZERS[optimizer], **SPLIT, **more}
+    values = {"DEPTH": 1, "IMG_SIZE": 16, "clip_grad_norm": 0.0, **RANDOM, **HALF, **OPTIMIZERS[optimizer]}
+    values |= {**SPLIT, **more}
     split = training.train(tmp_path / "split", 2, steps=4, amp=amp, **values)
     del values["zero.stage"]
     whole = training.train(tmp_path / "whole", 2, steps=4, amp=amp, **values)
@@ -122,9 +124,10 @@ def test_two_replicas_make_the_bits_of_ddp(precision, tmp_path):
 def test_more_ranks_than_parameters_of_a_size(tmp_path, monkeypatch):
     """Ranks that own nothing take part in all collectives."""
     monkeypatch.setattr(zero, "assign_owners", lambda parameters, ranks: dict.fromkeys(parameters, 1))
-    expected = training.train(tmp_path / "one", steps=3, DEPTH=1, **OPTIMIZERS["lamb"])
-    values = {**SPLITS["DP 2 × 1D 2"][1], **OPTIMIZERS["lamb"], "ema.decay": 0.9}
-    run = training.train(tmp_path / "split", 4, steps=3, DEPTH=1, **values, **SPLIT)
+    learned = {"DEPTH": 1, **RANDOM, **OPTIMIZERS["lamb"]}
+    expected = training.train(tmp_path / "one", steps=3, **learned)
+    values = {**learned, **SPLITS["DP 2 × 1D 2"][1], **SPLIT, "ema.decay": 0.9}
+    run = training.train(tmp_path / "split", 4, steps=3, **values)
     assert_same_curve(run.steps, expected.steps)
 
 
@@ -149,7 +152,7 @@ def unsent_weights(monkeypatch):
 @pytest.mark.parametrize("fault", [wrong_owner, unsent_weights])
 def test_fault_changes_the_curve(fault, reference, tmp_path, monkeypatch):
     fault(monkeypatch)
-    run = training.train(tmp_path, 2, steps=3, DEPTH=2, **HALF, **SPLIT)
+    run = training.train(tmp_path, 2, steps=3, DEPTH=2, **RANDOM, **HALF, **SPLIT)
     with pytest.raises(AssertionError):
         assert_same_curve(run.steps, reference("adamw", 2)[:3])
 
