@@ -11,7 +11,7 @@ from colossal_vit.results import METRICS
 
 import test_checkpoint
 
-FIELDS = ["epoch", "images", "moments_step", "ranks", "config", "best"]  # that can be none of `WRONG`
+FIELDS = ["epoch", "images", "moments_step", "scaler", "config", "best"]  # that can be none of `WRONG`
 WRONG = ["x", -1, [1], float("nan")]
 STRANGE = [b"null", b"\xff", b"\0" * 9, b"[]", b'{"step": "x"}', b'{"step": -1}', b'{"step": 1e400}', b"[" * 99_999]
 
