@@ -6,6 +6,7 @@ from colossal_vit.hooks.debug_nan import DebugNanHook
 from colossal_vit.hooks.metrics import MetricsHook
 from colossal_vit.hooks.profile import ProfileHook
 from colossal_vit.hooks.progress import ProgressHook
+from colossal_vit.hooks.record_tensors import RecordTensorsHook
 from colossal_vit.hooks.wandb_run import WandbRun
 from colossal_vit.run import Run
 from colossalai.legacy.trainer.hooks import BaseHook
@@ -29,6 +30,8 @@ def standard_hooks(run: Run, train_dataloader: MicroBatches) -> list[BaseHook]:
     ]
     if run.args.profile:
         hooks.append(ProfileHook(run.output, train_dataloader, run.log))
+    if run.args.record is not None:
+        hooks.append(RecordTensorsHook(run.args.record))
     if run.args.debug_nan:
         hooks.append(DebugNanHook())
     return hooks

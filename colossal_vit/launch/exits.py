@@ -71,10 +71,14 @@ def run(
 
     def parse_and_call() -> None:
         args = parse(description=description, script=script, check=check, notes=notes)
-        if not (args.dry_run or args.plan is not None):
+        if not (args.dry_run or args.plan is not None or args.parity is not None):
             main(args)
         elif launched_rank() == 0:  # under a launcher, one process answers for all
-            from colossal_vit.plan import command  # here, since no training needs it
+            # Here, since no training needs them.
+            if args.parity is not None:
+                from colossal_vit.parity import command
+            else:
+                from colossal_vit.plan import command
 
             command.run(main, args)
 

@@ -40,12 +40,14 @@ class Arguments(argparse.Namespace):
         check: raises `UserError` if config and layout do not fit the script's model.
         notes: makes lines that the script adds to a dry run's report, of config, run directory and data parallel size.
         observer: what looks at the engine in place of training.
+        record: what `RecordTensorsHook` appends to.
     """
 
     script: str | None = None
     check: Callable[[Config, Layout], None] | None = None
     notes: Callable[[Config, Path, int], list[str]] | None = None
     observer: Observer | None = None
+    record: list | None = None
 
     def replace(self, **changes: Any) -> "Arguments":
         """A copy with other values."""
@@ -170,5 +172,15 @@ def get_parser(description: str | None = None) -> TrainParser:
         metavar="MACHINE",
         help="train nothing: predict the fastest layouts for --world_size processes of a machine such as h100, of this "
         "one with `here`, or of the one in a calibration.json that `here` has written",
+    )
+    parser.add_argument(
+        "--parity",
+        nargs="*",
+        metavar="LAYOUT",
+        help="train three steps in one process and in each of these layouts, such as 'PP 2 × 1D 2', on this machine "
+        "and in float64: name the first tensor that differs",
+    )
+    parser.add_argument(
+        "--own-precision", action="store_true", help="for --parity: the config's precision, not float64"
     )
     return parser

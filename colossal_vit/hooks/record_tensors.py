@@ -1,0 +1,119 @@
+"""What a rank computes in its first steps, for `--parity` to compare with one process."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from colossal_vit.checkpoint.tensors import parameter_slots
+from colossal_vit.engine.loop import Trainer
+from colossal_vit.hooks.priority import Priority
+from colossal_vit.parallel.sharding import output_part
+from colossal_vit.rng.dropout import WHOLE, ActivationPart, Dropout, DropPath, current_samples
+from colossalai.legacy.context import ParallelMode
+from colossalai.legacy.core import global_context as gpc
+from colossalai.legacy.trainer.hooks import BaseHook
+from torch import Tensor, nn
+
+GRADIENT, WEIGHT = "gradient of", "weight"  # of a parameter
+
+
+class Record(NamedTuple):
+    """A rank's part of a tensor.
+
+    Attributes:
+        key: step, kind and name.
+        places: samples in the global batch, (B,); None for a parameter, which is whole.
+        column: the first of its last dimension.
+        values: in fp64.
+    """
+
+    key: tuple[int, str, str]
+    places: np.ndarray | None
+    column: int
+    values: np.ndarray
+
+
+def layers(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The layers of a model with parameters or dropout, by timm's names: Colossal-AI's automatic ones wrap others."""
+    children = dict(model.named_children())
+    if children and children.keys() != {"module"}:
+        for name, child in children.items():
+            yield from layers(child, f"{path}.{name}".removeprefix("."))
+    elif not isinstance(model, (nn.Identity, DropPath)) and not getattr(model, "is_off", False):
+        yield path, model
+
+
+class RecordTensorsHook(BaseHook):
+    """Records every layer's output and its gradient, and gradients and weights of parameters, of each step.
+
+    Kinds come in the order of computation: "input", "output", "labels", "gradient at" (a layer's output), `GRADIENT`
+    and `WEIGHT`.
+
+    Args:
+        records: they are appended to it.
+    """
+
+    def __init__(self, records: list[Record]):
+        super().__init__(Priority.READER)
+        self.step, self.records = 0, records
+
+    def before_train(self, trainer: Trainer) -> None:
+        self.engine = trainer.engine
+        model = self.engine.bare_model
+        for chunk in model if isinstance(model, nn.ModuleList) else [model]:
+            chunk.register_forward_pre_hook(self._record_input)
+            for name, layer in layers(chunk):
+                part = layer.part if isinstance(layer, Dropout) else output_part(layer)
+                layer.register_forward_hook(partial(self._record_output, name, part))
+        self.engine.criterion.register_forward_pre_hook(self._record_labels)
+        clip = self.engine.optimizer.clip_grad_by_norm
+
+        def record_and_clip(*args: Any) -> Tensor:
+            self._record_parameters(GRADIENT, lambda slot: slot.working.grad)
+            return clip(*args)
+
+        self.engine.optimizer.clip_grad_by_norm = record_and_clip
+        self._record_parameters(WEIGHT, lambda slot: slot.master)
+
+    def _record(self, kind: str, name: str, part: ActivationPart, tensor: Tensor, places: Tensor) -> None:
+        own = places.unflatten(0, (part.rows, -1))[part.row].numpy()
+        values = tensor.detach().double().cpu().numpy()
+        self.records.append(Record((self.step, kind, name), own, part.column * tensor.shape[-1], values))
+
+    def _record_input(self, model: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if model.training:
+            self.places = current_samples()[:, 1].cpu()
+            if inputs[0].ndim == 4:
+                self._record("input", "images", WHOLE, inputs[0], self.places)
+
+    def _record_labels(self, criterion: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if torch.is_grad_enabled():
+            self._record("labels", "", WHOLE, inputs[1], self.places)
+
+    def _record_output(self, name: str, part: ActivationPart, layer: nn.Module, inputs: Any, output: Tensor) -> None:
+        if not layer.training or not output.requires_grad or current_samples() is None:  # it is recomputed
+            return
+        places = self.places
+        self._record("output", name, part, output, places)
+        # Of the mean over the global batch: this rank's loss is the mean over its part, times the loss scale.
+        scale = gpc.get_world_size(ParallelMode.DATA) * (self.engine.optimizer.loss_scale or 1.0)
+        output.register_hook(lambda grad: self._record("gradient at", name, part, grad / scale, places))
+
+    @torch.no_grad()
+    def _record_parameters(self, kind: str, of: Callable) -> None:
+        scale = self.engine.optimizer.loss_scale or 1.0 if kind == GRADIENT else 1.0
+        for slot in parameter_slots(self.engine):
+            if slot.owned and slot.trained:
+                tensor = of(slot)
+                tensor = torch.zeros_like(slot.working) if tensor is None else tensor  # 2.5D uses some ranks' pieces
+                values = (slot.shard.gather(tensor) / scale).double().cpu().numpy()
+                if gpc.get_local_rank(ParallelMode.TENSOR) == 0:
+                    self.records.append(Record((self.step, kind, slot.shard.name), None, 0, values))
+
+    def before_train_iter(self, trainer: Trainer) -> None:
+        self.step = self.engine.num_steps + 1
+
+    def after_train_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
+        self._record_parameters(WEIGHT, lambda slot: slot.master)
