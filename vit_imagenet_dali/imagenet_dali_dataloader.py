@@ -39,7 +39,7 @@ import augmentation
 import build_tfrecords as tfrecords
 from image_files import prepare_image
 from planning import NUM_IMAGES
-from tfrecord import parse_example, record_size, unwrap
+from tfrecord import parse_example, read_data, record_size
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # each channel's over ImageNet's training set
 EMPTY_RECORD = 16  # bytes
@@ -254,7 +254,7 @@ class DaliLoader(SampledLoader):
         shard, offset, size = self._place(number)
         try:
             file = self.open(shard)  # which another thread may put out of the cache, and so close, but for this name
-            image, label = parse_example(unwrap(os.pread(file.fileno(), size, offset)))
+            image, label = parse_example(read_data(file.fileno(), offset, size))
             if image is None:
                 raise ValueError("image/encoded is missing")
         except OSError as error:

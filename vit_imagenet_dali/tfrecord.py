@@ -4,6 +4,7 @@ A record:           length (uint64), masked CRC of it (uint32), data, masked CRC
 tf.train.Example:   a map from names to lists of bytes, of floats or of integers
 """
 
+import os
 import struct
 from typing import BinaryIO
 
@@ -49,17 +50,18 @@ def wrap(data: bytes) -> bytes:
     return b"".join((length, struct.pack("<I", masked_crc(length)), data, struct.pack("<I", masked_crc(data))))
 
 
-def unwrap(record: bytes) -> bytes:
-    """The data of a whole TFRecord.
+def read_data(file: int, offset: int, size: int) -> bytes:
+    """The data of a record of `size` bytes in an open file, which other threads may read, too.
 
     Raises:
-        ValueError: if it is cut off, or a CRC is wrong.
+        ValueError: if there is no such record, it is cut off, or a CRC is wrong.
     """
-    data, size = record[12:-4], len(record) - 16
-    if size < 0 or record[:12] != struct.pack("<QI", size, masked_crc(struct.pack("<Q", size))):
-        raise ValueError("the record's length or its CRC is wrong; cut off?")
-    if record[-4:] != struct.pack("<I", masked_crc(data)):
-        raise ValueError("the CRC of the record's data is wrong")
+    length = struct.pack("<Q", size - 16)
+    if os.pread(file, 12, offset) != length + struct.pack("<I", masked_crc(length)):
+        raise ValueError("the record's length or its CRC is wrong")
+    data = os.pread(file, size - 16, offset + 12)
+    if os.pread(file, 4, offset + size - 4) != struct.pack("<I", masked_crc(data)):
+        raise ValueError("the CRC of the record's data is wrong; cut off?")
     return data
 
 

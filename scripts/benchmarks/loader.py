@@ -3,13 +3,19 @@
 About 5 minutes on 2 CPU cores. Both sides decode the same images of 500 x 375 pixels and about 100 KB, crop them at
 random to 224 x 224, mirror, normalise and batch them; the DALI side has as many threads as the DataLoader has worker
 processes. Their batches must have the same mean and standard deviation before they are timed.
+
+With --against the sides are the loader of an earlier commit and that of now, each in a process of its own, on 8,192
+images: without augmentation, with a lot of it, and with nothing in the page cache.
 """
 
 import argparse
+import json
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -20,7 +26,7 @@ from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
 from benchmarks import jpegs
-from benchmarks.harness import ROOT, Benchmark, Case, Side
+from benchmarks.harness import ROOT, Benchmark, Case, Side, Values
 from imagenet_dali_dataloader import MEAN, STD, DaliLoader, find_records
 
 NUM_IMAGES = 256
@@ -79,4 +85,45 @@ def sides(args: argparse.Namespace) -> dict[str, Side]:
     return {name: partial(timed, batches, num_batches) for name, batches in loaders.items()}
 
 
-BENCHMARK = Benchmark(lambda args: {"DALI on the CPU": Case(sides)}, rounds=7)
+def drained(root: Path, data: Path, num_batches: int, overrides: list[str], cold: bool, number: int) -> Values:
+    """What `drain.py` says of the code in a folder."""
+    command = [sys.executable, str(Path(__file__).with_name("drain.py")), str(data), str(BATCH_SIZE), str(num_batches)]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{root}:{root / 'vit_imagenet_dali'}",
+        **({"COLD": "1"} if cold else {}),
+    }
+    done = subprocess.run([*command, *overrides], env=environment, stdout=subprocess.PIPE, check=True, text=True)
+    return json.loads(done.stdout)
+
+
+@cache
+def prepare(commit: str, num_images: int) -> tuple[Path, Path]:
+    """A folder with the code of a commit, and one with TFRecords."""
+    folder = jpegs.temporary_folder()
+    (folder / "code").mkdir()
+    packed = subprocess.run(["git", "-C", str(ROOT), "archive", commit], stdout=subprocess.PIPE, check=True).stdout
+    subprocess.run(["tar", "-x", "-C", str(folder / "code")], input=packed, check=True)
+    jpegs.write(folder / "images", num_images)
+    return folder / "code", jpegs.pack(folder / "images")
+
+
+def against(overrides: list[str], cold: bool, args: argparse.Namespace) -> dict[str, Side]:
+    then, data = prepare(args.against, 256 if args.small else 8192)
+    rest = (data, 1 if args.small else NUM_BATCHES, overrides, cold)
+    return {f"at {args.against}": partial(drained, then, *rest), "now": partial(drained, ROOT, *rest)}
+
+
+def cases(args: argparse.Namespace) -> dict[str, Case]:
+    if not args.against:
+        return {"DALI on the CPU": Case(sides)}
+    augmented = ["augment.policy='rand'", "augment.erase=0.25"]
+    kinds = {"crop and mirror": ([], False), "RandAugment and erasing": (augmented, False), "cold cache": ([], True)}
+    return {name: Case(partial(against, *kind)) for name, kind in kinds.items()}
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--against", metavar="COMMIT", help="compare with the loader of an earlier commit")
+
+
+BENCHMARK = Benchmark(cases, rounds=7, flags=flags, compared=2)
