@@ -48,6 +48,7 @@ UPSTREAM_NORMS = {
     layer: layer.forward for layer in (parallel_2d.LayerNorm2D, parallel_2p5d.LayerNorm2p5D, parallel_3d.LayerNorm3D)
 }
 UPSTREAM_3D_HOOK = parallel_3d_utils._async_grad_hook
+UPSTREAM_QUEUE = p2p.filling_ops_queue
 
 TENSOR_1D = {"pipeline": 1, "tensor": {"mode": "1d", "size": 2}}
 TENSOR_2D = {"pipeline": 1, "tensor": {"mode": "2d", "size": 4}}
@@ -337,24 +338,30 @@ def test_operations_follow_autocast_and_upstreams_do_not(monkeypatch):
 # ---- Pipelines ----
 
 
-def test_two_stages_get_what_was_meant_for_them_and_upstream_swaps_it():
+def test_two_stages_get_what_was_meant_for_them_in_order_and_upstream_swaps_it():
     """Activations from the previous stage, gradients from the next one, which here is the same rank.
 
-    Both stages send 1 + rank forwards and 10 + rank backwards in one exchange.
+    Both stages send 1 + rank and 3 + rank forwards, 10 + rank and 30 + rank backwards in one exchange.
     """
 
     def exchanged():
-        rank, shape = gpc.get_local_rank(ParallelMode.PIPELINE), torch.Size([1])
-        messages = torch.tensor([1.0 + rank]), torch.tensor([10.0 + rank])
-        received = comm.send_forward_backward_recv_forward_backward(*messages, shape, shape)
-        return [tensor.item() for tensor in received]
+        rank, shapes = gpc.get_local_rank(ParallelMode.PIPELINE), [torch.Size([1])] * 2
+        messages = [[torch.tensor([first + rank]) for first in firsts] for firsts in ((1.0, 3.0), (10.0, 30.0))]
+        received = comm.send_forward_backward_recv_forward_backward(*messages, shapes, shapes)
+        return [[tensor.item() for tensor in tensors] for tensors in received]
 
     def upstream():
-        p2p.dist = torch.distributed
+        p2p.filling_ops_queue = UPSTREAM_QUEUE
         return exchanged()
 
-    assert fork_ranks.call(upstream, 2, parallel=PIPELINE_2) == [[11.0, 2.0], [10.0, 1.0]]
-    assert fork_ranks.call(exchanged, 2, parallel=PIPELINE_2) == [[2.0, 11.0], [1.0, 10.0]]
+    assert fork_ranks.call(upstream, 2, parallel=PIPELINE_2) == [
+        [[11.0, 31.0], [2.0, 4.0]],
+        [[10.0, 30.0], [1.0, 3.0]],
+    ]
+    assert fork_ranks.call(exchanged, 2, parallel=PIPELINE_2) == [
+        [[2.0, 4.0], [11.0, 31.0]],
+        [[1.0, 3.0], [10.0, 30.0]],
+    ]
 
 
 def test_upstream_interleaved_schedule_looks_for_a_module_that_is_gone():

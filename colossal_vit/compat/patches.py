@@ -11,7 +11,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -31,6 +31,7 @@ from colossalai.legacy.nn.layer.parallel_2d import _operation as parallel_2d_ope
 from colossalai.legacy.nn.layer.parallel_2p5d import _operation as parallel_2p5d_operation
 from colossalai.legacy.nn.layer.parallel_3d import _operation as parallel_3d_operation
 from colossalai.legacy.nn.layer.parallel_3d import _utils as parallel_3d_utils
+from torch import Tensor
 
 IN_FP32 = ("_ReduceByBatch2D", "_RreduceByBatch2p5D", "_ReduceByBatch3D")  # autograd functions, under autocast
 
@@ -68,16 +69,16 @@ def overlay(module: types.ModuleType, **changes: Any) -> types.ModuleType:
     return changed
 
 
-def _batch_isend_irecv(operations: list[dist.P2POp]) -> list[dist.Work]:
-    """Exchange tensors with the neighbouring stages, with receives posted in the order of the other side's sends.
+def _filling_ops_queue(tensors: Tensor | list[Tensor], operation: Callable, peer: int, queue: list[dist.P2POp]) -> None:
+    """Put the sends or receives of one direction into the queue of an exchange between neighbouring stages.
 
     Fixes: with two stages, the previous and the next stage are the same rank. Each rank sends to its previous stage
     first and to its next stage second; upstream also receives from the previous stage first. Since messages between two
-    ranks arrive in order, activations and gradients are swapped.
+    ranks arrive in order, activations and gradients are swapped. Here what is received from the next stage, which is
+    queued second, goes to the front. Several tensors of one direction keep their order.
     """
-    sends = [operation for operation in operations if operation.op is dist.isend]
-    receives = [operation for operation in operations if operation.op is not dist.isend]
-    return dist.batch_isend_irecv(sends + receives[::-1])
+    own = [dist.P2POp(operation, tensor, peer) for tensor in ([tensors] if isinstance(tensors, Tensor) else tensors)]
+    queue[:] = own + queue if operation is dist.irecv else queue + own
 
 
 def _follow_autocast(function: type[torch.autograd.Function]) -> None:
@@ -91,11 +92,11 @@ def _follow_autocast(function: type[torch.autograd.Function]) -> None:
         return
 
     def forward_in_autocast_dtype(ctx, *args):
-        device = next(arg.device.type for arg in args if isinstance(arg, torch.Tensor))
+        device = next(arg.device.type for arg in args if isinstance(arg, Tensor))
         if not torch.is_autocast_enabled(device):
             return forward(ctx, *args)
         dtype = torch.float32 if function.__name__ in IN_FP32 else torch.get_autocast_dtype(device)
-        cast = (arg.to(dtype) if isinstance(arg, torch.Tensor) and arg.is_floating_point() else arg for arg in args)
+        cast = (arg.to(dtype) if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args)
         with torch.autocast(device, enabled=False):
             return forward(ctx, *cast)
 
@@ -123,7 +124,7 @@ def apply() -> None:
         for value in vars(module).values():
             if inspect.isclass(value) and issubclass(value, torch.autograd.Function):
                 _follow_autocast(value)
-    p2p.dist = overlay(dist, batch_isend_irecv=_batch_isend_irecv)
+    p2p.filling_ops_queue = _filling_ops_queue
     p2p.get_accelerator = _NoSynchronize
     parallel_3d_utils._async_grad_hook = _async_grad_hook
     parallel_2d.LayerNorm2D.forward = norms.forward_2d
