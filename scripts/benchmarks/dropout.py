@@ -3,7 +3,8 @@
 About 15 minutes on 2 CPU cores. Each side is a process that waits for its turn: `Engine` with ViT-Ti/16, on one batch
 of images of 224 pixels, and timm's own model, optimizer, loss and step, as its train.py has them; each without dropout
 and with it. Those without must compute the same loss. `--before FOLDER` is a checkout of an earlier commit (`git
-worktree add FOLDER COMMIT`). `--set` overrides values of vit_caltech101_amp/config/config_fp32.py.
+worktree add FOLDER COMMIT`). `--set` overrides values of vit_caltech101_amp/config/config_fp32.py. On a machine that
+others use, as the load of the last minute says, CPU seconds are what counts.
 """
 
 import argparse
@@ -45,13 +46,15 @@ class Steps:
         answer = self.process.stdout.readline().split()
         if not answer:
             raise Failed(f"ended with exit code {self.process.wait()}")
-        return {"s a step": float(answer[0]), "CPU s a step": float(answer[1])}
+        return {"s a step": float(answer[0]), "CPU s a step": float(answer[1]), "load": os.getloadavg()[0]}
 
 
 def sides(threads: int, args: argparse.Namespace) -> dict[str, Side]:
     values = [*MODEL, *(SMALL if args.small else []), *args.set]
     kinds = {"ours": ("ours", ROOT), "timm": ("timm", ROOT)}
-    kinds |= {"before": ("ours", args.before.resolve())} if args.before else {}
+    if args.before:
+        commit = subprocess.check_output(["git", "rev-parse", "--short=7", "HEAD"], cwd=args.before, text=True).strip()
+        kinds[f"ours at {commit}"] = ("ours", args.before.resolve())
     processes = {
         f"{name}, {'dropout' if rate == RATE else 'none'}": Steps(*kind, rate, threads, values)
         for name, kind in kinds.items()
