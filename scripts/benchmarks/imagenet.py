@@ -41,7 +41,7 @@ def train_steps(overrides: list[str], data: Path, args: argparse.Namespace, numb
 
 def drain(data: Path, batch_size: int, num_batches: int) -> float:
     """Images/s of DALI's training batches without training."""
-    config = configs.load(CONFIG, [f"BATCH_SIZE={batch_size}"], "imagenet")
+    config = configs.load(CONFIG, [f"BATCH_SIZE={batch_size}", "gradient_accumulation=1"], "imagenet")
     loader = DaliLoader(find_records(data, "train"), True, config, DEVICE, len(os.sched_getaffinity(0)))
 
     def endless():
