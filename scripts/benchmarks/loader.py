@@ -40,7 +40,8 @@ Batches = Iterator[tuple[Tensor, Tensor]]
 
 
 def dali(folder: Path) -> Batches:
-    values = ["gradient_accumulation=1", f"BATCH_SIZE={BATCH_SIZE}", f"IMG_SIZE={IMG_SIZE}", f"NUM_CLASSES={jpegs.NUM_CLASSES}"]
+    values = [f"BATCH_SIZE={BATCH_SIZE}", f"IMG_SIZE={IMG_SIZE}", f"NUM_CLASSES={jpegs.NUM_CLASSES}"]
+    values.append("gradient_accumulation=1")
     config = configs.load(ROOT / "vit_imagenet_dali/config.py", values, "imagenet")
     loader = DaliLoader(find_records(jpegs.pack(folder), "train"), True, config, torch.device("cpu"), WORKERS)
     while True:
