@@ -37,19 +37,18 @@ def reference(tmp_path_factory):
 
 
 def small(layout, **more):
-    """Processes and overrides; fewer blocks in the modes whose many small messages take long on a few cores.
+    """Processes and overrides; no more blocks than a pipeline needs.
 
-    One where test_vit.py compares all gradients of two.
+    One with eight ranks whose many small messages take long on a few cores: test_vit.py compares all gradients of two.
     """
     world_size, values = LAYOUTS[layout]
-    depth = 4
-    if values.get("parallel.tensor.mode") in ("2d", "2.5d", "3d"):
-        depth = 1 if world_size == 8 and "PP" not in layout else 2
+    split = values.get("parallel.tensor.mode") in ("2d", "2.5d", "3d")
+    depth = 4 if "PP" in layout and not split else 1 if world_size == 8 and "PP" not in layout else 2
     return world_size, {"DEPTH": depth, **RANDOM, **values, **more}
 
 
 def one_block(layout):
-    """A single block in the modes that take long: enough where another test has compared more steps."""
+    """A single block where no pipeline needs more: enough where another test has compared more steps."""
     return {"DEPTH": 1} if small(layout)[1]["DEPTH"] == 2 else {}
 
 

@@ -199,7 +199,6 @@ def check(case: Case, folder: Path, *more: str) -> tuple[float, float]:
 @pytest.mark.cases(3)
 def test_two_random_layouts_one_after_the_other_train_what_one_process_does(seed, tmp_path, report):
     case = draw_case(seed)
-    print(as_commands(case))
     kind = f"{' → '.join(describe(case[which]) for which in ('first', 'second'))}, {'bf16' if case['amp'] else 'fp32'}"
     drawn = [key for key in ("DROP_RATE", "DROP_PATH_RATE", "mix", "augment") if case[key]]
     try:
