@@ -80,8 +80,7 @@ def launched_on_gpus(variables, visible, backend=None, pipeline=1, gpu_of=lambda
         store = dist.HashStore()
         for rank in range(rendezvous.world_size):  # what the others say
             store.set(f"gpu-{rank}", gpu_of(rank))
-        set_seed = ParallelContext.set_seed
-        ParallelContext.set_seed = lambda self, seed: (events.append(("seeds",)), set_seed(self, seed))
+        ParallelContext.set_seed = lambda self, seed: events.append(("seeds",))
         fake_gpu.without_peers(lambda backend, device_id=None, **_: events.append(("groups", backend, device_id)))
         chosen, device = groups.choose_backend(args, rendezvous, layout), groups.choose_device(rendezvous)
         groups.launch_groups(config, rendezvous, chosen, store, 10.0, device)

@@ -113,7 +113,7 @@ for shape, first, channels in [
     ((3, 24), 24, 48),
     ((3, 1, 1), 0, 1),
 ]:
-    for dtype, rate in [(torch.float32, 0.1), (torch.float16, 0.1), (torch.bfloat16, 0.5)]:
+    for dtype, rate in [(torch.float32, 0.1), (torch.float16, 0.1), (torch.bfloat16, 0.5), (torch.float64, 0.1)]:
         x = torch.randn(shape, generator=generator).to(dtype)
         x.view(-1)[::7] = float("inf")
         key = torch.tensor([2**32 - 1, philox.word("blocks.3.mlp.drop1"), round(rate * philox.ONE)])

@@ -139,5 +139,5 @@ def name_layers(model: nn.Module, seed: int) -> None:
     """Give each dropout layer its own random numbers, by its name in the model and the seed of the run."""
     for name, module in model.named_modules():
         if isinstance(module, Dropout):
-            threshold = round(module.rate * philox.ONE)
+            threshold = min(round(module.rate * philox.ONE), philox.ONE - 1)  # it keeps some
             module.key = torch.tensor([seed, philox.word(name), threshold])

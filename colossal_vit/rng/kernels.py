@@ -53,8 +53,11 @@ def drop(x, y, samples, key, purpose, tokens, channels, first, count, LANES: tl.
     channel = block[:, None] * 16 + tl.arange(0, 16)[None, :] - first
     inside = (token < tokens)[:, None] & (channel >= 0) & (channel < count)
     at = (sample * tokens + token[:, None]) * count + channel
-    scale = tl.div_rn(65536.0, (65536 - threshold).to(tl.float32))  # rounded as on a CPU; / is not
-    values = tl.load(x + at, inside).to(tl.float32) * tl.where(kept, scale, 0.0)  # inf · 0 is NaN, as on a CPU
+    wide: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
+    remain = (65536 - threshold).to(wide)
+    # Rounded as on a CPU: div_rn is for fp32 only, where / is not.
+    scale = 65536.0 / remain if wide == tl.float64 else tl.div_rn(65536.0, remain)
+    values = tl.load(x + at, inside).to(wide) * tl.where(kept, scale, 0.0)  # inf · 0 is NaN, as on a CPU
     tl.store(y + at, values.to(y.dtype.element_ty), inside)
 
 
