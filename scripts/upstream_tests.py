@@ -93,7 +93,7 @@ FAILURES = {
     "test_checkpoint_1d.py::test_checkpoint_1d": OLD_TORCH,
     "test_checkpoint_2d.py::test_checkpoint_2d": OLD_TORCH,
     "test_checkpoint_2p5d.py::test_checkpoint_2p5d": OLD_TORCH,
-    "test_checkpoint_3d.py::test_checkpoint_3d": OLD_TORCH,
+    "test_checkpoint_3d.py::test_checkpoint_3d": "in 3D its checkpoint does not load, nor is that told; not used here",
 }
 # Those that pass within upstream's tolerance, with a larger error than EXACT.
 ERRORS = {
