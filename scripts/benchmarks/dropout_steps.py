@@ -43,10 +43,10 @@ def timm_step(run: Run) -> Step:
     """Model, optimizer, loss and step of timm's train.py."""
     config = run.config
     torch.manual_seed(config.SEED)
-    options = {name: config[key] for key, name in SHAPE.items() if key in config}
-    options |= dict(num_classes=config.NUM_CLASSES, img_size=config.IMG_SIZE)
-    options |= dict(pos_drop_rate=config.DROP_RATE, proj_drop_rate=config.DROP_RATE)
-    model = timm.create_model(config.MODEL, **options).train()
+    shape = {name: config[key] for key, name in SHAPE.items() if key in config}
+    shape |= dict(num_classes=config.NUM_CLASSES, img_size=config.IMG_SIZE)
+    shape |= dict(pos_drop_rate=config.DROP_RATE, proj_drop_rate=config.DROP_RATE)
+    model = timm.create_model(config.MODEL, **shape).train()
     options = dict(lr=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY, filter_bias_and_bn=False)
     optimizer = create_optimizer_v2(model, config.OPTIMIZER, **options)
     criterion = LabelSmoothingCrossEntropy(config.LABEL_SMOOTHING)
