@@ -122,7 +122,10 @@ def test_a_failed_rank_ends_the_benchmark_with_what_it_said(fake):
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (["nothing"], "bench.py: error: there is no benchmark 'nothing': choose from amp, checkpoint, dropout, engine, "),
+        (
+            ["nothing"],
+            "bench.py: error: there is no benchmark 'nothing': choose from amp, checkpoint, dropout, engine, ",
+        ),
         (
             ["fake", "--only", "turn"],
             "bench.py fake: error: --only turn: choose from turns, all fail, ranks, ",
