@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """x in fp32, or as it is in fp64."""
+    """x in fp32, or as it is in fp64; copied only if necessary."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

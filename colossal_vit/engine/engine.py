@@ -125,7 +125,7 @@ class Engine(ColossalEngine):
         Args:
             samples, batch_size: see `_samples`.
         """
-        with self.part("forward"), batch_of(self._samples(samples, batch_size)):
+        with self.part("forward"), batch_of(self._samples(samples, batch_size) if self.training else None):
             if self.zero:
                 self.zero.before_forward()
             yield

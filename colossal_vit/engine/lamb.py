@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from colossal_vit.compat.norms import at_least_fp32
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from torch import Tensor
@@ -26,11 +27,6 @@ class _Batch(NamedTuple):
     options: dict[str, Any]
     step: int
     parameters: list[Tensor]
-
-
-def _fp32_contiguous(tensor: Tensor) -> Tensor:
-    """The tensor, contiguous and in fp32 or wider; copied only if necessary."""
-    return (tensor.float() if tensor.dtype.itemsize < 4 else tensor).contiguous()
 
 
 def _add_adam_direction(
@@ -157,7 +153,7 @@ class Lamb(Optimizer):
                 for key in _MOMENTS:
                     if state[key].shape != p.shape:
                         raise ValueError(f"{key} of shape {(*state[key].shape,)} for a parameter of {(*p.shape,)}")
-                    state[key] = _fp32_contiguous(state[key])
+                    state[key] = at_least_fp32(state[key]).contiguous()
                 part = elements // (_BATCH_ON_CPU if p.is_cpu else _BATCH_ON_GPU)
                 elements += p.numel()
                 batches[int(state["step"]), p.dtype, p.device, part].append(p)
@@ -171,9 +167,9 @@ class Lamb(Optimizer):
             u of each parameter, in its shape, and the norms of w and u on this rank's shards, (n, 2).
         """
         options, _, parameters = batch
-        weights = [_fp32_contiguous(p) for p in parameters]
+        weights = [at_least_fp32(p).contiguous() for p in parameters]
         updates = torch._foreach_mul(weights, options["weight_decay"])
-        gradients = [_fp32_contiguous(p.grad) for p in parameters]
+        gradients = [at_least_fp32(p.grad).contiguous() for p in parameters]
         _add_adam_direction(
             updates, gradients, *([self.state[p][key] for p in parameters] for key in _MOMENTS), options
         )

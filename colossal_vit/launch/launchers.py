@@ -93,6 +93,13 @@ def _from_openmpi(args: argparse.Namespace) -> Rendezvous:
     return Rendezvous("openmpi", rank, local_rank, world_size, host, DEFAULT_PORT, "mpirun")
 
 
+def free_port() -> int:
+    """A TCP port of this machine that nothing listens on."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
 def _from_flags(args: argparse.Namespace) -> Rendezvous:
     given = {key: getattr(args, key) for key in ("rank", "world_size", "host", "port")}
     missing = [f"--{key}" for key, value in given.items() if value is None]
@@ -103,10 +110,7 @@ def _from_flags(args: argparse.Namespace) -> Rendezvous:
                 f"this is a SLURM job of {tasks} tasks, but srun did not start this process: type `srun bash "
                 f"./scripts/train_slurm.sh`, or add --launcher none for a single process"
             )
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
-        return Rendezvous("none", 0, args.local_rank or 0, 1, "localhost", port, "hand, as the only process")
+        return Rendezvous("none", 0, args.local_rank or 0, 1, "localhost", free_port(), "hand, as the only process")
     if missing:
         raise UserError(f"starting processes by hand needs {' '.join(missing)} too", own=True)
     local_rank = args.local_rank if args.local_rank is not None else args.rank % max(torch.cuda.device_count(), 1)

@@ -1,7 +1,6 @@
 """What a train script does with `--parity`."""
 
 import re
-import socket
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +14,7 @@ from colossal_vit.errors import TrainingError, UserError
 from colossal_vit.hooks.record_tensors import Record
 from colossal_vit.launch import watchdog
 from colossal_vit.launch.flags import Arguments
+from colossal_vit.launch.launchers import free_port
 from colossal_vit.launch.startup import read_config
 from colossal_vit.parity.compare import Recorded, by_key, compare
 from colossal_vit.plan.report import in_forks
@@ -102,11 +102,8 @@ def _train(
     main: Callable[[Arguments], Any], args: Arguments, folder: Path, name: str, world_size: int, values: dict[str, Any]
 ) -> Recorded:
     """What the ranks record, each a fork of this process."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     overrides = [*args.set, *(f"{key}={value!r}" for key, value in values.items())]
-    place = dict(launcher="none", world_size=world_size, host="localhost", port=port, output=folder / name)
+    place = dict(launcher="none", world_size=world_size, host="localhost", port=free_port(), output=folder / name)
     common = args.replace(**place, set=overrides, max_steps=STEPS, resume="never")
 
     def rank(number: int) -> list[Record]:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from colossal_vit.rng import philox
 from torch import Tensor, nn
+from torch.library import custom_op
 
 
 class ActivationPart(NamedTuple):
@@ -32,8 +33,8 @@ _samples: Tensor | None = None
 
 
 @contextmanager
-def batch_of(samples: Tensor) -> Iterator[None]:
-    """Around a forward pass for training: (B, 2), each sample's optimizer step and place in the global batch."""
+def batch_of(samples: Tensor | None) -> Iterator[None]:
+    """Around a forward pass: (B, 2), each sample's optimizer step and place in the global batch; None in evaluation."""
     global _samples
     before, _samples = _samples, samples
     try:
@@ -47,7 +48,7 @@ def current_samples() -> Tensor | None:
     return _samples
 
 
-@torch.library.custom_op("colossal_vit::drop", mutates_args=())
+@custom_op("colossal_vit::drop", mutates_args=())
 def drop(x: Tensor, samples: Tensor, key: Tensor, first: int, channels: int) -> Tensor:
     """Set elements to 0 and scale the others up, so that the mean stays.
 
