@@ -1,13 +1,11 @@
 """timm's Vision Transformers, for the purely data-parallel examples."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import timm
 import torch
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.rng.dropout import Dropout, DropPath, name_layers
+from colossal_vit.rng.torch_generator import cpu_seed
 from colossalai.context import Config
 from timm.layers import build_sincos2d_pos_embed
 from torch import nn
@@ -22,22 +20,6 @@ SHAPE = {
     "POOL": "global_pool",
     "LAYER_SCALE": "init_values",
 }
-
-
-@contextmanager
-def cpu_seed(seed: int) -> Iterator[None]:
-    """Seed PyTorch's CPU generator inside the block, and restore its state afterwards; draw in fp32 for any DTYPE.
-
-    `torch.manual_seed` would also reseed the GPU's generator.
-    """
-    dtype = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
-            yield
-    finally:
-        torch.set_default_dtype(dtype)
 
 
 def fix_positions(model: nn.Module) -> None:

@@ -136,3 +136,16 @@ def test_replicas_of_a_timm_model_drop_their_parts_of_the_mask():
 
     values = dict(training.TINY, MODEL="vit_tiny_patch16_224", DROP_RATE=0.5, DROP_PATH_RATE=0.5, DEPTH=2, BATCH_SIZE=4)
     assert fork_ranks.call(function, 2, **values, mix={"mixup": 0.8}) == [1 + 2 * 3 + 2] * 2
+
+
+@pytest.mark.parametrize("script", [training.HYBRID, training.CALTECH101, training.IMAGENET])
+def test_runs_in_float64_draw_the_images_and_weights_of_runs_in_float32(script, tmp_path):
+    """PyTorch's generator would draw others."""
+    values = {"augment.policy": "rand", "augment.erase": 0.5, "mix.mixup": 0.8, "DROP_RATE": 0.1}
+    runs = [
+        training.train(tmp_path / dtype, steps=2, script=script, DTYPE=dtype, **values)
+        for dtype in ("float32", "float64")
+    ]
+    for step, expected in zip(*(run.steps for run in runs), strict=True):
+        assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+        assert step["loss"] == pytest.approx(expected["loss"], rel=1e-6)

@@ -253,13 +253,13 @@ def draw_crops(count: int, crop_area: tuple[float, float], flip: bool, generator
     Returns:
         float32, (count, 2, 3): affine maps from crop to image coordinates in [-1, 1], for `F.affine_grid`.
     """
-    area = torch.empty(count).uniform_(*crop_area, generator=generator)
-    log_ratio = torch.empty(count).uniform_(*map(math.log, CROP_ASPECT), generator=generator)
+    area = torch.empty(count, dtype=torch.float32).uniform_(*crop_area, generator=generator)
+    log_ratio = torch.empty(count, dtype=torch.float32).uniform_(*map(math.log, CROP_ASPECT), generator=generator)
     stretch = (log_ratio / 2).exp()
     width, height = ((area.sqrt() * side).clamp(max=1.0) for side in (stretch, 1 / stretch))
-    left, top = (torch.rand(count, generator=generator) * 2 - 1 for _ in range(2))
-    mirrored = (torch.rand(count, generator=generator) < 0.5) & flip
-    maps = torch.zeros(count, 2, 3)
+    left, top = (torch.rand(count, generator=generator, dtype=torch.float32) * 2 - 1 for _ in range(2))
+    mirrored = (torch.rand(count, generator=generator, dtype=torch.float32) < 0.5) & flip
+    maps = torch.zeros(count, 2, 3, dtype=torch.float32)
     maps[:, 0, 0] = torch.where(mirrored, -width, width)
     maps[:, 1, 1] = height
     maps[:, 0, 2], maps[:, 1, 2] = left * (1 - width), top * (1 - height)
@@ -299,7 +299,7 @@ class Batches(SampledLoader):
 
     def _crop(self, images: Tensor, maps: Tensor) -> Tensor:
         size = self.config.IMG_SIZE
-        grid = F.affine_grid(maps, [len(maps), 3, size, size], align_corners=False)
+        grid = F.affine_grid(maps.to(images.dtype), [len(maps), 3, size, size], align_corners=False)
         return F.grid_sample(images, grid, padding_mode="reflection", align_corners=False)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:

@@ -140,7 +140,7 @@ class Batches(SampledLoader):
         count = len(self.labels) * self.sampler.repeats
         generator = self.sampler.generator(-1 - self.sampler.epoch)  # not the random numbers of the sampling order
         shifts = torch.randint(0, 2 * self.config.CROP_PADDING + 1, (count, 2), generator=generator)
-        mirrored = torch.rand(count, generator=generator) < 0.5
+        mirrored = torch.rand(count, generator=generator, dtype=torch.float32) < 0.5
         return to_device(shifts, self.device), to_device(mirrored, self.device)
 
     def _crop(self, images: Tensor, shifts: Tensor, mirrored: Tensor) -> Tensor:

@@ -12,11 +12,12 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from colossal_vit.config.load import num_model_chunks
 from colossal_vit.errors import UserError
-from colossal_vit.models import cpu_seed, set_dropout
+from colossal_vit.models import set_dropout
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.partition import partition_blocks
 from colossal_vit.parallel.sharding import annotate, load_full, output_part
 from colossal_vit.rng.dropout import Dropout, DropPath, current_samples, name_layers
+from colossal_vit.rng.torch_generator import cpu_seed
 from colossalai.context import Config
 from colossalai.legacy import nn as col_nn
 from colossalai.legacy.context import ParallelMode

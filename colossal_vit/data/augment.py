@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+from colossal_vit.rng.torch_generator import cpu_seed
 from colossalai.context import Config
 from torch import Tensor, nn
 from torchvision.transforms import v2
@@ -75,7 +76,7 @@ class Augment:
         """
         done = []
         images = images.round().to(torch.uint8) if images.is_floating_point() else images
-        with torch.random.fork_rng(devices=[]), _one_thread():
+        with cpu_seed(self.seed), _one_thread():
             for image, number in zip(images, numbers.tolist(), strict=True):
                 seed = np.random.SeedSequence((self.seed, epoch, number)).generate_state(1, np.uint64)
                 torch.default_generator.manual_seed(int(seed[0]))  # torch.manual_seed would seed GPUs, too

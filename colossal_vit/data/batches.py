@@ -158,7 +158,7 @@ class SyntheticBatches(Loader):
         generator = torch.Generator().manual_seed(seed)
         self.num_batches = num_batches
         self.batch = (
-            torch.randn(shape, generator=generator).to(device),
+            torch.randn(shape, generator=generator, dtype=torch.float32).to(device),
             torch.randint(num_classes, shape[:1], generator=generator).to(device),
         )
 
