@@ -99,7 +99,7 @@ def random_start(monkeypatch):
         model = original(config)
         generator = torch.Generator().manual_seed(config.SEED)
         for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
             parameter.data = noise * 0.2 + (1.0 if "norm" in name and name.endswith("weight") else 0.0)
         return model
 

@@ -1,22 +1,27 @@
 """Random models in random layouts, compared with one process: losses, gradient norms, evaluation, change of layout.
 
-    python -m pytest tests/stress/test_random_layouts.py --cases 500 --seed 2026 --result results/fuzz_layouts
+    python -m pytest tests/stress/test_random_layouts.py -k own_precision --cases 500 --result results/random_layouts
+    python -m pytest tests/stress/test_random_layouts.py -k float64 --cases 1000 --result results/random_float64
 
 A seed's case is always the same: a small ViT with random sizes, number of classes, loss, augmentation, optimizer,
-precision, clipping, label smoothing, accumulation, micro-batches and recomputation, including odd token counts, uneven
-stages and partial test batches. A third of the cases has dropout, drop path, mixing and augmentation at once, the
-others have some of them. It makes three steps in one layout, and three more from the checkpoint in another one.
-Each step and the evaluation must agree with one process that makes all six: in fp32 within 1e-4 (1e-5 in the first
+precision, clipping, label smoothing, weight average, accumulation, micro-batches and recomputation, including odd token
+counts, uneven stages and partial test batches. A third of the cases has dropout, drop path, mixing and augmentation at
+once, the others have some of them. It makes three steps in one layout, and three more from the checkpoint in another
+one. Each step and the evaluation must agree with one process that makes all six: in fp32 within 1e-4 (1e-5 in the first
 step); in bf16 losses within 2 % and norms within 10 % or, if the training itself amplifies rounding, within three times
-the difference between one process in bf16 and in fp32. A case that fails is printed as commands.
+the difference between one process in bf16 and in fp32; in float64, with weights, moments and averages at the end,
+within 1e-11. A case that fails is printed as commands.
 """
 
 import random
 import shlex
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from colossal_vit.checkpoint import storage
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.layout import Layout
 
@@ -31,10 +36,13 @@ TOLERANCE = {  # relative
     "fp32": {"loss": layouts.ANY_STEP, "grad_norm": layouts.ANY_STEP},
     "bf16": {"loss": 2e-2, "grad_norm": 1e-1},
 }
+EXACT = 1e-11  # relative, in float64
 AMPLIFIED = 3  # times the difference between bf16 and fp32 in one process
 TENSOR = [(None, 1, {}), ("1d", 2, {}), ("1d", 3, {}), ("1d", 4, {}), ("2d", 4, {})]
 TENSOR += [("2.5d", 4, {"depth": 1}), ("2.5d", 8, {"depth": 2}), ("3d", 8, {})]
 MAX_RANKS = 8
+LARGE = [("2d", 9, {}), ("2.5d", 9, {"depth": 1}), ("2.5d", 12, {"depth": 3}), ("2.5d", 18, {"depth": 2})]
+LARGE += [("3d", 27, {})]  # a case in 25 begins in one of these
 
 # The first updates of AdamW are g / (|g| + ε). With ε = 1e-8, rounding decides the sign where |g| is that small;
 # the whole learning rate in another direction has moved a loss by 1.5e-4 although the layout was correct.
@@ -73,7 +81,7 @@ def draw_layout(draw: random.Random) -> Case:
 def draw_case(seed: int) -> Case:
     """A random model, training and two layouts; draws again until the case is legal."""
     draw = random.Random(seed)
-    all_on = draw.random() < 1 / 3
+    all_on, large = draw.random() < 1 / 3, draw.choice(LARGE) if draw.random() < 1 / 25 else None
     off, zero = ([], []) if all_on else ([None] * 3, [0.0] * 2)
     while True:
         heads, patch = draw.choice([2, 3, 4, 6, 8, 12]), draw.choice([2, 4, 5, 8])
@@ -93,7 +101,8 @@ def draw_case(seed: int) -> Case:
             "DROP_PATH_RATE": draw.choice([*zero, 0.1, 0.5]),
             "optimizer": draw.choice(list(OPTIMIZERS)),
             "amp": draw.choice([None] * 9 + ["NAIVE"]),
-            "global_batch": draw.choice([4, 6, 8, 12, 16, 24, 32]),
+            "global_batch": draw.choice([18, 36] if large else [4, 6, 8, 12, 16, 24, 32]),
+            "ema": draw.choice([None, None, 0.9]),
             "first": draw_layout(draw),
             "second": draw_layout(draw),
             "REPEATS": draw.choice([1, 1, 1, 2, 3]),
@@ -101,6 +110,9 @@ def draw_case(seed: int) -> Case:
             "augment": draw.choice([*off, "rand", "three"]),
             "bce": draw.choice([None, None, 0.2]),
         }
+        if large:
+            mode, size, more = large
+            case["first"] = {**ONE_PROCESS, "mode": mode, "size": size, **more, "accumulation": draw.randint(1, 2)}
         if is_legal(case):
             return case
 
@@ -119,6 +131,8 @@ def arguments(case: Case, layout: Case) -> tuple[int, dict[str, Any]]:
     values |= {"mix.mode": case["mix"], "mix.mixup": 0.8, "mix.cutmix": 1.0} if case["mix"] else {}
     values |= {"augment.policy": case["augment"], "augment.erase": 0.3} if case["augment"] else {}
     values |= {"bce.threshold": case["bce"]} if case["bce"] else {}
+    values |= {"ema.decay": case["ema"]} if case["ema"] else {}
+    values |= {"DTYPE": case["DTYPE"]} if "DTYPE" in case else {}
     values |= {"BATCH_SIZE": case["global_batch"] // share, "gradient_accumulation": layout["accumulation"]}
     values |= {"parallel.pipeline": layout["pipeline"], "NUM_MICRO_BATCHES": layout["micro_batches"], "NUM_EPOCHS": 2}
     sizes = {key: layout[key] for key in ("mode", "size", "depth") if layout["mode"] and key in layout}
@@ -166,6 +180,18 @@ def describe(layout: Case) -> str:
     return " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one process"
 
 
+def train_both(case: Case, folder: Path, *more: str) -> tuple[training.Run, training.Run]:
+    """Train a case in one process, and in its two layouts one after the other, with `more` flags in the second."""
+    ranks, values = arguments(case, ONE_PROCESS)
+    one = training.train(folder / "one", ranks, steps=WHOLE, **values)
+    ranks, values = arguments(case, case["first"])
+    training.train(folder / "two", ranks, steps=HALF, **values)
+    ranks, values = arguments(case, case["second"])
+    two = training.train(folder / "two", ranks, *more, steps=WHOLE, **values)
+    assert two.evaluations[-1]["eval_images"] == one.evaluations[-1]["eval_images"] == NUM_TEST_IMAGES
+    return one, two
+
+
 def check(case: Case, folder: Path, *more: str) -> tuple[float, float]:
     """Train a case, with `more` flags in its second layout.
 
@@ -175,38 +201,90 @@ def check(case: Case, folder: Path, *more: str) -> tuple[float, float]:
     Raises:
         AssertionError: if it does not agree with one process.
     """
-    ranks, values = arguments(case, ONE_PROCESS)
-    one = training.train(folder / "one", ranks, steps=WHOLE, **values)
+    one, two = train_both(case, folder, *more)
     limits = TOLERANCE["bf16" if case["amp"] else "fp32"]
     if case["amp"]:
-        exact = training.train(folder / "fp32", steps=WHOLE, **{**values, "amp": None}).steps
+        _, values = arguments({**case, "amp": None}, ONE_PROCESS)
+        exact = training.train(folder / "fp32", steps=WHOLE, **values).steps
         limits = {key: max(limit, AMPLIFIED * farthest(one.steps, exact, key)) for key, limit in limits.items()}
-    ranks, values = arguments(case, case["first"])
-    training.train(folder / "two", ranks, steps=HALF, **values)
-    ranks, values = arguments(case, case["second"])
-    two = training.train(folder / "two", ranks, *more, steps=WHOLE, **values)
-
     for key, limit in limits.items():
         assert farthest(two.steps, one.steps, key) <= limit, f"{key} is off"
     errors = layouts.errors(two.steps, one.steps)
     assert case["amp"] or errors[0] <= layouts.FIRST_STEP, "the first step is off"
     here, there = two.evaluations[-1], one.evaluations[-1]
     assert here["eval_loss"] == pytest.approx(there["eval_loss"], rel=limits["loss"]), "the evaluation is off"
-    assert here["eval_images"] == there["eval_images"] == NUM_TEST_IMAGES
     return errors[0], max(errors)
 
 
+def check_in_float64(case: Case, folder: Path) -> tuple[float, float]:
+    """Train a case in float64.
+
+    Returns:
+        The largest relative errors of a loss, gradient norm or evaluation; and of a tensor in the last checkpoint,
+        relative to the largest value of all tensors of its kind.
+
+    Raises:
+        AssertionError: if it does not agree with one process.
+    """
+    one, two = train_both({**case, "amp": None, "DTYPE": "float64"}, folder)
+    losses = [key for key in one.evaluations[-1] if key.endswith("_loss")]
+    recorded = max(
+        *layouts.errors(two.steps, one.steps), *layouts.errors(two.evaluations[-1:], one.evaluations[-1:], losses)
+    )
+    assert recorded <= EXACT, "a loss or gradient norm is off"
+    ours, theirs = (tensors_by_kind(run.output) for run in (two, one))
+    assert ours.keys() == theirs.keys()
+    errors = {}
+    for kind, expected in theirs.items():
+        largest = max(tensor.abs().max().item() for tensor in expected.values())
+        assert ours[kind].keys() == expected.keys()
+        for name, tensor in ours[kind].items():
+            errors[kind, name] = (tensor - expected[name]).abs().max().item() / (largest or 1.0)
+    worst = max(errors, key=errors.get)
+    assert errors[worst] <= EXACT, f"{worst} is off"
+    return recorded, errors[worst]
+
+
+def tensors_by_kind(run: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """The tensors of a run's newest checkpoint: weights, averages, and each kind of moments."""
+    checkpoint, _ = storage.newest(run / "checkpoints")
+    found: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+    for file in checkpoint.files:
+        if file.endswith(".safetensors"):
+            for name, tensor in checkpoint.tensors(file).items():
+                moment = name.split(".")[0] if file.startswith("optimizer") else ""
+                found[f"{file} {moment}"][name] = tensor
+    return found
+
+
+def described(case: Case) -> str:
+    """A case in a few words."""
+    both = " → ".join(describe(case[which]) for which in ("first", "second"))
+    return ", ".join([both, *(key for key in ("DROP_RATE", "DROP_PATH_RATE", "mix", "augment", "ema") if case[key])])
+
+
 @pytest.mark.cases(3)
-def test_two_random_layouts_one_after_the_other_train_what_one_process_does(seed, tmp_path, report):
+def test_two_random_layouts_train_what_one_process_does_in_its_own_precision(seed, tmp_path, report):
     case = draw_case(seed)
-    kind = f"{' → '.join(describe(case[which]) for which in ('first', 'second'))}, {'bf16' if case['amp'] else 'fp32'}"
-    drawn = [key for key in ("DROP_RATE", "DROP_PATH_RATE", "mix", "augment") if case[key]]
+    name = f"seed {seed}: {described(case)}, {'bf16' if case['amp'] else 'fp32'}"
     try:
         first, worst = check(case, tmp_path)
     except AssertionError:
-        report(f"seed {seed}: {kind}, {drawn}: failed\n{as_commands(case)}")
+        report(f"{name}: failed\n{as_commands(case)}")
         raise
-    report(f"seed {seed}: {kind}, {drawn}: {first:.1e} in the first step, {worst:.1e} in any")
+    report(f"{name}: {first:.1e} in the first step, {worst:.1e} in any")
+
+
+@pytest.mark.cases(3)
+def test_two_random_layouts_train_what_one_process_does_in_float64(seed, tmp_path, report):
+    case = draw_case(seed)
+    name = f"seed {seed}: {described(case)}, fp64"
+    try:
+        recorded, kept = check_in_float64(case, tmp_path)
+    except AssertionError:
+        report(f"{name}: failed\n{as_commands(case)}")
+        raise
+    report(f"{name}: {recorded:.1e} in losses and norms, {kept:.1e} in tensors")
 
 
 def test_a_case_with_another_rate_in_its_second_layout_is_off(tmp_path):
