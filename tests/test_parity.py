@@ -1,51 +1,176 @@
 """`--parity`: layouts agree with one process in float64, and the first tensor that a defect changes is named."""
 
-from contextlib import suppress
+import os
+import re
+import signal
 
+import numpy as np
 import pytest
 import torch
-from colossal_vit.errors import TrainingError
+import torch.distributed as dist
+from colossal_vit.checkpoint import tensors
+from colossal_vit.data.samplers import EvalSampler
+from colossal_vit.engine import amp_optimizer
+from colossal_vit.errors import UserError
+from colossal_vit.hooks.record_tensors import Record
+from colossal_vit.parallel.sharding import global_norm
 from colossal_vit.parity import command
+from colossal_vit.parity.compare import compare
+from colossal_vit.parity.records import by_key
+from colossal_vit.rng.dropout import DropPath
+from colossalai.legacy.context import ParallelMode
 
 import train_hybrid
 import training
 import vit
+from conftest import random_start
 
-VALUES = {"DEPTH": 2, "IMG_SIZE": 16, "DROP_RATE": 0.1, "DROP_PATH_RATE": 0.1, "mix.mixup": 0.8}
-pytestmark = pytest.mark.usefixtures("few_test_images", "random_weights")
-
-
-def said(capsys, *layouts, **flags):
-    """The lines for the layouts."""
-    args = training.arguments(train_hybrid.main, training.flags(**VALUES)).replace(parity=list(layouts), **flags)
-    with suppress(TrainingError):
-        command.run(train_hybrid.main, args)
-    return capsys.readouterr().out.splitlines()
+VALUES = {"DEPTH": 2, "IMG_SIZE": 16, "DROP_RATE": 0.1, "DROP_PATH_RATE": 0.1, "mix.mixup": 0.8, "ema.decay": 0.9}
 
 
-def test_layouts_agree(capsys):
-    agreeing, refused = said(capsys, "PP 2 × 1D 2", "2D 9")
-    assert agreeing.startswith("PP 2 × 1D 2: all 3")
-    assert "tensors of 3 steps agree to " in agreeing
-    assert refused.startswith("2D 9: not tried: MLP_RATIO = 4")
+@pytest.fixture(scope="module", autouse=True)
+def small_and_random(small_sample):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DATA", str(small_sample))
+        random_start(patch)
+        yield
+
+
+def arguments(**flags):
+    return training.arguments(train_hybrid.main, training.flags(**VALUES)).replace(**flags)
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    """Compares layouts with one process, which has trained once."""
+    args = arguments(parity=[])
+    comparison = command.Comparison(
+        train_hybrid.main, args, command.read_config(args)[0], tmp_path_factory.mktemp("one")
+    )
+    return lambda name: comparison.outcome(command.parse_layout(name))
+
+
+@pytest.mark.parametrize("layout", ["PP 2 × 1D 2", "DP 2 × zero 1 × accumulation 2"])
+def test_a_layout_agrees(layout, outcome):
+    """In layer outputs, gradients, moments, weights, averages and metrics; and after a resume in either direction."""
+    agrees, text = outcome(layout)
+    assert agrees, text
+    assert re.fullmatch(r"all 1\d\d\d tensors of 3 steps agree to \de-1[2-6]", text)
 
 
 def test_in_the_config_s_own_precision_rounding_is_no_difference(capsys):
-    (line,) = said(capsys, "PP 2", own_precision=True)
-    assert "agree to" in line
-    assert "e-1" not in line.split("agree to ")[1]
+    command.run(train_hybrid.main, arguments(parity=["PP 2", "2D 9"], own_precision=True))
+    agreeing, refused = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"PP 2: all 1\d\d\d tensors of 3 steps agree to \de-0\d", agreeing)
+    assert refused.startswith("2D 9: not tried: MLP_RATIO = 4")
 
 
-def test_the_first_tensor_that_a_defect_changes_is_named(monkeypatch, capsys):
-    """A token is left out behind the second linear layer, on rank 1 only."""
-    forward = vit.MLP.forward
+@pytest.mark.parametrize("name", ["PP", "PP 2 × PP 2", "4D 2", "1D 2 × 2D 4", "DP 0"])
+def test_what_is_no_layout_is_refused(name):
+    with pytest.raises(UserError, match=re.escape(f"--parity {name!r}: ")):
+        command.run(train_hybrid.main, arguments(parity=["PP 2", name]))
+
+
+# ---- Defects ----
+
+
+def in_layouts(function, wrong):
+    """`wrong(*arguments)` with several ranks, `function(*arguments)` with one."""
+    return lambda *arguments: (wrong if dist.get_world_size() > 1 else function)(*arguments)
+
+
+def forget_a_token(patch):
+    """On rank 1 only."""
+    forward = DropPath.forward
 
     def with_defect(self, x, samples):
         y = forward(self, x, samples)
-        if torch.distributed.get_rank() == 1:
+        if dist.get_rank() == 1 and not self.is_off:
             y = y * (torch.arange(y.shape[1]) != 2)[:, None]
         return y
 
-    monkeypatch.setattr(vit.MLP, "forward", with_defect)
-    (line,) = said(capsys, "1D 2")
-    assert line.startswith("1D 2: differs first in step 1, output blocks.1.norm1: rank 1 has ")
+    patch.setattr(DropPath, "forward", with_defect)
+
+
+def load_no_moments(patch):
+    patch.setattr(tensors, "scatter_moments", in_layouts(tensors.scatter_moments, lambda *_: None))
+
+
+def save_other_moments(patch):
+    pieces = tensors._pieces
+
+    def with_defect(engine, slot):
+        found = pieces(engine, slot)
+        if dist.get_rank() == 1 and slot.shard.name == "blocks.1.mlp.fc1.weight":
+            found["exp_avg_sq"] = torch.zeros_like(found["exp_avg_sq"])
+        return found
+
+    patch.setattr(tensors, "_pieces", with_defect)
+
+
+def take_the_local_norm(patch):
+    local = lambda grads, parameters, group: global_norm(grads, parameters, ParallelMode.PARALLEL_2D_ROW)  # noqa: E731
+    patch.setattr(amp_optimizer, "global_norm", in_layouts(global_norm, local))
+
+
+def evaluate_images_twice(patch):
+    batches = EvalSampler.__iter__
+    patch.setattr(EvalSampler, "__iter__", in_layouts(batches, lambda self: iter([next(batches(self))] * len(self))))
+
+
+@pytest.mark.parametrize(
+    ("plant", "found"),
+    [
+        (forget_a_token, r"step 1, output blocks\.1\.drop_path1: rank 1 has "),
+        (save_other_moments, r"step 1, exp_avg_sq of blocks\.1\.mlp\.fc1\.weight: rank 0 has 0 at "),
+        (load_no_moments, "step 3, exp_avg of .*: resumed from the checkpoint of one process, rank 0 has "),
+        (take_the_local_norm, "step 1, grad_norm: rank 0 has "),
+        (evaluate_images_twice, "step 3, eval_loss: rank 0 has "),
+    ],
+)
+def test_the_first_tensor_that_a_defect_changes_is_named(plant, found, outcome, monkeypatch):
+    plant(monkeypatch)
+    agrees, text = outcome("1D 2")
+    assert agrees is False
+    assert re.match(f"differs first in {found}", text), text
+
+
+def test_a_rank_that_raises_is_named_with_the_place(outcome, monkeypatch):
+    """The innermost outside of installed packages. The other rank waits meanwhile."""
+
+    def reshape(self, x, samples):
+        return x.reshape(3, -1) if dist.get_rank() == 1 else self.fc2(self.fc1(x))
+
+    monkeypatch.setattr(vit.MLP, "forward", reshape)
+    line = reshape.__code__.co_firstlineno + 1
+    agrees, text = outcome("1D 2")
+    assert agrees is False
+    assert re.fullmatch(rf"fails on rank 1: RuntimeError: .*\(\S*tests/test_parity\.py:{line}\)", text), text
+
+
+def test_a_rank_that_dies_is_named(outcome, monkeypatch):
+    def die(self, x, samples):
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.fc2(self.fc1(x))
+
+    monkeypatch.setattr(vit.MLP, "forward", die)
+    assert outcome("1D 2") == (False, "fails on rank 1: died of signal 9")
+
+
+def test_what_one_side_has_or_another_shape_is_named():
+    """A layer, and a part of a tensor."""
+
+    def recorded(**tensors):
+        return by_key([[Record((1, "output", name), np.arange(4), 0, value) for name, value in tensors.items()]])
+
+    one = recorded(a=np.ones((4, 6)), only_one=np.ones((4, 6)), b=np.ones((4, 6)), c=np.ones((4, 6)))
+    several = recorded(a=np.ones((4, 6)), only_several=np.ones((4, 6)), b=np.ones((4, 7)), c=np.ones((4, 2, 6)))
+    found = [(difference.key[2], difference.text) for difference in compare(one, several)]
+    assert found == [
+        ("a", ""),
+        ("only_several", "rank 0 has this, one process does not"),
+        ("only_one", "no rank has this, one process does"),
+        ("b", "the part of rank 0, of shape (4, 7), does not fit the whole, of shape (4, 6)"),
+        ("c", "the part of rank 0, of shape (4, 2, 6), does not fit the whole, of shape (4, 6)"),
+    ]

@@ -1,6 +1,6 @@
 """What a rank computes in its first steps, for `--parity` to compare with one process."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,13 +10,11 @@ from colossal_vit.checkpoint.tensors import parameter_slots
 from colossal_vit.engine.loop import Trainer
 from colossal_vit.hooks.priority import Priority
 from colossal_vit.parallel.sharding import output_part
-from colossal_vit.rng.dropout import WHOLE, ActivationPart, Dropout, DropPath, current_samples
+from colossal_vit.rng.dropout import WHOLE, ActivationPart, Dropout, current_samples
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from colossalai.legacy.trainer.hooks import BaseHook
 from torch import Tensor, nn
-
-GRADIENT, WEIGHT = "gradient of", "weight"  # of a parameter
 
 
 class Record(NamedTuple):
@@ -24,7 +22,7 @@ class Record(NamedTuple):
 
     Attributes:
         key: step, kind and name.
-        places: samples in the global batch, (B,); None for a parameter, which is whole.
+        places: samples in the global batch, (B,); None for what is whole, such as a parameter.
         column: the first of its last dimension.
         values: in fp64.
     """
@@ -41,15 +39,15 @@ def layers(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     if children and children.keys() != {"module"}:
         for name, child in children.items():
             yield from layers(child, f"{path}.{name}".removeprefix("."))
-    elif not isinstance(model, (nn.Identity, DropPath)) and not getattr(model, "is_off", False):
+    elif not isinstance(model, nn.Identity) and not getattr(model, "is_off", False):
         yield path, model
 
 
 class RecordTensorsHook(BaseHook):
-    """Records every layer's output and its gradient, and gradients and weights of parameters, of each step.
+    """Records every layer's output and its gradient, and the gradients of parameters, of each step.
 
-    Kinds come in the order of computation: "input", "output", "labels", "gradient at" (a layer's output), `GRADIENT`
-    and `WEIGHT`.
+    Kinds come in the order of computation: "input", "output", "labels", "gradient at" (a layer's output) and "gradient
+    of" (a parameter).
 
     Args:
         records: they are appended to it.
@@ -65,17 +63,16 @@ class RecordTensorsHook(BaseHook):
         for chunk in model if isinstance(model, nn.ModuleList) else [model]:
             chunk.register_forward_pre_hook(self._record_input)
             for name, layer in layers(chunk):
-                part = layer.part if isinstance(layer, Dropout) else output_part(layer)
+                part = layer.output_part if isinstance(layer, Dropout) else output_part(layer)
                 layer.register_forward_hook(partial(self._record_output, name, part))
         self.engine.criterion.register_forward_pre_hook(self._record_labels)
         clip = self.engine.optimizer.clip_grad_by_norm
 
         def record_and_clip(*args: Any) -> Tensor:
-            self._record_parameters(GRADIENT, lambda slot: slot.working.grad)
+            self._record_gradients()
             return clip(*args)
 
         self.engine.optimizer.clip_grad_by_norm = record_and_clip
-        self._record_parameters(WEIGHT, lambda slot: slot.master)
 
     def _record(self, kind: str, name: str, part: ActivationPart, tensor: Tensor, places: Tensor) -> None:
         own = places.unflatten(0, (part.rows, -1))[part.row].numpy()
@@ -93,7 +90,9 @@ class RecordTensorsHook(BaseHook):
             self._record("labels", "", WHOLE, inputs[1], self.places)
 
     def _record_output(self, name: str, part: ActivationPart, layer: nn.Module, inputs: Any, output: Tensor) -> None:
-        if not layer.training or not output.requires_grad or current_samples() is None:  # it is recomputed
+        if not layer.training or current_samples() is None:  # it is recomputed
+            return
+        if not isinstance(output, Tensor) or not output.requires_grad:
             return
         places = self.places
         self._record("output", name, part, output, places)
@@ -102,18 +101,15 @@ class RecordTensorsHook(BaseHook):
         output.register_hook(lambda grad: self._record("gradient at", name, part, grad / scale, places))
 
     @torch.no_grad()
-    def _record_parameters(self, kind: str, of: Callable) -> None:
-        scale = self.engine.optimizer.loss_scale or 1.0 if kind == GRADIENT else 1.0
+    def _record_gradients(self) -> None:
+        scale = self.engine.optimizer.loss_scale or 1.0
         for slot in parameter_slots(self.engine):
             if slot.owned and slot.trained:
-                tensor = of(slot)
-                tensor = torch.zeros_like(slot.working) if tensor is None else tensor  # 2.5D uses some ranks' pieces
-                values = (slot.shard.gather(tensor) / scale).double().cpu().numpy()
+                grad = slot.working.grad
+                grad = torch.zeros_like(slot.working) if grad is None else grad  # 2.5D uses some ranks' pieces
+                values = (slot.shard.gather(grad) / scale).double().cpu().numpy()
                 if gpc.get_local_rank(ParallelMode.TENSOR) == 0:
-                    self.records.append(Record((self.step, kind, slot.shard.name), None, 0, values))
+                    self.records.append(Record((self.step, "gradient of", slot.shard.name), None, 0, values))
 
     def before_train_iter(self, trainer: Trainer) -> None:
         self.step = self.engine.num_steps + 1
-
-    def after_train_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
-        self._record_parameters(WEIGHT, lambda slot: slot.master)

@@ -49,7 +49,7 @@ def _prints(error: Exception) -> bool:
         return False
 
 
-def _lost_connection(error: BaseException) -> bool:
+def lost_connection(error: BaseException) -> bool:
     """Whether an error may be a mere consequence of another rank's end."""
     return isinstance(error, dist.DistError) or "gloo" in str(error) or "Connection reset by peer" in str(error)
 
@@ -61,7 +61,7 @@ def run(
     check: Callable[[Config, Layout], None] | None = None,
     notes: Callable[[Config, Path, int], list[str]] | None = None,
 ) -> None:
-    """Parse the command line, and `call` the script's `main` with it; with `--dry-run` and `--plan`, the planner does.
+    """Parse the command line, and `call` the script's `main` with it, or what `--dry-run`, `--plan` or `--parity` need.
 
     Args:
         main: of the script.
@@ -71,16 +71,18 @@ def run(
 
     def parse_and_call() -> None:
         args = parse(description=description, script=script, check=check, notes=notes)
-        if not (args.dry_run or args.plan is not None or args.parity is not None):
-            main(args)
-        elif launched_rank() == 0:  # under a launcher, one process answers for all
-            # Here, since no training needs them.
-            if args.parity is not None:
-                from colossal_vit.parity import command
-            else:
-                from colossal_vit.plan import command
+        # No training needs what is imported here.
+        if args.parity is not None:
+            from colossal_vit.parity import command
 
             command.run(main, args)
+        elif args.dry_run or args.plan is not None:
+            from colossal_vit.plan import command
+
+            if launched_rank() == 0:  # under a launcher, one process answers for all
+                command.run(main, args)
+        else:
+            main(args)
 
     call(parse_and_call)
 
@@ -110,7 +112,7 @@ def call(function: Callable[[], Any]) -> None:
         code = 130
     except Exception as error:
         code = 1
-        if watchdog.current and _lost_connection(error):
+        if watchdog.current and lost_connection(error):
             time.sleep(WATCHDOG_GRACE)  # if another rank has died, the watchdog ends this process meanwhile
         traceback.print_exc()
     wandb_run.finish(code)

@@ -177,8 +177,8 @@ def get_parser(description: str | None = None) -> TrainParser:
         "--parity",
         nargs="*",
         metavar="LAYOUT",
-        help="train three steps in one process and in each of these layouts, such as 'PP 2 × 1D 2', on this machine "
-        "and in float64: name the first tensor that differs",
+        help="train three steps in one process and in each of these layouts, such as 'PP 2 × 1D 2', in float64: name "
+        "the first tensor that differs",
     )
     parser.add_argument(
         "--own-precision", action="store_true", help="for --parity: the config's precision, not float64"

@@ -30,7 +30,7 @@ def choose_backend(args: argparse.Namespace, rendezvous: Rendezvous, layout: Lay
             f"--backend gloo with parallel.pipeline = {layout.pipeline}: gloo cannot send from one GPU to another what "
             f"stages hand on: leave the flag out, or set CUDA_VISIBLE_DEVICES= to train on CPUs"
         )
-    if available and _device_index(rendezvous) >= torch.cuda.device_count():
+    if available and device_index(rendezvous) >= torch.cuda.device_count():
         raise UserError(
             f"rank {rendezvous.rank} would be process {rendezvous.local_rank + 1} on this machine, which has "
             f"{torch.cuda.device_count()} GPU(s): start at most one process per GPU"
@@ -38,7 +38,7 @@ def choose_backend(args: argparse.Namespace, rendezvous: Rendezvous, layout: Lay
     return backend
 
 
-def _device_index(rendezvous: Rendezvous) -> int:
+def device_index(rendezvous: Rendezvous) -> int:
     """This process's index among the GPUs visible to it."""
     bound = rendezvous.launcher in ("slurm", "openmpi") and torch.cuda.device_count() == 1
     return 0 if bound else rendezvous.local_rank  # a launcher may make only one GPU visible to each process
@@ -62,7 +62,7 @@ def check_granted(args: argparse.Namespace) -> None:
 
 def choose_device(rendezvous: Rendezvous) -> torch.device:
     """This rank's device."""
-    return torch.device("cuda", _device_index(rendezvous)) if torch.cuda.is_available() else torch.device("cpu")
+    return torch.device("cuda", device_index(rendezvous)) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _check_own_gpu(rendezvous: Rendezvous, store: dist.Store, device: torch.device) -> None:

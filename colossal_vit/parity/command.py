@@ -1,119 +1,193 @@
 """What a train script does with `--parity`."""
 
+import math
 import re
 import tempfile
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
+from colossal_vit.checkpoint import storage
 from colossal_vit.config.settings import HYBRID
 from colossal_vit.errors import TrainingError, UserError
-from colossal_vit.hooks.record_tensors import Record
-from colossal_vit.launch import watchdog
 from colossal_vit.launch.flags import Arguments
-from colossal_vit.launch.launchers import free_port
 from colossal_vit.launch.startup import read_config
-from colossal_vit.parity.compare import Recorded, by_key, compare
-from colossal_vit.plan.report import in_forks
+from colossal_vit.parallel.layout import Layout
+from colossal_vit.parity.compare import Difference, compare
+from colossal_vit.parity.ranks import Ranks
+from colossal_vit.parity.records import ACCURACIES
 from colossalai.context import Config
-from colossalai.legacy.core import global_context as gpc
 
-STEPS = 3
+STEPS, RESUMED = 3, 2  # steps, and the one after which a run is resumed
 EXACT = 1e-11  # relative difference of any tensor in fp64
 # In the config's own precision a tensor may differ by so many times what it differs by from fp64, in one process.
 ROUNDINGS, EPSILON = 10.0, 1e-6
-LAYOUTS = ["DP 2", "PP 2", "1D 2", "2D 4", "2.5D 8", "3D 8", "DP 2 × PP 2 × 1D 2"]
+DATA_PARALLEL = ["DP 2", "DP 2 × accumulation 2", "DP 2 × zero 1"]
+LAYOUTS = [*DATA_PARALLEL, "PP 2", "PP 2 × micro-batches 4", "1D 2", "2D 4", "2.5D 8", "3D 8", "DP 2 × PP 2 × 1D 2"]
+TENSOR = ("1D", "2D", "2.5D", "3D")
+PROCESSES = ("DP", "PP", *TENSOR)
+FACTORS = (*PROCESSES, "zero", "accumulation", "micro-batches")
 
 
-def parse_layout(name: str, config: Config) -> tuple[int, dict[str, Any]]:
-    """Number of processes and config values of a layout such as "DP 2 × PP 2 × 1D 2", for the config's global batch.
+def parse_layout(name: str) -> dict[str, int]:
+    """The factors of a layout such as "DP 2 × PP 2 × 1D 2".
 
     Raises:
-        UserError: if the name is none, or the layout does not fit the global batch.
+        UserError: if the name is none.
     """
-    sizes: dict[str, int] = {}
+    factors: dict[str, int] = {}
     for part in re.split(r"\s*[×x*]\s*", name):
-        if not (found := re.fullmatch(r"(DP|PP|1D|2D|2\.5D|3D) (\d+)", part)) or found[1] in sizes:
-            raise UserError(
-                f"--parity {name!r}: must be like 'PP 2' or 'DP 2 × PP 2 × 1D 2', of DP, PP, 1D, 2D, 2.5D, 3D"
-            )
-        sizes[found[1]] = int(found[2])
-    data, pipeline = sizes.pop("DP", 1), sizes.pop("PP", 1)
-    if len(sizes) > 1:
+        word, _, number = part.partition(" ")
+        if word not in FACTORS or word in factors or not re.fullmatch("[1-9][0-9]*", number):
+            raise UserError(f"--parity {name!r}: must be like 'PP 2' or 'DP 2 × PP 2 × 1D 2', of {', '.join(FACTORS)}")
+        factors[word] = int(number)
+    if len(factors.keys() & set(TENSOR)) > 1:
         raise UserError(f"--parity {name!r}: only one kind of tensor parallelism at a time")
-    kind, size = next(iter(sizes.items()), (None, 1))
+    return factors
+
+
+def num_processes(factors: dict[str, int]) -> int:
+    """Of a layout."""
+    return math.prod(number for word, number in factors.items() if word in PROCESSES)
+
+
+def layout_values(factors: dict[str, int], config: Config) -> dict[str, Any]:
+    """The config values of a layout, for the config's BATCH_SIZE as the global batch.
+
+    Raises:
+        UserError: if the layout does not fit that.
+    """
+    data, accumulation, pipeline = (factors.get(key, 1) for key in ("DP", "accumulation", "PP"))
+    kind = next((key for key in TENSOR if key in factors), None)
+    size = factors.get(kind, 1)
     tensor: dict[str, Any] = {"mode": kind and kind.lower(), "size": size}
     if kind == "2.5D":
         tensor["depth"] = min((size // q**2 for q in range(2, size) if size % q**2 == 0), default=1)
     images = config.BATCH_SIZE
-    if images % data:
-        raise UserError(f"--parity {name!r}: BATCH_SIZE = {images} is not a multiple of {data} data-parallel ranks")
-    values: dict[str, Any] = {"BATCH_SIZE": images // data, "parallel": {"pipeline": pipeline, "tensor": tensor}}
+    if images % (data * accumulation):
+        raise UserError(
+            f"BATCH_SIZE = {images} is not a multiple of {data} data-parallel ranks × {accumulation} micro-steps"
+        )
+    values: dict[str, Any] = {
+        "BATCH_SIZE": images // data // accumulation,
+        "gradient_accumulation": accumulation,
+        "zero": {"stage": factors["zero"]} if "zero" in factors else None,
+        "parallel": {"pipeline": pipeline, "tensor": tensor},
+    }
     if pipeline > 1:
-        values["NUM_MICRO_BATCHES"] = config.get("NUM_MICRO_BATCHES", pipeline)
-    return data * pipeline * size, values
+        values["NUM_MICRO_BATCHES"] = factors.get("micro-batches", config.get("NUM_MICRO_BATCHES", pipeline))
+    return values
 
 
 def run(main: Callable[[Arguments], Any], args: Arguments) -> None:
     """Train a few steps in one process and in each layout that `--parity` names, and print where they part.
 
     Raises:
-        UserError: if flags or config are not usable.
-        TrainingError: if a layout differs.
+        UserError: if flags or config are not usable, or no layout can be tried.
+        TrainingError: if a layout differs or fails.
     """
     config, _ = read_config(args)
-    double = {"fp16": None, "DTYPE": "float64"}
-    own = {} if args.own_precision else double
-    hybrid = {"parallel": None, "model": None} if args.script == HYBRID else {}
-    alone = {**hybrid, "gradient_accumulation": 1, "zero": None}
+    named = {name: parse_layout(name) for name in args.parity}
     with tempfile.TemporaryDirectory() as folder:
-        train = partial(_train, main, args, Path(folder))
-        one = train("one", 1, {**alone, **own})
-        limits = dict.fromkeys(one, EXACT)
+        comparison = Comparison(main, args, config, Path(folder))
+        outcomes = {}
+        for name, factors in (named or comparison.default_layouts()).items():
+            outcomes[name], text = comparison.outcome(factors)
+            if comparison.ranks.launched.rank == 0:
+                print(f"{name}: {text}", flush=True)
+        comparison.ranks.leave()
+    if wrong := [name for name, agrees in outcomes.items() if agrees is False]:
+        raise TrainingError(f"not what one process computes: {', '.join(wrong)}")
+    if not any(outcomes.values()):
+        raise UserError("--parity: no layout could be tried")
+
+
+class Comparison:
+    """One process, which has trained, and the layouts that are compared with it.
+
+    Args:
+        main, args: of the train script.
+        config: of the command line.
+        folder: for run directories.
+
+    Raises:
+        UserError: if the config cannot be trained in one process, or makes too few steps.
+    """
+
+    def __init__(self, main: Callable[[Arguments], Any], args: Arguments, config: Config, folder: Path):
+        self.config, self.folder, self.is_hybrid = config, folder, args.script == HYBRID
+        self.ranks = Ranks(main, args)
+        double = {"fp16": None, "DTYPE": "float64"}
+        self.alone = {"gradient_accumulation": 1, "zero": None, "checkpoint": {"every_steps": 1, "keep": STEPS}}
+        self.alone |= {"parallel": None, "model": None} if self.is_hybrid else {}
+        self.alone |= {} if args.own_precision else double
+        self.one = self.ranks.train(1, self.alone, folder / "one", STEPS)
+        if self.one and (made := max(step for step, *_ in self.one)) < STEPS:
+            raise UserError(f"--parity compares {STEPS} steps, but this config makes {made}: raise NUM_EPOCHS")
+        self.limits = dict.fromkeys(self.one, EXACT)
         if args.own_precision:
-            exact = compare(train("exact", 1, {**alone, **double}), one)
-            limits = {difference.key: ROUNDINGS * max(difference.error, EPSILON) for difference in exact}
-        wrong = []
-        for name in args.parity or (LAYOUTS if hybrid else LAYOUTS[:1]):
-            try:
-                world_size, values = parse_layout(name, config)
-                if not hybrid and values.pop("parallel") != parse_layout("DP 1", config)[1]["parallel"]:
-                    raise UserError(f"--parity {name!r}: this script is data parallel only")
-                several = train(name, world_size, {**alone, **values, **own})
-            except UserError as error:
-                print(f"{name}: not tried: {error}")
-                continue
-            found = compare(one, several)
-            first = next((each for each in found if not each.error <= limits[each.key]), None)
-            if first:
-                wrong.append(name)
-                step, kind, layer = first.key
-                print(f"{name}: differs first in step {step}, {kind} {layer}: {first.text}")
-            else:
-                print(f"{name}: all {len(found)} tensors of {STEPS} steps agree to {max(f.error for f in found):.0e}")
-        if wrong:
-            raise TrainingError(f"not what one process computes: {', '.join(wrong)}")
+            exact = self.ranks.train(1, {**self.alone, **double}, folder / "exact", STEPS)
+            self.limits = dict.fromkeys(self.one, ROUNDINGS * EPSILON)
+            # Rounding may put an image into another class.
+            self.limits |= {key: math.inf for key in self.one if key[1] in ACCURACIES}
+            for key, error, _ in compare(exact, self.one):
+                if key in exact:
+                    self.limits[key] = max(self.limits[key], ROUNDINGS * error)
+
+    def default_layouts(self) -> dict[str, dict[str, int]]:
+        """The layouts that are tried if none is named; under a launcher, those with as many processes as it started."""
+        names = LAYOUTS if self.is_hybrid else DATA_PARALLEL
+        if self.ranks.store is not None:
+            names = [Layout.of(self.config, self.ranks.launched.world_size).short, *names]
+        layouts = {name: parse_layout(name) for name in names}
+        return {name: factors for name, factors in layouts.items() if self._has_processes(factors)}
+
+    def _has_processes(self, factors: dict[str, int]) -> bool:
+        return self.ranks.store is None or num_processes(factors) == self.ranks.launched.world_size
+
+    def outcome(self, factors: dict[str, int]) -> tuple[bool | None, str]:
+        """Whether a layout agrees with one process, None if it cannot be tried; and what there is to say of it."""
+        found: list[list[Difference]] = []
+        try:
+            if not self._has_processes(factors):
+                raise UserError(
+                    f"has {num_processes(factors)} processes, but {self.ranks.launched.world_size} were started"
+                )
+            values = {**self.alone, **layout_values(factors, self.config)}
+            if not self.is_hybrid:
+                del values["parallel"]
+                if factors.keys() & {"PP", *TENSOR}:
+                    raise UserError("this script is data parallel only")
+            for how, differences in self._differences(num_processes(factors), values):
+                if text := self.ranks.of_first(self._first(how, differences)):
+                    return False, text
+                found.append(differences)
+        except UserError as error:
+            return (False, f"cannot be resumed: {error}") if found else (None, f"not tried: {error}")
+        except TrainingError as error:
+            return False, str(error)
+        errors = [difference.error for differences in found for difference in differences]
+        return True, f"all {len(errors)} tensors of {STEPS} steps agree to {max(errors, default=0.0):.0e}"
+
+    def _first(self, how: str, differences: Iterable[Difference]) -> str:
+        """The first tensor that differs by more than its limit, in words; empty if there is none."""
+        for (step, kind, layer), error, text in differences:
+            if not error <= self.limits.get((step, kind, layer), EXACT):
+                return f"differs first in step {step}, {f'{kind} {layer}'.strip()}: {how}{text}"
+        return ""
+
+    def _differences(self, world_size: int, values: dict[str, Any]) -> Iterator[tuple[str, list[Difference]]]:
+        """Of a layout that trains, then resumes from one process's checkpoint; then of one process that resumes its."""
+        train = self.ranks.train
+        last = {key: pieces for key, pieces in self.one.items() if key[0] == STEPS}
+        with tempfile.TemporaryDirectory(dir=self.folder) as own:
+            whole = Path(own, "whole")
+            yield "", compare(self.one, train(world_size, values, whole, STEPS))
+            several = train(world_size, values, Path(own, "resumed"), STEPS, _checkpoint(self.folder / "one"))
+            yield "resumed from the checkpoint of one process, ", compare(last, several)
+            one = train(1, self.alone, Path(own, "one"), STEPS, _checkpoint(whole))
+            yield "one process, resumed from this layout's checkpoint: ", compare(last, one)
 
 
-def _train(
-    main: Callable[[Arguments], Any], args: Arguments, folder: Path, name: str, world_size: int, values: dict[str, Any]
-) -> Recorded:
-    """What the ranks record, each a fork of this process."""
-    overrides = [*args.set, *(f"{key}={value!r}" for key, value in values.items())]
-    place = dict(launcher="none", world_size=world_size, host="localhost", port=free_port(), output=folder / name)
-    common = args.replace(**place, set=overrides, max_steps=STEPS, resume="never")
-
-    def rank(number: int) -> list[Record]:
-        records: list[Record] = []
-        if world_size > 1:
-            torch.set_num_threads(1)
-        main(common.replace(rank=number, local_rank=number, record=records))
-        dist.barrier()
-        watchdog.current.leave()
-        gpc.destroy()
-        return records
-
-    return by_key(in_forks([partial(rank, number) for number in range(world_size)]))
+def _checkpoint(output: Path) -> Path:
+    return output / storage.FOLDER / f"step-{RESUMED:08d}"

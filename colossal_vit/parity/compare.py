@@ -1,14 +1,12 @@
 """What the ranks of a layout have recorded, compared with what one process has."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from colossal_vit.hooks.record_tensors import GRADIENT, WEIGHT, Record
-
-Key = tuple[int, str, str]  # step, kind, name
-Recorded = dict[Key, list[tuple[int, Record]]]  # with the rank
+from colossal_vit.hooks.record_tensors import Record
+from colossal_vit.parity.records import Key, Recorded
 
 
 class Difference(NamedTuple):
@@ -16,23 +14,15 @@ class Difference(NamedTuple):
 
     Attributes:
         key: which tensor it is.
-        error: the largest difference. It is relative to the largest value of the tensor, or for a parameter to that of
-            all parameters: some gradients are 0 but for rounding, and Adam's updates then are rounding made large.
+        error: the largest difference, relative to the largest value of the tensor. Of weights, their gradients, moments
+            and averages it is relative to the largest of all of a kind: some gradients are 0 but for rounding, and
+            Adam's updates then are rounding made large. Infinite if one side has no such tensor, or one of other shape.
         text: where that is, with both values.
     """
 
     key: Key
     error: float
     text: str
-
-
-def by_key(ranks: Sequence[Iterable[Record]]) -> Recorded:
-    """The records of all ranks, in the order of the first one that has a tensor."""
-    found: Recorded = {}
-    for rank, records in enumerate(ranks):
-        for record in records:
-            found.setdefault(record.key, []).append((rank, record))
-    return found
 
 
 def _whole(pieces: Iterable[tuple[int, Record]]) -> np.ndarray:
@@ -54,11 +44,11 @@ def _part(record: Record) -> tuple:
     return record.places, ..., slice(record.column, record.column + record.values.shape[-1])
 
 
-def compare(one: Mapping, several: Mapping) -> list[Difference]:
+def compare(one: Recorded, several: Recorded) -> list[Difference]:
     """Of every tensor in the order of computation, how it differs.
 
     Args:
-        one: of one process, which is right; see `by_key`.
+        one: of one process, which is right.
         several: of the ranks of a layout.
     """
     right = {key: _whole(pieces) for key, pieces in one.items()}
@@ -66,20 +56,32 @@ def compare(one: Mapping, several: Mapping) -> list[Difference]:
     largest: dict[tuple[int, str], float] = {}
     for (step, kind, _), unit in units.items():
         largest[step, kind] = max(largest.get((step, kind), 0.0), unit)
-    for key in units:
-        if key[1] in (GRADIENT, WEIGHT):
+    for key, pieces in one.items():
+        if pieces[0][1].places is None:
             units[key] = largest[key[:2]]
-    return [_difference(key, tensor, several.get(key, []), units[key] or 1.0) for key, tensor in right.items()]
+    found = [_difference(key, tensor, several.get(key, []), units[key] or 1.0) for key, tensor in right.items()]
+    for before, (key, pieces) in zip([None, *several], several.items(), strict=False):
+        if key not in right:
+            place = next((number for number, other in enumerate(found) if other.key == before), -1) + 1
+            text = f"rank {pieces[0][0]} has this, one process does not"
+            found.insert(place, Difference(key, math.inf, text))
+    return found
 
 
-def _difference(key: Key, right: np.ndarray, pieces: Iterable[tuple[int, Record]], unit: float) -> Difference:
+def _difference(key: Key, right: np.ndarray, pieces: Sequence[tuple[int, Record]], unit: float) -> Difference:
     missing = np.ones(right.shape, bool)
     worst, text = 0.0, ""
+    if not pieces:
+        return Difference(key, math.inf, "no rank has this, one process does")
     for rank, record in pieces:
-        part = _part(record)
-        expected, values = right[part], record.values
-        if expected.shape != values.shape:
-            return Difference(key, math.inf, f"rank {rank} has the shape {values.shape} in place of {expected.shape}")
+        part, values = _part(record), record.values
+        try:
+            expected = right[part]
+        except IndexError:
+            expected = None
+        if expected is None or expected.shape != values.shape:
+            text = f"the part of rank {rank}, of shape {values.shape}, does not fit the whole, of shape {right.shape}"
+            return Difference(key, math.inf, text)
         missing[part] = False
         errors = np.nan_to_num(np.abs(values - expected) / unit, nan=math.inf)
         if errors.max() > worst:
@@ -89,7 +91,8 @@ def _difference(key: Key, right: np.ndarray, pieces: Iterable[tuple[int, Record]
             if record.places is not None:
                 place = [int(record.places[place[0]]), *place[1:]]
                 place[-1] += record.column if len(place) > 1 else 0
-            text = f"rank {rank} has {values[index]:.10g} at {place}, one process {expected[index]:.10g}"
+            at = f" at {place}" if place else ""
+            text = f"rank {rank} has {values[index]:.10g}{at}, one process {expected[index]:.10g}"
     if missing.any():
         return Difference(key, math.inf, f"no rank has {missing.sum()} of its {missing.size} values")
     return Difference(key, float(worst), text)

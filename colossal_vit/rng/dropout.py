@@ -99,7 +99,7 @@ class Dropout(nn.Module):
 
     def __init__(self, rate: float, part: ActivationPart = WHOLE):
         super().__init__()
-        self.rate, self.part = rate, part
+        self.rate, self.part, self.output_part = rate, part, part
         self.is_off = rate == 0.0  # compiled code depends on this, and so blocks of other rates share it
         self.key: Tensor | None = None  # see `drop`; not a buffer, since DDP would send it in each forward pass
 
@@ -128,7 +128,8 @@ class DropPath(Dropout):
     """
 
     def __init__(self, rate: float, part: ActivationPart = WHOLE):
-        super().__init__(rate, part._replace(column=0, columns=1))
+        super().__init__(rate, part._replace(column=0, columns=1))  # one number decides on all channels
+        self.output_part = part
 
     def forward(self, x: Tensor, samples: Tensor | None = None) -> Tensor:
         if self.is_off or not self.training:
