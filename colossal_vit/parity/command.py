@@ -26,7 +26,7 @@ DATA_PARALLEL = ["DP 2", "DP 2 × accumulation 2", "DP 2 × zero 1"]
 LAYOUTS = [*DATA_PARALLEL, "PP 2", "PP 2 × micro-batches 4", "1D 2", "2D 4", "2.5D 8", "3D 8", "DP 2 × PP 2 × 1D 2"]
 TENSOR = ("1D", "2D", "2.5D", "3D")
 PROCESSES = ("DP", "PP", *TENSOR)
-FACTORS = (*PROCESSES, "zero", "accumulation", "micro-batches")
+FACTORS = (*PROCESSES, "chunks", "zero", "accumulation", "micro-batches")  # chunks: of an interleaved pipeline
 
 
 def parse_layout(name: str) -> dict[str, int]:
@@ -74,6 +74,8 @@ def layout_values(factors: dict[str, int], config: Config) -> dict[str, Any]:
         "zero": {"stage": factors["zero"]} if "zero" in factors else None,
         "parallel": {"pipeline": pipeline, "tensor": tensor},
     }
+    if "chunks" in factors:
+        values["model"] = {"num_chunks": factors["chunks"]}
     if pipeline > 1:
         values["NUM_MICRO_BATCHES"] = factors.get("micro-batches", config.get("NUM_MICRO_BATCHES", pipeline))
     return values
