@@ -66,6 +66,7 @@ COMPILED = ("compile-data", "compile-pipeline", "compile-1d")
 CHECKS = {
     "environment": Check("driver, GPUs and versions", ["-m", "torch.utils.collect_env"], 2),
     "losses": Check("every mode of precision follows the CPU in fp32", tests("losses"), 8),
+    "parity": Check("in float64, layouts agree with one process tensor by tensor", tests("tensor_by_tensor"), 5),
     "resume": Check("a stopped run resumes to the bit, at 197 tokens", tests("resumes_to"), 8),
     "memory": Check("a dry run says what CUDA allocates, to 10 %", tests("memory"), 5),
     "waits": Check("one wait for the device per step", tests("waits"), 5),

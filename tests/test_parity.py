@@ -19,7 +19,9 @@ from colossal_vit.parity.compare import compare
 from colossal_vit.parity.records import by_key
 from colossal_vit.rng.dropout import DropPath
 from colossalai.legacy.context import ParallelMode
+from colossalai.legacy.core import global_context as gpc
 
+import fork_ranks
 import train_hybrid
 import training
 import vit
@@ -174,3 +176,27 @@ def test_what_one_side_has_or_another_shape_is_named():
         ("b", "the part of rank 0, of shape (4, 7), does not fit the whole, of shape (4, 6)"),
         ("c", "the part of rank 0, of shape (4, 2, 6), does not fit the whole, of shape (4, 6)"),
     ]
+
+
+# ---- Under a launcher ----
+
+
+def test_launched_ranks_train_together(monkeypatch):
+    """Rank 1's processes do: a model that fails there in one layout is named by rank 0, and the next one is tried."""
+    forward = vit.MLP.forward
+
+    def fail(self, x, samples):
+        if dist.get_rank() == 1 and gpc.is_initialized(ParallelMode.PIPELINE):
+            raise ValueError("a defect\nwith details")
+        return forward(self, x, samples)
+
+    monkeypatch.setattr(vit.MLP, "forward", fail)
+    layouts = ["PP 2", "DP 2", "1D 4"]
+    done = fork_ranks.run(training.HYBRID, [*training.flags(**VALUES), "--parity", *layouts], 2)
+    assert done.codes == [1, 1], str(done)
+    failing, agreeing, other = done.stdout[0].splitlines()
+    assert re.fullmatch(r"PP 2: fails on rank 1: ValueError: a defect \(\S*tests/test_parity\.py:\d+\)", failing)
+    assert re.fullmatch(r"DP 2: all \d{4} tensors of 3 steps agree to \de-1\d", agreeing)
+    assert other == "1D 4: not tried: has 4 processes, but 2 were started"
+    assert done.stderr == ["train_hybrid.py: error: not what one process computes: PP 2\n", ""]
+    assert done.stdout[1] == ""

@@ -57,7 +57,7 @@ def _failure(rank: int, error: BaseException) -> Failure:
         return Failure(rank, str(error), isinstance(error, UserError))
     frames = traceback.extract_tb(error.__traceback__)
     place = ([frame for frame in frames if not frame.filename.startswith(INSTALLED)] or frames)[-1]
-    text = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
+    text = traceback.format_exception_only(error)[-1].splitlines()[0]
     return Failure(
         rank, f"{text} ({os.path.relpath(place.filename)}:{place.lineno})", is_consequence=lost_connection(error)
     )
