@@ -9,6 +9,7 @@ import timm
 import torch
 from colossal_vit.engine.amp_optimizer import LossScale
 from colossal_vit.engine.assembly import initialize
+from colossal_vit.parallel.layout import Layout
 from colossalai.legacy.amp import AMP_TYPE
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
@@ -16,6 +17,8 @@ from timm.layers import Attention
 
 import fork_ranks
 import training
+import vit
+from layouts import LAYOUTS
 
 MODES = {
     "NAIVE bf16": dict(mode=AMP_TYPE.NAIVE, dtype="bf16"),
@@ -273,3 +276,16 @@ def test_norms_of_o2_compute_in_fp32():
 
     ((output, expected),) = fork_ranks.call(function, fp16=APEX["O2"])
     torch.testing.assert_close(output, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("layout", ["one process", "1D 2", "2D 4", "2.5D 4", "3D 8"])
+def test_the_position_embedding_is_added_in_fp32_under_autocast(layout):
+    """As in timm's model. In fp16 its gradient, a sum over the batch times the loss scale, would overflow."""
+    processes, values = LAYOUTS.get(layout, (1, {}))
+
+    def function():
+        model = vit.build_vit(gpc.config, Layout.of(gpc.config, processes))
+        with torch.autocast("cpu", torch.bfloat16):
+            return model.patch_embed(torch.ones(gpc.config.BATCH_SIZE, 3, *[gpc.config.IMG_SIZE] * 2)).dtype
+
+    assert training.call(function, processes, **values) == [torch.float32] * processes

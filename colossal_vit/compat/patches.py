@@ -34,6 +34,7 @@ from colossalai.legacy.nn.layer.parallel_3d import _utils as parallel_3d_utils
 from torch import Tensor
 
 IN_FP32 = ("_ReduceByBatch2D", "_RreduceByBatch2p5D", "_ReduceByBatch3D")  # autograd functions, under autocast
+IN_FP32 += ("_AllGatherTensor2D", "_AllGatherTensor2p5D")
 
 
 def _async_grad_hook(grad, param_id):
@@ -85,7 +86,8 @@ def _follow_autocast(function: type[torch.autograd.Function]) -> None:
     """Make a layer's autograd function compute in the data type of the enclosing autocast region, on any device.
 
     Fixes: under CUDA autocast, upstream's functions cast to float16 even if autocast is to bfloat16; under CPU autocast
-    they do not cast, which mixes types and fails. Means of losses, which upstream computes in float32, still are.
+    they do not cast, which mixes types and fails. Means of losses, which upstream computes in float32, still are. So
+    are the gathered parameters of the patch embedding: in half precision the sums of their gradients overflow.
     """
     forward, backward = inspect.unwrap(function.forward), inspect.unwrap(function.backward)
     if getattr(function, "follows_autocast", False):
