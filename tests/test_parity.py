@@ -168,8 +168,10 @@ def test_what_one_side_has_or_another_shape_is_named():
 
     one = recorded(a=np.ones((4, 6)), only_one=np.ones((4, 6)), b=np.ones((4, 6)), c=np.ones((4, 6)))
     several = recorded(a=np.ones((4, 6)), only_several=np.ones((4, 6)), b=np.ones((4, 7)), c=np.ones((4, 2, 6)))
-    found = [(difference.key[2], difference.text) for difference in compare(one, several)]
-    assert found == [
+    agreeing, *different = found = compare(one, several)
+    assert agreeing.error == 0
+    assert not any(difference.error <= np.inf for difference in different)  # whatever the limit
+    assert [(difference.key[2], difference.text) for difference in found] == [
         ("a", ""),
         ("only_several", "rank 0 has this, one process does not"),
         ("only_one", "no rank has this, one process does"),

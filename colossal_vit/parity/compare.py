@@ -16,7 +16,8 @@ class Difference(NamedTuple):
         key: which tensor it is.
         error: the largest difference, relative to the largest value of the tensor. Of weights, their gradients, moments
             and averages it is relative to the largest of all of a kind: some gradients are 0 but for rounding, and
-            Adam's updates then are rounding made large. Infinite if one side has no such tensor, or one of other shape.
+            Adam's updates then are rounding made large. NaN, which no limit allows, if one side has no such tensor, or
+            one of other shape.
         text: where that is, with both values.
     """
 
@@ -64,7 +65,7 @@ def compare(one: Recorded, several: Recorded) -> list[Difference]:
         if key not in right:
             place = next((number for number, other in enumerate(found) if other.key == before), -1) + 1
             text = f"rank {pieces[0][0]} has this, one process does not"
-            found.insert(place, Difference(key, math.inf, text))
+            found.insert(place, Difference(key, math.nan, text))
     return found
 
 
@@ -72,7 +73,7 @@ def _difference(key: Key, right: np.ndarray, pieces: Sequence[tuple[int, Record]
     missing = np.ones(right.shape, bool)
     worst, text = 0.0, ""
     if not pieces:
-        return Difference(key, math.inf, "no rank has this, one process does")
+        return Difference(key, math.nan, "no rank has this, one process does")
     for rank, record in pieces:
         part, values = _part(record), record.values
         try:
@@ -81,7 +82,7 @@ def _difference(key: Key, right: np.ndarray, pieces: Sequence[tuple[int, Record]
             expected = None
         if expected is None or expected.shape != values.shape:
             text = f"the part of rank {rank}, of shape {values.shape}, does not fit the whole, of shape {right.shape}"
-            return Difference(key, math.inf, text)
+            return Difference(key, math.nan, text)
         missing[part] = False
         errors = np.nan_to_num(np.abs(values - expected) / unit, nan=math.inf)
         if errors.max() > worst:
@@ -94,5 +95,5 @@ def _difference(key: Key, right: np.ndarray, pieces: Sequence[tuple[int, Record]
             at = f" at {place}" if place else ""
             text = f"rank {rank} has {values[index]:.10g}{at}, one process {expected[index]:.10g}"
     if missing.any():
-        return Difference(key, math.inf, f"no rank has {missing.sum()} of its {missing.size} values")
+        return Difference(key, math.nan, f"no rank has {missing.sum()} of its {missing.size} values")
     return Difference(key, float(worst), text)
