@@ -48,6 +48,7 @@ def flags(values, steps=1):
 
 # Appended to the first train command that holds the words, in this order.
 SMALLER = {
+    "--parity": [],  # small as it is
     "train_hybrid.py --config ./configs/config_hybrid_parallel.py --set IMG_SIZE=32": flags({}),
     "train_dp.py": flags(TIMM),
     "train_hybrid.py --config ./configs/config_tensor_3d.py --dry-run": [],

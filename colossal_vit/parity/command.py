@@ -4,6 +4,7 @@ import math
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -118,16 +119,18 @@ class Comparison:
 
     def __init__(self, main: Callable[[Arguments], Any], args: Arguments, config: Config, folder: Path):
         self.config, self.folder, self.is_hybrid = config, folder, args.script == HYBRID
+        self.own_precision = args.own_precision
         self.ranks = Ranks(main, args)
         double = {"fp16": None, "DTYPE": "float64"}
         self.alone = {"gradient_accumulation": 1, "zero": None, "checkpoint": {"every_steps": 1, "keep": STEPS}}
+        self.alone["COMPILE"] = False  # which merges layers into one piece
         self.alone |= {"parallel": None, "model": None} if self.is_hybrid else {}
-        self.alone |= {} if args.own_precision else double
+        self.alone |= {} if self.own_precision else double
         self.one = self.ranks.train(1, self.alone, folder / "one", STEPS)
         if self.one and (made := max(step for step, *_ in self.one)) < STEPS:
             raise UserError(f"--parity compares {STEPS} steps, but this config makes {made}: raise NUM_EPOCHS")
         self.limits = dict.fromkeys(self.one, EXACT)
-        if args.own_precision:
+        if self.own_precision:
             exact = self.ranks.train(1, {**self.alone, **double}, folder / "exact", STEPS)
             self.limits = dict.fromkeys(self.one, ROUNDINGS * EPSILON)
             # Rounding may put an image into another class.
@@ -168,8 +171,13 @@ class Comparison:
             return (False, f"cannot be resumed: {error}") if found else (None, f"not tried: {error}")
         except TrainingError as error:
             return False, str(error)
-        errors = [difference.error for differences in found for difference in differences]
-        return True, f"all {len(errors)} tensors of {STEPS} steps agree to {max(errors, default=0.0):.0e}"
+        everything = list(chain.from_iterable(found))
+        largest = max((d.error for d in everything), default=0.0)
+        text = f"all {len(everything)} tensors of {STEPS} steps agree to {largest:.0e}"
+        if self.own_precision:
+            times = max((ROUNDINGS * d.error / self.limits[d.key] for d in everything), default=0.0)
+            text += f", at most {times:.1f} times as far apart as one process is from float64"
+        return True, text
 
     def _first(self, how: str, differences: Iterable[Difference]) -> str:
         """The first tensor that differs by more than its limit, in words; empty if there is none."""
