@@ -62,11 +62,14 @@ METRICS = "colossal_vit/hooks/metrics.py"
 
 # Values of a config.
 FOUR_BLOCKS = ("DEPTH=4",)
-SGD = ("OPTIMIZER='sgd'", "LEARNING_RATE=0.1")  # unlike Adam's, its updates are as large as gradients are
 LAMB_OPTIMIZER = ("OPTIMIZER='lamb'", "LEARNING_RATE=1.8e-2", "WEIGHT_DECAY=0.1")
-FP16 = ("fp16=dict(mode=AMP_TYPE.NAIVE, dtype='fp16')",)
-BF16 = ("fp16=dict(mode=AMP_TYPE.NAIVE, dtype='bf16')",)
-BF16_AUTOCAST = ("fp16=dict(mode=AMP_TYPE.TORCH, dtype='bf16')",)
+# With SGD in half precision: AdamW makes full steps of gradients that are nearly 0, of whose rounding the sign may be
+# all that is left, and without any defect `--parity --own-precision` then finds other weights.
+SGD = ("OPTIMIZER='sgd'", "LEARNING_RATE=0.1")
+FP16 = ("fp16=dict(mode=AMP_TYPE.NAIVE, dtype='fp16')", *SGD)
+FP16_SMALL_SCALE = ("fp16=dict(mode=AMP_TYPE.NAIVE, dtype='fp16', initial_scale=256.0)", *SGD)
+BF16 = ("fp16=dict(mode=AMP_TYPE.NAIVE, dtype='bf16')", *SGD)
+BF16_AUTOCAST = ("fp16=dict(mode=AMP_TYPE.TORCH, dtype='bf16')", *SGD)
 
 EVERYWHERE = "one process and every layout do the same: "
 FAILS = "it fails, and a line names the rank, the exception and its place"
@@ -439,7 +442,7 @@ STEPS = [
         "self.grad_norm = global_norm(grads, parameters, self.norm_group)",
         "DP 2 × PP 2",
         r"step 1, weight cls_token",
-        (*FP16, *SGD),
+        FP16,
         (OWN,),
         why=EVERYWHERE + "the gradient that is clipped has the same scale in each",
     ),
@@ -451,7 +454,7 @@ STEPS = [
         "grads, scale = [p.grad for p in parameters], 2 * self.loss_scale if self.loss_scale else 1.0",
         "DP 2 × PP 2",
         r"step 1, weight cls_token",
-        (*FP16, *SGD),
+        FP16,
         (OWN,),
         why=EVERYWHERE + "the scale is the same in each",
     ),
@@ -463,7 +466,7 @@ STEPS = [
         "super().backward_by_grad(tensor, grad * (self.optimizer.loss_scale or 1.0))",
         "PP 2",
         r"step 2, gradient at blocks\.0\.mlp\.drop2",
-        ("fp16=dict(mode=AMP_TYPE.NAIVE, dtype='fp16', initial_scale=256.0)", *SGD),
+        FP16_SMALL_SCALE,
         (OWN,),
     ),
     Mutation(
