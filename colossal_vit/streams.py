@@ -1,4 +1,4 @@
-"""stdout and stderr that never end a run: what they cannot write is lost, and training goes on.
+"""stdout and stderr that never end a run: what they cannot write is lost, and training continues.
 
 The disk under a log may be full, its reader gone, its terminal closed, its encoding ASCII; and a process may have been
 started without them. None of that is a reason to lose what was trained.

@@ -365,7 +365,7 @@ def test_a_scratch_folder_that_is_taken_for_a_stale_one_is_made_again(tmp_path, 
             return descriptor
         elif len(removed) == 2:
             removed.append(path)
-            lock(path)  # by the other one, which goes on with it
+            lock(path)  # by the other process
         return lock(path)
 
     monkeypatch.setattr(files, "_lock", late)

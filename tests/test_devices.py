@@ -229,7 +229,7 @@ def machine(folder, driver=None, cuda=None, gpus=(), architecture="x86_64", nvid
     return run
 
 
-SOURCE = ("bash", "-euo", "pipefail", "-c", "source scripts/setup.sh; echo goes on")
+SOURCE = ("bash", "-euo", "pipefail", "-c", "source scripts/setup.sh; echo continues")
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -293,7 +293,7 @@ def test_setup_removes_the_other_set_first(tmp_path):
 def test_setup_ends_with_one_line_if_an_installation_fails(command, programs, words, tmp_path):
     done = machine(tmp_path, **programs)(*command)
     assert done.returncode == 2
-    assert "goes on" not in done.stdout
+    assert "continues" not in done.stdout
     assert done.stderr.count("\n") == 1
     assert words in done.stderr
 

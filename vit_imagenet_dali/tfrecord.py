@@ -12,7 +12,7 @@ import google_crc32c
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 from google.protobuf.message import DecodeError
 
-# TensorFlow's example.proto and feature.proto in one, without lists of floats, which protobuf then passes over.
+# TensorFlow's example.proto and feature.proto in one, without lists of floats, which protobuf then ignores.
 EXAMPLE = """
 name: "example.proto" package: "tensorflow" syntax: "proto3"
 message_type { name: "BytesList" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_BYTES } }

@@ -25,7 +25,7 @@ def _ls(args: argparse.Namespace) -> int:
             state = Checkpoint(path).state
             size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
         except (UserError, OSError) as error:
-            if path.exists():  # else the run, which goes on, has removed it
+            if path.exists():  # else the run, which is still training, has removed it
                 print(f"{path.name}  damaged: {error}")
             continue
         best = best or state["best"]  # the newest checkpoint has the latest record of it
@@ -40,7 +40,7 @@ def _verify(args: argparse.Namespace) -> int:
         try:
             print(f"{path}: good, step {Checkpoint(path).state['step']}")
         except UserError as error:
-            if path in args.paths or path.exists():  # else the run, which goes on, has removed it
+            if path in args.paths or path.exists():  # else the run, which is still training, has removed it
                 print(error)
                 code = 1
     return code

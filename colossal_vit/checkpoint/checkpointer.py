@@ -135,7 +135,7 @@ class Checkpointer:
         if args.resume == "never" and not restarted:
             return None
         newest, skipped = storage.newest(self.folder)
-        # An evaluation takes the given path; a run that began with it goes on with its own checkpoints.
+        # An evaluation takes the given path; a run that began with it resumes from its own checkpoints.
         began_there = newest and self._given and newest.state.get("started_from") == str(self._given.resolve())
         if args.resume == "auto" or restarted or (began_there and not args.eval_only):
             for reason in skipped:
