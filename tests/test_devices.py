@@ -236,7 +236,7 @@ SOURCE = ("bash", "-euo", "pipefail", "-c", "source scripts/setup.sh; echo conti
 def test_setup_installs_what_the_driver_and_gpus_take(name, tmp_path):
     *given, said = MACHINES[name]
     done = machine(tmp_path, *given)(*SOURCE)
-    assert (done.returncode, done.stdout) == (0, f"setup: {said}, into {tmp_path}/.venv\ngoes on\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, f"setup: {said}, into {tmp_path}/.venv\ncontinues\n"), done.stderr
     told = (tmp_path / ".venv/bin/told").read_text()
     assert told.startswith(f"{tmp_path}/.venv sync --frozen")
     assert told.endswith(f"--no-default-groups --group dev --group cuda{re.search('CUDA (..) set', said).group(1)}\n")
@@ -255,7 +255,7 @@ def test_setup_takes_a_set_and_a_folder_by_name(tmp_path):
     run = machine(tmp_path, "580.65", "13.0", [9.0])
     (tmp_path / "other").symlink_to(".venv")
     done = run(*SOURCE, VIT_CUDA_SET="12", VIT_VENV="other")
-    assert done.stdout == f"setup: VIT_CUDA_SET: the CUDA 12 set, into {tmp_path}/other\ngoes on\n", done.stderr
+    assert done.stdout == f"setup: VIT_CUDA_SET: the CUDA 12 set, into {tmp_path}/other\ncontinues\n", done.stderr
     told = (tmp_path / ".venv/bin/told").read_text()
     assert told.startswith(f"{tmp_path}/other sync")
     assert told.endswith("--group cuda12\n")
