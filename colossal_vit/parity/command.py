@@ -14,7 +14,7 @@ from colossal_vit.errors import TrainingError, UserError
 from colossal_vit.launch.flags import Arguments
 from colossal_vit.launch.startup import read_config
 from colossal_vit.parallel.layout import Layout
-from colossal_vit.parity.compare import Difference, compare
+from colossal_vit.parity.compare import Difference, compare, largest_of
 from colossal_vit.parity.ranks import Ranks
 from colossal_vit.parity.records import ACCURACIES
 from colossalai.context import Config
@@ -89,6 +89,8 @@ def run(main: Callable[[Arguments], Any], args: Arguments) -> None:
         UserError: if flags or config are not usable, or no layout can be tried.
         TrainingError: if a layout differs or fails.
     """
+    if args.eval_only:
+        raise UserError("--parity trains, and --eval-only and --eval-knn do not: leave one of them out")
     config, _ = read_config(args)
     named = {name: parse_layout(name) for name in args.parity}
     with tempfile.TemporaryDirectory() as folder:
@@ -132,12 +134,11 @@ class Comparison:
         self.limits = dict.fromkeys(self.one, EXACT)
         if self.own_precision:
             exact = self.ranks.train(1, {**self.alone, **double}, folder / "exact", STEPS)
+            apart = {key: error for key, error, _ in compare(exact, self.one) if key in exact and key in self.one}
             self.limits = dict.fromkeys(self.one, ROUNDINGS * EPSILON)
+            self.limits |= {key: ROUNDINGS * max(error, EPSILON) for key, error in largest_of(apart, self.one).items()}
             # Rounding may put an image into another class.
             self.limits |= {key: math.inf for key in self.one if key[1] in ACCURACIES}
-            for key, error, _ in compare(exact, self.one):
-                if key in exact:
-                    self.limits[key] = max(self.limits[key], ROUNDINGS * error)
 
     def default_layouts(self) -> dict[str, dict[str, int]]:
         """The layouts that are tried if none is named; under a launcher, those with as many processes as it started."""

@@ -1,7 +1,7 @@
 """What the ranks of a layout have recorded, compared with what one process has."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -45,6 +45,15 @@ def _part(record: Record) -> tuple:
     return record.places, ..., slice(record.column, record.column + record.values.shape[-1])
 
 
+def largest_of(values: Mapping[Key, float], one: Recorded) -> dict[Key, float]:
+    """The values of tensors; of those that are whole, such as parameters, the largest of all of a kind in a step."""
+    groups = {key: key[:2] if one[key][0][1].places is None else key for key in values}
+    largest: dict[tuple, float] = {}
+    for key, group in groups.items():
+        largest[group] = max(largest.get(group, 0.0), values[key])
+    return {key: largest[group] for key, group in groups.items()}
+
+
 def compare(one: Recorded, several: Recorded) -> list[Difference]:
     """Of every tensor in the order of computation, how it differs.
 
@@ -53,14 +62,8 @@ def compare(one: Recorded, several: Recorded) -> list[Difference]:
         several: of the ranks of a layout.
     """
     right = {key: _whole(pieces) for key, pieces in one.items()}
-    units = {key: np.abs(tensor).max() for key, tensor in right.items()}
-    largest: dict[tuple[int, str], float] = {}
-    for (step, kind, _), unit in units.items():
-        largest[step, kind] = max(largest.get((step, kind), 0.0), unit)
-    for key, pieces in one.items():
-        if pieces[0][1].places is None:
-            units[key] = largest[key[:2]]
-    found = [_difference(key, tensor, several.get(key, []), units[key] or 1.0) for key, tensor in right.items()]
+    largest = largest_of({key: float(np.abs(tensor).max()) for key, tensor in right.items()}, one)
+    found = [_difference(key, tensor, several.get(key, []), largest[key] or 1.0) for key, tensor in right.items()]
     for before, (key, pieces) in zip([None, *several], several.items(), strict=False):
         if key not in right:
             place = next((number for number, other in enumerate(found) if other.key == before), -1) + 1
