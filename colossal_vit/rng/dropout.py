@@ -95,6 +95,10 @@ class Dropout(nn.Module):
     Args:
         rate: the probability that an element is dropped, rounded to 2^-16.
         part: this rank's part of the activations.
+
+    Attributes:
+        part: this rank's part of the random numbers.
+        output_part: `part` as given.
     """
 
     def __init__(self, rate: float, part: ActivationPart = WHOLE):
