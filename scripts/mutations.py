@@ -145,7 +145,7 @@ class Run:
 
     def finish(self) -> str:
         """What `--parity` has said: the layout's line, or the last one on stderr."""
-        late = self.process.is_alive()
+        late = time.monotonic() > self.end
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.join()
