@@ -1,15 +1,20 @@
 """COMPILE under tensor and pipeline parallelism: the blocks are compiled between the collectives."""
 
 import functools
+import os
 
 import pytest
 import torch
+from colossal_vit.engine import compilation
 from colossal_vit.engine.assembly import initialize
+from colossal_vit.errors import UserError
 from colossal_vit.parallel.layout import Layout
 from colossalai.legacy import nn as col_nn
 from colossalai.legacy.core import global_context as gpc
 from torch._dynamo.utils import counters
+from torch._inductor import compile_fx
 
+import fork_ranks
 import training
 import vit
 from layouts import LAYOUTS
@@ -79,3 +84,43 @@ def test_split_optimizer_state(recomputed, random_weights):
         assert programs == 1
         assert compiled == pytest.approx(eager, rel=1e-4)
         assert eager[-1] != eager[1], "it trains"
+
+
+def test_auto_compiles_on_gpus_that_have_a_compiler():
+    """The other values say what they do."""
+
+    def function():
+        done = []
+        compilation._compile = lambda model, **options: done.append(sorted(options))
+        model, gpu = torch.nn.Linear(2, 2), torch.device("cuda")
+        chosen = [compilation.compile_if_chosen(model, "auto", device) for device in (gpu, torch.device("cpu"))]
+        os.environ["CC"] = "no-such"
+        chosen.append(compilation.compile_if_chosen(model, "auto", gpu))
+        assert not compilation.compile_if_chosen(model, False, gpu)
+        with pytest.raises(UserError, match="COMPILE = True needs a C compiler, and 'no-such' is not on PATH"):
+            compilation.compile_if_chosen(model, True, gpu)
+        return chosen, done
+
+    result = fork_ranks.call(function)
+    assert result == [([True, False, False], [["backend"]])]
+
+
+def test_auto_trains_eagerly_where_kernels_cannot_be_made(random_weights):
+    """Each program of the forward and backward pass whose compilation fails runs operator by operator, with a line."""
+
+    def fails(*_, **__):
+        raise OSError("no space left\nin the cache")
+
+    def function():
+        eager = train(1, False)
+        compile_fx.compile_fx_inner = fails
+        compilation.why_eager = lambda device: None
+        said = []
+        compilation.RankLogger.info = lambda self, message, ranks=None: said.append(message)
+        return eager, train(1, "auto"), said
+
+    ((eager, auto, said),) = training.call(function, DEPTH=1, BATCH_SIZE=8, DROP_RATE=0.2)
+    assert auto == pytest.approx(eager, rel=1e-4)
+    assert said[0].startswith("COMPILE = 'auto': on")
+    assert len(said) == 3, "one of forward, one of backward pass"
+    assert said[1].endswith("is not compiled, since that failed: OSError: no space left")

@@ -36,7 +36,7 @@ CONFIGS = {  # the config of each script, unless another one is given
 }
 # Values that make it small: a run of train_hybrid.py takes about a second, in fp32 on one stage.
 TINY = dict(IMG_SIZE=16, PATCH_SIZE=8, HIDDEN_SIZE=32, DEPTH=1, NUM_HEADS=4, NUM_CLASSES=10, fp16=None)
-TINY |= dict(BATCH_SIZE=32, NUM_EPOCHS=1, WARMUP_EPOCHS=0, gradient_accumulation=1)
+TINY |= dict(BATCH_SIZE=32, NUM_EPOCHS=1, WARMUP_EPOCHS=0, gradient_accumulation=1, COMPILE=False)
 SMALL: dict[str, dict[str, Any]] = {
     HYBRID: {"parallel.pipeline": 1, **MODEL},
     DATA_PARALLEL: TINY,

@@ -24,6 +24,7 @@ MODEL: dict[str, Any] = dict(
     NUM_MICRO_BATCHES=2,
     fp16=None,
     clip_grad_norm=0.5,
+    COMPILE=False,
 )
 # All that training may draw at random, besides the crops and mirror images that CONFIG has.
 RANDOM: dict[str, Any] = {

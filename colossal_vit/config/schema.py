@@ -286,7 +286,7 @@ FEATURES: Settings = {
     "DTYPE": Setting(
         one_of("float32", "float64"), "precision of everything without fp16; float64 is for comparisons", "float32"
     ),
-    "COMPILE": Free(BOOL, "torch.compile", False),
+    "COMPILE": Free(one_of(False, True, "auto"), "torch.compile; auto: on a GPU", "auto"),
     "TF32": Setting(BOOL, "TensorFloat-32 in matrix products and convolutions in fp32", False),
     "cudnn_benchmark": Free(BOOL, "let cuDNN try its algorithms", False),
     "cudnn_deterministic": Free(

@@ -1,17 +1,13 @@
 """`initialize`, the counterpart of `colossalai.initialize`: builds the engine for a config's layout and features."""
 
 import logging
-import os
-import shutil
-import sysconfig
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 from colossal_vit.compat.patches import set_pipeline_dtype
 from colossal_vit.config.load import num_model_chunks
-from colossal_vit.engine import precision
+from colossal_vit.engine import compilation, precision
 from colossal_vit.engine.ema import Ema
 from colossal_vit.engine.engine import Engine
 from colossal_vit.engine.micro_batches import MicroBatches
@@ -31,7 +27,6 @@ from colossalai.legacy.engine.schedule import (
     PipelineSchedule,
     get_tensor_shape,
 )
-from colossalai.legacy.nn.layer.base_layer import ParallelLayer
 from colossalai.legacy.utils import is_using_ddp, is_using_pp, sync_model_param
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
@@ -85,47 +80,6 @@ def _schedule(config: Any, dtype: torch.dtype) -> NonPipelineSchedule | Pipeline
     if num_chunks > 1:
         return InterleavedSchedule(config.NUM_MICRO_BATCHES, num_chunks, **options)
     return OneForwardOneBackward(config.NUM_MICRO_BATCHES, **options)
-
-
-def _check_compilable(device: torch.device) -> None:
-    """Check that this machine has what torch.compile needs.
-
-    On a GPU, Triton compiles a launcher in C for each kernel; on the CPU, the kernels are C++. Both include Python.h.
-
-    Raises:
-        UserError: if the compiler or Python's headers are missing.
-    """
-    on_gpu = device.type == "cuda"
-    language, variable, programs = ("C", "CC", ["gcc", "clang", "cc"]) if on_gpu else ("C++", "CXX", ["g++"])
-    programs = [os.environ[variable]] if variable in os.environ else programs
-    if not any(map(shutil.which, programs)):
-        raise UserError(
-            f"COMPILE = True needs a {language} compiler, and {' or '.join(map(repr, programs))} is not on PATH: "
-            f"install one (Debian: apt-get install {'gcc' if on_gpu else 'g++'}), name it in {variable}, or leave "
-            f"COMPILE out"
-        )
-    header = Path(sysconfig.get_paths()["include"], "Python.h")
-    if not header.exists():
-        raise UserError(
-            f"COMPILE = True needs Python's headers, and there is no {header}: install them (Debian: apt-get install "
-            f"python3-dev), or leave COMPILE out"
-        )
-
-
-def _compile(model: nn.Module) -> None:
-    """Compile a model in place: as a whole, or under tensor or pipeline parallelism block by block.
-
-    The blocks share one compiled program, which has graph breaks at layers that communicate.
-    """
-    if gpc.tensor_parallel_size == 1 and not is_using_pp():
-        model.compile()
-        return
-    for module in list(model.modules()):
-        inner = getattr(module, "module", module)  # Colossal-AI's automatic layers wrap the real one
-        if isinstance(inner, ParallelLayer):
-            module.forward = torch.compiler.disable(module.forward)
-        for block in getattr(module, "blocks", nn.ModuleDict()).children():
-            block.compile()
 
 
 def initialize(
@@ -197,14 +151,13 @@ def initialize(
     for parameter in frozen:  # after wrapping: it keeps its fp32 copy, from which checkpoints are made
         parameter.requires_grad_(False)
 
-    if config.COMPILE:
-        _check_compilable(device)
-        _compile(model)  # before DDP, so that the compiled backward pass has breaks at its gradient buckets
+    # Before DDP, so that the compiled backward pass has breaks at its gradient buckets.
+    is_compiled = compilation.compile_if_chosen(model, config.COMPILE, device)
 
     gradient_handlers = []
     num_passes = (config.NUM_MICRO_BATCHES if is_using_pp() else 1) * config.gradient_accumulation
     if zero:
-        gradient_handlers = [zero.reducer(model, num_passes, overlap=not config.COMPILE)]
+        gradient_handlers = [zero.reducer(model, num_passes, overlap=not is_compiled)]
         optimizer.norm_group = ParallelMode.GLOBAL
     elif is_using_ddp() and is_using_pp():
         buckets = make_buckets(model.parameters(), gpc.get_group(ParallelMode.DATA), {})

@@ -124,7 +124,12 @@ class Comparison:
         self.own_precision = args.own_precision
         self.ranks = Ranks(main, args)
         double = {"fp16": None, "DTYPE": "float64"}
-        self.alone = {"gradient_accumulation": 1, "zero": None, "checkpoint": {"every_steps": 1, "keep": STEPS}}
+        self.alone = {
+            "gradient_accumulation": 1,
+            "zero": None,
+            "COMPILE": False,
+            "checkpoint": {"every_steps": 1, "keep": STEPS},
+        }
         self.alone["COMPILE"] = False  # which merges layers into one piece
         self.alone |= {"parallel": None, "model": None} if self.is_hybrid else {}
         self.alone |= {} if self.own_precision else double

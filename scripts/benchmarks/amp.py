@@ -96,9 +96,9 @@ def sides(args: argparse.Namespace) -> dict[str, Side]:
     if args.tf32 and not torch.cuda.is_available():
         print("no NVIDIA GPU here, so TensorFloat-32 (--tf32) is left out", file=sys.stderr)
         args.tf32 = False
-    rows = [(config.stem, config, []) for config in args.configs]
+    rows = [(config.stem, config, ["COMPILE=False"]) for config in args.configs]
     if args.tf32:
-        rows += [(f"{name}, TF32", config, ["TF32=True"]) for name, config, _ in rows if name == "config_fp32"]
+        rows += [(f"{name}, TF32", config, [*own, "TF32=True"]) for name, config, own in rows if name == "config_fp32"]
     if args.compile:
         rows += [(f"{name}, compiled", config, [*own, "COMPILE=True"]) for name, config, own in rows]
     if args.small:

@@ -103,7 +103,7 @@ def plain_step(model: nn.Module, run: Run) -> Callable[[Batch], Tensor]:
 
 def sides(precision: list[str], args: argparse.Namespace) -> dict[str, Side]:
     # With dropout, both sides would draw from the same random stream.
-    values = {"DROP_RATE": 0.0, **({} if torch.cuda.is_available() else {"BATCH_SIZE": 4})}
+    values = {"DROP_RATE": 0.0, "COMPILE": False, **({} if torch.cuda.is_available() else {"BATCH_SIZE": 4})}
     args.set = [*precision, *args.set]
     run = start_run(args, CONFIG, {**values, **(SMALL if args.small else {})}, script="caltech101")
     config = run.config

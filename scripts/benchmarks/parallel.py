@@ -32,7 +32,7 @@ from vit import build_vit, full_vit, partition_blocks
 GLOBAL_BATCH = 64
 SETTINGS = {
     **dict(IMG_SIZE=32, PATCH_SIZE=4, HIDDEN_SIZE=384, DEPTH=12, NUM_HEADS=6, CHECKPOINT=False),
-    **dict(NUM_MICRO_BATCHES=4, LEARNING_RATE=1e-3, fp16=None, clip_grad_norm=0.0),
+    **dict(NUM_MICRO_BATCHES=4, LEARNING_RATE=1e-3, fp16=None, clip_grad_norm=0.0, COMPILE=False),
     **{"BATCH_SIZE": GLOBAL_BATCH, "parallel.pipeline": 1},
 }
 SMALL = dict(DEPTH=2, HIDDEN_SIZE=32, NUM_HEADS=2, PATCH_SIZE=8)

@@ -34,7 +34,7 @@ GLOBAL_BATCH = 32
 COMMON = {"parallel.pipeline": 1, "NUM_MICRO_BATCHES": 1, "CHECKPOINT": False, "IMG_SIZE": 32}
 COMMON |= {"HIDDEN_SIZE": 512, "NUM_HEADS": 8}
 SPEED = {**COMMON, "PATCH_SIZE": 8, "DEPTH": 8, "fp16": None, "clip_grad_norm": 0.0, "OPTIMIZER": "adamw"}
-SPEED |= {"zero.stage": 1}
+SPEED |= {"zero.stage": 1, "COMPILE": False}
 MEMORY = {**COMMON, "PATCH_SIZE": 16, "DEPTH": 12, "BATCH_SIZE": 1, "OPTIMIZER": "lamb"}
 MEMORY |= {"HIDDEN_SIZE": 1024, "NUM_HEADS": 16, "fp16.dtype": "fp16", "fp16.initial_scale": 1.0}
 SMALL = dict(DEPTH=2, HIDDEN_SIZE=32, NUM_HEADS=2)

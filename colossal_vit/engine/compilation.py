@@ -1,0 +1,102 @@
+"""Whether the model is compiled, and how: `COMPILE`."""
+
+import copy
+import os
+import shutil
+import sysconfig
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from colossal_vit.errors import UserError
+from colossal_vit.parallel.ranks import RankLogger
+from colossalai.legacy.core import global_context as gpc
+from colossalai.legacy.nn.layer.base_layer import ParallelLayer
+from colossalai.legacy.utils import is_using_pp
+from torch import nn
+from torch.fx import GraphModule
+
+
+def missing(device: torch.device) -> str | None:
+    """What torch.compile needs and this machine lacks, with the remedy; None if it has all.
+
+    On a GPU, Triton compiles a launcher in C for each kernel; on the CPU, the kernels are C++. Both include Python.h.
+    """
+    on_gpu = device.type == "cuda"
+    language, variable, programs = ("C", "CC", ["gcc", "clang", "cc"]) if on_gpu else ("C++", "CXX", ["g++"])
+    programs = [os.environ[variable]] if variable in os.environ else programs
+    if not any(map(shutil.which, programs)):
+        return (
+            f"a {language} compiler, and {' or '.join(map(repr, programs))} is not on PATH: "
+            f"install one (Debian: apt-get install {'gcc' if on_gpu else 'g++'}), or name it in {variable}"
+        )
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    if not header.exists():
+        return f"Python's headers, and there is no {header}: install them (Debian: apt-get install python3-dev)"
+    return None
+
+
+def why_eager(device: torch.device) -> str | None:
+    """Why "auto" does not compile; None if it does."""
+    if device.type == "cpu":
+        return "CPUs gain nothing by it"
+    lacks = missing(device)
+    return lacks and f"it needs {lacks}"
+
+
+def compile_if_chosen(model: nn.Module, choice: bool | str, device: torch.device) -> bool:
+    """Compile a model in place, if the value of `COMPILE` says so; "auto" logs its choice.
+
+    Returns:
+        Whether it is compiled.
+
+    Raises:
+        UserError: if `choice` is True and this machine lacks what that needs.
+    """
+    if choice == "auto":
+        log, reason = RankLogger(gpc.get_global_rank()), why_eager(device)
+        log.info(f"COMPILE = 'auto': {f'off, since {reason}' if reason else 'on, as on every GPU with a C compiler'}")
+        if not reason:
+            _compile(model, backend=partial(_inductor_or_eager, log=log))
+        return not reason
+    if choice:
+        if lacks := missing(device):
+            raise UserError(f"COMPILE = True needs {lacks}; or set COMPILE = False")
+        _compile(model)
+    return choice
+
+
+def _compile(model: nn.Module, **options: Any) -> None:
+    """Compile a model in place: as a whole, or under tensor or pipeline parallelism block by block.
+
+    The blocks share one compiled program, which has graph breaks at layers that communicate.
+    """
+    if gpc.tensor_parallel_size == 1 and not is_using_pp():
+        model.compile(**options)
+        return
+    for module in list(model.modules()):
+        inner = getattr(module, "module", module)  # Colossal-AI's automatic layers wrap the real one
+        if isinstance(inner, ParallelLayer):
+            module.forward = torch.compiler.disable(module.forward)
+        for block in getattr(module, "blocks", nn.ModuleDict()).children():
+            block.compile(**options)
+
+
+def _inductor_or_eager(graph: GraphModule, inputs: Sequence[Any], log: RankLogger) -> Callable:
+    """A backend of torch.compile: Inductor, but a graph whose kernels cannot be made runs operator by operator."""
+    # Here, since they take a second to import.
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def compile_or_interpret(graph: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        untouched = copy.deepcopy(graph)  # Inductor changes it
+        try:
+            return compile_fx_inner(graph, inputs, **options)
+        except Exception as error:
+            cause = f"{type(error).__name__}: {error}".splitlines()[0]
+            log.info(f"COMPILE = 'auto': a part of the model is not compiled, since that failed: {cause}", ranks=None)
+            return make_boxed_func(untouched.forward)
+
+    return compile_fx(graph, inputs, inner_compile=compile_or_interpret)
