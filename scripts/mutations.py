@@ -110,7 +110,6 @@ def become(folder: Path, flags: list[str], data: Path) -> None:
     os.environ["DATA"] = str(data)
     if not Path(importlib.import_module("colossal_vit").__file__).is_relative_to(folder):
         sys.exit("this is not the code with the defect")
-    importlib.import_module("colossal_vit.hooks.recorder").draw = lambda directory: None  # takes longer than training
     runpy.run_path(str(script), run_name="__main__")
 
 

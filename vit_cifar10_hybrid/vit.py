@@ -52,7 +52,7 @@ _SPLIT = Layers(col_nn.Linear, col_nn.Linear, _norm_of_parts)
 LAYERS: dict[str | None, Layers] = {
     None: Layers(col_nn.Linear, col_nn.Linear, _norm),
     # Norms see the whole hidden vector on every rank, so PyTorch's is right; upstream's needs a CUDA kernel compiled at
-    # run time. Upstream's automatic Linear chooses column or row by shape alone, which is wrong for `proj`.
+    # run time. Upstream's automatic Linear is column or row as the layer that was built before it says.
     "1d": Layers(col_nn.Linear1D_Col, col_nn.Linear1D_Row, _norm),
     # Every layer splits its input and its output, and upstream's automatic layers are right.
     "2d": _SPLIT,

@@ -52,6 +52,7 @@ class MetricsHook(BaseHook):
         train_dataloader: what `engine.initialize` returned; it knows how long it was waited for.
         log: where evaluations are announced, and epochs too where there is no progress bar.
         wandb: gets the records too.
+        curves: whether to draw them at the end, which takes longer than a few steps of a small model.
     """
 
     def __init__(
@@ -60,13 +61,14 @@ class MetricsHook(BaseHook):
         train_dataloader: MicroBatches,
         log: RankLogger,
         wandb: WandbRun | None = None,
+        curves: bool = True,
     ):
         super().__init__(Priority.METRICS)
         self.train_dataloader = train_dataloader
         self.sees_loss = is_no_pp_or_last_stage()
         self.writes = writes_metrics()
         self.log = log
-        self.recorder = Recorder(directory, log, wandb) if directory else None
+        self.recorder = Recorder(directory, log, wandb, curves) if directory else None
         self.accuracy = -1.0  # the last evaluation's, on the ranks that have seen it
         self.of_average: dict[str, float] = {}  # loss and accuracy of the averaged weights, if there are any
         self.batch_parts = Layout.current().batch_parts

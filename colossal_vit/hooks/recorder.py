@@ -37,7 +37,7 @@ def _cut(path: Path, step: int, epoch: int) -> list[str]:
 
 
 class Recorder:
-    """Writes the records of a run, on one rank, and its curves at the end.
+    """Writes the records of a run, on one rank, and at the end its curves.
 
     A resumed run appends to the same file, after removing the records of steps after its checkpoint, which it repeats.
 
@@ -45,10 +45,11 @@ class Recorder:
         directory: the run directory.
         log: where write errors are reported.
         wandb: gets the records too.
+        curves: whether to draw them.
     """
 
-    def __init__(self, directory: Path, log: RankLogger, wandb: WandbRun | None = None):
-        self.directory, self.log, self.wandb = directory, log, wandb
+    def __init__(self, directory: Path, log: RankLogger, wandb: WandbRun | None = None, curves: bool = True):
+        self.directory, self.log, self.wandb, self.curves = directory, log, wandb, curves
         self.path, self.unwritten = directory / METRICS, b""
 
     def open(self, step: int, epoch: int) -> None:
@@ -109,6 +110,7 @@ class Recorder:
             os.close(self.file)
             if self.events:
                 self.events.close()
-            draw(self.directory)
+            if self.curves:
+                draw(self.directory)
         except OSError as error:
             raise TrainingError(f"{self.directory}: cannot be written: {error.strerror or error}") from None

@@ -22,7 +22,8 @@ def standard_hooks(run: Run, train_dataloader: MicroBatches) -> list[BaseHook]:
     if run.args.eval_only:
         return [MetricsHook(None, train_dataloader, run.log)]
     wandb = WandbRun(run.output, run.config, run.log) if run.args.wandb else None
-    metrics = MetricsHook(run.output, train_dataloader, run.log, wandb)
+    is_compared = run.args.record is not None
+    metrics = MetricsHook(run.output, train_dataloader, run.log, wandb, curves=not is_compared)
     hooks = [
         metrics,
         ProgressHook(run, train_dataloader),
@@ -30,7 +31,7 @@ def standard_hooks(run: Run, train_dataloader: MicroBatches) -> list[BaseHook]:
     ]
     if run.args.profile:
         hooks.append(ProfileHook(run.output, train_dataloader, run.log))
-    if run.args.record is not None:
+    if is_compared:
         hooks.append(RecordTensorsHook(run.args.record))
     if run.args.debug_nan:
         hooks.append(DebugNanHook())
