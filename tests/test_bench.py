@@ -233,7 +233,7 @@ if batch_size > int(os.environ.get("LIMIT", "1000")):
 if "naive_bf16" in config.stem:
     sys.exit("a warning\\ntrain.py: error: MODEL cannot be built\\nmore")
 memory, seconds = (4.0, 2.0) if "fp32" in config.stem else (2.5, 1.0)
-seconds /= 2 if "COMPILE" in values else 1
+seconds /= 2 if values["COMPILE"] == "True" else 1
 output.mkdir()
 with open(output / "metrics.jsonl", "w") as file:
     for step in range(1, steps + 1):
