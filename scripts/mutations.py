@@ -251,12 +251,13 @@ def main() -> int:
     found: dict[str, dict[str, str]] = defaultdict(dict)
     wrong: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        new = [job for job in jobs if key(*job) not in known]
-        old = ((*job, known[key(*job)]) for job in jobs if key(*job) in known)
+        keys = {job: key(*job) for job in jobs}
+        new = [job for job in jobs if keys[job] not in known]
+        old = ((*job, known[keys[job]]) for job in jobs if keys[job] in known)
         for mutation, precision, said in chain(old, run_all(new, args.jobs, small_data(Path(folder)))):
             if (mutation, precision) in new:
                 line = {"name": mutation.name, "layout": mutation.layout, "values": mutation.values}
-                line |= {"precision": precision, "said": said, "key": key(mutation, precision)}
+                line |= {"precision": precision, "said": said, "key": keys[mutation, precision]}
                 with open(args.log, "a") as log:
                     log.write(json.dumps(line, ensure_ascii=False) + "\n")
             kind = outcome(mutation, said)

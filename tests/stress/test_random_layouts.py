@@ -16,6 +16,7 @@ within 1e-11. A case that fails is printed as commands.
 import random
 import shlex
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +218,7 @@ def check(case: Case, folder: Path, *more: str) -> tuple[float, float]:
 
 
 def check_in_float64(case: Case, folder: Path) -> tuple[float, float]:
-    """Train a case in float64.
+    """Train a case that is in float64.
 
     Returns:
         The largest relative errors of a loss, gradient norm or evaluation; and of a tensor in the last checkpoint,
@@ -226,7 +227,7 @@ def check_in_float64(case: Case, folder: Path) -> tuple[float, float]:
     Raises:
         AssertionError: if it does not agree with one process.
     """
-    one, two = train_both({**case, "amp": None, "DTYPE": "float64"}, folder)
+    one, two = train_both(case, folder)
     losses = [key for key in one.evaluations[-1] if key.endswith("_loss")]
     recorded = max(
         *layouts.errors(two.steps, one.steps), *layouts.errors(two.evaluations[-1:], one.evaluations[-1:], losses)
@@ -263,28 +264,27 @@ def described(case: Case) -> str:
     return ", ".join([both, *(key for key in ("DROP_RATE", "DROP_PATH_RATE", "mix", "augment", "ema") if case[key])])
 
 
-@pytest.mark.cases(3)
-def test_two_random_layouts_train_what_one_process_does_in_its_own_precision(seed, tmp_path, report):
-    case = draw_case(seed)
-    name = f"seed {seed}: {described(case)}, {'bf16' if case['amp'] else 'fp32'}"
+def check_and_report(checked: Callable, seed: int, case: Case, words: str, folder: Path, report: Callable) -> None:
+    """Report what a check returns, in these words; or that the case has failed, with its commands."""
+    precision = "fp64" if "DTYPE" in case else "bf16" if case["amp"] else "fp32"
+    name = f"seed {seed}: {described(case)}, {precision}"
     try:
-        first, worst = check(case, tmp_path)
+        errors = checked(case, folder)
     except AssertionError:
         report(f"{name}: failed\n{as_commands(case)}")
         raise
-    report(f"{name}: {first:.1e} in the first step, {worst:.1e} in any")
+    report(f"{name}: {words.format(*errors)}")
+
+
+@pytest.mark.cases(3)
+def test_two_random_layouts_train_what_one_process_does_in_its_own_precision(seed, tmp_path, report):
+    check_and_report(check, seed, draw_case(seed), "{:.1e} in the first step, {:.1e} in any", tmp_path, report)
 
 
 @pytest.mark.cases(3)
 def test_two_random_layouts_train_what_one_process_does_in_float64(seed, tmp_path, report):
-    case = draw_case(seed)
-    name = f"seed {seed}: {described(case)}, fp64"
-    try:
-        recorded, kept = check_in_float64(case, tmp_path)
-    except AssertionError:
-        report(f"{name}: failed\n{as_commands(case)}")
-        raise
-    report(f"{name}: {recorded:.1e} in losses and norms, {kept:.1e} in tensors")
+    case = {**draw_case(seed), "amp": None, "DTYPE": "float64"}
+    check_and_report(check_in_float64, seed, case, "{:.1e} in losses and norms, {:.1e} in tensors", tmp_path, report)
 
 
 def test_a_case_with_another_rate_in_its_second_layout_is_off(tmp_path):
