@@ -11,7 +11,7 @@ import sys
 import pytest
 import timm
 import torch
-from colossal_vit.checkpoint import __main__, storage, weights
+from colossal_vit.checkpoint import __main__, storage, timm_model
 from colossal_vit.models import build_timm_vit
 from colossalai.context import Config
 from safetensors.torch import load_file, save_file
@@ -89,7 +89,7 @@ def test_timm_builds_what_was_trained(name, build, runs, exported):
     ],
 )
 def test_the_crop_of_the_test_images_is_exported(values, expected):
-    assert weights._preprocessing({}, {"IMG_SIZE": 192, **values})["crop_pct"] == pytest.approx(expected)
+    assert timm_model._preprocessing({}, {"IMG_SIZE": 192, **values})["crop_pct"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

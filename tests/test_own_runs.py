@@ -270,6 +270,7 @@ def test_the_two_versions_of_cifar10_are_the_same_data(tmp_path):
         ({"training images": 5}, "training images 10 → 5"),
         ({"content": "other"}, "content"),
         ({"images": "ImageNet"}, "images Caltech101 → ImageNet"),
+        ({"classes": 4}, "classes ['a', 'b', 'c'] → 4"),
         ({}, ""),
     ],
 )
@@ -277,6 +278,12 @@ def test_differences_of_data_are_said_in_words(new, words):
     old = identity.identify("Caltech101", (10, 2), ["a", "b", "c"], "digest")
     assert words in identity.differences(old, {**old, **new})
     assert bool(identity.differences(old, {**old, **new})) == bool(new)
+
+
+def test_names_of_classes_that_were_numbers_before_are_no_difference():
+    old = identity.identify("CIFAR-10", (10, 2), 3, "digest")
+    assert identity.differences(old, {**old, "classes": ["a", "b", "c"]}) == ""
+    assert identity.differences(old, {**old, "classes": ["a", "b"]}) == "classes 3 → ['a', 'b']"
 
 
 def test_a_class_that_is_gone_is_noticed(tmp_path, monkeypatch):

@@ -61,6 +61,7 @@ OTHERS = {  # flags of other programs that the pages name, by who has them
     "build_tfrecords.py": {"--verify", "--check", "--index-only", "--synset-map"},
     "scripts/bench.py": {"--tf32", "--synthetic", "--find-batch-size"},
     "python -m colossal_vit.checkpoint": {"--dtype", "--img-size", "--num-classes", "--ema"},
+    "python -m colossal_vit.predict": {"--top", "--ema"},
     "scripts": {"--only", "--write"},
     "tests/stress": {"--cases", "--seed"},
     "torchrun": {"--standalone", "--nnodes", "--rdzv_backend", "--rdzv_endpoint", "--max-restarts", "--nproc_per_node"},

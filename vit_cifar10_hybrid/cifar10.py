@@ -32,6 +32,7 @@ TRAIN_FILES = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 TEST_FILES = ("test_batch.bin",)
 NUM_TRAINING_IMAGES = 50_000
 IMAGE_SHAPE = (3, 32, 32)
+NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 RECORD_BYTES = 1 + 3 * 32 * 32  # a label, then the red, green and blue planes
 # Each channel's, over CIFAR-10's training set.
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
@@ -94,6 +95,14 @@ def read(root: Path, train: bool) -> tuple[Tensor, Tensor, str]:
     if records[:, 0].max() > 9:
         raise UserError(f"{root / FOLDER}: a label of {records[:, 0].max()}; CIFAR-10 has 0 to 9")
     return _split_records(records)
+
+
+def class_names(root: Path) -> list[str]:
+    """The names of the classes in the order of their labels; empty if no file beside the images has them."""
+    if not (root / FOLDER).is_dir():
+        return list(NAMES)  # of the Python version, whose files are the official ones
+    path = root / FOLDER / "batches.meta.txt"
+    return path.read_text(errors="replace").split() if path.is_file() else []
 
 
 def _split_records(records: np.ndarray) -> tuple[Tensor, Tensor, str]:
@@ -196,7 +205,9 @@ def build_cifar10(run: Run) -> tuple[Loader, Loader | None]:
         sampler = GlobalBatchSampler(
             len(labels), config.BATCH_SIZE, config.gradient_accumulation, config.SEED, repeats=config.REPEATS
         )
-    describe_data(run, "CIFAR-10", (len(labels), len(test_labels)), classes, f"{digest} {test_digest}", root)
+        names = class_names(root)
+    counts, digests = (len(labels), len(test_labels)), f"{digest} {test_digest}"
+    describe_data(run, "CIFAR-10", counts, names if len(names) >= classes else classes, digests, root)
     test_sampler = EvalSampler(len(test_labels), config.BATCH_SIZE)
     return (
         Batches(images, labels, sampler, config, run.device),

@@ -48,7 +48,8 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _export(args: argparse.Namespace) -> int:
     checkpoint = open_named(args.checkpoint)
-    from colossal_vit.checkpoint.weights import export_timm  # takes seconds to import, which the verbs above do without
+    # It takes seconds to import, which the verbs above do without.
+    from colossal_vit.checkpoint.timm_model import export_timm
 
     export_timm(checkpoint, args.folder, _DTYPES[args.dtype], args.ema)
     print(f'{checkpoint.path} is in {args.folder}: timm.create_model("local-dir:{args.folder}", pretrained=True)')

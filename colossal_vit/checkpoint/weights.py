@@ -1,4 +1,4 @@
-"""Weights from elsewhere: of timm, a file, a folder or another run, fitted to other images and classes; and to timm."""
+"""Weights from elsewhere: of timm, a file, a folder or another run, fitted to other images and classes."""
 
 import difflib
 import math
@@ -13,18 +13,16 @@ import torch
 from colossal_vit import typed_json
 from colossal_vit.checkpoint import lock, storage
 from colossal_vit.checkpoint.contents import UNTRAINED, Channels, State
-from colossal_vit.checkpoint.storage import EMA, MODEL, OPTIMIZER, STATE, Checkpoint
+from colossal_vit.checkpoint.storage import MODEL, OPTIMIZER, STATE
 from colossal_vit.errors import UserError
-from colossal_vit.files import atomic_folder
-from colossal_vit.models import SHAPE
 from colossal_vit.parallel.ranks import RankLogger
-from colossal_vit.typed_json import RECORD, Count, Positive
+from colossal_vit.typed_json import RECORD
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from timm.layers import resample_abs_pos_embed
-from timm.models import get_pretrained_cfg, load_state_dict_from_hf, save_for_hf
-from torch import Tensor, nn
+from timm.models import get_pretrained_cfg, load_state_dict_from_hf
+from torch import Tensor
 from typing_extensions import TypedDict
 
 PATCHES = "patch_embed.proj.weight"  # (width, 3, patch size, patch size)
@@ -341,89 +339,3 @@ def import_timm(source: Path, path: Path, img_size: int | None, num_classes: int
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error}") from None
     return weights.source
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# To timm
-# ---------------------------------------------------------------------------------------------------------------------
-
-# timm's model for the Vision Transformer of train_hybrid.py, whose sizes come from the config.
-HYBRID_MODEL, HYBRID_SHAPE = "vit_base_patch16_224", {**SHAPE, "MLP_RATIO": "mlp_ratio"}
-# Fields that describe timm's own pretrained weights; left in, timm would export them as if they described these.
-NOT_OURS = ("tag", "license", "description", "origin_url", "paper_name", "paper_ids", "notes")
-
-
-class ModelConfig(TypedDict):
-    """What a run's resolved config says of its model and of the images that it was evaluated on."""
-
-    __pydantic_config__ = RECORD
-    NUM_CLASSES: Count
-    IMG_SIZE: Count
-    MODEL: NotRequired[str]
-    CACHE_SIZE: NotRequired[Positive]
-    EVAL_CROP: NotRequired[Positive]
-
-
-def _build(config: ModelConfig) -> nn.Module:
-    """The timm model that a run's resolved config describes, without dropout, on the meta device."""
-    name, shape = (config["MODEL"], SHAPE) if "MODEL" in config else (HYBRID_MODEL, HYBRID_SHAPE)
-    sizes = {argument: config[key] for key, argument in shape.items() if key in config}
-    with torch.device("meta"):
-        return timm.create_model(
-            name,
-            num_classes=config["NUM_CLASSES"],
-            img_size=config["IMG_SIZE"],
-            pretrained_cfg_overlay=dict.fromkeys(NOT_OURS),
-            **sizes,
-        )
-
-
-def _preprocessing(state: State, config: ModelConfig) -> dict[str, Any]:
-    """The preprocessing of a run's test images, as timm's data config."""
-    size = config["IMG_SIZE"]
-    mean, std = state.get("normalization") or (None, None)  # SYNTHETIC images have none
-    # CIFAR-10 images are used whole; others are centre-cropped, to 224 of 256 pixels unless a key says otherwise.
-    crop_pct = 1.0 if "CROP_PADDING" in config else size / config.get("CACHE_SIZE", size * 8 / 7)
-    crop_pct = config.get("EVAL_CROP", crop_pct)
-    return dict(input_size=(3, size, size), mean=mean, std=std, crop_pct=crop_pct, interpolation="bilinear")
-
-
-def export_timm(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype, ema: bool = False) -> None:
-    """Write a checkpoint as a folder for `timm.create_model("local-dir:<folder>", pretrained=True)`.
-
-    Args:
-        checkpoint: what to export.
-        folder: must not exist, or be empty; written atomically.
-        dtype: of the exported weights.
-        ema: export the moving averages of the weights instead of the weights.
-
-    Raises:
-        UserError: if the folder is not empty or cannot be written, or the checkpoint has no config or no averages.
-    """
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(f"{folder}: exists already, and is not an empty folder")
-    path, state = checkpoint.path, checkpoint.state
-    if not state["config"]:
-        raise UserError(f"{path}: was imported and has no config, which says what model it is: export a trained one")
-    if ema and EMA not in checkpoint.files:
-        raise UserError(f"{path}: has no {EMA}, which a run with the block ema writes: leave --ema out")
-    tensors = checkpoint.tensors(MODEL)
-    if ema:
-        tensors |= checkpoint.tensors(EMA)  # has no buffers, since they are not averaged
-    config = typed_json.check(state["config"], ModelConfig, f"{path / STATE}: config")
-    try:
-        model = _build(config)
-        model.load_state_dict({name: tensor.to(dtype) for name, tensor in tensors.items()}, assign=True)
-    except (RuntimeError, ValueError, TypeError, ArithmeticError, AssertionError) as error:
-        reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
-        raise UserError(f"{path / STATE}: config is not of a model with these weights: {reason[0]}") from None
-    try:
-        if folder.exists():
-            folder.rmdir()
-        with atomic_folder(folder) as scratch:
-            # timm adds the model's arguments itself.
-            save_for_hf(model, str(scratch), safe_serialization=True, data_config=_preprocessing(state, config))
-            for file in scratch.iterdir():
-                file.chmod(0o644)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{folder}: cannot be written: {error}") from None

@@ -1,0 +1,125 @@
+"""A checkpoint as a model of timm, with the preprocessing and the class names of its run; and as a folder of one."""
+
+from pathlib import Path
+from typing import Any, NotRequired
+
+import timm
+import torch
+from colossal_vit import typed_json
+from colossal_vit.checkpoint.contents import State
+from colossal_vit.checkpoint.storage import EMA, MODEL, STATE, Checkpoint
+from colossal_vit.errors import UserError
+from colossal_vit.files import atomic_folder
+from colossal_vit.models import SHAPE
+from colossal_vit.typed_json import RECORD, Count, Positive
+from safetensors import SafetensorError
+from timm.models import save_for_hf
+from torch import nn
+from typing_extensions import TypedDict
+
+# timm's model for the Vision Transformer of train_hybrid.py, whose sizes come from the config.
+HYBRID_MODEL, HYBRID_SHAPE = "vit_base_patch16_224", {**SHAPE, "MLP_RATIO": "mlp_ratio"}
+# Fields that describe timm's own pretrained weights; left in, timm would export them as if they described these.
+NOT_OURS = ("tag", "license", "description", "origin_url", "paper_name", "paper_ids", "notes")
+
+
+class ModelConfig(TypedDict):
+    """What a run's resolved config says of its model and of the images that it was evaluated on."""
+
+    __pydantic_config__ = RECORD
+    NUM_CLASSES: Count
+    IMG_SIZE: Count
+    MODEL: NotRequired[str]
+    CACHE_SIZE: NotRequired[Positive]
+    EVAL_CROP: NotRequired[Positive]
+
+
+def _build(config: ModelConfig) -> nn.Module:
+    """The timm model that a run's resolved config describes, without dropout, on the meta device."""
+    name, shape = (config["MODEL"], SHAPE) if "MODEL" in config else (HYBRID_MODEL, HYBRID_SHAPE)
+    sizes = {argument: config[key] for key, argument in shape.items() if key in config}
+    with torch.device("meta"):
+        return timm.create_model(
+            name,
+            num_classes=config["NUM_CLASSES"],
+            img_size=config["IMG_SIZE"],
+            pretrained_cfg_overlay=dict.fromkeys(NOT_OURS),
+            **sizes,
+        )
+
+
+def _preprocessing(state: State, config: ModelConfig) -> dict[str, Any]:
+    """The preprocessing of a run's test images, as timm's data config."""
+    size = config["IMG_SIZE"]
+    mean, std = state.get("normalization") or (None, None)  # SYNTHETIC images have none
+    # CIFAR-10 images are used whole; others are centre-cropped, to 224 of 256 pixels unless a key says otherwise.
+    crop_pct = 1.0 if "CROP_PADDING" in config else size / config.get("CACHE_SIZE", size * 8 / 7)
+    crop_pct = config.get("EVAL_CROP", crop_pct)
+    return dict(input_size=(3, size, size), mean=mean, std=std, crop_pct=crop_pct, interpolation="bilinear")
+
+
+def _label_names(state: State, num_classes: int) -> list[str] | None:
+    """The class names of a run's data, as many as the model has outputs; None if its data have no names."""
+    names = (state.get("data") or {}).get("classes")
+    if not isinstance(names, list) or len(names) > num_classes:
+        return None
+    return [*names, *map(str, range(len(names), num_classes))]
+
+
+def load_model(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, ema: bool = False) -> nn.Module:
+    """A checkpoint as a model of timm on the CPU, whose `pretrained_cfg` has its preprocessing and `label_names`.
+
+    Args:
+        checkpoint: of a run that trained.
+        dtype: of the weights.
+        ema: take the moving averages of the weights instead of the weights.
+
+    Raises:
+        UserError: if the checkpoint has no config or no averages, or its config is not of a model with these weights.
+    """
+    path, state = checkpoint.path, checkpoint.state
+    if not state["config"]:
+        raise UserError(f"{path}: was imported and has no config, which says what model it is: take a trained one")
+    if ema and EMA not in checkpoint.files:
+        raise UserError(f"{path}: has no {EMA}, which a run with the block ema writes: leave --ema out")
+    tensors = checkpoint.tensors(MODEL)
+    if ema:
+        tensors |= checkpoint.tensors(EMA)  # has no buffers, since they are not averaged
+    config = typed_json.check(state["config"], ModelConfig, f"{path / STATE}: config")
+    try:
+        model = _build(config)
+        model.load_state_dict({name: tensor.to(dtype) for name, tensor in tensors.items()}, assign=True)
+    except (RuntimeError, ValueError, TypeError, ArithmeticError, AssertionError) as error:
+        reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
+        raise UserError(f"{path / STATE}: config is not of a model with these weights: {reason[0]}") from None
+    model.pretrained_cfg |= _preprocessing(state, config)
+    if names := _label_names(state, config["NUM_CLASSES"]):
+        model.pretrained_cfg["label_names"] = names
+    return model
+
+
+def export_timm(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype, ema: bool = False) -> None:
+    """Write a checkpoint as a folder for `timm.create_model("local-dir:<folder>", pretrained=True)`.
+
+    Args:
+        checkpoint, dtype, ema: see `load_model`.
+        folder: must not exist, or be empty; written atomically.
+
+    Raises:
+        UserError: if the folder is not empty or cannot be written, or see `load_model`.
+    """
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UserError(f"{folder}: exists already, and is not an empty folder")
+    model = load_model(checkpoint, dtype, ema)
+    names = model.pretrained_cfg.pop("label_names", None)
+    try:
+        if folder.exists():
+            folder.rmdir()
+        with atomic_folder(folder) as scratch:
+            # timm adds the model's arguments itself.
+            preprocessing = timm.data.resolve_model_data_config(model)
+            save_for_hf(model, str(scratch), {"label_names": names}, safe_serialization=True, data_config=preprocessing)
+            for file in scratch.iterdir():
+                file.chmod(0o644)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{folder}: cannot be written: {error}") from None

@@ -1,0 +1,172 @@
+"""Answers of a trained model about images.
+
+python -m colossal_vit.predict RUN IMAGE ... [--top 5] [--output answers.csv] [--ema]
+
+RUN is a run directory, whose newest checkpoint is taken, a checkpoint of any layout, or a folder that `python -m
+colossal_vit.checkpoint export` wrote. Images are prepared as the run's test images were. One process on one GPU, or on
+the CPU.
+"""
+
+import argparse
+import csv
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+from typing import NamedTuple
+
+import timm
+import torch
+from colossal_vit.checkpoint import storage
+from colossal_vit.checkpoint.timm_model import load_model
+from colossal_vit.data.decoding import FORMATS, endings, to_rgb
+from colossal_vit.errors import Parser, UserError, in_one_line
+from PIL import Image
+from torch import Tensor, nn
+
+BATCH_SIZE = 64
+
+
+class Answer(NamedTuple):
+    """What a model says of an image.
+
+    Attributes:
+        path: of the image.
+        classes: names, the most probable first.
+        probabilities: of these classes.
+    """
+
+    path: Path
+    classes: list[str]
+    probabilities: list[float]
+
+
+def open_model(run: Path, ema: bool) -> nn.Module:
+    """The model of a run directory, a checkpoint or an exported folder, for inference.
+
+    Raises:
+        UserError: if there is none.
+    """
+    if (run / storage.MODEL).exists() and not storage.is_checkpoint(run):
+        if ema:
+            raise UserError(f"{run}: is an exported folder, which has one set of weights: leave --ema out")
+        try:
+            return timm.create_model(f"local-dir:{run}", pretrained=True).eval()
+        except (OSError, RuntimeError, ValueError, KeyError) as error:
+            raise UserError(f"{run}: timm cannot build its model: {str(error).splitlines()[0]}") from None
+    return load_model(storage.open_named(run), ema=ema).eval()
+
+
+def find_images(paths: Sequence[Path]) -> tuple[list[Path], int]:
+    """The files that are named, and all images in the folders that are named, sorted; how many other files these have.
+
+    Raises:
+        UserError: if there is no such file or folder, or no image.
+    """
+    known, found, others = endings(), [], 0
+    for path in paths:
+        if not path.is_dir():
+            if not path.exists():
+                raise UserError(f"{path}: no such file or directory")
+            found.append(path)
+            continue
+        files = sorted(file for file in path.rglob("[!.]*") if file.is_file())
+        images = [file for file in files if file.suffix.lower() in known]
+        if not images:
+            raise UserError(f"{path}: has no images ({', '.join(sorted(known))})")
+        found += images
+        others += len(files) - len(images)
+    return found, others
+
+
+def predict(model: nn.Module, paths: Sequence[Path], top: int, device: torch.device) -> Iterator[Answer | str]:
+    """The model's answer to each image, in order; a line that says why for one that cannot be decoded."""
+    config = timm.data.resolve_model_data_config(model)
+    transform: Callable[[Image.Image], Tensor] = timm.data.create_transform(**config, is_training=False)
+    names = model.pretrained_cfg.get("label_names") or list(map(str, range(model.num_classes)))
+    model = model.to(device)
+
+    def prepare(path: Path) -> Tensor | str:
+        try:
+            with Image.open(path, formats=FORMATS) as image:
+                return transform(to_rgb(image))
+        except Exception as error:  # decoders raise nearly any exception for a broken file
+            return f"{path}: cannot be decoded: {error}"
+
+    with ThreadPoolExecutor() as pool, torch.inference_mode():
+        for start in range(0, len(paths), BATCH_SIZE):
+            batch = paths[start : start + BATCH_SIZE]
+            prepared = list(pool.map(prepare, batch))
+            images = [image for image in prepared if isinstance(image, Tensor)]
+            answers = iter(())
+            if images:
+                values, classes = model(torch.stack(images).to(device)).softmax(dim=1).topk(min(top, len(names)))
+                answers = zip(values.tolist(), classes.tolist(), strict=True)
+            for path, image in zip(batch, prepared, strict=True):
+                if isinstance(image, str):
+                    yield image
+                    continue
+                probabilities, labels = next(answers)
+                yield Answer(path, [names[label] for label in labels], probabilities)
+
+
+def _get_parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="python -m colossal_vit.predict", description=__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run directory, a checkpoint or an exported folder")
+    parser.add_argument("images", type=Path, nargs="+", metavar="IMAGE", help="files, and folders with files")
+    parser.add_argument("--top", type=int, default=5, metavar="K", help="classes of each image (default %(default)s)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write a table as CSV, too")
+    parser.add_argument("--ema", action="store_true", help="take the moving averages of the weights")
+    return parser
+
+
+def answer(args: argparse.Namespace) -> int:
+    """Print an answer for each image, and write them to `args.output`.
+
+    Returns:
+        The exit code: 1 if an image could not be decoded.
+    """
+    if args.top < 1:
+        raise UserError(f"--top {args.top}: must be at least 1")
+    paths, others = find_images(args.images)
+    model = open_model(args.run, args.ema)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    failed = 0
+    try:
+        with open(args.output, "w", newline="") if args.output else nullcontext() as file:
+            table = csv.writer(file) if file else None
+            if table:
+                columns = range(1, min(args.top, model.num_classes) + 1)
+                table.writerow(["image", *(f"{kind}_{k}" for k in columns for kind in ("class", "probability"))])
+            for found in predict(model, paths, args.top, device):
+                if isinstance(found, str):
+                    print(in_one_line(found), file=sys.stderr)
+                    failed += 1
+                    continue
+                pairs = list(zip(found.classes, found.probabilities, strict=True))
+                print(in_one_line(f"{found.path}: {', '.join(f'{name} {value:.1%}' for name, value in pairs)}"))
+                if table:
+                    table.writerow([found.path, *(cell for name, value in pairs for cell in (name, f"{value:.6f}"))])
+    except OSError as error:
+        raise UserError(f"--output {args.output}: {error.strerror}") from None
+    if others:
+        print(f"{others} files that are no images are left out", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Answer about images, by default those of this process's command line; a `UserError` becomes one line on stderr.
+
+    Returns:
+        The exit code: 0, 1 if an image could not be decoded, 2 for a user's mistake.
+    """
+    try:
+        return answer(_get_parser().parse_args(argv))
+    except UserError as error:
+        print(f"predict: error: {in_one_line(str(error))}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

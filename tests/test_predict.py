@@ -1,0 +1,127 @@
+"""`python -m colossal_vit.predict`: answers about images, prepared as the run's test images were."""
+
+import csv
+import json
+import shutil
+
+import pytest
+import torch
+from colossal_vit import predict
+from colossal_vit.checkpoint import __main__ as checkpoint
+from colossal_vit.checkpoint import storage
+from colossal_vit.data.digits import write_cifar10
+from colossalai.context import Config
+from PIL import Image
+from safetensors.torch import load_file
+
+import cifar10
+import training
+import vit
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run on two pipeline stages with an average of its weights, and its test images as files, in one folder."""
+    folder = tmp_path_factory.mktemp("run")
+    values = {"parallel.pipeline": 2, "ema.decay": 0.5, "DEPTH": 2}
+    training.train(folder / "run", 2, steps=60, **values)
+    images, labels, _ = cifar10.read(write_cifar10(folder / "data").parent, train=False)
+    (folder / "images").mkdir()
+    for number, (image, label) in enumerate(zip(images, labels.tolist(), strict=True)):
+        Image.fromarray(image.permute(1, 2, 0).numpy()).save(folder / "images" / f"{number:03d} {label}.png")
+    assert checkpoint.main(["export", str(folder / "run"), str(folder / "exported")]) == 0
+    return folder
+
+
+def ask(capsys, *argv):
+    """Exit code, the lines on stdout, and what is on stderr."""
+    code = predict.main([str(arg) for arg in argv])
+    out, err = capsys.readouterr()
+    return code, out.splitlines(), err
+
+
+def table(capsys, folder, *argv):
+    """The answers in the CSV file, class and probability by file and class."""
+    assert ask(capsys, *argv, "--top", 10, "--output", folder / "answers.csv")[0] == 0
+    with open(folder / "answers.csv", newline="") as file:
+        header, *rows = csv.reader(file)
+    assert header[:4] == ["image", "class_1", "probability_1", "class_2"]
+    return {name: dict(zip(cells[::2], map(float, cells[1::2]), strict=True)) for name, *cells in rows}
+
+
+def test_answers_are_those_of_the_models_evaluation(run, tmp_path, capsys):
+    """The same images through the loader and the model of train_hybrid.py; and the accuracy that it recorded."""
+    answers = table(capsys, tmp_path, run / "run", run / "images")
+    state = storage.open_named(run / "run").state
+    model = vit.full_vit(Config(state["config"])).eval()
+    model.load_state_dict(load_file(storage.open_named(run / "run").path / storage.MODEL))
+    images, labels, _ = cifar10.read(run / "data", train=False)
+    mean, std = (torch.tensor(values).view(3, 1, 1) * 255 for values in (cifar10.MEAN, cifar10.STD))
+    with torch.inference_mode():
+        expected = model((images.float() - mean) / std).softmax(dim=1)
+    found = torch.tensor([[named[str(digit)] for digit in range(10)] for named in answers.values()])
+    assert torch.allclose(found, expected, atol=2e-6)
+    assert expected.std() > 0.01
+    correct = sum(max(named, key=named.get) == name.split()[-1][0] for name, named in answers.items())
+    records = [json.loads(line) for line in (run / "run" / "metrics.jsonl").read_text().splitlines()]
+    (*_, accuracy) = (record["eval_accuracy"] for record in records if "eval_accuracy" in record)
+    assert correct / len(labels) == pytest.approx(accuracy)
+
+
+def test_run_checkpoint_and_export_answer_alike(run, tmp_path, capsys):
+    """The averages of the weights answer otherwise."""
+    image = sorted((run / "images").iterdir())[0]
+    named = [run / "run", storage.open_named(run / "run").path, run / "exported"]
+    first, *others = [table(capsys, tmp_path, path, image) for path in named]
+    assert others == [first] * 2
+    average = table(capsys, tmp_path, run / "run", image, "--ema")
+    assert average.keys() == first.keys()
+    assert average != first
+
+
+def test_images_that_cannot_be_decoded_are_named_and_the_others_answered(run, tmp_path, capsys):
+    """And files that are no images are counted; nothing is left out without a line."""
+    folder = tmp_path / "some"
+    (folder / "in").mkdir(parents=True)
+    good = sorted((run / "images").iterdir())[0]
+    shutil.copy(good, folder / "in" / "a b.png")
+    Image.open(good).convert("L").save(folder / "grey.WEBP")
+    (folder / "broken.jpg").write_bytes(b"no image")
+    (folder / "notes.txt").write_text("no image")
+    (folder / ".hidden.png").write_text("no image")
+    code, lines, said = ask(capsys, run / "run", folder, "--top", 2)
+    assert code == 1
+    assert [line.rpartition(": ")[0] for line in lines] == [f"{folder}/grey.WEBP", f"{folder}/in/a b.png"]
+    assert all(line.count("%") == 2 for line in lines)
+    broken, others = said.splitlines()
+    assert broken.startswith(f"{folder}/broken.jpg: cannot be decoded: cannot identify image file")
+    assert others == "1 files that are no images are left out"
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["{run}/run", "none.jpg"], "none.jpg: no such file or directory"),
+        (["{run}/run", "{run}/exported"], "{run}/exported: has no images (.apng, "),
+        (["{run}/run", "{run}/images", "--top", "0"], "--top 0: must be at least 1"),
+        (["{run}/run", "{run}/images", "--output", "{run}"], "--output {run}: Is a directory"),
+        (["{run}/run"], "the following arguments are required: IMAGE"),
+        (["{run}/images", "{run}/images"], "{run}/images: "),
+        (["{run}/exported", "{run}/images", "--ema"], "{run}/exported: is an exported folder, which has one set"),
+    ],
+)
+def test_a_mistake_gets_one_line(argv, line, run, capsys):
+    code, lines, said = ask(capsys, *(arg.format(run=run) for arg in argv))
+    assert (code, lines, said.count("\n")) == (2, [], 1)
+    assert said.startswith(f"predict: error: {line.format(run=run)}")
+
+
+def test_an_export_has_the_names_of_the_classes(run):
+    """As timm and transformers read them."""
+    import timm
+    from transformers import AutoConfig
+
+    names = list(map(str, range(10)))
+    model = timm.create_model(f"local-dir:{run / 'exported'}", pretrained=True)
+    assert list(model.pretrained_cfg["label_names"]) == names
+    assert list(AutoConfig.from_pretrained(run / "exported").id2label.values()) == names
