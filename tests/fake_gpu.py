@@ -86,7 +86,9 @@ class _Device(TorchDispatchMode):
             self.reading = False
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
+        if kwargs.pop("pin_memory", False):  # which needs CUDA
+            return _pin(function(*args, **kwargs))
         if function is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return self._made_up(args[0].dtype)
         if any(map(self._is_there, tree_leaves((args, kwargs)))):

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,8 +24,10 @@ from colossal_vit import typed_json
 from colossal_vit.checkpoint import __main__, storage
 from colossal_vit.checkpoint.contents import UNTRAINED, Manifest, State
 from colossal_vit.errors import UserError
+from colossal_vit.hooks import checkpoint as checkpoint_hook
 from colossal_vit.hooks.metrics import MetricsHook
 from colossal_vit.results import read_metrics
+from colossalai.legacy.core import global_context as gpc
 
 import caltech101
 import cifar10
@@ -127,6 +130,51 @@ def test_the_clock_makes_a_checkpoint_due(tmp_path):
     steps = [storage.step_of(path) for path in storage.list_steps(tmp_path / storage.FOLDER)]
     assert 20 in steps
     assert len(steps) > 5
+
+
+@pytest.fixture(scope="module")
+def num_bytes(tmp_path_factory):
+    """Of the tensors in a checkpoint of the runs below."""
+    run = training.train(tmp_path_factory.mktemp("size"), steps=1, **EIGHT_EPOCHS)
+    files = storage.newest(run.output / storage.FOLDER)[0].path.glob("*.safetensors")
+    return sum(tensor.nbytes for file in files for tensor in safetensors.torch.load_file(file).values())
+
+
+EIGHT_EPOCHS = {"DEPTH": 2, "BATCH_SIZE": 128, "NUM_EPOCHS": 8, "checkpoint.keep": 100}  # of 11 steps each
+AFTER_EPOCHS = {  # how many checkpoints an epoch BYTES_PER_S amounts to; config values; epochs that are saved
+    "small": (1000, {}, [1, 2, 3, 4, 5, 6, 7, 8]),
+    "worth it after one and a half epochs": (1 / 1.5, {}, [1, 3, 5, 7, 8]),
+    "five minutes at most": (1e-9, {}, [1, 4, 5, 8]),
+    "every_steps": (1e-9, {"checkpoint.every_steps": 33}, [1, 3, 5, 6, 8]),
+    "every_minutes, due in the last step": (1e-9, {"checkpoint.every_minutes": 1.6}, [1, 2, 3, 4, 5, 6, 7, 8]),
+}
+
+
+@pytest.mark.parametrize("case", AFTER_EPOCHS)
+def test_after_an_epoch_a_checkpoint_is_saved_if_that_is_worth_it(case, num_bytes, tmp_path, monkeypatch):
+    """On a clock by which a step takes 10 s; that of rank 1, which is fast, does not count.
+
+    The best evaluations are the first and the fifth.
+    """
+    checkpoints_an_epoch, values, saved = AFTER_EPOCHS[case]
+    after_train_iter, after_test, clock = MetricsHook.after_train_iter, MetricsHook.after_test, 0.0
+
+    def step(hook, *args):
+        nonlocal clock
+        clock += 10 * (1 + 1000 * gpc.get_global_rank())
+        after_train_iter(hook, *args)
+
+    def evaluation(hook, trainer):
+        after_test(hook, trainer)
+        hook.accuracy = 0.2 + 0.1 * (trainer.cur_epoch == 4)
+
+    monkeypatch.setattr(checkpoint_hook, "time", SimpleNamespace(monotonic=lambda: clock))
+    monkeypatch.setattr(checkpoint_hook, "BYTES_PER_S", checkpoints_an_epoch * num_bytes / 110)
+    monkeypatch.setattr(MetricsHook, "after_train_iter", step)
+    monkeypatch.setattr(MetricsHook, "after_test", evaluation)
+    training.train(tmp_path, 2, steps=None, **EIGHT_EPOCHS, **values, **{"parallel.pipeline": 2})
+    kept = [storage.step_of(path) for path in storage.list_steps(tmp_path / storage.FOLDER)]
+    assert sorted(kept) == [11 * epoch for epoch in saved]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

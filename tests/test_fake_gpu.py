@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from colossal_vit.checkpoint import tensors
 from colossal_vit.engine import initialize
 from colossal_vit.results import read_metrics
 from torchvision.transforms import v2
@@ -64,6 +65,28 @@ def test_a_run_leaves_nothing_on_the_cpu(script, amp, tmp_path):
 @pytest.mark.parametrize("amp", [None, "NAIVE"])  # autocast does not know the device
 def test_a_backward_pass_leaves_nothing_on_the_cpu(script, amp):
     on_gpu(script, amp, "--dry-run", device=fake_gpu.META)
+
+
+@pytest.mark.parametrize("amp", [None, "NAIVE"])
+def test_a_checkpoint_is_copied_from_the_gpu_in_the_background(amp, tmp_path):
+    """Weights, moments and averages into pinned memory, with one wait for all of them before they are written."""
+    waits_of_gather = []
+
+    def prepare():
+        gather, synchronize = tensors.gather, torch.cuda.synchronize
+
+        def gather_and_count(engine):
+            with waits.WaitCounter(device=fake_gpu.CUDA) as counter:
+                torch.cuda.synchronize = lambda *_: waits_of_gather.append("synchronize")
+                files = gather(engine)
+                torch.cuda.synchronize = synchronize
+            print(f"waits of a checkpoint: {waits_of_gather}, others {counter.others}")
+            return files
+
+        tensors.gather = gather_and_count
+
+    _, said = on_gpu(training.HYBRID, amp, "--output", str(tmp_path), "--max-steps", "1", prepare=prepare)
+    assert "waits of a checkpoint: ['synchronize'], others {}\n" in said
 
 
 @pytest.mark.parametrize("asked", [False, True])

@@ -59,6 +59,7 @@ class Checkpointer:
     Attributes:
         path: the checkpoint that the run resumes, or None.
         best: accuracy and step of the best evaluation so far, or None.
+        num_bytes: of the tensors in the last checkpoint that was saved, on rank 0.
         trainer, train_dataloader: those of the run, from `load` on.
     """
 
@@ -66,6 +67,7 @@ class Checkpointer:
         self.run, self.folder = run, run.output / storage.FOLDER
         self.path: Path | None = None
         self.best: dict[str, Any] | None = None
+        self.num_bytes = 0
         self._found: Checkpoint | None = None  # at `path`, on rank 0, until it is loaded
         self._started_from: str | None = None  # the `--resume PATH` that the run began with
         self._changes: list[dict[str, Any]] = []  # that `--accept-changes` has accepted
@@ -338,6 +340,7 @@ class Checkpointer:
         state = self.state(epoch, start)
         files = tensors.gather(self.trainer.engine)
         if files is not None:
+            self.num_bytes = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
             self._writing = self._writer.submit(self._write, path, files, state)
         return path
 

@@ -11,6 +11,7 @@ from colossal_vit.engine.engine import Engine
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.ranks import all_gather_object, raise_on_all_ranks, run_on_rank_0
 from colossal_vit.parallel.sharding import Shard
+from colossalai.accelerator import get_accelerator
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from torch import Tensor
@@ -84,6 +85,18 @@ def _pieces(engine: Engine, slot: ParameterSlot) -> dict[str, Tensor]:
     return pieces | {moment: value for moment, value in state.items() if isinstance(value, Tensor) and value.ndim}
 
 
+def _to_host(tensor: Tensor, copy: bool) -> Tensor:
+    """A contiguous tensor on the CPU; a GPU copies it in the background, to pinned memory that PyTorch reuses.
+
+    Args:
+        tensor: on any device.
+        copy: whether it must be another one even if it is on the CPU.
+    """
+    if tensor.device.type == "cuda":
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    return tensor.to("cpu", copy=copy).contiguous()
+
+
 @torch.no_grad()
 def gather(engine: Engine) -> TensorFiles | None:
     """The full weights, buffers, moments and averages, on the CPU of rank 0; None on the others. Collective.
@@ -113,8 +126,7 @@ def gather(engine: Engine) -> TensorFiles | None:
                 piece = torch.zeros_like(slot.master, dtype=dtypes[kind])
             tensor = slot.shard.gather(piece)
             if rank == 0:
-                copied = tensor.to("cpu", copy=tensor.data_ptr() == piece.data_ptr()).contiguous()
-                keep(kind, slot.shard.name, copied)
+                keep(kind, slot.shard.name, _to_host(tensor, copy=tensor.data_ptr() == piece.data_ptr()))
             elif sends:
                 dist.send(tensor.cpu().contiguous(), 0, group=group)
     if rank > 0:
@@ -125,7 +137,8 @@ def gather(engine: Engine) -> TensorFiles | None:
                 tensor = torch.empty(shape, dtype=dtypes[kind])
                 dist.recv(tensor, sender, group=group)
                 keep(kind, name, tensor)
-    files[MODEL] |= {name: buffer.to("cpu", copy=True) for name, buffer in _buffers(engine).items()}
+    files[MODEL] |= {name: _to_host(buffer, copy=True) for name, buffer in _buffers(engine).items()}
+    get_accelerator().synchronize()  # the copies from a GPU are complete
     return files
 
 

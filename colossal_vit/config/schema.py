@@ -250,7 +250,7 @@ FEATURES: Settings = {
         learned=False,
     ),
     "checkpoint": Block(
-        "when to save; also after each epoch",
+        "when to save; also after epochs",
         {
             "every_steps": Setting(POSITIVE_INT, "optimizer steps from one checkpoint to the next"),
             "every_minutes": Setting(POSITIVE, "minutes from one checkpoint to the next", 30),
