@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 import torch
 from colossal_vit import config as configs
+from colossal_vit.data import augment
 from colossal_vit.data.augment import Augment
 from colossal_vit.data.samplers import GlobalBatchSampler
 from colossalai.context import Config
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torchvision.transforms import v2
 
 import training
@@ -19,14 +22,14 @@ ALL = {"augment.policy": "three", "augment.color_jitter": 0.3, "augment.erase": 
 ALL |= {"mix.mixup": 0.8, "mix.cutmix": 1.0, "mix.mode": "elem", "bce.threshold": 0.2, "ema.decay": 0.9}
 
 
-def images(count=6, size=24):
+def images(count=64, size=24):
     generator = torch.Generator().manual_seed(0)
     return torch.randint(256, (count, 3, size, size), generator=generator, dtype=torch.uint8)
 
 
 def augmented(numbers, epoch=0, seed=1, **how):
-    augment = Augment(Config(configs.complete(dict(SEED=seed, augment=how))))
-    return augment(images()[numbers], torch.tensor(numbers), epoch, MEAN, STD)
+    augmenting = Augment(Config(configs.complete(dict(SEED=seed, augment=how))))
+    return augmenting(images()[numbers], torch.tensor(numbers), epoch, MEAN, STD)
 
 
 THREE = v2.RandomChoice([v2.RandomGrayscale(1.0), v2.RandomSolarize(128, 1.0), v2.GaussianBlur(13, (0.1, 2.0))])
@@ -38,12 +41,13 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_each_image_is_what_torchvision_makes_of_it(recipe):
-    """With its own seed, in an order of its own: others in the batch do not matter."""
+def test_each_image_is_to_the_bit_what_torchvision_makes_of_it_alone(recipe, monkeypatch):
+    """With its own seed: the others in the batch do not matter, nor how many are processed at a time."""
     how, transforms, erasing = RECIPES[recipe]
-    found = augmented([4, 1, 3], epoch=2, **how)
+    numbers = torch.randperm(64, generator=torch.Generator().manual_seed(1)).tolist()
+    found = augmented(numbers, epoch=2, **how)
     changed = 0
-    for image, number in zip(found, [4, 1, 3], strict=True):
+    for image, number in zip(found, numbers, strict=True):
         seed = int(np.random.SeedSequence((1, 2, number)).generate_state(1, np.uint64)[0])
         torch.default_generator.manual_seed(seed)
         expected = images()[number]
@@ -51,11 +55,40 @@ def test_each_image_is_what_torchvision_makes_of_it(recipe):
             expected = transform(expected)
         expected = expected.float() / 255
         expected = erasing(expected) if erasing else expected
-        torch.testing.assert_close(image, expected)
+        assert torch.equal(image, expected), number
         changed += not torch.equal(image, images()[number].float() / 255)
-    assert changed >= 2
-    for other in (augmented([4, 1, 3], epoch=3, **how), augmented([4, 1, 3], epoch=2, seed=2, **how)):
+    assert changed >= 32
+    for other in (augmented(numbers, epoch=3, **how), augmented(numbers, epoch=2, seed=2, **how)):
         assert not torch.equal(found, other)
+    monkeypatch.setattr(augment, "PIXELS_ON_CPU", 3 * 24 * 24)
+    assert torch.equal(augmented(numbers[:7], epoch=2, **how), found[:7])
+
+
+class _OperatorsOnDevice(TorchDispatchMode):
+    """Counts the operators on tensors of the device `meta`, which has shapes and no values."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
+        self.count += any(tensor.is_meta for tensor in tensors)
+        return result
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_gpu_gets_as_many_operators_for_a_large_batch_as_for_a_small_one(recipe):
+    """Where both have all operations, and RandAugment in both directions."""
+    counts = []
+    for count in (256, 512):
+        augmenting = Augment(Config(configs.complete(dict(SEED=1, augment=RECIPES[recipe][0]))))
+        with _OperatorsOnDevice() as operators:
+            batch = torch.empty(count, 3, 24, 24, dtype=torch.uint8, device="meta")
+            augmenting(batch, torch.arange(count), 0, MEAN.to("meta"), STD.to("meta"))
+        counts.append(operators.count)
+    assert counts[0] == counts[1] > 0
 
 
 def test_the_random_numbers_of_the_training_are_left_alone():

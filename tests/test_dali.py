@@ -16,6 +16,7 @@ import pytest
 import torch
 from colossal_vit import config as configs
 from colossal_vit.config.settings import IMAGENET
+from colossal_vit.data.augment import erase
 from colossal_vit.data.batches import IGNORED
 from colossal_vit.data.digits import write_imagenet
 from colossal_vit.errors import UserError
@@ -390,7 +391,7 @@ def test_erasing_replaces_a_rectangle_by_noise_drawn_by_image():
         _, drawn = augmentation.draw(config_of(augment=dict(erase=probability)), 2, numbers)
         images = torch.full((len(numbers), 3, SIZE, SIZE), -40.0)
         if drawn:
-            augmentation.erase(images, drawn)
+            erase(images, drawn)
         return images
 
     assert (erased(0.0, np.arange(64)) == -40).all()

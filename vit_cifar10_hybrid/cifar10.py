@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from colossal_vit.data.batches import IGNORED, Loader, SampledLoader, sees_images, to_device
+from colossal_vit.data.batches import IGNORED, Loader, SampledLoader, sees_images
+from colossal_vit.data.devices import to_device
 from colossal_vit.data.digits import write_cifar10
 from colossal_vit.data.folders import download
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler

@@ -8,16 +8,13 @@ from math import log
 from typing import NamedTuple
 
 import numpy as np
-import torch
-from colossal_vit.data.augment import BLUR
-from colossal_vit.data.batches import to_device
+from colossal_vit.data.augment import BLUR, Erased
 from colossal_vit.rng import philox
 from colossalai.context import Config
 from nvidia.dali import fn, types
 from nvidia.dali.auto_aug.core import select, signed_bin
 from nvidia.dali.auto_aug.rand_augment import get_rand_augment_suite
 from nvidia.dali.data_node import DataNode
-from torch import Tensor
 
 CROP_ASPECT = (3 / 4, 4 / 3)  # as in "Going deeper with convolutions", arXiv:1409.4842, like CROP_AREA = (0.08, 1)
 ERASED_AREA, ERASED_ASPECT = (0.02, 0.33), (0.3, 3.3)  # as in torchvision's RandomErasing
@@ -49,20 +46,6 @@ class Draws(NamedTuple):
     factors: np.ndarray
     operations: np.ndarray
     signs: np.ndarray
-
-
-class Erased(NamedTuple):
-    """Rectangles of a batch that noise replaces.
-
-    Attributes:
-        images: (E,), places in the batch.
-        rectangles: (E, 4), top, left, height and width in pixels.
-        noise: float32, normally distributed, of all rectangles one after the other, each (3, height, width).
-    """
-
-    images: np.ndarray
-    rectangles: np.ndarray
-    noise: np.ndarray
 
 
 def _between(low: float, high: float, share: np.ndarray) -> np.ndarray:
@@ -195,11 +178,3 @@ def augment(images: DataNode, config: Config, draws: Draws) -> DataNode:
     if how.get("color_jitter"):
         images = jitter(images, draws.factors[0], draws.factors[1], draws.factors[2])
     return images
-
-
-def erase(images: Tensor, erased: Erased) -> None:
-    """Replace parts of normalised images (B, 3, H, W) by noise, in place."""
-    sizes = [3 * int(height * width) for _, _, height, width in erased.rectangles]
-    noise = to_device(torch.from_numpy(erased.noise), images.device).split(sizes)
-    for place, (top, left, height, width), part in zip(erased.images, erased.rectangles, noise, strict=True):
-        images[place, :, top : top + height, left : left + width] = part.view(3, height, width)

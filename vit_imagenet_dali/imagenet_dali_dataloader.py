@@ -21,7 +21,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from colossal_vit.data.batches import IGNORED, Loader, SampledLoader, read_ahead, sees_images, to_device
+from colossal_vit.data.augment import Erased, erase
+from colossal_vit.data.batches import IGNORED, Loader, SampledLoader, read_ahead, sees_images
+from colossal_vit.data.devices import to_device
 from colossal_vit.data.digits import write_imagenet
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.data.source import build_without_data, describe_data, find_data
@@ -176,7 +178,7 @@ class Batch(NamedTuple):
     encoded: list[np.ndarray]
     labels: Tensor
     draws: augmentation.Draws | None = None
-    erased: augmentation.Erased | None = None
+    erased: Erased | None = None
 
     @property
     def inputs(self) -> tuple[Any, ...]:
@@ -378,7 +380,7 @@ class DaliLoader(SampledLoader):
                 raise
             batch, images = waiting.popleft(), torch.from_dlpack(images.as_tensor())
             if batch.erased:
-                augmentation.erase(images, batch.erased)
+                erase(images, batch.erased)
             yield images, batch.labels
 
     def _culprit(self, batches: Iterable[Batch]) -> str | None:

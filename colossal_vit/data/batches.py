@@ -25,11 +25,6 @@ def sees_images() -> bool:
     return not gpc.is_initialized(ParallelMode.PIPELINE) or gpc.is_first_rank(ParallelMode.PIPELINE)
 
 
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on a device; a GPU copies in the background, which it does from pinned memory only."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-
 def read_ahead(keys: Iterable[Any], read: Callable[[Any], Any], num_threads: int = 1) -> Iterator[tuple[Any, Any]]:
     """Each key and what `read` returns for it, which threads do for the next ones while this one is in use."""
     with ThreadPoolExecutor(num_threads) as pool:

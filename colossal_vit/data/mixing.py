@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from colossal_vit.data.batches import Loader, LoaderWrapper, to_device
+from colossal_vit.data.batches import Loader, LoaderWrapper
+from colossal_vit.data.devices import to_device
 from colossal_vit.data.samplers import data_place
 from colossal_vit.errors import UserError
 from colossalai.context import Config
