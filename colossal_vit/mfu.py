@@ -9,9 +9,10 @@ from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
 # Dense TFLOP/s of matrix products in (fp16 or bf16, TF32, fp32), from NVIDIA's data sheets of these names, which say
-# twice as much "with sparsity"; that of "Blackwell" has the HGX B200. The RTX 4090 is in appendix A of NVIDIA's white
-# paper "Ada GPU Architecture": products summed in fp32. The first entry whose words all occur in the device's name
-# applies; None stands for other GPUs with these words. Whole words are compared: "RTX A1000" is no A100.
+# twice as much "with sparsity"; that of "Blackwell" has the HGX B200. GeForce cards are in the appendices of NVIDIA's
+# white papers "Ampere GA102", "Ada" and "RTX Blackwell GPU Architecture": products summed in fp32. Those before Ampere
+# have neither bf16 nor TF32. The first entry whose words all occur in the device's name applies; None stands for other
+# GPUs with these words. Whole words are compared: "RTX A1000" is no A100.
 PEAK_TFLOPS: dict[tuple[str, ...], tuple[float, float, float] | None] = {
     ("B200",): (2250, 1100, 75),
     ("GH200",): (989, 494, 67),
@@ -25,9 +26,15 @@ PEAK_TFLOPS: dict[tuple[str, ...], tuple[float, float, float] | None] = {
     ("A40",): (149.7, 74.8, 37.4),
     ("L40S",): (362, 183, 91.6),
     ("L40",): (181, 90.5, 90.5),
-    ("RTX", "4090", "Laptop"): None,
+    ("L4",): (121, 60, 30.3),
+    ("T4",): (65, 8.1, 8.1),
+    ("RTX", "Laptop"): None,
+    ("RTX", "5090", "D"): None,
+    ("RTX", "5090"): (209.5, 104.8, 104.8),
     ("RTX", "4090", "D"): None,
     ("RTX", "4090"): (165.2, 82.6, 82.6),
+    ("RTX", "3090", "Ti"): None,
+    ("RTX", "3090"): (71, 35.6, 35.6),
     ("V100", "PCIE"): (112, 14, 14),
     ("V100",): (125, 15.7, 15.7),
 }

@@ -33,6 +33,11 @@ def test_peaks():
         assert peak_flops(other, torch.float16) is None, "a name that only begins or ends like one in the table"
     assert peak_flops("NVIDIA GeForce RTX 4090 Laptop GPU", torch.float16) is None
     assert peak_flops("NVIDIA GeForce RTX 4090", torch.bfloat16) == 165.2e12
+    assert peak_flops("NVIDIA GeForce RTX 5090", torch.float32, tf32=True) == 104.8e12
+    assert peak_flops("NVIDIA GeForce RTX 3090", torch.float16) == 71e12
+    assert peak_flops("NVIDIA GeForce RTX 3090 Ti", torch.float16) is None
+    assert peak_flops("NVIDIA L4", torch.bfloat16) == 121e12
+    assert peak_flops("Tesla T4", torch.float16) == 65e12
     assert peak_flops("NVIDIA GH200 480GB", torch.bfloat16) == 989e12
     assert peak_flops("NVIDIA B200", torch.bfloat16) == 2250e12
     assert peak_flops("NVIDIA L40", torch.bfloat16) == 181e12

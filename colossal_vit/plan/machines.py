@@ -113,23 +113,42 @@ class Gpus:
         return 1.0
 
 
-def _gpus(device: str, **values: Any) -> Gpus:
-    half, single = (peak_flops(device, dtype) / 1e12 for dtype in (torch.float16, torch.float32))
-    return Gpus(half, single, **values)
-
-
 # Peaks are those of `mfu.PEAK_TFLOPS`. Memory, its bandwidth and NVLink (half of the sum of both directions) are from
-# NVIDIA's data sheets: "H100 Tensor Core GPU" (SXM: 80 GB, 3.35 TB/s, 900 GB/s), "H200 Tensor Core GPU" (141 GB,
-# 4.8 TB/s, 900 GB/s), "A100 Tensor Core GPU" (SXM: 80 GB, 2,039 GB/s; 40 GB, 1,555 GB/s; 600 GB/s). The network is
-# that of NVIDIA's DGX with these GPUs: a card of 400 Gb/s for each H100 or H200, of 200 Gb/s for each A100 ("DGX H100",
-# "DGX A100" data sheets). `matmul_share`: the fastest products that S. Bekman measured, 794.5 of 989 TFLOP/s on an H100
-# and 267.9 of 312 on an A100 (github.com/stas00/ml-engineering, "Maximum Achievable Matmul FLOPS"). The other shares
-# and latencies are assumptions: nobody has measured them for these tables.
-MACHINES: dict[str, Gpus] = {
-    "h100": _gpus("H100", memory_gb=80, memory_gb_s=3350, link_gb_s=450, network_gb_s=50, matmul_share=0.803),
-    "h200": _gpus("H200", memory_gb=141, memory_gb_s=4800, link_gb_s=450, network_gb_s=50, matmul_share=0.803),
-    "a100": _gpus("A100", memory_gb=80, memory_gb_s=2039, link_gb_s=300, network_gb_s=25, matmul_share=0.859),
-    "a100-40gb": _gpus("A100", memory_gb=40, memory_gb_s=1555, link_gb_s=300, network_gb_s=25, matmul_share=0.859),
+# NVIDIA's data sheets: "HGX B200" (180 GB, 7.7 TB/s, 1.8 TB/s), "H200 Tensor Core GPU" (141 GB, 4.8 TB/s, 900 GB/s),
+# "H100 Tensor Core GPU" (SXM: 80 GB, 3.35 TB/s, 900 GB/s), "A100 Tensor Core GPU" (SXM: 80 GB, 2,039 GB/s; 40 GB,
+# 1,555 GB/s; 600 GB/s), "V100" (SXM2: 32 GB, 900 GB/s, 300 GB/s), and those of the L40S (48 GB, 864 GB/s), A10 (24 GB,
+# 600 GB/s), L4 (24 GB, 300 GB/s), T4 (16 GB, 320 GB/s) and, in the white papers of `mfu.py`, of the RTX 5090 (32 GB,
+# 1,792 GB/s), RTX 4090 (24 GB, 1,008 GB/s) and RTX 3090 (24 GB, 936 GB/s). Cards without NVLink send by PCI Express of
+# 16 lanes: 16, 32 or 64 GB/s in generation 3, 4 or 5; GeForce half as much, since two of them send through the host.
+# The network is that of NVIDIA's DGX with these GPUs, a card for each: 400 Gb/s (B200, H100, H200), 200 Gb/s (A100),
+# 50 Gb/s (V100: 4 cards of 100 Gb/s for 8); for the others 100 Gb/s for a node of 8 are assumed. `matmul_share`: the
+# fastest products that S. Bekman measured, 794.5 of 989 TFLOP/s on an H100 and 267.9 of 312 on an A100
+# (github.com/stas00/ml-engineering, "Maximum Achievable Matmul FLOPS"). The other shares and latencies are assumptions:
+# nobody has measured them for these tables.
+_SPECIFICATIONS: dict[str, dict[str, float]] = {
+    "b200": dict(memory_gb=180, memory_gb_s=7700, link_gb_s=900, network_gb_s=50),
+    "h200": dict(memory_gb=141, memory_gb_s=4800, link_gb_s=450, network_gb_s=50, matmul_share=0.803),
+    "h100": dict(memory_gb=80, memory_gb_s=3350, link_gb_s=450, network_gb_s=50, matmul_share=0.803),
+    "a100": dict(memory_gb=80, memory_gb_s=2039, link_gb_s=300, network_gb_s=25, matmul_share=0.859),
+    "a100-40gb": dict(memory_gb=40, memory_gb_s=1555, link_gb_s=300, network_gb_s=25, matmul_share=0.859),
+    "v100": dict(memory_gb=32, memory_gb_s=900, link_gb_s=150, network_gb_s=6.25),
+    "l40s": dict(memory_gb=48, memory_gb_s=864, link_gb_s=32, network_gb_s=1.56),
+    "a10": dict(memory_gb=24, memory_gb_s=600, link_gb_s=32, network_gb_s=1.56),
+    "l4": dict(memory_gb=24, memory_gb_s=300, link_gb_s=32, network_gb_s=1.56),
+    "t4": dict(memory_gb=16, memory_gb_s=320, link_gb_s=16, network_gb_s=1.56),
+    "rtx-5090": dict(memory_gb=32, memory_gb_s=1792, link_gb_s=32, network_gb_s=1.56),
+    "rtx-4090": dict(memory_gb=24, memory_gb_s=1008, link_gb_s=16, network_gb_s=1.56),
+    "rtx-3090": dict(memory_gb=24, memory_gb_s=936, link_gb_s=16, network_gb_s=1.56),
+}
+
+
+def _peak_tflops(name: str, dtype: torch.dtype, tf32: bool = False) -> float:
+    return peak_flops(name.upper(), dtype, tf32) / 1e12
+
+
+MACHINES = {
+    name: Gpus(_peak_tflops(name, torch.float16), _peak_tflops(name, torch.float32), **values)
+    for name, values in _SPECIFICATIONS.items()
 }
 
 
@@ -148,7 +167,7 @@ def find_machine(name: str, changes: Mapping[str, Any] | None, half: bool, tf32:
     changes = dict(changes or {})
     known = MACHINES.get(name.lower())
     if known and tf32 and "single_tflops" not in changes:
-        changes["single_tflops"] = peak_flops(name.split("-")[0].upper(), torch.float32, True) / 1e12
+        changes["single_tflops"] = _peak_tflops(name, torch.float32, tf32)
     try:
         return dataclasses.replace(known, half=half, **changes) if known else Gpus(half=half, **changes)
     except TypeError:
