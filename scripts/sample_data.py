@@ -1,22 +1,54 @@
-"""Make the small data sets that the examples run on when DATA is not set.
+"""Write small real data sets in the formats that the examples read.
 
-python scripts/sample_data.py [FOLDER] [--imagenet]      # default: data/sample in this repository
+python scripts/sample_data.py [FOLDER] [--imagenet]      # the digits; default: data/sample in this repository
+python scripts/sample_data.py fashion-mnist FOLDER       # 60,000 + 10,000 images, of Debian's dataset-fashion-mnist
 
-By default it writes FOLDER/cifar-10-batches-bin. With --imagenet it writes FOLDER/imagenet instead: the train/ and val/
-folders of image files that vit_imagenet_dali/build_tfrecords.py packs.
+The digits are what the examples run on when DATA is not set: FOLDER/cifar-10-batches-bin, or with --imagenet
+FOLDER/imagenet, the train/ and val/ folders of image files that vit_imagenet_dali/build_tfrecords.py packs.
+Fashion-MNIST is written as FOLDER/cifar-10-batches-bin, as class folders in FOLDER/images, and as TFRecords in
+FOLDER/imagenet_tfrecords, each time with a black border of 2 pixels: 32 x 32 pixels.
 """
 
 import argparse
+import subprocess
+import sys
+from functools import partial
 from pathlib import Path
 
 from colossal_vit.data.digits import write_cifar10, write_imagenet
+from colossal_vit.data.fashion_mnist import NAMES, SOURCE, read_images, write_class_folders
+from colossal_vit.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def write_fashion_mnist(root: Path, source: Path) -> int:
+    """Write Fashion-MNIST in three formats; returns the exit code."""
+    read = partial(read_images, source)
+    try:
+        print(f"CIFAR-10 format: {write_cifar10(root, read, NAMES)}")
+        print(f"class folders: {write_class_folders(root / 'images', read(32))}")
+    except UserError as error:
+        print(f"sample_data.py: error: {error}", file=sys.stderr)
+        return error.exit_code
+    pack = [sys.executable, str(ROOT / "vit_imagenet_dali" / "build_tfrecords.py")]
+    return subprocess.run([*pack, str(root / "images"), str(root / "imagenet_tfrecords")]).returncode
+
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).resolve().parents[1] / "data" / "sample")
+    parser.add_argument("arguments", nargs="*", metavar="[fashion-mnist] FOLDER")
     parser.add_argument("--imagenet", action="store_true", help="the folders of ImageNet instead of CIFAR-10's files")
+    parser.add_argument("--source", type=Path, default=SOURCE, help="of Fashion-MNIST's files (default %(default)s)")
     args = parser.parse_args()
+    if args.arguments[:1] == ["fashion-mnist"]:
+        if len(args.arguments) != 2 or args.imagenet:
+            parser.error("usage: sample_data.py fashion-mnist FOLDER [--source FOLDER]")
+        sys.exit(write_fashion_mnist(Path(args.arguments[1]), args.source))
+    if len(args.arguments) > 1:
+        parser.error(f"unknown arguments: {' '.join(args.arguments[1:])}")
+    folder = Path(*args.arguments) if args.arguments else ROOT / "data" / "sample"
     if args.imagenet:
-        print(f"ImageNet folders: {write_imagenet(args.folder)}")
+        print(f"ImageNet folders: {write_imagenet(folder)}")
     else:
-        print(f"CIFAR-10 format: {write_cifar10(args.folder)}")
+        print(f"CIFAR-10 format: {write_cifar10(folder)}")

@@ -103,7 +103,7 @@ def class_names(root: Path) -> list[str]:
     if not (root / FOLDER).is_dir():
         return list(NAMES)  # of the Python version, whose files are the official ones
     path = root / FOLDER / "batches.meta.txt"
-    return path.read_text(errors="replace").split() if path.is_file() else []
+    return path.read_text(errors="replace").strip().splitlines() if path.is_file() else []
 
 
 def _split_records(records: np.ndarray) -> tuple[Tensor, Tensor, str]:

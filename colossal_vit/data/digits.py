@@ -1,30 +1,39 @@
 """Small real data sets in the formats of the big ones, for laptops and tests.
 
-The images are the 1,797 scanned handwritten digits that ship inside scikit-learn (8 x 8 pixels, 17 shades of grey;
-E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998). A folder
-with them appears in one rename, and one that exists is left as it is.
+By default the images are the 1,797 scanned handwritten digits that ship inside scikit-learn (8 x 8 pixels, 17 shades of
+grey; E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998). A
+folder with them appears in one rename, and one that exists is left as it is.
 """
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from colossal_vit.files import atomic_folder
 from PIL import Image
 
+DIGITS = tuple("0123456789")  # the names of the classes
 TEST_FRACTION = 0.2
 SPLIT_SEED = 0
 
 
-def digits(side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+class GreyImages(NamedTuple):
+    """Square grey images, uint8 (N, side, side), and their labels from 0, (N,)."""
+
+    train_images: np.ndarray
+    train_labels: np.ndarray
+    test_images: np.ndarray
+    test_labels: np.ndarray
+
+
+def digits(side: int) -> GreyImages:
     """The digits, enlarged smoothly, split once and for all into 1,437 for training and 360 for testing.
 
     The split is stratified: each digit has the same share of both parts.
 
     Args:
         side: height and width of the images, in pixels.
-
-    Returns:
-        train_images, train_labels, test_images, test_labels: images are uint8 of shape (N, side, side).
     """
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
@@ -35,18 +44,23 @@ def digits(side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     train_images, test_images, train_labels, test_labels = train_test_split(
         images, data.target, test_size=TEST_FRACTION, stratify=data.target, random_state=SPLIT_SEED
     )
-    return train_images, train_labels, test_images, test_labels
+    return GreyImages(train_images, train_labels, test_images, test_labels)
 
 
-def write_cifar10(root: Path) -> Path:
-    """Write the digits in CIFAR-10's binary format to `root/cifar-10-batches-bin`; returns this folder.
+def write_cifar10(root: Path, read: Callable[[int], GreyImages] = digits, names: Sequence[str] = DIGITS) -> Path:
+    """Write images in CIFAR-10's binary format to `root/cifar-10-batches-bin`; returns this folder.
 
-    Each record is a label byte and three planes of 32 x 32 bytes; the three are equal, since the scans are grey.
+    Each record is a label byte and three planes of 32 x 32 bytes; the three are equal, since the images are grey.
+
+    Args:
+        root: where the folder is to be.
+        read: the images, of a side in pixels.
+        names: of the classes.
     """
     folder = root / "cifar-10-batches-bin"
     if folder.is_dir():
         return folder
-    train_images, train_labels, test_images, test_labels = digits(32)
+    train_images, train_labels, test_images, test_labels = read(32)
 
     def records(images: np.ndarray, labels: np.ndarray) -> np.ndarray:
         plane = images.reshape(len(images), -1)
@@ -56,7 +70,7 @@ def write_cifar10(root: Path) -> Path:
         for number, part in enumerate(np.array_split(records(train_images, train_labels), 5), start=1):
             part.tofile(scratch / f"data_batch_{number}.bin")
         records(test_images, test_labels).tofile(scratch / "test_batch.bin")
-        (scratch / "batches.meta.txt").write_text("".join(f"{digit}\n" for digit in range(10)))
+        (scratch / "batches.meta.txt").write_text("".join(f"{name}\n" for name in names))
     return folder
 
 
