@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from colossal_vit import config as configs
 from colossal_vit.engine import Lamb, build_optimizer, build_scheduler, lamb
+from colossal_vit.engine.amp_optimizer import AMPOptimizer
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.errors import UserError
 from colossalai.context import Config
@@ -299,6 +300,17 @@ def test_step_reads_nothing_back_and_asks_for_few_kernels():
     assert not any("copy" in name for name in many)
     with pytest.raises(RuntimeError, match="_local_scalar_dense"):
         operations(ColossalLamb, 2)
+
+
+def test_master_weights_are_copied_to_the_model_by_one_kernel():
+    with FakeTensorMode():
+        weights = [torch.nn.Parameter(torch.ones(5, 6, device="cuda", dtype=torch.bfloat16)) for _ in range(10)]
+        optimizer = AMPOptimizer(torch.optim.SGD(weights, lr=1.0), master_weights=True)
+        for master in optimizer.working_to_master_map.values():
+            master.grad = torch.ones_like(master)
+        with Operations() as found:
+            optimizer.step()
+    assert {name: count for name, count in found.count.items() if "copy" in name} == {"aten._foreach_copy_.default": 1}
 
 
 # ---- Tensor parallel ----

@@ -146,5 +146,5 @@ class AMPOptimizer(OptimizerWrapper):
         if self.skipped:
             return
         self.optim.step(*args, **kwargs)
-        for working, master in self.working_to_master_map.items():
-            working.copy_(master)
+        if self.working_to_master_map:
+            torch._foreach_copy_(list(self.working_to_master_map), list(self.working_to_master_map.values()))
