@@ -110,7 +110,7 @@ def test_shipped_configs_have_the_published_values(load):
     file is that without tensor parallelism."""
     published = load(TUTORIAL, script=HYBRID)
     hybrid = configs.load(CONFIGS / "config_hybrid_parallel.py", script=HYBRID)
-    faster = {"CHECKPOINT": False, "NUM_MICRO_BATCHES": 8, "TENSOR_SHAPE": (32, 197, 768)}
+    faster = {"CHECKPOINT": False, "NUM_MICRO_BATCHES": 4, "TENSOR_SHAPE": (64, 197, 768)}
     assert hybrid == {**published, **faster}
     pipeline = configs.load(CONFIGS / "config_pipeline_parallel.py", script=HYBRID)
     assert pipeline == {**hybrid, "parallel": {"pipeline": 2, "tensor": {"mode": None, "size": 1}}}

@@ -42,7 +42,7 @@ parallel = dict(
     pipeline=2,
     tensor=dict(mode=TENSOR_PARALLEL_MODE, size=TENSOR_PARALLEL_SIZE),
 )
-NUM_MICRO_BATCHES = 4 * parallel["pipeline"]  # published: one per stage; each then idles for a third of the time
+NUM_MICRO_BATCHES = 2 * parallel["pipeline"]  # published: one per stage; more shrink the bubble but launch more
 TENSOR_SHAPE = (BATCH_SIZE // NUM_MICRO_BATCHES, SEQ_LENGTH, HIDDEN_SIZE)  # what one stage hands to the next
 
 # ---- Features ----
