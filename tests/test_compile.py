@@ -91,7 +91,7 @@ def test_auto_compiles_on_gpus_that_have_a_compiler():
 
     def function():
         done = []
-        compilation._compile = lambda model, **options: done.append(sorted(options))
+        compilation.compile_model = lambda model, by_block, **options: done.append(sorted(options))
         model, gpu = torch.nn.Linear(2, 2), torch.device("cuda")
         chosen = [compilation.compile_if_chosen(model, "auto", device) for device in (gpu, torch.device("cpu"))]
         os.environ["CC"] = "no-such"

@@ -153,7 +153,7 @@ def flags_of(script, **values):
     values["gradient_accumulation"] = 2
     if script == training.HYBRID:
         return argv_of(**values)
-    sizes = {"MODEL": "vit_tiny_patch16_224", "IMG_SIZE": 32, "BATCH_SIZE": 8}
+    sizes = {"MODEL": "vit_tiny_patch16_224", "IMG_SIZE": 32, "BATCH_SIZE": 8, "COMPILE": False}
     return training.flags(script=script, config=SCRIPTS[script], small=False, **{**sizes, **values})
 
 

@@ -55,25 +55,26 @@ def compile_if_chosen(model: nn.Module, choice: bool | str, device: torch.device
     Raises:
         UserError: if `choice` is True and this machine lacks what that needs.
     """
+    by_block = gpc.tensor_parallel_size > 1 or is_using_pp()
     if choice == "auto":
         log, reason = RankLogger(gpc.get_global_rank()), why_eager(device)
         log.info(f"COMPILE = 'auto': {f'off, since {reason}' if reason else 'on, as on every GPU with a C compiler'}")
         if not reason:
-            _compile(model, backend=partial(_inductor_or_eager, log=log))
+            compile_model(model, by_block, backend=partial(_inductor_or_eager, log=log))
         return not reason
     if choice:
         if lacks := missing(device):
             raise UserError(f"COMPILE = True needs {lacks}; or set COMPILE = False")
-        _compile(model)
+        compile_model(model, by_block)
     return choice
 
 
-def _compile(model: nn.Module, **options: Any) -> None:
-    """Compile a model in place: as a whole, or under tensor or pipeline parallelism block by block.
+def compile_model(model: nn.Module, by_block: bool, **options: Any) -> None:
+    """Compile a model in place: as a whole, or block by block, as under tensor or pipeline parallelism.
 
     The blocks share one compiled program, which has graph breaks at layers that communicate.
     """
-    if gpc.tensor_parallel_size == 1 and not is_using_pp():
+    if not by_block:
         model.compile(**options)
         return
     for module in list(model.modules()):

@@ -10,12 +10,14 @@ memory_plan    what each shipped config takes of a GPU's memory, on the GPUs of 
 recipes_plan   what the recipes in vit_imagenet_dali/configs take on 4 and on 8 GPUs, and the hours at published rates
 zero_plan      memory and messages of a rank with and without split optimizer state, for four models
 layouts_plan   the fastest layouts of five models on 4 to 1,024 H100s, and the runs whose hours are published
+lean_step      what a micro-batch of each shipped config launches and moves, eager and compiled, and images/s and MFU
 """
 
 import importlib.util
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -26,13 +28,30 @@ from colossal_vit.config.settings import HYBRID, IMAGENET, PATHS
 from colossal_vit.errors import Parser
 from colossal_vit.launch import call, parse
 from colossal_vit.plan.enumeration import Choice, own_layout
-from colossal_vit.plan.machines import RESERVED_GB
+from colossal_vit.plan.machines import MACHINES, RESERVED_GB
 from colossal_vit.plan.meter import StepPlan
 from colossal_vit.plan.report import format_report, plan, plan_rank
 from colossal_vit.plan.request import request_of
 from colossal_vit.plan.search import Prediction, Predictor, search
+from colossal_vit.plan.trace import KINDS, PARTS, Trace
 from colossal_vit.provenance import ROOT, ResultFolder
+from colossalai.context import Config
 
+# Instead of the fastest products that were measured, and of 90 % of the memory's bandwidth.
+CAUTIOUS = {"matmul_share": 0.63, "memory_share": 0.8}
+ASSUMPTIONS = """Counted and predicted; nothing here was measured. Launches and GB (read and written) are those of a
+forward and a backward pass of a micro-batch of so many images through the whole model, on one tensor-parallel rank,
+without the optimizer.
+
+- Eager: PyTorch's operators, without views.
+- Compiled: the kernels that Inductor makes for an H100, library calls included, also in the columns of the A100. Under
+  tensor parallelism they are counted with fewer images, and their bytes taken in proportion.
+- Images/s: of one GPU, in the layout and with the batches of the config, as `--plan` predicts them. A launch takes the
+  longest of three times: its FLOPs at the peak × a share, its bytes at the memory's rate × a share, and 5 µs.
+- The shares are those of `--plan` (0.803 on an H100 and 0.859 on an A100 of the peak, 0.9 of the memory's rate), which
+  attention will not reach; and, "cautious", 0.63 and 0.8.
+- Not counted: data, the host's waits, sums of gradients in accumulation.
+- MFU: FLOPs of the eager step's products ÷ the peak of their type."""
 LIMIT = 22  # GB that a rank may take of a GPU with 24
 IMAGES = 4096  # make a step in the table of layouts
 RANKS = (4, 8, 64, 1024)
@@ -97,28 +116,34 @@ def dry_run(result: ResultFolder, script: str, config: Path, ranks: int, values:
 # ---- The tables ------------------------------------------------------------------------------------------------------
 
 
-def memory(result: ResultFolder) -> None:
-    header = "| config | GPUs | `BATCH_SIZE` | peak, GB | with 24 GB add | peak, GB |"
-    table, details = [header, "| --- | ---: | ---: | ---: | --- | ---: |"], []
+def shipped() -> Iterator[tuple[str, Path, int]]:
+    """Script, path and number of processes of each config, as its docstring has them."""
     for path in sorted(ROOT.glob("vit_*/**/config*.py")):
         if path.name == "config_sample.py":  # which is for a CPU
             continue
         example = path.parents[path.parent.name.startswith("config")]
         processes, name = re.search(r"--nproc_per_node (\d+) (\w+\.py)", path.read_text()).groups()
-        script = next(key for key, known in PATHS.items() if known == f"{example.name}/{name}")
+        yield next(key for key, known in PATHS.items() if known == f"{example.name}/{name}"), path, int(processes)
+
+
+def memory(result: ResultFolder) -> None:
+    header = "| config | GPUs | `BATCH_SIZE` | peak, GB | with 24 GB add | peak, GB |"
+    table, details = [header, "| --- | ---: | ---: | ---: | --- | ---: |"], []
+    for script, path, processes in shipped():
         config, values, peaks = configs.load(path), {}, []
         batch, accumulation = config.BATCH_SIZE, config.get("gradient_accumulation", 1)
         while True:
-            plans = dry_run(result, script, path, int(processes), values)
+            plans = dry_run(result, script, path, processes, values)
             peaks.append(max(each.memory["peak"] for each in plans) / 1e9)
             if peaks[-1] <= LIMIT:
                 break
             batch, accumulation = batch // 2, accumulation * 2
             values = {"BATCH_SIZE": batch, "gradient_accumulation": accumulation}
         hint = " ".join(f"`--set {key}={value}`" for key, value in values.items()) or "nothing"
-        row = f"{example.name}/{path.stem} | {processes} | {config.BATCH_SIZE} | {peaks[0]:.1f} | {hint}"
+        name = f"{path.relative_to(ROOT).parts[0]}/{path.stem}"
+        row = f"{name} | {processes} | {config.BATCH_SIZE} | {peaks[0]:.1f} | {hint}"
         table.append(f"| {row} | {peaks[-1]:.1f} |")
-        details.append(dict(config=str(path.relative_to(ROOT)), gpus=int(processes), peaks=peaks, values=values))
+        details.append(dict(config=str(path.relative_to(ROOT)), gpus=processes, peaks=peaks, values=values))
     result.finish("memory", table, details)
 
 
@@ -218,6 +243,72 @@ def layouts(result: ResultFolder) -> None:
     result.finish("layouts", table, details)
 
 
+def lean(result: ResultFolder) -> None:
+    machines = {name: MACHINES[name] for name in ("h100", "a100")}
+    machines |= {f"{name}, cautious": replace(machine, **CAUTIOUS) for name, machine in machines.items()}
+    heads = [f"{kind} {name}: images/s, MFU" for name in machines for kind in ("eager", "compiled")]
+    columns = ["config", "images", "launches, eager", "compiled", "GB, eager", "compiled", *heads]
+    table = [ASSUMPTIONS, "", f"| {' | '.join(columns)} |", "| --- |" + " ---: |" * (len(columns) - 1)]
+    details = {}
+    for script, path, processes in shipped():
+        request = request_of(*request_for(script, path, processes, ["--plan", "h100"], {}))
+        config, own = request.config, own_layout(request.config, processes)
+        traced, lowered = request.trace(own.tensor), request.lower_layout(own.tensor, own.by_block)
+        counts: dict[str, list[float]] = {}
+        for name, measure in (("launches", len), ("GB", lambda kernels: sum(each.nbytes for each in kernels) / 1e9)):
+            compiled = sum(
+                config.DEPTH * lowered.of_block(kind, measure) + lowered.of_rest(kind, measure) for kind in KINDS
+            )
+            counts[name] = [0.0, compiled * (1 if measure is len else own.images / lowered.images)]
+        for part in PARTS:
+            for kind in KINDS:
+                operations = traced.part(part, kind, own.images).operations
+                times = config.DEPTH if part == "block" else 1
+                counts["launches"][0] += times * len(operations)
+                counts["GB"][0] += times * operations[:, 1].sum() / 1e9
+        flops = own.tensor[1] * per_image(traced, config)
+        speeds = {}
+        for name, machine in machines.items():
+            machine = replace(machine, half=bool(config.fp16))
+            for kind, lower in (("eager", None), ("compiled", lambda *_, lowered=lowered: lowered)):
+                seen = Predictor(config, machine, lambda _, traced=traced: traced, lower).predict(own)
+                images = own.layout.global_batch(config) / seen.seconds / processes
+                peak = (machine.half_tflops if machine.half else machine.single_tflops) * 1e12
+                speeds[f"{kind} {name}"] = images, images * flops / peak
+        row = [f"{path.relative_to(ROOT).parts[0]}/{path.stem}", f"{own.images}"]
+        row += [f"{value:,.0f}" for value in counts["launches"]] + [f"{value:.1f}" for value in counts["GB"]]
+        row += [f"{images:,.0f}, {mfu:.0%}" for images, mfu in speeds.values()]
+        table.append(f"| {' | '.join(row)} |")
+        result.print(table[-1])
+        block = {
+            kind: {
+                "launches": lowered.of_block(kind, len),
+                "generated": lowered.of_block(kind, lambda kernels: sum(each.generated for each in kernels)),
+                "bytes": lowered.of_block(kind, lambda kernels: sum(each.nbytes for each in kernels)),
+                "flops": lowered.of_block(kind, lambda kernels: sum(each.flops for each in kernels)),
+            }
+            for kind in KINDS
+        }
+        details[str(path.relative_to(ROOT))] = dict(
+            counts=counts, speeds=speeds, block=block, block_images=lowered.images, layout=str(own)
+        )
+    result.finish("lean_step", table, details)
+
+
+def per_image(traced: Trace, config: Config) -> float:
+    """A tensor-parallel rank's FLOPs of products for an image, forward and backward."""
+    parts = {part: config.DEPTH if part == "block" else 1 for part in PARTS}
+    size = traced.sizes[-1]
+    return (
+        sum(
+            times * traced.part(part, kind, size).operations[:, 0].sum()
+            for part, times in parts.items()
+            for kind in KINDS
+        )
+        / size
+    )
+
+
 def cells(best: list[Prediction]) -> str:
     """Layout, images/s and memory of the first prediction."""
     if not best:
@@ -225,7 +316,8 @@ def cells(best: list[Prediction]) -> str:
     return f"{best[0].choice.short} | {IMAGES / best[0].seconds:,.0f} | {best[0].memory / 1e9:.1f}"
 
 
-TABLES = {"memory": memory, "recipes": recipes, "zero": zero, "layouts": layouts}
+TABLES = {"memory": memory, "recipes": recipes, "zero": zero, "layouts": layouts, "lean": lean}
+FOLDERS = {"lean": "lean_step"}
 
 
 def main() -> None:
@@ -237,7 +329,9 @@ def main() -> None:
     if unknown := set(args.names) - TABLES.keys():
         parser.error(f"no such table: {', '.join(sorted(unknown))}")
     results = {
-        name: ResultFolder(args.output / f"{name}_plan", command=f"python -m colossal_vit.plan tables {name}")
+        name: ResultFolder(
+            args.output / FOLDERS.get(name, f"{name}_plan"), command=f"python -m colossal_vit.plan tables {name}"
+        )
         for name in args.names or TABLES
     }
     for name, result in results.items():

@@ -8,7 +8,7 @@ from colossal_vit.errors import UserError
 from colossal_vit.launch.flags import Arguments
 from colossal_vit.launch.startup import find_output
 from colossal_vit.plan import calibration, pictures, report
-from colossal_vit.plan.machines import HERE, Machine
+from colossal_vit.plan.machines import HERE, Gpus, Machine
 from colossal_vit.plan.request import Request, request_of
 from colossal_vit.plan.search import Plan, Predictor, search
 from colossal_vit.results import format_table
@@ -55,7 +55,8 @@ def make_plan(request: Request) -> tuple[Plan, Machine]:
         )
     timed = name == HERE or name.endswith(".json")
     machine: Machine = calibration.measured(request, choices) if timed else request.machine()
-    plan = search(Predictor(config, machine, request.trace), choices)
+    lower = request.lower_layout if config.COMPILE and isinstance(machine, Gpus) else None
+    plan = search(Predictor(config, machine, request.trace, lower), choices)
     if not plan.best:
         raise UserError(
             f"--plan {name}: none of {plan.num_layouts} layouts fits the memory of a rank, {machine.memory_gb:.1f} GB "
@@ -72,6 +73,11 @@ def format_plan(plan: Plan, machine: Machine, request: Request) -> str:
         lines.append(
             f"{plan.num_too_large} of them do not fit the {plan.limit / 1e9:.1f} GB that a rank has for tensors; the "
             f"smallest takes {plan.smallest / 1e9:.1f} GB"
+        )
+    if request.config.COMPILE and isinstance(machine, Gpus):
+        lines.append(
+            f"COMPILE = {request.config.COMPILE!r}: computing is that of the kernels that torch.compile makes, memory "
+            f"that of eager steps"
         )
     if machine.warning:
         lines.append(machine.warning)

@@ -44,6 +44,11 @@ class Choice:
         return self.accumulation * self.micro_batches
 
     @property
+    def by_block(self) -> bool:
+        """Whether COMPILE compiles the blocks one by one."""
+        return self.layout.pipeline * self.layout.tensor > 1
+
+    @property
     def images(self) -> int:
         """Of a micro-batch."""
         return self.batch // self.micro_batches

@@ -1,6 +1,8 @@
 """What is to be planned: a train script with its command line, and its model as forks of this process see it."""
 
+import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,10 +12,12 @@ from colossal_vit.launch.launchers import planned_rendezvous
 from colossal_vit.launch.startup import read_config
 from colossal_vit.models import build_timm_vit
 from colossal_vit.parallel.layout import Layout
+from colossal_vit.plan import lowering
 from colossal_vit.plan.enumeration import Choice, enumerate_layouts
 from colossal_vit.plan.fakes import on_fake_tensors, on_real_tensors
+from colossal_vit.plan.lowering import Lowered, Lowering
 from colossal_vit.plan.machines import Gpus, find_machine
-from colossal_vit.plan.report import in_fork
+from colossal_vit.plan.report import in_fork, in_forks
 from colossal_vit.plan.trace import TensorParallel, Trace, trace
 from colossal_vit.run import Observe
 from colossalai.context import Config
@@ -60,21 +64,23 @@ class Request(NamedTuple):
         return found
 
     def model(
-        self, tensor: TensorParallel, observe: Observe, images: int | None = None, device: int = 0
+        self, tensor: TensorParallel, observe: Observe, images: int | None = None, device: int = 0, depth: int = 2
     ) -> Callable[[], Any]:
         """A function, for a fork, that runs `main` up to its engine, and returns what is observed.
 
         Args:
-            tensor: tensor parallelism of the model; it has two blocks, and neither data parallelism nor a pipeline.
+            tensor: tensor parallelism of the model, which has neither data parallelism nor a pipeline.
             observe: called with engine and batches.
             images: of a batch; with them, tensors are real and only the other ranks are fake.
             device: index of the GPU, if there are any.
+            depth: number of blocks.
         """
-        mode, size, depth = tensor
-        parallel = {"pipeline": 1, "tensor": {"mode": mode, "size": size, **({"depth": depth} if depth else {})}}
+        mode, size, tensor_depth = tensor
+        deep = {"depth": tensor_depth} if tensor_depth else {}
+        parallel = {"pipeline": 1, "tensor": {"mode": mode, "size": size, **deep}}
         parts = Layout.of(Config({"parallel": parallel}), size).batch_parts
         values: dict[str, Any] = {"BATCH_SIZE": images or TRACED_IMAGES * parts, "gradient_accumulation": 1}
-        values |= {"zero": None, "DEPTH": 2}
+        values |= {"zero": None, "DEPTH": depth}
         if "MODEL" in self.config and self.config.get("DROP_PATH_RATE"):
             values["DROP_PATH_UNIFORM"] = True  # the first of two blocks would have none, and it stands for all
         if self.args.script == HYBRID:
@@ -102,6 +108,29 @@ class Request(NamedTuple):
     def trace(self, tensor: TensorParallel) -> Trace:
         """What a rank does with this tensor parallelism, recorded in a fork."""
         return in_fork(self.model(tensor, trace))
+
+    def lower(self, tensor: TensorParallel, by_block: bool, images: int, accumulating: bool = False) -> Lowering:
+        """What a rank runs of a compiled micro-batch on the GPU that is asked for, found in forks without one.
+
+        Args:
+            tensor: see `model`.
+            by_block, accumulating: see `lowering.lower`.
+            images: of the micro-batch.
+        """
+        capability = lowering.A100 if self.args.plan.lower().startswith("a100") else lowering.H100
+        observe = partial(lowering.lower, by_block=by_block, accumulating=accumulating, capability=capability)
+
+        def without_gpu(depth: int) -> Lowered:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the model is on the CPU
+            return self.model(tensor, observe, images, depth=depth)()
+
+        found = in_forks([partial(without_gpu, depth) for depth in lowering.DEPTHS])
+        return Lowering(images, dict(zip(lowering.DEPTHS, found, strict=True)))
+
+    def lower_layout(self, tensor: TensorParallel, by_block: bool) -> Lowering:
+        """`lower` for layouts of any batch; layers that communicate are computed, so that of them few images do."""
+        images = self.config.BATCH_SIZE // self.config.get("NUM_MICRO_BATCHES", 1)
+        return self.lower(tensor, by_block, images if tensor[1] == 1 else TRACED_IMAGES * tensor[1])
 
 
 def request_of(main: Callable[[Arguments], Any], args: Arguments) -> Request:

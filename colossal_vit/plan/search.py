@@ -4,13 +4,15 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import NamedTuple
 
+import numpy as np
 from colossal_vit.engine.reduction import BUCKET_BYTES
 from colossal_vit.parallel.partition import partition_blocks
 from colossal_vit.plan.enumeration import Choice
+from colossal_vit.plan.lowering import Kernel, Lowering
 from colossal_vit.plan.machines import Machine
 from colossal_vit.plan.memory import Chunk, cut, owned_share, rank_memory, sizes_of
 from colossal_vit.plan.schedule import num_exchanges, step_seconds
-from colossal_vit.plan.trace import KINDS, Message, TensorParallel, Trace
+from colossal_vit.plan.trace import KINDS, Message, Pass, TensorParallel, Trace
 from colossalai.context import Config
 
 SHOWN = 10  # layouts in the table
@@ -75,20 +77,47 @@ class Predictor:
         config: of the run.
         machine: that it is to run on.
         trace: records the model with some tensor parallelism; called once for each.
+        lower: of a model that is compiled, lowers it with some tensor parallelism, as a whole or block by block.
     """
 
-    def __init__(self, config: Config, machine: Machine, trace: Callable[[TensorParallel], Trace]):
-        self.config, self.machine, self.trace = config, machine, cache(trace)
+    def __init__(
+        self,
+        config: Config,
+        machine: Machine,
+        trace: Callable[[TensorParallel], Trace],
+        lower: Callable[[TensorParallel, bool], Lowering] | None = None,
+    ):
+        self.config, self.machine, self.trace, self.lower = config, machine, cache(trace), lower and cache(lower)
         self.image_bytes = 3 * 4 * config.IMG_SIZE**2
         self._part = cache(self._part)
         self._chunks = cache(self._chunks)
 
-    def _part(self, tensor: TensorParallel, part: str, kind: str, images: int) -> tuple[float, float]:
+    def _part(
+        self, tensor: TensorParallel, part: str, kind: str, images: int, by_block: bool = False
+    ) -> tuple[float, float]:
         """Seconds of computing and of messages of a part's pass."""
         record = self.trace(tensor).part(part, kind, images)
         on_node = self.machine.ranks_per_node if tensor[1] <= self.machine.ranks_per_node else 1
         sent = sum(self.machine.send(message, on_node) for message in record.messages)
-        return self.machine.compute((tensor, part, kind, images), record), sent
+        if self.lower:
+            return self._compiled(tensor, part, kind, images, by_block), sent
+        return self._eager(tensor, part, kind, images), sent
+
+    def _eager(self, tensor: TensorParallel, part: str, kind: str, images: int) -> float:
+        return self.machine.compute((tensor, part, kind, images), self.trace(tensor).part(part, kind, images))
+
+    def _compiled(self, tensor: TensorParallel, part: str, kind: str, images: int, by_block: bool) -> float:
+        lowering = self.lower(tensor, by_block)
+
+        def seconds(kernels: list[Kernel]) -> float:
+            record = Pass(lowering.operations(kernels, images), np.zeros(1), [])
+            return self.machine.compute((tensor, part, kind, images), record)
+
+        if part == "block":
+            return lowering.of_block(kind, seconds)
+        # Fused kernels belong to several parts: what is not the blocks' is divided as it is in eager steps.
+        embed, head = (self._eager(tensor, each, kind, images) for each in ("embed", "head"))
+        return lowering.of_rest(kind, seconds) * (embed if part == "embed" else head) / (embed + head)
 
     def _chunks(self, num_stages: int, num_chunks: int) -> list[list[Chunk]]:
         return cut(partition_blocks(self.config, num_stages * num_chunks), num_stages)
@@ -101,7 +130,7 @@ class Predictor:
             for kind in KINDS:
                 again = ["forward"] if kind == "backward" and choice.checkpoint and part == "block" else []
                 for each in (kind, *again):
-                    computing, sent = self._part(choice.tensor, part, each, choice.images)
+                    computing, sent = self._part(choice.tensor, part, each, choice.images, choice.by_block)
                     seconds[kind] += count * (computing + sent * all_busy)
                     messages += count * sent * all_busy
         sizes = sizes_of(chunks, traced)

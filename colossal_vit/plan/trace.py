@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from colossal_vit.engine.engine import Engine
 from colossal_vit.plan.meter import StepMeter, count_bytes
 from torch import Tensor, nn
@@ -108,7 +109,18 @@ class Trace:
         return self._parts[key]
 
 
-def _flops(function: Any, args: tuple, kwargs: dict, result: Any) -> float:
+_NO_KERNELS = ("c10d", "prim", "profiler")  # messages, questions such as prim::device, marks for a profiler
+
+
+def launches(function: Any) -> bool:
+    """Whether an operator runs a kernel: views do not."""
+    return not (
+        function.is_view or function is torch.ops.aten._unsafe_view.default or function.namespace in _NO_KERNELS
+    )
+
+
+def flops_of(function: Any, args: tuple, kwargs: dict, result: Any) -> float:
+    """FLOPs of a call of an operator; 0 if it is no matrix product."""
     name = function._schema.name
     if name.endswith("flash_attention_for_cpu"):  # which PyTorch's registry lacks
         return sdpa_flop_count(*(arg.shape for arg in args[:3]))
@@ -146,8 +158,8 @@ class _Recorder(StepMeter):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = super().__torch_dispatch__(function, types, args, kwargs)
-        if self._key is not None and function.namespace != "c10d" and not function.is_view:
-            flops = _flops(function, args, kwargs or {}, result)
+        if self._key is not None and launches(function):
+            flops = flops_of(function, args, kwargs or {}, result)
             self._operations.append((flops, count_bytes([args, kwargs, result])))
             self._live.append(self.live - self._from)
         return result

@@ -1,0 +1,130 @@
+"""What compiled models would run on GPUs, found on a CPU: launches, bytes, cubins."""
+
+import functools
+import re
+
+import pytest
+import torch
+from colossal_vit.errors import UserError
+from colossal_vit.models import build_timm_vit
+from colossal_vit.plan import fakes, lowering
+from colossal_vit.plan.request import request_of
+
+import fork_ranks
+import train_dp
+import train_hybrid
+import training
+from layouts import tensor
+
+CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
+TINY = {"DEPTH": 2, "BATCH_SIZE": 8, "COMPILE": "auto"}
+
+
+def request_for(main, argv, world_size="1"):
+    return request_of(main, training.arguments(main, [*argv, "--plan", "h100", "--world_size", world_size]))
+
+
+@pytest.fixture(scope="module")
+def base():
+    """ViT-B/16 as shipped for data parallelism, but without dropout, at batch 64; and an eager block's operations."""
+    values = {"BATCH_SIZE": 64, "gradient_accumulation": 1, "DROP_RATE": 0.0, "fp16.dtype": "bf16"}
+    argv = training.flags(script=training.DATA_PARALLEL, small=False, **values)
+
+    def lowered():
+        request = request_for(train_dp.main, argv)
+        eager = request.trace((None, 1, None)).part("block", "forward", 64).operations
+        return request.lower_layout((None, 1, None), by_block=False), eager
+
+    return fork_ranks.call(lowered, launched=False)[0]
+
+
+def of_block(lowered, measure):
+    return sum(lowered.of_block(kind, measure) for kind in ("forward", "backward"))
+
+
+def test_a_compiled_block_stays_within_its_budget(base):
+    """Beside its 12 products and 2 attentions, which libraries compute: 33.5 kernels, as blocks take turns.
+
+    Of them, 16 cast weights, biases and their gradients between fp32 and bf16.
+    """
+    lowered, _ = base
+    assert of_block(lowered, lambda kernels: sum(not each.generated for each in kernels)) == 12 + 2
+    assert of_block(lowered, lambda kernels: sum(each.generated for each in kernels)) <= 34
+    assert of_block(lowered, lambda kernels: sum(each.nbytes for each in kernels)) <= 2.7e9
+
+
+def test_compiled_products_are_those_of_eager_steps_and_take_fewer_launches(base):
+    """By hand: 12 products of hidden size², and queries with keys and weights with values, 2 FLOPs a term."""
+    lowered, eager = base
+    images, tokens, hidden = 64, 197, 768
+    flops = 2 * images * tokens * hidden * (12 * hidden + 2 * tokens)
+    assert lowered.of_block("forward", lambda kernels: sum(each.flops for each in kernels)) == flops
+    assert eager[:, 0].sum() == flops
+    assert len(eager) < 30, "no view or question about a tensor is among them"
+    assert lowered.of_block("forward", len) < len(eager)
+    assert lowered.of_block("forward", lambda kernels: sum(each.nbytes for each in kernels)) < eager[:, 1].sum()
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_generated_kernels_become_cubins(capability, base, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    sources = sorted(base[0].depths[2].sources, key=len)
+    some = [sources[0], sources[len(sources) // 2], sources[-1]]
+
+    def compiled():
+        return [lowering.compile_kernel(source, capability) for source in some]
+
+    for cubins in fork_ranks.call(compiled, launched=False)[0]:
+        assert cubins
+        assert all(cubin.startswith(b"\x7fELF") for cubin in cubins)
+
+
+def test_under_tensor_parallelism_operators_run_between_compiled_pieces():
+    argv = training.flags("NAIVE", **{**tensor("1d", 2), **TINY})
+
+    def lowered():
+        return request_for(train_hybrid.main, argv, "2").lower(("1d", 2, None), by_block=True, images=8)
+
+    (found,) = fork_ranks.call(lowered, launched=False)
+    assert of_block(found, lambda kernels: sum(each.name == "aten::mm" for each in kernels)) == 12
+    assert of_block(found, lambda kernels: sum(each.generated for each in kernels)) >= 4
+
+
+def test_compiled_steps_are_planned_where_compile_is_on():
+    """They take fewer launches, which is all that this small model takes."""
+    speeds = []
+    for compiles in ("auto", False):
+        values = {"MODEL": "vit_tiny_patch16_224", "IMG_SIZE": 32, "BATCH_SIZE": 8, "gradient_accumulation": 1}
+        argv = training.flags(script=training.DATA_PARALLEL, small=False, COMPILE=compiles, **values)
+        result = fork_ranks.run(training.DATA_PARALLEL, [*argv, "--plan", "h100", "--world_size", "1"])
+        assert result.codes == [0], str(result)
+        (said,) = result.stdout
+        assert ("COMPILE = 'auto': computing is that of the kernels" in said) == (compiles == "auto")
+        best = re.search(r"^data 1 .*?  +([\d,]+)  ", said, re.MULTILINE)
+        speeds.append(int(best[1].replace(",", "")))
+    assert speeds[0] > speeds[1] > 0
+
+
+def test_a_torch_that_cannot_be_taken_apart_is_named_in_one_line():
+    argv = training.flags(script=training.DATA_PARALLEL, **TINY)
+
+    def refused():
+        lowering.TORCH = "1.0"
+        lowering._lower = functools.partial(getattr, torch, "no_such_name")
+        request_for(train_dp.main, argv).lower((None, 1, None), by_block=False, images=8)
+
+    with pytest.raises(Exception, match=UserError.__name__) as error:
+        fork_ranks.call(refused, launched=False)
+    assert f"COMPILE cannot be planned with torch {torch.__version__}" in str(error.value)
+
+
+def test_rates_of_stochastic_depth_are_the_configs_on_fake_tensors():
+    """timm asks a tensor for its own, which has no values there."""
+    argv = training.flags(script=training.DATA_PARALLEL, DEPTH=3, DROP_PATH_RATE=0.2)
+    config = training.config_of(argv, training.DATA_PARALLEL)
+
+    def rates():
+        fakes.fake_tensors(torch.device("cpu"))
+        return [getattr(block.drop_path1, "rate", None) for block in build_timm_vit(config).blocks]
+
+    assert fork_ranks.call(rates) == [[0.0, 0.1, 0.2]]
