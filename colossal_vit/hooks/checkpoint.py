@@ -80,10 +80,10 @@ class CheckpointHook(BaseHook):
             self._stop(trainer, heard)
         every_steps = self.every_steps and step % self.every_steps == 0
         self.due = due or every_steps or step == self.run.args.max_steps
-        if self.due and taken < len(self.train_dataloader):  # at the end of an epoch, `after_test` saves
+        in_epoch = taken < len(self.train_dataloader)  # after its last step, `after_test` decides
+        if self.due and in_epoch:
             self._save(trainer.cur_epoch, taken)
-        between_epochs = taken == len(self.train_dataloader)  # where `after_test` decides
-        self.requests.ask(save=gpc.get_global_rank() == 0 and not between_epochs and self._age() >= self.every_s)
+        self.requests.ask(save=gpc.get_global_rank() == 0 and in_epoch and self._age() >= self.every_s)
 
     def after_test(self, trainer: Trainer) -> None:
         if trainer.evaluating_ema or self.train_dataloader.taken < len(self.train_dataloader):
