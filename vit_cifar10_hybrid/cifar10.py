@@ -16,8 +16,9 @@ from colossal_vit.data.batches import IGNORED, Loader, SampledLoader, sees_image
 from colossal_vit.data.devices import to_device
 from colossal_vit.data.digits import write_cifar10
 from colossal_vit.data.folders import download
+from colossal_vit.data.image_folder import build_own_images
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
-from colossal_vit.data.source import build_without_data, describe_data, find_data
+from colossal_vit.data.source import build_without_data, describe_data, find_data, own_images
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.ranks import RankLogger, raise_on_all_ranks
 from colossal_vit.run import Run
@@ -195,6 +196,8 @@ def build_cifar10(run: Run) -> tuple[Loader, Loader | None]:
     """
     if batches := build_without_data(run, "CIFAR-10", NUM_TRAINING_IMAGES):
         return batches
+    if own := own_images(run):
+        return build_own_images(run, own)
     config: Config = run.config
     root = find_data(run, "CIFAR-10", lambda folder: write_cifar10(folder).parent, fetch)
     with raise_on_all_ranks():

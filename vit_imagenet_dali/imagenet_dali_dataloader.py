@@ -25,8 +25,9 @@ from colossal_vit.data.augment import Erased, erase
 from colossal_vit.data.batches import IGNORED, Loader, SampledLoader, read_ahead, sees_images
 from colossal_vit.data.devices import to_device
 from colossal_vit.data.digits import write_imagenet
+from colossal_vit.data.image_folder import build_own_images
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
-from colossal_vit.data.source import build_without_data, describe_data, find_data
+from colossal_vit.data.source import build_without_data, describe_data, find_data, own_images
 from colossal_vit.errors import UserError
 from colossal_vit.files import write_text
 from colossal_vit.parallel.ranks import RankLogger, all_gather_object, raise_on_all_ranks, run_on_rank_0
@@ -444,6 +445,8 @@ def build_imagenet(run: Run) -> tuple[Loader, Loader | None]:
     config: Config = run.config
     if batches := build_without_data(run, "ImageNet", NUM_IMAGES):
         return batches
+    if own := own_images(run):
+        return build_own_images(run, own)
     data = find_data(run, "ImageNet", write_sample)
     with raise_on_all_ranks():
         splits = [find_records(data, split) for split in tfrecords.NUM_SHARDS]

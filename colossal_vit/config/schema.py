@@ -81,8 +81,9 @@ TRAINING: Settings = {
 DATA: Settings = {
     "DATA": Free(TEXT, "folder of the data set; else the environment's DATA, else the digits sample"),
     "SYNTHETIC": Setting(BOOL, "train on one random batch, without data", False, (CALTECH101, IMAGENET)),
-    "CACHE_SIZE": Setting(
-        SIDE, "side of the decoded images that are kept, in pixels; IMG_SIZE × 8/7", scripts=(CALTECH101,)
+    "CACHE_SIZE": Setting(SIDE, "side of the decoded images of class folders that are kept, in pixels; IMG_SIZE × 8/7"),
+    "TEST_FRACTION": Setting(
+        number(0.001, 0.999), "share of each class to test on, of your own images without a folder for that", 0.2
     ),
     "TRAIN_PER_CLASS": Setting(
         POSITIVE_INT, "training images of each class; four fifths of them", scripts=(CALTECH101,)
@@ -91,7 +92,7 @@ DATA: Settings = {
         whole(0, 32), "pixels of border, of 32, that a random crop may reach into", 4, (DP, HYBRID)
     ),
     "CROP_AREA": Setting(
-        AREA, "smallest and largest share of an image that a random crop is", (0.08, 1.0), (CALTECH101, IMAGENET)
+        AREA, "smallest and largest share of an image that a random crop is; not of CIFAR-10's", (0.08, 1.0)
     ),
     "FLIP": Setting(BOOL, "mirror training images at random", True),
     "REPEATS": Setting(

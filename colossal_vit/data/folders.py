@@ -4,11 +4,13 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from colossal_vit.data.decoding import endings
 from colossal_vit.errors import UserError
 from colossal_vit.files import scratch_folder
 
 # What these scripts download. A folder may have several of them, and no other set is taken for the user's own images.
 DOWNLOADED = {"cifar-10-batches-bin", "cifar-10-batches-py", "caltech101"}
+PACKED = "idx_files"  # of TFRecords
 
 
 def _entries(folder: Path) -> list[os.DirEntry]:
@@ -56,6 +58,22 @@ def list_files(folder: Path) -> list[tuple[str, int, int]]:
         status = entry.stat()
         files.append((entry.name, status.st_size, status.st_mtime_ns))
     return files
+
+
+def has_class_folders(root: Path) -> bool:
+    """Whether a data folder has class folders of images, itself or in `train`, and no data set of another format."""
+    if any((root / name).exists() for name in (*DOWNLOADED, PACKED)):
+        return False
+    try:
+        known, folder = endings(), root / "train" if (root / "train").is_dir() else root
+        return any(
+            Path(name).suffix.lower() in known
+            for entry in os.scandir(folder)
+            if entry.name[0] != "." and entry.is_dir()
+            for name in os.listdir(entry.path)
+        )
+    except OSError:  # what reads it will say why
+        return False
 
 
 def download(root: Path, made: str, fetch: Callable[[Path], None], lacking: str, by_hand: str) -> None:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+OWN = "class folders"  # what kind of files the user's own images are
+
 
 def identify(images: str, counts: tuple[int, int], classes: Sequence[str] | int, digest: str) -> dict[str, Any]:
     """What a run's data are, wherever they lie; a checkpoint keeps it, and no other data resume that checkpoint.

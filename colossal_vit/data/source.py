@@ -5,9 +5,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from colossal_vit.data.batches import FakeBatches, Loader, SyntheticBatches
+from colossal_vit.data.folders import has_class_folders
 from colossal_vit.data.identity import identify
 from colossal_vit.parallel.ranks import RankLogger, run_on_rank_0
 from colossal_vit.run import Run
+from colossalai.context import Config
 
 SAMPLE = Path(__file__).resolve().parents[2] / "data" / "sample"
 
@@ -37,6 +39,18 @@ def build_without_data(
     return train, test
 
 
+def _named(config: Config) -> Path | None:
+    """The folder that DATA names, in the config or the environment."""
+    data = config.get("DATA") or os.environ.get("DATA")
+    return Path(data) if data else None
+
+
+def own_images(run: Run) -> Path | None:
+    """The folder that DATA names, if it has class folders of images: every script takes them, by `image_folder.py`."""
+    folder = _named(run.config)
+    return folder if folder and has_class_folders(folder) else None
+
+
 def find_data(
     run: Run,
     name: str,
@@ -54,8 +68,7 @@ def find_data(
     Raises:
         UserError: on every rank, if the data set cannot be downloaded.
     """
-    if data := run.config.get("DATA") or os.environ.get("DATA"):
-        folder = Path(data)
+    if folder := _named(run.config):
         run_on_rank_0(lambda: fetch(folder, run.log))
         return folder
     folder = run_on_rank_0(lambda: write_sample(SAMPLE))
