@@ -11,6 +11,7 @@ recipes_plan   what the recipes in vit_imagenet_dali/configs take on 4 and on 8 
 zero_plan      memory and messages of a rank with and without split optimizer state, for four models
 layouts_plan   the fastest layouts of five models on 4 to 1,024 H100s, and the runs whose hours are published
 lean_step      what a micro-batch of each shipped config launches and moves, eager and compiled, and images/s and MFU
+cubins         the kernels that Inductor makes of the shipped configs, compiled for six compute capabilities
 """
 
 import importlib.util
@@ -18,7 +19,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,9 +29,10 @@ from colossal_vit.config.settings import HYBRID, IMAGENET, PATHS
 from colossal_vit.errors import Parser
 from colossal_vit.launch import call, parse
 from colossal_vit.plan.enumeration import Choice, own_layout
+from colossal_vit.plan.lowering import compile_kernel
 from colossal_vit.plan.machines import MACHINES, RESERVED_GB
 from colossal_vit.plan.meter import StepPlan
-from colossal_vit.plan.report import format_report, plan, plan_rank
+from colossal_vit.plan.report import format_report, in_fork, plan, plan_rank
 from colossal_vit.plan.request import request_of
 from colossal_vit.plan.search import Prediction, Predictor, search
 from colossal_vit.plan.trace import KINDS, PARTS, Trace
@@ -52,6 +54,7 @@ without the optimizer.
   attention will not reach; and, "cautious", 0.63 and 0.8.
 - Not counted: data, the host's waits, sums of gradients in accumulation.
 - MFU: FLOPs of the eager step's products ÷ the peak of their type."""
+CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 LIMIT = 22  # GB that a rank may take of a GPU with 24
 IMAGES = 4096  # make a step in the table of layouts
 RANKS = (4, 8, 64, 1024)
@@ -316,8 +319,29 @@ def cells(best: list[Prediction]) -> str:
     return f"{best[0].choice.short} | {IMAGES / best[0].seconds:,.0f} | {best[0].memory / 1e9:.1f}"
 
 
-TABLES = {"memory": memory, "recipes": recipes, "zero": zero, "layouts": layouts, "lean": lean}
-FOLDERS = {"lean": "lean_step"}
+def compiled(sources: list[str], capability: tuple[int, int]) -> list[list[bytes]]:
+    return [compile_kernel(source, capability) for source in sources]
+
+
+def cubins(result: ResultFolder) -> None:
+    sources: set[str] = set()
+    for script, path, processes in shipped():
+        request = request_of(*request_for(script, path, processes, ["--plan", "h100"], {}))
+        own = own_layout(request.config, processes)
+        for lowered in request.lower_layout(own.tensor, own.by_block).depths.values():
+            sources |= lowered.sources
+        result.print(f"{path.relative_to(ROOT)}: {len(sources)} kernels with those before")
+    table, details = ["| compute capability | kernels | cubins | MB |", "| ---: | ---: | ---: | ---: |"], {}
+    for major, minor in CAPABILITIES:
+        made = in_fork(partial(compiled, sorted(sources), (major, minor)))
+        details[f"{major}.{minor}"] = sizes = [len(cubin) for cubins in made for cubin in cubins]
+        table.append(f"| {major}.{minor} | {len(made)} | {len(sizes)} | {sum(sizes) / 1e6:.1f} |")
+        result.print(table[-1])
+    result.finish("cubins", table, details)
+
+
+TABLES = {"memory": memory, "recipes": recipes, "zero": zero, "layouts": layouts, "lean": lean, "cubins": cubins}
+FOLDERS = {"lean": "lean_step", "cubins": "cubins"}
 
 
 def main() -> None:
