@@ -1,7 +1,8 @@
-"""COMPILE under tensor and pipeline parallelism: the blocks are compiled between the collectives."""
+"""COMPILE in every layout: a block is one program, and trains and evaluates as without it."""
 
 import functools
 import os
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,20 +12,22 @@ from colossal_vit.errors import UserError
 from colossal_vit.parallel.layout import Layout
 from colossalai.legacy import nn as col_nn
 from colossalai.legacy.core import global_context as gpc
+from colossalai.legacy.utils import is_using_pp
 from torch._dynamo.utils import counters
 from torch._inductor import compile_fx
 
 import fork_ranks
 import training
 import vit
-from layouts import LAYOUTS
+from layouts import LAYOUTS, tensor
 
 pytestmark = pytest.mark.usefixtures("compiler")
 GRAPHS = "aot_eager_decomp_partition"  # a backend that makes graphs as Inductor does, but no kernels of them
+KERNELS = "inductor"
 
 
 def train(world_size, compiled):
-    """Three steps on one batch; the losses and gradient norms, and a norm's weights."""
+    """Losses and gradient norms of three steps on one batch, and the loss in an evaluation, if it may on half of it."""
     config = gpc.config
     config.COMPILE = compiled
     model = vit.build_vit(config, Layout.of(config, world_size))
@@ -32,58 +35,75 @@ def train(world_size, compiled):
     engine, *_ = initialize(model, optimizer, col_nn.CrossEntropyLoss())
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(8, 3, config.IMG_SIZE, config.IMG_SIZE, generator=generator)
-    batch = images, torch.arange(8)
+    labels = torch.arange(8)
     engine.train()
     said = []
     for _ in range(3):
-        engine.zero_grad()
-        engine.execute_schedule(iter([batch]))
-        engine.step()
+        for _ in range(config.gradient_accumulation):
+            engine.zero_grad()
+            engine.execute_schedule(iter([(images, labels)]))
+            engine.step()
         said += [engine.loss or 0.0, engine.grad_norm]  # the loss is the last stage's
-    return said
+    engine.eval()
+    part = slice(8 if is_using_pp() else 4)  # a pipeline's batches are always full
+    with engine.ema.in_the_model() if engine.ema else nullcontext(), torch.no_grad():
+        *_, loss = engine.execute_schedule(iter([(images[part], labels[part])]), forward_only=True)
+    return [*said, 0.0 if loss is None else loss.item()]
 
 
-def compare(layout, backend="inductor", **more):
-    """What `train` returns on each rank: eager, compiled, and how many programs that took."""
-    world_size, values = LAYOUTS[layout]
+def compare(world_size, backend, **values):
+    """What `train` returns on each rank: eager, compiled, and how many programs and graph breaks that took."""
 
     def function():
         torch.compile = functools.partial(torch.compile, backend=backend)
-        eager, before = train(world_size, False), counters["stats"]["unique_graphs"]
-        return eager, train(world_size, True), counters["stats"]["unique_graphs"] - before
+        eager = train(world_size, False)
+        counters.clear()
+        compiled = train(world_size, True)
+        return eager, compiled, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
-    return training.call(function, world_size, **{**values, "BATCH_SIZE": 8, **more})
-
-
-@pytest.mark.parametrize(
-    ("layout", "depth", "backend"),
-    [
-        ("1D 2", 2, "inductor"),
-        ("2D 4", 2, "inductor"),
-        ("2.5D 4", 2, GRAPHS),  # its kernels are those of 2D, as are those of 3D, which eight ranks would compile
-        ("3D 8", 1, GRAPHS),
-        ("PP 2 interleaved × 2", 4, "inductor"),
-    ],
-)
-def test_compiled_blocks_train_as_eager_ones(layout, depth, backend, random_weights):
-    """With dropout and stochastic depth; a pipeline's blocks are whole programs, one for all that drop paths."""
-    answers = compare(layout, backend, DEPTH=depth, DROP_RATE=0.2, DROP_PATH_RATE=0.2)
-    for rank, (eager, compiled, programs) in enumerate(answers):
-        assert programs >= 3 if "PP" not in layout else programs == (2 if rank == 0 else 1)
-        assert compiled == pytest.approx(eager, rel=1e-4)
+    return training.call(function, world_size, **{"BATCH_SIZE": 8, "DROP_RATE": 0.2, "DROP_PATH_RATE": 0.2, **values})
 
 
-@pytest.mark.parametrize("recomputed", [False, True])
-def test_split_optimizer_state(recomputed, random_weights):
+NAIVE, TORCH = {"amp": "NAIVE"}, {"amp": "TORCH"}
+ACCUMULATION, EMA, RECOMPUTED = {"gradient_accumulation": 2}, {"ema.decay": 0.5}, {"CHECKPOINT": True}
+NO_PATHS = {"DROP_PATH_RATE": 0.0}
+# Each layout and each feature, in as few runs as may be, and the number of programs on the first and the last rank. All
+# pairs of features, and resuming to the bit, are in test_pairs.py. In training there is one for blocks that drop paths,
+# and one for the first block, which does not; in evaluation there is one, and one for blocks whose input another stage
+# has sent.
+ROWS = [
+    ("1D 2", 2, KERNELS, {}, (3, 3)),
+    ("2D 4", 2, KERNELS, NO_PATHS, (2, 2)),
+    # Their kernels are those of 2D, and eight ranks would make them.
+    ("2.5D 4", 2, GRAPHS, TORCH | EMA | RECOMPUTED, (3, 3)),
+    ("3D 8", 2, GRAPHS, NAIVE | ACCUMULATION | NO_PATHS, (2, 2)),
+    ("PP 2 interleaved × 2", 4, KERNELS, EMA, (4, 2)),
+    ("PP 2 × 1D 2", 4, GRAPHS, NAIVE | RECOMPUTED, (3, 3)),
+    ("DP 2 × 1D 2", 2, GRAPHS, TORCH | ACCUMULATION, (3, 3)),
+]
+TWO_BY_TWO = {"DP 2 × 1D 2": (4, tensor("1d", 2))}
+
+
+@pytest.mark.parametrize(("layout", "depth", "backend", "features", "programs"), ROWS, ids=[row[0] for row in ROWS])
+def test_block_is_one_program_that_trains_as_an_eager_one(layout, depth, backend, features, programs, random_weights):
+    world_size, values = (LAYOUTS | TWO_BY_TWO)[layout]
+    answers = compare(world_size, backend, **{**values, **features, "DEPTH": depth})
+    for eager, compiled, *_ in answers:
+        assert compiled == pytest.approx(eager, rel=0.02 if "amp" in features else 1e-4)
+    assert tuple(answers[rank][2] for rank in (0, -1)) == programs
+    assert not any(breaks for *_, breaks in answers)
+
+
+@pytest.mark.parametrize("features", [{}, RECOMPUTED])
+def test_split_optimizer_state(features, random_weights):
     """The compiled model waits for all its weights, which other ranks send, before the forward pass.
 
-    It is one program, with dropout and with recomputed blocks in it.
+    It is one program, with dropout and with recomputed blocks in it, and another one for evaluation.
     """
-    values = {"DEPTH": 2, "zero.stage": 1, "CHECKPOINT": recomputed, "DROP_RATE": 0.2, "DROP_PATH_RATE": 0.2}
-    for eager, compiled, programs in compare("DP 2", GRAPHS, **values):
-        assert programs == 1
+    for eager, compiled, *counts in compare(2, GRAPHS, DEPTH=2, **{"zero.stage": 1}, **features):
+        assert counts == [2, 0]
         assert compiled == pytest.approx(eager, rel=1e-4)
-        assert eager[-1] != eager[1], "it trains"
+        assert eager[-2] != eager[1], "it trains"
 
 
 def test_auto_compiles_on_gpus_that_have_a_compiler():
@@ -105,22 +125,32 @@ def test_auto_compiles_on_gpus_that_have_a_compiler():
     assert result == [([True, False, False], [["backend"]])]
 
 
-def test_auto_trains_eagerly_where_kernels_cannot_be_made(random_weights):
-    """Each program of the forward and backward pass whose compilation fails runs operator by operator, with a line."""
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_auto_trains_eagerly_where_kernels_cannot_be_made(world_size, random_weights):
+    """Each program whose compilation fails on a rank runs operator by operator on all its ranks, with a line there.
 
-    def fails(*_, **__):
-        raise OSError("no space left\nin the cache")
+    On two ranks although all programs are in Inductor's cache.
+    """
+
+    def compiles(*_, **__):
+        if gpc.get_global_rank() == world_size - 1:
+            raise OSError("no space left\nin the cache")
+        return pytest.fail  # the other rank has a program, which it must not run
 
     def function():
-        eager = train(1, False)
-        compile_fx.compile_fx_inner = fails
         compilation.why_eager = lambda device: None
+        before = train(world_size, "auto" if world_size == 2 else False)
+        torch.compiler.reset()
+        compile_fx.compile_fx_inner = compiles
         said = []
         compilation.RankLogger.info = lambda self, message, ranks=None: said.append(message)
-        return eager, train(1, "auto"), said
+        return before, train(world_size, "auto"), said
 
-    ((eager, auto, said),) = training.call(function, DEPTH=1, BATCH_SIZE=8, DROP_RATE=0.2)
-    assert auto == pytest.approx(eager, rel=1e-4)
-    assert said[0].startswith("COMPILE = 'auto': on")
-    assert len(said) == 3, "one of forward, one of backward pass"
-    assert said[1].endswith("is not compiled, since that failed: OSError: no space left")
+    values = tensor("1d", 2) if world_size == 2 else {}
+    answers = training.call(function, world_size, DEPTH=1, BATCH_SIZE=8, DROP_RATE=0.2, **values)
+    for rank, (before, auto, (first, *failures)) in enumerate(answers):
+        assert auto == pytest.approx(before, rel=1e-4)
+        assert first.startswith("COMPILE = 'auto': on")
+        failed = rank == world_size - 1
+        assert len(failures) == 3 * failed, "of training's forward and backward pass, and of evaluation"
+        assert all(line.endswith("is not compiled, since that failed: OSError: no space left") for line in failures)

@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from colossal_vit.compat.compiled import add_bias_2p5d, all_reduce, key_of, push_async_grad
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from colossalai.legacy.nn.layer.parallel_2d._operation import add_bias_2d
-from colossalai.legacy.nn.layer.parallel_2p5d._operation import add_bias_2p5d
-from colossalai.legacy.nn.layer.parallel_3d._utils import push_async_grad
 from torch import Tensor, nn
 
 
@@ -88,7 +87,7 @@ class _ScaleAndShift3D(torch.autograd.Function):
         sums = ((grad * x).sum(all_but_last).to(weight.dtype), grad.sum(all_but_last).to(ctx.bias_dtype))
         pending = []
         for total, parameter in zip(sums, ctx.ids, strict=True):
-            work = dist.all_reduce(total, group=gpc.get_group(ctx.mode), async_op=True)
+            work = all_reduce(total, group=gpc.get_group(ctx.mode), async_op=True)
             pending.append(push_async_grad(work, total, parameter))
         return (grad * weight).to(x.dtype), *pending, None, None
 
@@ -127,5 +126,5 @@ def forward_3d(self: nn.Module, x: Tensor) -> Tensor:
     """`LayerNorm3D.forward`: x is (B/q², N, H/q), weight and bias are (H/q,)."""
     group = gpc.get_group(self.output_parallel_mode)
     normalized = _Normalize.apply(x, self.normalized_shape, self.variance_epsilon, group)
-    ids = id(self.weight), id(self.bias)  # the keys under which their hooks find the pending gradients
+    ids = key_of(self.weight), key_of(self.bias)  # the keys under which their hooks find the pending gradients
     return _ScaleAndShift3D.apply(normalized, self.weight, self.bias, ids, self.input_x_weight_parallel_mode)

@@ -1,6 +1,6 @@
 """All patches of Colossal-AI 0.5.0. Each names the defect it fixes; tests/test_patches.py demonstrates each defect by
-removing the fix. Two patches have their own modules: `norms.py`, and `stand_ins.py`, which has to be applied before
-Colossal-AI is imported.
+removing the fix. Three have their own modules: `norms.py`, `compiled.py`, and `stand_ins.py`, which has to be applied
+before Colossal-AI is imported.
 
 Defects that are avoided by using Colossal-AI differently, without a patch, are handled where they matter: `engine/`
 (step, clipping, accumulation, schedule, mixed precision), `compat/cpu.py` (machines without CUDA), `data/samplers.py`
@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from colossal_vit.compat import norms
+from colossal_vit.compat import compiled, norms
 from colossalai import amp
 from colossalai.accelerator import get_accelerator
 from colossalai.legacy import amp as legacy_amp
 from colossalai.legacy import communication
-from colossalai.legacy.communication import p2p
+from colossalai.legacy.communication import collective, p2p
 from colossalai.legacy.context.parallel_context import ParallelContext
 from colossalai.legacy.nn.layer import parallel_2d, parallel_2p5d, parallel_3d
 from colossalai.legacy.nn.layer.parallel_1d import _operation as parallel_1d_operation
@@ -90,6 +90,7 @@ def _follow_autocast(function: type[torch.autograd.Function]) -> None:
     are the gathered parameters of the patch embedding: in half precision the sums of their gradients overflow.
     """
     forward, backward = inspect.unwrap(function.forward), inspect.unwrap(function.backward)
+    in_fp32 = function.__name__ in IN_FP32
     if getattr(function, "follows_autocast", False):
         return
 
@@ -97,8 +98,8 @@ def _follow_autocast(function: type[torch.autograd.Function]) -> None:
         device = next(arg.device.type for arg in args if isinstance(arg, Tensor))
         if not torch.is_autocast_enabled(device):
             return forward(ctx, *args)
-        dtype = torch.float32 if function.__name__ in IN_FP32 else torch.get_autocast_dtype(device)
-        cast = (arg.to(dtype) if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args)
+        dtype = torch.float32 if in_fp32 else torch.get_autocast_dtype(device)
+        cast = [arg.to(dtype) if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args]
         with torch.autocast(device, enabled=False):
             return forward(ctx, *cast)
 
@@ -126,6 +127,12 @@ def apply() -> None:
         for value in vars(module).values():
             if inspect.isclass(value) and issubclass(value, torch.autograd.Function):
                 _follow_autocast(value)
+    parallel_1d_operation.dist = overlay(dist, all_reduce=compiled.all_reduce)
+    collective._reduce_scatter_func = compiled.reduce_scatter
+    parallel_2d.layers.Matmul_AB_2D = compiled.Product("2d")
+    parallel_2p5d.layers.Matmul_AB_2p5D = compiled.Product("2.5d")
+    parallel_2p5d.layers.add_bias_2p5d = compiled.add_bias_2p5d
+    parallel_3d_operation.id, parallel_3d_operation.push_async_grad = compiled.key_of, compiled.push_async_grad
     p2p.filling_ops_queue = _filling_ops_queue
     p2p.get_accelerator = _NoSynchronize
     parallel_3d_utils._async_grad_hook = _async_grad_hook

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from colossal_vit.errors import UserError
-from colossal_vit.parallel.ranks import RankLogger
+from colossal_vit.parallel.ranks import RankLogger, all_gather_object
+from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
-from colossalai.legacy.nn.layer.base_layer import ParallelLayer
 from colossalai.legacy.utils import is_using_pp
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule
 
 
@@ -72,15 +73,13 @@ def compile_if_chosen(model: nn.Module, choice: bool | str, device: torch.device
 def compile_model(model: nn.Module, by_block: bool, **options: Any) -> None:
     """Compile a model in place: as a whole, or block by block, as under tensor or pipeline parallelism.
 
-    The blocks share one compiled program, which has graph breaks at layers that communicate.
+    A block is one program, its collectives included (see `compat/compiled.py`), and all blocks share it, except that
+    those which drop no paths have their own.
     """
     if not by_block:
         model.compile(**options)
         return
-    for module in list(model.modules()):
-        inner = getattr(module, "module", module)  # Colossal-AI's automatic layers wrap the real one
-        if isinstance(inner, ParallelLayer):
-            module.forward = torch.compiler.disable(module.forward)
+    for module in model.modules():
         for block in getattr(module, "blocks", nn.ModuleDict()).children():
             block.compile(**options)
 
@@ -92,12 +91,20 @@ def _inductor_or_eager(graph: GraphModule, inputs: Sequence[Any], log: RankLogge
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     def compile_or_interpret(graph: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-        untouched = copy.deepcopy(graph)  # Inductor changes it
+        untouched, program = copy.deepcopy(graph), None  # Inductor changes the graph
         try:
-            return compile_fx_inner(graph, inputs, **options)
+            program = compile_fx_inner(graph, inputs, **options)
         except Exception as error:
             cause = f"{type(error).__name__}: {error}".splitlines()[0]
             log.info(f"COMPILE = 'auto': a part of the model is not compiled, since that failed: {cause}", ranks=None)
-            return make_boxed_func(untouched.forward)
+        failed = program is None
+        if in_common:
+            with unset_fake_temporarily():
+                failed = any(all_gather_object(failed, ParallelMode.TENSOR))
+        return make_boxed_func(untouched.forward) if failed else program
 
-    return compile_fx(graph, inputs, inner_compile=compile_or_interpret)
+    # Inductor may change the order of collectives, and so the ranks that take part in them all have its program or none
+    # has. They all have to ask each other, and who finds a program in this cache would not.
+    in_common = gpc.tensor_parallel_size > 1
+    with torch._functorch.config.patch(enable_autograd_cache=not in_common):
+        return compile_fx(graph, inputs, inner_compile=compile_or_interpret)

@@ -37,10 +37,10 @@ class RankLogger:
             write_line(f"{datetime.now():%H:%M:%S} {message}", sys.stdout)
 
 
-def all_gather_object(value: Any) -> list[Any]:
-    """Collective: the values of all ranks, in the order of the ranks."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value, group=gpc.get_cpu_group(ParallelMode.GLOBAL))
+def all_gather_object(value: Any, mode: ParallelMode = ParallelMode.GLOBAL) -> list[Any]:
+    """Collective: the values of all ranks of a group, in the order of the ranks."""
+    values = [None] * gpc.get_world_size(mode)
+    dist.all_gather_object(values, value, group=gpc.get_cpu_group(mode))
     return values
 
 

@@ -114,7 +114,7 @@ class Dropout(nn.Module):
 
     def forward(self, x: Tensor, samples: Tensor | None = None) -> Tensor:
         """Drop elements of x; `samples` are those of the whole batch, by default `current_samples`."""
-        if self.is_off or not self.training:
+        if not self.training or self.is_off:
             return x
         if samples is None and (samples := current_samples()) is None:
             raise RuntimeError("the forward pass of a model with dropout needs `with batch_of(samples):` in training")
@@ -136,7 +136,7 @@ class DropPath(Dropout):
         self.output_part = part
 
     def forward(self, x: Tensor, samples: Tensor | None = None) -> Tensor:
-        if self.is_off or not self.training:
+        if not self.training or self.is_off:
             return x
         return x * super().forward(x.new_ones(len(x), *[1] * (x.ndim - 1)), samples)
 
