@@ -79,15 +79,22 @@ def test_generated_kernels_become_cubins(capability, base, tmp_path, monkeypatch
         assert all(cubin.startswith(b"\x7fELF") for cubin in cubins)
 
 
-def test_under_tensor_parallelism_operators_run_between_compiled_pieces():
-    argv = training.flags("NAIVE", **{**tensor("1d", 2), **TINY})
+@pytest.mark.parametrize(("mode", "size", "side"), [("1d", 2, 1), ("2d", 4, 2)])
+def test_under_tensor_parallelism_a_block_has_its_share_of_the_products(mode, size, side):
+    """Of 12, and of the attention's in the forward pass; in 2D each is the sum of two."""
+    argv = training.flags("NAIVE", **{**tensor(mode, size), **TINY})
 
     def lowered():
-        return request_for(train_hybrid.main, argv, "2").lower(("1d", 2, None), by_block=True, images=8)
+        request = request_for(train_hybrid.main, argv, str(size))
+        found = request.lower((mode, size, None), by_block=True, images=8)
+        return found, training.config_of(argv)
 
-    (found,) = fork_ranks.call(lowered, launched=False)
-    assert of_block(found, lambda kernels: sum(each.name == "aten::mm" for each in kernels)) == 12
+    ((found, config),) = fork_ranks.call(lowered, launched=False)
+    assert of_block(found, lambda kernels: sum("mm" in each.name for each in kernels)) == 12 * side
     assert of_block(found, lambda kernels: sum(each.generated for each in kernels)) >= 4
+    hidden, tokens = config.HIDDEN_SIZE, (config.IMG_SIZE // config.PATCH_SIZE) ** 2 + 1
+    flops = 2 * 8 * tokens * hidden * (12 * hidden + 2 * tokens) / size
+    assert found.of_block("forward", lambda kernels: sum(each.flops for each in kernels)) == flops
 
 
 def test_compiled_steps_are_planned_where_compile_is_on():

@@ -8,6 +8,7 @@ the right shapes.
 
 import functools
 import importlib.util
+import math
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +26,7 @@ from colossal_vit.errors import UserError
 from colossal_vit.plan.meter import count_bytes
 from colossal_vit.plan.trace import KINDS, flops_of, launches
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
 TORCH = "2.14"  # Inductor is taken apart by names that other versions may lack
@@ -168,18 +169,31 @@ class _Driver:
 def _kernels_of(scheduler: Any) -> list[Kernel]:
     """The launches of a lowered graph."""
     from torch._inductor.fx_utils import count_flops_fx
-    from torch._inductor.ir import MultiOutput
+    from torch._inductor.ir import MultiOutput, _CollectiveKernel
     from torch._inductor.scheduler import NopKernelSchedulerNode
 
     kernels = []
     for node in scheduler.nodes:
-        if isinstance(node, NopKernelSchedulerNode) or isinstance(node.node, MultiOutput):
-            continue  # nothing runs, or it picks one of the results of the operator before
+        if isinstance(node, NopKernelSchedulerNode) or isinstance(node.node, MultiOutput | _CollectiveKernel):
+            continue  # nothing runs, it picks one of the results of the operator before, or traces count it
         called = node.is_extern()
+        if called and getattr(node.node, "op_overload", None) is torch.ops.colossal_vit.product.default:
+            kernels += _product_of_split_matrices(node.node.get_origin_node())
+            continue
         flops = sum(filter(None, map(count_flops_fx, node.node.origins))) if called else 0.0
         name = str(getattr(node.node, "op_overload", None) or node.node.get_kernel_name()) if called else "generated"
         kernels.append(Kernel(name, flops, node.get_read_write_buffers_sizes(), generated=not called))
     return kernels
+
+
+def _product_of_split_matrices(call: Node) -> list[Kernel]:
+    """The launches in the operator of `compat/compiled.py`: for each rank of a side, copies to send and a product."""
+    _, number, *operands, _, (side, *_) = call.args
+    a, b, c = (node.meta["val"] for node in (*operands, call))
+    flops = 2 * math.isqrt(a.numel() * b.numel() * c.numel())  # each dimension is in two of the three
+    copied = {0: (a, b), 1: (b,), 2: (a,)}[number]
+    copies = [Kernel("aten::copy_", 0.0, count_bytes([matrix, matrix])) for matrix in copied]
+    return side * [*copies, Kernel("aten::mm", flops, count_bytes([a, b, c]))]
 
 
 def _lower(graph: GraphModule, capability: tuple[int, int], options: dict[str, Any]) -> tuple[list[Kernel], str]:
