@@ -77,7 +77,7 @@ ROWS = [
     # Their kernels are those of 2D, and eight ranks would make them.
     ("2.5D 4", 2, GRAPHS, TORCH | EMA | RECOMPUTED, (3, 3)),
     ("3D 8", 2, GRAPHS, NAIVE | ACCUMULATION | NO_PATHS, (2, 2)),
-    ("PP 2 interleaved × 2", 4, KERNELS, EMA, (4, 2)),
+    ("PP 2 interleaved × 2", 4, GRAPHS, EMA, (4, 2)),
     ("PP 2 × 1D 2", 4, GRAPHS, NAIVE | RECOMPUTED, (3, 3)),
     ("DP 2 × 1D 2", 2, GRAPHS, TORCH | ACCUMULATION, (3, 3)),
 ]
