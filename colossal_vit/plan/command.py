@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from colossal_vit.config.settings import HYBRID
 from colossal_vit.errors import UserError
 from colossal_vit.launch.flags import Arguments
 from colossal_vit.launch.startup import find_output
-from colossal_vit.plan import calibration, pictures, report
+from colossal_vit.plan import calibration, lowering, pictures, report
 from colossal_vit.plan.machines import HERE, Gpus, Machine
 from colossal_vit.plan.request import Request, request_of
 from colossal_vit.plan.search import Plan, Predictor, search
@@ -55,7 +56,8 @@ def make_plan(request: Request) -> tuple[Plan, Machine]:
         )
     timed = name == HERE or name.endswith(".json")
     machine: Machine = calibration.measured(request, choices) if timed else request.machine()
-    lower = request.lower_layout if config.COMPILE and isinstance(machine, Gpus) else None
+    compiled = config.COMPILE and isinstance(machine, Gpus) and lowering.can_lower(config)
+    lower = request.lower_layout if compiled else None
     plan = search(Predictor(config, machine, request.trace, lower), choices)
     if not plan.best:
         raise UserError(
@@ -67,17 +69,20 @@ def make_plan(request: Request) -> tuple[Plan, Machine]:
 
 def format_plan(plan: Plan, machine: Machine, request: Request) -> str:
     """The table of the best layouts."""
-    images, where = request.images, f"{request.world_size} ranks, {request.args.plan}"
+    config, images, where = request.config, request.images, f"{request.world_size} ranks, {request.args.plan}"
     lines = [f"{where}, {images} images per step: {plan.num_layouts} layouts; predicted, not measured"]
     if plan.num_too_large:
         lines.append(
             f"{plan.num_too_large} of them do not fit the {plan.limit / 1e9:.1f} GB that a rank has for tensors; the "
             f"smallest takes {plan.smallest / 1e9:.1f} GB"
         )
-    if request.config.COMPILE and isinstance(machine, Gpus):
+    if config.COMPILE and isinstance(machine, Gpus):
         lines.append(
-            f"COMPILE = {request.config.COMPILE!r}: computing is that of the kernels that torch.compile makes, memory "
-            f"that of eager steps"
+            f"COMPILE = {config.COMPILE!r}: computing is that of the kernels that torch.compile makes, memory that of "
+            f"eager steps"
+            if lowering.can_lower(config)
+            else f"COMPILE = {config.COMPILE!r}, but steps are planned as eager ones: torch {torch.__version__} in "
+            f"{config.DTYPE} cannot be lowered, torch {lowering.TORCH} in float32 can"
         )
     if machine.warning:
         lines.append(machine.warning)

@@ -22,18 +22,23 @@ import torch
 import torch.nn.functional as F
 from colossal_vit.engine import compilation
 from colossal_vit.engine.engine import Engine
-from colossal_vit.errors import UserError
 from colossal_vit.plan.meter import count_bytes
 from colossal_vit.plan.trace import KINDS, flops_of, launches
+from colossalai.context import Config
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
-TORCH = "2.14"  # Inductor is taken apart by names that other versions may lack
+TORCH = "2.14"  # Inductor is taken apart here by names that other versions may lack
 FEW, MANY = DEPTHS = (2, 4)  # of the models that are lowered; Inductor fuses the residual sums of two blocks in turns
 # From the tables of compute capabilities and the data sheets: multiprocessors, bytes of shared memory, of the L2 cache.
 H100, A100 = (9, 0), (8, 0)
 GPUS = {H100: (132, 232448, 50 << 20), A100: (108, 166912, 40 << 20)}
+
+
+def can_lower(config: Config) -> bool:
+    """Whether a config's compiled step can be lowered here."""
+    return torch.__version__.startswith(f"{TORCH}.") and config.DTYPE == "float32"
 
 
 class Kernel(NamedTuple):
@@ -84,10 +89,10 @@ class Lowering(NamedTuple):
         """What a pass takes beside its blocks."""
         return measure(self.depths[FEW].passes[kind]) - FEW * self.of_block(kind, measure)
 
-    def operations(self, kernels: list[Kernel], images: int | None = None) -> np.ndarray:
-        """FLOPs and bytes of kernels, (kernels, 2), in proportion to the images."""
+    def operations(self, kernels: list[Kernel], images: int) -> np.ndarray:
+        """FLOPs and bytes of kernels with so many images, in proportion, (kernels, 2)."""
         values = np.array([(kernel.flops, kernel.nbytes) for kernel in kernels], dtype=float).reshape(-1, 2)
-        return values * ((images or self.images) / self.images)
+        return values * (images / self.images)
 
 
 class _Lowered(BaseException):
@@ -115,7 +120,7 @@ class _Recorder(TorchDispatchMode):
 
 def _flash_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **_):
     """CUDA's attention, which a model on the CPU would not choose; flash attention takes no fp32."""
-    if query.dtype == torch.float32 and not torch.is_autocast_enabled("cpu"):
+    if query.dtype == torch.float32:
         return torch.ops.aten._scaled_dot_product_efficient_attention(
             query, key, value, None, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
         )[0]
@@ -261,9 +266,6 @@ def lower(
         by_block: whether blocks are compiled one by one, as under tensor and pipeline parallelism.
         accumulating: whether gradients are added to those of an earlier micro-batch.
         capability: compute capability, one of `GPUS`.
-
-    Raises:
-        UserError: if this version of torch cannot be taken apart.
     """
     from torch._functorch.aot_autograd import make_boxed_func
     from torch._inductor.compile_fx import compile_fx
@@ -295,23 +297,15 @@ def lower(
     images, labels = next(iter(batches))
     engine.train()
     passes: dict[str, list[Kernel]] = {}
-    try:
-        with recorder:
-            for _ in range(2):  # the first one compiles
-                if not accumulating:
-                    engine.optimizer.zero_grad()
-                passes = {kind: [] for kind in KINDS}
-                recorder.kernels = passes["forward"]
-                loss = engine.criterion(engine(images), labels)
-                recorder.kernels = passes["backward"]
-                engine.backward(loss)
-    except Exception as error:
-        if torch.__version__.startswith(f"{TORCH}."):
-            raise
-        raise UserError(
-            f"COMPILE cannot be planned with torch {torch.__version__}, but with {TORCH} it can: plan eager steps with "
-            f"--set COMPILE=False ({type(error).__name__}: {str(error).splitlines()[0]})"
-        ) from None
+    with recorder:
+        for _ in range(2):  # the first one compiles
+            if not accumulating:
+                engine.optimizer.zero_grad()
+            passes = {kind: [] for kind in KINDS}
+            recorder.kernels = passes["forward"]
+            loss = engine.criterion(engine(images), labels)
+            recorder.kernels = passes["backward"]
+            engine.backward(loss)
     return Lowered(passes, sources)
 
 
