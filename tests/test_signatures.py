@@ -155,6 +155,8 @@ def mistake(call: Call) -> str | None:
     except (ValueError, TypeError):
         accepted = keywords_in_c(call.function)
         if accepted is None:
+            if not positional and not keywords:
+                return None  # nothing that it could not take
             raise NotImplementedError from None
         wrong = call.keywords - accepted
         return f"no keyword {', '.join(sorted(wrong))}" if wrong else None
