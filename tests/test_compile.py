@@ -154,3 +154,14 @@ def test_auto_trains_eagerly_where_kernels_cannot_be_made(world_size, random_wei
         failed = rank == world_size - 1
         assert len(failures) == 3 * failed, "of training's forward and backward pass, and of evaluation"
         assert all(line.endswith("is not compiled, since that failed: OSError: no space left") for line in failures)
+
+
+def test_buckets_that_are_too_small_to_compile_with_are_refused():
+    values = {"torch_ddp.bucket_cap_mb": 0.5, "BATCH_SIZE": 8}
+
+    def refused():
+        with pytest.raises(UserError, match=r"bucket_cap_mb = 0\.5 does not work with COMPILE = True, which takes"):
+            train(2, True)
+        return len(train(2, False))
+
+    assert training.call(refused, 2, DEPTH=1, **values) == [7, 7]

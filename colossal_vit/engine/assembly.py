@@ -33,6 +33,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+SMALLEST_BUCKET = 1  # MB of gradients, as DistributedDataParallel's first bucket; torch.compile cuts at it, too
+
 
 class OneForwardOneBackward(PipelineSchedule):
     """Colossal-AI's 1F1B schedule, which calls the model past the engine."""
@@ -163,6 +165,12 @@ def initialize(
         buckets = make_buckets(model.parameters(), gpc.get_group(ParallelMode.DATA), {})
         gradient_handlers = [GradientReducer(buckets, num_passes)]
     elif is_using_ddp():
+        bucket = config.torch_ddp.get("bucket_cap_mb", SMALLEST_BUCKET)
+        if is_compiled and bucket < SMALLEST_BUCKET:
+            raise UserError(
+                f"torch_ddp.bucket_cap_mb = {bucket} does not work with COMPILE = {config.COMPILE!r}, which takes at "
+                f"least {SMALLEST_BUCKET}: raise it, or set COMPILE = False"
+            )
         model = DistributedDataParallel(
             model,
             process_group=gpc.get_group(ParallelMode.DATA),
