@@ -358,10 +358,9 @@ def test_nothing_is_left_of_a_command_that_is_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("script", "override", "words"),
     [
-        (settings.DP, "CACHE_SIZE=32", "only by vit_caltech101_amp/train.py"),
         (settings.DP, "MLP_RATIO=8", "only by vit_cifar10_hybrid/train_hybrid.py"),
         (settings.DP, "SYNTHETIC=True", "vit_caltech101_amp/train.py and vit_imagenet_dali/train.py"),
-        (settings.DP, "CROP_AREA=(0.1, 0.2)", "only by vit_caltech101_amp/train.py"),
+        (settings.DP, "EVAL_CROP=0.9", "only by vit_imagenet_dali/train.py"),
         (settings.DP, "TRAIN_PER_CLASS=3", "only by vit_caltech101_amp/train.py"),
         (settings.HYBRID, "dali.mixup_alpha=0.5", "only by vit_imagenet_dali/train.py"),
         (settings.CALTECH101, "MLP_RATIO=2", "only by vit_cifar10_hybrid/train_hybrid.py"),
