@@ -5,12 +5,12 @@ J. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. A key 
 which image. `kernels.py` computes the same on GPUs.
 """
 
+import ctypes
 import functools
 import hashlib
 import os
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+import threading
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -61,9 +61,40 @@ def uniform(seed: int, purpose: str, *what: np.ndarray | int, count: int) -> np.
     return (words[:, :count] >> np.uint64(11)) * 2.0**-53
 
 
+_Work = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+_is_fork = threading.Event()  # its parent's threads are not there, and libgomp would wait for them
+os.register_at_fork(after_in_child=_is_fork.set)
+
+
 @functools.cache
-def _threads(number: int, process: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(number)  # of this process: a fork has none of its parent's threads
+def _openmp() -> ctypes.CDLL | None:
+    """The library whose threads torch's operators use, where it is GNU's."""
+    try:
+        return ctypes.CDLL("libgomp.so.1")
+    except OSError:
+        return None
+
+
+def in_threads(work: Callable[[], None], number: int) -> None:
+    """Call `work` in `number` threads at once, those that torch's operators use.
+
+    After an operator these spin for a while, waiting for the next one, and threads of another pool find no free core.
+    """
+    if number == 1 or _is_fork.is_set() or _openmp() is None:
+        return work()
+    errors = []
+
+    def guarded(_: None) -> None:
+        try:
+            work()
+        except BaseException as error:  # which ctypes would print, and go on
+            errors.append(error)
+
+    _openmp().GOMP_parallel(_Work(guarded), None, number, 0)
+    if errors:
+        raise errors[0]
 
 
 def kept(
@@ -88,7 +119,9 @@ def kept(
     width = -(-channels // BLOCK) * BLOCK
     mask = np.empty((len(samples), tokens, width), bool)
 
-    def draw(rows: range) -> None:
+    rows = iter(range(len(samples)))  # of all threads: whichever is free takes the next
+
+    def draw() -> None:
         philox = _philox(seed, "dropout", [0] * 4)
         state = philox.state
         for row in rows:
@@ -98,10 +131,5 @@ def kept(
             bits = philox.random_raw(tokens * width // 4).view(np.uint16)
             np.greater_equal(bits.reshape(tokens, width), threshold, out=mask[row])
 
-    number = min(torch.get_num_threads(), len(samples))
-    if number == 1:
-        draw(range(len(samples)))
-    else:
-        bounds = pairwise(len(samples) * part // number for part in range(number + 1))
-        list(_threads(number, os.getpid()).map(lambda ends: draw(range(*ends)), bounds))
+    in_threads(draw, min(torch.get_num_threads(), len(samples)))
     return mask[..., part]
