@@ -98,6 +98,6 @@ def check_timm_vit(config: Config, layout: Layout) -> None:
         raise UserError(f"MODEL = {config.MODEL!r} is not a Vision Transformer of timm: see timm.list_models({MODELS})")
     with torch.device("meta"):
         try:
-            build_timm_vit(config)
+            build_timm_vit(Config({"NUM_CLASSES": 1, **config}))  # the data will say how many
         except (AssertionError, TypeError, ValueError) as error:
             raise UserError(f"MODEL = {config.MODEL!r} cannot be built with these sizes: {error}") from None

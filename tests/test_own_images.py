@@ -1,5 +1,6 @@
 """Your own class folders: which data folders have them, how they are split, and that every script trains on them."""
 
+import json
 import os
 import re
 import shutil
@@ -38,10 +39,11 @@ def flat(tmp_path_factory):
     return write(tmp_path_factory.mktemp("flat"))
 
 
-def train(output, folder, script=training.HYBRID, layout=None, steps=4, **values):
+def train(output, folder, *more, script=training.HYBRID, layout=None, steps=4, **values):
     world_size, overrides = LAYOUTS[layout] if layout else (1, {})
-    options = {"DATA": str(folder), "BATCH_SIZE": 16, "NUM_CLASSES": 3, "NUM_EPOCHS": 3, **overrides, **values}
-    return training.train(output, world_size, steps=steps, script=script, **options)
+    options = {"DATA": str(folder), "BATCH_SIZE": 16, "NUM_EPOCHS": 3, **overrides, **values}
+    small = {key: value for key, value in training.SMALL[script].items() if key != "NUM_CLASSES"}  # the data say it
+    return training.train(output, world_size, *more, steps=steps, script=script, small=False, **{**small, **options})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -130,6 +132,7 @@ def test_every_layout_trains_on_the_same_images(layout, flat, alone, tmp_path):
 def test_the_run_knows_the_classes(alone):
     data = storage.open_named(alone.output).state["data"]
     assert (data["images"], data["classes"]) == ("class folders", sorted(CLASSES))
+    assert json.loads((alone.output / "config.json").read_text())["NUM_CLASSES"] == len(CLASSES)
     assert alone.steps[-1]["loss"] != alone.steps[0]["loss"]
 
 
@@ -138,11 +141,25 @@ def test_every_script_takes_them(script, tmp_path):
     """With a folder to test on, which is then not split."""
     write(tmp_path / "data" / "train")
     write(tmp_path / "data" / "val", {"cat": 3, "Ähre": 4}, seed=1)
-    run = train(tmp_path / "run", tmp_path / "data", script, steps=2)
+    run = train(tmp_path / "run", tmp_path / "data", script=script, steps=2)
     assert f"45 training and 7 test images from {tmp_path / 'data'}" in run.said
     assert run.evaluations[-1]["eval_images"] == 7
     state = storage.open_named(run.output).state
     assert state["data"]["classes"] == sorted(CLASSES)
+
+
+def test_more_classes_of_the_config_than_of_the_data_are_kept(flat, tmp_path):
+    run = train(tmp_path / "run", flat, steps=1, NUM_CLASSES=7)
+    assert storage.open_named(run.output).state["config"]["NUM_CLASSES"] == 7
+
+
+@pytest.mark.parametrize("flag", ["--dry-run", "--plan"])
+def test_a_dry_run_has_a_class_for_each_folder(flag, flat, tmp_path):
+    said = []
+    for classes in ({}, {"NUM_CLASSES": 3}, {"NUM_CLASSES": 1000}):
+        more = ["--plan", "h100"] if flag == "--plan" else [flag]
+        said.append(train(tmp_path / "run", flat, *more, steps=None, **classes).said)
+    assert said[0] == said[1] != said[2]
 
 
 MISTAKES = {

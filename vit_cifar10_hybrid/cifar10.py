@@ -18,7 +18,7 @@ from colossal_vit.data.digits import write_cifar10
 from colossal_vit.data.folders import download
 from colossal_vit.data.image_folder import build_own_images
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
-from colossal_vit.data.source import build_without_data, describe_data, find_data, own_images
+from colossal_vit.data.source import build_without_data, describe_data, find_data, own_images, settle_classes
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.ranks import RankLogger, raise_on_all_ranks
 from colossal_vit.run import Run
@@ -203,15 +203,14 @@ def build_cifar10(run: Run) -> tuple[Loader, Loader | None]:
     with raise_on_all_ranks():
         images, labels, digest = read(root, train=True)
         test_images, test_labels, test_digest = read(root, train=False)
-        classes = int(torch.cat([labels, test_labels]).max()) + 1
-        if classes > config.NUM_CLASSES:
-            raise UserError(f"NUM_CLASSES = {config.NUM_CLASSES}, but the images in {root} are of {classes} classes")
+        names, classes = class_names(root), int(torch.cat([labels, test_labels]).max()) + 1
+        classes = names if len(names) >= classes else [str(label) for label in range(classes)]
+        settle_classes(config, len(classes), root)
         sampler = GlobalBatchSampler(
             len(labels), config.BATCH_SIZE, config.gradient_accumulation, config.SEED, repeats=config.REPEATS
         )
-        names = class_names(root)
     counts, digests = (len(labels), len(test_labels)), f"{digest} {test_digest}"
-    describe_data(run, "CIFAR-10", counts, names if len(names) >= classes else classes, digests, root)
+    describe_data(run, "CIFAR-10", counts, classes, digests, root)
     test_sampler = EvalSampler(len(test_labels), config.BATCH_SIZE)
     return (
         Batches(images, labels, sampler, config, run.device),

@@ -16,6 +16,7 @@ MODEL: dict[str, Any] = dict(
     HIDDEN_SIZE=32,
     DEPTH=4,
     NUM_HEADS=4,
+    NUM_CLASSES=10,
     BATCH_SIZE=32,
     NUM_EPOCHS=1,
     WARMUP_EPOCHS=0,

@@ -24,7 +24,6 @@ PATCH_SIZE = 4
 HIDDEN_SIZE = 96
 DEPTH = 4
 NUM_HEADS = 4
-NUM_CLASSES = 10
 
 # ---- Data ----
 CROP_AREA = (0.7, 1.0)  # a small part of a digit is no digit

@@ -27,7 +27,7 @@ from colossal_vit.data.devices import to_device
 from colossal_vit.data.digits import write_imagenet
 from colossal_vit.data.image_folder import build_own_images
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
-from colossal_vit.data.source import build_without_data, describe_data, find_data, own_images
+from colossal_vit.data.source import build_without_data, describe_data, find_data, own_images, settle_classes
 from colossal_vit.errors import UserError
 from colossal_vit.files import write_text
 from colossal_vit.parallel.ranks import RankLogger, all_gather_object, raise_on_all_ranks, run_on_rank_0
@@ -450,15 +450,17 @@ def build_imagenet(run: Run) -> tuple[Loader, Loader | None]:
     data = find_data(run, "ImageNet", write_sample)
     with raise_on_all_ranks():
         splits = [find_records(data, split) for split in tfrecords.NUM_SHARDS]
+        classes = tfrecords.class_names(data)
+        if classes:
+            settle_classes(config, len(classes), data / "classes.txt")
+        config.setdefault("NUM_CLASSES", tfrecords.NUM_CLASSES)
     if (max_bad := config.dali.get("max_bad")) is not None:
         run_on_rank_0(lambda: leave_out(splits, run.output, config.NUM_CLASSES, max_bad, run.log))
         filtered = partial(filtered_index, run.output)
         with raise_on_all_ranks():
             splits = [list_records(r.shards, list(map(filtered, r.indices)), whole=False) for r in splits]
-    classes, num_threads = tfrecords.class_names(data), threads_per_rank()
+    num_threads = threads_per_rank()
     with raise_on_all_ranks():
-        if len(classes) > config.NUM_CLASSES:
-            raise UserError(f"NUM_CLASSES = {config.NUM_CLASSES}, but {data / 'classes.txt'} has {len(classes)}")
         if not all(records.num_images for records in splits):
             raise UserError(f"DATA = {data}: has no good record in train/ or in validation/")
         train, test = (DaliLoader(records, records is splits[0], config, run.device, num_threads) for records in splits)

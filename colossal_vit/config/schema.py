@@ -163,7 +163,7 @@ MODEL: Settings = {
     "DEPTH": Setting(whole(1, 256), "transformer blocks; those of MODEL", without_model=REQUIRED),
     "NUM_HEADS": Setting(whole(1, 2**16), "attention heads; those of MODEL", without_model=REQUIRED),
     "MLP_RATIO": Setting(number(0.001, 100), "hidden units of an MLP ÷ HIDDEN_SIZE", 4, (HYBRID,)),
-    "NUM_CLASSES": Setting(whole(1, 10**6), "classes", 10),
+    "NUM_CLASSES": Setting(whole(1, 10**6), "classes; those of the data"),
     "POOL": Setting(
         one_of("token", "avg"),
         "what the head sees: the class token, or the mean of the patches' tokens; that of MODEL",

@@ -26,7 +26,7 @@ from colossal_vit.data.decoding import FORMATS, check_scan, endings, to_rgb
 from colossal_vit.data.folders import class_folders, list_files
 from colossal_vit.data.identity import OWN
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
-from colossal_vit.data.source import describe_data
+from colossal_vit.data.source import describe_data, settle_classes
 from colossal_vit.errors import UserError, in_one_line
 from colossal_vit.files import atomic_folder
 from colossal_vit.parallel.ranks import RankLogger, raise_on_all_ranks, run_on_rank_0
@@ -391,8 +391,7 @@ def build_batches(
     config: Config = run.config
     size = config.get("CACHE_SIZE", round(config.IMG_SIZE * 8 / 7))  # 256 for 224, as in the tutorial
     with raise_on_all_ranks():
-        if len(images.classes) > config.NUM_CLASSES:
-            raise UserError(f"NUM_CLASSES = {config.NUM_CLASSES}, but {images.root} has {len(images.classes)} classes")
+        settle_classes(config, len(images.classes), images.root)
         if size < config.IMG_SIZE:
             raise UserError(f"CACHE_SIZE = {size}: must be at least IMG_SIZE = {config.IMG_SIZE}")
         train, test = split()

@@ -4,9 +4,11 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from colossal_vit.config.settings import NUM_CLASSES
 from colossal_vit.data.batches import FakeBatches, Loader, SyntheticBatches
-from colossal_vit.data.folders import has_class_folders
+from colossal_vit.data.folders import class_folders, has_class_folders
 from colossal_vit.data.identity import identify
+from colossal_vit.errors import UserError
 from colossal_vit.parallel.ranks import RankLogger, run_on_rank_0
 from colossal_vit.run import Run
 from colossalai.context import Config
@@ -49,6 +51,25 @@ def own_images(run: Run) -> Path | None:
     """The folder that DATA names, if it has class folders of images: every script takes them, by `image_folder.py`."""
     folder = _named(run.config)
     return folder if folder and has_class_folders(folder) else None
+
+
+def expected_classes(config: Config, script: str | None) -> int:
+    """How many classes the data probably have, where none are read: a dry run or a plan needs the size of the model."""
+    if (folder := _named(config)) and has_class_folders(folder):
+        return len(class_folders(folder / "train" if (folder / "train").is_dir() else folder)[0])
+    return NUM_CLASSES.get(script, 10)
+
+
+def settle_classes(config: Config, count: int, where: Path) -> None:
+    """Make NUM_CLASSES the number of classes of the data, unless the config says it.
+
+    Raises:
+        UserError: if the config has fewer.
+    """
+    if config.setdefault("NUM_CLASSES", count) < count:
+        raise UserError(
+            f"NUM_CLASSES = {config.NUM_CLASSES}, but {where} has {count} classes: leave NUM_CLASSES out, or raise it"
+        )
 
 
 def find_data(

@@ -11,6 +11,7 @@ from colossal_vit import parent
 from colossal_vit.checkpoint import run_directory
 from colossal_vit.checkpoint.checkpointer import Checkpointer
 from colossal_vit.compat import cpu, patches
+from colossal_vit.data.source import expected_classes
 from colossal_vit.engine import precision
 from colossal_vit.errors import UserError
 from colossal_vit.hooks import wandb_run
@@ -41,6 +42,8 @@ def read_config(args: Arguments) -> tuple[Config, dict[str, str]]:
     idle = configs.idle_keys(config, args.script)
     for key in idle:
         del config[key]
+    if args.observer or args.dry_run or args.plan is not None or config.get("SYNTHETIC"):
+        config.setdefault("NUM_CLASSES", expected_classes(config, args.script))
     if args.eval_only and args.resume == "never" and not (config.finetune or {}).get("weights"):
         flag = "--eval-knn" if args.eval_knn else "--eval-only"
         raise UserError(f"{flag} evaluates a checkpoint, and --resume never says to take none: leave one of them out")

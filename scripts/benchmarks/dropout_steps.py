@@ -66,7 +66,7 @@ def main(which: str, checkout: str, rate: str, *values: str) -> None:
     os.dup2(2, 1)  # what runs log
     with tempfile.TemporaryDirectory() as folder:
         argv = ["--config", f"{checkout}/vit_caltech101_amp/config/config_fp32.py", "--output", f"{folder}/run"]
-        for value in (f"DROP_RATE={rate}", "clip_grad_norm=0.0", "OPTIMIZER='adamw'", *values):
+        for value in (f"DROP_RATE={rate}", "clip_grad_norm=0.0", "OPTIMIZER='adamw'", "NUM_CLASSES=101", *values):
             argv += ["--set", value]
         run = launch.start(launch.parse(argv, script="caltech101"))
         config, generator = run.config, torch.Generator().manual_seed(0)

@@ -20,7 +20,6 @@ LABEL_SMOOTHING = 0.0
 MODEL = "vit_base_patch16_224"  # any Vision Transformer of timm
 IMG_SIZE = 224
 DROP_RATE = 0.1
-NUM_CLASSES = 101
 
 # ---- Data ----
 CROP_AREA = (0.08, 1.0)  # share of an image that a random crop is

@@ -23,7 +23,6 @@ LABEL_SMOOTHING = 0.0
 MODEL = "vit_base_patch16_224"  # any Vision Transformer of timm
 IMG_SIZE = 224
 DROP_RATE = 0.1
-NUM_CLASSES = 10
 
 # ---- Data ----
 CROP_PADDING = 4  # a crop is shifted by up to so many of an image's 32 pixels

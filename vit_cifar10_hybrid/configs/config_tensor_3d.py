@@ -28,7 +28,6 @@ HIDDEN_SIZE = 768
 DEPTH = 12
 NUM_HEADS = 12
 MLP_RATIO = 4
-NUM_CLASSES = 10
 CHECKPOINT = False  # True, as published, computes activations again in the backward pass instead of keeping them
 SEQ_LENGTH = (IMG_SIZE // PATCH_SIZE) ** 2 + 1  # one token a patch, and the class token
 
