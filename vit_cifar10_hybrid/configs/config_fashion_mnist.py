@@ -1,11 +1,9 @@
 """A small ViT on Fashion-MNIST, which trains in minutes on a CPU: 60,000 images of 28 × 28 grey pixels, 10 classes.
 
-    apt-get install dataset-fashion-mnist
-    python ../scripts/sample_data.py fashion-mnist ../data/fashion-mnist
-    DATA=../data/fashion-mnist python train_hybrid.py --config ./configs/config_fashion_mnist.py
+    torchrun --standalone --nproc_per_node 1 train_hybrid.py --config ./configs/config_fashion_mnist.py
 
-Processes: any number; `--set parallel.pipeline=2` and so on for other layouts. Expected accuracy: see
-results/fashion_mnist.
+Processes: any number; `--set parallel.pipeline=2` and so on for other layouts. DATA is what `scripts/sample_data.py
+fashion-mnist` has written. Expected accuracy: see results/fashion_mnist, measured by scripts/fashion_mnist.py.
 """
 
 # ---- Training ----
@@ -23,6 +21,7 @@ PATCH_SIZE = 7
 HIDDEN_SIZE = 64
 DEPTH = 4
 NUM_HEADS = 4
+MLP_RATIO = 4
 NUM_CLASSES = 10
 
 # ---- Data: stored with a black border of 2 pixels ----
@@ -34,4 +33,5 @@ parallel = dict(pipeline=1, tensor=dict(mode=None, size=1))
 NUM_MICRO_BATCHES = 4  # of a pipeline
 
 # ---- Features ----
+fp16 = None
 clip_grad_norm = 1.0
