@@ -86,7 +86,11 @@ CHECKS = {
     "imagenet": bench(
         "images/s of the ImageNet models, with and without DALI", 15, "imagenet", "--rounds", "1", package="nvidia.dali"
     ),
-    "engine": bench("what engine, loop and hooks add to a bare step", 8, "engine"),
+    "engine": bench(
+        "a step beside plain PyTorch's and timm's, with dropout and without, compiled and not",
+        *(10, "engine", "--only", "ViT-B/16, 2 threads", "ViT-B/16, 2 threads, compiled"),
+        small=("--only", "ViT-Ti/16, 2 threads"),  # compiling is slow on a CPU
+    ),
     "parallel": bench(
         "data, tensor and pipeline parallelism against PyTorch's", 15, "parallel", gpus=2, small=("--only", "data")
     ),

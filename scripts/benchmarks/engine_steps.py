@@ -1,0 +1,131 @@
+"""A process of engine.py: training steps of one side, as many as each line on stdin says.
+
+    python engine_steps.py ours|bare|timm CHECKOUT [KEY=VALUE ...]
+
+Imports nothing from here, since PYTHONPATH may be that of an earlier commit. The first line on stdout is the loss of
+the first step; each further one is seconds of a step, and CPU seconds.
+"""
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import IO
+
+import timm
+import torch
+from colossal_vit import launch
+from colossal_vit.data.batches import Loader
+from colossal_vit.engine import build_criterion, build_optimizer, initialize
+from colossal_vit.engine.loop import Trainer
+from colossal_vit.hooks.standard import standard_hooks
+from colossal_vit.models import SHAPE, build_timm_vit
+from colossal_vit.run import Run
+from colossalai.accelerator import get_accelerator
+from colossalai.legacy.trainer.hooks import BaseHook
+from timm.loss import LabelSmoothingCrossEntropy
+from timm.optim import create_optimizer_v2
+from torch import Tensor, nn
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Turns(Loader):
+    """The same batch twice, and then as often as each line on stdin says.
+
+    A step ends when the loop asks for the next batch.
+
+    Args:
+        run: of this process.
+        answers: the stream that times are written to.
+
+    Attributes:
+        loss: of the first step, which the loop sets.
+    """
+
+    def __init__(self, run: Run, answers: IO[str]):
+        config, generator = run.config, torch.Generator().manual_seed(0)
+        images = torch.randn(config.BATCH_SIZE, 3, config.IMG_SIZE, config.IMG_SIZE, generator=generator)
+        labels = torch.randint(config.NUM_CLASSES, (config.BATCH_SIZE,), generator=generator)
+        self.batch, self.answers = (images.to(run.device), labels.to(run.device)), answers
+        self.loss: Tensor | None = None
+
+    def __len__(self) -> int:
+        return 10**6
+
+    def __iter__(self) -> Iterator[Batch]:
+        yield self.batch
+        print(self.loss.item(), file=self.answers)
+        yield self.batch  # with all memory and state there is
+        for line in sys.stdin:
+            get_accelerator().synchronize()
+            number, started, cpu_started = int(line), time.perf_counter(), time.process_time()
+            for _ in range(number):
+                yield self.batch
+            get_accelerator().synchronize()
+            seconds = time.perf_counter() - started, time.process_time() - cpu_started
+            print(*(value / number for value in seconds), file=self.answers)
+        sys.exit()
+
+
+class LossHook(BaseHook):
+    """Keeps the loss of a step."""
+
+    def __init__(self, turns: Turns):
+        super().__init__(priority=10)
+        self.turns = turns
+
+    def after_train_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
+        self.turns.loss = loss.detach()
+
+
+def train_ours(run: Run, turns: Turns) -> None:
+    """Engine, loop and hooks of the train scripts."""
+    model = build_timm_vit(run.config).to(run.device)
+    optimizer = build_optimizer(run.config, model)
+    engine, loader, *_ = initialize(model, optimizer, build_criterion(run.config), turns, None)
+    Trainer(engine, None, run.log).fit(loader, 1, hooks=[*standard_hooks(run, loader), LossHook(turns)])
+
+
+def train_plainly(run: Run, turns: Turns, timms_own: bool) -> None:
+    """A loop in plain PyTorch: with its loss and AdamW, or with those of timm's train.py."""
+    config = run.config
+    torch.manual_seed(config.SEED)
+    shape = {name: config[key] for key, name in SHAPE.items() if key in config}
+    shape |= dict(num_classes=config.NUM_CLASSES, img_size=config.IMG_SIZE)
+    shape |= dict(pos_drop_rate=config.DROP_RATE, proj_drop_rate=config.DROP_RATE)
+    model = timm.create_model(config.MODEL, **shape).to(run.device).train()
+    options = dict(lr=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY)
+    if timms_own:
+        criterion = LabelSmoothingCrossEntropy(config.LABEL_SMOOTHING)
+        optimizer = create_optimizer_v2(model, "adamw", filter_bias_and_bn=False, **options)
+    else:
+        criterion = nn.CrossEntropyLoss(label_smoothing=config.LABEL_SMOOTHING)
+        optimizer = torch.optim.AdamW(model.parameters(), **options)
+    forward = torch.compile(model) if config.COMPILE else model
+    for images, labels in turns:
+        loss = criterion(forward(images), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        turns.loss = loss.detach()
+
+
+def main(which: str, checkout: str, *values: str) -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what runs log
+    with tempfile.TemporaryDirectory() as folder:
+        argv = ["--config", f"{checkout}/vit_caltech101_amp/config/config_fp32.py", "--output", f"{folder}/run"]
+        for value in ("clip_grad_norm=0.0", "OPTIMIZER='adamw'", "NUM_CLASSES=101", *values):
+            argv += ["--set", value]
+        run = launch.start(launch.parse(argv, script="caltech101"))
+        turns = Turns(run, answers)
+        if which == "ours":
+            train_ours(run, turns)
+        else:
+            train_plainly(run, turns, which == "timm")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
