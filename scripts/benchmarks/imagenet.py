@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 from colossal_vit import config as configs
+from colossal_vit.config.settings import IMAGENET, NUM_CLASSES
 
 from benchmarks import jpegs
 from benchmarks.harness import ROOT, Benchmark, Case, Rounds, Side, Values, positive
@@ -41,7 +42,8 @@ def train_steps(overrides: list[str], data: Path, args: argparse.Namespace, numb
 
 def drain(data: Path, batch_size: int, num_batches: int) -> float:
     """Images/s of DALI's training batches without training."""
-    config = configs.load(CONFIG, [f"BATCH_SIZE={batch_size}", "gradient_accumulation=1"], "imagenet")
+    values = [f"BATCH_SIZE={batch_size}", "gradient_accumulation=1", f"NUM_CLASSES={NUM_CLASSES[IMAGENET]}"]
+    config = configs.load(CONFIG, values, "imagenet")
     loader = DaliLoader(find_records(data, "train"), True, config, DEVICE, len(os.sched_getaffinity(0)))
 
     def endless():
