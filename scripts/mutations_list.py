@@ -46,7 +46,8 @@ class Mutation:
     why: str = ""
 
 
-VIT, TRAIN, CIFAR10 = (f"vit_cifar10_hybrid/{name}.py" for name in ("vit", "train_hybrid", "cifar10"))
+VIT, TRAIN = (f"vit_cifar10_hybrid/{name}.py" for name in ("vit", "train_hybrid"))
+CIFAR10 = "colossal_vit/data/cifar10.py"
 SHARDING = "colossal_vit/parallel/sharding.py"
 BATCHES, MIXING, SAMPLERS = (f"colossal_vit/data/{name}.py" for name in ("batches", "mixing", "samplers"))
 AMP, ASSEMBLY, EMA = (f"colossal_vit/engine/{name}.py" for name in ("amp_optimizer", "assembly", "ema"))

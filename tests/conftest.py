@@ -25,13 +25,15 @@ import timm  # noqa: F401
 import torch
 import torch.utils.tensorboard
 from colossal_vit import results
+from colossal_vit.data import (
+    cifar10,
+    imagenet,  # noqa: F401
+)
 from colossal_vit.data.digits import write_cifar10
 from colossal_vit.hooks import recorder
 from colossal_vit.provenance import ResultFolder
 
-import cifar10
 import fork_ranks
-import imagenet_dali_dataloader  # noqa: F401
 import train_dp  # noqa: F401
 import train_hybrid  # noqa: F401
 import vit

@@ -10,7 +10,7 @@ import pytest
 import torch
 from colossal_vit import config as configs
 from colossal_vit.config.settings import CALTECH101
-from colossal_vit.data import image_folder
+from colossal_vit.data import caltech101, image_files, image_folder
 from colossal_vit.data.digits import write_caltech101
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.errors import UserError
@@ -19,9 +19,7 @@ from colossalai.context import Config
 from PIL import Image
 from torchvision.transforms import v2
 
-import caltech101
 import fork_ranks
-import image_files
 import training
 
 CONFIGS = {path.stem for path in (fork_ranks.ROOT / "vit_caltech101_amp" / "config").glob("config_*.py")}
@@ -30,7 +28,7 @@ SMALL = dict(
     IMG_SIZE=16, CACHE_SIZE=16, PATCH_SIZE=8, HIDDEN_SIZE=128, DEPTH=2, NUM_HEADS=4, BATCH_SIZE=32, DROP_RATE=0.0
 )
 SMALL |= dict(OPTIMIZER="adamw", LEARNING_RATE=5e-4, WEIGHT_DECAY=0.05, CROP_AREA=(0.7, 1.0), FLIP=False)
-SMALL |= dict(NUM_EPOCHS=12, TRAIN_PER_CLASS=110)
+SMALL |= dict(NUM_EPOCHS=12, TRAIN_PER_CLASS=110, NUM_CLASSES=101)
 SETTINGS = Config(configs.complete(dict(IMG_SIZE=32, SEED=0), CALTECH101))
 
 

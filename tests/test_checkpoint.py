@@ -23,14 +23,13 @@ import torch
 from colossal_vit import typed_json
 from colossal_vit.checkpoint import __main__, storage
 from colossal_vit.checkpoint.contents import UNTRAINED, Manifest, State
-from colossal_vit.data import image_folder
+from colossal_vit.data import cifar10, image_folder
 from colossal_vit.errors import UserError
 from colossal_vit.hooks import checkpoint as checkpoint_hook
 from colossal_vit.hooks.metrics import MetricsHook
 from colossal_vit.results import read_metrics
 from colossalai.legacy.core import global_context as gpc
 
-import cifar10
 import fork_ranks
 import launchers
 import training

@@ -15,6 +15,7 @@ from colossal_vit.config import schema
 from colossal_vit.config.__main__ import reference
 from colossal_vit.config.complete import older_names
 from colossal_vit.config.settings import CALTECH101, DP, HYBRID, IMAGENET, SCRIPTS, Block, Setting
+from colossal_vit.data.cifar10 import Batches
 from colossal_vit.data.image_folder import draw_crops
 from colossal_vit.data.mixing import mixed
 from colossal_vit.data.samplers import GlobalBatchSampler
@@ -27,7 +28,6 @@ from colossalai.context import Config
 from colossalai.legacy.amp import AMP_TYPE
 
 import fork_ranks
-from cifar10 import Batches
 from vit import check_vit
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -16,6 +16,10 @@ import pytest
 import torch
 from colossal_vit import config as configs
 from colossal_vit.config.settings import IMAGENET
+from colossal_vit.data import dali_augmentation as augmentation
+from colossal_vit.data import imagenet as loaders
+from colossal_vit.data import packing as tfrecords
+from colossal_vit.data import tfrecord
 from colossal_vit.data.augment import erase
 from colossal_vit.data.batches import IGNORED
 from colossal_vit.data.digits import write_imagenet
@@ -27,11 +31,7 @@ from PIL import Image
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
-import augmentation
-import build_tfrecords as tfrecords
 import fork_ranks
-import imagenet_dali_dataloader as loaders
-import tfrecord
 
 SIZE, NUM_CLASSES = 48, 10
 MEAN, STD = (torch.tensor(values).view(3, 1, 1) for values in (loaders.MEAN, loaders.STD))
@@ -559,7 +559,7 @@ def test_a_run_gets_its_loaders_and_every_rank_its_mistakes(copied, tmp_path):
     def function():
         augment = dict(policy=None, n=1, m=5, color_jitter=0.3, erase=0.0)
         run = run_of(copied, tmp_path, dali=dict(max_bad=1), augment=augment, REPEATS=3, EVAL_CROP=1.0)
-        train, test = loaders.build_imagenet(run)
+        train, test = loaders.build(run, Path(run.config.DATA))
         images, labels = next(iter(train))
         assert images.shape == (8, 3, SIZE, SIZE)
         counted = sum(int((labels != IGNORED).sum()) for _, labels in test)
@@ -568,11 +568,11 @@ def test_a_run_gets_its_loaders_and_every_rank_its_mistakes(copied, tmp_path):
             ("gradient_accumulation", 200, r"global batch of 3200 .*training set of 1437"),
         ):
             with pytest.raises(UserError, match=words):
-                loaders.build_imagenet(run_of(copied, tmp_path, **{key: value}))
+                loaders.build(run_of(copied, tmp_path, **{key: value}), copied)
         if run.log.rank == 1:
             run.config.DATA = str(tmp_path / "nowhere")
         with pytest.raises(UserError, match=r"nowhere: has no TFRecords in train/"):
-            loaders.build_imagenet(run)
+            loaders.build(run, Path(run.config.DATA))
         return train.records.num_images, len(train), counted, labels.tolist()
 
     first, second = fork_ranks.call(function, 2)

@@ -17,7 +17,7 @@ import torch
 import torchvision
 from colossal_vit import config as configs
 from colossal_vit import files
-from colossal_vit.data import folders
+from colossal_vit.data import caltech101, cifar10, folders
 from colossal_vit.data.batches import IGNORED, read_ahead
 from colossal_vit.data.digits import write_caltech101, write_cifar10, write_imagenet
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
@@ -28,8 +28,6 @@ from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from torchvision.datasets.utils import download_and_extract_archive
 
-import caltech101
-import cifar10
 import fork_ranks
 
 

@@ -18,6 +18,7 @@ from colossal_vit.checkpoint import storage, tensors, weights
 from colossal_vit.checkpoint.checkpointer import Checkpointer
 from colossal_vit.checkpoint.tensors import parameter_slots
 from colossal_vit.checkpoint.weights import PATCHES, Weights
+from colossal_vit.data import cifar10
 from colossal_vit.engine import Trainer, build_optimizer, initialize
 from colossal_vit.errors import UserError
 from colossal_vit.models import build_timm_vit
@@ -33,7 +34,6 @@ from colossalai.legacy.core import global_context as gpc
 from colossalai.legacy.nn.layer.parallel_3d import _utils as parallel_3d_utils
 from safetensors.torch import load_file, save_file
 
-import cifar10
 import conftest
 import fork_ranks
 import test_layouts

@@ -217,7 +217,7 @@ DECODE = """
 import sys, torch
 from pathlib import Path
 from colossal_vit import config as configs
-import imagenet_dali_dataloader as loaders
+from colossal_vit.data import imagenet as loaders
 data, kind, path = sys.argv[1:]
 device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
 records = loaders.find_records(Path(data), "validation")

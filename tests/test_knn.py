@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from colossal_vit.data import cifar10
 from colossal_vit.data.digits import write_caltech101
 from colossal_vit.engine.knn import TEMPERATURE, classify, gather_features
 from colossalai.context import Config
@@ -13,7 +14,6 @@ from colossalai.legacy.core import global_context as gpc
 from safetensors.torch import save_file
 from sklearn.neighbors import KNeighborsClassifier
 
-import cifar10
 import training
 from conftest import NUM_TEST_IMAGES
 from layouts import LAYOUTS

@@ -13,6 +13,7 @@ import pytest
 import torch
 from colossal_vit import launch
 from colossal_vit.checkpoint import storage
+from colossal_vit.data import cifar10
 from colossal_vit.data.digits import write_cifar10
 from colossal_vit.errors import UserError
 from colossal_vit.hooks.metrics import MetricsHook
@@ -25,7 +26,6 @@ from colossal_vit.results import read_metrics
 from colossalai.context import Config
 from colossalai.legacy import get_default_parser
 
-import cifar10
 import fork_ranks
 import launchers
 import train_hybrid

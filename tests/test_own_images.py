@@ -9,8 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from colossal_vit.checkpoint import storage
+from colossal_vit.config import settings
+from colossal_vit.data import imagenet
+from colossal_vit.data.digits import write_caltech101, write_cifar10
 from colossal_vit.data.folders import has_class_folders
 from colossal_vit.data.image_folder import Images, find_images, split_by_content
+from colossal_vit.data.source import USUAL, find_format
 from colossal_vit.errors import UserError
 from PIL import Image
 
@@ -160,6 +164,51 @@ def test_a_dry_run_has_a_class_for_each_folder(flag, flat, tmp_path):
         more = ["--plan", "h100"] if flag == "--plan" else [flag]
         said.append(train(tmp_path / "run", flat, *more, steps=None, **classes).said)
     assert said[0] == said[1] != said[2]
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory):
+    """The digits in every format."""
+    folder = tmp_path_factory.mktemp("sample")
+    write_cifar10(folder / "CIFAR-10")
+    write_caltech101(folder / "Caltech101")
+    imagenet.write_sample(folder).rename(folder / "ImageNet")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("script", "name", "layout", "counts"),
+    [
+        (training.DATA_PARALLEL, "ImageNet", None, "1437 training and 360 test"),
+        (training.DATA_PARALLEL, "Caltech101", None, "1438 training and 359 test"),
+        (training.HYBRID, "ImageNet", "PP 2", "1437 training and 360 test"),
+        (training.HYBRID, "Caltech101", "1D 2", "1438 training and 359 test"),
+        (training.CALTECH101, "CIFAR-10", None, "1437 training and 360 test"),
+        (training.CALTECH101, "ImageNet", None, "1437 training and 360 test"),
+        (training.IMAGENET, "CIFAR-10", None, "1437 training and 360 test"),
+        (training.IMAGENET, "Caltech101", None, "1438 training and 359 test"),
+    ],
+)
+def test_every_script_takes_every_format(script, name, layout, counts, sample, tmp_path):
+    run = train(tmp_path / "run", sample / name, script=script, layout=layout, steps=1)
+    assert f"{counts} images from {sample / name}" in run.said
+    data = storage.open_named(run.output).state
+    assert (data["data"]["images"], data["config"]["NUM_CLASSES"]) == (name, 10)
+
+
+def test_of_several_formats_the_own_one_is_taken(tmp_path):
+    for name in ("cifar-10-batches-bin", "caltech101/101_ObjectCategories", "idx_files", "cat"):
+        (tmp_path / name).mkdir(parents=True)
+    for script, usual in USUAL.items():
+        assert find_format(tmp_path, usual) is usual, script
+    shutil.rmtree(tmp_path / "idx_files")
+    assert find_format(tmp_path, USUAL[settings.IMAGENET]).name == "CIFAR-10"
+
+
+def test_records_without_an_index_are_named_in_every_script(sample, tmp_path):
+    shutil.copytree(sample / "ImageNet", tmp_path / "data", ignore=shutil.ignore_patterns("idx_files"))
+    line = training.refused(tmp_path / "run", DATA=str(tmp_path / "data"))
+    assert "No such file or directory; run `python build_tfrecords.py --index-only" in line
 
 
 MISTAKES = {

@@ -14,13 +14,12 @@ import pytest
 from colossal_vit import config
 from colossal_vit.checkpoint import __main__, lock, storage
 from colossal_vit.config import settings
-from colossal_vit.data import identity
+from colossal_vit.data import cifar10, identity
 from colossal_vit.data.digits import write_caltech101, write_cifar10
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.results import read_metrics
 
-import cifar10
 import fork_ranks
 import launchers
 import training
@@ -200,7 +199,7 @@ def test_the_published_data_parallel_config_trains(tmp_path):
     sizes = dict(IMG_SIZE=32, PATCH_SIZE=8, HIDDEN_SIZE=32, DEPTH=1, NUM_HEADS=2, BATCH_SIZE=16)
     options = dict(script=training.DATA_PARALLEL, config=path, small=False, steps=1)
     said = training.train(tmp_path / "run", **options, **sizes).said
-    assert "dali does nothing in this script: the images are in memory; Mixup is in the block mix" in said
+    assert "dali does nothing in this script: TFRecords are read as by default; Mixup is in the block mix" in said
 
 
 def test_no_file_gets_the_number_of_a_missing_stderr():
@@ -359,12 +358,10 @@ def test_nothing_is_left_of_a_command_that_is_refused(tmp_path, monkeypatch):
     ("script", "override", "words"),
     [
         (settings.DP, "MLP_RATIO=8", "only by vit_cifar10_hybrid/train_hybrid.py"),
-        (settings.DP, "SYNTHETIC=True", "vit_caltech101_amp/train.py and vit_imagenet_dali/train.py"),
-        (settings.DP, "EVAL_CROP=0.9", "only by vit_imagenet_dali/train.py"),
-        (settings.DP, "TRAIN_PER_CLASS=3", "only by vit_caltech101_amp/train.py"),
-        (settings.HYBRID, "dali.mixup_alpha=0.5", "only by vit_imagenet_dali/train.py"),
+        (settings.DP, "IMAGES_PER_S=1.0", "vit_imagenet_dali/train.py"),
+        (settings.HYBRID, "POSITIONS='sincos2d'", "vit_caltech101_amp/train.py and vit_imagenet_dali/train.py"),
         (settings.CALTECH101, "MLP_RATIO=2", "only by vit_cifar10_hybrid/train_hybrid.py"),
-        (settings.IMAGENET, "CROP_PADDING=4", "only by vit_cifar10_hybrid/train_dp.py"),
+        (settings.IMAGENET, "CHECKPOINT=True", "only by vit_cifar10_hybrid/train_hybrid.py"),
     ],
 )
 def test_a_key_that_the_script_does_not_use_is_refused(script, override, words, tmp_path):

@@ -10,10 +10,10 @@ import random
 
 import pytest
 import torch
+from colossal_vit.data import cifar10
 from colossal_vit.data.digits import write_cifar10
 from safetensors.torch import save_file
 
-import cifar10
 import conftest
 import fork_ranks
 import training

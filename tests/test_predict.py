@@ -9,12 +9,12 @@ import torch
 from colossal_vit import predict
 from colossal_vit.checkpoint import __main__ as checkpoint
 from colossal_vit.checkpoint import storage
+from colossal_vit.data import cifar10
 from colossal_vit.data.digits import write_cifar10
 from colossalai.context import Config
 from PIL import Image
 from safetensors.torch import load_file
 
-import cifar10
 import training
 import vit
 

@@ -21,17 +21,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from colossal_vit.data import decoding
+from colossal_vit.data import decoding, image_files, tfrecord
+from colossal_vit.data import packing as tfrecords
 from colossal_vit.data.digits import digits, write_imagenet
 from nvidia.dali import fn, pipeline_def
 from nvidia.dali import tfrecord as dali_tfrecord
 from PIL import Image
 from tensorboard.compat.tensorflow_stub import errors
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
-
-import build_tfrecords as tfrecords
-import image_files
-import tfrecord
 
 FOLDER = Path(__file__).resolve().parents[1] / "vit_imagenet_dali"
 PATIENCE = 600  # seconds after which a build counts as hanging
@@ -94,8 +91,8 @@ def start(*arguments, code=None, shards=SHARDS, **kwargs):
     """The command in a process of its own; `code` is Python that runs before."""
     script = [str(FOLDER / "build_tfrecords.py")]
     if code:
-        script = ["-c", f"import sys; sys.path.append({str(FOLDER)!r}); import build_tfrecords\n{code}"]
-        script[1] += "\nsys.exit(build_tfrecords.main(sys.argv[1:]))"
+        script = ["-c", f"import sys; from colossal_vit.data import packing\n{code}"]
+        script[1] += "\nsys.exit(packing.main(sys.argv[1:]))"
     kwargs = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **kwargs}
     return subprocess.Popen([sys.executable, *script, *map(str, (*arguments, *shards))], **kwargs)
 
@@ -560,8 +557,8 @@ def test_killed_and_resumed_is_as_undisturbed(with_bad, tmp_path, renames, capfd
 
 SLOW = """
 import time
-prepare = build_tfrecords.prepare_image
-build_tfrecords.prepare_image = lambda *arguments: time.sleep(0.03) or prepare(*arguments)
+prepare = packing.prepare_image
+packing.prepare_image = lambda *arguments: time.sleep(0.03) or prepare(*arguments)
 """
 
 

@@ -7,12 +7,11 @@ The first step of the tutorial: every process holds the whole model. `train_hybr
 
 from colossal_vit import launch
 from colossal_vit.data.mixing import mixed
+from colossal_vit.data.source import build_data
 from colossal_vit.engine import Trainer, build_criterion, build_optimizer, build_scheduler, initialize
 from colossal_vit.engine.knn import evaluate_knn
 from colossal_vit.hooks import standard_hooks
 from colossal_vit.models import build_timm_vit, check_timm_vit
-
-from cifar10 import build_cifar10
 
 
 def main(args: launch.Arguments) -> object:
@@ -21,7 +20,7 @@ def main(args: launch.Arguments) -> object:
     config = run.config
 
     # ---- Data: the same global batches for any number of processes -------------------------------------------------
-    train_dataloader, test_dataloader = build_cifar10(run)
+    train_dataloader, test_dataloader = build_data(run)
     train_dataloader = mixed(train_dataloader, config)  # Mixup and CutMix, with the block `mix`
 
     # ---- Model -----------------------------------------------------------------------------------------------------

@@ -7,11 +7,11 @@ The layout is in the config file: processes = data × parallel.pipeline × paral
 
 from colossal_vit import launch
 from colossal_vit.data.mixing import mixed
+from colossal_vit.data.source import build_data
 from colossal_vit.engine import Trainer, build_criterion, build_optimizer, build_scheduler, initialize
 from colossal_vit.engine.knn import evaluate_knn
 from colossal_vit.hooks import standard_hooks
 
-from cifar10 import build_cifar10
 from vit import build_vit, check_vit
 
 
@@ -21,7 +21,7 @@ def main(args: launch.Arguments) -> object:
     config = run.config
 
     # ---- Data: the same global batches in every layout -------------------------------------------------------------
-    train_dataloader, test_dataloader = build_cifar10(run)
+    train_dataloader, test_dataloader = build_data(run)
     train_dataloader = mixed(train_dataloader, config)  # Mixup and CutMix, with the block `mix`
 
     # ---- Model: this rank's blocks, and its shard of each ----------------------------------------------------------

@@ -4,13 +4,15 @@ import statistics
 from pathlib import Path
 
 from colossal_vit import typed_json
+from colossal_vit.config.settings import IMAGENET
+from colossal_vit.data.source import USUAL
 from colossal_vit.models import SHAPE
 from colossal_vit.results import METRICS, format_table, read_metrics
 from colossal_vit.typed_json import Count
 from colossalai.context import Config
 from typing_extensions import TypedDict
 
-NUM_IMAGES = 1_281_167  # ImageNet-1K's training set
+NUM_IMAGES = USUAL[IMAGENET].num_images  # ImageNet-1K's training set
 NUM_GPUS = {4, 64, 1024}
 PUBLISHED_HOURS = {  # what 300 epochs take on 4 A100s, as the tutorial says
     "vit_base_patch32_224": 14.58,

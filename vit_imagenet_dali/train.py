@@ -7,6 +7,7 @@
 
 from colossal_vit import launch
 from colossal_vit.data.mixing import mixed
+from colossal_vit.data.source import build_data
 from colossal_vit.engine import Trainer, build_criterion, build_optimizer, build_scheduler, initialize
 from colossal_vit.engine.knn import evaluate_knn
 from colossal_vit.hooks import standard_hooks
@@ -22,9 +23,7 @@ def main(args: launch.Arguments) -> object:
     config = run.config
 
     # ---- Data: DALI reads TFRecords --------------------------------------------------------------------------------
-    from imagenet_dali_dataloader import build_imagenet  # here, since DALI takes long to load: --help need not wait
-
-    train_dataloader, test_dataloader = build_imagenet(run)
+    train_dataloader, test_dataloader = build_data(run)
     train_dataloader = mixed(train_dataloader, config)  # Mixup and CutMix, with the block `mix`
 
     # ---- Model -----------------------------------------------------------------------------------------------------

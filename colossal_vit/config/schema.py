@@ -80,16 +80,14 @@ TRAINING: Settings = {
 }
 DATA: Settings = {
     "DATA": Free(TEXT, "folder of the data set; else the environment's DATA, else the digits sample"),
-    "SYNTHETIC": Setting(BOOL, "train on one random batch, without data", False, (CALTECH101, IMAGENET)),
+    "SYNTHETIC": Setting(BOOL, "train on one random batch, without data", False),
     "CACHE_SIZE": Setting(SIDE, "side of the decoded images of class folders that are kept, in pixels; IMG_SIZE × 8/7"),
     "TEST_FRACTION": Setting(
         number(0.001, 0.999), "share of each class to test on, of your own images without a folder for that", 0.2
     ),
-    "TRAIN_PER_CLASS": Setting(
-        POSITIVE_INT, "training images of each class; four fifths of them", scripts=(CALTECH101,)
-    ),
+    "TRAIN_PER_CLASS": Setting(POSITIVE_INT, "training images of each class of Caltech101; four fifths of them"),
     "CROP_PADDING": Setting(
-        whole(0, 32), "pixels of border, of 32, that a random crop may reach into", 4, (DP, HYBRID)
+        whole(0, 32), "pixels of border, of 32, that a random crop may reach into; of CIFAR-10's", 4
     ),
     "CROP_AREA": Setting(
         AREA, "smallest and largest share of an image that a random crop is; not of CIFAR-10's", (0.08, 1.0)
@@ -99,7 +97,7 @@ DATA: Settings = {
         whole(1, 100), "repeated augmentation: how often an image comes in an epoch, which has as many fewer images", 1
     ),
     "EVAL_CROP": Setting(
-        number(0.1, 1), "side of the centre that is evaluated ÷ image's shorter side", 224 / 256, (IMAGENET,)
+        number(0.1, 1), "side of the centre that is evaluated ÷ image's shorter side; of TFRecords", 224 / 256
     ),
     "augment": Block(
         "what is done to training images once they are cropped and mirrored",
@@ -126,7 +124,7 @@ DATA: Settings = {
         switches=("mixup", "cutmix"),
     ),
     "dali": Block(
-        "the ImageNet pipeline; train_dp, whose images are in memory, takes it and does nothing with it",
+        "the pipeline that reads TFRecords; train_dp takes it and does nothing with it",
         {
             "gpu_aug": Setting(BOOL, "decode and augment on the GPU, where there is one", True),
             "max_bad": Setting(NON_NEGATIVE_INT, "check all records first, and leave out up to so many damaged ones"),
@@ -137,7 +135,7 @@ DATA: Settings = {
             ),
         },
         {},
-        (IMAGENET,),
+        (HYBRID, CALTECH101, IMAGENET),
     ),
 }
 FINE_TUNING: Settings = {
@@ -307,7 +305,7 @@ SCHEMA = {key: setting for group in GROUPS.values() for key, setting in group.it
 # Keys of published configs that a script takes and does nothing with, and why.
 IDLE = {
     DP: {
-        "dali": "the images are in memory; Mixup is in the block mix, RandAugment in augment",
+        "dali": "TFRecords are read as by default; Mixup is in the block mix, RandAugment in augment",
         "model": "each process has the whole model",
     }
 }

@@ -14,7 +14,6 @@ PATHS = {  # where each example script is
     IMAGENET: "vit_imagenet_dali/train.py",
 }
 SCRIPTS = tuple(PATHS)
-NUM_CLASSES = {DP: 10, HYBRID: 10, CALTECH101: 101, IMAGENET: 1000}  # of the data set that a script is for
 
 REQUIRED, OPTIONAL = object(), object()  # stand where a default would
 

@@ -12,7 +12,7 @@ import os
 import shutil
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -374,16 +374,14 @@ class Batches(SampledLoader):
             yield images, labels
 
 
-def build_batches(
-    run: Run, images: Images, name: str, split: Callable[[], tuple[Tensor, Tensor]]
-) -> tuple[Loader, Loader]:
+def build_batches(run: Run, images: Images, name: str, train: Tensor, test: Tensor) -> tuple[Loader, Loader]:
     """Training and test batches of these images, which are decoded unless they have been before. Collective.
 
     Args:
         run: whose config says how.
         images: of the data set, the same on every rank.
         name: of the data set.
-        split: returns the indices for training and for testing, the same on every rank.
+        train, test: indices of the images for each, int64, the same on every rank.
 
     Raises:
         UserError: on every rank, if the config does not fit the images, or an image cannot be decoded.
@@ -394,7 +392,6 @@ def build_batches(
         settle_classes(config, len(images.classes), images.root)
         if size < config.IMG_SIZE:
             raise UserError(f"CACHE_SIZE = {size}: must be at least IMG_SIZE = {config.IMG_SIZE}")
-        train, test = split()
         sampler = GlobalBatchSampler(
             len(train), config.BATCH_SIZE, config.gradient_accumulation, config.SEED, repeats=config.REPEATS
         )
@@ -432,4 +429,4 @@ def build_own_images(run: Run, root: Path) -> tuple[Loader, Loader]:
         digests = run_on_rank_0(lambda: digest_contents(images, run.log))
         with raise_on_all_ranks():
             train, test = split_by_content(images, digests, run.config.TEST_FRACTION)
-    return build_batches(run, images, OWN, lambda: (train, test))
+    return build_batches(run, images, OWN, train, test)

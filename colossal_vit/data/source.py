@@ -1,44 +1,68 @@
-"""Which data a run has: those in its folder DATA, the digits sample, one random batch, or none in a dry run."""
+"""Which data a run has: those in its folder DATA, of any format, the digits sample, one random batch, or none."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from colossal_vit.config.settings import NUM_CLASSES
+from colossal_vit.config.settings import CALTECH101, DP, HYBRID, IMAGENET
 from colossal_vit.data.batches import FakeBatches, Loader, SyntheticBatches
 from colossal_vit.data.folders import class_folders, has_class_folders
 from colossal_vit.data.identity import identify
 from colossal_vit.errors import UserError
-from colossal_vit.parallel.ranks import RankLogger, run_on_rank_0
+from colossal_vit.parallel.ranks import run_on_rank_0
 from colossal_vit.run import Run
 from colossalai.context import Config
 
 SAMPLE = Path(__file__).resolve().parents[2] / "data" / "sample"
 
 
-def build_without_data(
-    run: Run, name: str, num_images: int, endless: bool = False
-) -> tuple[Loader, Loader | None] | None:
-    """Training and test batches of a dry run, or with SYNTHETIC; None for a run that reads images.
+class Format(NamedTuple):
+    """A format of data sets.
 
-    Args:
-        run: whose config and flags say which of them it is.
-        name: of the data set that an epoch has the size of.
-        num_images: for training, in that data set.
-        endless: whether an epoch with SYNTHETIC is much longer, for measurements.
+    Attributes:
+        name: of the data set that it is from.
+        module: beside this one. Its `build(run, root)` makes batches of what is in the folder `root`, its `fetch(root,
+            log)` downloads the data set to `root` or refuses, its `write_sample(folder)` writes the sample there.
+        marks: a folder in which one of these patterns is found has this format.
+        num_images: of the data set, for training: the length of an epoch where no data are read.
+        num_classes: of the data set.
     """
-    config = run.config
-    shape = (config.BATCH_SIZE, 3, config.IMG_SIZE, config.IMG_SIZE)
-    num_batches = num_images // (config.BATCH_SIZE * run.layout.data)
-    if run.observe:
-        return FakeBatches(num_batches, shape, run.device), None
-    if not config.get("SYNTHETIC"):
-        return None
-    run.data = identify("SYNTHETIC", (0, 0), config.NUM_CLASSES, "")
-    run.log.info(f"SYNTHETIC: one random batch over and over{'' if endless else f', of the size of {name} an epoch'}")
-    lengths = 10**6 if endless else num_batches, 1
-    train, test = (SyntheticBatches(n, shape, config.NUM_CLASSES, run.device, config.SEED) for n in lengths)
-    return train, test
+
+    name: str
+    module: str
+    marks: tuple[str, ...]
+    num_images: int
+    num_classes: int
+
+    def is_in(self, folder: Path) -> bool:
+        """Whether a data folder has this format."""
+        return any(any(folder.glob(mark)) for mark in self.marks)
+
+    def call(self, function: str, *arguments: Any) -> Any:
+        """Call a function of the module, which is imported only then: DALI takes long to load."""
+        return getattr(import_module(f"colossal_vit.data.{self.module}"), function)(*arguments)
+
+
+FORMATS = (
+    Format("CIFAR-10", "cifar10", ("cifar-10-batches-bin", "cifar-10-batches-py"), 50_000, 10),
+    Format("Caltech101", "caltech101", ("caltech101/101_ObjectCategories",), 6_941, 101),  # four fifths of 8,677
+    Format("ImageNet", "imagenet", ("idx_files", "train/train-*-of-*"), 1_281_167, 1000),
+)
+USUAL = dict(zip((HYBRID, CALTECH101, IMAGENET), FORMATS, strict=True)) | {DP: FORMATS[0]}  # of each script
+
+
+def find_format(folder: Path, usual: Format) -> Format | None:
+    """The format of the data in a folder, `usual` if it has several; None for class folders.
+
+    Raises:
+        UserError: if it has none of them, naming what `usual` needs.
+    """
+    for known in (usual, *FORMATS):
+        if known.is_in(folder):
+            return known
+    return None if has_class_folders(folder) else usual
 
 
 def _named(config: Config) -> Path | None:
@@ -47,17 +71,45 @@ def _named(config: Config) -> Path | None:
     return Path(data) if data else None
 
 
-def own_images(run: Run) -> Path | None:
-    """The folder that DATA names, if it has class folders of images: every script takes them, by `image_folder.py`."""
-    folder = _named(run.config)
-    return folder if folder and has_class_folders(folder) else None
+def build_data(run: Run) -> tuple[Loader, Loader | None]:
+    """Training and test batches of a run, of whatever it has as data. Collective.
+
+    Raises:
+        UserError: on every rank, if any rank cannot get or read the data, or they do not fit the config.
+    """
+    usual = USUAL[run.args.script]
+    if run.observe or run.config.get("SYNTHETIC"):
+        return _without_data(run, usual)
+    if folder := _named(run.config):
+        found = run_on_rank_0(lambda: find_format(folder, usual))
+        if found is None:
+            return import_module("colossal_vit.data.image_folder").build_own_images(run, folder)
+        run_on_rank_0(lambda: found.call("fetch", folder, run.log))
+        return found.call("build", run, folder)
+    folder = run_on_rank_0(lambda: usual.call("write_sample", SAMPLE))
+    run.log.info(f"DATA is not set: this is the sample, 1,797 scanned digits in {usual.name}'s format, in {SAMPLE}")
+    return usual.call("build", run, folder)
+
+
+def _without_data(run: Run, usual: Format) -> tuple[Loader, Loader | None]:
+    """Training and test batches of a dry run, or with SYNTHETIC."""
+    config = run.config
+    shape, global_batch = (config.BATCH_SIZE, 3, *[config.IMG_SIZE] * 2), config.BATCH_SIZE * run.layout.data
+    if run.observe:
+        return FakeBatches(usual.num_images // global_batch, shape, run.device), None
+    run.data = identify("SYNTHETIC", (0, 0), config.NUM_CLASSES, "")
+    largest = FORMATS[-1]
+    run.log.info(f"SYNTHETIC: one random batch over and over, of the size of {largest.name} an epoch")
+    lengths = largest.num_images // global_batch, 1
+    train, test = (SyntheticBatches(n, shape, config.NUM_CLASSES, run.device, config.SEED) for n in lengths)
+    return train, test
 
 
 def expected_classes(config: Config, script: str | None) -> int:
     """How many classes the data probably have, where none are read: a dry run or a plan needs the size of the model."""
     if (folder := _named(config)) and has_class_folders(folder):
         return len(class_folders(folder / "train" if (folder / "train").is_dir() else folder)[0])
-    return NUM_CLASSES.get(script, 10)
+    return USUAL[script].num_classes if script else 10
 
 
 def settle_classes(config: Config, count: int, where: Path) -> None:
@@ -70,31 +122,6 @@ def settle_classes(config: Config, count: int, where: Path) -> None:
         raise UserError(
             f"NUM_CLASSES = {config.NUM_CLASSES}, but {where} has {count} classes: leave NUM_CLASSES out, or raise it"
         )
-
-
-def find_data(
-    run: Run,
-    name: str,
-    write_sample: Callable[[Path], Path],
-    fetch: Callable[[Path, RankLogger], None] = lambda folder, log: None,
-) -> Path:
-    """The folder that DATA names, in the config or the environment; without DATA, the digits sample.
-
-    Args:
-        run: whose data they are.
-        name: of the data set whose format the sample has.
-        write_sample: writes the sample to a folder, unless it is there; returns what DATA would be for it.
-        fetch: downloads the data set to the folder that DATA names, unless it is there.
-
-    Raises:
-        UserError: on every rank, if the data set cannot be downloaded.
-    """
-    if folder := _named(run.config):
-        run_on_rank_0(lambda: fetch(folder, run.log))
-        return folder
-    folder = run_on_rank_0(lambda: write_sample(SAMPLE))
-    run.log.info(f"DATA is not set: this is the sample, 1,797 scanned digits in {name}'s format, in {SAMPLE}")
-    return folder
 
 
 def describe_data(

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import torch
 from colossal_vit import config as configs
-
-import imagenet_dali_dataloader as loaders
+from colossal_vit.data import imagenet as loaders
 
 THREADS = 2
 DRAINED = 8  # batches taken before the timing starts: more than are made ahead
@@ -24,7 +23,7 @@ def main() -> None:
     data, batch_size, num_batches, *overrides = sys.argv[1:]
     records = loaders.find_records(Path(data), "train")
     values = [f"BATCH_SIZE={batch_size}", "NUM_CLASSES=8", "gradient_accumulation=1", *overrides]
-    config = configs.load(Path(loaders.__file__).with_name("config.py"), values, "imagenet")
+    config = configs.load(Path(__file__).parents[2] / "vit_imagenet_dali/config.py", values, "imagenet")
     loader = loaders.DaliLoader(records, True, config, torch.device("cpu"), THREADS)
 
     def endless() -> Iterator:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from colossal_vit import launch
-from colossal_vit.config.settings import CALTECH101, NUM_CLASSES
+from colossal_vit.config.settings import CALTECH101
+from colossal_vit.data.source import USUAL
 from colossal_vit.engine import precision
 from colossal_vit.engine.engine import Engine
 from colossal_vit.mfu import peak_of, training_flops
@@ -73,7 +74,7 @@ def start_run(args: argparse.Namespace, config: Path, values: Mapping[str, Any],
     flags = [*set_flags(values), *(f"--set={override}" for override in getattr(args, "set", ()))]
     argv = ["--config", str(config), "--output", f"{args.on_ranks[1]}/run", *flags]
     run = launch.start(launch.parse(argv, **how))
-    run.config.setdefault("NUM_CLASSES", NUM_CLASSES[run.args.script])
+    run.config.setdefault("NUM_CLASSES", USUAL[run.args.script].num_classes)
     return run
 
 
@@ -215,6 +216,6 @@ def mfu(config: Config, images_per_s: float) -> float | None:
     if not peak:
         return None
     with torch.device("meta"):
-        model = build_timm_vit(Config({"NUM_CLASSES": NUM_CLASSES[CALTECH101], **config}))
+        model = build_timm_vit(Config({"NUM_CLASSES": USUAL[CALTECH101].num_classes, **config}))
         flops = training_flops(model, config.IMG_SIZE)
     return 100 * images_per_s * flops / peak

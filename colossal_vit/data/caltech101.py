@@ -1,20 +1,18 @@
-"""Caltech101 (L. Fei-Fei et al., CVPR 2004 workshop): 9,144 JPEGs, 131 MB; read by `colossal_vit.data.image_folder`."""
+"""Caltech101 (L. Fei-Fei et al., CVPR 2004 workshop): 9,144 JPEGs, 131 MB, as class folders."""
 
 from pathlib import Path
 
 from colossal_vit.data.batches import Loader
 from colossal_vit.data.digits import write_caltech101
 from colossal_vit.data.folders import download
-from colossal_vit.data.image_folder import Images, build_batches, build_own_images, split
+from colossal_vit.data.image_folder import Images, build_batches, split
 from colossal_vit.data.image_folder import find_images as find_in_class_folders
-from colossal_vit.data.source import build_without_data, find_data, own_images
 from colossal_vit.parallel.ranks import RankLogger, raise_on_all_ranks
 from colossal_vit.run import Run
 from torchvision.datasets import Caltech101
 
 FOLDER = "caltech101/101_ObjectCategories"
 NO_CLASS = "BACKGROUND_Google"  # images of no class, which torchvision leaves out, too
-NUM_TRAINING_IMAGES = 6_941  # four fifths of 8,677, for dry runs
 
 
 def fetch(root: Path, log: RankLogger) -> None:
@@ -44,17 +42,18 @@ def find_images(data: Path) -> Images:
     return find_in_class_folders(root, root.parent, skip=NO_CLASS)
 
 
-def build_caltech101(run: Run) -> tuple[Loader, Loader | None]:
-    """Training and test batches for a run.
+def write_sample(folder: Path) -> Path:
+    """Write the digits sample to a folder, unless it is there; returns what DATA would be for it."""
+    return write_caltech101(folder).parent
+
+
+def build(run: Run, root: Path) -> tuple[Loader, Loader]:
+    """Training and test batches for a run of what is in `root`.
 
     Raises:
-        UserError: on every rank, if any rank cannot get or read the images.
+        UserError: on every rank, if any rank cannot read the images, or they do not fit the config.
     """
-    if batches := build_without_data(run, "Caltech101", NUM_TRAINING_IMAGES, endless=True):
-        return batches
-    if own := own_images(run):
-        return build_own_images(run, own)
-    root = find_data(run, "Caltech101", lambda folder: write_caltech101(folder).parent, fetch)
     with raise_on_all_ranks():
         images = find_images(root)
-    return build_batches(run, images, "Caltech101", lambda: split(images, run.config.get("TRAIN_PER_CLASS")))
+        train, test = split(images, run.config.get("TRAIN_PER_CLASS"))
+    return build_batches(run, images, "Caltech101", train, test)

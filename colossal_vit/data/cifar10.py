@@ -16,9 +16,8 @@ from colossal_vit.data.batches import IGNORED, Loader, SampledLoader, sees_image
 from colossal_vit.data.devices import to_device
 from colossal_vit.data.digits import write_cifar10
 from colossal_vit.data.folders import download
-from colossal_vit.data.image_folder import build_own_images
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
-from colossal_vit.data.source import build_without_data, describe_data, find_data, own_images, settle_classes
+from colossal_vit.data.source import describe_data, settle_classes
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.ranks import RankLogger, raise_on_all_ranks
 from colossal_vit.run import Run
@@ -32,7 +31,6 @@ ARCHIVE_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
 FOLDER = "cifar-10-batches-bin"
 TRAIN_FILES = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 TEST_FILES = ("test_batch.bin",)
-NUM_TRAINING_IMAGES = 50_000
 IMAGE_SHAPE = (3, 32, 32)
 NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 RECORD_BYTES = 1 + 3 * 32 * 32  # a label, then the red, green and blue planes
@@ -59,6 +57,11 @@ def fetch(root: Path, log: RankLogger) -> None:
         download_and_extract_archive(ARCHIVE, str(scratch), md5=ARCHIVE_MD5)
 
     download(root, FOLDER, download_to, f"has no {FOLDER}/", f"unpack {ARCHIVE} there by hand")
+
+
+def write_sample(folder: Path) -> Path:
+    """Write the digits sample to a folder, unless it is there; returns what DATA would be for it."""
+    return write_cifar10(folder).parent
 
 
 def read(root: Path, train: bool) -> tuple[Tensor, Tensor, str]:
@@ -188,18 +191,13 @@ class Batches(SampledLoader):
             yield images, labels
 
 
-def build_cifar10(run: Run) -> tuple[Loader, Loader | None]:
-    """Training and test batches for a run.
+def build(run: Run, root: Path) -> tuple[Loader, Loader]:
+    """Training and test batches for a run of what is in `root`.
 
     Raises:
-        UserError: on every rank, if any rank cannot get or read the images.
+        UserError: on every rank, if any rank cannot read the images.
     """
-    if batches := build_without_data(run, "CIFAR-10", NUM_TRAINING_IMAGES):
-        return batches
-    if own := own_images(run):
-        return build_own_images(run, own)
     config: Config = run.config
-    root = find_data(run, "CIFAR-10", lambda folder: write_cifar10(folder).parent, fetch)
     with raise_on_all_ranks():
         images, labels, digest = read(root, train=True)
         test_images, test_labels, test_digest = read(root, train=False)

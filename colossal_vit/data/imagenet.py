@@ -21,13 +21,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from colossal_vit.config.complete import complete
+from colossal_vit.config.schema import DATA
+from colossal_vit.data import dali_augmentation as augmentation
+from colossal_vit.data import packing as tfrecords
 from colossal_vit.data.augment import Erased, erase
 from colossal_vit.data.batches import IGNORED, Loader, SampledLoader, read_ahead, sees_images
 from colossal_vit.data.devices import to_device
 from colossal_vit.data.digits import write_imagenet
-from colossal_vit.data.image_folder import build_own_images
+from colossal_vit.data.image_files import prepare_image
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
-from colossal_vit.data.source import build_without_data, describe_data, find_data, own_images, settle_classes
+from colossal_vit.data.source import describe_data, settle_classes
+from colossal_vit.data.tfrecord import parse_example, read_data, record_size
 from colossal_vit.errors import UserError
 from colossal_vit.files import write_text
 from colossal_vit.parallel.ranks import RankLogger, all_gather_object, raise_on_all_ranks, run_on_rank_0
@@ -37,12 +42,6 @@ from nvidia.dali import Pipeline, fn, pipeline_def, types
 from nvidia.dali.data_node import DataNode
 from nvidia.dali.pipeline import do_not_convert
 from torch import Tensor
-
-import augmentation
-import build_tfrecords as tfrecords
-from image_files import prepare_image
-from planning import NUM_IMAGES
-from tfrecord import parse_example, read_data, record_size
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # each channel's over ImageNet's training set
 EMPTY_RECORD = 16  # bytes
@@ -56,6 +55,11 @@ REMEDY = "to train without such records, set dali = dict(max_bad=...)"
 # ---------------------------------------------------------------------------------------------------------------------
 # On disk
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def _dali(config: Config) -> Config:
+    """The block `dali`, with its defaults in train_dp, which has none."""
+    return config.get("dali") or Config(complete({}, None, DATA["dali"].settings))
 
 
 class Records(NamedTuple):
@@ -226,7 +230,7 @@ class DaliLoader(SampledLoader):
     ):
         count, size = records.num_images, config.BATCH_SIZE
         if train:
-            order = dict(repeats=config.REPEATS, shards=records.counts, window=config.dali.window)
+            order = dict(repeats=config.REPEATS, shards=records.counts, window=_dali(config).window)
             sampler = GlobalBatchSampler(
                 count, size, config.gradient_accumulation, config.SEED, rank, num_ranks, **order
             )
@@ -236,7 +240,7 @@ class DaliLoader(SampledLoader):
         self.records, self.num_threads = records, num_threads
         self.ends = np.cumsum(records.counts)  # of the shards, in records
         self.with_images = sees_images() if with_images is None else with_images
-        self.on_gpu = device.type == "cuda" and config.dali.gpu_aug
+        self.on_gpu = device.type == "cuda" and _dali(config).gpu_aug
         self.resizers = ThreadPoolExecutor(num_threads)
         self.open = lru_cache(OPEN_FILES)(partial(open, mode="rb", buffering=0))
         self.ahead: dict[tuple[int, int], Iterator] = {}  # by epoch and micro-batch: what DALI already works on
@@ -429,6 +433,10 @@ def write_sample(folder: Path) -> Path:
     return output
 
 
+def fetch(data: Path, log: RankLogger) -> None:
+    """ImageNet cannot be downloaded; `find_records` says what is missing."""
+
+
 def threads_per_rank() -> int:
     """This rank's share of the CPU cores that it may run on, divided by the ranks that may run on the same ones."""
     cores = sorted(os.sched_getaffinity(0))
@@ -436,25 +444,20 @@ def threads_per_rank() -> int:
     return max(1, len(cores) // all_gather_object(place).count(place))
 
 
-def build_imagenet(run: Run) -> tuple[Loader, Loader | None]:
-    """Training and test batches for a run.
+def build(run: Run, data: Path) -> tuple[Loader, Loader]:
+    """Training and test batches for a run of the records in `data`.
 
     Raises:
         UserError: on every rank, if any rank cannot read the records, or they do not fit the config.
     """
     config: Config = run.config
-    if batches := build_without_data(run, "ImageNet", NUM_IMAGES):
-        return batches
-    if own := own_images(run):
-        return build_own_images(run, own)
-    data = find_data(run, "ImageNet", write_sample)
     with raise_on_all_ranks():
         splits = [find_records(data, split) for split in tfrecords.NUM_SHARDS]
         classes = tfrecords.class_names(data)
         if classes:
             settle_classes(config, len(classes), data / "classes.txt")
         config.setdefault("NUM_CLASSES", tfrecords.NUM_CLASSES)
-    if (max_bad := config.dali.get("max_bad")) is not None:
+    if (max_bad := _dali(config).get("max_bad")) is not None:
         run_on_rank_0(lambda: leave_out(splits, run.output, config.NUM_CLASSES, max_bad, run.log))
         filtered = partial(filtered_index, run.output)
         with raise_on_all_ranks():

@@ -1,0 +1,574 @@
+"""Pack ImageNet's folders into TFRecord shards with DALI index files; check them; index those made elsewhere.
+
+    python build_tfrecords.py SOURCE OUTPUT        SOURCE has train/<wnid>/* and val/<wnid>/*, or a flat val/
+    python build_tfrecords.py --verify OUTPUT      one line for each fault, with file and byte; exit code 1 if any
+    python build_tfrecords.py --index-only OUTPUT  OUTPUT has TFRecords in train/ and validation/, or in one of them
+
+OUTPUT gets `train/train-00000-of-01024`, `validation/validation-00000-of-00128`, `idx_files/<split>/<shard>.idx` (a
+line `offset size` a record), `classes.txt` (line N is the wnid of label N; they are sorted), `build.json` (what was
+asked for) and, if any image was bad, `skipped.txt` (path, tab, reason). A record is a tf.train.Example with
+`image/encoded` and `image/class/label`, from 1. Training images are shuffled over all shards by --seed, so that none
+is of one class; validation images stay in order. Killed at any moment, the same command resumes, and the result is the
+same to the byte: a shard gets its name once it is on disk whole.
+"""
+
+import argparse
+import ctypes
+import fcntl
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing, contextmanager
+from itertools import count, repeat, zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple, NotRequired
+
+from colossal_vit import streams, typed_json
+from colossal_vit.data.folders import class_folders, list_files
+from colossal_vit.data.image_files import prepare_image
+from colossal_vit.data.tfrecord import encode_record, masked_crc, parse_example, record_size
+from colossal_vit.errors import Parser, UserError, in_one_line
+from colossal_vit.files import sync
+from tqdm import tqdm
+from typing_extensions import TypedDict
+
+NAME = "build_tfrecords.py"
+NUM_SHARDS = {"train": 1024, "validation": 128}
+MIN_IMAGES = 256  # a shard: a small set gets fewer shards
+NUM_CLASSES = 1000  # where no classes.txt says it
+INDEX_LINE = re.compile(r"(\d{1,19})[ \t]+(\d{1,19})[ \t]*", re.ASCII)
+SCAN_THREADS = 16  # for folders on a network
+
+
+@contextmanager
+def _blame(path: Path) -> Iterator[None]:
+    """Turn an `OSError` into a `UserError`, about `path` if the error names no file."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{error.filename or path}: {error.strerror or error}") from None
+
+
+# ---- Text files with names, which need not be UTF-8 ----
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a file that `_publish` or the user wrote; only a line break ends one."""
+    with _blame(path):
+        text = os.fsdecode(path.read_bytes()).replace("\r\n", "\n").rstrip("\n")
+    return text.split("\n") if text else []
+
+
+def class_names(output: Path) -> list[str]:
+    """The names in `classes.txt`, in the order of their labels; empty if there is no such file."""
+    path = output / "classes.txt"
+    return read_lines(path) if path.exists() else []
+
+
+# ---- Source folders ----
+
+
+def list_images(source: Path, folder: str) -> list[tuple[str, int, int]]:
+    """Path relative to SOURCE, bytes and modification time (ns) of all files in a folder but hidden ones, sorted."""
+    files = [(f"{folder}/{name}", *status) for name, *status in list_files(source / folder)]
+    if not files:
+        raise UserError(f"{source / folder}: has no images; fill the folder or remove it")
+    return files
+
+
+def read_synset_map(path: Path, images: list[str]) -> list[str]:
+    """The wnids of the images of a flat folder.
+
+    A line of the file is a wnid, in the order of the sorted images, or a file name, with or without its ending, then a
+    space or comma, then a wnid.
+    """
+    lines = [line.replace(",", " ").split()[:2] for line in read_lines(path) if line.strip()]
+    if lines and all(len(line) == 1 for line in lines):
+        if len(lines) != len(images):
+            raise UserError(f"{path}: has {len(lines)} wnids for {len(images)} images; one for each is needed")
+        return [wnid for (wnid,) in lines]
+    wnids = {Path(line[0]).stem: line[-1] for line in lines}
+    if missing := [image for image in images if Path(image).stem not in wnids]:
+        raise UserError(f"{path}: has no line for {missing[0]}; 'name wnid' or a wnid for each in order is needed")
+    return [wnids[Path(image).stem] for image in images]
+
+
+def scan(source: Path, synset_map: Path | None) -> tuple[list[str], dict[str, list[tuple[str, int, int]]], str]:
+    """Find all images.
+
+    Returns:
+        The wnids in the order of their labels; (path relative to SOURCE, label, bytes) of the images of each split; a
+        digest of all paths, labels, sizes and modification times.
+
+    Raises:
+        UserError: if a folder is missing or empty, or files are misplaced.
+    """
+    train, found = source / "train", [source / name for name in ("val", "validation") if (source / name).is_dir()]
+    if not train.is_dir() or len(found) != 1:
+        there = ["train/"] * train.is_dir() + [f"{folder.name}/" for folder in found]
+        raise UserError(
+            f"{source}: has {' and '.join(there) or 'no train/'}; train/ and one of val/ and validation/ are needed"
+        )
+    (validation,) = found
+    (wnids, beside), (of_validation, beside_validation) = map(class_folders, (train, validation))
+    if not wnids:
+        raise UserError(f"{train}: has no class folders; train/<wnid>/* is needed")
+    if broken := [wnid for wnid in wnids if "\n" in wnid or "\r" in wnid]:
+        raise UserError(f"{train}: has a class folder {broken[0]!r}; rename it without the line break")
+    if not of_validation and not synset_map:
+        raise UserError(f"{validation}: has no class folders; name the file with its wnids with --synset-map")
+    if of_validation and synset_map:
+        raise UserError(f"--synset-map {synset_map}: is for images without class folders, which {validation} has")
+    if of_validation and (odd := sorted(set(wnids) ^ set(of_validation))):
+        lacking, other = (validation, train) if odd[0] in wnids else (train, validation)
+        raise UserError(f"{lacking}: has no class folder {odd[0]}, which {other} has")
+    for folder, files in ((train, beside), (validation, beside_validation if of_validation else [])):
+        if files:
+            first = in_one_line(files[0])
+            print(f"{folder}: {len(files)} files beside the class folders are left out, the first is {first}")
+    labels, digest = {wnid: label for label, wnid in enumerate(wnids, start=1)}, hashlib.sha256()
+    images = {"train": [], "validation": []}
+    for split, folder in zip(images, (train.name, validation.name), strict=True):
+        flat = split == "validation" and synset_map
+        parts = [folder] if flat else [f"{folder}/{wnid}" for wnid in wnids]
+        with ThreadPoolExecutor(SCAN_THREADS) as pool:
+            listed = list(pool.map(list_images, repeat(source), parts))
+        for part, files in zip(parts, listed, strict=True):
+            paths, sizes, _ = zip(*files, strict=True)
+            of_files = read_synset_map(synset_map, paths) if flat else [Path(part).name] * len(files)
+            if unknown := set(of_files) - set(wnids):
+                raise UserError(f"{synset_map}: {min(unknown)} is not a class folder of {train}")
+            images[split] += zip(paths, [labels[wnid] for wnid in of_files], sizes, strict=True)
+            digest.update(repr((files, of_files)).encode())
+    return wnids, images, digest.hexdigest()
+
+
+# ---- Processes and files ----
+
+
+def _start_worker(parent: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent ends the workers
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the parent, even if that is killed
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+@contextmanager
+def worker_pool(num_workers: int) -> Iterator[Executor]:
+    """A pool of processes that end with this process, and if one dies, which raises an error in the `with` block."""
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(num_workers, context, _start_worker, (os.getpid(),)) as pool:
+        try:
+            yield pool
+        except BaseException:
+            for process in multiprocessing.active_children():
+                process.kill()
+            raise
+
+
+def run_all(
+    pool: Executor, function: Callable, tasks: list[tuple], sizes: list[int], unit: str, done: int = 0
+) -> Iterator[tuple[tuple, Any]]:
+    """Yield arguments and result of each task as it finishes; a progress bar counts the tasks' sizes."""
+    futures = {pool.submit(function, *task): (task, size) for task, size in zip(tasks, sizes, strict=True)}
+    bar = {"total": sum(sizes) + done, "initial": done, "unit": unit, "unit_scale": unit == "B"}
+    with tqdm(**bar, disable=None) as progress:  # on a terminal only
+        for future in as_completed(futures):
+            task, size = futures[future]
+            yield task, future.result()
+            progress.update(size)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.tmp")
+
+
+def _publish(path: Path, text: str | None = None) -> None:
+    """fsync a file and rename it from its temporary to its final name; with `text`, write it first."""
+    with _blame(path):
+        if text is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _temporary(path).write_bytes(os.fsencode(text))
+        sync(_temporary(path))
+        os.replace(_temporary(path), path)
+        sync(path.parent)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock a folder against other builds. Workers inherit the lock, so it is released when they have ended, too."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for another build that writes to {folder}", flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            pass  # some network file systems have no locks
+        yield
+
+
+# ---- Build ----
+
+
+class Shard(NamedTuple):
+    """A planned shard: its path, that of its index, and (path relative to SOURCE, label, bytes) of its images."""
+
+    path: Path
+    index: Path
+    images: list[tuple[str, int, int]]
+
+
+def index_path(output: Path, split: str, name: str) -> Path:
+    """The path of a shard's index file."""
+    return output / "idx_files" / split / f"{name}.idx"
+
+
+def plan_shards(output: Path, split: str, images: list, num_shards: int | None, seed: int) -> list[Shard]:
+    """Distribute images evenly over shards; training images are shuffled by the seed first."""
+    if num_shards is None:
+        num_shards = max(1, min(NUM_SHARDS[split], len(images) // MIN_IMAGES))
+    if num_shards > len(images):
+        raise UserError(f"--{split}-shards {num_shards}: at most {len(images)}, the number of images, can be filled")
+    if split == "train":
+        images = random.Random(seed).sample(images, len(images))
+    bounds = [len(images) * number // num_shards for number in range(num_shards + 1)]
+    names = [f"{split}-{number:05d}-of-{num_shards:05d}" for number in range(num_shards)]
+    return [
+        Shard(output / split / name, index_path(output, split, name), images[start:end])
+        for name, start, end in zip(names, bounds, bounds[1:], strict=False)
+    ]
+
+
+def build_shard(args: argparse.Namespace, shard: Shard) -> dict[str, str]:
+    """Write a shard and its index under temporary names; runs in a worker.
+
+    Returns:
+        The images left out: path relative to SOURCE, in a line -> reason.
+    """
+    skipped, lines, offset = {}, [], 0
+    with _blame(shard.path), open(_temporary(shard.path), "wb") as file:
+        for path, label, _ in shard.images:
+            with _blame(args.source / path):
+                data = (args.source / path).read_bytes()
+            try:
+                record = encode_record(prepare_image(data, args.resize, args.quality, args.check), label)
+            except ValueError as error:
+                skipped[in_one_line(path.replace("\\", "\\\\"))] = " ".join(str(error).split())
+                continue
+            file.write(record)
+            lines.append(f"{offset} {len(record)}\n")
+            offset += len(record)
+        _temporary(shard.index).write_text("".join(lines))
+    return skipped
+
+
+class Plan(TypedDict):
+    """What `build.json` must be to be compared."""
+
+    __pydantic_config__ = typed_json.RECORD
+    images: NotRequired[dict[str, typed_json.Count]]
+
+
+def read_plan(output: Path) -> dict[str, Any]:
+    """The contents of `build.json`; empty if there is none."""
+    path = output / "build.json"
+    try:
+        return typed_json.read(path, Plan) if path.exists() else {}
+    except UserError as error:
+        raise UserError(f"{error}; no build wrote this: take another folder") from None
+
+
+def check_plan(output: Path, plan: dict[str, Any]) -> None:
+    """Write `build.json`, or check that the existing one has the same plan.
+
+    Raises:
+        UserError: if it differs, naming the values.
+    """
+    if begun := read_plan(output):
+        if other := [f"{key} {begun.get(key)} instead of {plan[key]}" for key in plan if begun.get(key) != plan[key]]:
+            raise UserError(f"{output}: was begun with {other[0]}; resume with the same, or use an empty folder")
+        return
+    if there := [name for name in (*NUM_SHARDS, "idx_files") if (output / name).exists()]:
+        raise UserError(f"{output}: has {there[0]}/ but no build.json to resume; use an empty folder")
+    _publish(output / "build.json", json.dumps(plan, indent=1) + "\n")
+
+
+def read_skipped(output: Path) -> dict[str, str]:
+    """The contents of `skipped.txt`: path -> reason."""
+    path = output / "skipped.txt"
+    pairs = [line.rsplit("\t", 1) for line in read_lines(path)] if path.exists() else []
+    if any(len(pair) != 2 for pair in pairs):
+        raise UserError(f"{path}: has a line without a tab; no build wrote this: take another folder")
+    return dict(pairs)
+
+
+def build(args: argparse.Namespace) -> int:
+    """Pack `args.source` into `args.output`, resuming an interrupted build; returns the exit code."""
+    output, start = args.output, time.monotonic()
+    wnids, images, digest = scan(args.source, args.synset_map)
+    asked = {"train": args.train_shards, "validation": args.validation_shards}
+    shards = {split: plan_shards(output, split, images[split], asked[split], args.seed) for split in images}
+    plan = {key: getattr(args, key) for key in ("seed", "resize", "quality", "check")}
+    plan["shards"] = {split: len(shards[split]) for split in images}
+    plan["images"] = {split: len(images[split]) for split in images}
+    plan["source"] = f"{digest[:16]} (digest of names, sizes and times)"
+    with _locked(output), worker_pool(args.workers) as pool:
+        check_plan(output, plan)
+        _publish(output / "classes.txt", "".join(f"{wnid}\n" for wnid in wnids))
+        for folder in (folder / split for folder in (output, output / "idx_files") for split in images):
+            folder.mkdir(parents=True, exist_ok=True)
+        every = [shard for split in images for shard in shards[split]]
+        pending = [shard for shard in every if not (shard.path.exists() and shard.index.exists())]
+        sizes, total = [len(shard.images) for shard in pending], sum(plan["images"].values())
+        print(f"{output}: {total} images of {len(wnids)} classes, {len(pending)} of {len(every)} shards to be made")
+        needed, free = sum(size for shard in pending for *_, size in shard.images), shutil.disk_usage(output).free
+        if needed > free and not args.resize and not args.quality:
+            raise UserError(f"{output}: the disk has {free / 1e9:.1f} GB left, and {needed / 1e9:.1f} GB are needed")
+        skipped, tasks = read_skipped(output), [(args, shard) for shard in pending]
+        with closing(run_all(pool, build_shard, tasks, sizes, "img", total - sum(sizes))) as results:
+            for (_, shard), bad in results:
+                skipped.update(bad)
+                if bad:  # before the shard gets its name, and is not built again
+                    _publish(output / "skipped.txt", "".join(f"{path}\t{skipped[path]}\n" for path in sorted(skipped)))
+                if len(skipped) > total * args.max_bad / 100:
+                    raise UserError(
+                        f"{output / 'skipped.txt'}: {len(skipped)} bad images so far, more than --max-bad "
+                        f"{args.max_bad:g} % of {total}; repair them, or allow more and resume"
+                    )
+                if len(bad) == len(shard.images):
+                    raise UserError(f"{shard.path}: would be empty, all of its images are bad; make fewer shards")
+                _publish(shard.index)
+                _publish(shard.path)
+    print(f"{output}: complete after {time.monotonic() - start:.0f} s, {len(skipped)} bad images left out")
+    return 0
+
+
+# ---- Index and verify ----
+
+
+def find_shards(output: Path, split: str) -> list[Path]:
+    """All files in a split's folder and its subfolders, sorted, hidden ones omitted."""
+    return sorted(path for path in (output / split).rglob("[!.]*") if path.is_file())
+
+
+def wrong_index(index: Path, fault: str) -> UserError:
+    """An error about an index file: its fault, and what writes it again."""
+    return UserError(f"{fault}; run `python build_tfrecords.py --index-only {index.parents[2]}`")
+
+
+def parse_index(index: Path) -> list[tuple[int, int]]:
+    """Offset and size in bytes of each record that an index file lists.
+
+    Raises:
+        UserError: if it cannot be read, or a line is something else.
+    """
+    records = []
+    try:
+        lines = read_lines(index)
+    except UserError as error:
+        raise wrong_index(index, str(error)) from None
+    for number, line in enumerate(lines, start=1):
+        if not (found := INDEX_LINE.fullmatch(line)):
+            raise wrong_index(index, f"{index}: line {number} is {line[:50]!r}, not offset and size of a record")
+        records.append((int(found[1]), int(found[2])))
+    return records
+
+
+def index_shard(path: Path, index: Path) -> None:
+    """Write the index of a shard; runs in a worker."""
+    lines, offset, end = [], 0, path.stat().st_size
+    with _blame(path), open(path, "rb") as file:
+        while offset < max(end, 1):
+            try:
+                size = record_size(file, offset, end)
+            except ValueError as error:
+                raise UserError(f"{path} at byte {offset}: {error}; a whole TFRecord file is needed") from None
+            lines.append(f"{offset} {size}\n")
+            offset += size
+    _publish(index, "".join(lines))
+
+
+def index_only(args: argparse.Namespace) -> int:
+    """Write the indices of all shards in `args.index_only`; returns the exit code."""
+    output = args.index_only
+    tasks = [
+        (path, index_path(output, split, path.name)) for split in NUM_SHARDS for path in find_shards(output, split)
+    ]
+    if not tasks:
+        raise UserError(f"{output}: has no TFRecords in train/ or validation/")
+    with worker_pool(args.workers) as pool:
+        for _ in run_all(pool, index_shard, tasks, [path.stat().st_size for path, _ in tasks], "B"):
+            pass
+    print(f"{output / 'idx_files'}: {len(tasks)} index files")
+    return 0
+
+
+def record_faults(data: bytes, crc: bytes, num_classes: int, check: str) -> Iterator[str]:
+    """Faults in the data of a record and in the CRC after it."""
+    if int.from_bytes(crc, "little") != masked_crc(data):
+        yield "the CRC of the record's data is wrong"
+        return
+    try:
+        image, label = parse_example(data)
+        if label is None or not 1 <= label <= num_classes:
+            yield f"image/class/label is {label}, not from 1 to {num_classes}"
+        if image is None:
+            raise ValueError("image/encoded is missing")
+        prepare_image(image, check=check)
+    except ValueError as error:
+        yield str(error)
+
+
+def verify_shard(path: Path, index: Path, num_classes: int, check: str) -> tuple[int, bytes, list[str]]:
+    """Check every record of a shard, and its index; runs in a worker.
+
+    Returns:
+        The number of records; the concatenated CRCs of their data; a line for each fault.
+    """
+    faults, records, crcs, indexed = [], [], [], None
+    try:
+        indexed = parse_index(index)
+    except UserError as error:
+        faults.append(str(error))
+    offset, end, sizes = 0, path.stat().st_size, dict(indexed or ())
+    with _blame(path), open(path, "rb") as file:
+        while offset < max(end, 1):
+            try:
+                size = record_size(file, offset, end)
+                data, crc = file.read(size - 16), file.read(4)
+                crcs.append(crc)
+                for fault in record_faults(data, crc, num_classes, check):
+                    faults.append(f"{path} at byte {offset}: {fault}")
+            except ValueError as error:
+                size = sizes.get(offset, 0)  # a damaged record's length may still be in the index
+                go_on = 16 <= size < end - offset
+                faults.append(f"{path} at byte {offset}: {error}{'' if go_on else '; the rest is not checked'}")
+                if not go_on:
+                    break
+            records.append((offset, size))
+            offset += size
+        else:
+            for number, (stated, found) in enumerate(zip_longest(indexed or (), records), start=1):
+                if indexed is not None and stated != found:
+                    where = f"{path} at byte {(found or stated)[0]}: line {number} of its index {index.name}"
+                    faults.append(f"{where} says {stated}, but the record is {found} (offset, size)")
+                    break
+    return len(records), b"".join(crcs), faults
+
+
+def name_faults(output: Path, split: str, shards: list[Path]) -> Iterator[str]:
+    """Faults in the names of a split's shards, such as missing numbers."""
+    if not shards:
+        yield f"{output / split}: has no shards"
+    numbers, first = {}, None
+    for path in shards:
+        if not (named := re.fullmatch(rf"{split}-(\d+)-of-(\d+)", path.name)):
+            yield f"{path}: is not named like {split}-00000-of-{NUM_SHARDS[split]:05d}"
+            continue
+        number, total = map(int, named.groups())
+        first = first or (total, path)
+        if total != first[0]:
+            yield f"{path}: is one of {total} shards, but {first[1]} is one of {first[0]}"
+        if number >= total:
+            yield f"{path}: has a number that is not below {total}"
+        if numbers.setdefault(number, path) != path:
+            yield f"{path}: has the number of {numbers[number]}"
+    if first and (missing := first[0] - sum(number < first[0] for number in numbers)):
+        least = next(number for number in count() if number not in numbers)  # a name may claim any number of shards
+        yield f"{output / split}: {missing} of {first[0]} shards are missing, the first is number {least}"
+    for index in sorted((output / "idx_files" / split).glob("[!.]*")):
+        if index.stem not in {path.name for path in shards}:
+            yield f"{index}: is the index of no shard"
+
+
+def verify(args: argparse.Namespace) -> int:
+    """Check everything in `args.verify`, and print a line for each fault; returns the exit code."""
+    output = args.verify
+    if not output.is_dir():
+        raise UserError(f"{output}: no such folder; OUTPUT is the folder with train/ and validation/")
+    num_classes = len(class_names(output)) or NUM_CLASSES
+    shards = [(split, path) for split in NUM_SHARDS for path in find_shards(output, split)]
+    tasks = [(path, index_path(output, split, path.name), num_classes, args.check) for split, path in shards]
+    with worker_pool(args.workers) as pool:
+        results = dict(run_all(pool, verify_shard, tasks, [path.stat().st_size for _, path in shards], "B"))
+    faults, records, by_content = [], dict.fromkeys(NUM_SHARDS, 0), {}
+    for split in NUM_SHARDS:
+        faults += name_faults(output, split, [path for of, path in shards if of == split])
+    for (split, path), task in zip(shards, tasks, strict=True):
+        num_records, content, of_shard = results[task]
+        records[split] += num_records
+        faults += of_shard
+        if content and by_content.setdefault(content, path) != path:
+            faults.append(f"{path}: has the same records as {by_content[content]}")
+    skipped = read_skipped(output)
+    for split, num_images in read_plan(output).get("images", {}).items():
+        expected = num_images - sum(path.startswith(split[:3]) for path in skipped)  # train/, val/ or validation/
+        if records[split] != expected:
+            faults.append(f"{output / split}: has {records[split]} records, but {expected} images were to be packed")
+    for fault in faults:
+        print(in_one_line(fault))
+    print(f"{output}: {len(faults)} faults in {len(shards)} shards with {sum(records.values())} records")
+    return 1 if faults else 0
+
+
+# ---- Command line ----
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = Parser(description=__doc__)
+    add = parser.add_argument
+    add("source", type=Path, nargs="?", metavar="SOURCE")
+    add("output", type=Path, nargs="?", metavar="OUTPUT")
+    add("--verify", type=Path, metavar="OUTPUT", help="check OUTPUT instead")
+    add("--index-only", type=Path, metavar="OUTPUT", help="write the index files of OUTPUT instead")
+    add("--synset-map", type=Path, metavar="FILE", help="of a flat val/: lines 'wnid' in order, or 'name wnid'")
+    for split, num_shards in NUM_SHARDS.items():
+        usual = f"default {num_shards}, or fewer for under {MIN_IMAGES} images a shard"
+        add(f"--{split}-shards", type=int, metavar="N", help=usual)
+    add("--seed", type=int, default=0, help="of the order of the training images; default 0")
+    add("--resize", type=int, metavar="N", help="shorten the shorter side of larger images to N pixels")
+    add("--quality", type=int, metavar="Q", help="encode every image again, as a JPEG of this quality, up to 100")
+    add("--check", choices=("header", "decode"), default="header", help="decode: of every image all pixels")
+    add("--max-bad", type=float, default=0.1, metavar="PERCENT", help="how many images may be bad; default 0.1")
+    add("--workers", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="processes; default one a CPU")
+    args = parser.parse_args(argv)
+    if [args.source, args.verify, args.index_only].count(None) != 2 or (args.source is None) != (args.output is None):
+        parser.error("give SOURCE OUTPUT, or --verify OUTPUT, or --index-only OUTPUT")
+    limits = dict.fromkeys(("train_shards", "validation_shards", "resize", "workers"), (1, 99999))
+    for name, (low, high) in {**limits, "quality": (1, 100), "max_bad": (0, 100)}.items():
+        if (value := getattr(args, name)) is not None and not low <= value <= high:
+            parser.error(f"--{name.replace('_', '-')} {value}: must be from {low} to {high}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns the exit code: 2 for a `UserError`, 1 for faults found or a worker that died."""
+    streams.protect()
+    code = 2
+    try:
+        args = parse(argv)
+        for command, folder in ((build, args.output), (verify, args.verify), (index_only, args.index_only)):
+            if folder is not None:
+                with _blame(folder):
+                    return command(args)
+    except UserError as error:
+        message = str(error)
+    except BrokenProcessPool:
+        code, message = 1, "a worker was killed, perhaps for lack of memory; the same command resumes from here"
+    except KeyboardInterrupt:
+        code, message = 130, "interrupted; the same command resumes from here"
+    print(f"{NAME}: error: {in_one_line(message)}", file=sys.stderr)
+    return code
