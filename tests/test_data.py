@@ -211,11 +211,20 @@ def test_what_is_no_file_is_refused_by_name(tmp_path, look, name):
         look(tmp_path)
 
 
-def test_folder_among_images_is_refused_by_name(tmp_path):
-    (tmp_path / "odd.jpg").mkdir()
-    with pytest.raises(
-        UserError, match=f"^{tmp_path}/odd.jpg: is a folder, but images must lie directly in {tmp_path}$"
-    ):
+def test_files_below_the_folder_of_a_class_are_its_own(tmp_path):
+    for path in ("b.jpg", "a/c.jpg", "a/a/d.jpg", "c/.hidden.jpg", ".cache/e.jpg"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).touch()
+    (tmp_path / "d").symlink_to("a")
+    found = [path for path, *_ in folders.list_files(tmp_path)]
+    assert found == ["a/a/d.jpg", "a/c.jpg", "b.jpg", "d/a/d.jpg", "d/c.jpg"]
+
+
+@pytest.mark.parametrize("target", [".", "../.."])
+def test_a_link_to_a_folder_that_it_is_in_is_refused_by_name(target, tmp_path):
+    (tmp_path / "a/b").mkdir(parents=True)
+    (tmp_path / "a/b/loop").symlink_to(target)
+    with pytest.raises(UserError, match=rf"^{tmp_path}/a/b/loop: is a link to a folder that it is in; remove it$"):
         folders.list_files(tmp_path)
 
 

@@ -1,27 +1,33 @@
 """Your own class folders: which data folders have them, how they are split, and that every script trains on them."""
 
+import hashlib
 import json
 import os
 import re
 import shutil
+import warnings
+import zlib
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from colossal_vit.checkpoint import storage
 from colossal_vit.config import settings
-from colossal_vit.data import imagenet
+from colossal_vit.data import image_folder, imagenet
 from colossal_vit.data.digits import write_caltech101, write_cifar10
 from colossal_vit.data.folders import has_class_folders
 from colossal_vit.data.image_folder import Images, find_images, split_by_content
 from colossal_vit.data.source import USUAL, find_format
 from colossal_vit.errors import UserError
+from colossal_vit.parallel.ranks import RankLogger
 from PIL import Image
 
 import training
 from layouts import LAYOUTS
 
 CLASSES = {"cat": 20, "dog house": 15, "Ähre": 10}  # names, and how many images each has
+ORIENTATION = 0x0112  # tag of EXIF
 ENDINGS = ("jpg", "png", "webp", "bmp", "tif", "gif", "JPEG")
 
 
@@ -80,6 +86,183 @@ def test_class_folders_are_told_from_other_formats(paths, expected, tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Which files
+# ---------------------------------------------------------------------------------------------------------------------
+
+COLOUR, GREY = (200, 100, 50), (120, 120, 120)
+HALF_WHITE = (227, 177, 152)  # COLOUR at half opacity
+
+
+def save(name, mode="RGB", value=COLOUR, size=(20, 20), **options):
+    """What saves an image of one value in a folder."""
+    return lambda folder: Image.new(mode, size, value).save(folder / name, **options)
+
+
+def save_upside_down(folder):
+    image = Image.new("RGB", (20, 20))
+    image.paste(COLOUR, (0, 10, 20, 20))
+    exif = Image.Exif()
+    exif[ORIENTATION] = 3
+    image.save(folder / "a.jpg", exif=exif, quality=95)
+
+
+def save_palette(folder, **options):
+    Image.new("RGB", (20, 20), COLOUR).convert("P", palette=Image.Palette.ADAPTIVE).save(folder / "a.png", **options)
+
+
+def save_frames(name):
+    others = [Image.new("RGB", (20, 20), "blue")]
+    return save(name, save_all=True, append_images=others)
+
+
+def save_array(name, array):
+    return lambda folder: Image.fromarray(array).save(folder / name)
+
+
+def save_and(name, change, **options):
+    """What saves a photograph, and then changes the file or its folder."""
+
+    def make(folder):
+        save(name, **options)(folder)
+        change(folder / name)
+
+    return make
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+
+
+def save_bomb(folder):
+    """A PNG whose header says 60,000 × 60,000 pixels."""
+    save("a.png")(folder)
+    data = bytearray((folder / "a.png").read_bytes())
+    data[16:24] = (60_000).to_bytes(4) * 2
+    data[29:33] = zlib.crc32(data[12:29]).to_bytes(4)
+    (folder / "a.png").write_bytes(data)
+
+
+def in_folder(make, *names):
+    def nested(folder):
+        inner = folder.joinpath(*names)
+        inner.mkdir(parents=True)
+        make(inner)
+
+    return nested
+
+
+def link(target, name, make=None):
+    def linked(folder):
+        if make:
+            (folder.parent.parent / "elsewhere").mkdir()
+            make(folder.parent.parent / "elsewhere")
+        (folder / name).symlink_to(target)
+
+    return linked
+
+
+ODD_FILES = {  # what is in the folder of a class; the colour it is taken with, or what is said of it
+    "JPEG": (save("a.jpg", quality=95), COLOUR),
+    "progressive JPEG": (save("a.jpeg", quality=95, progressive=True), COLOUR),
+    "PNG": (save("a.png"), COLOUR),
+    "WebP": (save("a.webp", quality=95), COLOUR),
+    "WebP without loss": (save("a.webp", lossless=True), COLOUR),
+    "BMP": (save("a.bmp"), COLOUR),
+    "TIFF": (save("a.tif"), COLOUR),
+    "TIFF with LZW": (save("a.tiff", compression="tiff_lzw"), COLOUR),
+    "TIFF of two pages": (save_frames("a.tif"), COLOUR),
+    "GIF": (save("a.gif"), COLOUR),
+    "animated GIF": (save_frames("a.gif"), COLOUR),
+    "animated PNG": (save_frames("a.png"), COLOUR),
+    "PPM": (save("a.ppm"), COLOUR),
+    "alpha": (save("a.png", "RGBA", (*COLOUR, 128)), HALF_WHITE),
+    "grey with alpha": (save("a.png", "LA", (0, 0)), (255, 255, 255)),
+    "palette": (save_palette, COLOUR),
+    "palette with a transparent colour": (partial(save_palette, transparency=0), (255, 255, 255)),
+    "grey": (save("a.png", "L", GREY[0]), GREY),
+    "grey JPEG": (save("a.jpg", "L", GREY[0]), GREY),
+    "black and white": (save("a.png", "1", 1), (255, 255, 255)),
+    "grey of 16 bits": (save_array("a.png", np.full((20, 20), 120 * 257, np.uint16)), GREY),
+    "grey TIFF of 16 bits": (save_array("a.tif", np.full((20, 20), 120 * 257, np.uint16)), GREY),
+    "CMYK": (save("a.jpg", "CMYK", (*(255 - value for value in COLOUR), 0), quality=95), COLOUR),
+    "EXIF orientation": (save_upside_down, COLOUR),
+    "another format's ending": (save_and("a.webp", lambda path: path.rename(path.with_suffix(".jpg"))), COLOUR),
+    "ending in upper case": (save_and("a.jpg", lambda path: path.rename(path.with_suffix(".JPG"))), COLOUR),
+    "spaces and a line break": (save(" a \n b.png"), COLOUR),
+    "unicode": (save("Ä 猫 🐈.png"), COLOUR),
+    "a name that is not UTF-8": (save_and("a.png", lambda path: os.rename(path, f"{path.parent}/\udcff.png")), COLOUR),
+    "a long name": (save("a" * 251 + ".png"), COLOUR),
+    "one pixel": (save("a.png", size=(1, 1)), COLOUR),
+    "a panorama": (save("a.png", size=(900, 9)), COLOUR),
+    "a folder in it": (in_folder(save("a.png"), "inner", "most"), COLOUR),
+    "a link to an image": (link("../../elsewhere/a.png", "b.png", save("a.png")), COLOUR),
+    "a link to a folder": (link("../../elsewhere", "b", save("a.png")), COLOUR),
+    "a hidden file": (save(".a.png"), ""),
+    "a hidden folder": (in_folder(save("a.png"), ".cache"), ""),
+    "text": (lambda folder: (folder / "a.txt").touch(), "1 files that are no images are left out (.txt 1)"),
+    "no ending": (save_and("a.png", lambda path: path.rename(path.with_suffix(""))), "left out (no ending 1)"),
+    "an ending that no format has": (lambda folder: (folder / "Thumbs.db").touch(), "left out (.db 1)"),
+    "text in a folder in it": (in_folder(lambda inner: (inner / "a.csv").touch(), "inner"), "left out (.csv 1)"),
+    "an empty file": (lambda folder: (folder / "a.jpg").touch(), "/odd/a.jpg: cannot be decoded: cannot identify"),
+    "text with an image's ending": (
+        lambda folder: (folder / "a.jpg").write_text("<html>"),
+        "/odd/a.jpg: cannot be decoded: cannot identify",
+    ),
+    "a JPEG cut off": (
+        save_and("a.jpg", cut, size=(400, 400)),
+        "/odd/a.jpg: cannot be decoded: image file is truncated",
+    ),
+    "a PNG cut off": (save_and("a.png", cut, size=(99, 99)), "/odd/a.png: cannot be decoded: "),
+    "too many pixels": (save_bomb, "/odd/a.png: cannot be decoded: Image size (3600000000 pixels) exceeds limit"),
+    "grey in floating point": (
+        save_array("a.tif", np.zeros((20, 20), np.float32)),
+        "/odd/a.tif: cannot be decoded: which grey is white is not known; save it with 8 bits a channel",
+    ),
+    "grey of 32 bits": (
+        save_array("a.tif", np.zeros((20, 20), np.int32)),
+        "/odd/a.tif: cannot be decoded: which grey is white is not known",
+    ),
+    "a link to nothing": (link("nowhere", "a.png"), "/odd/a.png: No such file or directory; repair or remove it"),
+    "a link to itself": (link("a.png", "a.png"), "/odd/a.png: Too many levels of symbolic links; repair or"),
+    "a link to its folder": (link(".", "b"), "/odd/b: is a link to a folder that it is in; remove it"),
+    "a FIFO": (lambda folder: os.mkfifo(folder / "a.png"), "/odd/a.png: is neither a file nor a folder; repair or"),
+    "nothing": (lambda folder: (folder / "good.png").unlink(), "/odd: has no images (.apng, "),
+}
+
+
+def read_all(root):
+    """All images of a folder, and their pixels."""
+    images = find_images(root, root / ".decoded")
+    with warnings.catch_warnings(action="ignore"):
+        return images, [image_folder.decode(images, 8, number) for number in range(len(images.paths))]
+
+
+@pytest.mark.parametrize("name", ODD_FILES)
+def test_an_odd_file_is_taken_or_named(name, tmp_path):
+    make, expected = ODD_FILES[name]
+    root = tmp_path / "data"
+    for folder in ("even", "odd"):
+        (root / folder).mkdir(parents=True)
+        save("good.png", value="black")(root / folder)
+    make(root / "odd")
+    if isinstance(expected, str) and expected.startswith("/"):
+        with pytest.raises(UserError, match=re.escape(f"{root}{expected}")):
+            read_all(root)
+        return
+    images, pixels = read_all(root)
+    colours = [image[0, 0].tolist() for image in pixels if image.any()]
+    if isinstance(expected, tuple):
+        (colour,) = colours
+        assert colour == pytest.approx(expected, abs=3)  # JPEG and WebP round
+        assert (images.classes, images.labels.tolist()) == (["even", "odd"], [0, 1, 1])
+        assert not images.left_out
+    else:
+        assert not colours
+        assert expected in images.left_out
+        assert bool(expected) == bool(images.left_out)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Split
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -95,23 +278,42 @@ def split(contents, fraction=0.2):
 
 
 def test_the_split_depends_on_contents_only():
-    contents = [[bytes([number]) for number in range(10)], [bytes([number]) for number in range(100, 115)]]
+    contents = [[f"{number:03}" for number in range(10)], [f"{number:03}" for number in range(100, 115)]]
     found = split(contents)
     assert [len(own) for own in found] == [2, 3]
     assert [sorted(own) for own in split([own[::-1] for own in contents])] == [sorted(own) for own in found]
-    (more, _) = split([[*contents[0], b"\xff"], contents[1]])
+    (more, _) = split([[*contents[0], "999"], contents[1]])
     assert set(found[0]) <= set(more), "another image moves none to the training set here"
 
 
 def test_copies_of_an_image_are_on_one_side():
-    one, other = b"\x00", b"\x01"
+    one, other = "0", "1"
     assert split([[one, one, one, other, other], [one, other]])[0] == [one] * 3
 
 
 def test_a_class_that_cannot_be_split_is_named():
-    for own in ([b"\x00"], [b"\x00", b"\x00"]):
+    for own in (["0"], ["0", "0"]):
         with pytest.raises(UserError, match=f"^root/b: has {len(own)} images?, too few different ones to train and"):
-            split([[b"\x00", b"\x01"], own])
+            split([["0", "1"], own])
+
+
+def test_only_new_and_changed_images_are_read_for_the_split(flat, tmp_path, monkeypatch):
+    root = shutil.copytree(flat, tmp_path / "data", ignore=shutil.ignore_patterns(".decoded"))
+    read, original = [], hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda file, *more: read.append(file.name) or original(file, *more))
+
+    def digests():
+        return image_folder.digest_contents(find_images(root, root / ".decoded"), RankLogger())
+
+    first = digests()
+    assert first == digests()
+    assert len(read) == len(first) == sum(CLASSES.values())
+    shutil.copy(root / "cat" / "0 x.jpg", root / "cat" / "9.jpg")
+    os.utime(root / "Ähre" / "1 x.png", ns=(1, 1))
+    digests()
+    assert read[len(first) :] == [f"{root}/cat/9.jpg", f"{root}/Ähre/1 x.png"]
+    (root / ".decoded" / "contents.json").write_text("[")
+    assert sorted(digests()) == sorted([*first, first[0]])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -150,6 +352,14 @@ def test_every_script_takes_them(script, tmp_path):
     assert run.evaluations[-1]["eval_images"] == 7
     state = storage.open_named(run.output).state
     assert state["data"]["classes"] == sorted(CLASSES)
+
+
+@pytest.mark.parametrize("layout", [None, "PP 2"])
+def test_images_that_are_decoded_for_each_batch_are_the_same(layout, flat, alone, tmp_path):
+    root = shutil.copytree(flat, tmp_path / "data", ignore=shutil.ignore_patterns(".decoded"))
+    run = train(tmp_path / "run", root, layout=layout, KEEP_DECODED=False)
+    assert [step["loss"] for step in run.steps] == pytest.approx([step["loss"] for step in alone.steps], rel=1e-5)
+    assert os.listdir(root / ".decoded") == ["contents.json"]
 
 
 def test_more_classes_of_the_config_than_of_the_data_are_kept(flat, tmp_path):
@@ -219,7 +429,6 @@ MISTAKES = {
         "{root}/few: has 1 image, too few different ones to train and to test on",
     ),
     "no image": (lambda root: (root / "none").mkdir(), {}, "{root}/none: has no images (.apng, "),
-    "a folder in a class": (lambda root: (root / "cat" / "in").mkdir(), {}, "{root}/cat/in: is a folder, but images"),
     "a broken image": (
         lambda root: (root / "cat" / "b.png").write_bytes(b"no image"),
         {},

@@ -862,13 +862,9 @@ MISTAKES = {
         lambda raw: [shutil.rmtree(raw / "val"), (raw / "val").mkdir(), (raw / "val" / "a.JPEG").touch()],
         "{raw}/val: has no class folders; name the file with its wnids with --synset-map",
     ),
-    "folders too deep": (
-        lambda raw: (raw / "train" / WNIDS[1] / "images").mkdir(),
-        "{raw}/train/n00000001/images: is a folder, but images must lie directly in {raw}/train/n00000001",
-    ),
-    "a folder with a line break": (
-        lambda raw: (raw / "train" / WNIDS[1] / "a\nb").mkdir(),
-        "{raw}/train/n00000001/a\\nb: is a folder",
+    "a link with a line break": (
+        lambda raw: (raw / "train" / WNIDS[1] / "a\nb").symlink_to("."),
+        "{raw}/train/n00000001/a\\nb: is a link to a folder that it is in; remove it",
     ),
     "a dangling link": (
         lambda raw: (raw / "train" / WNIDS[1] / "link.JPEG").symlink_to("nowhere"),

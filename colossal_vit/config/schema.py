@@ -82,6 +82,9 @@ DATA: Settings = {
     "DATA": Free(TEXT, "folder of the data set; else the environment's DATA, else the digits sample"),
     "SYNTHETIC": Setting(BOOL, "train on one random batch, without data", False),
     "CACHE_SIZE": Setting(SIDE, "side of the decoded images of class folders that are kept, in pixels; IMG_SIZE × 8/7"),
+    "KEEP_DECODED": Free(
+        BOOL, "decode class folders once, into a file beside them, where that fits; False: for each batch", True
+    ),
     "TEST_FRACTION": Setting(
         number(0.001, 0.999), "share of each class to test on, of your own images without a folder for that", 0.2
     ),

@@ -44,19 +44,31 @@ def class_folders(root: Path) -> tuple[list[str], list[str]]:
     return [entry.name for entry in entries if entry.is_dir()], [entry.name for entry in entries if entry.is_file()]
 
 
-def list_files(folder: Path) -> list[tuple[str, int, int]]:
-    """Name, bytes and modification time (ns) of the files of a class, sorted; hidden ones omitted.
+def list_files(
+    folder: Path, inside: str = "", above: frozenset[tuple[int, int]] = frozenset()
+) -> list[tuple[str, int, int]]:
+    """Path in the folder of a class, bytes and modification time (ns) of the files in it and in the folders below it.
+
+    Sorted, folders among files by their names; hidden ones omitted.
+
+    Args:
+        folder: of the class.
+        inside: the folder below it to look into, "" or ending with a slash.
+        above: the folders that lead there, by device and inode.
 
     Raises:
-        UserError: if there is a folder among them, or see `_entries`.
-        OSError: if the folder cannot be read.
+        UserError: if a link leads back to a folder that it is in, or see `_entries`.
+        OSError: if a folder cannot be read.
     """
-    files = []
-    for entry in _entries(folder):
+    files: list[tuple[str, int, int]] = []
+    for entry in _entries(folder / inside):
+        status, path = entry.stat(), f"{inside}{entry.name}"
         if entry.is_dir():
-            raise UserError(f"{entry.path}: is a folder, but images must lie directly in {folder}")
-        status = entry.stat()
-        files.append((entry.name, status.st_size, status.st_mtime_ns))
+            if (here := (status.st_dev, status.st_ino)) in above or os.path.samefile(entry.path, folder):
+                raise UserError(f"{entry.path}: is a link to a folder that it is in; remove it")
+            files += list_files(folder, f"{path}/", above | {here})
+        else:
+            files.append((path, status.st_size, status.st_mtime_ns))
     return files
 
 
@@ -70,7 +82,8 @@ def has_class_folders(root: Path) -> bool:
             Path(name).suffix.lower() in known
             for entry in os.scandir(folder)
             if entry.name[0] != "." and entry.is_dir()
-            for name in os.listdir(entry.path)
+            for *_, names in os.walk(entry.path)
+            for name in names
         )
     except OSError:  # what reads it will say why
         return False

@@ -1,7 +1,8 @@
 """Class folders of images: decoded once into a memory-mapped cache, augmented a batch at a time on the device.
 
 All cores decode the images when a run first needs them, as RGB squares of `CACHE_SIZE` pixels, into one file. After
-that, reading a batch is an index operation in a background thread, so that training does not wait for data. The
+that, reading a batch is an index operation in a background thread, so that training does not wait for data. Where the
+file does not fit on the disk, that thread has them decoded. The
 augmentation of an image depends on the seed, the epoch and the image, not on the rank that processes it.
 """
 
@@ -14,6 +15,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from colossal_vit import typed_json
 from colossal_vit.data.batches import IGNORED, Loader, SampledLoader, read_ahead, sees_images
 from colossal_vit.data.decoding import FORMATS, check_scan, endings, to_rgb
 from colossal_vit.data.folders import class_folders, list_files
@@ -28,7 +31,7 @@ from colossal_vit.data.identity import OWN
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.data.source import describe_data, settle_classes
 from colossal_vit.errors import UserError, in_one_line
-from colossal_vit.files import atomic_folder
+from colossal_vit.files import atomic_folder, write_text
 from colossal_vit.parallel.ranks import RankLogger, raise_on_all_ranks, run_on_rank_0
 from colossal_vit.run import Run
 from colossalai.context import Config
@@ -72,6 +75,10 @@ class Images(NamedTuple):
     labels: np.ndarray
     left_out: str
 
+    def versions(self) -> list[str]:
+        """Name, size and time of each file: what changes with its content."""
+        return list(map("{} {} {}".format, self.paths, self.sizes, self.times))
+
     def digest(self) -> str:
         """A digest of the files' names and sizes, which copying does not change."""
         lines = (f"{path} {size}\n" for path, size in zip(self.paths, self.sizes, strict=True))
@@ -88,8 +95,7 @@ def find_images(root: Path, caches: Path, parts: Sequence[str] = ("",), skip: st
         skip: the name of a folder that is no class.
 
     Raises:
-        UserError: if there are no class folders, or one of them is empty or has something else than files, or is in
-            another part only.
+        UserError: if there are no class folders, or one of them has no images, or is in another part only.
     """
     known = endings()
     classes: list[str] = []
@@ -158,26 +164,38 @@ def split(images: Images, per_class: int | None = None) -> tuple[Tensor, Tensor]
     return torch.from_numpy(np.sort(np.concatenate(train))), torch.from_numpy(np.sort(np.concatenate(test)))
 
 
-def digest_contents(images: Images, log: RankLogger) -> list[bytes]:
-    """A digest of the content of each image file; all cores read.
+def digest_contents(images: Images, log: RankLogger) -> list[str]:
+    """A digest of the content of each image file. All cores read; what they find is kept for files that do not change.
 
     Raises:
         UserError: if one cannot be read.
     """
+    kept = images.caches / "contents.json"
+    try:
+        known = typed_json.read(kept, dict[str, str])
+    except UserError:  # missing, or damaged
+        known = {}
 
-    def read(path: str) -> bytes:
+    def read(path: str) -> str:
         try:
             with open(images.root / path, "rb") as file:
-                return hashlib.file_digest(file, "sha256").digest()
+                return hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
             raise UserError(f"{images.root / path}: {error.strerror}") from None
 
-    log.info(f"splitting {len(images.paths)} images by their content")
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        return list(tqdm(pool.map(read, images.paths), "reading", len(images.paths), unit="img", disable=None))
+    keys = list(map(ascii, images.versions()))  # names need not be UTF-8, but JSON is
+    if new := {key: path for key, path in zip(keys, images.paths, strict=True) if key not in known}:
+        log.info(f"splitting {len(keys)} images by their content")
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            found = tqdm(pool.map(read, new.values()), "reading", len(new), unit="img", disable=None)
+            known |= dict(zip(new, found, strict=True))
+        with suppress(OSError):  # the disk may be full or read-only: then they are read again
+            images.caches.mkdir(exist_ok=True)
+            write_text(kept, json.dumps({key: known[key] for key in keys}))
+    return [known[key] for key in keys]
 
 
-def split_by_content(images: Images, digests: Sequence[bytes], fraction: float) -> tuple[Tensor, Tensor]:
+def split_by_content(images: Images, digests: Sequence[str], fraction: float) -> tuple[Tensor, Tensor]:
     """Indices for training and for testing: of each class the images with the smallest digests are for testing.
 
     So the split is the same whatever the files are called and wherever they lie, an image more changes it only little,
@@ -237,8 +255,8 @@ def find_damage(path: Path) -> str | None:
 def cache_folder(images: Images, size: int) -> Path:
     """The folder of the decoded images; its name depends on `size` and on the names, sizes and times of the files."""
     digest = hashlib.sha256(DECODER)
-    for path, size_in_bytes, time in zip(images.paths, images.sizes, images.times, strict=True):
-        digest.update(os.fsencode(f"{path} {size_in_bytes} {time}\n"))
+    for version in images.versions():
+        digest.update(os.fsencode(f"{version}\n"))
     return images.caches / f"decoded-{size}px-{digest.hexdigest()[:12]}"
 
 
@@ -250,15 +268,18 @@ def open_cache(folder: Path) -> np.ndarray | None:
         return None
 
 
-def fill_cache(images: Images, size: int, log: RankLogger) -> None:
+def fill_cache(images: Images, size: int, log: RankLogger) -> bool:
     """Decode all images into the cache, unless it exists. It is written atomically, and outdated caches are removed.
 
+    Returns:
+        Whether it is there: not on a disk that is full or read-only.
+
     Raises:
-        UserError: if an image cannot be decoded, or the disk is full or read-only.
+        UserError: if an image cannot be decoded.
     """
     folder = cache_folder(images, size)
     if open_cache(folder) is not None:
-        return
+        return True
     log.info(f"decoding {len(images.paths)} images into {folder}{', which is damaged' if folder.exists() else ''}")
     try:
         shutil.rmtree(folder, ignore_errors=True)
@@ -284,7 +305,25 @@ def fill_cache(images: Images, size: int, log: RankLogger) -> None:
             if other != folder:
                 shutil.rmtree(other)
     except OSError as error:
-        raise UserError(f"{folder}: cannot be written: {error.strerror or error}") from None
+        log.info(f"{folder}: cannot be written: {error.strerror or error}; images are decoded for each batch")
+        return False
+    return True
+
+
+class Decoded:
+    """Images that all cores decode when they are asked for, with the pixels that the cache would have.
+
+    Args:
+        images: the files.
+        size: see `decode`.
+    """
+
+    def __init__(self, images: Images, size: int):
+        self.decode, self.pool = partial(decode, images, size), ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+
+    def __getitem__(self, numbers: Tensor) -> Tensor:
+        """The images with these numbers, (B,): uint8, (B, S, S, 3)."""
+        return torch.from_numpy(np.stack(list(self.pool.map(self.decode, numbers.tolist()))))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -317,7 +356,7 @@ class Batches(SampledLoader):
     Pipeline stages after the first get the labels in place of the images, which they do not use.
 
     Args:
-        images: uint8, (N, S, S, 3), S at least IMG_SIZE.
+        images: uint8, (N, S, S, 3), S at least IMG_SIZE, or what decodes them.
         labels: int64, (N,).
         chosen: int64; maps the sampler's indices to the N images.
         sampler, config, device: see `SampledLoader`.
@@ -327,7 +366,7 @@ class Batches(SampledLoader):
 
     def __init__(
         self,
-        images: Tensor,
+        images: Tensor | Decoded,
         labels: Tensor,
         chosen: Tensor,
         sampler: GlobalBatchSampler | EvalSampler,
@@ -397,13 +436,15 @@ def build_batches(run: Run, images: Images, name: str, train: Tensor, test: Tens
         )
     if images.left_out:
         run.log.info(images.left_out)
-    run_on_rank_0(lambda: fill_cache(images, size, run.log))
-    with raise_on_all_ranks():
-        pixels = open_cache(folder := cache_folder(images, size))
-        if pixels is None:
-            raise UserError(f"{folder}: made by rank 0, cannot be read here: DATA must be a disk that all nodes share")
+    pixels: Tensor | Decoded = Decoded(images, size)
+    if config.KEEP_DECODED and run_on_rank_0(lambda: fill_cache(images, size, run.log)):
+        with raise_on_all_ranks():
+            decoded = open_cache(folder := cache_folder(images, size))
+            if decoded is None:
+                raise UserError(f"{folder}: made by rank 0, cannot be read here: DATA must be on a disk of all nodes")
+            pixels = torch.from_numpy(decoded)
     describe_data(run, name, (len(train), len(test)), images.classes, images.digest(), images.root)
-    pixels, labels = torch.from_numpy(pixels), torch.from_numpy(images.labels)
+    labels = torch.from_numpy(images.labels)
     return (
         Batches(pixels, labels, train, sampler, config, run.device),
         Batches(pixels, labels, test, EvalSampler(len(test), config.BATCH_SIZE), config, run.device),
