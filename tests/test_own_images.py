@@ -422,6 +422,11 @@ def test_records_without_an_index_are_named_in_every_script(sample, tmp_path):
 
 
 MISTAKES = {
+    "one class": (
+        lambda root: [(root / "all").mkdir(), *[(root / name).rename(root / "all" / name) for name in CLASSES]],
+        {},
+        "{root}: has one class folder only, all; DATA must be what has one for each class",
+    ),
     "too few classes": (lambda root: None, {"NUM_CLASSES": 2}, "NUM_CLASSES = 2, but {root} has 3 classes"),
     "one image": (
         lambda root: write(root, {"few": 1}),

@@ -21,9 +21,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from colossal_vit.data import decoding, image_files, tfrecord
+from colossal_vit.data import decoding, image_files, image_folder, tfrecord
 from colossal_vit.data import packing as tfrecords
 from colossal_vit.data.digits import digits, write_imagenet
+from colossal_vit.parallel.ranks import RankLogger
 from nvidia.dali import fn, pipeline_def
 from nvidia.dali import tfrecord as dali_tfrecord
 from PIL import Image
@@ -370,14 +371,38 @@ BAD = {
     "cut.JPEG": (jpeg()[:-200], "without an end marker"),
     "cut_early.JPEG": (jpeg()[:100], "cut off"),
     "empty.JPEG": (b"", "0 bytes"),
-    "page.JPEG": (b"<html>404</html>", "neither JPEG nor PNG"),
+    "page.JPEG": (b"<html>404</html>", "none of BMP, GIF, JPEG"),
     "cut.png": (jpeg(format="PNG")[:-300], "cannot be decoded"),
-    "photo.webp": (jpeg(format="WEBP"), "neither JPEG nor PNG: convert it"),
+    "cut.webp": (jpeg(format="WEBP")[:-200], "cannot be decoded"),
     "bits.JPEG": (jpeg().replace(b"\xff\xc0\0\x11\x08", b"\xff\xc0\0\x11\x0c"), "12 bits a channel: save it with 8"),
     "bomb.JPEG": (with_size(jpeg(), 65500, 65500), "JPEG of 65500 x 65500 pixels"),
     "bomb.png": (png(65500, 65500, 8, 0, b""), "cannot be decoded: Image size (4290250000 pixels) exceeds limit"),
     "thumbnail.JPEG": (jpeg()[:2] + b"\xff\xe1\x00\x08\xff\xd9\xff\xd9??" + jpeg()[2:-2], "without an end marker"),
 }
+
+
+def test_class_folders_without_a_split_are_split_as_in_training(raw, tmp_path, capfd):
+    """By their contents; of a bad image the part is said, so that the check knows how many records there are."""
+    folder = (raw / "train").rename(tmp_path / "flat")
+    Image.new("RGB", (9, 9), "red").save(folder / WNIDS[0] / "red.webp", lossless=True)
+    (folder / WNIDS[1] / "page.JPEG").write_bytes(b"<html>")
+    assert run(folder, tmp_path / "out", "--max-bad", 5, "--test-fraction", "0.25") == 0
+    images = image_folder.find_images(folder, folder / ".decoded")
+    _, chosen = image_folder.split_by_content(images, image_folder.digest_contents(images, RankLogger()), 0.25)
+    expected = {(folder / images.paths[number]).read_bytes() for number in chosen} - {b"<html>"}
+    packed = {split: {image for image, _ in examples(tmp_path / "out", split)} for split in ("train", "validation")}
+    webp = (folder / WNIDS[0] / "red.webp").read_bytes()
+    assert expected - {webp} <= packed["validation"]
+    assert len(packed["train"]) + len(packed["validation"]) == len(images.paths) - 1
+    (red,) = set.union(*packed.values()) - {path.read_bytes() for path in folder.rglob("*.JPEG")}
+    assert Image.open(io.BytesIO(red)).getpixel((4, 4)) == pytest.approx((255, 0, 0), abs=3)
+    assert run("--verify", tmp_path / "out") == 0, capfd.readouterr()
+
+
+def test_test_folder_is_for_validation(raw, tmp_path):
+    (raw / "val").rename(raw / "test")
+    assert run(raw, tmp_path / "out") == 0
+    assert len(examples(tmp_path / "out", "validation")) == 20
 
 
 def test_bad_images_are_listed(raw, tmp_path, capfd):

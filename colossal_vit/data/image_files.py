@@ -1,15 +1,17 @@
-"""Checks JPEG and PNG files, and converts them to the bytes that TFRecords store."""
+"""Checks image files, and converts them to the bytes that TFRecords store."""
 
 import io
 import re
 import struct
 import warnings
+from collections.abc import Collection
 
 from colossal_vit.data.decoding import check_scan, to_rgb
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 QUALITY = 95  # for JPEGs that are encoded again
-PNG_START = b"\x89PNG\r\n\x1a\n"
+JPEG_START, PNG_START = b"\xff\xd8", b"\x89PNG\r\n\x1a\n"
+STORED = ("JPEG", "PNG")  # formats that DALI reads from TFRecords
 JPEG_MARKER = re.compile(rb"\xff+([^\xff\x00])")  # searched for, since decoders skip bytes between segments
 MAX_PIXELS = 2 * Image.MAX_IMAGE_PIXELS  # as many as Pillow decodes
 START_OF_SCAN, FRAME_HEADERS = 0xDA, {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
@@ -21,7 +23,7 @@ def jpeg_components(data: bytes) -> int:
     Raises:
         ValueError: if its start, frame header, scan or end is missing.
     """
-    if not data.startswith(b"\xff\xd8"):
+    if not data.startswith(JPEG_START):
         raise ValueError("neither JPEG nor PNG: convert it" if data else "an image of 0 bytes")
     position, code, components = 2, None, 0
     while code != START_OF_SCAN:
@@ -42,8 +44,14 @@ def jpeg_components(data: bytes) -> int:
     return components
 
 
-def prepare_image(data: bytes, resize: int | None = None, quality: int | None = None, check: str = "header") -> bytes:
-    """The bytes to store for an image file: its own, or a re-encoded RGB JPEG for a PNG, a CMYK JPEG, or the options.
+def prepare_image(
+    data: bytes,
+    resize: int | None = None,
+    quality: int | None = None,
+    check: str = "header",
+    formats: Collection[str] = STORED,
+) -> bytes:
+    """The bytes to store for an image file: its own, or a re-encoded RGB JPEG for what is no grey or RGB JPEG.
 
     A re-encoded image is upright, since its EXIF data is lost, and what was transparent is white.
 
@@ -52,18 +60,20 @@ def prepare_image(data: bytes, resize: int | None = None, quality: int | None = 
         resize: reduce the shorter side to this, in pixels.
         quality: re-encode every image with this JPEG quality, from 1 to 100.
         check: "header", or "decode" to also decode images that are not re-encoded, see `check_scan`.
+        formats: that it may have, as Pillow calls them.
 
     Raises:
-        ValueError: if it is neither JPEG nor PNG, or damaged, with the reason.
+        ValueError: if it has none of them, or is damaged, with the reason.
     """
-    components = 0 if data.startswith(PNG_START) else jpeg_components(data)
+    other = data.startswith(PNG_START) or (formats != STORED and data and not data.startswith(JPEG_START))
+    components = 0 if other else jpeg_components(data)
     kept = components in (1, 3)
     if kept and not resize and not quality and check == "header":
         return data
     try:
         if components:
             check_scan(data, cmyk=components == 4)
-        with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(data), formats=("JPEG", "PNG")) as image:
+        with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(data), formats=formats) as image:
             scale = min(1.0, resize / min(image.size)) if resize else 1.0
             if kept and not quality and scale == 1.0:
                 return data
@@ -71,6 +81,8 @@ def prepare_image(data: bytes, resize: int | None = None, quality: int | None = 
             if scale < 1.0:
                 image = image.resize([round(side * scale) for side in image.size], Image.Resampling.BICUBIC)
             image.save(encoded := io.BytesIO(), "JPEG", quality=quality or QUALITY)
+    except UnidentifiedImageError:
+        raise ValueError(f"none of {', '.join(formats)}") from None
     except Exception as error:  # decoders raise nearly any exception for a broken file
         raise ValueError(f"cannot be decoded: {error}") from None
     return encoded.getvalue()

@@ -463,6 +463,10 @@ def build_own_images(run: Run, root: Path) -> tuple[Loader, Loader]:
         if len(parts) > 2:
             raise UserError(f"{root}: has {' and '.join(tests)} beside train; only one can be to test on")
         images = find_images(root, root / ".decoded", parts)
+        if len(images.classes) == 1:
+            raise UserError(
+                f"{root}: has one class folder only, {images.classes[0]}; DATA must be what has one for each class"
+            )
     if len(parts) == 2:
         of_train = np.array([path.startswith("train/") for path in images.paths])
         train, test = (torch.from_numpy(np.flatnonzero(which)) for which in (of_train, ~of_train))

@@ -1,15 +1,17 @@
-"""Pack ImageNet's folders into TFRecord shards with DALI index files; check them; index those made elsewhere.
+"""Pack class folders of images into TFRecord shards with DALI index files; check them; index those made elsewhere.
 
-    python build_tfrecords.py SOURCE OUTPUT        SOURCE has train/<wnid>/* and val/<wnid>/*, or a flat val/
+    python build_tfrecords.py SOURCE OUTPUT        SOURCE has train/<class>/* and val/<class>/*, or test/, or a flat
+                                                   val/; or <class>/* alone, of which a part is then for validation
     python build_tfrecords.py --verify OUTPUT      one line for each fault, with file and byte; exit code 1 if any
     python build_tfrecords.py --index-only OUTPUT  OUTPUT has TFRecords in train/ and validation/, or in one of them
 
 OUTPUT gets `train/train-00000-of-01024`, `validation/validation-00000-of-00128`, `idx_files/<split>/<shard>.idx` (a
-line `offset size` a record), `classes.txt` (line N is the wnid of label N; they are sorted), `build.json` (what was
+line `offset size` a record), `classes.txt` (line N is the class of label N; they are sorted), `build.json` (what was
 asked for) and, if any image was bad, `skipped.txt` (path, tab, reason). A record is a tf.train.Example with
 `image/encoded` and `image/class/label`, from 1. Training images are shuffled over all shards by --seed, so that none
-is of one class; validation images stay in order. Killed at any moment, the same command resumes, and the result is the
-same to the byte: a shard gets its name once it is on disk whole.
+is of one class; validation images stay in order. A SOURCE without train/ is split by the contents of the images, as
+where a script trains on it. What is no grey or RGB JPEG is encoded as one. Killed at any moment, the same command
+resumes, and the result is the same to the byte: a shard gets its name once it is on disk whole.
 """
 
 import argparse
@@ -34,7 +36,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, NotRequired
 
 from colossal_vit import streams, typed_json
-from colossal_vit.data.folders import class_folders, list_files
+from colossal_vit.data.decoding import FORMATS
+from colossal_vit.data.folders import class_folders, has_class_folders, list_files
 from colossal_vit.data.image_files import prepare_image
 from colossal_vit.data.tfrecord import encode_record, masked_crc, parse_example, record_size
 from colossal_vit.errors import Parser, UserError, in_one_line
@@ -103,6 +106,26 @@ def read_synset_map(path: Path, images: list[str]) -> list[str]:
     return [wnids[Path(image).stem] for image in images]
 
 
+def _check_names(folder: Path, classes: list[str]) -> None:
+    if broken := [name for name in classes if "\n" in name or "\r" in name]:
+        raise UserError(f"{folder}: has a class folder {broken[0]!r}; rename it without the line break")
+
+
+def scan_unsplit(source: Path, fraction: float) -> tuple[list[str], dict[str, list[tuple[str, int, int]]], str]:
+    """What `scan` returns, of class folders without a split, see `split_by_content`."""
+    from colossal_vit.data import image_folder  # here, since torch takes long to load
+    from colossal_vit.parallel.ranks import RankLogger
+
+    images = image_folder.find_images(source, source / ".decoded")
+    _check_names(source, images.classes)
+    if images.left_out:
+        print(images.left_out)
+    split = image_folder.split_by_content(images, image_folder.digest_contents(images, RankLogger()), fraction)
+    found = list(zip(images.paths, (images.labels + 1).tolist(), images.sizes, strict=True))
+    parts = {name: [found[number] for number in chosen] for name, chosen in zip(NUM_SHARDS, split, strict=True)}
+    return images.classes, parts, hashlib.sha256(repr((images.versions(), parts)).encode()).hexdigest()
+
+
 def scan(source: Path, synset_map: Path | None) -> tuple[list[str], dict[str, list[tuple[str, int, int]]], str]:
     """Find all images.
 
@@ -114,17 +137,19 @@ def scan(source: Path, synset_map: Path | None) -> tuple[list[str], dict[str, li
         UserError: if a folder is missing or empty, or files are misplaced.
     """
     train, found = source / "train", [source / name for name in ("val", "validation") if (source / name).is_dir()]
+    if not found and (source / "test").is_dir():  # ImageNet's own, beside val/, has no classes
+        found = [source / "test"]
     if not train.is_dir() or len(found) != 1:
         there = ["train/"] * train.is_dir() + [f"{folder.name}/" for folder in found]
         raise UserError(
-            f"{source}: has {' and '.join(there) or 'no train/'}; train/ and one of val/ and validation/ are needed"
+            f"{source}: has {' and '.join(there) or 'no train/'}; train/ and one of val/, validation/ "
+            f"and test/, or class folders, are needed"
         )
     (validation,) = found
     (wnids, beside), (of_validation, beside_validation) = map(class_folders, (train, validation))
     if not wnids:
         raise UserError(f"{train}: has no class folders; train/<wnid>/* is needed")
-    if broken := [wnid for wnid in wnids if "\n" in wnid or "\r" in wnid]:
-        raise UserError(f"{train}: has a class folder {broken[0]!r}; rename it without the line break")
+    _check_names(train, wnids)
     if not of_validation and not synset_map:
         raise UserError(f"{validation}: has no class folders; name the file with its wnids with --synset-map")
     if of_validation and synset_map:
@@ -255,17 +280,19 @@ def build_shard(args: argparse.Namespace, shard: Shard) -> dict[str, str]:
     """Write a shard and its index under temporary names; runs in a worker.
 
     Returns:
-        The images left out: path relative to SOURCE, in a line -> reason.
+        The images left out: path relative to SOURCE, in a line, behind the split if it does not tell that -> reason.
     """
     skipped, lines, offset = {}, [], 0
+    split = shard.path.parent.name
     with _blame(shard.path), open(_temporary(shard.path), "wb") as file:
         for path, label, _ in shard.images:
             with _blame(args.source / path):
                 data = (args.source / path).read_bytes()
             try:
-                record = encode_record(prepare_image(data, args.resize, args.quality, args.check), label)
+                record = encode_record(prepare_image(data, args.resize, args.quality, args.check, FORMATS), label)
             except ValueError as error:
-                skipped[in_one_line(path.replace("\\", "\\\\"))] = " ".join(str(error).split())
+                named = path if path.split("/")[0] in ("train", "val", "validation") else f"{split}\t{path}"
+                skipped[in_one_line(named.replace("\\", "\\\\"))] = " ".join(str(error).split())
                 continue
             file.write(record)
             lines.append(f"{offset} {len(record)}\n")
@@ -317,7 +344,11 @@ def read_skipped(output: Path) -> dict[str, str]:
 def build(args: argparse.Namespace) -> int:
     """Pack `args.source` into `args.output`, resuming an interrupted build; returns the exit code."""
     output, start = args.output, time.monotonic()
-    wnids, images, digest = scan(args.source, args.synset_map)
+    unsplit = not any((args.source / name).is_dir() for name in ("train", "val", "validation", "test"))
+    if unsplit and has_class_folders(args.source):
+        wnids, images, digest = scan_unsplit(args.source, args.test_fraction)
+    else:
+        wnids, images, digest = scan(args.source, args.synset_map)
     asked = {"train": args.train_shards, "validation": args.validation_shards}
     shards = {split: plan_shards(output, split, images[split], asked[split], args.seed) for split in images}
     plan = {key: getattr(args, key) for key in ("seed", "resize", "quality", "check")}
@@ -539,6 +570,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         usual = f"default {num_shards}, or fewer for under {MIN_IMAGES} images a shard"
         add(f"--{split}-shards", type=int, metavar="N", help=usual)
     add("--seed", type=int, default=0, help="of the order of the training images; default 0")
+    add(
+        "--test-fraction",
+        type=float,
+        default=0.2,
+        metavar="F",
+        help="for validation, of an unsplit SOURCE; default 0.2",
+    )
     add("--resize", type=int, metavar="N", help="shorten the shorter side of larger images to N pixels")
     add("--quality", type=int, metavar="Q", help="encode every image again, as a JPEG of this quality, up to 100")
     add("--check", choices=("header", "decode"), default="header", help="decode: of every image all pixels")
@@ -548,7 +586,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if [args.source, args.verify, args.index_only].count(None) != 2 or (args.source is None) != (args.output is None):
         parser.error("give SOURCE OUTPUT, or --verify OUTPUT, or --index-only OUTPUT")
     limits = dict.fromkeys(("train_shards", "validation_shards", "resize", "workers"), (1, 99999))
-    for name, (low, high) in {**limits, "quality": (1, 100), "max_bad": (0, 100)}.items():
+    for name, (low, high) in {
+        **limits,
+        "quality": (1, 100),
+        "max_bad": (0, 100),
+        "test_fraction": (0.001, 0.999),
+    }.items():
         if (value := getattr(args, name)) is not None and not low <= value <= high:
             parser.error(f"--{name.replace('_', '-')} {value}: must be from {low} to {high}")
     return args
