@@ -74,7 +74,13 @@ TRAINING: Settings = {
         },
     ),
     "GLOBAL_BATCH": Free(
-        POSITIVE_INT, "images of a step, that `--dry-run` keeps on other numbers of GPUs", scripts=(IMAGENET,)
+        POSITIVE_INT, "images of a step, that ELASTIC and `--dry-run` keep on other numbers of processes"
+    ),
+    "ELASTIC": Free(
+        BOOL,
+        "keep GLOBAL_BATCH on any number of processes, by smaller BATCH_SIZE and another gradient_accumulation; those "
+        "that no replica needs wait",
+        False,
     ),
     "IMAGES_PER_S": Free(POSITIVE, "images/s of one GPU, from which `--dry-run` computes hours", scripts=(IMAGENET,)),
 }

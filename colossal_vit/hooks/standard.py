@@ -3,6 +3,7 @@
 from colossal_vit.engine.micro_batches import MicroBatches
 from colossal_vit.hooks.checkpoint import CheckpointHook
 from colossal_vit.hooks.debug_nan import DebugNanHook
+from colossal_vit.hooks.members import MembersHook
 from colossal_vit.hooks.metrics import MetricsHook
 from colossal_vit.hooks.profile import ProfileHook
 from colossal_vit.hooks.progress import ProgressHook
@@ -29,6 +30,8 @@ def standard_hooks(run: Run, train_dataloader: MicroBatches) -> list[BaseHook]:
         ProgressHook(run, train_dataloader),
         CheckpointHook(run, train_dataloader, metrics),
     ]
+    if run.config.ELASTIC:
+        hooks.append(MembersHook(run))
     if run.args.profile:
         hooks.append(ProfileHook(run.output, train_dataloader, run.log))
     if is_compared:

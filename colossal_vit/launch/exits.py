@@ -14,7 +14,7 @@ from colossal_vit import streams
 from colossal_vit.checkpoint import lock
 from colossal_vit.errors import Preempted, TrainingError, UserError, end_process, error_line
 from colossal_vit.hooks import wandb_run
-from colossal_vit.launch import watchdog
+from colossal_vit.launch import elastic, watchdog
 from colossal_vit.launch.flags import Arguments, parse
 from colossal_vit.launch.launchers import launched_rank, rank_host_port
 from colossal_vit.parallel.layout import Layout
@@ -99,6 +99,7 @@ def call(function: Callable[[], Any]) -> None:
         function()
         if dist.is_initialized():
             dist.barrier()
+            elastic.end()
             watchdog.current.leave()
             gpc.destroy()
     except (UserError, TrainingError, Preempted) as error:

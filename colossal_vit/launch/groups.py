@@ -105,17 +105,18 @@ def launch_groups(
         UserError: on every rank, if two have the same GPU.
     """
     common = {"config": config, "backend": backend, "seed": config.SEED, "verbose": False}
-    where = {"host": rendezvous.host, "port": rendezvous.port}
+    where, world_size = {"host": rendezvous.host, "port": rendezvous.port}, str(rendezvous.world_size)
     with patches.groups(store, timeout, device):
         if device.type == "cuda" and rendezvous.world_size > 1 and backend != "fake":
             _check_own_gpu(rendezvous, store, device)
         if rendezvous.launcher == "torch":
-            os.environ.update(MASTER_ADDR=rendezvous.host, MASTER_PORT=str(rendezvous.port))
+            os.environ.update(MASTER_ADDR=rendezvous.host, MASTER_PORT=str(rendezvous.port), WORLD_SIZE=world_size)
             colossalai.launch_from_torch(**common)
         elif rendezvous.launcher == "slurm":
-            os.environ.setdefault("SLURM_NPROCS", os.environ["SLURM_NTASKS"])
+            os.environ["SLURM_NPROCS"] = world_size
             colossalai.launch_from_slurm(**common, **where)
         elif rendezvous.launcher == "openmpi":
+            os.environ["OMPI_COMM_WORLD_SIZE"] = world_size
             colossalai.launch_from_openmpi(**common, **where)
         else:
             place = dict(rank=rendezvous.rank, world_size=rendezvous.world_size, local_rank=rendezvous.local_rank)

@@ -70,18 +70,26 @@ def interface_towards(host: str) -> str | None:
     return None
 
 
+def _agent_has_store() -> bool:
+    """Whether torchrun keeps a store for its workers, which stays when it starts them again."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def prefix() -> str:
+    """Of the ranks' keys in the store. Agents of torchrun that have joined later count restarts from there on."""
+    return f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}" if _agent_has_store() else "ranks"
+
+
 def _connect(rendezvous: Rendezvous, timeout: float) -> dist.Store:
     """`join_store`, but errors of torch and of the operating system are not converted."""
     patience = timedelta(seconds=timeout)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun keeps a store for its workers
     options = {"world_size": rendezvous.world_size, "timeout": patience}
-    if rendezvous.rank == 0 and not (rendezvous.launcher == "torch" and by_agent):
+    if rendezvous.rank == 0 and not (rendezvous.launcher == "torch" and _agent_has_store()):
         listener = listen(rendezvous.host, rendezvous.port).detach()  # the store closes it
         store = dist.TCPStore(rendezvous.host, rendezvous.port, is_master=True, master_listen_fd=listener, **options)
     else:
         store = dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, **options)
-    store = dist.PrefixStore(f"attempt-{attempt}", store)
+    store = dist.PrefixStore(prefix(), store)
     store.set(f"world-size-{rendezvous.rank}", str(rendezvous.world_size))
     if store.add(f"rank-{rendezvous.rank}", 1) > 1:
         store.set("problem", f"rank {rendezvous.rank} is there twice: give each process a --rank of its own")

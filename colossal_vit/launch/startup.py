@@ -3,6 +3,7 @@
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,19 +16,23 @@ from colossal_vit.data.source import expected_classes
 from colossal_vit.engine import precision
 from colossal_vit.errors import UserError
 from colossal_vit.hooks import wandb_run
-from colossal_vit.launch import watchdog
+from colossal_vit.launch import elastic, watchdog
 from colossal_vit.launch.flags import Arguments
 from colossal_vit.launch.groups import check_granted, choose_backend, choose_device, launch_groups
 from colossal_vit.launch.launchers import find_rendezvous, planned_rendezvous
-from colossal_vit.launch.rendezvous import join_store
+from colossal_vit.launch.rendezvous import join_store, prefix
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.ranks import RankLogger
 from colossal_vit.run import Run
 from colossalai.context import Config
 
 
-def read_config(args: Arguments) -> tuple[Config, dict[str, str]]:
+def read_config(args: Arguments, more: Sequence[str] = ()) -> tuple[Config, dict[str, str]]:
     """The config of a command line, checked against its other flags; and the keys that it leaves out, with reasons.
+
+    Args:
+        args: the command line.
+        more: overrides as in `--set`, after those.
 
     Raises:
         UserError: if flags or config are not usable.
@@ -38,7 +43,7 @@ def read_config(args: Arguments) -> tuple[Config, dict[str, str]]:
         )
     if args.wandb:
         wandb_run.check_installed()
-    config = configs.load(args.config, args.set, args.script)
+    config = configs.load(args.config, [*args.set, *more], args.script)
     idle = configs.idle_keys(config, args.script)
     for key in idle:
         del config[key]
@@ -82,9 +87,16 @@ def start(args: Arguments) -> Run:
     config, idle = read_config(args)
     rendezvous = rendezvous or planned_rendezvous(args, config, args.observer.rank)
     output = find_output(args)
-    layout = Layout.of(config, rendezvous.world_size)
-    if args.check is not None:
-        args.check(config, layout)
+    wanted, size = config, rendezvous.world_size
+    if config.ELASTIC:
+        config, layout = elastic.fit(config, size, lambda more: read_config(args, more)[0], args.check)
+        rendezvous.world_size = layout.world_size
+        if rendezvous.rank >= layout.world_size:
+            elastic.wait_without_work(rendezvous, prefix(), args.timeout)
+    else:
+        layout = Layout.of(config, rendezvous.world_size)
+        if args.check is not None:
+            args.check(config, layout)
     backend = choose_backend(args, rendezvous, layout)
 
     torch.set_default_dtype(getattr(torch, config.DTYPE))
@@ -100,6 +112,8 @@ def start(args: Arguments) -> Run:
     check_granted(args)
     parent.watch(rendezvous.launcher != "none", args.timeout)
     store = join_store(rendezvous, args.timeout)
+    if config.ELASTIC and rendezvous.rank == 0:
+        elastic.begin(store, range(layout.world_size, size))
     with watchdog.time_limit(2 * args.timeout):
         launch_groups(config, rendezvous, backend, store, args.timeout, device)
     watchdog.begin(rendezvous.rank, rendezvous.world_size, rendezvous.host)
@@ -111,6 +125,8 @@ def start(args: Arguments) -> Run:
     )
     if device.type == "cpu" and (warning := cpu.idle_gpus()):
         log.info(warning)
+    if config.ELASTIC:
+        log.info(elastic.describe(wanted, config, size, layout))
     log.info(
         f"{layout}; global batch {layout.global_batch(config)} = BATCH_SIZE {config.BATCH_SIZE} × "
         f"gradient_accumulation {config.gradient_accumulation} × data parallel {layout.data}"

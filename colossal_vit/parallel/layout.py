@@ -26,6 +26,11 @@ class Layout:
     side: int
 
     @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.data * self.pipeline * self.tensor
+
+    @property
     def batch_parts(self) -> int:
         """Number of parts into which the tensor-parallel ranks split a batch."""
         return {"2d": self.side, "2.5d": self.side, "3d": self.side**2}.get(self.tensor_mode, 1)

@@ -107,7 +107,7 @@ def _layers(names: Iterable[str]) -> str:
 def format_report(plans: list[StepPlan], notes: Sequence[str] = ()) -> str:
     """The plans of all pipeline stages as text, and the lines that the script adds."""
     layout, config = plans[0].layout, Config(plans[0].config)
-    world = layout.data * layout.pipeline * layout.tensor
+    world = layout.world_size
     replica = layout.pipeline * layout.tensor
     lines = [f"{world} process(es): {layout}"]
     for stage, stage_plan in enumerate(plans):

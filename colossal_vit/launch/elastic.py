@@ -1,0 +1,107 @@
+"""ELASTIC: a run goes on with the processes that there are, and keeps its global batch."""
+
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import NoReturn
+
+import torch.distributed as dist
+from colossal_vit.errors import TrainingError, UserError
+from colossal_vit.launch.launchers import Rendezvous
+from colossal_vit.parallel.layout import Layout
+from colossalai.context import Config
+
+OVER = "run is over"  # a key in the store of the ranks, set when they have ended without an error
+LOOK = 0.2  # seconds between two looks of a process without work
+END_TIMEOUT = 10.0  # seconds that rank 0 waits for processes without work to end
+
+_store: dist.Store | None = None  # on rank 0 of an elastic run
+_acknowledged: list[str] = []  # keys that processes without work set once they have seen OVER
+
+
+def fit(
+    config: Config, world_size: int, load: Callable[[list[str]], Config], check: Callable[[Config, Layout], None] | None
+) -> tuple[Config, Layout]:
+    """The most data-parallel replicas that share GLOBAL_BATCH evenly, in batches as large as BATCH_SIZE allows.
+
+    Args:
+        config: with ELASTIC.
+        world_size: processes that are there; the layout may have fewer.
+        load: loads the config with further overrides, `KEY=VALUE`.
+        check: of the script, raises a `UserError` for a config that does not fit the layout.
+
+    Raises:
+        UserError: if there are too few processes for a replica, or none of the ways to share is possible.
+    """
+    if "GLOBAL_BATCH" not in config:
+        raise UserError("ELASTIC keeps the images of a step, on any number of processes: set GLOBAL_BATCH")
+    model = config.parallel.pipeline * config.parallel.tensor.size
+    reason = None
+    for replicas in range(max(world_size // model, 1), 0, -1):
+        layout = Layout.of(config, replicas * model if world_size >= model else world_size)
+        share, rest = divmod(config.GLOBAL_BATCH, replicas)
+        for size in range(min(config.BATCH_SIZE, share), 0, -1):
+            if rest or share % size:
+                continue
+            try:
+                fitted = load([f"BATCH_SIZE={size}", f"gradient_accumulation={share // size}"])
+                if check:
+                    check(fitted, layout)
+                return fitted, layout
+            except UserError as error:
+                reason = reason or error
+    raise UserError(f"GLOBAL_BATCH = {config.GLOBAL_BATCH} cannot be kept on {world_size} processes: {reason}")
+
+
+def describe(config: Config, fitted: Config, world_size: int, layout: Layout) -> str:
+    """What `fit` has chosen, in one line."""
+    idle = world_size - layout.world_size
+    return (
+        f"ELASTIC: {world_size} processes{f', {idle} of them without work' if idle else ''}; global batch "
+        f"{config.GLOBAL_BATCH} with BATCH_SIZE {config.BATCH_SIZE} → {fitted.BATCH_SIZE}, gradient_accumulation "
+        f"{config.gradient_accumulation} → {fitted.gradient_accumulation}"
+    )
+
+
+def _acknowledgement(rank: int) -> str:
+    return f"rank {rank} has seen the end"
+
+
+def begin(store: dist.Store, without_work: range) -> None:
+    """Remember the store, in which `end` tells these processes that the run is over. For rank 0."""
+    global _store
+    _store = store
+    _acknowledged[:] = map(_acknowledgement, without_work)
+
+
+def end() -> None:
+    """Tell the processes without work that the run is over; they may still use the store that rank 0 has."""
+    if _store is None:
+        return
+    _store.set(OVER, "")
+    deadline = time.monotonic() + END_TIMEOUT
+    while not _store.check(_acknowledged) and time.monotonic() < deadline:
+        time.sleep(LOOK)
+
+
+def wait_without_work(rendezvous: Rendezvous, prefix: str, timeout: float) -> NoReturn:
+    """Wait until the run is over, and end this process. A launcher that starts the ranks again ends it before.
+
+    Args:
+        rendezvous: this process, which is not one of the ranks.
+        prefix: of the keys in the store of the ranks.
+        timeout: seconds to wait for the store.
+
+    Raises:
+        TrainingError: if the ranks end otherwise.
+    """
+    options = dict(timeout=timedelta(seconds=timeout), wait_for_workers=False)
+    try:
+        store = dist.PrefixStore(prefix, dist.TCPStore(rendezvous.host, rendezvous.port, **options))
+        while not store.check([OVER]):
+            time.sleep(LOOK)
+        store.set(_acknowledgement(rendezvous.rank), "")
+    except dist.DistError:
+        raise TrainingError("the ranks have ended early, while this process had no work") from None
+    sys.exit(0)

@@ -1,0 +1,136 @@
+"""ELASTIC: any number of processes on one loss curve; agents of torchrun that are killed, and that join."""
+
+import json
+import os
+import signal
+import subprocess
+
+import pytest
+from colossal_vit.errors import UserError
+from colossal_vit.launch import elastic
+from colossalai.context import Config
+
+import fork_ranks
+import launchers
+import training
+from layouts import ANY_STEP, RANDOM, errors
+
+ELASTIC = {**RANDOM, "DEPTH": 2, "ELASTIC": True, "GLOBAL_BATCH": 32, "BATCH_SIZE": 12}
+
+
+def members(output):
+    path = output / "members.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def fit(world_size, model, global_batch, check=None):
+    """What is made of batches of 8 images on so many processes, of which a replica has `model`."""
+    values = dict(GLOBAL_BATCH=global_batch, BATCH_SIZE=8, gradient_accumulation=4)
+    values["parallel"] = dict(pipeline=model, tensor=dict(mode=None, size=1))
+
+    def load(overrides):
+        return Config({**values, **{key: int(value) for key, value in (text.split("=") for text in overrides)}})
+
+    return elastic.fit(Config(values), world_size, load, check)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "model", "global_batch", "expected"),
+    [
+        (1, 1, 32, (1, 8, 4)),
+        (2, 1, 32, (2, 8, 2)),
+        (3, 1, 32, (2, 8, 2)),  # three replicas cannot share 32 images
+        (3, 1, 36, (3, 6, 2)),
+        (5, 2, 32, (2, 8, 2)),
+        (9, 1, 6, (6, 1, 1)),
+        (7, 1, 7, (7, 1, 1)),
+        (4, 4, 10, (1, 5, 2)),
+    ],
+)
+def test_replicas_share_the_global_batch_evenly(world_size, model, global_batch, expected):
+    fitted, layout = fit(world_size, model, global_batch)
+    assert (layout.data, fitted.BATCH_SIZE, fitted.gradient_accumulation) == expected
+    assert layout.global_batch(fitted) == global_batch
+
+
+def test_a_way_to_share_that_the_layout_refuses_is_not_taken():
+    def three_at_most(config, layout):
+        if config.BATCH_SIZE > 3:
+            raise UserError("only three")
+
+    fitted, layout = fit(3, 1, 32, three_at_most)
+    assert (layout.data, fitted.BATCH_SIZE, fitted.gradient_accumulation) == (2, 2, 8)
+
+
+def test_a_run_stays_on_its_curve_whatever_the_number_of_processes(tmp_path, few_test_images):
+    """Five processes, of which one has no work; then three, and one replica; then six, of which three have none."""
+    expected = training.train(tmp_path / "undisturbed", steps=12, **{**ELASTIC, "ELASTIC": False, "BATCH_SIZE": 32})
+    output, values = tmp_path / "run", {**ELASTIC, "parallel.pipeline": 2}
+    said = training.train(output, 5, steps=4, **values).said
+    assert "ELASTIC: 5 processes, 1 of them without work; global batch 32 with BATCH_SIZE 12 → 8" in said
+    training.train(output, 3, steps=8, **values)
+    run = training.train(output, 6, steps=12, **values)
+    assert max(errors(run.steps, expected.steps)) < ANY_STEP
+    assert [member | {"hosts": sum(member["hosts"].values())} for member in members(output)] == [
+        {"step": 0, "layout": "DP 2 × PP 2", "hosts": 4},
+        {"step": 4, "layout": "PP 2", "hosts": 2},
+        {"step": 8, "layout": "DP 2 × PP 2", "hosts": 4},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "values", "words"),
+    [
+        (1, {"parallel.pipeline": 2}, "world size 1 does not fit parallel.pipeline = 2"),
+        (1, {"GLOBAL_BATCH": None}, "set GLOBAL_BATCH"),
+        (2, {"parallel.pipeline": 2, "GLOBAL_BATCH": 1}, "GLOBAL_BATCH = 1 cannot be kept on 2 processes: "),
+    ],
+)
+def test_what_is_impossible_is_one_line(world_size, values, words, tmp_path):
+    values = {key: value for key, value in {**ELASTIC, **values}.items() if value is not None}
+    assert words in training.refused(tmp_path / "run", world_size, **values)
+
+
+def test_the_run_goes_on_with_the_agents_that_are_left_and_with_one_more(tmp_path):
+    """torchrun --nnodes 1:2: an agent is killed with its ranks; later another one joins."""
+    output, port = tmp_path / "run", fork_ranks.free_port()
+    quick = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+    torchrun = ["torchrun", "--nnodes", "1:2", "--nproc_per_node", "1", "--max-restarts", "9"]
+    torchrun += ["--monitor-interval", "1", "--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{port}"]
+    flags = training.flags(**{**ELASTIC, "DEPTH": 1, "NUM_EPOCHS": 1000, "checkpoint.every_steps": 10})
+    command = [*torchrun, "--rdzv_conf", quick, "train_hybrid.py", *flags, "--output", str(output)]
+    environment = launchers.environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    agents = []
+
+    def start():
+        with open(tmp_path / "log", "a") as log:
+            options = dict(cwd=launchers.FOLDER, env=environment, stdout=log, stderr=log, start_new_session=True)
+            agents.append(subprocess.Popen(command, **options))
+
+    def train_with(num_processes):
+        """Wait until the newest group of ranks is as large, and has made some steps."""
+
+        def trains():
+            newest = members(output)[-1:]
+            size = sum(sum(member["hosts"].values()) for member in newest)
+            return size == num_processes and launchers.steps_on_record(output) > newest[0]["step"] + 20
+
+        launchers.wait_until(trains, (tmp_path / "log").read_text)
+
+    try:
+        start()  # this agent keeps the store of the rendezvous
+        train_with(1)
+        start()
+        train_with(2)
+        os.killpg(agents[1].pid, signal.SIGKILL)
+        train_with(1)
+        start()
+        train_with(2)
+    finally:
+        for agent in agents:
+            agent.send_signal(signal.SIGTERM)
+        for agent in agents:
+            agent.wait(timeout=fork_ranks.PATIENCE)
+    assert [sum(member["hosts"].values()) for member in members(output)] == [1, 2, 1, 2]
+    steps = [record["step"] for record in training.records(output) if "loss" in record]
+    assert steps == list(range(1, len(steps) + 1)), "each step is on record once"
