@@ -79,17 +79,19 @@ def test_timm_builds_what_was_trained(name, build, runs, exported):
 
 
 @pytest.mark.parametrize(
-    ("values", "expected"),
+    ("images", "values", "expected"),
     [
-        ({"CROP_PADDING": 4}, 1.0),
-        ({}, 224 / 256),
-        ({"CACHE_SIZE": 256}, 192 / 256),
-        ({"EVAL_CROP": 224 / 256}, 224 / 256),
-        ({"EVAL_CROP": 1.0}, 1.0),
+        ("CIFAR-10", {}, 1.0),
+        ("Caltech101", {}, 224 / 256),
+        ("class folders", {"CACHE_SIZE": 256}, 192 / 256),
+        ("ImageNet", {"EVAL_CROP": 0.9}, 0.9),
     ],
 )
-def test_the_crop_of_the_test_images_is_exported(values, expected):
-    assert timm_model._preprocessing({}, {"IMG_SIZE": 192, **values})["crop_pct"] == pytest.approx(expected)
+def test_the_crop_of_the_test_images_is_exported(images, values, expected):
+    """As the data are read, whatever the script: every one has the keys of all."""
+    config = {"IMG_SIZE": 192, "CROP_PADDING": 4, "EVAL_CROP": 1.0, **values}
+    found = timm_model._preprocessing({"data": {"images": images}}, config)
+    assert found["crop_pct"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

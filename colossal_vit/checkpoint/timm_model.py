@@ -8,7 +8,6 @@ import torch
 from colossal_vit import typed_json
 from colossal_vit.checkpoint.contents import State
 from colossal_vit.checkpoint.storage import EMA, MODEL, STATE, Checkpoint
-from colossal_vit.data.identity import OWN
 from colossal_vit.errors import UserError
 from colossal_vit.files import atomic_folder
 from colossal_vit.models import SHAPE
@@ -53,10 +52,10 @@ def _preprocessing(state: State, config: ModelConfig) -> dict[str, Any]:
     """The preprocessing of a run's test images, as timm's data config."""
     size = config["IMG_SIZE"]
     mean, std = state.get("normalization") or (None, None)  # SYNTHETIC images have none
-    own = (state.get("data") or {}).get("images") == OWN
+    images = (state.get("data") or {}).get("images")
     # CIFAR-10 images are used whole; others are centre-cropped, to 224 of 256 pixels unless a key says otherwise.
-    crop_pct = 1.0 if "CROP_PADDING" in config and not own else size / config.get("CACHE_SIZE", size * 8 / 7)
-    crop_pct = crop_pct if own else config.get("EVAL_CROP", crop_pct)
+    crop_pct = 1.0 if images == "CIFAR-10" else size / config.get("CACHE_SIZE", size * 8 / 7)
+    crop_pct = config.get("EVAL_CROP", crop_pct) if images == "ImageNet" else crop_pct
     return dict(input_size=(3, size, size), mean=mean, std=std, crop_pct=crop_pct, interpolation="bilinear")
 
 
