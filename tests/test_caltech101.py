@@ -22,7 +22,8 @@ from torchvision.transforms import v2
 import fork_ranks
 import training
 
-CONFIGS = {path.stem for path in (fork_ranks.ROOT / "vit_caltech101_amp" / "config").glob("config_*.py")}
+MODES = (fork_ranks.ROOT / "vit_caltech101_amp" / "config").glob("config_AMP_*.py")
+CONFIGS = {"config_fp32", *(path.stem for path in MODES)}
 # A rate at which runs that differ by a rounding stay together, and yet learn to read.
 SMALL = dict(
     IMG_SIZE=16, CACHE_SIZE=16, PATCH_SIZE=8, HIDDEN_SIZE=128, DEPTH=2, NUM_HEADS=4, BATCH_SIZE=32, DROP_RATE=0.0

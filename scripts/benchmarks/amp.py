@@ -28,8 +28,8 @@ SMALL = ["IMG_SIZE=32", "CACHE_SIZE=36", "PATCH_SIZE=8", "HIDDEN_SIZE=32", "DEPT
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
-    shipped = sorted((FOLDER / "config").glob("config_*.py"), key=lambda path: (path.stem != "config_fp32", path.stem))
-    parser.add_argument("--configs", nargs="+", type=Path, default=shipped, help="default: all in config/")
+    shipped = [FOLDER / "config/config_fp32.py", *sorted((FOLDER / "config").glob("config_AMP_*.py"))]
+    parser.add_argument("--configs", nargs="+", type=Path, default=shipped, help="default: fp32 and all of config_AMP")
     parser.add_argument("--nproc_per_node", type=positive, default=1, help="processes (default %(default)s)")
     parser.add_argument("--warm-up", type=int, default=5, help="steps that do not count (default %(default)s)")
     parser.add_argument("--synthetic", action="store_true", help="one random batch instead of the data set")
