@@ -6,6 +6,7 @@ this one (`warm`), except for what srun and mpirun start, and the quickstart, wh
 """
 
 import fcntl
+import itertools
 import os
 import pty
 import re
@@ -19,12 +20,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 from colossal_vit import config as configs
 from colossal_vit.checkpoint import storage
 from colossal_vit.data import packing
+from colossal_vit.data.digits import digits
 from colossal_vit.launch.flags import get_parser
 from colossal_vit.results import read_metrics
+from PIL import Image
 
 import fork_ranks
 import launchers
@@ -58,6 +62,7 @@ SMALLER = {
     "train_hybrid.py --config ./configs/config_pipeline_parallel.py $DIGITS": flags({}),
     "train_hybrid.py": flags(HYBRID),
     "train_slurm.sh ./configs/config_pipeline_parallel.py": flags(HYBRID),
+    "train.py --config ./config/config_finetune.py $SMALL": [],
     "config_sample.py --max-steps 6": [],
     "config_sample.py": flags({}),
     "--resume ../start": flags({}),
@@ -164,7 +169,19 @@ def clone(tmp_path_factory):
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(path, target)
     (root / ".venv").symlink_to(sys.prefix)
+    write_own_images(root)
     return root
+
+
+def write_own_images(root):
+    """The folder of docs/own-images.md, of every format, and an image beside it."""
+    images, endings = digits(48), itertools.cycle((".jpg", ".PNG", ".webp", ".bmp", ".tiff", ".gif", ".JPEG"))
+    for label, name in ((0, "zero"), (1, "one"), (7, "seven")):
+        folder = root / "my-images" / name
+        folder.mkdir(parents=True)
+        for number in np.flatnonzero(images.train_labels == label)[:67]:
+            Image.fromarray(images.train_images[number]).save(folder / f"{number}{next(endings)}")
+    Image.fromarray(images.test_images[np.flatnonzero(images.test_labels == 7)[0]]).save(root / "photo.png")
 
 
 @pytest.fixture(scope="module")
