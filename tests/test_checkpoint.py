@@ -1,6 +1,7 @@
 """Checkpoints on disk: whole or not there, whatever happens; checked before they are read; nothing in them can run."""
 
 import copy
+import csv
 import itertools
 import json
 import multiprocessing
@@ -592,13 +593,27 @@ def trained(tmp_path_factory):
     [(4, {"parallel.pipeline": 2, "BATCH_SIZE": 14}), (4, {"parallel.tensor.mode": "2d", "parallel.tensor.size": 4})],
 )
 def test_eval_only_is_exact_on_any_world_size(processes, values, trained):
-    before = sorted((path, path.stat().st_mtime_ns) for path in trained.output.rglob("*"))
+    def files():
+        every = (path for path in trained.output.rglob("*") if "evaluation" not in path.parts and path.is_file())
+        return sorted((path, path.stat().st_mtime_ns) for path in every)
+
+    before = files()
     run = training.train(trained.output, processes, "--eval-only", DEPTH=2, **values)
     (said,) = re.findall(r"test accuracy (\S+)% \((\d+) of 360 images\), loss (\S+)", "".join(run.stdout))
     expected = trained.evaluations[-1]
     assert int(said[1]) == round(expected["eval_accuracy"] * 360)
     assert float(said[2]) == pytest.approx(expected["eval_loss"], rel=1e-6)
-    assert sorted((path, path.stat().st_mtime_ns) for path in trained.output.rglob("*")) == before, "all is untouched"
+    assert files() == before, "the run is untouched"
+    with open(trained.output / "evaluation/classes.csv", newline="") as file:
+        classes = list(csv.DictReader(file))
+    assert [row["class"] for row in classes] == list("0123456789")
+    assert sum(int(row["images"]) for row in classes) == 360
+    assert sum(int(row["right"]) for row in classes) == int(said[1])
+    assert {path.name for path in (trained.output / "evaluation").iterdir()} == {
+        "classes.csv",
+        "confusion.png",
+        "mistakes.png",
+    }
 
 
 def test_a_run_that_is_done_has_nothing_left_to_do(trained):

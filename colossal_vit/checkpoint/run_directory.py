@@ -64,7 +64,7 @@ _WRITTEN = (CONFIG, METRICS, *CURVES)
 # All that may be in it besides: what runs add, and --dry-run, --plan and kills leave.
 _OF_A_RUN = re.compile(
     rf"{re.escape(lock.NAME)}|{storage.FOLDER}|{INDEX_FILES}|wandb|events\.out\.tfevents\..*|profile-rank\d+\.json|"
-    rf"calibration\.json|members\.jsonl|layout\.png|plan\.png|\.?({'|'.join(map(re.escape, _WRITTEN))})"
+    rf"calibration\.json|members\.jsonl|evaluation|layout\.png|plan\.png|\.?({'|'.join(map(re.escape, _WRITTEN))})"
 )
 _OF_CHECKPOINTS = re.compile(r"(damaged-)?step-\d{8,}(\.\d+)?|\.step-\d{8,}-.*")
 

@@ -113,6 +113,16 @@ class SampledLoader(Loader):
         other.sampler = EvalSampler(self.sampler.num_samples, self.sampler.batch_size)
         return other
 
+    def pick(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Images and labels with these numbers (B,), as in an evaluation; on a rank of the first pipeline stage."""
+        other = copy.copy(self)
+        other.sampler = [numbers]
+        return next(iter(other))
+
+    def name_of(self, number: int) -> str:
+        """What the image with this number is called."""
+        return f"image {number}"
+
 
 class LoaderWrapper(Loader):
     """A loader that changes the batches of another one, and resumes with it.

@@ -376,6 +376,10 @@ class Batches(SampledLoader):
         super().__init__(sampler, config, device)
         self.images, self.labels, self.chosen = images, labels[chosen], chosen
         self.first_stage = sees_images()
+        self.names: Sequence[str] = ()
+
+    def name_of(self, number: int) -> str:
+        return self.names[self.chosen[number]] if self.names else super().name_of(number)
 
     def _read(self, indices: Tensor, maps: Tensor | None) -> tuple[Tensor, ...]:
         """The tensors of a batch on the CPU: labels, images (B, S, S, 3), and for training the maps of `draw_crops`."""
@@ -445,10 +449,13 @@ def build_batches(run: Run, images: Images, name: str, train: Tensor, test: Tens
             pixels = torch.from_numpy(decoded)
     describe_data(run, name, (len(train), len(test)), images.classes, images.digest(), images.root)
     labels = torch.from_numpy(images.labels)
-    return (
+    loaders = (
         Batches(pixels, labels, train, sampler, config, run.device),
         Batches(pixels, labels, test, EvalSampler(len(test), config.BATCH_SIZE), config, run.device),
     )
+    for loader in loaders:
+        loader.names = images.paths
+    return loaders
 
 
 def build_own_images(run: Run, root: Path) -> tuple[Loader, Loader]:

@@ -32,12 +32,14 @@ class Trainer:
         evaluating_ema: whether the current evaluation is of the averaged weights; it precedes that of the weights.
         hooks: in the order in which they are called.
         states: values that hooks share.
+        test_dataloader: of the evaluation that is going on.
     """
 
     def __init__(self, engine: Engine, lr_scheduler: LRScheduler | None = None, logger: RankLogger | None = None):
         self.engine, self.lr_scheduler, self.logger = engine, lr_scheduler, logger or RankLogger()
         self.cur_epoch = self.cur_step = self.steps_per_epoch = 0
         self.evaluating_ema = False
+        self.test_dataloader: Loader | None = None
         self.hooks: list[BaseHook] = []
         self.states: dict[str, Any] = {}
 
@@ -98,6 +100,7 @@ class Trainer:
         """Evaluate the averaged weights, if there are any, and the weights; None keeps the hooks that there are."""
         if hooks is not None:
             self._attach(hooks)
+        self.test_dataloader = test_dataloader
         if self.engine.ema:
             with self.engine.ema.in_the_model():
                 self.evaluating_ema = True

@@ -1,6 +1,7 @@
 """The hooks that every train script gives its trainer."""
 
 from colossal_vit.engine.micro_batches import MicroBatches
+from colossal_vit.hooks.answers import AnswersHook
 from colossal_vit.hooks.checkpoint import CheckpointHook
 from colossal_vit.hooks.debug_nan import DebugNanHook
 from colossal_vit.hooks.members import MembersHook
@@ -21,7 +22,7 @@ def standard_hooks(run: Run, train_dataloader: MicroBatches) -> list[BaseHook]:
         train_dataloader: as `engine.initialize` returned it.
     """
     if run.args.eval_only:
-        return [MetricsHook(None, train_dataloader, run.log)]
+        return [MetricsHook(None, train_dataloader, run.log), AnswersHook(run)]
     wandb = WandbRun(run.output, run.config, run.log) if run.args.wandb else None
     is_compared = run.args.record is not None
     metrics = MetricsHook(run.output, train_dataloader, run.log, wandb, curves=not is_compared)

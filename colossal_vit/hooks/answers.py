@@ -1,0 +1,134 @@
+"""What an evaluation has answered: accuracy by class, what is taken for what, and the surest of the wrong answers."""
+
+import csv
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from colossal_vit.compat.norms import at_least_fp32
+from colossal_vit.data.batches import IGNORED, SampledLoader
+from colossal_vit.engine.loop import Trainer
+from colossal_vit.hooks.priority import Priority
+from colossal_vit.parallel.sharding import split_batch
+from colossal_vit.run import Run
+from colossalai.legacy.context import ParallelMode
+from colossalai.legacy.core import global_context as gpc
+from colossalai.legacy.trainer.hooks import BaseHook
+from colossalai.legacy.utils import is_no_pp_or_last_stage
+from torch import Tensor
+
+FOLDER = "evaluation"  # in the run directory
+SHOWN, COLUMNS = 24, 6  # wrong answers in the picture
+MOST_NAMES = 40  # classes whose names fit beside the picture of what is taken for what
+
+
+class Answers(NamedTuple):
+    """Answers about images, each of shape (N,).
+
+    Attributes:
+        rows: places of the images in the data set.
+        labels: their classes.
+        found: the most probable classes.
+        sure: their probabilities.
+    """
+
+    rows: Tensor
+    labels: Tensor
+    found: Tensor
+    sure: Tensor
+
+
+class AnswersHook(BaseHook):
+    """Writes `classes.csv`, `confusion.png` and `mistakes.png` into `evaluation` in the run directory, if there is one.
+
+    Args:
+        run: from `launch.start`.
+    """
+
+    def __init__(self, run: Run):
+        super().__init__(Priority.READER)
+        self.run = run
+
+    def before_test(self, trainer: Trainer) -> None:
+        self.parts: list[Answers] = []
+        self.number = 0
+
+    def after_test_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
+        if is_no_pp_or_last_stage() and not trainer.evaluating_ema:
+            micro_batches = getattr(trainer.engine.schedule, "num_microbatches", 1)
+            rows = split_batch(torch.arange(len(label)).view(micro_batches, -1), dim=1).flatten()
+            sure, found = at_least_fp32(output).softmax(-1).max(-1)
+            batch = self.number * gpc.get_world_size(ParallelMode.DATA) + gpc.get_local_rank(ParallelMode.DATA)
+            self.parts.append(Answers(rows + batch * len(label), label.cpu()[rows], found.cpu(), sure.cpu()))
+        self.number += 1
+
+    def after_test(self, trainer: Trainer) -> None:
+        if trainer.evaluating_ema:
+            return
+        everyone = [None] * dist.get_world_size() if gpc.get_global_rank() == 0 else None
+        dist.gather_object(self.parts, everyone, group=gpc.get_cpu_group(ParallelMode.GLOBAL))
+        if not everyone or not self.run.output.exists():
+            return
+        rows, labels, found, sure = map(torch.cat, zip(*(part for own in everyone for part in own), strict=True))
+        first = {row: place for place, row in enumerate(rows.tolist())}  # some ranks answer the same
+        places = torch.tensor([first[row] for row in sorted(first) if labels[first[row]] != IGNORED])
+        answers = Answers(*(part[places] for part in (rows, labels, found, sure)))
+        try:
+            self._write(answers, trainer.test_dataloader)
+        except OSError as error:
+            self.run.log.info(f"{self.run.output / FOLDER}: cannot be written: {error.strerror or error}")
+
+    def _write(self, answers: Answers, loader: SampledLoader) -> None:
+        classes = self.run.data["classes"]
+        names = list(map(str, range(classes))) if isinstance(classes, int) else classes
+        count = max(len(names), int(answers.found.max()) + 1)  # the model may have more classes than the data
+        names = [*names, *map(str, range(len(names), count))]
+        taken = torch.zeros(count, count, dtype=torch.int64)  # class, answer
+        taken.index_put_((answers.labels, answers.found), torch.ones_like(answers.found), accumulate=True)
+        folder = self.run.output / FOLDER
+        folder.mkdir(exist_ok=True)
+        with open(folder / "classes.csv", "w", newline="") as file:
+            rows = csv.writer(file, lineterminator="\n")
+            rows.writerow(["class", "images", "right", "accuracy", "mostly mistaken for"])
+            for name, own, label in zip(names, taken, range(count), strict=True):
+                images, right = int(own.sum()), int(own[label])
+                wrong = own.index_fill(0, torch.tensor(label), 0)
+                other = names[int(wrong.argmax())] if wrong.any() else ""
+                rows.writerow([name, images, right, f"{right / images:.4f}" if images else "", other])
+        self._draw_confusion(taken, names).savefig(folder / "confusion.png")
+        wrong = torch.where(answers.labels == answers.found, -1.0, answers.sure)
+        worst = wrong.argsort(descending=True)[: min(SHOWN, int((wrong >= 0).sum()))]
+        if len(worst) and isinstance(loader, SampledLoader):
+            self._draw_mistakes(Answers(*(part[worst] for part in answers)), loader, names).savefig(
+                folder / "mistakes.png"
+            )
+        self.run.log.info(f"accuracy by class, confusion and the surest mistakes are in {folder}")
+
+    def _draw_confusion(self, taken: Tensor, names: list[str]):
+        from matplotlib.figure import Figure  # takes a second to import
+
+        figure = Figure(figsize=(8, 7), dpi=120, layout="constrained")
+        axes = figure.add_subplot(xlabel="answer", ylabel="class", title=f"{self.run.output.name}: share of a class")
+        shares = taken / taken.sum(1, keepdim=True).clamp(min=1)
+        figure.colorbar(axes.imshow(shares.numpy(), cmap="viridis", vmin=0, vmax=1))
+        if len(names) <= MOST_NAMES:
+            axes.set_xticks(range(len(names)), names, rotation=90)
+            axes.set_yticks(range(len(names)), names)
+        return figure
+
+    def _draw_mistakes(self, worst: Answers, loader: SampledLoader, names: list[str]):
+        from matplotlib.figure import Figure
+
+        rows = -(-len(worst.rows) // COLUMNS)
+        figure = Figure(figsize=(12, 2.3 * rows), dpi=100, layout="constrained")
+        images, _ = loader.pick(worst.rows)
+        mean, std = (value.cpu() / 255 for value in (loader.mean, loader.std))
+        images = (images.float().cpu() * std + mean).clamp(0, 1).permute(0, 2, 3, 1)
+        grid = figure.subplots(rows, COLUMNS, squeeze=False).flatten()
+        for axes in grid:
+            axes.axis("off")
+        for axes, image, row, label, found, sure in zip(grid, images, *worst, strict=False):
+            axes.imshow(image.numpy())
+            said = f"{names[found]} {sure:.0%}, is {names[label]}"
+            axes.set_title(f"{loader.name_of(int(row))[-24:]}\n{said}", fontsize=7)
+        return figure
