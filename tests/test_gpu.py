@@ -221,7 +221,7 @@ from colossal_vit.data import imagenet as loaders
 data, kind, path = sys.argv[1:]
 device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
 records = loaders.find_records(Path(data), "validation")
-config = configs.load("config_sample.py", ["BATCH_SIZE=64", "SEED=1"], "imagenet")
+config = configs.load("config_sample.py", ["BATCH_SIZE=64", "SEED=1", "NUM_CLASSES=10"], "imagenet")
 images, labels = next(iter(loaders.DaliLoader(records, False, config, device)))
 assert images.device.type == labels.device.type == kind
 torch.save([images.float().cpu(), labels.cpu()], path)

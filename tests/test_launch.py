@@ -421,8 +421,8 @@ def test_groups_of_a_launcher_are_made_by_colossalais_function_for_it(launcher, 
     called = []
     for name in ("launch", "launch_from_torch", "launch_from_slurm", "launch_from_openmpi"):
         monkeypatch.setattr(colossalai, name, lambda name=name, **options: called.append((name, options["seed"])))
-    monkeypatch.setenv("SLURM_NTASKS", "2")
-    monkeypatch.setenv("MASTER_PORT", "1")
+    for name in ("SLURM_NTASKS", "SLURM_NPROCS", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")  # and so as it was, once the test is over
     place = Rendezvous(launcher, 1, 1, 2, "localhost", 29500)
     launch_groups(Config({"SEED": 7}), place, "gloo", None, 60.0, torch.device("cpu"))
     assert called == [("launch" if launcher == "none" else f"launch_from_{launcher}", 7)]

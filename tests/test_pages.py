@@ -316,7 +316,8 @@ def test_flags_of_a_command_that_cannot_run_here(page, command):
 def test_the_walk_covers_every_config():
     walks = re.findall(r"^walk \d (\w+)", (ROOT / "vit_cifar10_hybrid" / "README.md").read_text(), re.MULTILINE)
     shipped = {path.stem for path in (ROOT / "vit_cifar10_hybrid" / "configs").glob("config_*.py")}
-    assert set(walks) == shipped - {"config_data_parallel"}
+    others = {"config_data_parallel", "config_fashion_mnist"}  # of train_dp.py, and of another data set
+    assert set(walks) == shipped - others
 
 
 def test_a_checkpoint_of_the_quickstart_is_valid(quickstart, clone):
