@@ -104,15 +104,16 @@ def make_table(accuracies: dict[str, list[float]]) -> list[str]:
 
 
 def main() -> None:
+    every = runs()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path, help="the folder that sample_data.py has written")
     parser.add_argument("runs", type=Path, help="folder of the run directories")
-    parser.add_argument("--only", nargs="+", choices=runs(), metavar="NAME", help=f"of {', '.join(runs())}")
+    parser.add_argument("--only", nargs="+", choices=every, metavar="NAME", help=f"of {', '.join(every)}")
     parser.add_argument("--result", type=Path, help="folder for the result (default: it is printed only)")
     args = parser.parse_args()
     result = ResultFolder(args.result)
     data, accuracies = args.data.resolve(), {}
-    for name, how in runs().items():
+    for name, how in every.items():
         if args.only and name not in args.only:
             continue
         output = args.runs.resolve() / name.replace(" ", "_").removesuffix(".py")

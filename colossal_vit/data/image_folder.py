@@ -2,8 +2,8 @@
 
 All cores decode the images when a run first needs them, as RGB squares of `CACHE_SIZE` pixels, into one file. After
 that, reading a batch is an index operation in a background thread, so that training does not wait for data. Where the
-file does not fit on the disk, that thread has them decoded. The
-augmentation of an image depends on the seed, the epoch and the image, not on the rank that processes it.
+file does not fit on the disk, that thread has them decoded. The augmentation of an image depends on the seed, the epoch
+and the image, not on the rank that processes it.
 """
 
 import hashlib
@@ -360,6 +360,7 @@ class Batches(SampledLoader):
         labels: int64, (N,).
         chosen: int64; maps the sampler's indices to the N images.
         sampler, config, device: see `SampledLoader`.
+        names: of the N images, if they have any.
     """
 
     normalization = MEAN, STD
@@ -372,11 +373,12 @@ class Batches(SampledLoader):
         sampler: GlobalBatchSampler | EvalSampler,
         config: Config,
         device: torch.device,
+        names: Sequence[str] = (),
     ):
         super().__init__(sampler, config, device)
         self.images, self.labels, self.chosen = images, labels[chosen], chosen
         self.first_stage = sees_images()
-        self.names: Sequence[str] = ()
+        self.names = names
 
     def name_of(self, number: int) -> str:
         return self.names[self.chosen[number]] if self.names else super().name_of(number)
@@ -449,13 +451,11 @@ def build_batches(run: Run, images: Images, name: str, train: Tensor, test: Tens
             pixels = torch.from_numpy(decoded)
     describe_data(run, name, (len(train), len(test)), images.classes, images.digest(), images.root)
     labels = torch.from_numpy(images.labels)
-    loaders = (
-        Batches(pixels, labels, train, sampler, config, run.device),
-        Batches(pixels, labels, test, EvalSampler(len(test), config.BATCH_SIZE), config, run.device),
+    rest = config, run.device, images.paths
+    return (
+        Batches(pixels, labels, train, sampler, *rest),
+        Batches(pixels, labels, test, EvalSampler(len(test), config.BATCH_SIZE), *rest),
     )
-    for loader in loaders:
-        loader.names = images.paths
-    return loaders
 
 
 def build_own_images(run: Run, root: Path) -> tuple[Loader, Loader]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from colossal_vit.errors import UserError
+from colossal_vit.parallel.sharding import split_batch
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from torch import Tensor
@@ -126,3 +127,16 @@ class EvalSampler:
         indices = torch.full((len(self) * self.num_ranks * self.batch_size,), -1)
         indices[: self.num_samples] = torch.arange(self.num_samples)
         return iter(indices.view(-1, self.num_ranks, self.batch_size)[:, self.rank])
+
+
+def own_outputs(number: int, batch_size: int, micro_batches: int) -> tuple[Tensor, Tensor]:
+    """For which images of batch `number` of an `EvalSampler` this rank computes outputs, in their order.
+
+    2D, 2.5D and 3D split each micro-batch over the tensor-parallel ranks.
+
+    Returns:
+        Their places in this rank's batch, and in the data set; int64.
+    """
+    own = split_batch(torch.arange(batch_size).view(micro_batches, -1), dim=1).flatten()
+    replica, replicas = data_place(None, None)
+    return own, own + (number * replicas + replica) * batch_size

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from colossal_vit.data.batches import IGNORED, Loader
+from colossal_vit.data.samplers import own_outputs
 from colossal_vit.engine.engine import Engine
 from colossal_vit.parallel.ranks import RankLogger, run_on_rank_0
-from colossal_vit.parallel.sharding import split_batch
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from torch import Tensor, nn
@@ -47,7 +47,6 @@ def _inputs_of_head(engine: Engine) -> Iterator[list[Tensor]]:
 
 def _own_shard(engine: Engine, loader: Loader) -> FeatureShard | None:
     """This rank's features of all batches; None on ranks without the head."""
-    replica, replicas = gpc.get_local_rank(ParallelMode.DATA), gpc.get_world_size(ParallelMode.DATA)
     shards = []
     engine.eval()
     batches = iter(loader)
@@ -55,9 +54,8 @@ def _own_shard(engine: Engine, loader: Loader) -> FeatureShard | None:
         for number in range(len(loader)):
             _, labels, _ = engine.execute_schedule(batches, forward_only=True, return_loss=False)
             if seen:
-                rows = split_batch(torch.arange(len(labels)).view(len(seen), -1), 1).flatten()
-                first = (number * replicas + replica) * len(labels)  # as `EvalSampler` deals images out
-                shards.append((rows + first, labels.cpu()[rows], torch.cat(seen)))
+                own, rows = own_outputs(number, len(labels), len(seen))
+                shards.append((rows, labels.cpu()[own], torch.cat(seen)))
                 seen.clear()
     return FeatureShard(*map(torch.cat, zip(*shards, strict=True))) if shards else None
 

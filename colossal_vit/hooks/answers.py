@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from colossal_vit.compat.norms import at_least_fp32
 from colossal_vit.data.batches import IGNORED, SampledLoader
+from colossal_vit.data.samplers import own_outputs
 from colossal_vit.engine.loop import Trainer
 from colossal_vit.hooks.priority import Priority
-from colossal_vit.parallel.sharding import split_batch
 from colossal_vit.run import Run
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
@@ -56,10 +56,9 @@ class AnswersHook(BaseHook):
     def after_test_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
         if is_no_pp_or_last_stage() and not trainer.evaluating_ema:
             micro_batches = getattr(trainer.engine.schedule, "num_microbatches", 1)
-            rows = split_batch(torch.arange(len(label)).view(micro_batches, -1), dim=1).flatten()
+            own, rows = own_outputs(self.number, len(label), micro_batches)
             sure, found = at_least_fp32(output).softmax(-1).max(-1)
-            batch = self.number * gpc.get_world_size(ParallelMode.DATA) + gpc.get_local_rank(ParallelMode.DATA)
-            self.parts.append(Answers(rows + batch * len(label), label.cpu()[rows], found.cpu(), sure.cpu()))
+            self.parts.append(Answers(rows, label.cpu()[own], found.cpu(), sure.cpu()))
         self.number += 1
 
     def after_test(self, trainer: Trainer) -> None:

@@ -1,4 +1,4 @@
-"""ELASTIC: a run goes on with the processes that there are, and keeps its global batch."""
+"""ELASTIC: a run continues on the processes that there are, and keeps its global batch."""
 
 import sys
 import time
@@ -9,6 +9,7 @@ from typing import NoReturn
 import torch.distributed as dist
 from colossal_vit.errors import TrainingError, UserError
 from colossal_vit.launch.launchers import Rendezvous
+from colossal_vit.launch.rendezvous import prefix
 from colossal_vit.parallel.layout import Layout
 from colossalai.context import Config
 
@@ -39,11 +40,11 @@ def fit(
     model = config.parallel.pipeline * config.parallel.tensor.size
     reason = None
     for replicas in range(max(world_size // model, 1), 0, -1):
-        layout = Layout.of(config, replicas * model if world_size >= model else world_size)
+        layout = Layout.of(config, min(replicas * model, world_size))
         share, rest = divmod(config.GLOBAL_BATCH, replicas)
-        for size in range(min(config.BATCH_SIZE, share), 0, -1):
-            if rest or share % size:
-                continue
+        if rest:
+            continue
+        for size in filter(lambda size: share % size == 0, range(min(config.BATCH_SIZE, share), 0, -1)):
             try:
                 fitted = load([f"BATCH_SIZE={size}", f"gradient_accumulation={share // size}"])
                 if check:
@@ -85,12 +86,11 @@ def end() -> None:
         time.sleep(LOOK)
 
 
-def wait_without_work(rendezvous: Rendezvous, prefix: str, timeout: float) -> NoReturn:
+def wait_without_work(rendezvous: Rendezvous, timeout: float) -> NoReturn:
     """Wait until the run is over, and end this process. A launcher that starts the ranks again ends it before.
 
     Args:
         rendezvous: this process, which is not one of the ranks.
-        prefix: of the keys in the store of the ranks.
         timeout: seconds to wait for the store.
 
     Raises:
@@ -98,7 +98,7 @@ def wait_without_work(rendezvous: Rendezvous, prefix: str, timeout: float) -> No
     """
     options = dict(timeout=timedelta(seconds=timeout), wait_for_workers=False)
     try:
-        store = dist.PrefixStore(prefix, dist.TCPStore(rendezvous.host, rendezvous.port, **options))
+        store = dist.PrefixStore(prefix(), dist.TCPStore(rendezvous.host, rendezvous.port, **options))
         while not store.check([OVER]):
             time.sleep(LOOK)
         store.set(_acknowledgement(rendezvous.rank), "")

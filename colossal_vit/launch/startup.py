@@ -20,7 +20,7 @@ from colossal_vit.launch import elastic, watchdog
 from colossal_vit.launch.flags import Arguments
 from colossal_vit.launch.groups import check_granted, choose_backend, choose_device, launch_groups
 from colossal_vit.launch.launchers import find_rendezvous, planned_rendezvous
-from colossal_vit.launch.rendezvous import join_store, prefix
+from colossal_vit.launch.rendezvous import join_store
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.ranks import RankLogger
 from colossal_vit.run import Run
@@ -92,7 +92,7 @@ def start(args: Arguments) -> Run:
         config, layout = elastic.fit(config, size, lambda more: read_config(args, more)[0], args.check)
         rendezvous.world_size = layout.world_size
         if rendezvous.rank >= layout.world_size:
-            elastic.wait_without_work(rendezvous, prefix(), args.timeout)
+            elastic.wait_without_work(rendezvous, args.timeout)
     else:
         layout = Layout.of(config, rendezvous.world_size)
         if args.check is not None:
