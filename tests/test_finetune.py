@@ -1,10 +1,15 @@
 """Fine-tuning: where weights come from, what is trained of them, and that the layout makes no difference."""
 
+import hashlib
+import http.server
+import json
 import re
 import shutil
 import socket
+import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import huggingface_hub.constants
 import pytest
@@ -17,7 +22,7 @@ from colossal_vit.checkpoint import __main__ as cli
 from colossal_vit.checkpoint import storage, tensors, weights
 from colossal_vit.checkpoint.checkpointer import Checkpointer
 from colossal_vit.checkpoint.tensors import parameter_slots
-from colossal_vit.checkpoint.weights import PATCHES, Weights
+from colossal_vit.checkpoint.weights import PATCHES
 from colossal_vit.data import cifar10
 from colossal_vit.engine import Trainer, build_optimizer, initialize
 from colossal_vit.errors import UserError
@@ -32,7 +37,7 @@ from colossalai.legacy import nn as col_nn
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from colossalai.legacy.nn.layer.parallel_3d import _utils as parallel_3d_utils
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save, save_file
 
 import conftest
 import fork_ranks
@@ -48,6 +53,7 @@ MODEL = {
     **dict(SEED=0, BATCH_SIZE=8),
 }
 KEEP = {"finetune.head": "keep"}
+HALF = [0.5] * 3, [0.5] * 3  # mean and deviation of timm's augreg models
 TINY = dict(IMG_SIZE=32, PATCH_SIZE=16, HIDDEN_SIZE=192, DEPTH=12, NUM_HEADS=3)  # vit_tiny_patch16_224 on 32 px
 IMAGES = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 LABELS = torch.arange(8)
@@ -78,9 +84,13 @@ def build_engine():
     return engine, Run(launch.parse(["--eval-knn"]), config, layout, Path(), torch.device("cpu"), log)
 
 
+def read_config(output):
+    return json.loads((output / "config.json").read_text())
+
+
 def start_from(run, engine):
     """Load the weights of the block `finetune`."""
-    Checkpointer(run).load(Trainer(engine), SimpleNamespace(normalization=None))
+    Checkpointer(run).load(Trainer(engine), SimpleNamespace())
 
 
 def start():
@@ -118,24 +128,72 @@ def trained(found, expected):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+class Hub(http.server.BaseHTTPRequestHandler):
+    """Answers as the Hugging Face Hub does where it serves files of a repository.
+
+    Attributes:
+        files: the contents, by path; asked: the requests for others and these, as "METHOD path".
+    """
+
+    files: ClassVar[dict[str, bytes]] = {}
+    asked: ClassVar[list[str]] = []
+
+    def do_HEAD(self, with_body=False):
+        body = self.files.get(self.path)
+        self.asked.append(f"{self.command} {self.path}")
+        self.send_response(404 if body is None else 200)
+        self.send_header("Content-Length", str(len(body or b"")))
+        self.send_header("ETag", f'"{hashlib.sha256(body or b"").hexdigest()}"')
+        self.send_header("X-Repo-Commit", "0" * 40)
+        self.end_headers()
+        if with_body:
+            self.wfile.write(body or b"")
+
+    def do_GET(self):
+        self.do_HEAD(with_body=True)
+
+    def log_message(self, *_):
+        pass
+
+
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
-    """The Hugging Face Hub's cache with weights of two of timm's models, and no network."""
-    cache = tmp_path_factory.mktemp("hub")
+    """A server in place of the Hugging Face Hub, with weights of some of timm's models, and an empty cache."""
     for name, num_classes, depth in [
         ("vit_tiny_patch16_224.augreg_in21k_ft_in1k", 1000, 12),
         ("vit_tiny_patch16_384.augreg_in21k_ft_in1k", 10, 2),
+        ("vit_base_patch16_224.augreg_in21k", 21843, 2),
     ]:
-        folder = cache / f"models--timm--{name}"
-        (folder / "refs").mkdir(parents=True)
-        (folder / "refs" / "main").write_text("0" * 40)
-        (folder / "snapshots" / ("0" * 40)).mkdir(parents=True)
-        weights = full_weights(**{**TINY, "IMG_SIZE": 224, "NUM_CLASSES": num_classes, "DEPTH": depth})
-        save_file(weights, folder / "snapshots" / ("0" * 40) / "model.safetensors")
-    with pytest.MonkeyPatch.context() as patch:  # the environment variables of these names are read at import
-        patch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
-        patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-        yield cache
+        tensors = full_weights(**{**TINY, "IMG_SIZE": 224, "NUM_CLASSES": num_classes, "DEPTH": depth})
+        Hub.files[f"/timm/{name}/resolve/main/model.safetensors"] = save(tensors)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server, pytest.MonkeyPatch.context() as patch:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address, constants = f"http://127.0.0.1:{server.server_port}", huggingface_hub.constants
+        # The environment variables of these names are read at import.
+        patch.setattr(constants, "HF_HUB_CACHE", str(tmp_path_factory.mktemp("hub")))
+        patch.setattr(constants, "HF_HUB_OFFLINE", False)
+        patch.setattr(constants, "ENDPOINT", address)
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace("https://huggingface.co", address)
+        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        yield Hub
+        server.shutdown()
+
+
+def test_config_finetune_fetches_weights_and_trains_on_images_as_they_have_seen_them(hub, tmp_path):
+    """As its command says, but for a smaller model of the weights that the hub has; fetched once."""
+    sizes = {**TINY, "DEPTH": 2, "BATCH_SIZE": 32, "fp16": None, "finetune.frozen_blocks": 2}
+    for steps in (1, 2):
+        options = dict(script=training.CALTECH101, config="config/config_finetune.py", small=False)
+        run = training.train(tmp_path / str(steps), steps=steps, **options, **sizes)
+        assert "starting from the weights of vit_base_patch16_224.augreg_in21k, with a new head" in run.said
+        config = read_config(run.output)
+        assert (config["MEAN"], config["STD"]) == HALF
+    assert [step["step"] for step in run.steps] == [1, 2]
+    served = load(hub.files["/timm/vit_base_patch16_224.augreg_in21k/resolve/main/model.safetensors"])
+    assert torch.equal(saved(run.output)[PATCHES], served[PATCHES]), "it is frozen"
+    assert [asked for asked in hub.asked if "vit_base_patch16_224" in asked and asked.startswith("GET")] == [
+        "GET /timm/vit_base_patch16_224.augreg_in21k/resolve/main/model.safetensors"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -173,52 +231,37 @@ def run(tmp_path_factory):
 
 
 HALF_CONFIG = '{"pretrained_cfg": {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}}'  # as timm writes it
-HALF, OTHER = ([0.5] * 3, [0.5] * 3), ([0.4, 0.5, 0.6], [0.1, 0.2, 0.3])
+OTHER_MEAN = [0.4, 0.5, 0.6]
 
 
-def normalized(images, normalization):
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in normalization)
-    return (images - mean) / std
-
-
-@pytest.mark.parametrize("where", ["run", "folder", "name"])
-def test_weights_see_images_as_those_that_they_have_learned_from(where, file, run, hub, tmp_path, capfd):
-    """In a run that normalises them in another way; the log says so, or nothing if it is the same way."""
-    timms = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
-    source = {"run": run, "folder": tmp_path, "name": timms}[where]
-    theirs = (cifar10.MEAN, cifar10.STD) if where == "run" else HALF
-    values = {**MODEL, **({**TINY, "NUM_CLASSES": 1000} if where == "name" else {})}
+@pytest.mark.parametrize("where", ["run", "folder", "name", "file"])
+def test_how_the_images_of_weights_were_normalised(where, file, run, tmp_path):
     shutil.copy(file, tmp_path)
     (tmp_path / "config.json").write_text(HALF_CONFIG)
-    model, images = full_vit(**values).eval(), torch.rand(8, 3, 32, 32)
-    shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-
-    def logits(fitted_to, ours):
-        model.load_state_dict(weights.read_fitted(str(source), "keep", shapes, values, fitted_to, RankLogger()))
-        with torch.no_grad():
-            return model(normalized(images, ours))
-
-    expected = logits(None, theirs)
-    for ours in (OTHER, theirs):
-        capfd.readouterr()
-        torch.testing.assert_close(logits(ours, ours), expected, rtol=1e-4, atol=1e-4)
-        said = f"has learned from images of mean {tuple(theirs[0])} and deviation {tuple(theirs[1])}, here they have "
-        assert capfd.readouterr().out.count(said) == (ours is OTHER)
+    source = {"run": run, "folder": tmp_path, "name": "vit_tiny_patch16_224.augreg_in21k", "file": file}[where]
+    expected = {"run": (cifar10.MEAN, cifar10.STD), "file": None}.get(where, HALF)
+    found = weights.find_normalization(str(source))
+    assert (found and tuple(map(list, found))) == (expected and tuple(map(list, expected)))
 
 
-def test_without_a_bias_only_the_deviation_can_be_fitted():
-    for ours, done in ((OTHER, False), ((HALF[0], OTHER[1]), True)):
-        found = Weights("", {PATCHES: torch.ones(2, 3, 8, 8)}, HALF)
-        assert weights._renormalize(found, ours) == done
-        assert found.tensors[PATCHES][0, :, 0, 0].tolist() == pytest.approx([0.2, 0.4, 0.6] if done else [1, 1, 1])
-
-
-def test_a_run_says_that_its_images_are_normalised_in_another_way(file, few_test_images, tmp_path):
-    shutil.copy(file, tmp_path)
-    (tmp_path / "config.json").write_text(HALF_CONFIG)
-    values = {"finetune.weights": str(tmp_path), "finetune.head": "keep"}
-    said = training.train(tmp_path / "run", 1, "--eval-only", **values).said
-    assert "its patch embedding is rescaled, so that it sees the same" in said
+def test_a_run_normalises_its_images_as_its_weights_have_seen_them(file, run, few_test_images, tmp_path):
+    """It resumes so if the weights are gone; the config's own values win, and are no other values than recorded."""
+    start = tmp_path / "start"
+    start.mkdir()
+    shutil.copy(file, start)
+    (start / "config.json").write_text(HALF_CONFIG)
+    values = {"finetune.weights": str(start)}
+    for mean, given in ((HALF[0], {}), (OTHER_MEAN, {"MEAN": OTHER_MEAN})):
+        output = tmp_path / str(mean[0])
+        training.train(output, steps=1, **values, **given)
+        assert read_config(output)["MEAN"] == mean
+        assert read_config(output)["STD"] == HALF[1]
+    shutil.rmtree(start)
+    resumed = training.train(tmp_path / "0.5", steps=2, **values)
+    assert "changed since then" not in resumed.said
+    assert read_config(tmp_path / "0.5")["MEAN"] == HALF[0]
+    refused = training.refused(tmp_path / "0.5", steps=3, MEAN=OTHER_MEAN, **values)
+    assert "other values (MEAN [0.5, 0.5, 0.5] → [0.4, 0.5, 0.6])" in refused
 
 
 def test_weights_at_a_path_win_over_a_name_of_timm(file, run, tmp_path, monkeypatch):
@@ -308,7 +351,7 @@ def wrong_files(file, hub, tmp_path_factory):
 def test_weights_that_cannot_be_read_are_one_line(source, head, said, wrong_files):
     shapes = {name: list(tensor.shape) for name, tensor in full_weights().items()}
     with pytest.raises(UserError) as raised:
-        weights.read_fitted(source.format(wrong_files), head, shapes, MODEL, None, RankLogger())
+        weights.read_fitted(source.format(wrong_files), head, shapes, MODEL)
     assert said in str(raised.value)
     assert "\n" not in str(raised.value)
 

@@ -14,6 +14,7 @@ from colossal_vit.checkpoint import lock, run_directory, storage, tensors, weigh
 from colossal_vit.checkpoint.contents import State
 from colossal_vit.checkpoint.storage import Checkpoint
 from colossal_vit.config.check import nearest
+from colossal_vit.data.batches import Normalization
 from colossal_vit.data.identity import differences
 from colossal_vit.engine.loop import Trainer
 from colossal_vit.engine.micro_batches import MicroBatches
@@ -79,13 +80,17 @@ class Checkpointer:
     def prepare(self) -> None:
         """Lock the run directory and find the checkpoint to resume, which stays readable. Writes nothing but the lock.
 
+        A run normalises its images like the checkpoint, or else the weights, that it begins with.
+
         Raises:
             UserError: if the checkpoint is missing or not valid, the directory is not writable, another run holds it,
                 or it holds what a run there would overwrite or move.
         """
-        self.path, self._started_from = run_on_rank_0(self._prepare)
+        self.path, self._started_from, normalization = run_on_rank_0(self._prepare)
+        for key, values in zip(("MEAN", "STD"), normalization or (), strict=False):
+            self.run.config.setdefault(key, values)
 
-    def _prepare(self) -> tuple[Path | None, str | None]:
+    def _prepare(self) -> tuple[Path | None, str | None, Normalization | None]:
         args, output = self.run.args, self.run.output
         if self._given and not self._given.exists():
             meant = nearest(args.resume, ("auto", "never"))
@@ -108,7 +113,18 @@ class Checkpointer:
                 # Refuses before minutes of preparations what `_begin` would refuse after them.
                 run_directory.has_earlier_run(output)
         inherited = found.state.get("started_from") if continues else None
-        return path, str(self._given.resolve()) if self._given else inherited
+        return path, str(self._given.resolve()) if self._given else inherited, self._normalization()
+
+    def _normalization(self) -> Normalization | None:
+        """How the images were normalised that the checkpoint, or else the weights of `finetune`, were trained with."""
+        if self._found:
+            return self._found.state.get("normalization")
+        if not (named := (self.run.config.finetune or {}).get("weights")):
+            return None
+        try:
+            return weights.find_normalization(named)
+        except UserError as error:
+            raise UserError(f"finetune.weights: {error}") from None
 
     @property
     def _given(self) -> Path | None:
@@ -220,7 +236,8 @@ class Checkpointer:
             UserError: naming what differs.
         """
         run = self.run
-        changes = changed_values(state["config"], run.config)
+        seen = dict(zip(("MEAN", "STD"), state.get("normalization") or (), strict=False))
+        changes = changed_values({**seen, **state["config"]}, run.config)
         learned = {key: change for key, change in changes.items() if config.is_learned(key)}
         global_batch = run.layout.global_batch(run.config)
         if state["global_batch"] != global_batch:
@@ -292,9 +309,7 @@ class Checkpointer:
 
         def read() -> dict[str, Tensor]:
             try:
-                return weights.read_fitted(
-                    named, head, shapes, run.config, self.train_dataloader.normalization, run.log
-                )
+                return weights.read_fitted(named, head, shapes, run.config)
             except UserError as error:
                 raise UserError(f"finetune.weights: {error}") from None
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NotRequired
 
-import numpy as np
 import psutil
 import timm
 import torch
@@ -14,14 +13,14 @@ from colossal_vit import typed_json
 from colossal_vit.checkpoint import lock, storage
 from colossal_vit.checkpoint.contents import UNTRAINED, Channels, State
 from colossal_vit.checkpoint.storage import MODEL, OPTIMIZER, STATE
+from colossal_vit.data.batches import Normalization
 from colossal_vit.errors import UserError
-from colossal_vit.parallel.ranks import RankLogger
 from colossal_vit.typed_json import RECORD
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from timm.layers import resample_abs_pos_embed
-from timm.models import get_pretrained_cfg, load_state_dict_from_hf
+from timm.models import PretrainedCfg, get_pretrained_cfg, load_state_dict_from_hf
 from torch import Tensor
 from typing_extensions import TypedDict
 
@@ -30,8 +29,6 @@ BIAS = "patch_embed.proj.bias"  # (width,)
 HEAD = "head.weight"  # (classes, width)
 OTHER_MODEL = "take weights of the same model, or set MODEL or its sizes to theirs"
 
-Normalization = tuple[Sequence[float], Sequence[float]]  # mean and standard deviation of each channel
-
 
 class Weights(NamedTuple):
     """Weights of a Vision Transformer.
@@ -39,12 +36,10 @@ class Weights(NamedTuple):
     Attributes:
         source: where they are from, for messages.
         tensors: in fp32, by timm's names.
-        normalization: how the images were normalised that they were trained with, if that is known.
     """
 
     source: Path | str
     tensors: dict[str, Tensor]
-    normalization: Normalization | None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -67,8 +62,21 @@ class _FolderConfig(TypedDict):
     pretrained_cfg: NotRequired[_Preprocessing]
 
 
-def _normalization_beside(file: Path) -> Normalization | None:
-    """How the images were normalised that a file's weights were trained with, if a file beside it says so."""
+def find_normalization(named: str) -> Normalization | None:
+    """How the images were normalised that weights have learned from; None if nothing says it.
+
+    Args:
+        named: as for `read_fitted`.
+
+    Raises:
+        UserError: if there are no such weights, or what describes them cannot be read.
+    """
+    if not (path := _existing(named)):
+        known = _timm_weights(named)
+        return known.mean, known.std
+    if _is_of_run(path):
+        return storage.open_named(path).state.get("normalization")
+    file = _file(path)
     state, config = file.with_name(STATE), file.with_name("config.json")
     if file.name == MODEL and state.exists():
         return typed_json.read(state, State).get("normalization")
@@ -77,6 +85,30 @@ def _normalization_beside(file: Path) -> Normalization | None:
         if known.get("mean") and known.get("std"):
             return known["mean"], known["std"]
     return None
+
+
+def _existing(named: str) -> Path | None:
+    """The path that names weights; None if a model of timm has that name.
+
+    Raises:
+        UserError: if there is no such path, and it cannot be a model of timm.
+    """
+    path = Path(named)
+    if path.exists():
+        return path
+    if path.suffix == ".safetensors" or len(path.parts) > 1:
+        raise UserError(f"{named}: no such file or directory")
+    return None
+
+
+def _is_of_run(path: Path) -> bool:
+    """Whether a path is a checkpoint, or a folder in which only a run can be."""
+    return path.is_dir() and (storage.is_checkpoint(path) or not (path / MODEL).exists())
+
+
+def _file(path: Path) -> Path:
+    """The file with weights that a path leads to."""
+    return path / MODEL if path.is_dir() else path
 
 
 def _in_fp32(source: Path | str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -105,11 +137,11 @@ def read(path: Path) -> Weights:
     Raises:
         UserError: if there are none, they cannot be read, or are not those of a Vision Transformer.
     """
-    if path.is_dir() and (storage.is_checkpoint(path) or not (path / MODEL).exists()):
+    if _is_of_run(path):
         checkpoint = storage.open_named(path)
         file, tensors = checkpoint.path / MODEL, checkpoint.tensors(MODEL)
-        return Weights(file, _in_fp32(file, tensors), checkpoint.state.get("normalization"))
-    file = path / MODEL if path.is_dir() else path
+        return Weights(file, _in_fp32(file, tensors))
+    file = _file(path)
     if file.suffix != ".safetensors":
         raise UserError(
             f"{file}: only .safetensors files are read, and folders with one: files of other formats (.bin, .pth, "
@@ -119,7 +151,7 @@ def read(path: Path) -> Weights:
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{file}: {getattr(error, 'strerror', None) or str(error).splitlines()[0]}") from None
-    return Weights(file, _in_fp32(file, tensors), _normalization_beside(file))
+    return Weights(file, _in_fp32(file, tensors))
 
 
 def _check_reachable(repository: str) -> None:
@@ -138,11 +170,11 @@ def _check_reachable(repository: str) -> None:
             raise OSError(str(error) or type(error).__name__) from error
 
 
-def read_timm(name: str) -> Weights:
-    """The pretrained weights of a model of timm, from the Hugging Face Hub or its cache on this machine.
+def _timm_weights(name: str) -> PretrainedCfg:
+    """What timm knows of its pretrained weights of a model.
 
     Raises:
-        UserError: if timm has no such model, it has no weights, or they cannot be fetched.
+        UserError: if timm has no such model, or no weights of it.
     """
     try:
         known = get_pretrained_cfg(name)
@@ -154,6 +186,16 @@ def read_timm(name: str) -> Weights:
         raise UserError(f"{name}: is no file or folder here, and no pretrained model of timm{hint}")
     if not known.hf_hub_id:
         raise UserError(f"{name}: timm has no weights of it on the Hugging Face Hub, see timm.list_pretrained()")
+    return known
+
+
+def read_timm(name: str) -> Weights:
+    """The pretrained weights of a model of timm, from the Hugging Face Hub or its cache on this machine.
+
+    Raises:
+        UserError: if timm has no such model, it has no weights, or they cannot be fetched.
+    """
+    known = _timm_weights(name)
     try:
         _check_reachable(known.hf_hub_id)
         tensors = load_state_dict_from_hf(known.hf_hub_id, MODEL)
@@ -162,7 +204,7 @@ def read_timm(name: str) -> Weights:
             f"{name}: cannot be fetched from {known.hf_hub_id} on the Hugging Face Hub ({str(error).splitlines()[0]}); "
             f"without a network give the path of its model.safetensors"
         ) from None
-    return Weights(name, _in_fp32(name, tensors), (known.mean, known.std))
+    return Weights(name, _in_fp32(name, tensors))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -188,7 +230,7 @@ def _resample(weights: Weights, img_size: int, asked: str) -> None:
         UserError: naming what the user `asked`, if `img_size` is not a multiple of the patch size, or the embedding
             is not a square grid.
     """
-    source, tensors, _ = weights
+    source, tensors = weights
     width, _, _, patch = tensors[PATCHES].shape
     if img_size < patch or img_size % patch:
         down = img_size // patch * patch
@@ -232,51 +274,22 @@ def _new_norm(weights: Weights) -> None:
         weights.tensors.pop(name, None)
 
 
-def _renormalize(weights: Weights, ours: Normalization) -> bool:
-    """Let the patch embedding compute, from images that are normalised as ours, what it did from theirs.
-
-    A channel of theirs is scale × ours + shift. The embedding is linear and its patches are not padded, so that this is
-    exact: the kernel is multiplied by the scale, and its sum over a patch, times the shift, goes to the bias.
-
-    Returns:
-        Whether it could be done: without a bias only if the means are the same.
-    """
-    (their_mean, their_std), (our_mean, our_std) = (map(torch.tensor, pair) for pair in (weights.normalization, ours))
-    scale, shift = our_std / their_std, (our_mean - their_mean) / their_std
-    kernel = weights.tensors[PATCHES]
-    if BIAS in weights.tensors:
-        weights.tensors[BIAS] = weights.tensors[BIAS] + kernel.sum((2, 3)) @ shift
-    elif shift.any():
-        return False
-    weights.tensors[PATCHES] = kernel * scale.view(3, 1, 1)
-    return True
-
-
 def read_fitted(
-    named: str,
-    head: str,
-    shapes: Mapping[str, Sequence[int]],
-    config: Mapping[str, Any],
-    normalization: Normalization | None,
-    log: RankLogger,
+    named: str, head: str, shapes: Mapping[str, Sequence[int]], config: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """The weights that `finetune.weights` names, fitted to a model and to its images.
+    """The weights that `finetune.weights` names, fitted to a model.
 
     Args:
         named: a path or, if there is no such path, a model of timm.
         head: "keep" theirs, or start with a "new" one.
         shapes: of the model's full tensors, by name.
         config: has IMG_SIZE and NUM_CLASSES.
-        normalization: of the model's images; None if that does not matter.
-        log: is told if the patch embedding is rescaled.
 
     Raises:
         UserError: if there are none, they cannot be read or are not of this model, naming what differs.
     """
-    path = Path(named)
-    if not path.exists() and (path.suffix == ".safetensors" or len(path.parts) > 1):
-        raise UserError(f"{named}: no such file or directory")
-    weights = (read(path) if path.exists() else read_timm(named))._replace(source=named)
+    path = _existing(named)
+    weights = (read(path) if path else read_timm(named))._replace(source=named)
     theirs, ours = weights.tensors[PATCHES].shape[-1], shapes[PATCHES][-1]
     if theirs != ours:
         raise UserError(f"{named}: has patches of {theirs} px, but this model's are of {ours} px: {OTHER_MODEL}")
@@ -291,15 +304,6 @@ def read_fitted(
         raise UserError(
             f"{named}: has {'no head' if there is None else f'one for {there} classes'}, but finetune.head = 'keep' "
             f"needs one for NUM_CLASSES = {num_classes}: set it to 'new'"
-        )
-    known = weights.normalization
-    if known and normalization and not all(map(np.array_equal, known, normalization)):
-        done = _renormalize(weights, normalization)
-        (mean, std), (our_mean, our_std) = ([tuple(values) for values in pair] for pair in (known, normalization))
-        log.info(
-            f"{named} has learned from images of mean {mean} and deviation {std}, here they have {our_mean} and "
-            f"{our_std}: "
-            f"{'its patch embedding is rescaled, so that it sees the same' if done else 'it does not see the same'}"
         )
     return weights.tensors
 
@@ -335,7 +339,8 @@ def import_timm(source: Path, path: Path, img_size: int | None, num_classes: int
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.resolve().parent.name == storage.FOLDER:  # a run may be writing there
             lock.acquire(path.resolve().parents[1])
-        storage.write(path, {MODEL: weights.tensors, OPTIMIZER: {}}, UNTRAINED)
+        state = {**UNTRAINED, "normalization": find_normalization(str(source))}
+        storage.write(path, {MODEL: weights.tensors, OPTIMIZER: {}}, state)
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error}") from None
     return weights.source

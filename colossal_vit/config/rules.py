@@ -76,6 +76,10 @@ SHAPE = Rule(
     "three whole numbers above 0",
     lambda value: isinstance(value, (list, tuple)) and len(value) == 3 and all(map(POSITIVE_INT.allows, value)),
 )
+CHANNELS = Rule(
+    "three numbers from 0.001 to 1",
+    lambda value: isinstance(value, (list, tuple)) and len(value) == 3 and all(map(SHARE_ABOVE_0.allows, value)),
+)
 AREA = Rule(
     "the smallest and the largest share of an image that a crop may be, 0.001 <= smallest <= largest <= 1",
     lambda value: (

@@ -10,6 +10,7 @@ from typing import Any
 from colossal_vit.config.rules import (
     AREA,
     BOOL,
+    CHANNELS,
     FRACTION,
     MODE,
     NON_NEGATIVE,
@@ -87,6 +88,12 @@ TRAINING: Settings = {
 DATA: Settings = {
     "DATA": Free(TEXT, "folder of the data set; else the environment's DATA, else the digits sample"),
     "SYNTHETIC": Setting(BOOL, "train on one random batch, without data", False),
+    "MEAN": Setting(
+        CHANNELS,
+        "mean of each channel, from 0 to 1, that images are normalised with; that of the weights of finetune, else of "
+        "the format",
+    ),
+    "STD": Setting(CHANNELS, "the same for the standard deviation"),
     "CACHE_SIZE": Setting(SIDE, "side of the decoded images of class folders that are kept, in pixels; IMG_SIZE × 8/7"),
     "KEEP_DECODED": Free(
         BOOL, "decode class folders once, into a file beside them, where that fits; False: for each batch", True

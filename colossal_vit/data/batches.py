@@ -38,6 +38,9 @@ def read_ahead(keys: Iterable[Any], read: Callable[[Any], Any], num_threads: int
             yield key, future.result()
 
 
+Normalization = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel
+
+
 class Loader:
     """Batches of `(images, labels)` on the device, and where among them training is, so that a run resumes.
 
@@ -45,7 +48,7 @@ class Loader:
         normalization: mean and standard deviation of each channel, which images were normalised with; None for none.
     """
 
-    normalization: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+    normalization: Normalization | None = None
 
     def __len__(self) -> int:
         """Batches of an epoch, on this rank."""
@@ -76,8 +79,12 @@ class SampledLoader(Loader):
         device: of the batches.
     """
 
+    usual: Normalization  # unless the config has MEAN or STD
+
     def __init__(self, sampler: GlobalBatchSampler | EvalSampler, config: Config, device: torch.device):
         self.sampler, self.config, self.device = sampler, config, device
+        # Set in the config, so that it is on record.
+        self.normalization = config.setdefault("MEAN", self.usual[0]), config.setdefault("STD", self.usual[1])
 
     @cached_property
     def augment(self) -> Augment:

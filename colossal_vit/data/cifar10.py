@@ -134,7 +134,7 @@ class Batches(SampledLoader):
         sampler, config, device: see `SampledLoader`.
     """
 
-    normalization = MEAN, STD
+    usual = MEAN, STD
 
     def __init__(
         self,

@@ -363,7 +363,7 @@ class Batches(SampledLoader):
         names: of the N images, if they have any.
     """
 
-    normalization = MEAN, STD
+    usual = MEAN, STD
 
     def __init__(
         self,

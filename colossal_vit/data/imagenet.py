@@ -215,7 +215,7 @@ class DaliLoader(SampledLoader):
         with_images: whether to read images, or labels only; default: whether this is the first pipeline stage.
     """
 
-    normalization = MEAN, STD
+    usual = MEAN, STD
 
     def __init__(
         self,
@@ -310,7 +310,7 @@ class DaliLoader(SampledLoader):
             encoded = fn.reshape(encoded, rel_shape=header[:1] * 0.0 + 1.0)
             images = fn.decoders.image(encoded, **options)
             images = self._resize(images, resize_shorter=int(size / self.config.EVAL_CROP))
-        mean, std = ([value * 255 for value in values] for values in (MEAN, STD))
+        mean, std = ([value * 255 for value in values] for values in self.normalization)
         images = fn.crop_mirror_normalize(
             images, device=device, crop=[size, size], mirror=mirror, mean=mean, std=std, output_layout="CHW"
         )
