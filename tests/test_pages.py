@@ -103,6 +103,19 @@ def commands(text):
             yield re.sub(r" +", " ", bare)
 
 
+def placed(page):
+    """Each command of a page with its block and the folder in which the page has left the reader.
+
+    Pages of docs/ begin in the root of the repository, others in their own folder.
+    """
+    folder = ROOT if page.parent == ROOT / "docs" else page.parent
+    for block in blocks(page):
+        for command in commands(block.text):
+            yield block, command, folder
+            if command.startswith("cd "):
+                folder = (folder / shlex.split(command)[1]).resolve()
+
+
 def smaller(command):
     """The command with the flags that make its model fit a CPU."""
     if not re.search(r"train\w*\.(py|sh) ", command):
@@ -111,12 +124,14 @@ def smaller(command):
     return re.sub(r'( "\$\{@:3\}")?(; \})?$', lambda end: " ".join(["", *more]) + end[0], command, count=1)
 
 
-def type_page(shown, clone, environment):
-    """Type the blocks of a page in one shell; returns what each printed."""
+def type_page(page, clone, environment):
+    """Type a page in one shell, of a block that cannot run here where it leads; returns what each printed."""
     lines = ["set -euo pipefail"]
-    for block in shown:
-        lines += [f"echo '@@ block {block.number}'", *map(smaller, commands(block.text))]
-    folder = clone / shown[0].page.parent.relative_to(ROOT)
+    for block, typed in itertools.groupby(placed(page), key=lambda place: place[0]):
+        lines.append(f"echo '@@ block {block.number}'")
+        runs = block.reason is None and "quickstart.sh" not in block.text
+        lines += [smaller(command) for _, command, _ in typed if runs or command.startswith("cd ")]
+    folder = clone / next(placed(page))[2].relative_to(ROOT)
     done = subprocess.run(
         ["bash", "-c", "\n".join(lines)],
         cwd=folder,
@@ -236,7 +251,6 @@ TYPED = [page for page in PAGES if any(block.reason is None for block in blocks(
 @pytest.mark.parametrize("page", TYPED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_of_a_page(page, clone, quickstart, slurm, tmp_path):
     launchers.need(["openmpi-bin"], "mpirun")
-    shown = [block for block in blocks(page) if block.reason is None and "quickstart.sh" not in block.text]
     with warm.Warm(tmp_path / "warm") as programs:
         environment = launchers.environment(
             PYTHONPATH=str(clone),
@@ -246,8 +260,8 @@ def test_every_command_of_a_page(page, clone, quickstart, slurm, tmp_path):
             **slurm.variables,
             **programs.environment,
         )
-        printed = type_page(shown, clone, environment)
-    for block in filter(lambda block: block.promise, shown):
+        printed = type_page(page, clone, environment)
+    for block in filter(lambda block: block.promise, blocks(page)):
         lines = [line[9:] for line in printed[block.number].splitlines() if re.match(r"\d\d:\d\d:\d\d epoch ", line)]
         times, rest = divmod(len(lines), len(block.promise))
         assert rest == 0
@@ -261,34 +275,27 @@ def test_every_command_of_a_page(page, clone, quickstart, slurm, tmp_path):
 # ---------------------------------------------------------------------------------------------------------------------
 
 UNTYPED = [
-    pytest.param(page, command, id=f"{page.relative_to(ROOT)}: {command}")
+    pytest.param(page, command, folder, id=f"{page.relative_to(ROOT)}: {command}")
     for page in PAGES
-    for block in blocks(page)
+    for block, command, folder in placed(page)
     if block.reason is not None
-    for command in commands(block.text)
 ]
-FOLDERS = {  # where the scripts are that a page of the root or of docs/ names after a `cd`
-    "train_dp.py": "vit_cifar10_hybrid",
-    "train_hybrid.py": "vit_cifar10_hybrid",
-    "train.py": "vit_imagenet_dali",
-    "build_tfrecords.py": "vit_imagenet_dali",
-}
 
 
-@pytest.mark.parametrize(("page", "command"), UNTYPED)
-def test_flags_of_a_command_that_cannot_run_here(page, command):
-    """Every file is there, every flag is one, and every override fits its config."""
+@pytest.mark.parametrize(("page", "command", "folder"), UNTYPED)
+def test_flags_of_a_command_that_cannot_run_here(page, command, folder):
+    """Every file is in the folder where the reader is, every flag is one, and every override fits its config."""
     words = shlex.split(command)
     scripts = [number for number, word in enumerate(words) if re.search(r"(^|/)\w+\.(py|sh|sbatch)$", word)]
     if not scripts:
         known = ("pip", "apt-get", "cd", "export", "source")
         assert words[0] in known, "a kind of command that this test does not know"
         for word in words:
-            assert not word.endswith(".txt") or (ROOT / word).exists(), word
+            assert not word.endswith(".txt") or (folder / word).exists(), word
+        assert words[0] != "cd" or (folder / words[1]).is_dir(), f"{words[1]} in {folder}"
         return
     script, argv = words[scripts[0]], words[scripts[0] + 1 :]
-    folder = ROOT / FOLDERS.get(script, ".") if page.parent in (ROOT, ROOT / "docs") else page.parent
-    assert (folder / script).exists() or (ROOT / script).exists(), script
+    assert (folder / script).exists(), f"{script} in {folder}"
     if script.endswith("train.sbatch"):
         folder = ROOT / Path(argv[0]).parent
         argv = ["--config", *argv[1:]]
