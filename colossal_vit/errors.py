@@ -36,10 +36,14 @@ class TrainingError(Exception):
 class Preempted(Exception):
     """The run stopped between two optimizer steps because a signal from the scheduler or the user asked for it.
 
-    Ends every rank with one line on stderr and exit code 75 (EX_TEMPFAIL in sysexits.h: try again).
+    Ends every rank with one line on stderr and exit code 75 (EX_TEMPFAIL in sysexits.h: try again), or another one.
     """
 
     exit_code = 75
+
+    def __init__(self, message: str, exit_code: int | None = None):
+        super().__init__(message)
+        self.exit_code = self.exit_code if exit_code is None else exit_code
 
 
 class Interrupted(Preempted):

@@ -91,6 +91,11 @@ CHECKS = {
         *(10, "engine", "--only", "ViT-B/16, 2 threads", "ViT-B/16, 2 threads, compiled"),
         small=("--only", "ViT-Ti/16, 2 threads"),  # compiling is slow on a CPU
     ),
+    "plan": bench(
+        "steps of shipped configs beside those that `--plan` predicts for this GPU, eager and compiled",
+        *(12, "plan"),
+        small=("--only", "Caltech101, NAIVE bf16"),
+    ),
     "parallel": bench(
         "data, tensor and pipeline parallelism against PyTorch's", 15, "parallel", gpus=2, small=("--only", "data")
     ),

@@ -83,6 +83,8 @@ def in_one_process(tmp_path):
         (["--timeout", "inf"], ["--timeout inf", "to 1e+08"]),
         (["--timeout", "1e30"], ["--timeout 1e+30", "to 1e+08"]),
         (["--timeout", "nan"], ["--timeout nan", "to 1e+08"]),
+        (["--exit-code-stopped", "2"], ["--exit-code-stopped 2: must be from 0 to 255, and not 1, 2 or 130"]),
+        (["--exit-code-stopped", "256"], ["--exit-code-stopped 256: must be from 0 to 255"]),
         (["--world_size", str(10**20)], [f"--world_size {10**20}", "1 to 1048576"]),
         (["--rank", "-3"], ["--rank -3", "from 0"]),
         (["--rank"], ["--rank", "expected one argument"]),
@@ -288,11 +290,11 @@ def test_an_earlier_run_is_set_aside(tmp_path):
 # ---- When one rank dies ----------------------------------------------------------------------------------------------
 
 
-def training_world(world_size, tmp_path):
+def training_world(world_size, tmp_path, *more):
     """Ranks started by hand that train for long, running."""
-    size = ["--world_size", str(world_size)]
+    more = ["--world_size", str(world_size), *more]
     port = fork_ranks.free_port()
-    argv = [by_hand(tmp_path, *size, rank=rank, port=port, values=LONG) for rank in range(world_size)]
+    argv = [by_hand(tmp_path, *more, rank=rank, port=port, values=LONG) for rank in range(world_size)]
     ranks = fork_ranks.start(training.HYBRID, argv, [{}] * world_size)
     said = lambda: [ranks.output(rank, "err") for rank in range(world_size)]  # noqa: E731
     launchers.wait_until(lambda: launchers.steps_on_record(tmp_path) >= 3, said)
@@ -313,8 +315,8 @@ def test_killed_rank_ends_the_others(world_size, victim, tmp_path):
     assert "Traceback" not in "".join(result.stderr), str(result)
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_told_to_stop_all_ranks_end_after_the_same_step(number, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 75), (signal.SIGTERM, 143)])
+def test_told_to_stop_all_ranks_end_after_the_same_step(number, code, tmp_path, monkeypatch):
     """Also where the rank that keeps the record is late: the others wait until the step is on it."""
     original = MetricsHook.after_train_iter
 
@@ -323,14 +325,14 @@ def test_told_to_stop_all_ranks_end_after_the_same_step(number, tmp_path, monkey
         original(hook, *args)
 
     monkeypatch.setattr(MetricsHook, "after_train_iter", late)
-    ranks = training_world(2, tmp_path)
+    ranks = training_world(2, tmp_path, *(["--exit-code-stopped", str(code)] if code != 75 else []))
     os.kill(ranks.pids[1], number)
     result = ranks.wait()
-    assert result.codes == [75, 75], str(result)
+    assert result.codes == [code, code], str(result)
     (line,) = "".join(result.stderr).splitlines()
     step = read_metrics(tmp_path)[0][-1]["step"]
     saved = tmp_path / "checkpoints" / f"step-{step:08d}"
-    said = f"stopped by {number.name} after step {step}, which {saved} has; exit code 75 says: start it again"
+    said = f"stopped by {number.name} after step {step}, which {saved} has; exit code {code} says: start it again"
     assert line == f"train_hybrid.py: error: {said}"
     assert storage.Checkpoint(saved).state["step"] == step
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 from colossal_vit.models import build_timm_vit
 from colossal_vit.plan import fakes, lowering
+from colossal_vit.plan.enumeration import own_layout
+from colossal_vit.plan.lowering import num_bytes, num_flops, num_generated
 from colossal_vit.plan.request import request_of
 
 import fork_ranks
@@ -47,8 +49,8 @@ def test_a_compiled_block_stays_within_its_budget(base):
     """
     lowered, _ = base
     assert of_block(lowered, lambda kernels: sum(not each.generated for each in kernels)) == 12 + 2
-    assert of_block(lowered, lambda kernels: sum(each.generated for each in kernels)) <= 34
-    assert of_block(lowered, lambda kernels: sum(each.nbytes for each in kernels)) <= 2.7e9
+    assert of_block(lowered, num_generated) <= 34
+    assert of_block(lowered, num_bytes) <= 2.7e9
 
 
 def test_compiled_products_are_those_of_eager_steps_and_take_fewer_launches(base):
@@ -56,11 +58,11 @@ def test_compiled_products_are_those_of_eager_steps_and_take_fewer_launches(base
     lowered, eager = base
     images, tokens, hidden = 64, 197, 768
     flops = 2 * images * tokens * hidden * (12 * hidden + 2 * tokens)
-    assert lowered.of_block("forward", lambda kernels: sum(each.flops for each in kernels)) == flops
+    assert lowered.of_block("forward", num_flops) == flops
     assert eager[:, 0].sum() == flops
     assert len(eager) < 30, "no view or question about a tensor is among them"
     assert lowered.of_block("forward", len) < len(eager)
-    assert lowered.of_block("forward", lambda kernels: sum(each.nbytes for each in kernels)) < eager[:, 1].sum()
+    assert lowered.of_block("forward", num_bytes) < eager[:, 1].sum()
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -77,22 +79,42 @@ def test_generated_kernels_become_cubins(capability, base, tmp_path, monkeypatch
         assert all(cubin.startswith(b"\x7fELF") for cubin in cubins)
 
 
-@pytest.mark.parametrize(("mode", "size", "side"), [("1d", 2, 1), ("2d", 4, 2)])
-def test_under_tensor_parallelism_a_block_has_its_share_of_the_products(mode, size, side):
-    """Of 12, and of the attention's in the forward pass; in 2D each is the sum of two."""
-    argv = training.flags("NAIVE", **{**tensor(mode, size), **TINY})
+# Of one block, forward and backward, on a rank: operators that the host calls and kernels that it launches, eagerly;
+# kernels compiled; bytes for each image eagerly and compiled. In a pipeline, blocks are compiled one by one.
+BUDGETS = {
+    "DP": (None, False, 0, (96, 29, 35, 138e3, 137e3)),
+    "PP": (None, True, 0, (96, 29, 36, 138e3, 146e3)),
+    "1D": (tensor("1d", 2), True, 1, (98, 33, 37, 99e3, 94e3)),
+    "2D": (tensor("2d", 4), True, 2, (370, 245, 87, 170e3, 69e3)),
+    "2.5D": (tensor("2.5d", 4), True, 2, (330, 237, 103, 170e3, 69e3)),
+    "3D": (tensor("3d", 8), True, 1, (230, 157, 47, 54e3, 26e3)),
+}
 
-    def lowered():
+
+@pytest.mark.parametrize(("values", "by_block", "side", "budget"), BUDGETS.values(), ids=BUDGETS)
+def test_a_block_stays_within_the_budget_of_its_layout(values, by_block, side, budget):
+    """Under tensor parallelism it has its share of the products: 12, each of them the sum of two in 2D and 2.5D."""
+    argv, size = training.flags("NAIVE", **{**(values or {}), **TINY}), (values or {}).get("parallel.tensor.size", 1)
+
+    def counted():
         request = request_for(train_hybrid.main, argv, str(size))
-        found = request.lower((mode, size, None), by_block=True, images=8)
-        return found, training.config_of(argv)
+        split = own_layout(request.config, size).tensor
+        eager = [request.trace(split).part("block", kind, 8 * size) for kind in ("forward", "backward")]
+        return eager, request.lower(split, by_block, images=8 * size), request.config
 
-    ((found, config),) = fork_ranks.call(lowered, launched=False)
-    assert of_block(found, lambda kernels: sum("mm" in each.name for each in kernels)) == 12 * side
-    assert of_block(found, lambda kernels: sum(each.generated for each in kernels)) >= 4
+    ((eager, lowered, config),) = fork_ranks.call(counted, launched=False)
+    found = (
+        sum(each.calls for each in eager),
+        sum(len(each.operations) for each in eager),
+        of_block(lowered, len),
+        sum(each.operations[:, 1].sum() for each in eager) / (8 * size),
+        of_block(lowered, num_bytes) / (8 * size),
+    )
+    assert all(each <= most for each, most in zip(found, budget, strict=True)), found
+    assert of_block(lowered, lambda kernels: sum("mm" in each.name for each in kernels)) == 12 * (side or 1)
     hidden, tokens = config.HIDDEN_SIZE, (config.IMG_SIZE // config.PATCH_SIZE) ** 2 + 1
-    flops = 2 * 8 * tokens * hidden * (12 * hidden + 2 * tokens) / size
-    assert found.of_block("forward", lambda kernels: sum(each.flops for each in kernels)) == flops
+    flops = 2 * 8 * tokens * hidden * (12 * hidden + 2 * tokens)
+    assert lowered.of_block("forward", num_flops) == flops
 
 
 @pytest.fixture

@@ -18,9 +18,10 @@ from colossal_vit.data import image_folder, imagenet
 from colossal_vit.data.digits import write_caltech101, write_cifar10
 from colossal_vit.data.folders import has_class_folders
 from colossal_vit.data.image_folder import Images, find_images, split_by_content
-from colossal_vit.data.source import USUAL, find_format
+from colossal_vit.data.source import USUAL, expected_classes, find_format
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.ranks import RankLogger
+from colossalai.context import Config
 from PIL import Image
 
 import training
@@ -384,6 +385,13 @@ def sample(tmp_path_factory):
     write_caltech101(folder / "Caltech101")
     imagenet.write_sample(folder).rename(folder / "ImageNet")
     return folder
+
+
+@pytest.mark.parametrize(("name", "classes"), [("CIFAR-10", 10), ("Caltech101", 101), ("ImageNet", 1000), (".", 10)])
+def test_a_dry_run_expects_the_classes_of_the_format_in_its_folder(name, classes, sample):
+    """Which is another script's, or class folders of one's own."""
+    folder = sample / name if name != "." else sample / "Caltech101" / "caltech101" / "101_ObjectCategories"
+    assert expected_classes(Config({"DATA": str(folder)}), "train_hybrid") == classes
 
 
 @pytest.mark.parametrize(

@@ -279,6 +279,25 @@ def test_a_machine_of_ones_own():
     assert re.search(r"^4 ranks, mine, 64 images per step: \d+ layouts; predicted, not measured", result.stdout[0])
 
 
+def test_layouts_that_are_far_behind_eagerly_are_not_lowered():
+    """Others are ranked as they are compiled."""
+    seconds = {"first": (1.0, 0.9), "second": (1.9, 0.8), "third": (2.1, 0.1), "does not fit": (0.1, 0.1)}
+    machine, asked = SimpleNamespace(memory_gb=3, reserved_gb=1, noise=0.0), []
+
+    def predictor(lower, compiled):
+        def predict(choice):
+            asked.append((choice, compiled))
+            memory = 5e9 if choice == "does not fit" else 1e9
+            return Prediction(choice, seconds[choice][compiled], memory, 1.0, 0.0, 0.0)
+
+        return SimpleNamespace(machine=machine, lower=lower, predict=predict, eager=lambda: predictor(None, False))
+
+    found = search.search(predictor(lambda: None, True), seconds)
+    assert [each.choice for each in found.best] == ["second", "first"]
+    assert (found.num_layouts, found.num_too_large) == (4, 1)
+    assert [choice for choice, compiled in asked if compiled] == ["first", "second"]
+
+
 def test_uneven_pipelines_wait():
     """More micro-batches, less waiting; computing, communicating and waiting are the whole step."""
 

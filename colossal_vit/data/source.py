@@ -107,9 +107,10 @@ def _without_data(run: Run, usual: Format) -> tuple[Loader, Loader | None]:
 
 def expected_classes(config: Config, script: str | None) -> int:
     """How many classes the data probably have, where none are read: a dry run or a plan needs the size of the model."""
-    if (folder := _named(config)) and has_class_folders(folder):
-        return len(class_folders(folder / "train" if (folder / "train").is_dir() else folder)[0])
-    return USUAL[script].num_classes if script else 10
+    usual, folder = USUAL.get(script, FORMATS[0]), _named(config)
+    if found := find_format(folder, usual) if folder else usual:
+        return found.num_classes
+    return len(class_folders(folder / "train" if (folder / "train").is_dir() else folder)[0])
 
 
 def settle_classes(config: Config, count: int, where: Path) -> None:

@@ -63,10 +63,11 @@ class CheckpointHook(BaseHook):
         path = self._save(trainer.cur_epoch, self.train_dataloader.taken)
         failure = self.run.checkpointer.finish()  # before any rank exits, since its exit ends the others
         kept = f"its checkpoint is not written: {failure}" if failure else f"which {path} has"
-        kind = Interrupted if heard == signal.SIGINT else Preempted
-        meaning = "the same command resumes it" if kind is Interrupted else "exit code 75 says: start it again"
-        name, step = signal.Signals(heard).name, trainer.engine.num_steps
-        raise kind(f"stopped by {name} after step {step}, {kept}; {meaning}")
+        said = f"stopped by {signal.Signals(heard).name} after step {trainer.engine.num_steps}, {kept}"
+        if heard == signal.SIGINT:
+            raise Interrupted(f"{said}; the same command resumes it")
+        code = self.run.args.exit_code_stopped
+        raise Preempted(f"{said}; exit code {code} says: start it again", code)
 
     def before_train(self, trainer: Trainer) -> None:
         self.saved_at = time.monotonic()

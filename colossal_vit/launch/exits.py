@@ -90,7 +90,8 @@ def run(
 def call(function: Callable[[], Any]) -> None:
     """Call a function, then end the process if it failed, on all ranks.
 
-    Exit codes: 0 for success, 2 for a `UserError`, 75 for `Preempted`, 130 for Ctrl-C, 1 for anything else. A
+    Exit codes: 0 for success, 2 for a `UserError`, 75 or `--exit-code-stopped` for `Preempted`, 130 for Ctrl-C, 1 for
+    anything else. A
     `UserError`, `TrainingError` or `Preempted` becomes one line on stderr, printed by one rank.
     """
     streams.protect()

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import colossalai.legacy as colossalai
-from colossal_vit.config.rules import POSITIVE_INT, TEXT, number, one_of, whole
-from colossal_vit.errors import Parser, UserError
+from colossal_vit.config.rules import POSITIVE_INT, TEXT, Rule, number, one_of, whole
+from colossal_vit.errors import Interrupted, Parser, Preempted, TrainingError, UserError
 from colossal_vit.launch.launchers import LAUNCHERS
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.run import Observer
@@ -17,6 +17,8 @@ from colossalai.context import Config
 
 DEFAULT_TIMEOUT = 300.0  # seconds that a rank waits for the others, at the start and in collective operations
 MOST_RANKS = 2**20
+
+CODES = set(range(256)) - {TrainingError.exit_code, UserError.exit_code, Interrupted.exit_code}
 
 RULES = {
     **dict.fromkeys(("config", "host", "output", "resume", "plan"), TEXT),  # a shell variable may be unset
@@ -27,6 +29,7 @@ RULES = {
     "backend": one_of("nccl", "gloo"),
     "max_steps": POSITIVE_INT,
     "timeout": number(0.001, 1e8),
+    "exit_code_stopped": Rule("from 0 to 255, and not 1, 2 or 130, which mean failures", lambda code: code in CODES),
 }
 
 
@@ -155,6 +158,13 @@ def get_parser(description: str | None = None) -> TrainParser:
         choices=("go-on", "stop"),
         default="go-on",
         help="what to do when a checkpoint cannot be written; the last one of a run always has to be",
+    )
+    parser.add_argument(
+        "--exit-code-stopped",
+        type=int,
+        default=Preempted.exit_code,
+        metavar="N",
+        help="exit code after SIGTERM or SIGUSR1 have stopped the run with a checkpoint (default %(default)s)",
     )
     parser.add_argument("--compile", action="store_true", help="the same as --set COMPILE=True: use torch.compile")
     parser.add_argument(

@@ -29,7 +29,7 @@ from colossal_vit.config.settings import HYBRID, IMAGENET, PATHS
 from colossal_vit.errors import Parser
 from colossal_vit.launch import call, parse
 from colossal_vit.plan.enumeration import Choice, own_layout
-from colossal_vit.plan.lowering import compile_kernel
+from colossal_vit.plan.lowering import compile_kernel, num_bytes, num_flops, num_generated
 from colossal_vit.plan.machines import MACHINES, RESERVED_GB
 from colossal_vit.plan.meter import StepPlan
 from colossal_vit.plan.report import format_report, in_fork, plan, plan_rank
@@ -37,7 +37,6 @@ from colossal_vit.plan.request import request_of
 from colossal_vit.plan.search import Prediction, Predictor, search
 from colossal_vit.plan.trace import KINDS, PARTS, Trace
 from colossal_vit.provenance import ROOT, ResultFolder
-from colossalai.context import Config
 
 # Instead of the fastest products that were measured, and of 90 % of the memory's bandwidth.
 CAUTIOUS = {"matmul_share": 0.63, "memory_share": 0.8}
@@ -45,6 +44,7 @@ ASSUMPTIONS = """Counted and predicted; nothing here was measured. Launches and 
 forward and a backward pass of a micro-batch of so many images through the whole model, on one tensor-parallel rank,
 without the optimizer.
 
+- Host operators: what Python and autograd call in an eager step, views included.
 - Eager: PyTorch's operators, without views.
 - Compiled: the kernels that Inductor makes for an H100, library calls included, also in the columns of the A100. Under
   tensor parallelism they are counted with fewer images, and their bytes taken in proportion.
@@ -246,30 +246,32 @@ def layouts(result: ResultFolder) -> None:
     result.finish("layouts", table, details)
 
 
+def eager_totals(traced: Trace, depth: int, images: int) -> tuple[int, int, float, float]:
+    """Host operators, launches, FLOPs and bytes of a pass through the model and back, on a tensor-parallel rank."""
+    passes = [(depth if part == "block" else 1, traced.part(part, kind, images)) for part in PARTS for kind in KINDS]
+    flops, nbytes = sum(times * each.operations.sum(0) for times, each in passes)
+    calls = sum(times * each.calls for times, each in passes)
+    return calls, sum(times * len(each.operations) for times, each in passes), flops, nbytes
+
+
 def lean(result: ResultFolder) -> None:
     machines = {name: MACHINES[name] for name in ("h100", "a100")}
     machines |= {f"{name}, cautious": replace(machine, **CAUTIOUS) for name, machine in machines.items()}
     heads = [f"{kind} {name}: images/s, MFU" for name in machines for kind in ("eager", "compiled")]
-    columns = ["config", "images", "launches, eager", "compiled", "GB, eager", "compiled", *heads]
+    columns = ["config", "images", "host operators, eager", *("launches, eager", "compiled", "GB, eager", "compiled")]
+    columns += heads
     table = [ASSUMPTIONS, "", f"| {' | '.join(columns)} |", "| --- |" + " ---: |" * (len(columns) - 1)]
     details = {}
     for script, path, processes in shipped():
         request = request_of(*request_for(script, path, processes, ["--plan", "h100"], {}))
         config, own = request.config, own_layout(request.config, processes)
         traced, lowered = request.trace(own.tensor), request.lower_layout(own.tensor, own.by_block)
-        counts: dict[str, list[float]] = {}
-        for name, measure in (("launches", len), ("GB", lambda kernels: sum(each.nbytes for each in kernels) / 1e9)):
-            compiled = sum(
-                config.DEPTH * lowered.of_block(kind, measure) + lowered.of_rest(kind, measure) for kind in KINDS
-            )
-            counts[name] = [0.0, compiled * (1 if measure is len else own.images / lowered.images)]
-        for part in PARTS:
-            for kind in KINDS:
-                operations = traced.part(part, kind, own.images).operations
-                times = config.DEPTH if part == "block" else 1
-                counts["launches"][0] += times * len(operations)
-                counts["GB"][0] += times * operations[:, 1].sum() / 1e9
-        flops = own.tensor[1] * per_image(traced, config)
+        calls, launches, flops, nbytes = eager_totals(traced, config.DEPTH, own.images)
+        compiled = [
+            sum(lowered.of_model(kind, measure, config.DEPTH) for kind in KINDS) for measure in (len, num_bytes)
+        ]
+        moved = compiled[1] * own.images / lowered.images
+        counts = {"host operators": calls, "launches": [launches, compiled[0]], "bytes": [nbytes, moved]}
         speeds = {}
         for name, machine in machines.items():
             machine = replace(machine, half=bool(config.fp16))
@@ -277,39 +279,18 @@ def lean(result: ResultFolder) -> None:
                 seen = Predictor(config, machine, lambda _, traced=traced: traced, lower).predict(own)
                 images = own.layout.global_batch(config) / seen.seconds / processes
                 peak = (machine.half_tflops if machine.half else machine.single_tflops) * 1e12
-                speeds[f"{kind} {name}"] = images, images * flops / peak
-        row = [f"{path.relative_to(ROOT).parts[0]}/{path.stem}", f"{own.images}"]
-        row += [f"{value:,.0f}" for value in counts["launches"]] + [f"{value:.1f}" for value in counts["GB"]]
+                speeds[f"{kind} {name}"] = images, images * own.tensor[1] * flops / own.images / peak
+        row = [f"{path.relative_to(ROOT).parts[0]}/{path.stem}", f"{own.images}", f"{calls:,}"]
+        row += [f"{each:,.0f}" for each in counts["launches"]] + [f"{each / 1e9:.1f}" for each in counts["bytes"]]
         row += [f"{images:,.0f}, {mfu:.0%}" for images, mfu in speeds.values()]
         table.append(f"| {' | '.join(row)} |")
         result.print(table[-1])
-        block = {
-            kind: {
-                "launches": lowered.of_block(kind, len),
-                "generated": lowered.of_block(kind, lambda kernels: sum(each.generated for each in kernels)),
-                "bytes": lowered.of_block(kind, lambda kernels: sum(each.nbytes for each in kernels)),
-                "flops": lowered.of_block(kind, lambda kernels: sum(each.flops for each in kernels)),
-            }
-            for kind in KINDS
-        }
+        measures = {"launches": len, "generated": num_generated, "bytes": num_bytes, "flops": num_flops}
+        block = {kind: {name: lowered.of_block(kind, measure) for name, measure in measures.items()} for kind in KINDS}
         details[str(path.relative_to(ROOT))] = dict(
             counts=counts, speeds=speeds, block=block, block_images=lowered.images, layout=str(own)
         )
     result.finish("lean_step", table, details)
-
-
-def per_image(traced: Trace, config: Config) -> float:
-    """A tensor-parallel rank's FLOPs of products for an image, forward and backward."""
-    parts = {part: config.DEPTH if part == "block" else 1 for part in PARTS}
-    size = traced.sizes[-1]
-    return (
-        sum(
-            times * traced.part(part, kind, size).operations[:, 0].sum()
-            for part, times in parts.items()
-            for kind in KINDS
-        )
-        / size
-    )
 
 
 def cells(best: list[Prediction]) -> str:

@@ -79,7 +79,7 @@ def format_plan(plan: Plan, machine: Machine, request: Request) -> str:
     if config.COMPILE and isinstance(machine, Gpus):
         lines.append(
             f"COMPILE = {config.COMPILE!r}: computing is that of the kernels that torch.compile makes, memory that of "
-            f"eager steps"
+            f"eager steps; layouts that eagerly take more than twice as long as the best are left out"
             if lowering.can_lower(config)
             else f"COMPILE = {config.COMPILE!r}, but steps are planned as eager ones: torch {torch.__version__} in "
             f"{config.DTYPE} cannot be lowered, torch {lowering.TORCH} in float32 can"

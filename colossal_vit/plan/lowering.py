@@ -57,6 +57,21 @@ class Kernel(NamedTuple):
     generated: bool = False
 
 
+def num_generated(kernels: list[Kernel]) -> int:
+    """Number of those that Inductor wrote."""
+    return sum(kernel.generated for kernel in kernels)
+
+
+def num_bytes(kernels: list[Kernel]) -> float:
+    """Bytes read and written."""
+    return sum(kernel.nbytes for kernel in kernels)
+
+
+def num_flops(kernels: list[Kernel]) -> float:
+    """FLOPs of matrix products."""
+    return sum(kernel.flops for kernel in kernels)
+
+
 class Lowered(NamedTuple):
     """What a micro-batch runs.
 
@@ -88,6 +103,10 @@ class Lowering(NamedTuple):
     def of_rest(self, kind: str, measure: Callable[[list[Kernel]], float]) -> float:
         """What a pass takes beside its blocks."""
         return measure(self.depths[FEW].passes[kind]) - FEW * self.of_block(kind, measure)
+
+    def of_model(self, kind: str, measure: Callable[[list[Kernel]], float], depth: int) -> float:
+        """A measure of a pass through a model with so many blocks."""
+        return self.of_rest(kind, measure) + depth * self.of_block(kind, measure)
 
     def operations(self, kernels: list[Kernel], images: int) -> np.ndarray:
         """FLOPs and bytes of kernels with so many images, in proportion, (kernels, 2)."""

@@ -43,11 +43,13 @@ class Pass:
         operations: FLOPs and bytes read and written, by operator; (operators, 2).
         live: bytes in tensors after each operator, since the beginning of the pass.
         messages: in order.
+        calls: number of operators that Python and autograd call, those included that run no kernel, such as views.
     """
 
     operations: np.ndarray
     live: np.ndarray
     messages: list[Message]
+    calls: int = 0
 
     @cached_property
     def left(self) -> float:
@@ -71,6 +73,7 @@ class Pass:
             mix(self.operations, other.operations),
             mix(self.live, other.live),
             [a._replace(nbytes=mix(a.nbytes, b.nbytes)) for a, b in zip(self.messages, other.messages, strict=True)],
+            self.calls,
         )
 
 
@@ -137,18 +140,19 @@ class _Recorder(StepMeter):
         super().__init__(existing)
         self.passes: dict[Any, Pass] = {}
         self._key: Any = None
+        self._calls = 0
 
     def begin(self, key: Any) -> None:
         """End the current pass, and begin another one; None records nothing."""
         self.end()
         self._key, self._from = key, self.live
-        self._operations, self._live, self._messages = [], [], []
+        self._operations, self._live, self._messages, self._calls = [], [], [], 0
 
     def end(self) -> None:
         if self._key is not None:
             live = np.array([*self._live, self.live - self._from], dtype=float)
-            operations = np.array([*self._operations, (0.0, 0.0)], dtype=float)
-            self.passes[self._key] = Pass(operations, live, self._messages)
+            operations = np.array(self._operations, dtype=float).reshape(-1, 2)
+            self.passes[self._key] = Pass(operations, live, self._messages, self._calls)
         self._key = None
 
     def _record(self, kind: str, size: int, nbytes: int) -> None:
@@ -158,6 +162,7 @@ class _Recorder(StepMeter):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = super().__torch_dispatch__(function, types, args, kwargs)
+        self._calls += function.namespace not in _NO_KERNELS
         if self._key is not None and launches(function):
             flops = flops_of(function, args, kwargs or {}, result)
             self._operations.append((flops, count_bytes([args, kwargs, result])))
