@@ -66,7 +66,7 @@ def sides(script: str, config: str, args: argparse.Namespace) -> dict[str, Side]
     values = {"gradient_accumulation": 1, **(SMALL if args.small else {})}
     return {
         name: partial(compare, script, ROOT / config, {**values, "COMPILE": compiled}, args.steps)
-        for name, compiled in (("eager", False), ("compiled", True))
+        for name, compiled in (("eager", False), *([] if args.small else [("compiled", True)]))
     }
 
 
