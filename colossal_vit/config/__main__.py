@@ -1,5 +1,6 @@
 """The reference of all config keys as Markdown: `python -m colossal_vit.config > docs/configuration.md`."""
 
+import re
 from collections.abc import Mapping
 
 from colossal_vit.config.schema import GROUPS, OLDER_NAMES, SCHEMA
@@ -14,10 +15,10 @@ A config is a Python file. UPPERCASE names are hyper-parameters, lowercase ones 
 overrides a value; keys in a block have a dot: `--set parallel.tensor.size=2`. Names that start with `_`
 are free for your own use.
 
-Unknown keys, wrong values and keys that the script at hand does not use are refused. A default is the same in all
+Unknown keys, wrong values and keys that the script at hand does not use are errors. A default is the same in all
 scripts: {scripts}. Only `train_hybrid`, which has no `MODEL`, needs the sizes of its model. An older name works as
 what it stands for, `LAMB_EXCLUDE_VECTORS` as its opposite, and `dali.rand_augment` with the policy `'rand'`; both names
-with different values are refused.
+with different values are an error.
 
 A run resumes with the values that it began with. Others are allowed where they change what is learned by rounding at
 most, as long as the global batch stays the same: {free}.
@@ -26,6 +27,28 @@ most, as long as the global batch stays the same: {free}.
 
 def _value(default: object) -> str:
     return "**required**" if default is REQUIRED else "" if default is OPTIONAL else f"`{default!r}`"
+
+
+SHORTER = {  # what a rule expects, in a table
+    r"a whole number of at least (\d+) and below 2³¹": r"int ≥ \1",
+    r"a whole number from (\S+) to (\S+)": r"int, \1 to \2",
+    r"a number of at least 0 \(.*\)": "float ≥ 0",
+    r"a number above 0 \(.*\)": "float > 0",
+    r"a number from (\S+) up to, not including, (\S+)": r"float, \1 ≤ x < \2",
+    r"a number from (\S+) to (\S+)": r"float, \1 to \2",
+    r"a string .*": "str",
+    r"True or False": "bool",
+    r"one of (.*)": r"\1",
+}
+
+
+def _expected(setting: Setting | Block) -> str:
+    """What its value must be."""
+    expected = setting.rule.expected if isinstance(setting, Setting) else "dict"
+    for pattern, shorter in SHORTER.items():
+        if match := re.fullmatch(pattern, expected):
+            return match.expand(shorter)
+    return expected
 
 
 def _default(setting: Setting | Block) -> str:
@@ -38,8 +61,12 @@ def _rows(settings: Mapping[str, Setting | Block], prefix: str = "") -> list[str
     rows = []
     for key, setting in settings.items():
         used = "" if setting.scripts == SCRIPTS else f" ({', '.join(setting.scripts)} only)"
-        must = f" {setting.rule.expected}" if isinstance(setting, Setting) else " a dict"
-        rows.append(f"| `{prefix}{key}` |{must} | {_default(setting)} | {setting.meaning}{used} |")
+        # Where the default is not one value, the meaning ends with it.
+        meaning, _, computed = (
+            setting.meaning.partition("; ") if setting.default is OPTIONAL else (setting.meaning, "", "")
+        )
+        default = _default(setting) or computed
+        rows.append(f"| `{prefix}{key}` | {_expected(setting)} | {default} | {meaning}{used} |")
         if isinstance(setting, Block):
             rows += _rows(setting.settings, f"{prefix}{key}.")
     return rows

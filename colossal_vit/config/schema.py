@@ -50,11 +50,13 @@ TRAINING: Settings = {
     "SCHEDULE": Setting(
         one_of("linear", "cosine"), "how the rate falls after the warm-up, to 0 if nothing else is said", "cosine"
     ),
-    "MIN_LEARNING_RATE": Setting(NON_NEGATIVE, "what a cosine falls to", 0.0, needs={"SCHEDULE": ("cosine",)}),
+    "MIN_LEARNING_RATE": Setting(
+        NON_NEGATIVE, "final learning rate of the cosine", 0.0, needs={"SCHEDULE": ("cosine",)}
+    ),
     "OPTIMIZER": Setting(one_of("adamw", "sgd", "lamb"), "the optimizer", "adamw"),
     "MOMENTUM": Setting(FRACTION, "momentum of SGD", 0.9, needs={"OPTIMIZER": ("sgd",)}),
     "EPSILON": Setting(
-        POSITIVE, "what AdamW and LAMB add to √v; 1e-8 and 1e-6", needs={"OPTIMIZER": ("adamw", "lamb")}
+        POSITIVE, "what AdamW and LAMB add to √v; 1e-8 in AdamW, 1e-6 in LAMB", needs={"OPTIMIZER": ("adamw", "lamb")}
     ),
     "LEARNING_RATE": Setting(POSITIVE, "the rate after the warm-up", 3e-3),
     "WEIGHT_DECAY": Setting(NON_NEGATIVE, "weight decay: decoupled in AdamW and LAMB, L2 in SGD", 0.3),
@@ -64,13 +66,13 @@ TRAINING: Settings = {
         True,
     ),
     "LAYER_DECAY": Setting(
-        SHARE_ABOVE_0, "learning rate of a layer ÷ that of the next one; the head has LEARNING_RATE", 1.0
+        SHARE_ABOVE_0, "layer-wise learning-rate decay, timm's layer_decay; the head has LEARNING_RATE", 1.0
     ),
-    "LABEL_SMOOTHING": Setting(FRACTION, "share of the target that all classes divide", 0.1),
+    "LABEL_SMOOTHING": Setting(FRACTION, "label smoothing ε", 0.1),
     "bce": Block(
-        "binary cross entropy in place of cross entropy, a question for each class",
+        "BCE loss, one sigmoid per class (DeiT III), in place of cross entropy",
         {
-            "threshold": Setting(SHARE, "targets above it become 1, all others 0; without, targets stay"),
+            "threshold": Setting(SHARE, "targets above it become 1, all others 0; targets stay"),
             "sum_classes": Setting(BOOL, "sum the classes' losses instead of their mean", False),
         },
     ),
@@ -86,7 +88,7 @@ TRAINING: Settings = {
     "IMAGES_PER_S": Free(POSITIVE, "images/s of one GPU, from which `--dry-run` computes hours", scripts=(IMAGENET,)),
 }
 DATA: Settings = {
-    "DATA": Free(TEXT, "folder of the data set; else the environment's DATA, else the digits sample"),
+    "DATA": Free(TEXT, "folder of the data set; the environment's DATA, else the digits"),
     "SYNTHETIC": Setting(BOOL, "train on one random batch, without data", False),
     "MEAN": Setting(
         CHANNELS,
@@ -101,7 +103,7 @@ DATA: Settings = {
     "TEST_FRACTION": Setting(
         number(0.001, 0.999), "share of each class to test on, of your own images without a folder for that", 0.2
     ),
-    "TRAIN_PER_CLASS": Setting(POSITIVE_INT, "training images of each class of Caltech101; four fifths of them"),
+    "TRAIN_PER_CLASS": Setting(POSITIVE_INT, "training images of each class of Caltech101; four fifths"),
     "CROP_PADDING": Setting(
         whole(0, 32), "pixels of border, of 32, that a random crop may reach into; of CIFAR-10's", 4
     ),
@@ -135,7 +137,7 @@ DATA: Settings = {
             "switch_prob": Setting(
                 SHARE, "how often it is CutMix, where both are on", 0.5, needs={"mixup": (), "cutmix": ()}
             ),
-            "mode": Setting(one_of("batch", "pair", "elem"), "what is drawn once for", "batch"),
+            "mode": Setting(one_of("batch", "pair", "elem"), "scope of one random draw: batch, pair or image", "batch"),
         },
         switches=("mixup", "cutmix"),
     ),
@@ -197,7 +199,7 @@ MODEL: Settings = {
     "CHECKPOINT": Free(
         BOOL, "compute activations again in the backward pass instead of keeping them", False, (HYBRID,)
     ),
-    "SEQ_LENGTH": Free(POSITIVE_INT, "tokens; checked against the model", scripts=(HYBRID,)),
+    "SEQ_LENGTH": Free(POSITIVE_INT, "tokens, checked against the model", scripts=(HYBRID,)),
 }
 LAYOUT: Settings = {
     "parallel": Block(
@@ -209,7 +211,7 @@ LAYOUT: Settings = {
                 {
                     "mode": Setting(one_of(None, "1d", "2d", "2.5d", "3d"), "how matrices are split", None),
                     "size": Setting(POSITIVE_INT, "ranks: q² in 2D, depth × q² in 2.5D, q³ in 3D", 1),
-                    "depth": Setting(POSITIVE_INT, "squares of 2.5D", 1, needs={"mode": ("2.5d",)}),
+                    "depth": Setting(POSITIVE_INT, "number of squares in 2.5D", 1, needs={"mode": ("2.5d",)}),
                 },
                 {},
             ),
@@ -228,7 +230,7 @@ LAYOUT: Settings = {
         learned=False,
     ),
     "TENSOR_SHAPE": Free(
-        SHAPE, "what a stage hands to the next, (micro-batch, tokens, width); checked", scripts=(HYBRID,)
+        SHAPE, "what a stage hands to the next, (micro-batch, tokens, width), checked", scripts=(HYBRID,)
     ),
 }
 FEATURES: Settings = {
@@ -237,16 +239,20 @@ FEATURES: Settings = {
     "fp16": Block(
         "mixed precision; None for fp32",
         {
-            "mode": Setting(MODE, "what computes in half precision, see the README"),
-            "dtype": Setting(one_of("fp16", "bf16"), "fp16 on CUDA, bf16 on a CPU", needs={"mode": ()}),
-            "opt_level": Setting(one_of("O0", "O1", "O2", "O3"), "of APEX; O1", needs={"mode": (AMP_TYPE.APEX,)}),
-            "initial_scale": Setting(POSITIVE, "loss scale to begin with; 2¹⁶", needs=SCALED),
-            "growth_factor": Setting(number(1, 1e6), "of the loss scale; 2", needs=SCALED),
-            "backoff_factor": Setting(number(1e-6, 1), "of the loss scale after an overflow; ½", needs=SCALED),
-            "growth_interval": Setting(
-                POSITIVE_INT, "steps without overflow until it grows; 2000, NAIVE 1000", needs=SCALED
+            "mode": Setting(MODE, "what computes in half precision: docs/precision.md"),
+            "dtype": Setting(
+                one_of("fp16", "bf16"), "half-precision type; fp16 on CUDA, bf16 on a CPU", needs={"mode": ()}
             ),
-            "hysteresis": Setting(POSITIVE_INT, "overflows until it is lowered, NAIVE; 2", needs=NAIVE),
+            "opt_level": Setting(
+                one_of("O0", "O1", "O2", "O3"), "optimization level of APEX; O1", needs={"mode": (AMP_TYPE.APEX,)}
+            ),
+            "initial_scale": Setting(POSITIVE, "initial loss scale; 2¹⁶", needs=SCALED),
+            "growth_factor": Setting(number(1, 1e6), "growth of the loss scale; 2", needs=SCALED),
+            "backoff_factor": Setting(number(1e-6, 1), "factor on the loss scale after an overflow; ½", needs=SCALED),
+            "growth_interval": Setting(
+                POSITIVE_INT, "steps without overflow until the scale grows; 2000, NAIVE 1000", needs=SCALED
+            ),
+            "hysteresis": Setting(POSITIVE_INT, "overflows until NAIVE lowers the scale; 2", needs=NAIVE),
             "min_scale": Setting(POSITIVE, "smallest loss scale, NAIVE; 1", needs=NAIVE),
             "max_scale": Setting(POSITIVE, "largest loss scale, NAIVE; 2³²", needs=NAIVE),
         },
@@ -260,7 +266,7 @@ FEATURES: Settings = {
         },
     ),
     "zero": Block(
-        "optimizer state and fp32 weights split over the data-parallel ranks",
+        "ZeRO: optimizer state and fp32 weights sharded over the data-parallel ranks",
         {"stage": Setting(one_of(1, 2), "1: those; 2: also the gradients that are accumulated", REQUIRED)},
         learned=False,
     ),
@@ -290,7 +296,7 @@ FEATURES: Settings = {
             "half_tflops": Setting(POSITIVE, "peak of dense matrix products in fp16 and bf16, TFLOP/s"),
             "single_tflops": Setting(POSITIVE, "the same in fp32, or in TF32 if the config says so"),
             "matmul_share": Setting(SHARE_ABOVE_0, "share of the peak that large matrix products reach"),
-            "memory_gb": Setting(POSITIVE, "of a GPU, in units of 10⁹ bytes"),
+            "memory_gb": Setting(POSITIVE, "memory of a GPU, in units of 10⁹ bytes"),
             "memory_gb_s": Setting(POSITIVE, "bandwidth of that memory, GB/s"),
             "gpus_per_node": Setting(POSITIVE_INT, "GPUs that NVLink connects"),
             "link_gb_s": Setting(POSITIVE, "NVLink of a GPU in one direction, GB/s"),
