@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc_per_node 2 train.py --config ./config_sample.py
 
-Processes: 2 for a global batch of 128, or any number. About 4 minutes on 2 CPU cores. Expected accuracy: at least 95 %
+Processes: 2 for a global batch of 128, or any number. About 3 minutes on 2 CPU cores. Expected accuracy: at least 95 %
 of the 360 test digits, see results/imagenet_sample, measured by scripts/imagenet_sample.sh.
 """
 

@@ -28,5 +28,5 @@ CROP_AREA = (0.08, 1.0)  # share of an image that a random crop is
 FLIP = True
 
 # ---- Features ----
-fp16 = dict(mode=AMP_TYPE.APEX, opt_level="O1")  # O0 to O3, see the README
+fp16 = dict(mode=AMP_TYPE.APEX, opt_level="O1")  # O0 to O3, see docs/precision.md
 clip_grad_norm = 1.0

@@ -4,7 +4,7 @@
 
 Processes: any number, each a full replica. Hyper-parameters as published in Colossal-AI's tutorial, which states no
 accuracy. Not measured on GPUs here yet. The digits sample is smaller than one global batch of this config: there add
-`--set BATCH_SIZE=16 --set gradient_accumulation=2`.
+`--set BATCH_SIZE=64 --set gradient_accumulation=1`.
 """
 
 from colossalai.amp import AMP_TYPE
