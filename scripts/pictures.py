@@ -26,7 +26,6 @@ from colossal_vit.plan.pictures import (
     TEXT,
     add_legend,
     draw_pieces,
-    draw_steps,
     save,
     style,
 )
@@ -148,20 +147,6 @@ def checkpoint() -> Figure:
     return figure
 
 
-def planner() -> Figure:
-    """Predicted step time of the ten fastest layouts of ViT-L/16 and ViT-22B/14 on 64 H100s: computing, communicating
-    that nothing is computed beside, and waiting for other pipeline stages.
-    """
-    plans = read("layouts_plan/layouts.json")
-    figure = new_figure(9, 5.6)
-    panels = figure.subplots(2, 1)
-    for axes, model in zip(panels, ("L/16", "22B/14"), strict=True):
-        best = {layout["choice"]: layout for layout in plans[f"{model}, 64 ranks"]["fastest"]["best"]}
-        draw_steps(axes, best, plans["images"], f"ViT-{model}")
-    add_legend(figure, handles=panels[0].get_legend_handles_labels()[0])
-    return figure
-
-
 def predicted_and_measured() -> Figure:
     """Predicted against measured seconds of a step, for two models in 20 layouts on up to 8 processes of a CPU."""
     figure = new_figure(4.6, 4.2)
@@ -231,7 +216,7 @@ def tensor_modes() -> Figure:
 PICTURES: dict[str, Callable[[], Figure]] = {
     function.__name__: function
     for function in (
-        *(one_curve, quickstart, amp, checkpoint, planner, predicted_and_measured),
+        *(one_curve, quickstart, amp, checkpoint, predicted_and_measured),
         *(layout_example, tensor_modes),
     )
 }
