@@ -107,7 +107,8 @@ def test_a_dry_run_says_what_real_ranks_measure(case):
 
 def test_a_report_is_of_any_world_size(tmp_path):
     """As a user sees it, for a world that no test machine has."""
-    argv = [*training.flags(**LAYOUTS["DP 2 × PP 2 × 1D 2"][1]), "--output", str(tmp_path / "run")]
+    values = {**LAYOUTS["DP 2 × PP 2 × 1D 2"][1], "checkpoint.every_minutes": 144}
+    argv = [*training.flags(**values), "--output", str(tmp_path / "run")]
     result = fork_ranks.run(training.HYBRID, [*argv, "--dry-run", "--world_size", "1024"])
     assert result.codes == [0], str(result)
     said = result.stdout[0]
@@ -115,6 +116,8 @@ def test_a_report_is_of_any_world_size(tmp_path):
     assert "stage 1, rank(s) 2-3, 6-7, " in said
     assert "blocks 2-3, norm, head" in said
     assert "(2 - 1) / (1 × 2) = 50.0%" in said
+    assert "a failure costs 72 minutes on average" in said
+    assert "0.5% of the time at one in ten days, 5.0% of the time at one a day, 50.0% of" in said
     picture = tmp_path / "run/layout.png"
     assert f"picture: {picture}" in said
     assert list((tmp_path / "run").iterdir()) == [picture]

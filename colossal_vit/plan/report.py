@@ -104,6 +104,16 @@ def _layers(names: Iterable[str]) -> str:
     return ", ".join(f"blocks {_ranges(blocks)}" if name == "blocks" else name for name in others)
 
 
+def _cost_of_failures(every_minutes: float) -> str:
+    """What is lost on average: half of what lies between two checkpoints."""
+    often = {"one in ten days": 0.1, "one a day": 1.0, "ten a day": 10.0}
+    shares = (f"{rate * every_minutes / 2 / (24 * 60):.1%} of the time at {words}" for words, rate in often.items())
+    return (
+        f"a failure costs {every_minutes / 2:g} minutes on average, half of checkpoint.every_minutes, and the restart: "
+        f"{', '.join(shares)}"
+    )
+
+
 def format_report(plans: list[StepPlan], notes: Sequence[str] = ()) -> str:
     """The plans of all pipeline stages as text, and the lines that the script adds."""
     layout, config = plans[0].layout, Config(plans[0].config)
@@ -135,6 +145,7 @@ def format_report(plans: list[StepPlan], notes: Sequence[str] = ()) -> str:
             f"pipeline bubble: (stages - 1) / (chunks × micro-batches) = ({layout.pipeline} - 1) / "
             f"({chunks} × {micro_batches}) = {bubble:.1%} of the time spent computing",
         ]
+    lines += ["", _cost_of_failures(config.checkpoint["every_minutes"])]
     return "\n".join([*lines, "", *notes] if notes else lines)
 
 
