@@ -1,6 +1,7 @@
 """A run that was stopped resumes as if it had not been: to the bit on one layout, within the contract on another."""
 
 import functools
+import itertools
 import os
 import random
 import signal
@@ -16,6 +17,7 @@ from colossal_vit.data.batches import Loader
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.loop import Trainer
 from colossal_vit.engine.schedules import CosineAnnealingWarmupLR
+from colossal_vit.hooks.signals import StopRequests
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.ranks import RankLogger
 from colossal_vit.results import read_metrics
@@ -106,6 +108,30 @@ def test_stopped_and_resumed_runs_record_the_same_bits(name, tmp_path, request):
     ]
     assert last[0].keys() == last[1].keys()
     assert all(torch.equal(last[0][key], last[1][key]) for key in last[0])
+
+
+@pytest.mark.parametrize("name", ["hybrid, 1 process", "hybrid, DP 2 × PP 2, SGD", "imagenet, 2 processes, bf16"])
+def test_a_run_that_is_stopped_before_an_epochs_evaluation_goes_on_to_the_bit(
+    name, few_test_images, tmp_path, monkeypatch
+):
+    """All steps of the first epoch are made then."""
+    (script, values), processes, more = RUNS[name]
+    if script == training.IMAGENET:
+        monkeypatch.delenv("DATA")
+    train = functools.partial(training.train, world_size=processes, script=script, **options({**values, **more}))
+    expected = train(tmp_path / "whole", steps=None).records
+    per_epoch = next(line["step"] for line in expected if "eval_loss" in line)
+    with monkeypatch.context() as patch:
+        calls, original = itertools.count(1), StopRequests.answer
+
+        def answer(requests):
+            _, save = original(requests)
+            return signal.SIGTERM if next(calls) == per_epoch else 0, save
+
+        patch.setattr(StopRequests, "answer", answer)
+        stopped = train(tmp_path / "parts", steps=None, code=75)
+    assert f"stopped by SIGTERM after step {per_epoch}, " in stopped.said
+    assert train(tmp_path / "parts", steps=None).records == expected
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -43,7 +43,10 @@ class MicroBatches(LoaderWrapper):
 
     def seek(self, epoch: int, start: int) -> None:
         self.start = start
-        super().seek(epoch, start)
+        if start < self.num_micro_batches:
+            super().seek(epoch, start)
+        else:  # nothing is left of the epoch but its evaluation, so that the loader's next batches are the next one's
+            super().seek(epoch + 1, 0)
 
     def __iter__(self) -> Iterator:
         self.taken, self.start = self.start, 0
