@@ -1,17 +1,12 @@
-"""ELASTIC: any number of processes on one loss curve; agents of torchrun that are killed, and that join."""
+"""ELASTIC: any number of processes on one loss curve. Agents of torchrun come and go in stress/test_soak.py."""
 
 import json
-import os
-import signal
-import subprocess
 
 import pytest
 from colossal_vit.errors import UserError
 from colossal_vit.launch import elastic
 from colossalai.context import Config
 
-import fork_ranks
-import launchers
 import training
 from layouts import ANY_STEP, RANDOM, errors
 
@@ -90,48 +85,3 @@ def test_a_run_stays_on_its_curve_whatever_the_number_of_processes(tmp_path, few
 def test_what_is_impossible_is_one_line(world_size, values, words, tmp_path):
     values = {key: value for key, value in {**ELASTIC, **values}.items() if value is not None}
     assert words in training.refused(tmp_path / "run", world_size, **values)
-
-
-def test_the_run_goes_on_with_the_agents_that_are_left_and_with_one_more(tmp_path):
-    """torchrun --nnodes 1:2: an agent is killed with its ranks; later another one joins."""
-    output, port = tmp_path / "run", fork_ranks.free_port()
-    quick = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
-    torchrun = ["torchrun", "--nnodes", "1:2", "--nproc_per_node", "1", "--max-restarts", "9"]
-    torchrun += ["--monitor-interval", "1", "--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{port}"]
-    flags = training.flags(**{**ELASTIC, "DEPTH": 1, "NUM_EPOCHS": 1000, "checkpoint.every_steps": 10})
-    command = [*torchrun, "--rdzv_conf", quick, "train_hybrid.py", *flags, "--output", str(output)]
-    environment = launchers.environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
-    agents = []
-
-    def start():
-        with open(tmp_path / "log", "a") as log:
-            options = dict(cwd=launchers.FOLDER, env=environment, stdout=log, stderr=log, start_new_session=True)
-            agents.append(subprocess.Popen(command, **options))
-
-    def train_with(num_processes):
-        """Wait until the newest group of ranks is as large, and has made some steps."""
-
-        def trains():
-            newest = members(output)[-1:]
-            size = sum(sum(member["hosts"].values()) for member in newest)
-            return size == num_processes and launchers.steps_on_record(output) > newest[0]["step"] + 20
-
-        launchers.wait_until(trains, (tmp_path / "log").read_text)
-
-    try:
-        start()  # this agent keeps the store of the rendezvous
-        train_with(1)
-        start()
-        train_with(2)
-        os.killpg(agents[1].pid, signal.SIGKILL)
-        train_with(1)
-        start()
-        train_with(2)
-    finally:
-        for agent in agents:
-            agent.send_signal(signal.SIGTERM)
-        for agent in agents:
-            agent.wait(timeout=fork_ranks.PATIENCE)
-    assert [sum(member["hosts"].values()) for member in members(output)] == [1, 2, 1, 2]
-    steps = [record["step"] for record in training.records(output) if "loss" in record]
-    assert steps == list(range(1, len(steps) + 1)), "each step is on record once"

@@ -65,6 +65,7 @@ OTHERS = {  # flags of other programs that the pages name, by who has them
     "scripts": {"--only", "--write"},
     "tests/stress": {"--cases", "--seed"},
     "torchrun": {"--standalone", "--nnodes", "--rdzv_backend", "--rdzv_endpoint", "--max-restarts", "--nproc_per_node"},
+    "its rendezvous": {"--rdzv_conf"},
     "SLURM, pip": {"--nodes", "--ntasks", "--gpus-per-node", "--no-deps", "--pty", "--requeue"},
     "scripts/clusters": {"--restarts"},
     "torch.distributed.launch": {"--master_addr", "--master_port"},

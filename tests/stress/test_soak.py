@@ -1,0 +1,214 @@
+"""Disturb elastic runs under torchrun again and again: they must go on, and be what an undisturbed process makes.
+
+    python -m pytest tests/stress/test_soak.py --cases 66 --seed 1 --result results/elastic
+
+A run each with data parallelism, two pipeline stages and 1D tensor parallelism, of up to four agents with two ranks
+each, on the digits, in float64, with dropout, drop path, mixing, EMA and ZeRO; --cases says how many events it has. An
+agent joins, is told to stop, is killed, or is frozen with its ranks, as if its network had gone; or a rank is killed.
+The first agent keeps the rendezvous: only its ranks are killed. After each event the run must make steps with all
+processes that are there. In the end each step must be on record once, and losses, weights and averages those of one
+process.
+
+The time to come back is that from an event to the next step, in four parts: until torchrun has started the ranks; until
+they have imported everything and are connected; until they have data, model and checkpoint; until the step.
+"""
+
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+import torch
+from colossal_vit.checkpoint import storage
+from colossal_vit.results import read_metrics
+
+import fork_ranks
+import launchers
+import training
+from layouts import ANY_STEP, LAYOUTS, RANDOM, errors
+
+KINDS = {"DP": (1, {}), "PP 2": LAYOUTS["PP 2"], "1D 2": LAYOUTS["1D 2"]}  # processes of a replica
+BATCH, MOST, RANKS = 32, 4, 2  # images of a step, agents, ranks of an agent
+VALUES = {**RANDOM, "DEPTH": 2, "DTYPE": "float64", "NUM_EPOCHS": 10_000, "ELASTIC": True, "GLOBAL_BATCH": BATCH}
+VALUES |= {"BATCH_SIZE": BATCH, "ema.decay": 0.9, "zero.stage": 1, "checkpoint.every_steps": 10}
+QUICK = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
+UNDISTURBED = {"parallel.pipeline": 1, "parallel.tensor.mode": None, "parallel.tensor.size": 1, "ELASTIC": False}
+LOST = ("stopped", "killed", "frozen")  # what becomes of an agent
+STEPS = 3  # between two events, at least
+MOST_AFTER = 2  # steps that may still come on record once a rank is killed
+MARKS = ("started by torchrun", "resuming from")
+
+
+class Agents:
+    """The agents of torchrun that train in a run directory; the first one keeps the rendezvous."""
+
+    def __init__(self, output: Path, values: dict):
+        self.output, self.log = output, output.with_suffix(".log")
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", f"1:{MOST}"]
+        torchrun += ["--nproc_per_node", str(RANKS), "--max-restarts", "1000", "--monitor-interval", "0.5"]
+        torchrun += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{fork_ranks.free_port()}"]
+        flags = [*training.flags(**values), "--output", str(output), "--timeout", "30"]
+        self.command = [*torchrun, "--rdzv_conf", QUICK, "train_hybrid.py", *flags]
+        self.running: list[subprocess.Popen] = []
+        self.frozen: list[subprocess.Popen] = []
+
+    def __len__(self) -> int:
+        return len(self.running)
+
+    def join(self) -> None:
+        environment = launchers.environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", DATA=os.environ["DATA"])
+        with open(self.log, "a") as log:
+            options = dict(cwd=launchers.FOLDER, env=environment, stdout=log, stderr=log, start_new_session=True)
+            self.running.append(subprocess.Popen(self.command, **options))
+
+    def ranks(self, agent: subprocess.Popen) -> list[int]:
+        """The process IDs of an agent's ranks."""
+        with suppress(psutil.NoSuchProcess):
+            return [rank.pid for rank in psutil.Process(agent.pid).children()]
+        return []
+
+    def disturb(self, event: str, number: int, draw: random.Random) -> None:
+        """Let an event happen to an agent."""
+        if event == "joined":
+            self.join()
+            return
+        agent = self.running[number]
+        if event == "rank killed":
+            os.kill(draw.choice(self.ranks(agent)), signal.SIGKILL)
+            return
+        del self.running[number]
+        if event == "stopped":
+            agent.send_signal(signal.SIGTERM)
+        else:
+            os.killpg(agent.pid, {"killed": signal.SIGKILL, "frozen": signal.SIGSTOP}[event])
+        self.frozen += [agent]
+
+    def bury(self) -> None:
+        """End what an event has left of an agent."""
+        for agent in self.frozen:
+            with suppress(ProcessLookupError):
+                os.killpg(agent.pid, signal.SIGKILL)
+            agent.wait()
+        self.frozen.clear()
+
+    def stop(self) -> None:
+        """Tell all to stop with a checkpoint."""
+        for agent in self.running:
+            agent.send_signal(signal.SIGTERM)
+        self.frozen += self.running
+        for agent in self.frozen:
+            with suppress(subprocess.TimeoutExpired):
+                agent.wait(timeout=fork_ranks.PATIENCE)
+        self.bury()
+
+    def members(self) -> list[dict]:
+        path = self.output / "members.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def step(self) -> int:
+        """The last step on record."""
+        with suppress(OSError, ValueError, IndexError, KeyError):  # a line may be half written
+            return json.loads((self.output / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+        return 0
+
+    def come_back(self, size: int, event: Callable[[], object], lost: bool) -> list[float]:
+        """Wait until a group of ranks makes new steps; the time that it took, in four parts.
+
+        Args:
+            size: of the group, without processes that have no work.
+            event: what happens.
+            lost: whether it ends processes; the group before may go on if they had no work.
+        """
+        seen, groups, step = self._counts(), len(self.members()), self.step()
+        began = time.monotonic()
+        at = [began] * len(seen)
+        event()
+
+        def back() -> bool:
+            nonlocal seen
+            now, counts = time.monotonic(), self._counts()
+            at[:] = [now if new != old else before for new, old, before in zip(counts, seen, at, strict=True)]
+            seen = counts
+            members = self.members()
+            if len(members) > groups:
+                return sum(members[-1]["hosts"].values()) == size and self.step() > members[-1]["step"]
+            return lost and self.step() > step + MOST_AFTER
+
+        launchers.wait_until(back, lambda: self.log.read_text()[-5000:])
+        ends = [began, *(max(each, began) for each in at), time.monotonic()]
+        return [after - before for before, after in pairwise(ends)]
+
+    def _counts(self) -> list:
+        said = self.log.read_text() if self.log.exists() else ""
+        return [{rank for agent in self.running for rank in self.ranks(agent)}, *map(said.count, MARKS)]
+
+
+def num_working(num_agents: int, replica: int) -> int:
+    """How many processes have work: those of the most replicas that share the images of a step evenly."""
+    replicas = num_agents * RANKS // replica
+    return replica * max(number for number in range(1, replicas + 1) if BATCH % number == 0)
+
+
+def soak(name: str, output: Path, events: int, draw: random.Random, report: Callable) -> list[list[float]]:
+    """Disturb a run, and compare it with one process; returns the times to come back."""
+    replica, layout = KINDS[name]
+    values, times = {**VALUES, **layout}, []
+    agents = Agents(output, values)
+    try:
+        agents.come_back(num_working(1, replica), agents.join, False)
+        for number in range(events):
+            target = agents.step() + STEPS
+            launchers.wait_until(lambda target=target: agents.step() >= target, agents.log.read_text)
+            kinds = ["rank killed", *(["joined"] * len(LOST) if len(agents) < MOST else [])]
+            event = draw.choice([*kinds, *(LOST if len(agents) > 1 else [])])
+            who = len(agents) if event == "joined" else draw.randrange(event in LOST, len(agents))
+            after = len(agents) + (event == "joined") - (event in LOST)
+            step, size = agents.step(), num_working(after, replica)
+            happen = partial(agents.disturb, event, who, draw)
+            times.append(agents.come_back(size, happen, event != "joined"))
+            agents.bury()
+            parts = " + ".join(f"{part:.1f}" for part in times[-1])
+            report(
+                f"{name}, event {number + 1}, step {step}: agent {who}: {event}; {size} ranks have made the next step "
+                f"{sum(times[-1]):.1f} s later = {parts}"
+            )
+    finally:
+        agents.stop()
+    steps = [record["step"] for record in training.records(output) if "loss" in record]
+    assert steps == list(range(1, len(steps) + 1)), "each step is on record once"
+    alone = training.train(output.with_name(f"{output.name} alone"), steps=len(steps), **values | UNDISTURBED)
+    worst = max(errors(read_metrics(output)[0], alone.steps))
+    assert worst < ANY_STEP
+    found, expected = (storage.newest(each / storage.FOLDER)[0] for each in (output, alone.output))
+    assert found.path.name == expected.path.name == f"step-{len(steps):08d}", "no step is lost by the last stop"
+    for file in (storage.MODEL, storage.EMA):
+        weights, those = found.tensors(file), expected.tensors(file)
+        assert weights.keys() == those.keys()
+        for key, tensor in those.items():
+            torch.testing.assert_close(weights[key], tensor, rtol=ANY_STEP, atol=ANY_STEP, msg=f"{file}, {key}")
+    report(f"{name}: {events} events, {len(steps)} steps, each on record once: losses {worst:.1e} from one process")
+    return times
+
+
+def test_elastic_runs_go_on_and_come_to_the_losses_of_one_process(pytestconfig, few_test_images, tmp_path, report):
+    events, draw = pytestconfig.option.cases, random.Random(pytestconfig.option.seed)
+    names = KINDS if events else [draw.choice(list(KINDS))]
+    times = []
+    for name in names:
+        times += soak(name, tmp_path / name, events or 2, draw, report)
+    totals = sorted(map(sum, times))
+    middle = [f"{statistics.median(part):.1f}" for part in zip(*times, strict=True)]
+    report(
+        f"{len(times)} events: back after {statistics.median(totals):.1f} s (median), {totals[-1]:.1f} s (worst); "
+        f"medians of the parts: {' + '.join(middle)}"
+    )
