@@ -3,8 +3,8 @@
     torchrun --standalone --nproc_per_node 1 train_hybrid.py --config ./configs/config_fashion_mnist.py
 
 Processes: any number; `--set parallel.pipeline=2` and so on for other layouts. DATA is what `scripts/sample_data.py
-fashion-mnist` has written. Expected: 87.7 % ± 0.3 % of the test images, with 5 seeds, in about 10 minutes each on a CPU
-core (results/fashion_mnist, by scripts/fashion_mnist.py).
+fashion-mnist` has written. Expected accuracy: 87.7 % ± 0.3 %, with 5 seeds, in about 10 minutes each on a CPU core;
+measured by scripts/fashion_mnist.py, in results/fashion_mnist.
 """
 
 # ---- Training ----
