@@ -24,7 +24,6 @@ from colossal_vit.plan.meter import StepPlan
 from colossal_vit.plan.pictures import (
     COLORS,
     TEXT,
-    add_legend,
     draw_pieces,
     save,
     style,
@@ -39,7 +38,8 @@ sys.path.append(str(ROOT / "vit_cifar10_hybrid"))
 import train_hybrid  # noqa: E402
 from layouts import CONFIG, FOLDER, set_flags, tensor  # noqa: E402
 
-ONE, NUM_STEPS = "one process", 20  # as in check_layouts.py
+ONE = "one process"  # as in check_layouts.py
+SHOWN = ("DP 4", "PP 4", "1D 4", "2D 4", "3D 8")  # as points on its curve
 RESULTS, OUTPUT = ROOT / "results", ROOT / "docs/pictures"
 
 
@@ -68,34 +68,51 @@ def draw_bars(axes: Axes, values: dict[str, float], title: str, form: str) -> No
 
 
 def one_curve() -> Figure:
-    """The loss curves of one process and of 19 parallel layouts lie on each other, over 20 and over 300 steps; below,
-    the largest relative deviation from one process so far. Dropout, drop path, Mixup and CutMix are on.
+    """The losses of one process as a line, and on it those of five parallel layouts as points, over 300 steps; beside
+    it the largest relative deviation of 19 layouts so far. Dropout, drop path, Mixup and CutMix are on.
     """
     with open(RESULTS / "one_curve/losses.csv") as file:
         header, *rows = csv.reader(file)
     values = np.array(rows, float)
     steps, losses = values[:, 0], dict(zip(header[1:], values[:, 1:].T, strict=True))
-    layouts = [name for name in losses if name != ONE]
-    deviations = {name: np.maximum.accumulate(np.abs(losses[name] / losses[ONE] - 1)) for name in layouts}
-    figure = new_figure(9, 6.2)
-    top, bottom = figure.subplots(2, 2)
-    for column, end in enumerate((NUM_STEPS, len(steps))):
-        for number, (name, loss) in enumerate(losses.items()):
-            width = 8 - 7 * number / len(layouts)  # so that those below can be seen
-            color = TEXT if name == ONE else COLORS[number % len(COLORS)]
-            dashes = ("-", "--", ":")[number // len(COLORS)]
-            label = name if column == 0 else None
-            top[column].plot(steps[:end], loss[:end], color=color, linewidth=width, label=label)
-            if name != ONE:
-                bottom[column].semilogy(steps[:end], deviations[name][:end], dashes, color=color, linewidth=1)
-        largest = max(deviation[:end].max() for deviation in deviations.values())
-        top[column].set(title=f"steps 1 to {end}", ylabel="loss")
-        bottom[column].set(
-            title=f"largest deviation: {largest:.1e}", xlabel="optimizer step", ylabel="largest so far, relative"
-        )
-    for axes in (*top, *bottom):
+    figure = new_figure(8, 2.8)
+    left, right = figure.subplots(1, 2, width_ratios=(5, 3))
+    left.plot(steps, losses[ONE], color=TEXT, linewidth=3, alpha=0.5, label=ONE)
+    for number, (name, color) in enumerate(zip(SHOWN, COLORS, strict=False)):
+        some = slice(4 + 8 * number, None, 8 * len(SHOWN))
+        left.plot(steps[some], losses[name][some], "o", color=color, markersize=4, label=name)
+    left.set(xlabel="optimizer step", ylabel="loss")
+    left.legend(frameon=False, labelcolor=TEXT, fontsize=8, ncols=2)
+    deviations = [np.abs(losses[name] / losses[ONE] - 1) for name in losses if name != ONE]
+    largest = np.maximum.accumulate(np.max(deviations, axis=0))
+    right.semilogy(steps, largest, color=COLORS[0], linewidth=1.5)
+    right.annotate(
+        f"{largest[-1]:.1e}", (steps[-1], largest[-1]), (0, 6), textcoords="offset points", color=TEXT, ha="right"
+    )
+    right.set(xlabel="optimizer step", title=f"{len(deviations)} layouts: largest\nrelative deviation so far")
+    right.title.set_fontsize(9)
+    right.set_ylim(1e-7, 1e-5)
+    for axes in (left, right):
         style(axes)
-    add_legend(figure, loc="outside right center", ncols=1)
+    return figure
+
+
+def fashion_mnist() -> Figure:
+    """The test accuracy on Fashion-MNIST after each epoch: five seeds, three parallel layouts, and the three scripts
+    that train models of timm.
+    """
+    figure = new_figure(6.4, 2.8)
+    axes = figure.subplots()
+    accuracies = read("fashion_mnist/fashion_mnist.json")
+    kinds = {"5 seeds": "seed", "DP 2, PP 2, 1D 2": " 2", "train_dp.py and the other examples": ""}
+    for color, (kind, words) in zip(COLORS, kinds.items(), strict=False):
+        names = [name for name in accuracies if words in name]
+        for number, curve in enumerate(accuracies.pop(name) for name in names):
+            epochs, percent = range(1, len(curve) + 1), [100 * accuracy for accuracy in curve]
+            axes.plot(epochs, percent, "-", color=color, linewidth=1, label=None if number else kind)
+    axes.set(xlabel="epoch", ylabel="test accuracy, %")
+    axes.legend(frameon=False, labelcolor=TEXT, fontsize=8)
+    style(axes).grid(color=TEXT, alpha=0.2)
     return figure
 
 
@@ -216,7 +233,7 @@ def tensor_modes() -> Figure:
 PICTURES: dict[str, Callable[[], Figure]] = {
     function.__name__: function
     for function in (
-        *(one_curve, quickstart, amp, checkpoint, predicted_and_measured),
+        *(one_curve, quickstart, fashion_mnist, amp, checkpoint, predicted_and_measured),
         *(layout_example, tensor_modes),
     )
 }
