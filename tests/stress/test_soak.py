@@ -37,15 +37,15 @@ import launchers
 import training
 from layouts import ANY_STEP, LAYOUTS, RANDOM, errors
 
-KINDS = {"DP": (1, {}), "PP 2": LAYOUTS["PP 2"], "1D 2": LAYOUTS["1D 2"]}  # processes of a replica
-BATCH, MOST, RANKS = 32, 4, 2  # images of a step, agents, ranks of an agent
+KINDS = {"DP": {}, "PP 2": LAYOUTS["PP 2"][1], "1D 2": LAYOUTS["1D 2"][1]}
+MOST, RANKS = 4, 2  # agents, ranks of an agent
+BATCH = 48  # images of a step, which any number of agents can share, in pairs that are mixed
 VALUES = {**RANDOM, "DEPTH": 2, "DTYPE": "float64", "NUM_EPOCHS": 10_000, "ELASTIC": True, "GLOBAL_BATCH": BATCH}
 VALUES |= {"BATCH_SIZE": BATCH, "ema.decay": 0.9, "zero.stage": 1, "checkpoint.every_steps": 10}
 QUICK = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
 UNDISTURBED = {"parallel.pipeline": 1, "parallel.tensor.mode": None, "parallel.tensor.size": 1, "ELASTIC": False}
 LOST = ("stopped", "killed", "frozen")  # what becomes of an agent
 STEPS = 3  # between two events, at least
-MOST_AFTER = 2  # steps that may still come on record once a rank is killed
 MARKS = ("started by torchrun", "resuming from")
 
 
@@ -60,7 +60,7 @@ class Agents:
         flags = [*training.flags(**values), "--output", str(output), "--timeout", "30"]
         self.command = [*torchrun, "--rdzv_conf", QUICK, "train_hybrid.py", *flags]
         self.running: list[subprocess.Popen] = []
-        self.frozen: list[subprocess.Popen] = []
+        self.gone: list[subprocess.Popen] = []
 
     def __len__(self) -> int:
         return len(self.running)
@@ -91,22 +91,22 @@ class Agents:
             agent.send_signal(signal.SIGTERM)
         else:
             os.killpg(agent.pid, {"killed": signal.SIGKILL, "frozen": signal.SIGSTOP}[event])
-        self.frozen += [agent]
+        self.gone += [agent]
 
     def bury(self) -> None:
         """End what an event has left of an agent."""
-        for agent in self.frozen:
+        for agent in self.gone:
             with suppress(ProcessLookupError):
                 os.killpg(agent.pid, signal.SIGKILL)
             agent.wait()
-        self.frozen.clear()
+        self.gone.clear()
 
     def stop(self) -> None:
         """Tell all to stop with a checkpoint."""
         for agent in self.running:
             agent.send_signal(signal.SIGTERM)
-        self.frozen += self.running
-        for agent in self.frozen:
+        self.gone += self.running
+        for agent in self.gone:
             with suppress(subprocess.TimeoutExpired):
                 agent.wait(timeout=fork_ranks.PATIENCE)
         self.bury()
@@ -121,15 +121,9 @@ class Agents:
             return json.loads((self.output / "metrics.jsonl").read_text().splitlines()[-1])["step"]
         return 0
 
-    def come_back(self, size: int, event: Callable[[], object], lost: bool) -> list[float]:
-        """Wait until a group of ranks makes new steps; the time that it took, in four parts.
-
-        Args:
-            size: of the group, without processes that have no work.
-            event: what happens.
-            lost: whether it ends processes; the group before may go on if they had no work.
-        """
-        seen, groups, step = self._counts(), len(self.members()), self.step()
+    def come_back(self, event: Callable[[], object]) -> list[float]:
+        """Let something happen, and wait until all that are there make new steps; the time of it, in four parts."""
+        seen, groups = self._counts(), len(self.members())
         began = time.monotonic()
         at = [began] * len(seen)
         event()
@@ -139,10 +133,9 @@ class Agents:
             now, counts = time.monotonic(), self._counts()
             at[:] = [now if new != old else before for new, old, before in zip(counts, seen, at, strict=True)]
             seen = counts
-            members = self.members()
-            if len(members) > groups:
-                return sum(members[-1]["hosts"].values()) == size and self.step() > members[-1]["step"]
-            return lost and self.step() > step + MOST_AFTER
+            newest = self.members()[groups:][-1:]
+            size = sum(sum(member["hosts"].values()) for member in newest)
+            return size == RANKS * len(self.running) and self.step() > newest[0]["step"]
 
         launchers.wait_until(back, lambda: self.log.read_text()[-5000:])
         ends = [began, *(max(each, began) for each in at), time.monotonic()]
@@ -153,34 +146,25 @@ class Agents:
         return [{rank for agent in self.running for rank in self.ranks(agent)}, *map(said.count, MARKS)]
 
 
-def num_working(num_agents: int, replica: int) -> int:
-    """How many processes have work: those of the most replicas that share the images of a step evenly."""
-    replicas = num_agents * RANKS // replica
-    return replica * max(number for number in range(1, replicas + 1) if BATCH % number == 0)
-
-
 def soak(name: str, output: Path, events: int, draw: random.Random, report: Callable) -> list[list[float]]:
     """Disturb a run, and compare it with one process; returns the times to come back."""
-    replica, layout = KINDS[name]
-    values, times = {**VALUES, **layout}, []
+    values, times = {**VALUES, **KINDS[name]}, []
     agents = Agents(output, values)
     try:
-        agents.come_back(num_working(1, replica), agents.join, False)
+        agents.come_back(agents.join)
         for number in range(events):
             target = agents.step() + STEPS
             launchers.wait_until(lambda target=target: agents.step() >= target, agents.log.read_text)
             kinds = ["rank killed", *(["joined"] * len(LOST) if len(agents) < MOST else [])]
             event = draw.choice([*kinds, *(LOST if len(agents) > 1 else [])])
             who = len(agents) if event == "joined" else draw.randrange(event in LOST, len(agents))
-            after = len(agents) + (event == "joined") - (event in LOST)
-            step, size = agents.step(), num_working(after, replica)
-            happen = partial(agents.disturb, event, who, draw)
-            times.append(agents.come_back(size, happen, event != "joined"))
+            step = agents.step()
+            times.append(agents.come_back(partial(agents.disturb, event, who, draw)))
             agents.bury()
             parts = " + ".join(f"{part:.1f}" for part in times[-1])
             report(
-                f"{name}, event {number + 1}, step {step}: agent {who}: {event}; {size} ranks have made the next step "
-                f"{sum(times[-1]):.1f} s later = {parts}"
+                f"{name}, event {number + 1}, step {step}: agent {who}: {event}; {RANKS * len(agents)} ranks have made "
+                f"the next step {sum(times[-1]):.1f} s later = {parts}"
             )
     finally:
         agents.stop()
