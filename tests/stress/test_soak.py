@@ -146,24 +146,32 @@ class Agents:
         return [{rank for agent in self.running for rank in self.ranks(agent)}, *map(said.count, MARKS)]
 
 
-def soak(name: str, output: Path, events: int, draw: random.Random, report: Callable) -> list[list[float]]:
+def draw_events(number: int, draw: random.Random) -> list[str]:
+    """So many events, which leave one to four agents."""
+    events: list[str] = []
+    for _ in range(number):
+        agents = 1 + events.count("joined") - sum(event in LOST for event in events)
+        kinds = ["rank killed", *(["joined"] * len(LOST) if agents < MOST else [])]
+        events.append(draw.choice([*kinds, *(LOST if agents > 1 else [])]))
+    return events
+
+
+def soak(name: str, output: Path, events: list[str], draw: random.Random, report: Callable) -> list[list[float]]:
     """Disturb a run, and compare it with one process; returns the times to come back."""
     values, times = {**VALUES, **KINDS[name]}, []
     agents = Agents(output, values)
     try:
         agents.come_back(agents.join)
-        for number in range(events):
+        for number, event in enumerate(events, 1):
             target = agents.step() + STEPS
             launchers.wait_until(lambda target=target: agents.step() >= target, agents.log.read_text)
-            kinds = ["rank killed", *(["joined"] * len(LOST) if len(agents) < MOST else [])]
-            event = draw.choice([*kinds, *(LOST if len(agents) > 1 else [])])
             who = len(agents) if event == "joined" else draw.randrange(event in LOST, len(agents))
             step = agents.step()
             times.append(agents.come_back(partial(agents.disturb, event, who, draw)))
             agents.bury()
             parts = " + ".join(f"{part:.1f}" for part in times[-1])
             report(
-                f"{name}, event {number + 1}, step {step}: agent {who}: {event}; {RANKS * len(agents)} ranks have made "
+                f"{name}, event {number}, step {step}: agent {who}: {event}; {RANKS * len(agents)} ranks have made "
                 f"the next step {sum(times[-1]):.1f} s later = {parts}"
             )
     finally:
@@ -180,16 +188,18 @@ def soak(name: str, output: Path, events: int, draw: random.Random, report: Call
         assert weights.keys() == those.keys()
         for key, tensor in those.items():
             torch.testing.assert_close(weights[key], tensor, rtol=ANY_STEP, atol=ANY_STEP, msg=f"{file}, {key}")
-    report(f"{name}: {events} events, {len(steps)} steps, each on record once: losses {worst:.1e} from one process")
+    report(
+        f"{name}: {len(events)} events, {len(steps)} steps, each on record once: losses {worst:.1e} from one process"
+    )
     return times
 
 
 def test_elastic_runs_go_on_and_come_to_the_losses_of_one_process(pytestconfig, few_test_images, tmp_path, report):
-    events, draw = pytestconfig.option.cases, random.Random(pytestconfig.option.seed)
-    names = KINDS if events else [draw.choice(list(KINDS))]
-    times = []
-    for name in names:
-        times += soak(name, tmp_path / name, events or 2, draw, report)
+    """Two events in one kind of layout, or --cases random ones in each."""
+    number, draw, times = pytestconfig.option.cases, random.Random(pytestconfig.option.seed), []
+    for name in KINDS if number else [draw.choice(list(KINDS))]:
+        events = draw_events(number, draw) if number else ["joined", "killed"]
+        times += soak(name, tmp_path / name, events, draw, report)
     totals = sorted(map(sum, times))
     middle = [f"{statistics.median(part):.1f}" for part in zip(*times, strict=True)]
     report(
