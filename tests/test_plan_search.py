@@ -120,6 +120,7 @@ def test_layouts_within_the_noise_are_equal_and_the_simplest_comes_first():
         machine = SimpleNamespace(memory_gb=3, reserved_gb=1, noise=noise)
         predictor = SimpleNamespace(
             machine=machine,
+            lower=None,
             predict=lambda choice: Prediction(choice, seconds[choice], 3e9 if choice is larger else 1e9, 1, 0, 0),
         )
         found = search.search(predictor, seconds)

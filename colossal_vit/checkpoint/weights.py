@@ -30,6 +30,9 @@ HEAD = "head.weight"  # (classes, width)
 OTHER_MODEL = "take weights of the same model, or set MODEL or its sizes to theirs"
 
 
+_found: dict[Path, storage.Checkpoint] = {}  # by `find_normalization`; a run may remove it until `read` reads it
+
+
 class Weights(NamedTuple):
     """Weights of a Vision Transformer.
 
@@ -75,7 +78,8 @@ def find_normalization(named: str) -> Normalization | None:
         known = _timm_weights(named)
         return known.mean, known.std
     if _is_of_run(path):
-        return storage.open_named(path).state.get("normalization")
+        _found[path] = storage.open_named(path)
+        return _found[path].state.get("normalization")
     file = _file(path)
     state, config = file.with_name(STATE), file.with_name("config.json")
     if file.name == MODEL and state.exists():
@@ -138,7 +142,7 @@ def read(path: Path) -> Weights:
         UserError: if there are none, they cannot be read, or are not those of a Vision Transformer.
     """
     if _is_of_run(path):
-        checkpoint = storage.open_named(path)
+        checkpoint = _found.pop(path, None) or storage.open_named(path)
         file, tensors = checkpoint.path / MODEL, checkpoint.tensors(MODEL)
         return Weights(file, _in_fp32(file, tensors))
     file = _file(path)
@@ -325,6 +329,7 @@ def import_timm(source: Path, path: Path, img_size: int | None, num_classes: int
     """
     if path.exists():
         raise UserError(f"{path}: exists already")
+    state = {**UNTRAINED, "normalization": find_normalization(str(source))}
     weights = read(source)
     if img_size is not None:
         _resample(weights, img_size, f"--img-size {img_size}")
@@ -339,7 +344,6 @@ def import_timm(source: Path, path: Path, img_size: int | None, num_classes: int
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.resolve().parent.name == storage.FOLDER:  # a run may be writing there
             lock.acquire(path.resolve().parents[1])
-        state = {**UNTRAINED, "normalization": find_normalization(str(source))}
         storage.write(path, {MODEL: weights.tensors, OPTIMIZER: {}}, state)
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error}") from None
