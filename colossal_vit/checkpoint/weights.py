@@ -329,7 +329,7 @@ def import_timm(source: Path, path: Path, img_size: int | None, num_classes: int
     """
     if path.exists():
         raise UserError(f"{path}: exists already")
-    state = {**UNTRAINED, "normalization": find_normalization(str(source))}
+    known = find_normalization(str(source)) if source.exists() else None  # if not, `read` says so
     weights = read(source)
     if img_size is not None:
         _resample(weights, img_size, f"--img-size {img_size}")
@@ -344,7 +344,7 @@ def import_timm(source: Path, path: Path, img_size: int | None, num_classes: int
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.resolve().parent.name == storage.FOLDER:  # a run may be writing there
             lock.acquire(path.resolve().parents[1])
-        storage.write(path, {MODEL: weights.tensors, OPTIMIZER: {}}, state)
+        storage.write(path, {MODEL: weights.tensors, OPTIMIZER: {}}, {**UNTRAINED, "normalization": known})
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error}") from None
     return weights.source
