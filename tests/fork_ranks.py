@@ -3,10 +3,12 @@
 The test process imports everything once; each rank is a fork of it with its own command line, environment and output.
 """
 
+import contextlib
 import faulthandler
 import multiprocessing
 import os
 import pickle
+import random
 import runpy
 import shutil
 import signal
@@ -50,9 +52,12 @@ class Result:
 
 
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("localhost", 0))
-        return sock.getsockname()[1]
+    """A port that nothing listens on, below those from which Linux takes one for each outgoing connection."""
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_000)
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("localhost", port))
+            return port
 
 
 def by_torchrun(world_size: int) -> list[dict[str, str]]:

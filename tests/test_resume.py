@@ -130,7 +130,7 @@ def test_a_run_that_is_stopped_before_an_epochs_evaluation_goes_on_to_the_bit(
 
         patch.setattr(StopRequests, "answer", answer)
         stopped = train(tmp_path / "parts", steps=None, code=75)
-    assert f"stopped by SIGTERM after step {per_epoch}, " in stopped.said
+    assert f"stopped by SIGTERM after step {per_epoch}, " in str(stopped)  # one rank prints it, not always the first
     assert train(tmp_path / "parts", steps=None).records == expected
 
 
