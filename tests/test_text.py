@@ -4,16 +4,18 @@ import re
 from functools import cache
 
 from colossal_vit.launch.flags import get_parser
+from PIL import Image
 
 from test_repository import FILES, PAGES, ROOT, pages
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+IMAGE = re.compile(r'<img (?:align="right" )?src="([^"]+)" width="(\d+)" alt="([^"]+)">')
 
 
 def prose(page):
     """A page without its code blocks, comments and pictures."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    return re.sub(r"<!--.*?-->|!\[[^\]]*\]\([^)]*\)", "", text, flags=re.DOTALL)
+    return re.sub(r"<!--.*?-->|<img [^>]*>", "", text, flags=re.DOTALL)
 
 
 @cache
@@ -36,9 +38,22 @@ def test_links_lead_somewhere(page):
 
 
 @pages
-def test_pictures_say_what_they_show(page):
-    for words in re.findall(r"!\[([^\]]*)\]", page.read_text()):
-        assert len(words.split()) >= 5, words
+def test_pictures_fit_their_page_and_say_what_they_show(page):
+    """Those of docs/pictures are shown at half their size, which is sharp on dense screens."""
+    text = page.read_text()
+    images = IMAGE.findall(text)
+    assert text.count("<img") + text.count("![") == len(images)
+    for source, width, words in images:
+        path = (page.parent / source).resolve()
+        assert path in FILES, source
+        assert int(width) <= 640, source
+        assert path.parent.name != "pictures" or Image.open(path).width == 2 * int(width), source
+        assert len(words.split()) >= 8, words
+
+
+def test_every_picture_is_on_a_page():
+    shown = {(page.parent / source).resolve() for page in PAGES for source, _, _ in IMAGE.findall(page.read_text())}
+    assert {path for path in FILES if path.parent.name == "pictures"} <= shown
 
 
 def test_every_page_is_linked_from_the_readme():

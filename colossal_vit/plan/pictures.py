@@ -1,11 +1,13 @@
-"""Pictures of layouts: which rank holds what, and how long steps take. Legible on light and on dark pages."""
+"""Pictures of layouts: which rank holds what, and how long steps take."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from colossal_vit.compat import patches
+from colossal_vit.drawing import COLORS, DARK, NEUTRAL, styled
 from colossal_vit.parallel.sharding import Shard, split_batch
 from colossalai.context import Config
 from colossalai.legacy.context import ParallelMode
@@ -15,35 +17,17 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch.testing._internal.distributed.fake_pg import FakeStore  # and torch's backend "fake"
 
-# Mid-tones: lines and text that can be read on white and on black, fills that white text can be read on.
-TEXT = "#7d8590"
-COLORS = ("#3a7fc1", "#c56a1f", "#3a8f55", "#c14b48", "#8464c4", "#8f6a48", "#bd5a9b", "#28898f")
 MOST_REPLICAS = 4  # more replicas of a model are not drawn
 MOST_PIECES = 64  # more pieces of a matrix are not labelled
-SHARES = {"computing": COLORS[0], "communicating": COLORS[3], "bubble": COLORS[1]}  # a step's time, by what it is for
-
-
-def style(axes: Axes) -> Axes:
-    """Give axes our colours, no background, and no frame at the top and on the right."""
-    axes.patch.set_alpha(0)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["bottom", "left"]].set_color(TEXT)
-    axes.tick_params(which="both", colors=TEXT)
-    for text in (axes.title, axes.xaxis.label, axes.yaxis.label):
-        text.set_color(TEXT)
-    return axes
-
-
-def save(figure: Figure, path: Path) -> None:
-    """Write a figure with a transparent background."""
-    figure.savefig(path, transparent=True, dpi=120)
+SHARES = {"computing": COLORS[0], "communicating": COLORS[1], "bubble": NEUTRAL}  # a step's time, by what it is for
 
 
 def write(figure: Figure, path: Path) -> str:
     """Save a figure, in a folder that is created if missing; returns a line that says where it is, or why not."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save(figure, path)
+        with styled():
+            figure.savefig(path)
     except OSError as error:
         return f"no picture: {path} cannot be written: {error.strerror or error}"
     return f"picture: {path}"
@@ -109,23 +93,22 @@ def draw_pieces(axes: Axes, pieces: Sequence[Piece], ranks: Sequence[int], title
     for rank, piece in zip(ranks, pieces, strict=True):
         holders.setdefault(piece, []).append(rank)
     for number, (piece, held_by) in enumerate(holders.items()):
-        color = COLORS[number % len(COLORS)] if len(holders) > 1 else TEXT
+        color = COLORS[number % len(COLORS)] if len(holders) > 1 else NEUTRAL
         corner = piece.left, piece.top
         axes.add_patch(Rectangle(corner, piece.width, piece.height, facecolor=color, edgecolor="white", linewidth=1))
         if len(holders) <= MOST_PIECES:
             label = ", ".join(map(str, held_by)) if len(held_by) <= 8 else "all ranks"
             at = piece.left + piece.width / 2, piece.top + piece.height / 2
-            size = 10 if len(holders) <= 16 else 6
-            axes.text(*at, label, ha="center", va="center", color="white", fontsize=size, fontweight="bold")
-    axes.set(xlim=(0, 1), ylim=(1, 0), xticks=[], yticks=[], aspect="equal")
-    axes.spines[:].set_visible(False)
-    axes.patch.set_alpha(0)
-    axes.set_title(title, color=TEXT, fontsize=9)
+            ink = {"color": "white"} if color in DARK else {}
+            axes.text(*at, label, ha="center", va="center", fontsize=9 if len(holders) <= 16 else 6.5, **ink)
+    axes.set(xlim=(0, 1), ylim=(1, 0), aspect="equal", title=title)
+    axes.set_axis_off()
 
 
 # ---- Which rank holds which blocks -----------------------------------------------------------------------------------
 
 
+@styled()
 def draw_layout(
     title: str, stages: Sequence[str], replicas: int, tensor: int, matrices: Mapping[str, Sequence[Piece]]
 ) -> Figure:
@@ -139,28 +122,29 @@ def draw_layout(
         matrices: by title, the pieces of the first `tensor` ranks; none without tensor parallelism.
     """
     shown = list(range(replicas)) if replicas <= MOST_REPLICAS else [*range(MOST_REPLICAS - 1), replicas - 1]
-    width = max(2.6 * len(stages), 2.6 * len(matrices), 4.5)
-    heights = [0.62 * len(shown) + 0.9, *([3.1] if matrices else [])]
-    figure = Figure(figsize=(width, sum(heights) + 0.5), layout="constrained")
-    figure.suptitle(title, color=TEXT, fontsize=11)
+    columns = max(len(stages), len(matrices), 2)
+    heights = [0.4 * len(shown) + 0.9, *([2.4] if matrices else [])]
+    figure = Figure(figsize=(0.1 + 2.1 * columns, sum(heights) + 0.4))
+    figure.suptitle(title, x=0.01, ha="left")
     top, *bottom = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     axes = top.subplots()
     for stage, layers in enumerate(stages):
-        axes.text(stage + 0.5, -0.12, layers.replace("; ", "\n"), ha="center", va="bottom", color=TEXT, fontsize=9)
+        lines = layers.replace("blocks ", "blocks\N{NO-BREAK SPACE}").split("; ")
+        width = 28 * columns // len(stages)
+        lines = [textwrap.fill(line, width, break_on_hyphens=False) for line in lines]
+        axes.text(stage + 0.5, -0.1, "\n".join(lines), ha="center", va="bottom")
         for row, replica in enumerate(shown):
             first = (replica * len(stages) + stage) * tensor
             label = f"ranks {first}-{first + tensor - 1}" if tensor > 1 else f"rank {first}"
-            color = COLORS[stage % len(COLORS)]
-            axes.add_patch(Rectangle((stage + 0.02, row + 0.04), 0.96, 0.92, facecolor=color))
-            axes.text(stage + 0.5, row + 0.5, label, ha="center", va="center", color="white", fontweight="bold")
-    names = [f"replica {replica}" for replica in shown] if replicas > 1 else ["one model"]
-    if len(shown) < replicas:
-        names[-1] = f"…\n{names[-1]}"
-    axes.set(xlim=(0, len(stages)), ylim=(len(shown), -0.6), xticks=[])
-    axes.set_yticks([row + 0.5 for row in range(len(shown))], names, color=TEXT)
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
-    axes.patch.set_alpha(0)
+            axes.add_patch(Rectangle((stage + 0.01, row + 0.05), 0.98, 0.9, facecolor=NEUTRAL))
+            axes.text(stage + 0.5, row + 0.5, label, ha="center", va="center")
+    for row, replica in enumerate(shown):
+        name = f"replica {replica}" if replicas > 1 else "one model"
+        if row and replica > shown[row - 1] + 1:
+            name = f"…\n{name}"
+        axes.text(-0.02, row + 0.5, name, ha="right", va="center")
+    axes.set(xlim=(0, len(stages)), ylim=(len(shown), -0.1))
+    axes.set_axis_off()
     if matrices:
         for axes, (name, pieces) in zip(
             bottom[0].subplots(1, len(matrices), squeeze=False)[0], matrices.items(), strict=True
@@ -172,37 +156,28 @@ def draw_layout(
 # ---- How long steps take ---------------------------------------------------------------------------------------------
 
 
-def draw_steps(axes: Axes, layouts: Mapping[str, Mapping[str, float]], images: int, title: str) -> None:
-    """Draw the step times of layouts as stacked bars from top to bottom, each with its images/s.
+@styled()
+def draw_plan(layouts: Mapping[str, Mapping[str, float]], images: int, title: str) -> Figure:
+    """A figure of the step times of layouts as stacked bars from top to bottom, each with its images/s.
 
     Args:
-        axes: to draw on.
         layouts: by name: "seconds" of a step, and what shares of it are "computing", "communicating" and "bubble".
         images: of a step.
-        title: of the axes.
+        title: of the figure.
     """
+    figure = Figure(figsize=(9, 3.2))
+    axes = figure.subplots()
     names, ends = list(layouts), [0.0] * len(layouts)
     for part, color in SHARES.items():
         seconds = [layout["seconds"] * layout[part] for layout in layouts.values()]
         bars = axes.barh(names, seconds, 0.7, ends, color=color, label=part)
         ends = [end + more for end, more in zip(ends, seconds, strict=True)]
     rates = [f"{images / layout['seconds']:,.0f} images/s" for layout in layouts.values()]
-    axes.bar_label(bars, rates, padding=3, color=TEXT, fontsize=8)
+    axes.bar_label(bars, rates, padding=3)
     axes.invert_yaxis()
     axes.margins(x=0.2)
+    axes.grid(axis="y", visible=False)
     axes.set(title=title, xlabel=f"seconds of a step of {images:,} images, predicted")
-    style(axes)
-    axes.tick_params(axis="y", length=0, labelsize=7.5)
-
-
-def add_legend(figure: Figure, **options: Any) -> None:
-    """Add a legend to a figure, by default at the top; options as for matplotlib."""
-    figure.legend(frameon=False, labelcolor=TEXT, fontsize=8, **{"loc": "outside upper right", "ncols": 3, **options})
-
-
-def draw_plan(layouts: Mapping[str, Mapping[str, float]], images: int, title: str) -> Figure:
-    """A figure of `draw_steps`."""
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
-    draw_steps(figure.subplots(), layouts, images, title)
-    add_legend(figure)
+    axes.tick_params(axis="y", length=0)
+    figure.legend(loc="outside upper right", ncols=3)
     return figure
