@@ -1,5 +1,6 @@
 """ELASTIC: any number of processes on one loss curve. Agents of torchrun come and go in stress/test_soak.py."""
 
+import ast
 import json
 
 import pytest
@@ -18,13 +19,18 @@ def members(output):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def fit(world_size, model, global_batch, check=None):
-    """What is made of batches of 8 images on so many processes, of which a replica has `model`."""
-    values = dict(GLOBAL_BATCH=global_batch, BATCH_SIZE=8, gradient_accumulation=4)
-    values["parallel"] = dict(pipeline=model, tensor=dict(mode=None, size=1))
+def parallel(pipeline):
+    return dict(pipeline=pipeline, tensor=dict(mode=None, size=1))
+
+
+def fit(world_size, model, global_batch, check=None, others=()):
+    """What is made of batches of 8 images on so many processes, of which a replica has `model`, or one of `others`."""
+    values = dict(GLOBAL_BATCH=global_batch, BATCH_SIZE=8, gradient_accumulation=4, parallel=parallel(model))
+    values["ELASTIC_LAYOUTS"] = [parallel(other) for other in others]
 
     def load(overrides):
-        return Config({**values, **{key: int(value) for key, value in (text.split("=") for text in overrides)}})
+        given = (text.split("=") for text in overrides)
+        return Config({**values, **{key: ast.literal_eval(value) for key, value in given}})
 
     return elastic.fit(Config(values), world_size, load, check)
 
@@ -57,20 +63,33 @@ def test_a_way_to_share_that_the_layout_refuses_is_not_taken():
     assert (layout.data, fitted.BATCH_SIZE, fitted.gradient_accumulation) == (2, 2, 8)
 
 
+@pytest.mark.parametrize(
+    ("world_size", "expected"),
+    [(8, (2, 4)), (7, (3, 2)), (6, (3, 2)), (5, (5, 1)), (4, (1, 4)), (3, (3, 1)), (1, (1, 1))],
+)
+def test_the_first_layout_with_work_for_most_processes_is_taken(world_size, expected):
+    _, layout = fit(world_size, 4, 60, others=(2, 1))
+    assert (layout.data, layout.pipeline) == expected
+
+
 def test_a_run_stays_on_its_curve_whatever_the_number_of_processes(tmp_path, few_test_images):
-    """Five processes, of which one has no work; then three, and one replica; then six, of which three have none."""
+    """Five and three processes, of which one has no work; eight; then one. The layouts are other ones, too."""
     expected = training.train(tmp_path / "undisturbed", steps=12, **{**ELASTIC, "ELASTIC": False, "BATCH_SIZE": 32})
     output = tmp_path / "run"
     values = {**ELASTIC, "parallel.pipeline": 2, "zero.stage": 2, "ema.decay": 0.9}
     said = training.train(output, 5, steps=4, **values).said
     assert "ELASTIC: 5 processes, 1 of them without work; global batch 32 with BATCH_SIZE 12 → 8" in said
-    training.train(output, 3, steps=8, **values)
-    run = training.train(output, 6, steps=12, **values)
+    split = dict(mode="1d", size=2)
+    values |= {"parallel.tensor": split, "ELASTIC_LAYOUTS": [dict(tensor=split), {}]}
+    training.train(output, 3, steps=6, **values)
+    training.train(output, 8, steps=9, **values)
+    run = training.train(output, 1, steps=12, **values)
     assert max(errors(run.steps, expected.steps)) < ANY_STEP
     assert [member | {"hosts": sum(member["hosts"].values())} for member in members(output)] == [
         {"step": 0, "layout": "DP 2 × PP 2", "hosts": 4},
-        {"step": 4, "layout": "PP 2", "hosts": 2},
-        {"step": 8, "layout": "DP 2 × PP 2", "hosts": 4},
+        {"step": 4, "layout": "1D 2", "hosts": 2},
+        {"step": 6, "layout": "DP 2 × PP 2 × 1D 2", "hosts": 8},
+        {"step": 9, "layout": "one process", "hosts": 1},
     ]
 
 
@@ -80,6 +99,8 @@ def test_a_run_stays_on_its_curve_whatever_the_number_of_processes(tmp_path, few
         (1, {"parallel.pipeline": 2}, "world size 1 does not fit parallel.pipeline = 2"),
         (1, {"GLOBAL_BATCH": None}, "set GLOBAL_BATCH"),
         (2, {"parallel.pipeline": 2, "GLOBAL_BATCH": 1}, "GLOBAL_BATCH = 1 cannot be kept on 2 processes: "),
+        (1, {"ELASTIC_LAYOUTS": [dict(pipe=1)]}, "ELASTIC_LAYOUTS: --set: unknown key parallel.pipe"),
+        (1, {"ELASTIC": False, "ELASTIC_LAYOUTS": [{}]}, "does nothing with ELASTIC = False"),
     ],
 )
 def test_what_is_impossible_is_one_line(world_size, values, words, tmp_path):

@@ -89,6 +89,9 @@ AREA = Rule(
         and value[0] <= value[1]
     ),
 )
+DICTS = Rule(
+    "a list of dicts", lambda value: isinstance(value, (list, tuple)) and all(isinstance(each, dict) for each in value)
+)
 MODE = Rule(
     "AMP_TYPE.TORCH, AMP_TYPE.NAIVE, AMP_TYPE.APEX or None",
     lambda value: value is None or isinstance(value, AMP_TYPE),

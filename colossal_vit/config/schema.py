@@ -11,6 +11,7 @@ from colossal_vit.config.rules import (
     AREA,
     BOOL,
     CHANNELS,
+    DICTS,
     FRACTION,
     MODE,
     NON_NEGATIVE,
@@ -84,6 +85,11 @@ TRAINING: Settings = {
         "keep GLOBAL_BATCH on any number of processes, by smaller BATCH_SIZE and another gradient_accumulation; those "
         "that no replica needs wait",
         False,
+    ),
+    "ELASTIC_LAYOUTS": Free(
+        DICTS,
+        "other values of `parallel`: ELASTIC takes the first, after `parallel` itself, with work for most processes",
+        needs={"ELASTIC": ()},
     ),
     "IMAGES_PER_S": Free(POSITIVE, "images/s of one GPU, from which `--dry-run` computes hours", scripts=(IMAGENET,)),
 }

@@ -24,7 +24,10 @@ _acknowledged: list[str] = []  # keys that processes without work set once they 
 def fit(
     config: Config, world_size: int, load: Callable[[list[str]], Config], check: Callable[[Config, Layout], None] | None
 ) -> tuple[Config, Layout]:
-    """The most data-parallel replicas that share GLOBAL_BATCH evenly, in batches as large as BATCH_SIZE allows.
+    """The layout and batch for as many of the processes as can work.
+
+    Of `parallel` and ELASTIC_LAYOUTS, the first that has work for most processes, with as many data-parallel replicas
+    as share GLOBAL_BATCH evenly, in batches as large as BATCH_SIZE allows.
 
     Args:
         config: with ELASTIC.
@@ -33,10 +36,32 @@ def fit(
         check: of the script, raises a `UserError` for a config that does not fit the layout.
 
     Raises:
-        UserError: if there are too few processes for a replica, or none of the ways to share is possible.
+        UserError: if there are too few processes for a replica, none of the ways to share is possible, or one of
+            ELASTIC_LAYOUTS is no value of `parallel`.
     """
     if "GLOBAL_BATCH" not in config:
         raise UserError("ELASTIC keeps the images of a step, on any number of processes: set GLOBAL_BATCH")
+    others = [[f"parallel={other}"] for other in config.get("ELASTIC_LAYOUTS", [])]
+    try:
+        choices = [([], config), *((other, load(other)) for other in others)]
+    except UserError as error:
+        raise UserError(f"ELASTIC_LAYOUTS: {error}") from None
+    fitting: list[tuple[Config, Layout]] = []
+    reason = None
+    for overrides, choice in choices:
+        try:
+            fitting.append(_share(choice, world_size, lambda more, own=overrides: load([*own, *more]), check))
+        except UserError as error:
+            reason = reason or error
+    if not fitting:
+        raise reason
+    return max(fitting, key=lambda found: found[1].world_size)
+
+
+def _share(
+    config: Config, world_size: int, load: Callable[[list[str]], Config], check: Callable[[Config, Layout], None] | None
+) -> tuple[Config, Layout]:
+    """The most replicas of one value of `parallel`; arguments and errors as of `fit`."""
     model = config.parallel.pipeline * config.parallel.tensor.size
     reason = None
     for replicas in range(max(world_size // model, 1), 0, -1):

@@ -4,10 +4,11 @@
 
 A run each with data parallelism, two pipeline stages and 1D tensor parallelism, of up to four agents with two ranks
 each, on the digits, in float64, with dropout, drop path, mixing, EMA and ZeRO; --cases says how many events it has. An
-agent joins, is told to stop, is killed, or is frozen with its ranks, as if its network had gone; or a rank is killed.
-The first agent keeps the rendezvous: only its ranks are killed. After each event the run must make steps with all
-processes that are there. In the end each step must be on record once, and losses, weights and averages those of one
-process.
+agent joins, gets SIGTERM, is killed, is frozen with its ranks, or loses its network; or a rank is killed. The first
+agent keeps the rendezvous: only its ranks are killed. After each event the run must make steps with all processes that
+are left. In the end each step must be on record once, and losses, weights and averages those of one process.
+
+With --cases each agent has a network namespace of its own, like a machine. That takes Linux, root and iproute2.
 
 The time to come back is that from an event to the next step, in four parts: until torchrun has started the ranks; until
 they have imported everything and are connected; until they have data, model and checkpoint; until the step.
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -44,32 +45,84 @@ VALUES = {**RANDOM, "DEPTH": 2, "DTYPE": "float64", "NUM_EPOCHS": 10_000, "ELAST
 VALUES |= {"BATCH_SIZE": BATCH, "ema.decay": 0.9, "zero.stage": 1, "checkpoint.every_steps": 10}
 QUICK = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
 UNDISTURBED = {"parallel.pipeline": 1, "parallel.tensor.mode": None, "parallel.tensor.size": 1, "ELASTIC": False}
-LOST = ("stopped", "killed", "frozen")  # what becomes of an agent
+LOST = ("stopped", "killed", "frozen", "cut off")  # what becomes of an agent
 STEPS = 3  # between two events, at least
 MARKS = ("started by torchrun", "resuming from")
+
+
+class OneHost:
+    """All agents on localhost."""
+
+    address = "localhost"
+
+    def add(self) -> tuple[list[str], list[str], dict[str, str]]:
+        """A place for an agent: what its command begins with, flags of torchrun, environment variables."""
+        return [], [], {}
+
+    def close(self) -> None:
+        pass
+
+
+class Hosts:
+    """A network namespace for each agent, all on one bridge."""
+
+    address = "10.98.0.1"  # of the first agent
+
+    def __init__(self):
+        self.number = 0
+        self.close()  # what an aborted test has left
+        ip("link add soak type bridge")
+        ip("link set soak up")
+
+    def add(self) -> tuple[list[str], list[str], dict[str, str]]:
+        self.number += 1
+        name, address = f"soak{self.number}", f"10.98.0.{self.number}"
+        ip(f"netns add {name}")
+        ip(f"link add {name} type veth peer name eth0 netns {name}")
+        ip(f"link set {name} master soak up")
+        for command in ("link set lo up", f"address add {address}/24 dev eth0", "link set eth0 up"):
+            ip(f"-netns {name} {command}")
+        return ["ip", "netns", "exec", name], ["--local-addr", address], {"GLOO_SOCKET_IFNAME": "eth0"}
+
+    def cut(self, prefix: list[str]) -> None:
+        """Let no packet of an agent through any more; nobody is told."""
+        ip(f"link set {prefix[-1]} down")
+
+    def close(self) -> None:
+        for kind, key in (("link", "ifname"), ("netns", "name")):
+            for each in json.loads(ip(f"-json {kind}") or "[]"):
+                if each[key].startswith("soak"):
+                    ip(f"{kind} delete {each[key]}")
+
+
+def ip(command: str) -> str:
+    return subprocess.run(["ip", *command.split()], check=True, capture_output=True, text=True).stdout
 
 
 class Agents:
     """The agents of torchrun that train in a run directory; the first one keeps the rendezvous."""
 
-    def __init__(self, output: Path, values: dict):
-        self.output, self.log = output, output.with_suffix(".log")
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", f"1:{MOST}"]
-        torchrun += ["--nproc_per_node", str(RANKS), "--max-restarts", "1000", "--monitor-interval", "0.5"]
-        torchrun += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{fork_ranks.free_port()}"]
-        flags = [*training.flags(**values), "--output", str(output), "--timeout", "30"]
-        self.command = [*torchrun, "--rdzv_conf", QUICK, "train_hybrid.py", *flags]
+    def __init__(self, output: Path, values: dict, hosts: OneHost | Hosts):
+        self.output, self.log, self.hosts = output, output.with_suffix(".log"), hosts
+        self.torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", f"1:{MOST}"]
+        self.torchrun += ["--nproc_per_node", str(RANKS), "--max-restarts", "1000", "--monitor-interval", "0.5"]
+        self.torchrun += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{hosts.address}:{fork_ranks.free_port()}"]
+        self.script = ["train_hybrid.py", *training.flags(**values), "--output", str(output), "--timeout", "30"]
         self.running: list[subprocess.Popen] = []
         self.gone: list[subprocess.Popen] = []
+        self.frozen: list[int] = []  # process IDs
 
     def __len__(self) -> int:
         return len(self.running)
 
     def join(self) -> None:
-        environment = launchers.environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", DATA=os.environ["DATA"])
+        enter, flags, variables = self.hosts.add()
+        variables |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "DATA": os.environ["DATA"]}
+        keeper = ["--rdzv_conf", f"{QUICK},is_host={not self.running}"]
+        command = [*enter, *self.torchrun, *keeper, *flags, *self.script]
         with open(self.log, "a") as log:
-            options = dict(cwd=launchers.FOLDER, env=environment, stdout=log, stderr=log, start_new_session=True)
-            self.running.append(subprocess.Popen(self.command, **options))
+            options = dict(cwd=launchers.FOLDER, stdout=log, stderr=log, start_new_session=True)
+            self.running.append(subprocess.Popen(command, env=launchers.environment(**variables), **options))
 
     def ranks(self, agent: subprocess.Popen) -> list[int]:
         """The process IDs of an agent's ranks."""
@@ -89,17 +142,25 @@ class Agents:
         del self.running[number]
         if event == "stopped":
             agent.send_signal(signal.SIGTERM)
+        elif event == "cut off":
+            self.hosts.cut(agent.args[:4])
+        elif event == "killed":
+            agent.kill()
         else:
-            os.killpg(agent.pid, {"killed": signal.SIGKILL, "frozen": signal.SIGSTOP}[event])
+            self.frozen = [*self.ranks(agent), agent.pid]
+            for pid in self.frozen:
+                os.kill(pid, signal.SIGSTOP)
         self.gone += [agent]
 
     def bury(self) -> None:
         """End what an event has left of an agent."""
-        for agent in self.gone:
+        for pid in [*self.frozen, *(agent.pid for agent in self.gone)]:
             with suppress(ProcessLookupError):
-                os.killpg(agent.pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
+        for agent in self.gone:
             agent.wait()
         self.gone.clear()
+        self.frozen.clear()
 
     def stop(self) -> None:
         """Tell all to stop with a checkpoint."""
@@ -133,6 +194,7 @@ class Agents:
             now, counts = time.monotonic(), self._counts()
             at[:] = [now if new != old else before for new, old, before in zip(counts, seen, at, strict=True)]
             seen = counts
+            assert all(agent.poll() is None for agent in self.running), self.log.read_text()[-5000:]
             newest = self.members()[groups:][-1:]
             size = sum(sum(member["hosts"].values()) for member in newest)
             return size == RANKS * len(self.running) and self.step() > newest[0]["step"]
@@ -156,10 +218,12 @@ def draw_events(number: int, draw: random.Random) -> list[str]:
     return events
 
 
-def soak(name: str, output: Path, events: list[str], draw: random.Random, report: Callable) -> list[list[float]]:
+def soak(
+    name: str, output: Path, events: list[str], hosts: OneHost | Hosts, draw: random.Random, report: Callable
+) -> list[list[float]]:
     """Disturb a run, and compare it with one process; returns the times to come back."""
     values, times = {**VALUES, **KINDS[name]}, []
-    agents = Agents(output, values)
+    agents = Agents(output, values, hosts)
     try:
         agents.come_back(agents.join)
         for number, event in enumerate(events, 1):
@@ -199,7 +263,8 @@ def test_elastic_runs_go_on_and_come_to_the_losses_of_one_process(pytestconfig, 
     number, draw, times = pytestconfig.option.cases, random.Random(pytestconfig.option.seed), []
     for name in KINDS if number else [draw.choice(list(KINDS))]:
         events = draw_events(number, draw) if number else ["joined", "killed"]
-        times += soak(name, tmp_path / name, events, draw, report)
+        with closing(Hosts() if number else OneHost()) as hosts:
+            times += soak(name, tmp_path / name, events, hosts, draw, report)
     totals = sorted(map(sum, times))
     middle = [f"{statistics.median(part):.1f}" for part in zip(*times, strict=True)]
     report(
