@@ -82,7 +82,9 @@ def draw(directory: Path) -> None:
     Raises:
         OSError: if the directory has no `metrics.jsonl` or cannot be written.
     """
-    from matplotlib.figure import Figure  # takes a second to import; only one rank needs it, at the end
+    from colossal_vit.drawing import styled  # takes a second to import; only one rank needs it, at the end
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
 
     steps, evaluations = read_metrics(directory)
     curves = {
@@ -92,16 +94,17 @@ def draw(directory: Path) -> None:
     if averaged := [record for record in evaluations if "ema_loss" in record]:
         for filename, key in (("loss.png", "ema_loss"), ("accuracy.png", "ema_accuracy")):
             curves[filename][1].append(("test, EMA", averaged, key))
+    looks = {"training": "C0-", "test": "C1o-", "test, EMA": "C2o-"}
     for filename, (title, lines) in curves.items():
-        figure = Figure(figsize=(7, 4.2), dpi=120)
-        figure.subplots_adjust(bottom=0.14, right=0.96)
-        axes = figure.add_subplot(xlabel="optimizer step", ylabel=title, title=f"{directory.name}: {title}")
-        for label, records, key in lines:
-            marker = None if records is steps else "o"
-            axes.plot([r["step"] for r in records], [r[key] for r in records], label=label, marker=marker, markersize=3)
-        axes.grid(alpha=0.3)
-        axes.legend()
-        figure.savefig(directory / filename)
+        with styled():
+            figure = Figure(figsize=(6.4, 3.6))
+            axes = figure.add_subplot(xlabel="optimizer step", ylabel=title, title=directory.name)
+            for label, records, key in lines:
+                axes.plot([r["step"] for r in records], [r[key] for r in records], looks[label], label=label)
+            if "accuracy" in title:
+                axes.yaxis.set_major_formatter(PercentFormatter(1))
+            axes.legend()
+            figure.savefig(directory / filename)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def new_figure(width: float, height: float, title: str, result: str = "") -> Fig
         hardware = read(f"{result}/provenance.json")["hardware"]
         title += f"; {hardware['cores']} cores, {hardware['cpu'].replace('(R)', '').removesuffix(' Processor')}"
     figure = Figure(figsize=(width, height))
-    figure.suptitle(title, x=0.012, ha="left")
+    figure.suptitle(title, x=0.08 / width, ha="left")
     return figure
 
 

@@ -78,6 +78,8 @@ class AnswersHook(BaseHook):
             self.run.log.info(f"{self.run.output / FOLDER}: cannot be written: {error.strerror or error}")
 
     def _write(self, answers: Answers, loader: SampledLoader) -> None:
+        from colossal_vit.drawing import styled  # takes a second to import
+
         classes = self.run.data["classes"]
         names = list(map(str, range(classes))) if isinstance(classes, int) else classes
         count = max(len(names), int(answers.found.max()) + 1)  # the model may have more classes than the data
@@ -94,21 +96,23 @@ class AnswersHook(BaseHook):
                 wrong = own.index_fill(0, torch.tensor(label), 0)
                 other = names[int(wrong.argmax())] if wrong.any() else ""
                 rows.writerow([name, images, right, f"{right / images:.4f}" if images else "", other])
-        self._draw_confusion(taken, names).savefig(folder / "confusion.png")
+        with styled():
+            self._draw_confusion(taken, names).savefig(folder / "confusion.png")
         wrong = torch.where(answers.labels == answers.found, -1.0, answers.sure)
         worst = wrong.argsort(descending=True)[: min(SHOWN, int((wrong >= 0).sum()))]
         if len(worst) and isinstance(loader, SampledLoader):
-            self._draw_mistakes(Answers(*(part[worst] for part in answers)), loader, names).savefig(
-                folder / "mistakes.png"
-            )
+            surest = Answers(*(part[worst] for part in answers))
+            with styled():
+                self._draw_mistakes(surest, loader, names).savefig(folder / "mistakes.png")
         self.run.log.info(f"accuracy by class, confusion and the surest mistakes are in {folder}")
 
     def _draw_confusion(self, taken: Tensor, names: list[str]):
-        from matplotlib.figure import Figure  # takes a second to import
+        from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(8, 7), dpi=120, layout="constrained")
+        figure = Figure(figsize=(8, 7))
         axes = figure.add_subplot(xlabel="answer", ylabel="class", title=f"{self.run.output.name}: share of a class")
         shares = taken / taken.sum(1, keepdim=True).clamp(min=1)
+        axes.grid(visible=False)
         figure.colorbar(axes.imshow(shares.numpy(), cmap="viridis", vmin=0, vmax=1))
         if len(names) <= MOST_NAMES:
             axes.set_xticks(range(len(names)), names, rotation=90)
@@ -119,7 +123,7 @@ class AnswersHook(BaseHook):
         from matplotlib.figure import Figure
 
         rows = -(-len(worst.rows) // COLUMNS)
-        figure = Figure(figsize=(12, 2.3 * rows), dpi=100, layout="constrained")
+        figure = Figure(figsize=(12, 2.3 * rows))
         images, _ = loader.pick(worst.rows)
         mean, std = (value.cpu() / 255 for value in (loader.mean, loader.std))
         images = (images.float().cpu() * std + mean).clamp(0, 1).permute(0, 2, 3, 1)

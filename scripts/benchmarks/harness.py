@@ -129,18 +129,22 @@ def make_table(found: Mapping[str, Rounds], failed: Mapping[str, Mapping[str, st
 
 def draw(found: Mapping[str, Rounds], num_quantities: int, path: Path) -> None:
     """Draw the medians of the first quantities as bars, a panel for each."""
-    from matplotlib.figure import Figure  # no rank needs it
+    from colossal_vit.drawing import styled  # no rank needs it
+    from matplotlib.figure import Figure
 
     sides = {f"{case}: {name}": rounds for case, of_case in found.items() for name, rounds in of_case.items() if rounds}
     quantities = list(dict.fromkeys(key for rounds in sides.values() for key in rounds[0]))[:num_quantities]
-    figure = Figure(figsize=(4.5 * num_quantities + 1, 1.2 + 0.25 * len(sides)), dpi=120, layout="constrained")
-    for axes, quantity in zip(figure.subplots(1, num_quantities, squeeze=False)[0], quantities, strict=False):
-        bars = axes.barh(list(sides), [median(rounds, quantity) or 0 for rounds in sides.values()])
-        axes.bar_label(bars, fmt="%.3g", padding=2)
-        axes.set_xlabel(quantity)
-        axes.invert_yaxis()
-        axes.margins(x=0.15)
-    figure.savefig(path)
+    with styled():
+        figure = Figure(figsize=(2.4 + 2 * num_quantities, 0.8 + 0.2 * len(sides)))
+        panels = figure.subplots(1, num_quantities, squeeze=False, sharey=True)[0]
+        for axes, quantity in zip(panels, quantities, strict=False):
+            bars = axes.barh(list(sides), [median(rounds, quantity) or 0 for rounds in sides.values()])
+            axes.bar_label(bars, fmt="%.3g", padding=3)
+            axes.set_xlabel(quantity)
+            axes.margins(x=0.2)
+            axes.grid(axis="y", visible=False)
+        panels[0].invert_yaxis()
+        figure.savefig(path)
 
 
 @dataclass(frozen=True)
