@@ -84,7 +84,7 @@ OTHERS = {  # flags of other programs that the pages name, by who has them
     "SLURM, pip": {"--nodes", "--ntasks", "--gpus-per-node", "--no-deps", "--pty", "--requeue"},
     "scripts/clusters": {"--restarts"},
     "torch.distributed.launch": {"--master_addr", "--master_port"},
-    "timm": {"--layer-decay"},
+    "timm": {"--layer-decay", "--device"},
 }
 
 
