@@ -15,7 +15,7 @@ IMAGE = re.compile(r'<img (?:align="right" )?src="([^"]+)" width="(\d+)" alt="([
 def prose(page):
     """A page without its code blocks, comments and pictures."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    return re.sub(r"<!--.*?-->|<img [^>]*>", "", text, flags=re.DOTALL)
+    return re.sub(r"<!--.*?-->|</?p>|<img [^>]*>", "", text, flags=re.DOTALL)
 
 
 @cache
