@@ -12,7 +12,7 @@ second commands the run is damaged or forged. After each command:
 - every checkpoint is valid, its step is recorded, and its config is that of the directory, except for keys that may
   change freely and changes recorded as accepted;
 - two folders that are no runs, a project and a model, have all that they had;
-- a refused command has changed nothing, every exit code is one of those in docs/launching.md, and nothing had a traceback.
+- a refused command has changed nothing, exit codes are those of docs/launching.md, and nothing had a traceback.
 
 Another case is Caltech101 whose first command is killed while it decodes the images: the second one leaves nothing of
 that.
