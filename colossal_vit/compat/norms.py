@@ -25,24 +25,22 @@ def at_least_fp32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _mean_and_variance(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Of a last dimension that is split over the group in equal parts: (..., 1) each."""
-    rough = x.mean(-1, keepdim=True)
-    deviation = x - rough
-    shift = deviation.mean(-1, keepdim=True)  # what rounding took from the mean
-    own = torch.stack([rough + shift, deviation.square().mean(-1, keepdim=True) - shift.square()])
+def _mean_and_scale(x: Tensor, eps: float, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Mean and 1/√(variance + eps) of a last dimension that is split over the group in equal parts: (..., 1) each."""
+    _, mean, scale = torch.native_layer_norm(x, x.shape[-1:], None, None, eps)  # one kernel that sums as torch's norm
+    own = torch.stack([mean, scale])
     parts = own.new_empty(dist.get_world_size(group) * len(own), *own.shape[1:])
     dist.all_gather_into_tensor(parts, own, group=group)
-    means, variances = parts.unflatten(0, (-1, 2)).unbind(1)
-    mean = means.mean(0)
-    return mean, variances.mean(0) + (means - mean).square().mean(0)
+    means, scales = parts.unflatten(0, (-1, 2)).unbind(1)
+    spread, mean = torch.var_mean(means, 0, correction=0)
+    return mean, torch.rsqrt(scales.pow(-2).mean(0) + spread)
 
 
-def _means(a: Tensor, b: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
-    """Means of `a` and of `b` over a last dimension of full length `size` that is split over the group: (2, ..., 1)."""
+def _sums(a: Tensor, b: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sums of `a` and of `b` over a last dimension that is split over the group: (2, ..., 1)."""
     sums = torch.stack([a.sum(-1, keepdim=True), b.sum(-1, keepdim=True)])
     dist.all_reduce(sums, group=group)
-    return sums / size
+    return sums
 
 
 class _Normalize(torch.autograd.Function):
@@ -54,8 +52,7 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, size: int, eps: float, group: dist.ProcessGroup) -> Tensor:
         wide = at_least_fp32(x)
-        mean, variance = _mean_and_variance(wide, group)
-        scale = torch.rsqrt(variance + eps)
+        mean, scale = _mean_and_scale(wide, eps, group)
         normalized = (wide - mean) * scale
         if not torch.is_autocast_enabled(x.device.type):
             normalized = normalized.to(x.dtype)
@@ -67,8 +64,9 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         normalized, scale = ctx.saved_tensors
         grad, normalized = at_least_fp32(grad), at_least_fp32(normalized)
-        mean, projection = _means(grad, grad * normalized, ctx.size, ctx.group)
-        return ((grad - mean - normalized * projection) * scale).to(ctx.dtype), None, None, None
+        total, projection = _sums(grad, grad * normalized, ctx.group)
+        centered = torch.addcmul(grad, normalized, projection, value=-1 / ctx.size).sub_(total, alpha=1 / ctx.size)
+        return centered.mul_(scale).to(ctx.dtype), None, None, None
 
 
 class _ScaleAndShift3D(torch.autograd.Function):

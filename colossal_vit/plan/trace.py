@@ -113,13 +113,15 @@ class Trace:
 
 
 _NO_KERNELS = ("c10d", "prim", "profiler")  # messages, questions such as prim::device, marks for a profiler
+_aten = torch.ops.aten
+# Views that PyTorch does not mark as such, memory that nothing is written to, and a question about types.
+_NOTHING_RUN = {_aten._unsafe_view, _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty}
+_NOTHING_RUN |= {_aten.new_empty_strided, _aten.promote_types}
 
 
 def launches(function: Any) -> bool:
-    """Whether an operator runs a kernel: views do not."""
-    return not (
-        function.is_view or function is torch.ops.aten._unsafe_view.default or function.namespace in _NO_KERNELS
-    )
+    """Whether an operator runs a kernel: views and allocations do not."""
+    return not (function.is_view or function.overloadpacket in _NOTHING_RUN or function.namespace in _NO_KERNELS)
 
 
 def flops_of(function: Any, args: tuple, kwargs: dict, result: Any) -> float:
