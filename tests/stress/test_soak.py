@@ -234,8 +234,11 @@ def soak(
     try:
         agents.come_back(agents.join)
         for number, event in enumerate(events, 1):
-            target = agents.step() + STEPS
-            launchers.wait_until(lambda target=target: agents.step() >= target, agents.said)
+            target = agents.step() + STEPS  # and a checkpoint, without which the run would begin again elsewhere
+            launchers.wait_until(
+                lambda target=target: agents.step() >= target and storage.list_steps(output / storage.FOLDER),
+                agents.said,
+            )
             who = len(agents) if event == "joined" else draw.randrange(event in LOST, len(agents))
             step = agents.step()
             times.append(agents.come_back(partial(agents.disturb, event, who, draw)))
