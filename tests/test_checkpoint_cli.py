@@ -270,7 +270,7 @@ def mistakes(runs, exported, damaged, tmp_path):
         (["export", good, weights], ["model.safetensors: exists already"]),
         (["export", good, weights / "below"], ["below: cannot be written: ", "File exists", "model.safetensors'"]),
         (["export", tmp_path / "imported", new], ["imported: was imported"]),
-        (["import", tmp_path / "nowhere.safetensors", new], ["nowhere.safetensors: No such file"]),
+        (["import", tmp_path / "nowhere.safetensors", new], ["nowhere.safetensors: no such file"]),
         (["import", tmp_path / "old", new], ["old: is no checkpoint"]),
         (["import", newest(damaged), new], ["model.safetensors: has 1000 bytes"]),
         (["import", weights, good], [f"{good}: exists already"]),

@@ -29,7 +29,7 @@ from colossal_vit.errors import UserError
 from colossal_vit.models import build_timm_vit
 from colossal_vit.parallel import sharding
 from colossal_vit.parallel.layout import Layout
-from colossal_vit.parallel.ranks import RankLogger
+from colossal_vit.parallel.ranks import RankLogger, run_on_rank_0
 from colossal_vit.results import read_metrics
 from colossal_vit.run import Run
 from colossalai.context import Config
@@ -90,7 +90,9 @@ def read_config(output):
 
 def start_from(run, engine):
     """Load the weights of the block `finetune`."""
-    Checkpointer(run).load(Trainer(engine), SimpleNamespace())
+    checkpointer = Checkpointer(run)
+    run_on_rank_0(checkpointer._normalization)  # finds them; `prepare` does so, and locks a run directory
+    checkpointer.load(Trainer(engine), SimpleNamespace())
 
 
 def start():
@@ -240,7 +242,7 @@ def test_how_the_images_of_weights_were_normalised(where, file, run, tmp_path):
     (tmp_path / "config.json").write_text(HALF_CONFIG)
     source = {"run": run, "folder": tmp_path, "name": "vit_tiny_patch16_224.augreg_in21k", "file": file}[where]
     expected = {"run": (cifar10.MEAN, cifar10.STD), "file": None}.get(where, HALF)
-    found = weights.find_normalization(str(source))
+    found = weights.find_normalization(weights.find(str(source)))
     assert (found and tuple(map(list, found))) == (expected and tuple(map(list, expected)))
 
 
@@ -351,7 +353,7 @@ def wrong_files(file, hub, tmp_path_factory):
 def test_weights_that_cannot_be_read_are_one_line(source, head, said, wrong_files):
     shapes = {name: list(tensor.shape) for name, tensor in full_weights().items()}
     with pytest.raises(UserError) as raised:
-        weights.read_fitted(source.format(wrong_files), head, shapes, MODEL)
+        weights.read_fitted(weights.find(source.format(wrong_files)), head, shapes, MODEL)
     assert said in str(raised.value)
     assert "\n" not in str(raised.value)
 
@@ -395,7 +397,7 @@ def test_without_a_network_it_is_asked_for_once(offline, most, tmp_path, monkeyp
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     said = "offline mode is enabled" if offline else "Name or service not known"
     with pytest.raises(UserError, match=rf"cannot be fetched from .* \(.*{said}.*\); without a network"):
-        weights.read_timm("vit_small_patch16_224")
+        weights.read(weights.find("vit_small_patch16_224"))
     assert len(asked) <= most, "of the name of the host, by one request"
     assert capfd.readouterr().err == ""
 

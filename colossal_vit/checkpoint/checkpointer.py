@@ -70,6 +70,7 @@ class Checkpointer:
         self.best: dict[str, Any] | None = None
         self.num_bytes = 0
         self._found: Checkpoint | None = None  # at `path`, on rank 0, until it is loaded
+        self._weights: weights.Found | None = None  # that `finetune.weights` names, on rank 0, until they are loaded
         self._started_from: str | None = None  # the `--resume PATH` that the run began with
         self._changes: list[dict[str, Any]] = []  # that `--accept-changes` has accepted
         self._writer = ThreadPoolExecutor(1)
@@ -122,7 +123,8 @@ class Checkpointer:
         if not (named := (self.run.config.finetune or {}).get("weights")):
             return None
         try:
-            return weights.find_normalization(named)
+            self._weights = weights.find(named)
+            return weights.find_normalization(self._weights)
         except UserError as error:
             raise UserError(f"finetune.weights: {error}") from None
 
@@ -309,11 +311,12 @@ class Checkpointer:
 
         def read() -> dict[str, Tensor]:
             try:
-                return weights.read_fitted(named, head, shapes, run.config)
+                return weights.read_fitted(self._weights, head, shapes, run.config)
             except UserError as error:
                 raise UserError(f"finetune.weights: {error}") from None
 
         tensors.scatter_weights(engine, read, f"finetune.weights: {named}", weights.OTHER_MODEL)
+        self._weights = None
         if engine.ema:
             engine.ema.restart()
         run.log.info(f"starting from the weights of {named}, with {'a new head' if head == 'new' else 'their head'}")

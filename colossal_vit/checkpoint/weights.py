@@ -30,7 +30,18 @@ HEAD = "head.weight"  # (classes, width)
 OTHER_MODEL = "take weights of the same model, or set MODEL or its sizes to theirs"
 
 
-_found: dict[Path, storage.Checkpoint] = {}  # by `find_normalization`; a run may remove it until `read` reads it
+class Found(NamedTuple):
+    """Weights that are found, and not read yet.
+
+    Attributes:
+        named: the path or name that was given.
+        path: to them; None if they are of a model of timm.
+        checkpoint: that they are in, opened, since a run may remove it; None for other files and folders.
+    """
+
+    named: str
+    path: Path | None
+    checkpoint: storage.Checkpoint | None
 
 
 class Weights(NamedTuple):
@@ -65,22 +76,36 @@ class _FolderConfig(TypedDict):
     pretrained_cfg: NotRequired[_Preprocessing]
 
 
-def find_normalization(named: str) -> Normalization | None:
-    """How the images were normalised that weights have learned from; None if nothing says it.
+def find(named: str) -> Found:
+    """Weights by their path: a safetensors file, a folder of timm's with one, a checkpoint, a run, for its newest one.
 
     Args:
-        named: as for `read_fitted`.
+        named: the path or, if there is no such path, a model of timm.
 
     Raises:
-        UserError: if there are no such weights, or what describes them cannot be read.
+        UserError: if there is no such path and it cannot be a model of timm, or no valid checkpoint of a run.
     """
-    if not (path := _existing(named)):
-        known = _timm_weights(named)
+    path = Path(named)
+    if not path.exists():
+        if path.suffix == ".safetensors" or len(path.parts) > 1:
+            raise UserError(f"{named}: no such file or directory")
+        return Found(named, None, None)
+    of_run = path.is_dir() and (storage.is_checkpoint(path) or not (path / MODEL).exists())
+    return Found(named, path, storage.open_named(path) if of_run else None)
+
+
+def find_normalization(found: Found) -> Normalization | None:
+    """How the images were normalised that weights have learned from; None if nothing says it.
+
+    Raises:
+        UserError: if timm has no such weights, or what describes them cannot be read.
+    """
+    if not found.path:
+        known = _timm_weights(found.named)
         return known.mean, known.std
-    if _is_of_run(path):
-        _found[path] = storage.open_named(path)
-        return _found[path].state.get("normalization")
-    file = _file(path)
+    if found.checkpoint:
+        return found.checkpoint.state.get("normalization")
+    file = _file(found.path)
     state, config = file.with_name(STATE), file.with_name("config.json")
     if file.name == MODEL and state.exists():
         return typed_json.read(state, State).get("normalization")
@@ -89,25 +114,6 @@ def find_normalization(named: str) -> Normalization | None:
         if known.get("mean") and known.get("std"):
             return known["mean"], known["std"]
     return None
-
-
-def _existing(named: str) -> Path | None:
-    """The path that names weights; None if a model of timm has that name.
-
-    Raises:
-        UserError: if there is no such path, and it cannot be a model of timm.
-    """
-    path = Path(named)
-    if path.exists():
-        return path
-    if path.suffix == ".safetensors" or len(path.parts) > 1:
-        raise UserError(f"{named}: no such file or directory")
-    return None
-
-
-def _is_of_run(path: Path) -> bool:
-    """Whether a path is a checkpoint, or a folder in which only a run can be."""
-    return path.is_dir() and (storage.is_checkpoint(path) or not (path / MODEL).exists())
 
 
 def _file(path: Path) -> Path:
@@ -135,17 +141,18 @@ def _in_fp32(source: Path | str, tensors: Mapping[str, Tensor]) -> dict[str, Ten
     return {name: tensor.float() for name, tensor in tensors.items()}
 
 
-def read(path: Path) -> Weights:
-    """The weights of a safetensors file, a folder of timm's with one, a checkpoint, or a run's newest checkpoint.
+def read(found: Found) -> Weights:
+    """The weights themselves.
 
     Raises:
         UserError: if there are none, they cannot be read, or are not those of a Vision Transformer.
     """
-    if _is_of_run(path):
-        checkpoint = _found.pop(path, None) or storage.open_named(path)
-        file, tensors = checkpoint.path / MODEL, checkpoint.tensors(MODEL)
-        return Weights(file, _in_fp32(file, tensors))
-    file = _file(path)
+    if not found.path:
+        return _read_timm(found.named)
+    if found.checkpoint:
+        file = found.checkpoint.path / MODEL
+        return Weights(file, _in_fp32(file, found.checkpoint.tensors(MODEL)))
+    file = _file(found.path)
     if file.suffix != ".safetensors":
         raise UserError(
             f"{file}: only .safetensors files are read, and folders with one: files of other formats (.bin, .pth, "
@@ -193,7 +200,7 @@ def _timm_weights(name: str) -> PretrainedCfg:
     return known
 
 
-def read_timm(name: str) -> Weights:
+def _read_timm(name: str) -> Weights:
     """The pretrained weights of a model of timm, from the Hugging Face Hub or its cache on this machine.
 
     Raises:
@@ -279,12 +286,12 @@ def _new_norm(weights: Weights) -> None:
 
 
 def read_fitted(
-    named: str, head: str, shapes: Mapping[str, Sequence[int]], config: Mapping[str, Any]
+    found: Found, head: str, shapes: Mapping[str, Sequence[int]], config: Mapping[str, Any]
 ) -> dict[str, Tensor]:
     """The weights that `finetune.weights` names, fitted to a model.
 
     Args:
-        named: a path or, if there is no such path, a model of timm.
+        found: by that name.
         head: "keep" theirs, or start with a "new" one.
         shapes: of the model's full tensors, by name.
         config: has IMG_SIZE and NUM_CLASSES.
@@ -292,8 +299,8 @@ def read_fitted(
     Raises:
         UserError: if there are none, they cannot be read or are not of this model, naming what differs.
     """
-    path = _existing(named)
-    weights = (read(path) if path else read_timm(named))._replace(source=named)
+    named = found.named
+    weights = read(found)._replace(source=named)
     theirs, ours = weights.tensors[PATCHES].shape[-1], shapes[PATCHES][-1]
     if theirs != ours:
         raise UserError(f"{named}: has patches of {theirs} px, but this model's are of {ours} px: {OTHER_MODEL}")
@@ -316,7 +323,7 @@ def import_timm(source: Path, path: Path, img_size: int | None, num_classes: int
     """Write weights under timm's names as a checkpoint at step 0, which `--resume` starts from.
 
     Args:
-        source: see `read`.
+        source: a path as for `find`.
         path: of the checkpoint, which must not exist.
         img_size: image size in pixels to resample the position embedding for, or None to keep it.
         num_classes: number of classes of the head, or None to keep it.
@@ -329,8 +336,10 @@ def import_timm(source: Path, path: Path, img_size: int | None, num_classes: int
     """
     if path.exists():
         raise UserError(f"{path}: exists already")
-    known = find_normalization(str(source)) if source.exists() else None  # if not, `read` says so
-    weights = read(source)
+    if not source.exists():
+        raise UserError(f"{source}: no such file or directory")
+    found = find(str(source))
+    known, weights = find_normalization(found), read(found)
     if img_size is not None:
         _resample(weights, img_size, f"--img-size {img_size}")
     there = _num_classes(weights)

@@ -11,7 +11,7 @@ from colossal_vit.launch.startup import find_output
 from colossal_vit.plan import calibration, lowering, pictures, report
 from colossal_vit.plan.machines import HERE, Gpus, Machine
 from colossal_vit.plan.request import Request, request_of
-from colossal_vit.plan.search import Plan, Predictor, search
+from colossal_vit.plan.search import LOWERED_WITHIN, Plan, Predictor, search
 from colossal_vit.results import format_table
 
 
@@ -76,12 +76,14 @@ def format_plan(plan: Plan, machine: Machine, request: Request) -> str:
             f"{plan.num_too_large} of them do not fit the {plan.limit / 1e9:.1f} GB that a rank has for tensors; the "
             f"smallest takes {plan.smallest / 1e9:.1f} GB"
         )
-    if config.COMPILE and isinstance(machine, Gpus):
+    if plan.compiled:
         lines.append(
             f"COMPILE = {config.COMPILE!r}: computing is that of the kernels that torch.compile makes, memory that of "
-            f"eager steps; layouts that eagerly take more than twice as long as the best are left out"
-            if lowering.can_lower(config)
-            else f"COMPILE = {config.COMPILE!r}, but steps are planned as eager ones: torch {torch.__version__} in "
+            f"eager steps; layouts that eagerly take over {LOWERED_WITHIN:g} times as long as the best are left out"
+        )
+    elif config.COMPILE and isinstance(machine, Gpus):
+        lines.append(
+            f"COMPILE = {config.COMPILE!r}, but steps are planned as eager ones: torch {torch.__version__} in "
             f"{config.DTYPE} cannot be lowered, torch {lowering.TORCH} in float32 can"
         )
     if machine.warning:

@@ -107,10 +107,10 @@ def _layers(names: Iterable[str]) -> str:
 def _cost_of_failures(every_minutes: float) -> str:
     """What is lost on average: half of what lies between two checkpoints."""
     often = {"one in ten days": 0.1, "one a day": 1.0, "ten a day": 10.0}
-    shares = (f"{rate * every_minutes / 2 / (24 * 60):.1%} of the time at {words}" for words, rate in often.items())
+    shares = (f"{rate * every_minutes / 2 / (24 * 60):.1%} of the time with {words}" for words, rate in often.items())
     return (
-        f"a failure costs {every_minutes / 2:g} minutes on average, half of checkpoint.every_minutes, and the restart: "
-        f"{', '.join(shares)}"
+        f"a failure costs {every_minutes / 2:g} minutes on average, half of checkpoint.every_minutes, and the restart:"
+        f"\n{', '.join(shares)}"
     )
 
 

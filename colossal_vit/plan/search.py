@@ -206,6 +206,7 @@ class Plan(NamedTuple):
         num_equal: so many are as fast as the fastest one, itself included.
         num_layouts, num_too_large: all, and those that do not fit the memory.
         limit, smallest: bytes that a rank has for its tensors, and that the smallest layout takes.
+        compiled: whether compiled steps are predicted.
     """
 
     best: list[Prediction]
@@ -214,6 +215,7 @@ class Plan(NamedTuple):
     num_too_large: int
     limit: float
     smallest: float
+    compiled: bool
 
 
 def search(predictor: Predictor, choices: Iterable[Choice]) -> Plan:
@@ -235,4 +237,5 @@ def search(predictor: Predictor, choices: Iterable[Choice]) -> Plan:
     if machine.noise:
         fitting[: len(ties)] = sorted(ties, key=lambda p: p.choice.complexity)
     smallest = min((each.memory for each in predictions), default=float("inf"))
-    return Plan(fitting[:SHOWN], len(ties), len(predictions), num_too_large, limit, smallest)
+    compiled = predictor.lower is not None
+    return Plan(fitting[:SHOWN], len(ties), len(predictions), num_too_large, limit, smallest, compiled)
