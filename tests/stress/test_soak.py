@@ -18,12 +18,14 @@ they have imported everything and are connected; until they have data, model and
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from functools import partial
 from itertools import pairwise
@@ -227,9 +229,9 @@ def draw_events(number: int, draw: random.Random) -> list[str]:
 
 def soak(
     name: str, output: Path, events: list[str], hosts: OneHost | Hosts, draw: random.Random, report: Callable
-) -> list[list[float]]:
-    """Disturb a run, and compare it with one process; returns the times to come back."""
-    values, times = {**VALUES, **KINDS[name]}, []
+) -> None:
+    """Disturb a run, and compare it with one process."""
+    values = {**VALUES, **KINDS[name]}
     agents = Agents(output, values, hosts)
     try:
         agents.come_back(agents.join)
@@ -241,12 +243,12 @@ def soak(
             )
             who = len(agents) if event == "joined" else draw.randrange(event in LOST, len(agents))
             step = agents.step()
-            times.append(agents.come_back(partial(agents.disturb, event, who, draw)))
+            times = agents.come_back(partial(agents.disturb, event, who, draw))
             agents.bury()
-            parts = " + ".join(f"{part:.1f}" for part in times[-1])
+            parts = " + ".join(f"{part:.1f}" for part in times)
             report(
                 f"{name}, event {number}, step {step}: agent {who}: {event}; {RANKS * len(agents)} ranks have made "
-                f"the next step {sum(times[-1]):.1f} s later = {parts}"
+                f"the next step {sum(times):.1f} s later = {parts}"
             )
     finally:
         agents.stop()
@@ -266,20 +268,35 @@ def soak(
     report(
         f"{name}: {len(events)} events, {len(steps)} steps, each on record once: losses {worst:.1e} from one process"
     )
-    return times
+
+
+def times_to_come_back(log: str) -> Iterator[str]:
+    """Their median and worst by the kind of event, from what `soak` has reported."""
+    by_event = defaultdict(list)
+    for event, parts in re.findall(r": ([a-z ]+); .* s later = (.*)", log):
+        by_event[event].append([float(part) for part in parts.split(" + ")])
+    for event, times in by_event.items():
+        totals = sorted(map(sum, times))
+        parts = " + ".join(f"{statistics.median(part):.1f}" for part in zip(*times, strict=True))
+        yield (
+            f"{event}, {len(times)} times: the next step after {statistics.median(totals):.1f} s (median), "
+            f"{totals[-1]:.1f} s (worst); medians of the parts: {parts}"
+        )
 
 
 @pytest.mark.timeout(0)  # each wait has its own
 def test_elastic_runs_go_on_and_come_to_the_losses_of_one_process(pytestconfig, few_test_images, tmp_path, report):
     """Two events in one kind of layout, or --cases random ones in each."""
-    number, draw, times = pytestconfig.option.cases, random.Random(pytestconfig.option.seed), []
+    option = pytestconfig.option
+    number, draw, lines = option.cases, random.Random(option.seed), []
+
+    def note(line: str) -> None:
+        lines.append(line)
+        report(line)
+
     for name in KINDS if number else [draw.choice(list(KINDS))]:
         events = draw_events(number, draw) if number else ["joined", "killed"]
         with closing(Hosts() if number else OneHost()) as hosts:
-            times += soak(name, tmp_path / name, events, hosts, draw, report)
-    totals = sorted(map(sum, times))
-    middle = [f"{statistics.median(part):.1f}" for part in zip(*times, strict=True)]
-    report(
-        f"{len(times)} events: back after {statistics.median(totals):.1f} s (median), {totals[-1]:.1f} s (worst); "
-        f"medians of the parts: {' + '.join(middle)}"
-    )
+            soak(name, tmp_path / name, events, hosts, draw, note)
+    for line in times_to_come_back((option.result / "log.txt").read_text() if option.result else "\n".join(lines)):
+        report(line)
