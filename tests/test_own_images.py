@@ -345,11 +345,13 @@ def test_the_run_knows_the_classes(alone):
 
 @pytest.mark.parametrize("script", [training.DATA_PARALLEL, training.CALTECH101, training.IMAGENET])
 def test_every_script_takes_them(script, tmp_path):
-    """With a folder to test on, which is then not split."""
+    """With a folder to evaluate on, which is then not split, and another one to test on, which is left alone."""
     write(tmp_path / "data" / "train")
     write(tmp_path / "data" / "val", {"cat": 3, "Ähre": 4}, seed=1)
+    write(tmp_path / "data" / "test", {"cat": 2}, seed=2)
     run = train(tmp_path / "run", tmp_path / "data", script=script, steps=2)
     assert f"45 training and 7 test images from {tmp_path / 'data'}" in run.said
+    assert f"{tmp_path / 'data'}: evaluates on val; test is not read" in run.said
     assert run.evaluations[-1]["eval_images"] == 7
     state = storage.open_named(run.output).state
     assert state["data"]["classes"] == sorted(CLASSES)
@@ -461,12 +463,12 @@ def test_a_mistake_gets_one_line(name, flat, tmp_path):
     assert re.search(f": error: {re.escape(words.format(root=root))}", line), line
 
 
-def test_two_folders_to_test_on_are_refused(tmp_path):
+def test_two_folders_to_evaluate_on_are_refused(tmp_path):
     root = tmp_path / "data"
-    for name in ("train", "test", "val"):
+    for name in ("train", "validation", "val"):
         write(root / name)
     line = training.refused(tmp_path / "run", steps=1, DATA=str(root), BATCH_SIZE=16)
-    assert f"{root}: has val and test beside train; only one can be to test on" in line
+    assert f"{root}: has val and validation; only one can be to evaluate on" in line
 
 
 def test_a_class_without_training_images_is_refused(tmp_path):

@@ -461,20 +461,24 @@ def build_batches(run: Run, images: Images, name: str, train: Tensor, test: Tens
 def build_own_images(run: Run, root: Path) -> tuple[Loader, Loader]:
     """Training and test batches of the user's class folders: in `train` and `val`, or all in one, which is then split.
 
+    Beside `val`, `test` is left alone: it is for the model that is chosen in the end.
+
     Raises:
         UserError: on every rank, see `find_images`, `split_by_content` and `build_batches`.
     """
     tests = [name for name in TEST_FOLDERS if (root / name).is_dir()]
-    parts = ["train", *tests] if (root / "train").is_dir() else [""]
+    parts = ["train", *tests[:1]] if (root / "train").is_dir() else [""]
     with raise_on_all_ranks():
-        if len(parts) > 2:
-            raise UserError(f"{root}: has {' and '.join(tests)} beside train; only one can be to test on")
+        if tests[:2] == ["val", "validation"]:
+            raise UserError(f"{root}: has val and validation; only one can be to evaluate on")
         images = find_images(root, root / ".decoded", parts)
         if len(images.classes) == 1:
             raise UserError(
                 f"{root}: has one class folder only, {images.classes[0]}; DATA must be what has one for each class"
             )
     if len(parts) == 2:
+        if tests[1:]:
+            run.log.info(f"{root}: evaluates on {tests[0]}; {tests[1]} is not read")
         of_train = np.array([path.startswith("train/") for path in images.paths])
         train, test = (torch.from_numpy(np.flatnonzero(which)) for which in (of_train, ~of_train))
     else:
