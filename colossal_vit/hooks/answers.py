@@ -1,4 +1,4 @@
-"""What an evaluation has answered: accuracy by class, what is taken for what, and the surest of the wrong answers."""
+"""What an evaluation has answered: accuracy by class, what is taken for what, and the most confident mistakes."""
 
 import csv
 from typing import NamedTuple
@@ -104,7 +104,7 @@ class AnswersHook(BaseHook):
             surest = Answers(*(part[worst] for part in answers))
             with styled():
                 self._draw_mistakes(surest, loader, names).savefig(folder / "mistakes.png")
-        self.run.log.info(f"accuracy by class, confusion and the surest mistakes are in {folder}")
+        self.run.log.info(f"accuracy by class, confusion and the most confident mistakes are in {folder}")
 
     def _draw_confusion(self, taken: Tensor, names: list[str]):
         from matplotlib.figure import Figure
