@@ -107,6 +107,13 @@ def has_ended(pid):
         return True
 
 
+def ip(*command):
+    """What a command of iproute2 prints."""
+    done = subprocess.run(["ip", *command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def steps_on_record(output):
     path = Path(output) / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0

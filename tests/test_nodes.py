@@ -15,6 +15,7 @@ import fork_ranks
 import launchers
 import training
 import warm
+from launchers import ip
 
 PIPELINE = ["train_hybrid.py", "--config", training.CONFIG]
 
@@ -186,12 +187,6 @@ def test_only_the_address_in_use_is_listened_on(tmp_path):
 
 CLONE_NEWNS, MS_BIND, MS_REC, MS_PRIVATE = 0x20000, 0x1000, 0x4000, 0x40000  # as in <sched.h> and <sys/mount.h>
 ADDRESSES = {"IPv4": "10.77.0.1", "IPv6": "fd77::1", "name": "node-a"}
-
-
-def ip(*command):
-    done = subprocess.run(["ip", *command], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 class Nodes:

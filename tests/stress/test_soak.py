@@ -40,6 +40,7 @@ from colossal_vit.results import read_metrics
 import fork_ranks
 import launchers
 import training
+from launchers import ip
 from layouts import ANY_STEP, LAYOUTS, RANDOM, errors
 
 KINDS = {"DP": {}, "PP 2": LAYOUTS["PP 2"][1], "1D 2": LAYOUTS["1D 2"][1]}
@@ -77,32 +78,29 @@ class Hosts:
     def __init__(self):
         self.number = 0
         self.close()  # what an aborted test has left
-        ip("link add soak type bridge")
-        ip("link set soak up")
+        ip("link", "add", "soak", "type", "bridge")
+        ip("link", "set", "soak", "up")
 
     def add(self) -> tuple[list[str], list[str], dict[str, str]]:
         self.number += 1
         name, address = f"soak{self.number}", f"10.98.0.{self.number}"
-        ip(f"netns add {name}")
-        ip(f"link add {name} type veth peer name eth0 netns {name}")
-        ip(f"link set {name} master soak up")
-        for command in ("link set lo up", f"address add {address}/24 dev eth0", "link set eth0 up"):
-            ip(f"-netns {name} {command}")
+        ip("netns", "add", name)
+        ip("link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
+        ip("link", "set", name, "master", "soak", "up")
+        ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+        for end in ("lo", "eth0"):
+            ip("-n", name, "link", "set", end, "up")
         return ["ip", "netns", "exec", name], ["--local-addr", address], {"GLOO_SOCKET_IFNAME": "eth0"}
 
     def cut(self, prefix: list[str]) -> None:
         """Let no packet of an agent through any more; nobody is told."""
-        ip(f"link set {prefix[-1]} down")
+        ip("link", "set", prefix[-1], "down")
 
     def close(self) -> None:
         for kind, key in (("link", "ifname"), ("netns", "name")):
-            for each in json.loads(ip(f"-json {kind}") or "[]"):
+            for each in json.loads(ip("-json", kind) or "[]"):
                 if each[key].startswith("soak"):
-                    ip(f"{kind} delete {each[key]}")
-
-
-def ip(command: str) -> str:
-    return subprocess.run(["ip", *command.split()], check=True, capture_output=True, text=True).stdout
+                    ip(kind, "delete", each[key])
 
 
 class Agents:
