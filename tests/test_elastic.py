@@ -1,7 +1,6 @@
 """ELASTIC: any number of processes on one loss curve. Agents of torchrun come and go in stress/test_soak.py."""
 
 import ast
-import json
 
 import pytest
 from colossal_vit.errors import UserError
@@ -12,11 +11,6 @@ import training
 from layouts import ANY_STEP, RANDOM, errors
 
 ELASTIC = {**RANDOM, "DEPTH": 2, "ELASTIC": True, "GLOBAL_BATCH": 32, "BATCH_SIZE": 12}
-
-
-def members(output):
-    path = output / "members.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def parallel(pipeline):
@@ -85,7 +79,8 @@ def test_a_run_stays_on_its_curve_whatever_the_number_of_processes(tmp_path, few
     training.train(output, 8, steps=9, **values)
     run = training.train(output, 1, steps=12, **values)
     assert max(errors(run.steps, expected.steps)) < ANY_STEP
-    assert [member | {"hosts": sum(member["hosts"].values())} for member in members(output)] == [
+    members = training.lines_of(output / "members.jsonl")
+    assert [member | {"hosts": sum(member["hosts"].values())} for member in members] == [
         {"step": 0, "layout": "DP 2 × PP 2", "hosts": 4},
         {"step": 4, "layout": "1D 2", "hosts": 2},
         {"step": 6, "layout": "DP 2 × PP 2 × 1D 2", "hosts": 8},

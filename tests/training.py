@@ -91,6 +91,12 @@ def records(output: Path) -> list[dict]:
     return [{key: value for key, value in json.loads(line).items() if key not in TIMES} for line in lines]
 
 
+def lines_of(path: Path) -> list[dict]:
+    """The lines of a JSON Lines file that are whole: a run may be writing it, or not yet."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
 def flags(
     amp: str | None = None, *, script: str = HYBRID, config: str | Path | None = None, small: bool = True, **values: Any
 ) -> list[str]:

@@ -20,7 +20,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
@@ -89,10 +89,7 @@ class Record:
         """The last recorded step, or 0."""
         if not self.path.exists() or self.path.stat().st_ino == self.earlier:
             return 0
-        for line in reversed(self.path.read_bytes().splitlines()):
-            with suppress(ValueError):  # an incomplete line
-                return json.loads(line)["step"]
-        return 0
+        return max((record["step"] for record in training.lines_of(self.path)), default=0)
 
 
 def being_written(folder: Path) -> set[str]:

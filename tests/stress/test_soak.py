@@ -35,7 +35,7 @@ import psutil
 import pytest
 import torch
 from colossal_vit.checkpoint import storage
-from colossal_vit.results import read_metrics
+from colossal_vit.results import METRICS, read_metrics
 
 import fork_ranks
 import launchers
@@ -177,18 +177,14 @@ class Agents:
         self.bury()
 
     def members(self) -> list[dict]:
-        path = self.output / "members.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may be half written
+        return training.lines_of(self.output / "members.jsonl")
 
     def said(self) -> str:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def step(self) -> int:
-        """The last step on record."""
-        with suppress(OSError, ValueError, IndexError, KeyError):  # a line may be half written
-            return json.loads((self.output / "metrics.jsonl").read_text().splitlines()[-1])["step"]
-        return 0
+        """The last step on record, or 0."""
+        return max((record["step"] for record in training.lines_of(self.output / METRICS)), default=0)
 
     def come_back(self, event: Callable[[], object]) -> list[float]:
         """Let something happen, and wait until all that are there make new steps; the time of it, in four parts."""
