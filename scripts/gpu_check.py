@@ -30,6 +30,7 @@ from colossal_vit.provenance import ResultFolder, gpu_names
 ROOT = Path(__file__).resolve().parents[1]
 PASSED, REHEARSED, FAILED, SKIPPED, UNFINISHED = "passed", "rehearsed", "failed", "skipped", "unfinished"
 SETTLE = 15  # seconds from SIGTERM to SIGKILL
+WORKERS = min(8, len(os.sched_getaffinity(0)))  # tests at a time, most of whose time is spent on starting processes
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,9 @@ class Check:
     small: list[str] = field(default_factory=list)
 
 
-def tests(words: str) -> list[str]:
-    return ["-m", "pytest", "tests/test_gpu.py", "-k", words, "-p", "no:cacheprovider"]
+def tests(words: str, workers: int = 1) -> list[str]:
+    parallel = ["-n", str(workers)] if workers > 1 else []
+    return ["-m", "pytest", "tests/test_gpu.py", "-k", words, "-p", "no:cacheprovider", *parallel]
 
 
 def bench(shows: str, minutes: float, *arguments: str, small: tuple[str, ...] = (), **needs: Any) -> Check:
@@ -65,12 +67,13 @@ def bench(shows: str, minutes: float, *arguments: str, small: tuple[str, ...] = 
 COMPILED = ("compile-data", "compile-pipeline", "compile-1d")
 CHECKS = {
     "environment": Check("driver, GPUs and versions", ["-m", "torch.utils.collect_env"], 2),
-    "losses": Check("every mode of precision follows the CPU in fp32", tests("losses"), 8),
-    "parity": Check("in float64, layouts agree with one process tensor by tensor", tests("tensor_by_tensor"), 5),
-    "resume": Check("a stopped run resumes to the bit, at 197 tokens", tests("resumes_to"), 8),
-    "memory": Check("a dry run says what CUDA allocates, to 10 %", tests("memory"), 5),
-    "waits": Check("one wait for the device per step", tests("waits"), 5),
-    "dali": Check("DALI decodes and trains on the GPU", tests("dali"), 6, package="nvidia.dali"),
+    "tests": Check(
+        "losses as on the CPU in every mode of precision; in float64, layouts tensor by tensor; resumes to the bit; "
+        "CUDA allocates what a dry run says, to 10 %; one wait for the device per step",
+        tests("losses or tensor_by_tensor or resumes_to or memory or waits", WORKERS),
+        15,
+    ),
+    "dali": Check("DALI decodes and trains on the GPU", tests("dali", WORKERS), 6, package="nvidia.dali"),
     "ranks": Check("with NCCL, a rank that hangs ends the others", tests("ranks"), 5, gpus=2),
     "overlap": Check("replicas reduce during the backward pass", tests("overlaps"), 5, gpus=2),
     "layouts": Check(

@@ -37,6 +37,8 @@ SIZE = dict(IMG_SIZE=16, PATCH_SIZE=8) if REHEARSAL else dict(IMG_SIZE=224, PATC
 RECIPE = {"mix.mixup": 0.8, "mix.cutmix": 1.0, "bce.threshold": 0.2, "ema.decay": 0.9, "augment.policy": "three"}
 RECIPE |= {"augment.color_jitter": 0.3, "augment.erase": 0.5}
 MODES = [("TORCH", "fp16"), ("TORCH", "bf16"), ("NAIVE", "fp16"), ("NAIVE", "bf16"), ("APEX", "fp16")]
+# Those that are compiled, too; test_compile.py compiles on the CPU.
+COMPILED = [] if REHEARSAL else [(None, None, True), ("TORCH", "fp16", True), ("NAIVE", "bf16", True)]
 NUM_STEPS = 4 if REHEARSAL else 20
 # Of what a user's environment has, `launchers.environment` drops PYTHONPATH; it may be where Colossal-AI is.
 PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -119,11 +121,13 @@ def fp32(start, tmp_path_factory):
     return steps
 
 
-@pytest.mark.parametrize(("amp", "dtype"), [(None, None), *MODES])
-def test_losses_are_those_of_the_cpu(amp, dtype, fp32, start, on_gpu, tmp_path):
+@pytest.mark.parametrize(
+    ("amp", "dtype", "compiled"), [(None, None, False), *((*mode, False) for mode in MODES), *COMPILED]
+)
+def test_losses_are_those_of_the_cpu(amp, dtype, compiled, fp32, start, on_gpu, tmp_path):
     """In fp32 to the tolerances of the layouts, in half precision to 2 %."""
     img_size = 16 if dtype and REHEARSAL else layouts.MODEL["IMG_SIZE"]
-    said = on_gpu(training.HYBRID, flags(tmp_path, amp=amp, dtype=dtype, **start(img_size)))
+    said = on_gpu(training.HYBRID, flags(tmp_path, amp=amp, dtype=dtype, COMPILE=compiled, **start(img_size)))
     steps, _ = read_metrics(tmp_path)
     expected = fp32(img_size)
     assert len(steps) == len(expected) == NUM_STEPS
@@ -170,12 +174,15 @@ def test_layouts_agree_tensor_by_tensor(programs, start):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("amp", "dtype"), [(None, None), ("TORCH", "fp16"), ("NAIVE", "fp16")])
-def test_resumes_to_the_bit(amp, dtype, on_gpu, tmp_path):
+@pytest.mark.parametrize(
+    ("amp", "dtype", "compiled"),
+    [(None, None, False), ("TORCH", "fp16", False), ("NAIVE", "fp16", False), *COMPILED[1:]],
+)
+def test_resumes_to_the_bit(amp, dtype, compiled, on_gpu, tmp_path):
     """With dropout, augmentation, EMA, and a loss scale that changes."""
-    values = {**SIZE, **RECIPE}
+    values = {**SIZE, **RECIPE, "COMPILE": compiled}
     values |= {"cudnn_deterministic": True, "checkpoint.keep": 2}
-    if amp:
+    if dtype == "fp16":
         values |= {"fp16.growth_interval": 2, "fp16.initial_scale": 2.0**22}
 
     def run(name, steps):
@@ -203,9 +210,12 @@ def test_memory_is_what_a_dry_run_says(amp, on_gpu, tmp_path):
         assert peak == pytest.approx(allocated, rel=0.1)
 
 
-@pytest.mark.parametrize(("amp", "dtype"), [(None, None), ("TORCH", "fp16"), ("NAIVE", "fp16")])
-def test_a_step_waits_once_for_the_device(amp, dtype, on_gpu, tmp_path):
-    said = on_gpu(training.HYBRID, [*flags(tmp_path, 4, amp, dtype), "--profile"])
+@pytest.mark.parametrize(
+    ("amp", "dtype", "compiled"),
+    [(None, None, False), ("TORCH", "fp16", False), ("NAIVE", "fp16", False), *COMPILED[1:]],
+)
+def test_a_step_waits_once_for_the_device(amp, dtype, compiled, on_gpu, tmp_path):
+    said = on_gpu(training.HYBRID, [*flags(tmp_path, 4, amp, dtype, COMPILE=compiled), "--profile"])
     assert REHEARSAL or "in a step the host waits for the device: 1\n" in said
 
 

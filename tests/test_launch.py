@@ -25,6 +25,7 @@ from colossal_vit.launch.watchdog import Watchdog, time_limit
 from colossal_vit.results import read_metrics
 from colossalai.context import Config
 from colossalai.legacy import get_default_parser
+from colossalai.legacy.core import global_context as gpc
 
 import fork_ranks
 import launchers
@@ -109,6 +110,16 @@ def test_a_mistake_is_refused_in_one_line_before_ranks_meet(tmp_path):
         assert "\n" not in line, more
         assert all(word in line for word in words), (more, line)
     assert not (tmp_path / "output").exists()
+
+
+def test_a_run_and_colossalai_have_one_config(tmp_path):
+    """Benchmarks and hooks change it after the launch, and the engine reads it."""
+
+    def is_one():
+        run = launch.start(training.arguments(train_hybrid.main, [*training.flags(), "--output", str(tmp_path)]))
+        return run.config is gpc.config
+
+    assert fork_ranks.call(is_one, launched=False) == [True]
 
 
 def test_a_command_without_a_config_is_told_of_it():

@@ -25,6 +25,7 @@ from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.ranks import RankLogger
 from colossal_vit.run import Run
 from colossalai.context import Config
+from colossalai.legacy.core import global_context as gpc
 
 
 def read_config(args: Arguments, more: Sequence[str] = ()) -> tuple[Config, dict[str, str]]:
@@ -108,7 +109,7 @@ def start(args: Arguments) -> Run:
         config.COMPILE = False  # does not change memory and messages
         launch_groups(config, rendezvous, "fake", args.observer.store, args.timeout, device)
         args.observer.prepare(device)
-        return Run(args, config, layout, output, device, RankLogger(0), args.observer.observe)
+        return Run(args, gpc.config, layout, output, device, RankLogger(0), args.observer.observe)
     check_granted(args)
     parent.watch(rendezvous.launcher != "none", args.timeout)
     store = join_store(rendezvous, args.timeout)
@@ -116,6 +117,7 @@ def start(args: Arguments) -> Run:
         elastic.begin(store, range(layout.world_size, size))
     with watchdog.time_limit(2 * args.timeout):
         launch_groups(config, rendezvous, backend, store, args.timeout, device)
+    config = gpc.config  # Colossal-AI has made a copy
     watchdog.begin(rendezvous.rank, rendezvous.world_size, rendezvous.host)
     log = RankLogger(rendezvous.rank)
     log.info(

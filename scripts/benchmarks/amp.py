@@ -5,8 +5,8 @@ The warm-up steps are not counted; it/s and images/s are those of the median ste
 Memory is the peak of one process: allocated and reserved by torch on a GPU, resident (RSS) on a CPU, Python and
 libraries included. A mode that fails is a row with its reason. With --find-batch-size, each mode runs with the largest
 BATCH_SIZE that fits, found by doubling the config's (or --batch-size) until memory is exhausted or --max-batch-size is
-reached, and then by bisection. --compile adds a row for each mode with torch.compile, --tf32 one for fp32 with
-TensorFloat-32; all rows are compared with the first, which is config_fp32 unchanged, eager and in strict fp32.
+reached, and then by bisection. --compile adds a row for each mode, or each named, with torch.compile, --tf32 one for
+fp32 with TensorFloat-32; all rows are compared with the first: config_fp32 unchanged, eager and in strict fp32.
 """
 
 import argparse
@@ -38,7 +38,9 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-batch-size", type=positive, default=4096, help="where the search ends (default %(default)s)"
     )
-    parser.add_argument("--compile", action="store_true", help="each mode with torch.compile too")
+    parser.add_argument(
+        "--compile", nargs="*", metavar="CONFIG", help="those of these names with torch.compile too (default: all)"
+    )
     parser.add_argument("--tf32", action="store_true", help="fp32 with TensorFloat-32 too")
     add_set(parser)
 
@@ -99,8 +101,12 @@ def sides(args: argparse.Namespace) -> dict[str, Side]:
     rows = [(config.stem, config, ["COMPILE=False"]) for config in args.configs]
     if args.tf32:
         rows += [(f"{name}, TF32", config, [*own, "TF32=True"]) for name, config, own in rows if name == "config_fp32"]
-    if args.compile:
-        rows += [(f"{name}, compiled", config, [*own, "COMPILE=True"]) for name, config, own in rows]
+    if args.compile is not None:
+        rows += [
+            (f"{name}, compiled", config, [*own, "COMPILE=True"])
+            for name, config, own in rows
+            if not args.compile or name in args.compile
+        ]
     if args.small:
         rows, args.warm_up, args.batch_size = rows[:1], 1, 2
     common = [*(SMALL if args.small else []), *args.set, *(["SYNTHETIC=True"] if args.synthetic else [])]
