@@ -54,9 +54,8 @@ class Check:
     small: list[str] = field(default_factory=list)
 
 
-def tests(words: str, workers: int = 1) -> list[str]:
-    parallel = ["-n", str(workers)] if workers > 1 else []
-    return ["-m", "pytest", "tests/test_gpu.py", "-k", words, "-p", "no:cacheprovider", *parallel]
+def tests(words: str, workers: int) -> list[str]:
+    return ["-m", "pytest", "tests/test_gpu.py", "-k", words, "-p", "no:cacheprovider", "-n", str(workers)]
 
 
 def bench(shows: str, minutes: float, *arguments: str, small: tuple[str, ...] = (), **needs: Any) -> Check:
@@ -74,8 +73,8 @@ CHECKS = {
         15,
     ),
     "dali": Check("DALI decodes and trains on the GPU", tests("dali", WORKERS), 6, package="nvidia.dali"),
-    "ranks": Check("with NCCL, a rank that hangs ends the others", tests("ranks"), 5, gpus=2),
-    "overlap": Check("replicas reduce during the backward pass", tests("overlaps"), 5, gpus=2),
+    "ranks": Check("with NCCL, a rank that hangs ends the others", tests("ranks", 0), 5, gpus=2),
+    "overlap": Check("replicas reduce during the backward pass", tests("overlaps", 0), 5, gpus=2),
     "layouts": Check(
         "every layout that fits these GPUs trains as one process does",
         ["scripts/check_layouts.py"],
