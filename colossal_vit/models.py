@@ -2,6 +2,7 @@
 
 import timm
 import torch
+from colossal_vit.compat.patch_embedding import PatchProjection
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.rng.dropout import Dropout, DropPath, name_layers
@@ -77,6 +78,8 @@ def build_timm_vit(config: Config) -> nn.Module:
             proj_drop_rate=config.DROP_RATE,
             **{name: config[key] for key, name in SHAPE.items() if key in config},
         )
+    if isinstance(projection := model.patch_embed.proj, nn.Conv2d):  # one model has none
+        projection.__class__ = PatchProjection
     if config.POSITIONS == "sincos2d":
         fix_positions(model)
     set_dropout(model, config)

@@ -13,7 +13,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch: ranks are forks, and thread
 os.environ.pop("DATA", None)
 # Forks of a process that has initialised CUDA cannot use a GPU, and most tests start more ranks than there are GPUs.
 # So all tests run on the CPU, except test_gpu.py, which starts new processes.
-os.environ["GPUS"] = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+os.environ.setdefault("MY_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))  # pytest-xdist gets here again
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import colossal_vit  # noqa: F401 filters warnings of the next import

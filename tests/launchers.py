@@ -46,10 +46,10 @@ def need(packages, *programs):
 
 def environment(gpus=False, **more):
     """A user's environment: without the tests' variables, with this Python first on PATH, optionally with GPUs."""
-    gone = (*fork_ranks.LAUNCHER_VARIABLES, "DATA", "PYTHONPATH", "HOST", "GPUS", *(["CUDA_VISIBLE_DEVICES"] * gpus))
+    gone = (*fork_ranks.LAUNCHER_VARIABLES, "DATA", "PYTHONPATH", "HOST", "MY_GPUS", *(["CUDA_VISIBLE_DEVICES"] * gpus))
     clean = {key: value for key, value in os.environ.items() if key not in gone}
-    if gpus and os.environ["GPUS"] != "all":
-        clean["CUDA_VISIBLE_DEVICES"] = os.environ["GPUS"]
+    if gpus and os.environ["MY_GPUS"] != "all":
+        clean["CUDA_VISIBLE_DEVICES"] = os.environ["MY_GPUS"]
     path = f"{PYTHON_FOLDER}:{os.environ['PATH']}:/usr/sbin:/sbin"
     return {**clean, "PATH": path, "OMP_NUM_THREADS": "1", **more}
 

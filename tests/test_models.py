@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from colossal_vit import config as configs
 from colossal_vit.config.settings import IMAGENET
 from colossal_vit.errors import UserError
@@ -21,6 +22,14 @@ def config_of(model, **values):
 
 def build(model="vit_tiny_patch16_224", **values):
     return build_timm_vit(config_of(model, **values))
+
+
+@pytest.mark.parametrize("size", [32, 37])
+def test_patch_embedding_is_timms_convolution(size):
+    projection = build(IMG_SIZE=size).patch_embed.proj
+    images = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
+    convolved = F.conv2d(images, projection.weight, projection.bias, projection.stride)
+    torch.testing.assert_close(projection(images), convolved)
 
 
 @pytest.mark.parametrize("model", ["vit_tiny_patch16_224", "vit_base_patch16_gap_224", "deit3_small_patch16_224"])

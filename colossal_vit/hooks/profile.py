@@ -92,7 +92,7 @@ class ProfileHook(BaseHook):
             self.log.info(f"--profile times steps after number {self.COUNTED}: let the run make more of them")
             return
         if self.caught is not None:
-            waits = sum("synchronizing" in str(warning.message) for warning in self.caught)
+            waits = sum("called a synchronizing" in str(warning.message) for warning in self.caught)
             self.log.info(f"in a step the host waits for the device: {waits}")
         step_s = self.step_s / self.num_timed
         means = {name: seconds / self.num_timed for name, seconds in self.seconds.items()}

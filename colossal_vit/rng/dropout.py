@@ -77,16 +77,18 @@ def _(x: Tensor, samples: Tensor, key: Tensor, first: int, channels: int) -> Ten
     return torch.empty_like(x)
 
 
-def _save(ctx, inputs, output) -> None:
-    _, samples, key, *ctx.channels = inputs
-    ctx.save_for_backward(samples, key)
+class _Drop(torch.autograd.Function):
+    """`drop` with its gradient. (What `drop.register_autograd` makes takes 0.15 ms more of the host's time.)"""
 
+    @staticmethod
+    def forward(ctx, x: Tensor, samples: Tensor, key: Tensor, first: int, channels: int) -> Tensor:
+        ctx.save_for_backward(samples, key)
+        ctx.channels = first, channels
+        return drop(x, samples, key, first, channels)
 
-def _backward(ctx, grad: Tensor):
-    return drop(grad.contiguous(), *ctx.saved_tensors, *ctx.channels), None, None, None, None
-
-
-drop.register_autograd(_backward, setup_context=_save)
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return drop(grad.contiguous(), *ctx.saved_tensors, *ctx.channels), None, None, None, None
 
 
 class Dropout(nn.Module):
@@ -120,7 +122,7 @@ class Dropout(nn.Module):
             raise RuntimeError("the forward pass of a model with dropout needs `with batch_of(samples):` in training")
         own = samples.unflatten(0, (self.part.rows, -1))[self.part.row]
         width = x.shape[-1]
-        return drop(x.contiguous(), own, self.key, self.part.column * width, self.part.columns * width)
+        return _Drop.apply(x.contiguous(), own, self.key, self.part.column * width, self.part.columns * width)
 
     def extra_repr(self) -> str:
         return f"{self.rate}"

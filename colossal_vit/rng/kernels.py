@@ -65,7 +65,7 @@ def launch(x: Tensor, samples: Tensor, key: Tensor, first: int, channels: int) -
     """See `dropout.drop`."""
     y = torch.empty_like(x)
     batch, count = len(x), x.shape[-1]
-    tokens = x[0, ..., 0].numel()
+    tokens = x.numel() // (batch * count)
     blocks = -(-(first + count) // BLOCK) - first // BLOCK
     grid = (batch * triton.cdiv(tokens * blocks, LANES),)
     drop[grid](x, y, samples.contiguous(), key, word("dropout"), tokens, channels, first, count, LANES)
