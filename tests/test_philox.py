@@ -139,7 +139,7 @@ def test_the_kernel_drops_what_the_cpu_drops_to_the_bit():
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_the_kernel_compiled_for_a_gpu_draws_and_moves_nothing_twice(capability, tmp_path, monkeypatch):
-    """In bf16 a thread has one block, 32 bytes, to load and to store."""
+    """In bf16 a thread has two blocks, each of 32 bytes, to load and to store."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
     def compiled():
@@ -162,8 +162,8 @@ def test_the_kernel_compiled_for_a_gpu_draws_and_moves_nothing_twice(capability,
 
     [(ptx, size)] = fork_ranks.call(compiled, launched=False)
     assert size > 4000
-    assert ptx.count("ld.global.v4.b32") == ptx.count("st.global.v4.b32") == 2
-    assert ptx.count("mul.hi.u64") == 2 * 10  # in ten rounds
+    assert ptx.count("ld.global.v4.b32") == ptx.count("st.global.v4.b32") == 2 * 2
+    assert ptx.count("mul.hi.u64") == 2 * 2 * 10  # in ten rounds
     assert "cvt.rn.bf16x2.f32" in ptx
     assert "div.rn.f32" in ptx
     assert "div.full" not in ptx

@@ -76,6 +76,10 @@ def compile_model(model: nn.Module, by_block: bool, **options: Any) -> None:
     A block is one program, its collectives included (see `compat/compiled.py`), and all blocks share it, except that
     those which drop no paths have their own.
     """
+    from torch._inductor import config  # here, since it takes seconds
+
+    # Otherwise each process measures which variant of a kernel is fastest, and another one rounds differently.
+    config.deterministic = torch.backends.cudnn.deterministic
     if not by_block:
         model.compile(**options)
         return
