@@ -301,7 +301,7 @@ FEATURES: Settings = {
         {
             "half_tflops": Setting(POSITIVE, "peak of dense matrix products in fp16 and bf16, TFLOP/s"),
             "single_tflops": Setting(POSITIVE, "the same in fp32, or in TF32 if the config says so"),
-            "matmul_share": Setting(SHARE_ABOVE_0, "share of the peak that large matrix products reach"),
+            "matmul_share": Setting(SHARE_ABOVE_0, "share of the peak that matrix products reach"),
             "memory_gb": Setting(POSITIVE, "memory of a GPU, in units of 10⁹ bytes"),
             "memory_gb_s": Setting(POSITIVE, "bandwidth of that memory, GB/s"),
             "gpus_per_node": Setting(POSITIVE_INT, "GPUs that NVLink connects"),

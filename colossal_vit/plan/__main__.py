@@ -38,8 +38,6 @@ from colossal_vit.plan.search import Prediction, Predictor, search
 from colossal_vit.plan.trace import KINDS, PARTS, Trace
 from colossal_vit.provenance import ROOT, ResultFolder
 
-# Instead of the fastest products that were measured, and of 90 % of the memory's bandwidth.
-CAUTIOUS = {"matmul_share": 0.63, "memory_share": 0.8}
 ASSUMPTIONS = """Counted and predicted; nothing here was measured. Launches and GB (read and written) are those of a
 forward and a backward pass of a micro-batch of so many images through the whole model, on one tensor-parallel rank,
 without the optimizer.
@@ -50,8 +48,7 @@ without the optimizer.
   tensor parallelism they are counted with fewer images, and their bytes taken in proportion.
 - Images/s: of one GPU, in the layout and with the batches of the config, as `--plan` predicts them. A launch takes the
   longest of three times: its FLOPs at the peak × a share, its bytes at the memory's rate × a share, and 5 µs.
-- The shares are those of `--plan` (0.803 on an H100 and 0.859 on an A100 of the peak, 0.9 of the memory's rate), which
-  attention will not reach; and, "cautious", 0.63 and 0.8.
+- The shares are those of `--plan`: 0.63 of the peak and 0.6 of the memory's rate, as found on an H200.
 - Not counted: data, the host's waits, sums of gradients in accumulation.
 - MFU: FLOPs of the eager step's products ÷ the peak of their type."""
 CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
@@ -256,7 +253,6 @@ def eager_totals(traced: Trace, depth: int, images: int) -> tuple[int, int, floa
 
 def lean(result: ResultFolder) -> None:
     machines = {name: MACHINES[name] for name in ("h100", "a100")}
-    machines |= {f"{name}, cautious": replace(machine, **CAUTIOUS) for name, machine in machines.items()}
     heads = [f"{kind} {name}: images/s, MFU" for name in machines for kind in ("eager", "compiled")]
     columns = ["config", "images", "host operators, eager", *("launches, eager", "compiled", "GB, eager", "compiled")]
     columns += heads

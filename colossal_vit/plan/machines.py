@@ -56,7 +56,7 @@ class Gpus:
 
     Attributes:
         half_tflops, single_tflops: peaks of dense matrix products, in fp16 or bf16, and in fp32.
-        matmul_share: share of the peak that large matrix products reach.
+        matmul_share: share of the peak that matrix products reach.
         memory_gb, memory_gb_s: of a GPU.
         gpus_per_node: that NVLink connects.
         link_gb_s, network_gb_s: NVLink and network of a GPU, in one direction.
@@ -74,8 +74,8 @@ class Gpus:
     link_gb_s: float
     network_gb_s: float
     gpus_per_node: int = 8
-    matmul_share: float = 0.8
-    memory_share: float = 0.9
+    matmul_share: float = 0.63
+    memory_share: float = 0.6
     link_share: float = 0.8
     operator_us: float = 5.0
     link_us: float = 10.0
@@ -121,16 +121,16 @@ class Gpus:
 # 1,792 GB/s), RTX 4090 (24 GB, 1,008 GB/s) and RTX 3090 (24 GB, 936 GB/s). Cards without NVLink send by PCI Express of
 # 16 lanes: 16, 32 or 64 GB/s in generation 3, 4 or 5; GeForce half as much, since two of them send through the host.
 # The network is that of NVIDIA's DGX with these GPUs, a card for each: 400 Gb/s (B200, H100, H200), 200 Gb/s (A100),
-# 50 Gb/s (V100: 4 cards of 100 Gb/s for 8); for the others 100 Gb/s for a node of 8 are assumed. `matmul_share`: the
-# fastest products that S. Bekman measured, 794.5 of 989 TFLOP/s on an H100 and 267.9 of 312 on an A100
-# (github.com/stas00/ml-engineering, "Maximum Achievable Matmul FLOPS"). The other shares and latencies are assumptions:
-# nobody has measured them for these tables.
+# 50 Gb/s (V100: 4 cards of 100 Gb/s for 8); for the others 100 Gb/s for a node of 8 are assumed.
+# `matmul_share` and `memory_share` are those with which the steps in results/1x_NVIDIA_H200 are predicted best. They
+# stand for attention, small products and gaps too. `link_share` and the latencies are assumptions: nobody has measured
+# them for these tables.
 _SPECIFICATIONS: dict[str, dict[str, float]] = {
     "b200": dict(memory_gb=180, memory_gb_s=7700, link_gb_s=900, network_gb_s=50),
-    "h200": dict(memory_gb=141, memory_gb_s=4800, link_gb_s=450, network_gb_s=50, matmul_share=0.803),
-    "h100": dict(memory_gb=80, memory_gb_s=3350, link_gb_s=450, network_gb_s=50, matmul_share=0.803),
-    "a100": dict(memory_gb=80, memory_gb_s=2039, link_gb_s=300, network_gb_s=25, matmul_share=0.859),
-    "a100-40gb": dict(memory_gb=40, memory_gb_s=1555, link_gb_s=300, network_gb_s=25, matmul_share=0.859),
+    "h200": dict(memory_gb=141, memory_gb_s=4800, link_gb_s=450, network_gb_s=50),
+    "h100": dict(memory_gb=80, memory_gb_s=3350, link_gb_s=450, network_gb_s=50),
+    "a100": dict(memory_gb=80, memory_gb_s=2039, link_gb_s=300, network_gb_s=25),
+    "a100-40gb": dict(memory_gb=40, memory_gb_s=1555, link_gb_s=300, network_gb_s=25),
     "v100": dict(memory_gb=32, memory_gb_s=900, link_gb_s=150, network_gb_s=6.25),
     "l40s": dict(memory_gb=48, memory_gb_s=864, link_gb_s=32, network_gb_s=1.56),
     "a10": dict(memory_gb=24, memory_gb_s=600, link_gb_s=32, network_gb_s=1.56),
