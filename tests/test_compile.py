@@ -106,6 +106,14 @@ def test_split_optimizer_state(features, random_weights):
         assert eager[-2] != eager[1], "it trains"
 
 
+@pytest.mark.parametrize("wanted", [True, False])
+def test_every_process_has_the_same_kernels_where_runs_have_to_resume_to_the_bit(wanted, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", wanted)
+    with compile_fx.config.patch(deterministic=not wanted):
+        compilation.compile_model(torch.nn.Linear(2, 2), by_block=False)
+        assert compile_fx.config.deterministic is wanted
+
+
 def test_auto_compiles_on_gpus_that_have_a_compiler():
     """The other values say what they do."""
 

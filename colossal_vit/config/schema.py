@@ -317,7 +317,7 @@ FEATURES: Settings = {
     "TF32": Setting(BOOL, "TensorFloat-32 in matrix products and convolutions in fp32", False),
     "cudnn_benchmark": Free(BOOL, "let cuDNN try its algorithms", False),
     "cudnn_deterministic": Free(
-        BOOL, "only deterministic algorithms in cuDNN and attention: slower, with more memory", False
+        BOOL, "only deterministic algorithms in cuDNN, attention and compiled kernels: slower, with more memory", False
     ),
 }
 GROUPS = {

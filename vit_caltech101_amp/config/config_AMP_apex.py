@@ -3,7 +3,7 @@
     torchrun --standalone --nproc_per_node 4 train.py --config ./config/config_AMP_apex.py
 
 Processes: any number, each a full replica. Hyper-parameters as published in Colossal-AI's tutorial, which states no
-accuracy. Not measured on GPUs here yet. For a small model on a CPU see the README.
+accuracy. Speed measured on an H200, see the README. For a small model on a CPU see the README.
 """
 
 from colossalai.amp import AMP_TYPE
