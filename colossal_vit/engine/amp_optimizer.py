@@ -124,12 +124,9 @@ class AMPOptimizer(OptimizerWrapper):
         Returns:
             The global norm of the unscaled gradients before clipping, a float32 scalar.
         """
-        if pairs := [pair for pair in self.working_to_master_map.items() if pair[0].grad is not None]:
-            for working, master in pairs:
-                master.grad = torch.empty_like(working.grad, dtype=torch.float32)
-            torch._foreach_copy_([master.grad for _, master in pairs], [working.grad for working, _ in pairs])
-            for working, _ in pairs:
-                working.grad = None
+        for working, master in self.working_to_master_map.items():
+            if working.grad is not None:
+                master.grad, working.grad = working.grad.float(), None
         parameters = [p for p in self.parameters if p.grad is not None]
         grads, scale = [p.grad for p in parameters], self.loss_scale or 1.0
         self.grad_norm = global_norm(grads, parameters, self.norm_group) / scale
