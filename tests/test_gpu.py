@@ -39,6 +39,7 @@ RECIPE |= {"augment.color_jitter": 0.3, "augment.erase": 0.5}
 MODES = [("TORCH", "fp16"), ("TORCH", "bf16"), ("NAIVE", "fp16"), ("NAIVE", "bf16"), ("APEX", "fp16")]
 # Those that are compiled, too; test_compile.py compiles on the CPU.
 COMPILED = [] if REHEARSAL else [(None, None, True), ("TORCH", "fp16", True), ("NAIVE", "bf16", True)]
+SOME = [(None, None, False), ("TORCH", "fp16", False), ("NAIVE", "fp16", False), *COMPILED[1:]]
 NUM_STEPS = 4 if REHEARSAL else 20
 # Of what a user's environment has, `launchers.environment` drops PYTHONPATH; it may be where Colossal-AI is.
 PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -174,10 +175,7 @@ def test_layouts_agree_tensor_by_tensor(programs, start):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("amp", "dtype", "compiled"),
-    [(None, None, False), ("TORCH", "fp16", False), ("NAIVE", "fp16", False), *COMPILED[1:]],
-)
+@pytest.mark.parametrize(("amp", "dtype", "compiled"), SOME)
 def test_resumes_to_the_bit(amp, dtype, compiled, on_gpu, tmp_path):
     """With dropout, augmentation, EMA, and a loss scale that changes."""
     values = {**SIZE, **RECIPE, "COMPILE": compiled}
@@ -210,10 +208,7 @@ def test_memory_is_what_a_dry_run_says(amp, on_gpu, tmp_path):
         assert peak == pytest.approx(allocated, rel=0.1)
 
 
-@pytest.mark.parametrize(
-    ("amp", "dtype", "compiled"),
-    [(None, None, False), ("TORCH", "fp16", False), ("NAIVE", "fp16", False), *COMPILED[1:]],
-)
+@pytest.mark.parametrize(("amp", "dtype", "compiled"), SOME)
 def test_a_step_waits_once_for_the_device(amp, dtype, compiled, on_gpu, tmp_path):
     said = on_gpu(training.HYBRID, [*flags(tmp_path, 4, amp, dtype, COMPILE=compiled), "--profile"])
     assert REHEARSAL or "in a step the host waits for the device: 1\n" in said

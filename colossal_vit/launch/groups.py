@@ -94,7 +94,7 @@ def launch_groups(
     """Create Colossal-AI's process groups, with its launch function for the launcher.
 
     Args:
-        config: the resolved config; becomes `gpc.config`.
+        config: the resolved config; `gpc.config` becomes a copy of it.
         rendezvous: this process.
         backend: "nccl", "gloo" or "fake".
         store: shared by all ranks, see `join_store`.
