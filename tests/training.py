@@ -91,10 +91,20 @@ def records(output: Path) -> list[dict]:
     return [{key: value for key, value in json.loads(line).items() if key not in TIMES} for line in lines]
 
 
+def _whole_lines(path: Path) -> list[bytes]:
+    """Those of a file that a run may be writing, or not yet."""
+    return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+
+
 def lines_of(path: Path) -> list[dict]:
-    """The lines of a JSON Lines file that are whole: a run may be writing it, or not yet."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    """The objects in a JSON Lines file, see `_whole_lines`."""
+    return list(map(json.loads, _whole_lines(path)))
+
+
+def last_step(output: Path) -> int:
+    """The last step that a run has recorded in its run directory, or 0."""
+    lines = _whole_lines(output / METRICS)
+    return json.loads(lines[-1])["step"] if lines else 0
 
 
 def flags(

@@ -12,6 +12,7 @@ from colossal_vit.errors import UserError
 from colossal_vit.launch.launchers import Rendezvous
 from colossal_vit.parallel.layout import Layout
 from colossalai.context import Config
+from colossalai.legacy.core import global_context as gpc
 
 
 def choose_backend(args: argparse.Namespace, rendezvous: Rendezvous, layout: Layout) -> str:
@@ -90,16 +91,19 @@ def _check_own_gpu(rendezvous: Rendezvous, store: dist.Store, device: torch.devi
 
 def launch_groups(
     config: Config, rendezvous: Rendezvous, backend: str, store: dist.Store, timeout: float, device: torch.device
-) -> None:
+) -> Config:
     """Create Colossal-AI's process groups, with its launch function for the launcher.
 
     Args:
-        config: the resolved config; `gpc.config` becomes a copy of it.
+        config: the resolved config.
         rendezvous: this process.
         backend: "nccl", "gloo" or "fake".
         store: shared by all ranks, see `join_store`.
         timeout: of collective operations, in seconds.
         device: this rank's.
+
+    Returns:
+        `gpc.config`, a copy of the config that Colossal-AI has made.
 
     Raises:
         UserError: on every rank, if two have the same GPU.
@@ -121,3 +125,4 @@ def launch_groups(
         else:
             place = dict(rank=rendezvous.rank, world_size=rendezvous.world_size, local_rank=rendezvous.local_rank)
             colossalai.launch(**common, **where, **place)
+    return gpc.config

@@ -25,7 +25,6 @@ from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.ranks import RankLogger
 from colossal_vit.run import Run
 from colossalai.context import Config
-from colossalai.legacy.core import global_context as gpc
 
 
 def read_config(args: Arguments, more: Sequence[str] = ()) -> tuple[Config, dict[str, str]]:
@@ -107,17 +106,16 @@ def start(args: Arguments) -> Run:
     device = choose_device(rendezvous)
     if args.observer:
         config.COMPILE = False  # does not change memory and messages
-        launch_groups(config, rendezvous, "fake", args.observer.store, args.timeout, device)
+        config = launch_groups(config, rendezvous, "fake", args.observer.store, args.timeout, device)
         args.observer.prepare(device)
-        return Run(args, gpc.config, layout, output, device, RankLogger(0), args.observer.observe)
+        return Run(args, config, layout, output, device, RankLogger(0), args.observer.observe)
     check_granted(args)
     parent.watch(rendezvous.launcher != "none", args.timeout)
     store = join_store(rendezvous, args.timeout)
     if config.ELASTIC and rendezvous.rank == 0:
         elastic.begin(store, range(layout.world_size, size))
     with watchdog.time_limit(2 * args.timeout):
-        launch_groups(config, rendezvous, backend, store, args.timeout, device)
-    config = gpc.config  # Colossal-AI has made a copy
+        config = launch_groups(config, rendezvous, backend, store, args.timeout, device)
     watchdog.begin(rendezvous.rank, rendezvous.world_size, rendezvous.host)
     log = RankLogger(rendezvous.rank)
     log.info(

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from colossal_vit.rng import philox
 from torch import Tensor, nn
@@ -61,19 +60,10 @@ def _drop_on_cpu(x: Tensor, samples: Tensor, key: Tensor, first: int, channels: 
         Of the shape and type of x.
     """
     seed, layer, threshold = key.tolist()
-    width = x.shape[-1]
-    tokens = x.numel() // (len(x) * width)
-    exact = x if x.dtype in (torch.float32, torch.float64) else x.float()
-    dropped, scale = torch.empty_like(exact), philox.ONE / (philox.ONE - threshold)
-    inputs, outputs = (values.detach().view(-1, tokens, width).numpy() for values in (exact, dropped))
-
-    def multiply(row: int, kept: np.ndarray) -> None:
-        with np.errstate(over="ignore", invalid="ignore"):  # inf · 0 is NaN, which a loss scale relies on
-            np.multiply(np.multiply(inputs[row], kept, out=outputs[row]), scale, out=outputs[row])
-
-    part = slice(first, first + width)
-    philox.for_each_kept(multiply, seed, layer, threshold, samples.tolist(), tokens, channels, part)
-    return dropped.to(x.dtype)
+    tokens, part = x[0, ..., 0].numel(), slice(first, first + x.shape[-1])
+    mask = philox.kept(seed, layer, threshold, samples.tolist(), tokens, channels, part)
+    kept = torch.from_numpy(mask).view(torch.uint8).reshape(x.shape)
+    return kept.to(x.dtype).mul_(x).mul_(philox.ONE / (philox.ONE - threshold))
 
 
 def _drop_on_gpu(*args) -> Tensor:

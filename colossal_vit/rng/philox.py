@@ -100,42 +100,8 @@ def in_threads(work: Callable[[], None], number: int) -> None:
 _idle: list[Philox] = []  # those of no thread now, since making one takes as long as drawing 20,000 elements
 
 
-def for_each_kept(
-    use: Callable[[int, np.ndarray], None],
-    seed: int,
-    layer: int,
-    threshold: int,
-    samples: Sequence[Sequence[int]],
-    tokens: int,
-    channels: int,
-    part: slice,
-) -> None:
-    """Call `use(row, mask)` for each sample, in several threads; see `kept`, whose mask[row] it is.
-
-    What is done with a mask at once finds it in the processor's cache.
-    """
-    width = -(-channels // BLOCK) * BLOCK
-    rows = iter(enumerate(samples))  # of all threads: whichever is free takes the next
-
-    def draw() -> None:
-        try:
-            philox = _idle.pop()
-        except IndexError:
-            philox = Philox()
-        state = philox.state
-        state["state"]["key"][:] = seed, word("dropout")
-        for row, (step, place) in rows:
-            state["state"]["counter"][:] = 0, place, layer, step
-            philox.state = state  # whose buffer is empty, since whole blocks are drawn
-            bits = philox.random_raw(tokens * width // 4).view(np.uint16)
-            use(row, np.greater_equal(bits, threshold).reshape(tokens, width)[:, part])
-        _idle.append(philox)
-
-    in_threads(draw, min(torch.get_num_threads(), len(samples)))
-
-
 def kept(
-    seed: int, layer: int, threshold: int, samples: np.ndarray, tokens: int, channels: int, part: slice
+    seed: int, layer: int, threshold: int, samples: Sequence[Sequence[int]], tokens: int, channels: int, part: slice
 ) -> np.ndarray:
     """Which elements a layer's dropout keeps: those whose 16 bits are not below `threshold`.
 
@@ -153,6 +119,23 @@ def kept(
     Returns:
         bool (B, tokens, channels of the part).
     """
-    masks = np.empty((len(samples), tokens, part.stop - part.start), bool)
-    for_each_kept(masks.__setitem__, seed, layer, threshold, samples, tokens, channels, part)
-    return masks
+    width = -(-channels // BLOCK) * BLOCK
+    mask = np.empty((len(samples), tokens, width), bool)
+    rows = iter(zip(mask, samples, strict=True))  # of all threads: whichever is free takes the next
+
+    def draw() -> None:
+        try:
+            philox = _idle.pop()
+        except IndexError:
+            philox = Philox()
+        state = philox.state
+        state["state"]["key"][:] = seed, word("dropout")
+        for row, (step, place) in rows:
+            state["state"]["counter"][:] = 0, place, layer, step
+            philox.state = state  # whose buffer is empty, since whole blocks are drawn
+            bits = philox.random_raw(tokens * width // 4).view(np.uint16)
+            np.greater_equal(bits.reshape(tokens, width), threshold, out=row)
+        _idle.append(philox)
+
+    in_threads(draw, min(torch.get_num_threads(), len(samples)))
+    return mask[..., part]

@@ -89,7 +89,7 @@ class Record:
         """The last recorded step, or 0."""
         if not self.path.exists() or self.path.stat().st_ino == self.earlier:
             return 0
-        return max((record["step"] for record in training.lines_of(self.path)), default=0)
+        return training.last_step(self.path.parent)
 
 
 def being_written(folder: Path) -> set[str]:

@@ -35,7 +35,7 @@ import psutil
 import pytest
 import torch
 from colossal_vit.checkpoint import storage
-from colossal_vit.results import METRICS, read_metrics
+from colossal_vit.results import read_metrics
 
 import fork_ranks
 import launchers
@@ -184,7 +184,7 @@ class Agents:
 
     def step(self) -> int:
         """The last step on record, or 0."""
-        return max((record["step"] for record in training.lines_of(self.output / METRICS)), default=0)
+        return training.last_step(self.output)
 
     def come_back(self, event: Callable[[], object]) -> list[float]:
         """Let something happen, and wait until all that are there make new steps; the time of it, in four parts."""
