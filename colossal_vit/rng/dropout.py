@@ -66,8 +66,8 @@ def drop(x: Tensor, samples: Tensor, key: Tensor, first: int, channels: int) -> 
 
         return kernels.launch(x, samples, key, first, channels)
     seed, layer, threshold = key.tolist()
-    tokens, part = x[0, ..., 0].numel(), slice(first, first + x.shape[-1])
-    mask = philox.kept(seed, layer, threshold, samples.tolist(), tokens, channels, part)
+    tokens = x[0, ..., 0].numel()
+    mask = philox.kept(seed, layer, threshold, samples.numpy(), tokens, channels, slice(first, first + x.shape[-1]))
     kept = torch.from_numpy(mask).view(torch.uint8).reshape(x.shape)
     return kept.to(x.dtype).mul_(x).mul_(philox.ONE / (philox.ONE - threshold))
 

@@ -97,11 +97,11 @@ def in_threads(work: Callable[[], None], number: int) -> None:
         raise errors[0]
 
 
-_idle: list[Philox] = []  # those of no thread now, since making one takes as long as drawing 20,000 elements
+_idle: list[Philox] = []  # in no thread's use; kept, since making one takes as long as drawing 20,000 elements
 
 
 def kept(
-    seed: int, layer: int, threshold: int, samples: Sequence[Sequence[int]], tokens: int, channels: int, part: slice
+    seed: int, layer: int, threshold: int, samples: np.ndarray, tokens: int, channels: int, part: slice
 ) -> np.ndarray:
     """Which elements a layer's dropout keeps: those whose 16 bits are not below `threshold`.
 
@@ -121,7 +121,7 @@ def kept(
     """
     width = -(-channels // BLOCK) * BLOCK
     mask = np.empty((len(samples), tokens, width), bool)
-    rows = iter(zip(mask, samples, strict=True))  # of all threads: whichever is free takes the next
+    rows = iter(zip(mask, samples.tolist(), strict=True))  # of all threads: whichever is free takes the next
 
     def draw() -> None:
         try:
