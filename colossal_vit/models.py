@@ -8,7 +8,7 @@ from colossal_vit.parallel.layout import Layout
 from colossal_vit.rng.dropout import Dropout, DropPath, name_layers
 from colossal_vit.rng.torch_generator import cpu_seed
 from colossalai.context import Config
-from timm.layers import build_sincos2d_pos_embed
+from timm.layers import Mlp, build_sincos2d_pos_embed
 from torch import Tensor, nn
 
 MODELS = ["vit_*", "deit3_*"]  # timm's models that the examples take
@@ -67,7 +67,10 @@ def set_dropout(model: nn.Module, config: Config) -> None:
             if name.startswith("drop_path"):  # one in blocks of parallel parts, two in others
                 setattr(parent, name, DropPath(path_rate))
             elif isinstance(module, nn.Dropout) and module.p:
-                setattr(parent, name, Dropout(module.p))
+                gelu = isinstance(parent, Mlp) and name == "drop1" and f"{parent.act}" == "GELU(approximate='none')"
+                if gelu:  # computed with the dropout, in one kernel
+                    parent.act = nn.Identity()
+                setattr(parent, name, Dropout(module.p, gelu=gelu))
             elif module is not model.blocks:
                 replace(module, path_rate)
 

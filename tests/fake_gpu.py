@@ -43,7 +43,7 @@ ANSWERS = {
     "is_current_stream_capturing": False,
     "get_device_properties": SimpleNamespace(name="NVIDIA H200", total_memory=1e11, major=9, minor=0),
     "default_stream": SimpleNamespace(synchronize=lambda: None),
-    "current_stream": SimpleNamespace(synchronize=lambda: None),
+    "current_stream": SimpleNamespace(synchronize=lambda: None, record_event=lambda: None),
 }
 NOTHING = ("_lazy_init", "set_device", "manual_seed", "manual_seed_all", "set_rng_state", "synchronize", "empty_cache")
 NOTHING += ("set_sync_debug_mode",)
@@ -75,10 +75,8 @@ class _Device(TorchDispatchMode):
         infinite = self.reading and self.random.random() < self.overflows
         return float("inf") if infinite else self.random.uniform(0.1, 10.0)
 
-    def to_host(
-        self, scalars: list[Tensor], read: Callable[[list[Tensor]], list[float]] = engine.to_host
-    ) -> list[float]:
-        """In place of the function that reads loss and norm."""
+    def read(self, scalars: engine.Scalars, read: Callable = engine.Scalars.read) -> list[float]:
+        """In place of the method that reads loss and norm."""
         self.reading = True
         try:
             return read(scalars)
@@ -195,7 +193,7 @@ def run(
         assert chosen == device
         torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) copies where modes see it
         there = _Device(mode, device, overflows).__enter__()
-        engine.to_host = there.to_host
+        engine.Scalars.read = lambda scalars: there.read(scalars)
         nn.Module._apply = fakes._convert
         if device == CUDA:
             torch.Tensor.backward = lambda loss, *_, **__: _backward([loss])

@@ -317,12 +317,12 @@ def test_wait_counter_counts_other_waits():
     count = torch.tensor(3.0)
     with waits.WaitCounter([count]) as counter:
         values = torch.arange(4.0)
-        assert engine.to_host([values.sum(), values.max()]) == [6.0, 3.0]
+        assert engine.Scalars([values.sum(), values.max()]).read() == [6.0, 3.0]
         assert count.item() == 3.0
         assert values.sum() == 6.0
         assert float(values[1]) == 1.0
         assert len(values[values > 1]) == 2
-        assert engine.to_host([values[0]]) == [0.0]
+        assert engine.Scalars([values[0]]).read() == [0.0]
     assert (counter.reads, counter.others) == (2, {"_local_scalar_dense": 2, "index": 1})
 
 

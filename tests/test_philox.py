@@ -122,12 +122,19 @@ for shape, first, channels in [
         bits, expected = (y.nan_to_num(nan=1.5).view(torch.uint8) for y in (by_kernel, by_cpu))
         assert bits.equal(expected), (shape, dtype)
         assert by_cpu.isnan().any() or x.numel() < 100
+        x.view(-1)[::7] = 1.0
+        eps, grad = torch.finfo(dtype).eps, torch.randn(shape, generator=generator).to(dtype)
+        for grad in (None, grad):
+            by_kernel = kernels.launch(6 * x, samples, key, first, channels, True, grad).double()
+            by_cpu = dropout.drop(6 * x, samples, key, first, channels, True, grad).double()
+            near = (by_kernel - by_cpu).abs() <= 2 * eps * by_cpu.abs() + (1e-6 if dtype != torch.float64 else 1e-14)
+            assert near.all(), (shape, dtype, grad is None)
 print("the same")
 """
 
 
 def test_the_kernel_drops_what_the_cpu_drops_to_the_bit():
-    """Signs of zeros and what becomes of infinite values included, which a loss scale relies on.
+    """Signs of zeros and what becomes of infinite values included, which a loss scale relies on. GELU is rounded.
 
     Triton's interpreter does not round to bfloat16 as a GPU does, hence a rate there whose results need no rounding.
     """
@@ -137,8 +144,9 @@ def test_the_kernel_drops_what_the_cpu_drops_to_the_bit():
     assert done.stdout == "the same\n", done.stderr
 
 
+@pytest.mark.parametrize("kind", ["drop", "gelu", "gradient"])
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_the_kernel_compiled_for_a_gpu_draws_and_moves_nothing_twice(capability, tmp_path, monkeypatch):
+def test_the_kernel_compiled_for_a_gpu_draws_and_moves_nothing_twice(capability, kind, tmp_path, monkeypatch):
     """In bf16 a thread has two blocks, each of 32 bytes, to load and to store."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
@@ -148,21 +156,26 @@ def test_the_kernel_compiled_for_a_gpu_draws_and_moves_nothing_twice(capability,
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
 
-        types = dict(x="*bf16", y="*bf16", samples="*i64", key="*i64", purpose="i64", LANES="constexpr")
+        shape = dict(TOKENS=197, CHANNELS=3072, FIRST=768, COUNT=768)
+        constants = dict(shape, GELU=kind != "drop", LANES=kernels.LANES, **({} if grads else {"grad": None}))
+        types = dict(x="*bf16", grad="*bf16", y="*bf16", samples="*i64", key="*i64", purpose="i64")
+        types |= dict.fromkeys(constants, "constexpr")
         names = kernels.drop.arg_names
-        even = [["tt.divisibility", 16]]  # what a launch finds of pointers and of these numbers of channels
+        even = [["tt.divisibility", 16]]  # what a launch finds of pointers
         source = ASTSource(
             kernels.drop,
-            {name: types.get(name, "i32") for name in names},
-            {(names.index("LANES"),): kernels.LANES},
-            {(names.index(name),): even for name in ("x", "y", "channels", "first", "count")},
+            {name: types[name] for name in names},
+            {(names.index(name),): value for name, value in constants.items()},
+            {(names.index(name),): even for name in ("x", "grad", "y") if name not in constants},
         )
         assembly = triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm
         return assembly["ptx"], len(assembly["cubin"])
 
+    grads = kind == "gradient"
     [(ptx, size)] = fork_ranks.call(compiled, launched=False)
     assert size > 4000
-    assert ptx.count("ld.global.v4.b32") == ptx.count("st.global.v4.b32") == 2 * 2
+    assert ptx.count("ld.global.v4.b32") == 2 * 2 * (1 + grads)
+    assert ptx.count("st.global.v4.b32") == 2 * 2
     assert 2 * 10 < ptx.count("mul.hi.u64") <= 2 * 2 * 10  # in ten rounds, less what both blocks have in common
     assert "cvt.rn.bf16x2.f32" in ptx
     assert "div.rn.f32" in ptx

@@ -9,6 +9,7 @@ import timm
 import torch
 from colossal_vit.engine.amp_optimizer import LossScale
 from colossal_vit.engine.assembly import initialize
+from colossal_vit.engine.lamb import Lamb
 from colossal_vit.parallel.layout import Layout
 from colossalai.legacy.amp import AMP_TYPE
 from colossalai.legacy.context import ParallelMode
@@ -56,11 +57,11 @@ def test_loss_stays_within_two_percent_of_fp32(trained, mode):
     assert steps[10]["loss"] != expected[10]["loss"], "the mode must be in effect"
 
 
-def vector_engine(size=2, init=0.0):
+def vector_engine(size=2, init=0.0, optimizer=torch.optim.SGD, **options):
     """An engine for one weight vector, which SGD moves by its gradient."""
     model = torch.nn.Linear(size, 1, bias=False)
     torch.nn.init.constant_(model.weight, init)
-    return initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), torch.nn.Identity())[0]
+    return initialize(model, optimizer(model.parameters(), lr=1.0, **options), torch.nn.Identity())[0]
 
 
 def step_with(engine, gradient):
@@ -101,6 +102,31 @@ def test_overflow_on_one_rank_skips_the_step_on_all(mode):
     parallel = {"pipeline": 1, "tensor": {"mode": "1d", "size": 2}}
     for left in fork_ranks.call(function, 2, parallel=parallel, fp16=fp16):
         assert (left.skipped, left.growth, left.weight) == (True, 0.5, [0.5, 0.5])
+
+
+@pytest.mark.parametrize("mode", LOSS_SCALED)
+@pytest.mark.parametrize("name", ["fused AdamW", "Lamb"])
+def test_an_update_queued_before_the_norm_is_known_leaves_no_trace_of_an_overflow(name, mode):
+    """Weights, moments and step counts are those of a run without that step."""
+    kinds = {"fused AdamW": (torch.optim.AdamW, {"fused": True}), "Lamb": (Lamb, {"bias_correction": True})}
+    optimizer, options = kinds[name]
+
+    def trained(gradients):
+        engine = vector_engine(init=0.5, optimizer=optimizer, weight_decay=0.1, **options)
+        lefts = [step_with(engine, values) for values in gradients]
+        (state,) = engine.optimizer.optim.state.values()
+        return [left.skipped for left in lefts], lefts[-1].weight, {key: torch.as_tensor(state[key]) for key in state}
+
+    def function():
+        good, bad = [3.0, 4.0], [math.inf, 1.0]
+        return trained([good, good]), trained([bad, good, bad, good, bad])
+
+    fp16 = {**MODES[mode], "hysteresis": 9}  # the scale stays
+    ((_, expected, state), (skipped, weight, left)), *_ = fork_ranks.call(function, fp16=fp16)
+    assert skipped == [True, False, True, False, True]
+    assert weight == expected != [0.5, 0.5]
+    assert state.keys() == left.keys()
+    assert all(torch.equal(state[key], left[key]) for key in state)
 
 
 @pytest.mark.parametrize("mode", LOSS_SCALED)

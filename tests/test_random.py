@@ -102,7 +102,7 @@ def parts(calls, rows):
         columns = width // (1 if isinstance(module, DropPath) else x.shape[-1])
         candidates = set(itertools.product(range(rows), range(columns)))
         for number, (_, x, y) in enumerate(passes):
-            whole = mask(module, name, number, width)
+            whole, x = mask(module, name, number, width), nn.functional.gelu(x) if module.gelu else x
             cut = [part.chunk(columns, dim=2) for part in whole.chunk(rows)]
             candidates = {(row, column) for row, column in candidates if torch.equal(cut[row][column] * x, y)}
         assert len(candidates) == 1, f"{name}: its mask is that of {candidates or 'no part'}"

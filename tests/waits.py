@@ -1,6 +1,6 @@
 """How often the host waits for the device in a training step."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -17,8 +17,8 @@ CPU = torch.device("cpu")
 class WaitCounter(TorchDispatchMode):
     """Counts host-device waits inside a `with` block.
 
-    A training step waits once, in `engine.to_host`. Any other wait is counted too, also on a CPU, where waiting costs
-    nothing. A CPU has no copies between host and device; they are seen on a fake GPU.
+    A training step waits once, in `engine.Scalars.read`. Any other wait is counted too, also on a CPU, where waiting
+    costs nothing. A CPU has no copies between host and device; they are seen on a fake GPU.
 
     Args:
         on_host: scalars that are on the host even if the model is on a GPU, such as an optimizer's step counts; reading
@@ -26,7 +26,7 @@ class WaitCounter(TorchDispatchMode):
         device: the model's. If it is no CPU, reading a tensor on the CPU is no wait.
 
     Attributes:
-        reads: calls of `to_host`, each a wait.
+        reads: calls of `Scalars.read`, each a wait.
         others: number of other waits, by operator.
     """
 
@@ -39,18 +39,18 @@ class WaitCounter(TorchDispatchMode):
         self.reads, self.others, self._reading = 0, {}, False
 
     def __enter__(self) -> "WaitCounter":
-        self._patch, self._read = pytest.MonkeyPatch(), engine.to_host
-        self._patch.setattr(engine, "to_host", self._to_host)
+        self._patch, read = pytest.MonkeyPatch(), engine.Scalars.read
+        self._patch.setattr(engine.Scalars, "read", lambda scalars: self._count(read, scalars))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._patch.undo()
 
-    def _to_host(self, scalars: list[Tensor]) -> list[float]:
+    def _count(self, read: Callable[[engine.Scalars], list[float]], scalars: engine.Scalars) -> list[float]:
         self.reads, self._reading = self.reads + 1, True
         try:
-            return self._read(scalars)
+            return read(scalars)
         finally:
             self._reading = False
 

@@ -86,12 +86,12 @@ class MLP(nn.Module):
         super().__init__()
         mlp_size = int(config.HIDDEN_SIZE * config.MLP_RATIO)
         self.fc1 = layers.column(config.HIDDEN_SIZE, mlp_size)
-        self.drop1 = Dropout(config.DROP_RATE, output_part(self.fc1))
+        self.drop1 = Dropout(config.DROP_RATE, output_part(self.fc1), gelu=True)
         self.fc2 = layers.row(mlp_size, config.HIDDEN_SIZE)
         self.drop2 = Dropout(config.DROP_RATE, output_part(self.fc2))
 
     def forward(self, x: Tensor, samples: Tensor | None) -> Tensor:
-        return self.drop2(self.fc2(self.drop1(F.gelu(self.fc1(x)), samples)), samples)
+        return self.drop2(self.fc2(self.drop1(self.fc1(x), samples)), samples)
 
 
 class Block(nn.Module):

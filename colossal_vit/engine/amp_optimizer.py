@@ -1,9 +1,9 @@
 """The optimizer with loss scaling, clipping by the global norm and fp32 master weights, as the precision requires.
 
 It follows the protocol of Colossal-AI's `Engine.step`: `clip_grad_by_norm(max_norm)` on the accumulated gradients, then
-`step()`. In between the engine reads the norm, the one host-device synchronisation in a step. Upstream's wrappers
-override a method that its engine no longer calls, so upstream clips scaled gradients, by a norm local to each rank, and
-those of its newer API unscale by the scale of the next step.
+`step()`. In between the engine reads the norm, the one host-device synchronisation in a step, while the device works on
+what `queue_step()` has queued. Upstream's wrappers override a method that its engine no longer calls, so upstream clips
+scaled gradients, by a norm local to each rank, and those of its newer API unscale by the scale of the next step.
 """
 
 import math
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from colossal_vit.engine.lamb import Lamb
 from colossal_vit.parallel.sharding import global_norm
 from colossalai.interface import OptimizerWrapper
 from colossalai.legacy.context import ParallelMode
@@ -83,6 +84,7 @@ class AMPOptimizer(OptimizerWrapper):
     def __init__(self, optim: Optimizer, scale: LossScale | None = None, master_weights: bool = False):
         super().__init__(optim)
         self.scale, self.skipped, self.norm_group = scale, False, ParallelMode.MODEL
+        self._is_queued = False
         self.working_to_master_map: dict[Tensor, Tensor] = {}
         for group in optim.param_groups if master_weights else ():
             group["params"] = [self._master(p) if p.dtype.itemsize < 4 else p for p in group["params"]]
@@ -137,14 +139,30 @@ class AMPOptimizer(OptimizerWrapper):
             torch._foreach_mul_(grads, factor)
         return self.grad_norm
 
+    def queue_step(self) -> None:
+        """Have the device update the weights if it finds the norm finite; the host need not know it yet.
+
+        This takes an optimizer that leaves everything unchanged where its `found_inf` is 1, as torch's fused ones do.
+        Of another one, `step` updates the weights.
+        """
+        if getattr(self.optim, "_step_supports_amp_scaling", False):  # torch's GradScaler asks so, too
+            self.optim.found_inf = (~self.grad_norm.isfinite()).float()
+            self._update_weights()
+            self.optim.found_inf, self._is_queued = None, True
+
     @torch.no_grad()
+    def _update_weights(self) -> None:
+        self.optim.step()
+        if self.working_to_master_map:
+            torch._foreach_copy_(list(self.working_to_master_map), list(self.working_to_master_map.values()))
+
     def step(self, *args, **kwargs) -> None:
         """Update the weights, or after an overflow leave them; the norm is global, so all ranks agree on it."""
         self.skipped = self.scale is not None and not math.isfinite(self.grad_norm)
         if self.scale:
             self.scale.update(self.skipped)
-        if self.skipped:
-            return
-        self.optim.step(*args, **kwargs)
-        if self.working_to_master_map:
-            torch._foreach_copy_(list(self.working_to_master_map), list(self.working_to_master_map.values()))
+        if not self._is_queued and not self.skipped:
+            self._update_weights()
+        elif self._is_queued and self.skipped and isinstance(self.optim, Lamb):
+            self.optim.uncount_step()
+        self._is_queued = False

@@ -32,12 +32,27 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
 
-def to_host(scalars: list[Tensor]) -> list[float]:
-    """The values of scalar tensors on one device, in one copy to the host.
+class Scalars:
+    """Scalar tensors on one device, for the host to read while the device goes on with what is queued after them.
 
-    A training step waits for the device here only: a GPU's queue runs empty while the host waits for a value.
+    A training step waits for the device in `read` only: a GPU's queue may run empty while the host waits.
+
+    Args:
+        tensors: of any floating-point types.
     """
-    return [value.item() for value in torch.stack([scalar.double() for scalar in scalars]).cpu().unbind()]
+
+    def __init__(self, tensors: list[Tensor]):
+        self.values = torch.stack([tensor.double() for tensor in tensors])
+        self.ready = torch.cuda.current_stream().record_event() if self.values.is_cuda else None
+
+    def read(self) -> list[float]:
+        """Their values, in one copy."""
+        if self.ready is None:
+            return [value.item() for value in self.values.cpu().unbind()]
+        other = torch.cuda.Stream()  # the current one has more to do
+        other.wait_event(self.ready)
+        with torch.cuda.stream(other):
+            return [value.item() for value in self.values.cpu().unbind()]
 
 
 class Engine(ColossalEngine):
@@ -176,7 +191,9 @@ class Engine(ColossalEngine):
                 dist.all_reduce(loss, group=gpc.get_group(ParallelMode.DATA))
             known.append(loss / replicas)
         self._losses.clear()
-        self.grad_norm, *losses = to_host(known)
+        scalars = Scalars(known)
+        self.optimizer.queue_step()
+        self.grad_norm, *losses = scalars.read()
         self.optimizer.grad_norm, self.loss = self.grad_norm, losses[0] if losses else None
         scale = self.optimizer.loss_scale
         if not math.isfinite(self.grad_norm) and (scale is None or scale <= 1):

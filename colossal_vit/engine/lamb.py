@@ -30,9 +30,14 @@ class _Batch(NamedTuple):
 
 
 def _add_adam_direction(
-    sums: list[Tensor], gradients: list[Tensor], m: list[Tensor], v: list[Tensor], options: dict[str, Any]
+    sums: list[Tensor],
+    gradients: list[Tensor],
+    m: list[Tensor],
+    v: list[Tensor],
+    options: dict[str, Any],
+    found_inf: Tensor | None,
 ) -> None:
-    """Update the moments m and v from the gradients, and add m / (√v + eps) to `sums`.
+    """Update the moments m and v from the gradients, and add m / (√v + eps) to `sums`; nothing if `found_inf` is 1.
 
     Adam's fused kernel does so to its "parameters" with a learning rate of -1, and a step count so large that bias
     correction has no effect: one pass through memory where foreach needs seven. It assumes that all tensors have the
@@ -41,7 +46,7 @@ def _add_adam_direction(
     beta1, beta2 = options["betas"]
     step = [torch.full((), 1e18, device=sums[0].device)] * len(sums)
     rule = dict(lr=-1.0, beta1=beta1, beta2=beta2, weight_decay=0.0, eps=options["eps"], amsgrad=False, maximize=False)
-    torch._fused_adam_(sums, gradients, m, v, [], step, **rule)
+    torch._fused_adam_(sums, gradients, m, v, [], step, **rule, found_inf=found_inf)
 
 
 class Lamb(Optimizer):
@@ -58,6 +63,7 @@ class Lamb(Optimizer):
 
     - under tensor parallelism the norms are those of full parameters, at the cost of one small all-reduce per step;
     - a step never synchronises host and device;
+    - if the attribute `found_inf` is a tensor, and 1 on the device, a step only counts, see `uncount_step`;
     - `adam` can be set per parameter group;
     - half-precision parameters have fp32 moments: in bf16, 0.999 v rounds to v.
 
@@ -74,6 +80,9 @@ class Lamb(Optimizer):
     Raises:
         ValueError: if an option is out of range.
     """
+
+    found_inf: Tensor | None = None
+    _step_supports_amp_scaling = True  # torch's name for this of its fused optimizers
 
     def __init__(
         self,
@@ -125,13 +134,17 @@ class Lamb(Optimizer):
             lr, (beta1, beta2) = options["lr"], options["betas"]
             if options["bias_correction"]:
                 lr = lr * math.sqrt(1 - beta2**step) / (1 - beta1**step)
-            if options["adam"]:
-                torch._foreach_add_(parameters, update, alpha=-lr)
-            else:
-                w, u = norms.unbind(1)
-                ratios = (w / u).masked_fill((w == 0) | (u == 0), 1.0)
-                torch._foreach_addcmul_(parameters, update, (-lr * ratios).unbind())
+            w, u = norms.unbind(1)
+            ratios = torch.ones_like(w) if options["adam"] else (w / u).masked_fill((w == 0) | (u == 0), 1.0)
+            if self.found_inf is not None:
+                ratios = ratios * (1 - self.found_inf)
+            torch._foreach_addcmul_(parameters, update, (-lr * ratios).unbind())
         return loss
+
+    def uncount_step(self) -> None:
+        """Take back the count of the last step, which has changed nothing since `found_inf` was 1."""
+        for state in self.state.values():
+            state["step"] -= 1
 
     def _parameters(self) -> Iterator[Tensor]:
         return chain.from_iterable(group["params"] for group in self.param_groups)
@@ -171,7 +184,11 @@ class Lamb(Optimizer):
         updates = torch._foreach_mul(weights, options["weight_decay"])
         gradients = [at_least_fp32(p.grad).contiguous() for p in parameters]
         _add_adam_direction(
-            updates, gradients, *([self.state[p][key] for p in parameters] for key in _MOMENTS), options
+            updates,
+            gradients,
+            *([self.state[p][key] for p in parameters] for key in _MOMENTS),
+            options,
+            self.found_inf,
         )
         norms = torch._foreach_norm([*chain.from_iterable(zip(weights, updates, strict=True))])
         return updates, torch.stack(norms).view(-1, 2)

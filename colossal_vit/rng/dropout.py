@@ -6,9 +6,10 @@ the layer's name, see `philox.py`. It is computed again in the backward pass: no
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from colossal_vit.rng import philox
 from torch import Tensor, nn
 from torch.library import custom_op
@@ -49,7 +50,15 @@ def current_samples() -> Tensor | None:
 
 
 @custom_op("colossal_vit::drop", mutates_args=())
-def drop(x: Tensor, samples: Tensor, key: Tensor, first: int, channels: int) -> Tensor:
+def drop(
+    x: Tensor,
+    samples: Tensor,
+    key: Tensor,
+    first: int,
+    channels: int,
+    gelu: bool = False,
+    grad: Tensor | None = None,
+) -> Tensor:
     """Set elements to 0 and scale the others up, so that the mean stays.
 
     Args:
@@ -57,6 +66,8 @@ def drop(x: Tensor, samples: Tensor, key: Tensor, first: int, channels: int) -> 
         samples: (B, 2), see `batch_of`.
         key: a layer's seed, `word` and threshold, int64.
         first, channels: the first channel of x, and the full model's number of channels.
+        gelu: of GELU(x) instead of x.
+        grad: with `gelu`, the gradient of the result, like x; the gradient of x is then computed.
 
     Returns:
         Of the shape and type of x.
@@ -64,16 +75,18 @@ def drop(x: Tensor, samples: Tensor, key: Tensor, first: int, channels: int) -> 
     if x.is_cuda:
         from colossal_vit.rng import kernels  # here, since a CPU needs no Triton
 
-        return kernels.launch(x, samples, key, first, channels)
+        return kernels.launch(x, samples, key, first, channels, gelu, grad)
     seed, layer, threshold = key.tolist()
     tokens = x[0, ..., 0].numel()
     mask = philox.kept(seed, layer, threshold, samples.numpy(), tokens, channels, slice(first, first + x.shape[-1]))
     kept = torch.from_numpy(mask).view(torch.uint8).reshape(x.shape)
-    return kept.to(x.dtype).mul_(x).mul_(philox.ONE / (philox.ONE - threshold))
+    values = x if not gelu else F.gelu(x) if grad is None else grad
+    values = kept.to(x.dtype).mul_(values).mul_(philox.ONE / (philox.ONE - threshold))
+    return values if grad is None else torch.ops.aten.gelu_backward(values, x)
 
 
 @drop.register_fake
-def _(x: Tensor, samples: Tensor, key: Tensor, first: int, channels: int) -> Tensor:
+def _(x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x)
 
 
@@ -81,14 +94,20 @@ class _Drop(torch.autograd.Function):
     """`drop` with its gradient. (What `drop.register_autograd` makes takes 0.15 ms more of the host's time.)"""
 
     @staticmethod
-    def forward(ctx, x: Tensor, samples: Tensor, key: Tensor, first: int, channels: int) -> Tensor:
-        ctx.save_for_backward(samples, key)
+    def forward(ctx, x: Tensor, samples: Tensor, key: Tensor, first: int, channels: int, gelu: bool) -> Tensor:
+        ctx.save_for_backward(samples, key, x if gelu else None)
         ctx.channels = first, channels
-        return drop(x, samples, key, first, channels)
+        return drop(x, samples, key, first, channels, gelu)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return drop(grad.contiguous(), *ctx.saved_tensors, *ctx.channels), None, None, None, None
+        samples, key, x = ctx.saved_tensors
+        grad = grad.contiguous()
+        if x is None:
+            grad = drop(grad, samples, key, *ctx.channels)
+        else:
+            grad = drop(x, samples, key, *ctx.channels, True, grad)
+        return grad, None, None, None, None, None
 
 
 class Dropout(nn.Module):
@@ -97,15 +116,16 @@ class Dropout(nn.Module):
     Args:
         rate: the probability that an element is dropped, rounded to 2^-16.
         part: this rank's part of the activations.
+        gelu: of their GELU, which a GPU computes in the same kernel.
 
     Attributes:
         part: this rank's part of the random numbers.
         output_part: `part` as given.
     """
 
-    def __init__(self, rate: float, part: ActivationPart = WHOLE):
+    def __init__(self, rate: float, part: ActivationPart = WHOLE, gelu: bool = False):
         super().__init__()
-        self.rate, self.part, self.output_part = rate, part, part
+        self.rate, self.part, self.output_part, self.gelu = rate, part, part, gelu
         self.is_off = rate == 0.0  # compiled code depends on this, and so blocks of other rates share it
         self.key: Tensor | None = None  # see `drop`; not a buffer, since DDP would send it in each forward pass
 
@@ -117,12 +137,12 @@ class Dropout(nn.Module):
     def forward(self, x: Tensor, samples: Tensor | None = None) -> Tensor:
         """Drop elements of x; `samples` are those of the whole batch, by default `current_samples`."""
         if not self.training or self.is_off:
-            return x
+            return F.gelu(x) if self.gelu else x
         if samples is None and (samples := current_samples()) is None:
             raise RuntimeError("the forward pass of a model with dropout needs `with batch_of(samples):` in training")
         own = samples.unflatten(0, (self.part.rows, -1))[self.part.row]
-        width = x.shape[-1]
-        return _Drop.apply(x.contiguous(), own, self.key, self.part.column * width, self.part.columns * width)
+        width, part = x.shape[-1], self.part
+        return _Drop.apply(x.contiguous(), own, self.key, part.column * width, part.columns * width, self.gelu)
 
     def extra_repr(self) -> str:
         return f"{self.rate}"
