@@ -79,9 +79,10 @@ def drop(
     seed, layer, threshold = key.tolist()
     tokens = x[0, ..., 0].numel()
     mask = philox.kept(seed, layer, threshold, samples.numpy(), tokens, channels, slice(first, first + x.shape[-1]))
-    kept = torch.from_numpy(mask).view(torch.uint8).reshape(x.shape)
+    kept = torch.from_numpy(mask).view(torch.uint8).reshape(x.shape).to(x.dtype)
     values = x if not gelu else F.gelu(x) if grad is None else grad
-    values = kept.to(x.dtype).mul_(values).mul_(philox.ONE / (philox.ONE - threshold))
+    nothing = torch.tensor(-0.0, dtype=x.dtype)  # with which the sum of a zero keeps its sign
+    values = torch.addcmul(nothing, values, kept, value=philox.ONE / (philox.ONE - threshold), out=kept)
     return values if grad is None else torch.ops.aten.gelu_backward(values, x)
 
 
