@@ -67,9 +67,9 @@ COMPILED = ("compile-data", "compile-pipeline", "compile-1d")
 CHECKS = {
     "environment": Check("driver, GPUs and versions", ["-m", "torch.utils.collect_env"], 2),
     "tests": Check(
-        "losses as on the CPU in every mode of precision; in float64, layouts tensor by tensor; resumes to the bit; "
-        "CUDA allocates what a dry run says, to 10 %; one wait for the device per step",
-        tests("losses or tensor_by_tensor or resumes_to or memory or waits", WORKERS),
+        "losses as on the CPU in every mode of precision, dropout by element; in float64, layouts tensor by tensor; "
+        "resumes to the bit; CUDA allocates what a dry run says, to 10 %; one wait for the device per step",
+        tests("losses or dropout or tensor_by_tensor or resumes_to or memory or waits", WORKERS),
         15,
     ),
     "dali": Check("DALI decodes and trains on the GPU", tests("dali", WORKERS), 6, package="nvidia.dali"),

@@ -141,6 +141,18 @@ def test_losses_are_those_of_the_cpu(amp, dtype, compiled, fp32, start, on_gpu, 
         assert [r["loss"] for r in steps] != [r["loss"] for r in expected], "the mode must be in effect"
 
 
+def test_dropout_is_that_of_the_cpu():
+    """Masks to the bit, signs of zeros and what becomes of infinite values included; GELU is rounded otherwise.
+
+    Without a GPU, Triton interprets the kernel.
+    """
+    variables = {"PYTHONPATH": PYTHONPATH, **({"TRITON_INTERPRET": "1"} if REHEARSAL else {})}
+    command = [sys.executable, "drop_alike.py", "cpu" if REHEARSAL else "cuda"]
+    code, said = launchers.run(command, cwd=ROOT / "tests", gpus=True, **variables)
+    assert code == 0, said
+    assert "the same\n" in said
+
+
 @pytest.mark.parametrize(
     ("script", "values"),
     [(training.CALTECH101, {}), (training.IMAGENET, {"SYNTHETIC": True, "gradient_accumulation": 2})],
