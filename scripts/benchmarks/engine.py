@@ -28,7 +28,7 @@ SMALL = ["IMG_SIZE=32", "PATCH_SIZE=8", "HIDDEN_SIZE=32", "DEPTH=1", "NUM_HEADS=
 
 
 class Steps:
-    """A process of engine_steps.py, which ends with this one.
+    """A process of engine_steps.py, which ends with this object: those of all cases would not fit in memory.
 
     Attributes:
         loss: of its first step.
@@ -43,6 +43,9 @@ class Steps:
         if not line:
             sys.exit(f"{which} in {checkout} does not start, see above")
         self.loss = float(line)
+
+    def __del__(self):
+        self.process.communicate()  # at the end of its input it ends
 
     def measure(self, steps: int, number: int) -> Values:
         print(steps, file=self.process.stdin, flush=True)
