@@ -33,7 +33,7 @@ from torch.profiler import record_function
 
 
 class Scalars:
-    """Scalar tensors on one device, for the host to read while the device goes on with what is queued after them.
+    """Scalar tensors on one device, for the host to read while the device continues with what was queued later.
 
     A training step waits for the device in `read` only: a GPU's queue may run empty while the host waits.
 
