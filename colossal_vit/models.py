@@ -67,7 +67,8 @@ def set_dropout(model: nn.Module, config: Config) -> None:
             if name.startswith("drop_path"):  # one in blocks of parallel parts, two in others
                 setattr(parent, name, DropPath(path_rate))
             elif isinstance(module, nn.Dropout) and module.p:
-                gelu = isinstance(parent, Mlp) and name == "drop1" and f"{parent.act}" == "GELU(approximate='none')"
+                act = parent.act if isinstance(parent, Mlp) and name == "drop1" else None
+                gelu = isinstance(act, nn.GELU) and act.approximate == "none"
                 if gelu:  # computed with the dropout, in one kernel
                     parent.act = nn.Identity()
                 setattr(parent, name, Dropout(module.p, gelu=gelu))

@@ -12,7 +12,7 @@ Differences from upstream 0.5.0:
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -47,11 +47,12 @@ class Scalars:
 
     def read(self) -> list[float]:
         """Their values, in one copy."""
-        if self.ready is None:
-            return [value.item() for value in self.values.cpu().unbind()]
-        other = torch.cuda.Stream()  # the current one has more to do
-        other.wait_event(self.ready)
-        with torch.cuda.stream(other):
+        stream: AbstractContextManager = nullcontext()
+        if self.ready is not None:
+            other = torch.cuda.Stream()  # the current one has more to do
+            other.wait_event(self.ready)
+            stream = torch.cuda.stream(other)
+        with stream:
             return [value.item() for value in self.values.cpu().unbind()]
 
 
