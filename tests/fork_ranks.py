@@ -52,9 +52,9 @@ class Result:
 
 
 def free_port() -> int:
-    """A port that nothing listens on, below those from which Linux takes one for each outgoing connection."""
+    """A port that nothing listens on, and below those that SLURM jobs and outgoing connections get theirs from."""
     while True:
-        port = random.SystemRandom().randrange(15_000, 32_000)
+        port = random.SystemRandom().randrange(10_000, 20_000)
         with socket.socket() as sock, contextlib.suppress(OSError):
             sock.bind(("localhost", port))
             return port

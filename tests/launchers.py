@@ -126,6 +126,8 @@ class Slurm:
         need(["slurm-wlm", "munge"], "srun", "sbatch", "slurmctld", "slurmd", "munged")
         folder.chmod(0o755)
         name = socket.gethostname().split(".")[0]
+        # A job's port follows from its number: each test process numbers its jobs from elsewhere.
+        first_job = 500 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 20) + random.randrange(1, 400)
         munge, ports = folder / "munge.socket", (fork_ranks.free_port(), fork_ranks.free_port())
         (folder / "munge.key").write_bytes(os.urandom(128))
         (folder / "munge.key").chmod(0o400)
@@ -137,7 +139,7 @@ class Slurm:
             SlurmctldHost={name}(127.0.0.1)
             SlurmctldPort={ports[0]}
             SlurmdPort={ports[1]}
-            FirstJobId={random.randrange(1, 10_000)}  # ports follow from it, and another cluster may be on this machine
+            FirstJobId={first_job}
             SlurmUser=root
             SlurmdUser=root
             AuthType=auth/munge
