@@ -3,6 +3,8 @@
 import argparse
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -60,6 +62,15 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (--help lists the flags)")
+
+
+@contextmanager
+def blame(path: Path) -> Iterator[None]:
+    """Turn an `OSError` into a `UserError`, about `path` if the error names no file."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{error.filename or path}: {error.strerror or error}") from None
 
 
 def in_one_line(text: str) -> str:

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from colossal_vit.errors import UserError
+from colossal_vit.errors import UserError, blame
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
@@ -87,8 +87,6 @@ def read(path: Path, model: type[T]) -> T:
     Raises:
         UserError: also if the file cannot be read.
     """
-    try:
+    with blame(path):
         text = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}") from None
     return parse(text, model, path)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from colossal_vit import config as configs
 from colossal_vit.config.settings import CALTECH101
-from colossal_vit.data import caltech101, image_files, image_folder
+from colossal_vit.data import caltech101, class_images, image_files, image_folder
 from colossal_vit.data.digits import write_caltech101
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.errors import UserError
@@ -113,7 +113,7 @@ def test_an_image_of_any_kind_is_the_same_in_all_scripts(tmp_path, mode, ending,
     path.parent.mkdir(parents=True)
     options = {"webp": dict(lossless=True, exact=True), "jpg": dict(quality=100)}.get(ending, {})
     changed.save(path, **(options | dict(exif=exif) if turned else options))
-    pixels = image_folder.decode(caltech101.find_images(tmp_path), 24, 0).astype(int)
+    pixels = class_images.decode(caltech101.find_images(tmp_path), 24, 0).astype(int)
     expected = np.rot90(expected, turns if turned else 0)
     assert abs(pixels - expected[..., None]).max() <= 3
     if ending in ("jpg", "png"):
@@ -127,7 +127,7 @@ def test_pixels_without_a_known_white_are_refused(few, mode, ending):
     Image.new(mode, (20, 20)).save(path)
     images = caltech101.find_images(few)
     with pytest.raises(UserError, match=f"{path}: cannot be decoded: which grey is white is not known; save it with"):
-        image_folder.decode(images, 16, images.paths.index(f"0/a.{ending}"))
+        class_images.decode(images, 16, images.paths.index(f"0/a.{ending}"))
 
 
 def test_no_other_program_decodes_an_image(few, monkeypatch):
@@ -137,7 +137,7 @@ def test_no_other_program_decodes_an_image(few, monkeypatch):
     with Image.open(path) as image:
         assert image.format == "EPS"
     with pytest.raises(UserError, match=f"{path}: cannot be decoded: cannot identify image file"):
-        image_folder.decode(caltech101.find_images(few), 16, 0)
+        class_images.decode(caltech101.find_images(few), 16, 0)
 
 
 def test_class_without_images_is_refused_by_name(few):
@@ -154,23 +154,23 @@ def test_links_to_images_and_to_classes_are_followed(few):
     (root / "0" / "link.jpg").symlink_to(few / "elsewhere" / "image_0001.jpg")
     images = caltech101.find_images(few)
     assert np.bincount(images.labels).tolist() == [6, 5, 5]
-    assert np.array_equal(image_folder.decode(images, 16, 5), image_folder.decode(images, 16, 11))
+    assert np.array_equal(class_images.decode(images, 16, 5), class_images.decode(images, 16, 11))
 
 
 def of_sizes(*sizes):
     """Images, of which only names and labels are known; class a has `sizes[0]`."""
     labels = np.repeat(np.arange(len(sizes)), sizes)
-    return image_folder.Images(Path("root"), Path("root"), list("abc"[: len(sizes)]), [], [], [], labels, "")
+    return class_images.Images(Path("root"), Path("root"), list("abc"[: len(sizes)]), [], [], [], labels, "")
 
 
 @pytest.mark.parametrize(("per_class", "expected"), [(None, [8, 40]), (30, [30, 30])])
 def test_split_is_stratified_and_always_the_same(per_class, expected):
     images = of_sizes(10, 50) if per_class is None else of_sizes(31, 60)
     labels = images.labels
-    train, test = image_folder.split(images, per_class)
+    train, test = class_images.split(images, per_class)
     assert np.bincount(labels[train]).tolist() == expected
     assert sorted([*train.tolist(), *test.tolist()]) == list(range(len(labels)))
-    assert all(torch.equal(a, b) for a, b in zip(image_folder.split(images, per_class), (train, test), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(class_images.split(images, per_class), (train, test), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -183,13 +183,13 @@ def test_split_is_stratified_and_always_the_same(per_class, expected):
 )
 def test_classes_that_are_too_small_to_split_are_named_with_a_remedy(sizes, per_class, words):
     with pytest.raises(UserError, match=f"^{words}"):
-        image_folder.split(of_sizes(*sizes), per_class)
+        class_images.split(of_sizes(*sizes), per_class)
 
 
 def test_cache_has_what_pillow_decodes_and_is_made_anew_when_it_is_damaged_or_a_file_changes(few, capsys):
     images, log = caltech101.find_images(few), RankLogger()
-    image_folder.fill_cache(images, 48, log)
-    folder = image_folder.cache_folder(images, 48)
+    class_images.fill_cache(images, 48, log)
+    folder = class_images.cache_folder(images, 48)
     pixels = np.load(folder / "images.npy")
     assert pixels.shape == (15, 48, 48, 3)
     for number in (0, 14):
@@ -197,29 +197,29 @@ def test_cache_has_what_pillow_decodes_and_is_made_anew_when_it_is_damaged_or_a_
             expected = image.convert("RGB").resize((48, 48), Image.Resampling.BILINEAR)
         assert np.array_equal(pixels[number], np.asarray(expected))
     capsys.readouterr()
-    image_folder.fill_cache(images, 48, log)
+    class_images.fill_cache(images, 48, log)
     assert capsys.readouterr().out == "", "once is enough"
     os.truncate(folder / "images.npy", pixels.size // 2)
-    image_folder.fill_cache(images, 48, log)
+    class_images.fill_cache(images, 48, log)
     assert np.array_equal(np.load(folder / "images.npy"), pixels)
     os.utime(images.root / images.paths[3], ns=(1, 1))
     images = caltech101.find_images(few)
-    image_folder.fill_cache(images, 48, log)
-    assert image_folder.cache_folder(images, 48).is_dir()
+    class_images.fill_cache(images, 48, log)
+    assert class_images.cache_folder(images, 48).is_dir()
     assert not folder.exists(), "what nobody will read any more goes"
-    assert image_folder.cache_folder(images, 32) != image_folder.cache_folder(images, 48)
+    assert class_images.cache_folder(images, 32) != class_images.cache_folder(images, 48)
 
 
 def test_cache_on_a_full_disk_is_said_and_leaves_nothing(few, small_disk, capsys):
     shutil.copytree(few / "caltech101", small_disk.path / "caltech101")
     images, log = caltech101.find_images(small_disk.path), RankLogger()
-    assert not image_folder.fill_cache(images, 512, log)  # 12 MB
+    assert not class_images.fill_cache(images, 512, log)  # 12 MB
     said = capsys.readouterr().out
     assert said.endswith("cannot be written: No space left on device; images are decoded for each batch\n")
     assert [entry.name for entry in (small_disk.path / "caltech101").iterdir()] == ["101_ObjectCategories"]
     small_disk.resize("32m")
-    assert image_folder.fill_cache(images, 512, log)
-    assert len(image_folder.open_cache(image_folder.cache_folder(images, 512))) == 15
+    assert class_images.fill_cache(images, 512, log)
+    assert len(class_images.open_cache(class_images.cache_folder(images, 512))) == 15
 
 
 def test_jpegs_whose_missing_pixels_become_grey_are_said(few, capsys):
@@ -227,7 +227,7 @@ def test_jpegs_whose_missing_pixels_become_grey_are_said(few, capsys):
     path = few / caltech101.FOLDER / "1" / "image_0002.jpg"
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) * 3 // 4] + b"\xff\xd9")
-    image_folder.fill_cache(caltech101.find_images(few), 16, RankLogger())
+    class_images.fill_cache(caltech101.find_images(few), 16, RankLogger())
     _, line = capsys.readouterr().out.splitlines()
     assert (
         f"1 images are damaged, and grey where pixels are missing; the first is {path}: Corrupt JPEG data: pre" in line
@@ -240,7 +240,7 @@ def test_a_wide_image_is_cut_in_the_middle(tmp_path):
     wide = np.zeros((20, 60), np.uint8)
     wide[:, 20:40] = 255
     Image.fromarray(wide).save(part / "1.jpg", quality=100)
-    pixels = image_folder.decode(caltech101.find_images(tmp_path), 20, 0)
+    pixels = class_images.decode(caltech101.find_images(tmp_path), 20, 0)
     assert pixels.shape == (20, 20, 3)
     assert pixels[:, 2:-2].min() > 240
 

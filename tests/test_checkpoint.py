@@ -24,7 +24,7 @@ import torch
 from colossal_vit import typed_json
 from colossal_vit.checkpoint import __main__, storage
 from colossal_vit.checkpoint.contents import UNTRAINED, Manifest, State
-from colossal_vit.data import cifar10, image_folder
+from colossal_vit.data import cifar10, class_images
 from colossal_vit.errors import UserError
 from colossal_vit.hooks import checkpoint as checkpoint_hook
 from colossal_vit.hooks.metrics import MetricsHook
@@ -504,7 +504,7 @@ def test_a_pickle_does_not_run_in_a_checkpoint_nor_in_a_data_set(tmp_path):
     with open(tmp_path / "images.npy", "wb") as file:
         np.lib.format.write_array_header_1_0(file, header)
         file.write(payload)
-    assert image_folder.open_cache(tmp_path) is None
+    assert class_images.open_cache(tmp_path) is None
 
     assert not (tmp_path / "it ran").exists()
     pickle.loads(payload)

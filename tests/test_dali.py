@@ -18,11 +18,12 @@ from colossal_vit import config as configs
 from colossal_vit.config.settings import IMAGENET
 from colossal_vit.data import dali_augmentation as augmentation
 from colossal_vit.data import imagenet as loaders
-from colossal_vit.data import packing as tfrecords
-from colossal_vit.data import tfrecord
+from colossal_vit.data import packing, tfrecord
 from colossal_vit.data.augment import erase
 from colossal_vit.data.batches import IGNORED
 from colossal_vit.data.digits import write_imagenet
+from colossal_vit.data.records import Records, filtered_index, find_records, leave_out, list_records
+from colossal_vit.data.shards import NUM_SHARDS, find_shards, index_path, parse_index
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.ranks import RankLogger
 from colossal_vit.rng import philox
@@ -54,9 +55,9 @@ def sample(tmp_path_factory):
 def numbered(sample, tmp_path_factory):
     """The same, but the labels of a split count its records, so that a batch tells which ones it has."""
     root = tmp_path_factory.mktemp("numbered")
-    for split in tfrecords.NUM_SHARDS:
+    for split in NUM_SHARDS:
         number = 0
-        for shard in tfrecords.find_shards(sample, split):
+        for shard in find_shards(sample, split):
             path = root / split / shard.name
             path.parent.mkdir(exist_ok=True)
             records = []
@@ -64,7 +65,7 @@ def numbered(sample, tmp_path_factory):
                 number += 1
                 records.append(tfrecord.encode_record(image, number))
             path.write_bytes(b"".join(records))
-            tfrecords.index_shard(path, tfrecords.index_path(root, split, path.name))
+            packing.index_shard(path, index_path(root, split, path.name))
     return root
 
 
@@ -77,11 +78,11 @@ def copied(sample, tmp_path):
 def build(source, output, *num_shards):
     shards = zip(("--train-shards", "--validation-shards"), map(str, num_shards), strict=True)
     options = [part for pair in shards for part in pair]
-    tfrecords.build(tfrecords.parse([str(source), str(output), "--workers", "1", *options]))
+    packing.build(packing.parse([str(source), str(output), "--workers", "1", *options]))
 
 
 def lines(shard, data=None):
-    return tfrecords.parse_index(tfrecords.index_path(data or shard.parents[1], shard.parent.name, shard.name))
+    return parse_index(index_path(data or shard.parents[1], shard.parent.name, shard.name))
 
 
 def examples(shard):
@@ -98,7 +99,7 @@ def config_of(**values):
 
 
 def loader(data, split="train", records=None, rank=None, num_ranks=None, with_images=None, **values):
-    records, place = records or loaders.find_records(data, split), dict(rank=rank, num_ranks=num_ranks)
+    records, place = records or find_records(data, split), dict(rank=rank, num_ranks=num_ranks)
     cpu = torch.device("cpu")
     return loaders.DaliLoader(records, split == "train", config_of(**values), cpu, with_images=with_images, **place)
 
@@ -135,10 +136,10 @@ def test_evaluation_counts_each_image_once(numbered, num_ranks):
 @pytest.mark.parametrize("num_images", [31, 33, 65])
 @in_fork
 def test_ranks_with_unequal_parts_make_the_same_number_of_batches(numbered, num_images, tmp_path):
-    records = loaders.find_records(numbered, "validation")
+    records = find_records(numbered, "validation")
     index = tmp_path / "index"
     index.write_text("".join(records.indices[0].read_text().splitlines(keepends=True)[:num_images]))
-    few = loaders.list_records(records.shards[:1], [index], whole=False)
+    few = list_records(records.shards[:1], [index], whole=False)
     parts = [list(loader(None, "validation", few, BATCH_SIZE=8, rank=rank, num_ranks=2)) for rank in range(2)]
     assert len(parts[0]) == len(parts[1]) == -(-num_images // 16)
     seen = [label for part in parts for label in labels_of(part) if label != IGNORED]
@@ -158,8 +159,8 @@ def test_evaluation_takes_the_centre_and_keeps_the_aspect(crop, shorter, longer,
         contents.append(encoded.getvalue())
     shard, index = tmp_path / "shard", tmp_path / "index"
     shard.write_bytes(b"".join(tfrecord.encode_record(content, 7) for content in contents))
-    tfrecords.index_shard(shard, index)
-    records = loaders.list_records([shard], [index], whole=True)
+    packing.index_shard(shard, index)
+    records = list_records([shard], [index], whole=True)
     ((images, labels),) = loader(None, "validation", records, BATCH_SIZE=2, **crop)
     assert labels.tolist() == [6, 6]
     for image, content in zip(images, contents, strict=True):
@@ -225,7 +226,7 @@ def test_a_global_batch_is_the_same_on_any_number_of_ranks_after_any_resume(numb
 @in_fork
 def test_an_epoch_has_each_record_once_in_windows_of_shards(numbered):
     """Of every two shards, all images come before those of the next two."""
-    records = loaders.find_records(numbered, "train")
+    records = find_records(numbered, "train")
     stream = loader(numbered, BATCH_SIZE=1, with_images=False, dali=dict(window=2))
     ends = np.cumsum(records.counts)
     for _ in range(2):
@@ -243,7 +244,7 @@ def test_an_epoch_has_each_record_once_in_windows_of_shards(numbered):
 @in_fork
 def test_labels_belong_to_their_images(numbered):
     """The image of a record, cropped by nothing and not mirrored, is the one that PIL reads from it."""
-    contents = [image for shard in tfrecords.find_shards(numbered, "train") for image, _ in examples(shard)]
+    contents = [image for shard in find_shards(numbered, "train") for image, _ in examples(shard)]
     images, labels = next(iter(loader(numbered, IMG_SIZE=64, CROP_AREA=(1.0, 1.0), FLIP=False)))
     close = 0
     for image, label in zip(images, labels.tolist(), strict=True):
@@ -430,7 +431,7 @@ def test_a_graph_with_conditionals_runs_python_functions_as_written(numbered, mo
 
 
 def index_of(data, number=1):
-    return tfrecords.index_path(data, "train", f"train-0000{number}-of-00004")
+    return index_path(data, "train", f"train-0000{number}-of-00004")
 
 
 def with_line(line, number=3):
@@ -477,7 +478,7 @@ WRONG = [  # what is done to the data, and what is said of it
 def test_wrong_files_are_refused(copied, change, words):
     change(copied)
     with pytest.raises(UserError, match=words.format(data=copied, index=index_of(copied))) as error:
-        loaders.find_records(copied, "train")
+        find_records(copied, "train")
     assert "\n" not in str(error.value)
 
 
@@ -488,10 +489,10 @@ def test_a_path_that_is_not_utf8_is_read(numbered, tmp_path):
 
 
 def test_a_run_in_the_folder_of_the_data_does_not_replace_its_index_files(sample):
-    splits = [loaders.find_records(sample, split) for split in tfrecords.NUM_SHARDS]
+    splits = [find_records(sample, split) for split in NUM_SHARDS]
     before = [index.read_bytes() for records in splits for index in records.indices]
     with pytest.raises(UserError, match=f"^--output {sample}: is the data's folder"):
-        loaders.leave_out(splits, sample, 10, 5, None)
+        leave_out(splits, sample, 10, 5, None)
     assert [index.read_bytes() for records in splits for index in records.indices] == before
 
 
@@ -507,7 +508,7 @@ def cut_last_image(shard, end_marker=b""):
     content, (offset, _) = shard.read_bytes(), lines(shard)[-1]
     image, label = list(examples(shard))[-1]
     shard.write_bytes(content[:offset] + tfrecord.encode_record(image[: len(image) // 2] + end_marker, label))
-    tfrecords.index_shard(shard, tfrecords.index_path(shard.parents[1], "train", shard.name))
+    packing.index_shard(shard, index_path(shard.parents[1], "train", shard.name))
     return offset
 
 
@@ -515,7 +516,7 @@ def cut_last_image(shard, end_marker=b""):
 @in_fork
 def test_a_bad_record_ends_training_with_its_place(copied, change):
     """A flipped bit, what looks like a JPEG but is none, and what is no Example."""
-    shard = tfrecords.find_shards(copied, "train")[3]
+    shard = find_shards(copied, "train")[3]
     with pytest.raises(UserError, match=f"{shard} at byte {change(shard)}: .*max_bad") as error:
         list(loader(copied, NUM_CLASSES=NUM_CLASSES, BATCH_SIZE=479))  # a third of them: none is left over
     assert "\n" not in str(error.value)
@@ -523,18 +524,18 @@ def test_a_bad_record_ends_training_with_its_place(copied, change):
 
 @in_fork
 def test_bad_records_are_left_out(copied, tmp_path, capfd):
-    shards = tfrecords.find_shards(copied, "train")
+    shards = find_shards(copied, "train")
     places = [(shards[0], damage(shards[0], 0)), (shards[3], cut_last_image(shards[3], end_marker=b"\xff\xd9"))]
-    splits = [loaders.find_records(copied, split) for split in tfrecords.NUM_SHARDS]
+    splits = [find_records(copied, split) for split in NUM_SHARDS]
     with pytest.raises(UserError, match=r"dali.max_bad = 1, but 2 records are bad; .*train-00000-of-00004 at byte 0: "):
-        loaders.leave_out(splits, tmp_path, NUM_CLASSES, 1, RankLogger())
-    loaders.leave_out(splits, tmp_path, NUM_CLASSES, 2, RankLogger())
+        leave_out(splits, tmp_path, NUM_CLASSES, 1, RankLogger())
+    leave_out(splits, tmp_path, NUM_CLASSES, 2, RankLogger())
     log = capfd.readouterr().out
     assert "2 bad records of 1797 are left out" in log
     for (shard, offset), reason in zip(places, ("the CRC", "cannot be decoded: Corrupt JPEG data"), strict=True):
         assert f"left out: {shard} at byte {offset}: {reason}" in log
-    indices = [loaders.filtered_index(tmp_path, index) for index in splits[0].indices]
-    kept = loaders.list_records(splits[0].shards, indices, whole=False)
+    indices = [filtered_index(tmp_path, index) for index in splits[0].indices]
+    kept = list_records(splits[0].shards, indices, whole=False)
     assert kept.num_images == 1435
     assert len(labels_of(loader(None, records=kept, NUM_CLASSES=NUM_CLASSES))) == 44 * 32
 
@@ -554,7 +555,7 @@ def run_of(data, output, **config):
 
 
 def test_a_run_gets_its_loaders_and_every_rank_its_mistakes(copied, tmp_path):
-    damage(tfrecords.find_shards(copied, "train")[0])
+    damage(find_shards(copied, "train")[0])
 
     def function():
         augment = dict(policy=None, n=1, m=5, color_jitter=0.3, erase=0.0)
@@ -608,7 +609,7 @@ def test_graphs_for_a_gpu_are_valid_and_work_on_images_there(name, monkeypatch):
     """The pipeline is not built, for which DALI needs a GPU; operators check their arguments and devices before."""
     train, options, expected = GRAPHS[name]
     monkeypatch.setattr(nvidia.dali.Pipeline, "build", nvidia.dali.Pipeline._build_graph)
-    records = loaders.Records([Path("shard")], [Path("index")], [np.zeros((100, 2), int)])
+    records = Records([Path("shard")], [Path("index")], [np.zeros((100, 2), int)])
     config = config_of(BATCH_SIZE=8, IMG_SIZE=32, **options)
     pipeline = loaders.DaliLoader(records, train, config, torch.device("cuda", 0))._build(iter(()))
     assert [output.device for output in pipeline._graph_outputs] == ["gpu"]

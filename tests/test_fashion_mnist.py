@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from colossal_vit.data import cifar10, fashion_mnist, packing
+from colossal_vit.data import cifar10, fashion_mnist, shards
 from colossal_vit.errors import UserError
 from PIL import Image
 
@@ -58,7 +58,7 @@ def test_all_formats_have_the_same_images_and_labels(source, tmp_path):
         for number, label in enumerate(labels.tolist()):
             (path,) = folder.glob(f"{label} */{number:05d}.png")
             assert (np.asarray(Image.open(path)) == pixels[number, 0].numpy()).all()
-    assert packing.class_names(root / "imagenet_tfrecords") == cifar10_names(root)
+    assert shards.class_names(root / "imagenet_tfrecords") == cifar10_names(root)
 
 
 def cifar10_names(root):

@@ -182,6 +182,25 @@ def test_step_skips_parameters_without_gradient():
     assert_same(steps(Lamb), steps(ColossalLamb), 1e-6)
 
 
+def test_a_step_with_an_overflow_is_not_counted():
+    """Nor is it taken off from the count of a parameter without gradient, which was not counted in it."""
+
+    def steps(overflow):
+        parameters = weights()
+        optimizer = Lamb(parameters, **OPTIONS, bias_correction=True)
+        for step in range(2):
+            give_gradients(parameters, step)
+            optimizer.step()
+            if overflow:
+                parameters[0].grad, optimizer.found_inf = None, torch.tensor(1.0)
+                optimizer.step()
+                optimizer.uncount_step()
+                optimizer.found_inf = None
+        return parameters
+
+    assert all(map(torch.equal, steps(True), steps(False)))
+
+
 def test_closure_and_refusals():
     p = torch.nn.Parameter(torch.ones(3))
     optimizer = Lamb([p])

@@ -21,9 +21,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from colossal_vit.data import decoding, image_files, image_folder, tfrecord
-from colossal_vit.data import packing as tfrecords
+from colossal_vit.data import class_images, decoding, image_files, packing, packing_source, tfrecord
 from colossal_vit.data.digits import digits, write_imagenet
+from colossal_vit.data.shards import class_names, name_faults
 from colossal_vit.parallel.ranks import RankLogger
 from nvidia.dali import fn, pipeline_def
 from nvidia.dali import tfrecord as dali_tfrecord
@@ -85,7 +85,7 @@ def built(small_built, tmp_path):
 
 
 def run(*arguments, shards=SHARDS):
-    return tfrecords.main([str(argument) for argument in (*arguments, *shards)])
+    return packing.main([str(argument) for argument in (*arguments, *shards)])
 
 
 def start(*arguments, code=None, shards=SHARDS, **kwargs):
@@ -387,8 +387,8 @@ def test_class_folders_without_a_split_are_split_as_in_training(raw, tmp_path, c
     Image.new("RGB", (9, 9), "red").save(folder / WNIDS[0] / "red.webp", lossless=True)
     (folder / WNIDS[1] / "page.JPEG").write_bytes(b"<html>")
     assert run(folder, tmp_path / "out", "--max-bad", 5, "--test-fraction", "0.25") == 0
-    images = image_folder.find_images(folder, folder / ".decoded")
-    _, chosen = image_folder.split_by_content(images, image_folder.digest_contents(images, RankLogger()), 0.25)
+    images = class_images.find_images(folder, folder / ".decoded")
+    _, chosen = class_images.split_by_content(images, class_images.digest_contents(images, RankLogger()), 0.25)
     expected = {(folder / images.paths[number]).read_bytes() for number in chosen} - {b"<html>"}
     packed = {split: {image for image, _ in examples(tmp_path / "out", split)} for split in ("train", "validation")}
     webp = (folder / WNIDS[0] / "red.webp").read_bytes()
@@ -438,14 +438,17 @@ def test_names_that_are_not_utf8_or_have_odd_characters_are_kept(raw, tmp_path, 
     out = tmp_path / os.fsdecode(b"out\xff")
     assert run(raw, out, "--max-bad", 5) == 0
     assert "1 files beside the class folders are left out, the first is archive.tar" in capfd.readouterr().out
-    assert tfrecords.class_names(out) == sorted([*odd, *WNIDS[4:]])
-    assert sorted(tfrecords.read_skipped(out)) == sorted(
+    assert class_names(out) == sorted([*odd, *WNIDS[4:]])
+    assert sorted(packing.read_skipped(out)) == sorted(
         f"train/{odd[0]}/{name}" for name in (bad[0], r"of\ntwo lines\\", bad[2])
     )
     said, errors = start("--verify", out, shards=()).communicate(timeout=PATIENCE)
     assert (said, errors) == (rf"{tmp_path}/out\udcff: 0 faults in 6 shards with 100 records" + "\n", "")
     (tmp_path / "map").write_bytes(b"\xf6 n1\r\nb n2")
-    assert tfrecords.read_synset_map(tmp_path / "map", ["val/b.JPEG", os.fsdecode(b"val/\xf6.png")]) == ["n2", "n1"]
+    assert packing_source.read_synset_map(tmp_path / "map", ["val/b.JPEG", os.fsdecode(b"val/\xf6.png")]) == [
+        "n2",
+        "n1",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -694,7 +697,7 @@ def repack(shard, image=None, label=None, data=None):
     if data is not None:
         records[2] = tfrecord.wrap(data)
     shard.write_bytes(b"".join(records))
-    tfrecords.index_shard(shard, index_of(shard))
+    packing.index_shard(shard, index_of(shard))
 
 
 def keep_of_last(shard, size):
@@ -837,7 +840,7 @@ def test_verify_goes_on_after_a_fault(built, capfd):
 
 
 def test_a_name_may_claim_any_number_of_shards(tmp_path):
-    faults = tfrecords.name_faults(tmp_path, "train", [tmp_path / f"train-0-of-{10**17}"])
+    faults = name_faults(tmp_path, "train", [tmp_path / f"train-0-of-{10**17}"])
     assert list(faults) == [
         f"{tmp_path}/train: {10**17 - 1} of {10**17} shards are missing, the first is number 1",
     ]
@@ -957,14 +960,14 @@ def test_too_little_space_is_said_at_once(small_source, tmp_path, capfd, monkeyp
 
 
 def test_an_image_that_goes_away(raw, tmp_path, capfd, monkeypatch):
-    scan = tfrecords.scan
+    scan = packing_source.scan
 
     def scan_then_lose(*arguments):
         scanned = scan(*arguments)
         (raw / scanned[1]["train"][5][0]).unlink()
         return scanned
 
-    monkeypatch.setattr(tfrecords, "scan", scan_then_lose)
+    monkeypatch.setattr(packing, "scan", scan_then_lose)
     assert run(raw, tmp_path / "out") == 2
     assert f"{raw}/train/n00000000/" in (line := error_line(capfd))
     assert line.endswith("No such file or directory")

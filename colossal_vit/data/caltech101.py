@@ -3,10 +3,11 @@
 from pathlib import Path
 
 from colossal_vit.data.batches import Loader
+from colossal_vit.data.class_images import Images, split
+from colossal_vit.data.class_images import find_images as find_in_class_folders
 from colossal_vit.data.digits import write_caltech101
 from colossal_vit.data.folders import download
-from colossal_vit.data.image_folder import Images, build_batches, split
-from colossal_vit.data.image_folder import find_images as find_in_class_folders
+from colossal_vit.data.image_folder import build_batches
 from colossal_vit.parallel.ranks import RankLogger, raise_on_all_ranks
 from colossal_vit.run import Run
 from torchvision.datasets import Caltech101
@@ -36,7 +37,7 @@ def find_images(data: Path) -> Images:
     """All images of Caltech101's classes below `data`; your own may have other formats than JPEG.
 
     Raises:
-        UserError: see `image_folder.find_images`.
+        UserError: see `class_images.find_images`.
     """
     root = data / FOLDER
     return find_in_class_folders(root, root.parent, skip=NO_CLASS)

@@ -18,7 +18,7 @@ from colossal_vit.data.digits import write_cifar10
 from colossal_vit.data.folders import download
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.data.source import describe_data, settle_classes
-from colossal_vit.errors import UserError
+from colossal_vit.errors import UserError, blame
 from colossal_vit.parallel.ranks import RankLogger, raise_on_all_ranks
 from colossal_vit.run import Run
 from colossalai.context import Config
@@ -87,10 +87,8 @@ def read(root: Path, train: bool) -> tuple[Tensor, Tensor, str]:
         path = root / FOLDER / name
         if path.exists() and not path.is_file():  # reading a FIFO would wait for whoever writes to it
             raise UserError(f"{path}: is not a file; put CIFAR-10's there")
-        try:
+        with blame(path):
             content = np.fromfile(path, dtype=np.uint8)
-        except OSError as error:
-            raise UserError(f"{path}: {error.strerror}") from None
         if content.size == 0 or content.size % RECORD_BYTES:
             raise UserError(
                 f"{path}: {content.size} bytes are not a whole number of {RECORD_BYTES}-byte images; cut off?"

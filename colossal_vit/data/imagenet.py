@@ -5,7 +5,6 @@ that every layout trains on the same images. Evaluation counts each image exactl
 """
 
 import copy
-import hashlib
 import os
 import socket
 import warnings
@@ -24,17 +23,18 @@ import torch.nn.functional as F
 from colossal_vit.config.complete import complete
 from colossal_vit.config.schema import DATA
 from colossal_vit.data import dali_augmentation as augmentation
-from colossal_vit.data import packing as tfrecords
+from colossal_vit.data import packing
 from colossal_vit.data.augment import Erased, erase
 from colossal_vit.data.batches import IGNORED, Loader, SampledLoader, read_ahead, sees_images
 from colossal_vit.data.devices import to_device
 from colossal_vit.data.digits import write_imagenet
 from colossal_vit.data.image_files import prepare_image
+from colossal_vit.data.records import Records, filtered_index, find_records, leave_out, list_records
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
+from colossal_vit.data.shards import NUM_CLASSES, NUM_SHARDS, class_names
 from colossal_vit.data.source import describe_data, settle_classes
-from colossal_vit.data.tfrecord import parse_example, read_data, record_size
+from colossal_vit.data.tfrecord import parse_example, read_data
 from colossal_vit.errors import UserError
-from colossal_vit.files import write_text
 from colossal_vit.parallel.ranks import RankLogger, all_gather_object, raise_on_all_ranks, run_on_rank_0
 from colossal_vit.run import Run
 from colossalai.context import Config
@@ -44,7 +44,6 @@ from nvidia.dali.pipeline import do_not_convert
 from torch import Tensor
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # each channel's over ImageNet's training set
-EMPTY_RECORD = 16  # bytes
 OPEN_FILES = 128  # a process may mostly have 1,024
 READERS, PREFETCH = 4, 3  # batches that are read at a time, each by a thread; batches that DALI works on
 DRAWN = [(types.FLOAT64, 1), (types.INT32, 0), (types.INT32, 0), (types.FLOAT, 0), (types.FLOAT, 1)]
@@ -52,120 +51,9 @@ DRAWN += [(types.INT32, 1)] * 2  # type and dimensions of the fields of `augment
 REMEDY = "to train without such records, set dali = dict(max_bad=...)"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# On disk
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def _dali(config: Config) -> Config:
     """The block `dali`, with its defaults in train_dp, which has none."""
     return config.get("dali") or Config(complete({}, None, DATA["dali"].settings))
-
-
-class Records(NamedTuple):
-    """The non-empty shards of a split, the index file of each, and the offset and size of its records, (n, 2)."""
-
-    shards: list[Path]
-    indices: list[Path]
-    places: list[np.ndarray]
-
-    @property
-    def counts(self) -> list[int]:
-        return list(map(len, self.places))
-
-    @property
-    def num_images(self) -> int:
-        return sum(self.counts)
-
-    def digest(self) -> str:
-        """A digest of the position of each record in its shard. It needs no image data, and nearly any change shows."""
-        digest = hashlib.sha256()
-        for shard, index in zip(self.shards, self.indices, strict=True):
-            digest.update(f"{shard.name}\n{index.read_text()}".encode())
-        return digest.hexdigest()
-
-
-def find_records(data: Path, split: str) -> Records:
-    """The records in `data/train` or `data/validation`.
-
-    Raises:
-        UserError: if there are none, shards are missing or from two sets, or an index is missing or does not match.
-    """
-    shards = tfrecords.find_shards(data, split)
-    if not shards:
-        raise UserError(f"DATA = {data}: has no TFRecords in {split}/; build_tfrecords.py makes them from the images")
-    for fault in tfrecords.name_faults(data, split, shards):
-        raise UserError(fault)
-    indices = [tfrecords.index_path(data, split, shard.name) for shard in shards]
-    return list_records(shards, indices, whole=True)
-
-
-def list_records(shards: list[Path], indices: list[Path], whole: bool) -> Records:
-    """Count the records; with `whole`, check that each index covers its shard from the first byte to the last."""
-    found = []
-    for shard, index in zip(shards, indices, strict=True):
-        lines, size, end = tfrecords.parse_index(index), shard.stat().st_size, 0
-        for number, (offset, length) in enumerate(lines if whole else [], start=1):
-            if offset != end or length <= EMPTY_RECORD:
-                fault = f"{index}: line {number} is '{offset} {length}', but a record begins at byte {end}"
-                raise tfrecords.wrong_index(index, fault)
-            end += length
-        if whole and end != size:
-            raise tfrecords.wrong_index(index, f"{index}: ends at byte {end}, but {shard} has {size}")
-        if lines:
-            found.append((shard, index, np.array(lines)))
-    return Records(*map(list, zip(*found, strict=True))) if found else Records([], [], [])
-
-
-def find_bad(shard: Path, index: Path, num_classes: int, check: str) -> list[tuple[int, str]]:
-    """Offset of each unusable record, and the reason; for `check` see `prepare_image`."""
-    bad, end = [], shard.stat().st_size
-    with open(shard, "rb") as file:
-        for offset, _ in tfrecords.parse_index(index):
-            try:
-                length = record_size(file, offset, end) - 16
-                faults = tfrecords.record_faults(file.read(length), file.read(4), num_classes, check)
-                bad += [(offset, fault) for fault in faults][:1]
-            except ValueError as error:
-                bad.append((offset, str(error)))
-    return bad
-
-
-def leave_out(splits: list[Records], output: Path, num_classes: int, max_bad: int, log: RankLogger) -> None:
-    """Check every record, and write index files without the bad ones to `output/idx_files`.
-
-    Raises:
-        UserError: if more than `max_bad` records are bad, or `output` has the data's own index files.
-    """
-    indices = {shard: index for records in splits for shard, index, _ in zip(*records, strict=True)}
-    if any(filtered_index(output, index) == index.resolve() for index in indices.values()):
-        raise UserError(f"--output {output}: is the data's folder, whose index files a run would replace: give another")
-    tasks = [(shard, index, num_classes, "decode") for shard, index in indices.items()]
-    bad = []
-    with tfrecords.worker_pool(len(os.sched_getaffinity(0))) as pool:
-        sizes = [shard.stat().st_size for shard in indices]
-        for (shard, index, *_), found in tfrecords.run_all(pool, find_bad, tasks, sizes, "B"):
-            offsets = {offset for offset, _ in found}
-            bad += [f"{shard} at byte {offset}: {reason}" for offset, reason in found]
-            filtered = filtered_index(output, index)
-            filtered.parent.mkdir(parents=True, exist_ok=True)
-            kept = [f"{offset} {size}\n" for offset, size in tfrecords.parse_index(index) if offset not in offsets]
-            write_text(filtered, "".join(kept))  # atomically: a run that is being evaluated reads it again
-    for line in sorted(bad)[: max_bad + 1]:
-        log.info(f"left out: {line}")
-    if len(bad) > max_bad:
-        raise UserError(f"dali.max_bad = {max_bad}, but {len(bad)} records are bad; {min(bad)}")
-    log.info(f"{len(bad)} bad records of {sum(records.num_images for records in splits)} are left out")
-
-
-def filtered_index(output: Path, index: Path) -> Path:
-    """The path, in the run directory, of the copy of an index file without bad records."""
-    return output / "idx_files" / index.parent.name / index.name
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# In batches
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 class Batch(NamedTuple):
@@ -420,16 +308,11 @@ class DaliLoader(SampledLoader):
         self.ahead[epoch + 1, 0] = batches
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# For a run
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def write_sample(folder: Path) -> Path:
     """Make the digits sample's TFRecords in a folder, unless they exist; returns where they are."""
     output = folder / "imagenet_tfrecords"
     with redirect_stdout(None):
-        tfrecords.build(tfrecords.parse([str(write_imagenet(folder)), str(output)]))
+        packing.build(packing.parse([str(write_imagenet(folder)), str(output)]))
     return output
 
 
@@ -452,11 +335,11 @@ def build(run: Run, data: Path) -> tuple[Loader, Loader]:
     """
     config: Config = run.config
     with raise_on_all_ranks():
-        splits = [find_records(data, split) for split in tfrecords.NUM_SHARDS]
-        classes = tfrecords.class_names(data)
+        splits = [find_records(data, split) for split in NUM_SHARDS]
+        classes = class_names(data)
         if classes:
             settle_classes(config, len(classes), data / "classes.txt")
-        config.setdefault("NUM_CLASSES", tfrecords.NUM_CLASSES)
+        config.setdefault("NUM_CLASSES", NUM_CLASSES)
     if (max_bad := _dali(config).get("max_bad")) is not None:
         run_on_rank_0(lambda: leave_out(splits, run.output, config.NUM_CLASSES, max_bad, run.log))
         filtered = partial(filtered_index, run.output)

@@ -15,203 +15,47 @@ resumes, and the result is the same to the byte: a shard gets its name once it i
 """
 
 import argparse
-import ctypes
 import fcntl
-import hashlib
 import json
-import multiprocessing
 import os
 import random
-import re
 import shutil
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
-from itertools import count, repeat, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, NotRequired
 
 from colossal_vit import streams, typed_json
 from colossal_vit.data.decoding import FORMATS
-from colossal_vit.data.folders import class_folders, has_class_folders, list_files
+from colossal_vit.data.folders import has_class_folders
 from colossal_vit.data.image_files import prepare_image
-from colossal_vit.data.tfrecord import encode_record, masked_crc, parse_example, record_size
-from colossal_vit.errors import Parser, UserError, in_one_line
+from colossal_vit.data.packing_source import scan, scan_unsplit
+from colossal_vit.data.shards import (
+    NUM_CLASSES,
+    NUM_SHARDS,
+    class_names,
+    find_shards,
+    index_path,
+    name_faults,
+    parse_index,
+    read_lines,
+    record_faults,
+)
+from colossal_vit.data.tfrecord import encode_record, record_size
+from colossal_vit.data.worker_pool import run_all, worker_pool
+from colossal_vit.errors import Parser, UserError, blame, in_one_line
 from colossal_vit.files import sync
-from tqdm import tqdm
 from typing_extensions import TypedDict
 
 NAME = "build_tfrecords.py"
-NUM_SHARDS = {"train": 1024, "validation": 128}
 MIN_IMAGES = 256  # a shard: a small set gets fewer shards
-NUM_CLASSES = 1000  # where no classes.txt says it
-INDEX_LINE = re.compile(r"(\d{1,19})[ \t]+(\d{1,19})[ \t]*", re.ASCII)
-SCAN_THREADS = 16  # for folders on a network
-
-
-@contextmanager
-def _blame(path: Path) -> Iterator[None]:
-    """Turn an `OSError` into a `UserError`, about `path` if the error names no file."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{error.filename or path}: {error.strerror or error}") from None
-
-
-# ---- Text files with names, which need not be UTF-8 ----
-
-
-def read_lines(path: Path) -> list[str]:
-    """The lines of a file that `_publish` or the user wrote; only a line break ends one."""
-    with _blame(path):
-        text = os.fsdecode(path.read_bytes()).replace("\r\n", "\n").rstrip("\n")
-    return text.split("\n") if text else []
-
-
-def class_names(output: Path) -> list[str]:
-    """The names in `classes.txt`, in the order of their labels; empty if there is no such file."""
-    path = output / "classes.txt"
-    return read_lines(path) if path.exists() else []
-
-
-# ---- Source folders ----
-
-
-def list_images(source: Path, folder: str) -> list[tuple[str, int, int]]:
-    """Path relative to SOURCE, bytes and modification time (ns) of all files in a folder but hidden ones, sorted."""
-    files = [(f"{folder}/{name}", *status) for name, *status in list_files(source / folder)]
-    if not files:
-        raise UserError(f"{source / folder}: has no images; fill the folder or remove it")
-    return files
-
-
-def read_synset_map(path: Path, images: list[str]) -> list[str]:
-    """The wnids of the images of a flat folder.
-
-    A line of the file is a wnid, in the order of the sorted images, or a file name, with or without its ending, then a
-    space or comma, then a wnid.
-    """
-    lines = [line.replace(",", " ").split()[:2] for line in read_lines(path) if line.strip()]
-    if lines and all(len(line) == 1 for line in lines):
-        if len(lines) != len(images):
-            raise UserError(f"{path}: has {len(lines)} wnids for {len(images)} images; one for each is needed")
-        return [wnid for (wnid,) in lines]
-    wnids = {Path(line[0]).stem: line[-1] for line in lines}
-    if missing := [image for image in images if Path(image).stem not in wnids]:
-        raise UserError(f"{path}: has no line for {missing[0]}; 'name wnid' or a wnid for each in order is needed")
-    return [wnids[Path(image).stem] for image in images]
-
-
-def _check_names(folder: Path, classes: list[str]) -> None:
-    if broken := [name for name in classes if "\n" in name or "\r" in name]:
-        raise UserError(f"{folder}: has a class folder {broken[0]!r}; rename it without the line break")
-
-
-def scan_unsplit(source: Path, fraction: float) -> tuple[list[str], dict[str, list[tuple[str, int, int]]], str]:
-    """What `scan` returns, of class folders without a split, see `split_by_content`."""
-    from colossal_vit.data import image_folder  # here, since torch takes long to load
-    from colossal_vit.parallel.ranks import RankLogger
-
-    images = image_folder.find_images(source, source / ".decoded")
-    _check_names(source, images.classes)
-    if images.left_out:
-        print(images.left_out)
-    split = image_folder.split_by_content(images, image_folder.digest_contents(images, RankLogger()), fraction)
-    found = list(zip(images.paths, (images.labels + 1).tolist(), images.sizes, strict=True))
-    parts = {name: [found[number] for number in chosen] for name, chosen in zip(NUM_SHARDS, split, strict=True)}
-    return images.classes, parts, hashlib.sha256(repr((images.versions(), parts)).encode()).hexdigest()
-
-
-def scan(source: Path, synset_map: Path | None) -> tuple[list[str], dict[str, list[tuple[str, int, int]]], str]:
-    """Find all images.
-
-    Returns:
-        The wnids in the order of their labels; (path relative to SOURCE, label, bytes) of the images of each split; a
-        digest of all paths, labels, sizes and modification times.
-
-    Raises:
-        UserError: if a folder is missing or empty, or files are misplaced.
-    """
-    train, found = source / "train", [source / name for name in ("val", "validation") if (source / name).is_dir()]
-    if not found and (source / "test").is_dir():  # ImageNet's own, beside val/, has no classes
-        found = [source / "test"]
-    if not train.is_dir() or len(found) != 1:
-        there = ["train/"] * train.is_dir() + [f"{folder.name}/" for folder in found]
-        raise UserError(
-            f"{source}: has {' and '.join(there) or 'no train/'}; train/ and one of val/, validation/ "
-            f"and test/, or class folders, are needed"
-        )
-    (validation,) = found
-    (wnids, beside), (of_validation, beside_validation) = map(class_folders, (train, validation))
-    if not wnids:
-        raise UserError(f"{train}: has no class folders; train/<wnid>/* is needed")
-    _check_names(train, wnids)
-    if not of_validation and not synset_map:
-        raise UserError(f"{validation}: has no class folders; name the file with its wnids with --synset-map")
-    if of_validation and synset_map:
-        raise UserError(f"--synset-map {synset_map}: is for images without class folders, which {validation} has")
-    if of_validation and (odd := sorted(set(wnids) ^ set(of_validation))):
-        lacking, other = (validation, train) if odd[0] in wnids else (train, validation)
-        raise UserError(f"{lacking}: has no class folder {odd[0]}, which {other} has")
-    for folder, files in ((train, beside), (validation, beside_validation if of_validation else [])):
-        if files:
-            first = in_one_line(files[0])
-            print(f"{folder}: {len(files)} files beside the class folders are left out, the first is {first}")
-    labels, digest = {wnid: label for label, wnid in enumerate(wnids, start=1)}, hashlib.sha256()
-    images = {"train": [], "validation": []}
-    for split, folder in zip(images, (train.name, validation.name), strict=True):
-        flat = split == "validation" and synset_map
-        parts = [folder] if flat else [f"{folder}/{wnid}" for wnid in wnids]
-        with ThreadPoolExecutor(SCAN_THREADS) as pool:
-            listed = list(pool.map(list_images, repeat(source), parts))
-        for part, files in zip(parts, listed, strict=True):
-            paths, sizes, _ = zip(*files, strict=True)
-            of_files = read_synset_map(synset_map, paths) if flat else [Path(part).name] * len(files)
-            if unknown := set(of_files) - set(wnids):
-                raise UserError(f"{synset_map}: {min(unknown)} is not a class folder of {train}")
-            images[split] += zip(paths, [labels[wnid] for wnid in of_files], sizes, strict=True)
-            digest.update(repr((files, of_files)).encode())
-    return wnids, images, digest.hexdigest()
 
 
 # ---- Processes and files ----
-
-
-def _start_worker(parent: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent ends the workers
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the parent, even if that is killed
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-@contextmanager
-def worker_pool(num_workers: int) -> Iterator[Executor]:
-    """A pool of processes that end with this process, and if one dies, which raises an error in the `with` block."""
-    context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(num_workers, context, _start_worker, (os.getpid(),)) as pool:
-        try:
-            yield pool
-        except BaseException:
-            for process in multiprocessing.active_children():
-                process.kill()
-            raise
-
-
-def run_all(
-    pool: Executor, function: Callable, tasks: list[tuple], sizes: list[int], unit: str, done: int = 0
-) -> Iterator[tuple[tuple, Any]]:
-    """Yield arguments and result of each task as it finishes; a progress bar counts the tasks' sizes."""
-    futures = {pool.submit(function, *task): (task, size) for task, size in zip(tasks, sizes, strict=True)}
-    bar = {"total": sum(sizes) + done, "initial": done, "unit": unit, "unit_scale": unit == "B"}
-    with tqdm(**bar, disable=None) as progress:  # on a terminal only
-        for future in as_completed(futures):
-            task, size = futures[future]
-            yield task, future.result()
-            progress.update(size)
 
 
 def _temporary(path: Path) -> Path:
@@ -220,7 +64,7 @@ def _temporary(path: Path) -> Path:
 
 def _publish(path: Path, text: str | None = None) -> None:
     """fsync a file and rename it from its temporary to its final name; with `text`, write it first."""
-    with _blame(path):
+    with blame(path):
         if text is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             _temporary(path).write_bytes(os.fsencode(text))
@@ -255,11 +99,6 @@ class Shard(NamedTuple):
     images: list[tuple[str, int, int]]
 
 
-def index_path(output: Path, split: str, name: str) -> Path:
-    """The path of a shard's index file."""
-    return output / "idx_files" / split / f"{name}.idx"
-
-
 def plan_shards(output: Path, split: str, images: list, num_shards: int | None, seed: int) -> list[Shard]:
     """Distribute images evenly over shards; training images are shuffled by the seed first."""
     if num_shards is None:
@@ -284,9 +123,9 @@ def build_shard(args: argparse.Namespace, shard: Shard) -> dict[str, str]:
     """
     skipped, lines, offset = {}, [], 0
     split = shard.path.parent.name
-    with _blame(shard.path), open(_temporary(shard.path), "wb") as file:
+    with blame(shard.path), open(_temporary(shard.path), "wb") as file:
         for path, label, _ in shard.images:
-            with _blame(args.source / path):
+            with blame(args.source / path):
                 data = (args.source / path).read_bytes()
             try:
                 record = encode_record(prepare_image(data, args.resize, args.quality, args.check, FORMATS), label)
@@ -389,38 +228,10 @@ def build(args: argparse.Namespace) -> int:
 # ---- Index and verify ----
 
 
-def find_shards(output: Path, split: str) -> list[Path]:
-    """All files in a split's folder and its subfolders, sorted, hidden ones omitted."""
-    return sorted(path for path in (output / split).rglob("[!.]*") if path.is_file())
-
-
-def wrong_index(index: Path, fault: str) -> UserError:
-    """An error about an index file: its fault, and what writes it again."""
-    return UserError(f"{fault}; run `python build_tfrecords.py --index-only {index.parents[2]}`")
-
-
-def parse_index(index: Path) -> list[tuple[int, int]]:
-    """Offset and size in bytes of each record that an index file lists.
-
-    Raises:
-        UserError: if it cannot be read, or a line is something else.
-    """
-    records = []
-    try:
-        lines = read_lines(index)
-    except UserError as error:
-        raise wrong_index(index, str(error)) from None
-    for number, line in enumerate(lines, start=1):
-        if not (found := INDEX_LINE.fullmatch(line)):
-            raise wrong_index(index, f"{index}: line {number} is {line[:50]!r}, not offset and size of a record")
-        records.append((int(found[1]), int(found[2])))
-    return records
-
-
 def index_shard(path: Path, index: Path) -> None:
     """Write the index of a shard; runs in a worker."""
     lines, offset, end = [], 0, path.stat().st_size
-    with _blame(path), open(path, "rb") as file:
+    with blame(path), open(path, "rb") as file:
         while offset < max(end, 1):
             try:
                 size = record_size(file, offset, end)
@@ -446,22 +257,6 @@ def index_only(args: argparse.Namespace) -> int:
     return 0
 
 
-def record_faults(data: bytes, crc: bytes, num_classes: int, check: str) -> Iterator[str]:
-    """Faults in the data of a record and in the CRC after it."""
-    if int.from_bytes(crc, "little") != masked_crc(data):
-        yield "the CRC of the record's data is wrong"
-        return
-    try:
-        image, label = parse_example(data)
-        if label is None or not 1 <= label <= num_classes:
-            yield f"image/class/label is {label}, not from 1 to {num_classes}"
-        if image is None:
-            raise ValueError("image/encoded is missing")
-        prepare_image(image, check=check)
-    except ValueError as error:
-        yield str(error)
-
-
 def verify_shard(path: Path, index: Path, num_classes: int, check: str) -> tuple[int, bytes, list[str]]:
     """Check every record of a shard, and its index; runs in a worker.
 
@@ -474,7 +269,7 @@ def verify_shard(path: Path, index: Path, num_classes: int, check: str) -> tuple
     except UserError as error:
         faults.append(str(error))
     offset, end, sizes = 0, path.stat().st_size, dict(indexed or ())
-    with _blame(path), open(path, "rb") as file:
+    with blame(path), open(path, "rb") as file:
         while offset < max(end, 1):
             try:
                 size = record_size(file, offset, end)
@@ -497,31 +292,6 @@ def verify_shard(path: Path, index: Path, num_classes: int, check: str) -> tuple
                     faults.append(f"{where} says {stated}, but the record is {found} (offset, size)")
                     break
     return len(records), b"".join(crcs), faults
-
-
-def name_faults(output: Path, split: str, shards: list[Path]) -> Iterator[str]:
-    """Faults in the names of a split's shards, such as missing numbers."""
-    if not shards:
-        yield f"{output / split}: has no shards"
-    numbers, first = {}, None
-    for path in shards:
-        if not (named := re.fullmatch(rf"{split}-(\d+)-of-(\d+)", path.name)):
-            yield f"{path}: is not named like {split}-00000-of-{NUM_SHARDS[split]:05d}"
-            continue
-        number, total = map(int, named.groups())
-        first = first or (total, path)
-        if total != first[0]:
-            yield f"{path}: is one of {total} shards, but {first[1]} is one of {first[0]}"
-        if number >= total:
-            yield f"{path}: has a number that is not below {total}"
-        if numbers.setdefault(number, path) != path:
-            yield f"{path}: has the number of {numbers[number]}"
-    if first and (missing := first[0] - sum(number < first[0] for number in numbers)):
-        least = next(number for number in count() if number not in numbers)  # a name may claim any number of shards
-        yield f"{output / split}: {missing} of {first[0]} shards are missing, the first is number {least}"
-    for index in sorted((output / "idx_files" / split).glob("[!.]*")):
-        if index.stem not in {path.name for path in shards}:
-            yield f"{index}: is the index of no shard"
 
 
 def verify(args: argparse.Namespace) -> int:
@@ -605,7 +375,7 @@ def main(argv: list[str] | None = None) -> int:
         args = parse(argv)
         for command, folder in ((build, args.output), (verify, args.verify), (index_only, args.index_only)):
             if folder is not None:
-                with _blame(folder):
+                with blame(folder):
                     return command(args)
     except UserError as error:
         message = str(error)

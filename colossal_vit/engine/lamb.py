@@ -143,8 +143,9 @@ class Lamb(Optimizer):
 
     def uncount_step(self) -> None:
         """Take back the count of the last step, which has changed nothing since `found_inf` was 1."""
-        for state in self.state.values():
-            state["step"] -= 1
+        for parameter in self._parameters():
+            if parameter.grad is not None:
+                self.state[parameter]["step"] -= 1
 
     def _parameters(self) -> Iterator[Tensor]:
         return chain.from_iterable(group["params"] for group in self.param_groups)

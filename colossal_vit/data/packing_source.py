@@ -1,0 +1,109 @@
+"""What there is to pack: the images of a folder, their labels, and which of them are for validation."""
+
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
+from pathlib import Path
+
+from colossal_vit.data.folders import class_folders, list_files
+from colossal_vit.data.shards import NUM_SHARDS, read_lines
+from colossal_vit.errors import UserError, in_one_line
+
+SCAN_THREADS = 16  # for folders on a network
+
+
+def list_images(source: Path, folder: str) -> list[tuple[str, int, int]]:
+    """Path relative to SOURCE, bytes and modification time (ns) of all files in a folder but hidden ones, sorted."""
+    files = [(f"{folder}/{name}", *status) for name, *status in list_files(source / folder)]
+    if not files:
+        raise UserError(f"{source / folder}: has no images; fill the folder or remove it")
+    return files
+
+
+def read_synset_map(path: Path, images: list[str]) -> list[str]:
+    """The wnids of the images of a flat folder.
+
+    A line of the file is a wnid, in the order of the sorted images, or a file name, with or without its ending, then a
+    space or comma, then a wnid.
+    """
+    lines = [line.replace(",", " ").split()[:2] for line in read_lines(path) if line.strip()]
+    if lines and all(len(line) == 1 for line in lines):
+        if len(lines) != len(images):
+            raise UserError(f"{path}: has {len(lines)} wnids for {len(images)} images; one for each is needed")
+        return [wnid for (wnid,) in lines]
+    wnids = {Path(line[0]).stem: line[-1] for line in lines}
+    if missing := [image for image in images if Path(image).stem not in wnids]:
+        raise UserError(f"{path}: has no line for {missing[0]}; 'name wnid' or a wnid for each in order is needed")
+    return [wnids[Path(image).stem] for image in images]
+
+
+def _check_names(folder: Path, classes: list[str]) -> None:
+    if broken := [name for name in classes if "\n" in name or "\r" in name]:
+        raise UserError(f"{folder}: has a class folder {broken[0]!r}; rename it without the line break")
+
+
+def scan_unsplit(source: Path, fraction: float) -> tuple[list[str], dict[str, list[tuple[str, int, int]]], str]:
+    """What `scan` returns, of class folders without a split, see `split_by_content`."""
+    from colossal_vit.data import class_images  # here, since torch takes long to load
+    from colossal_vit.parallel.ranks import RankLogger
+
+    images = class_images.find_images(source, source / ".decoded")
+    _check_names(source, images.classes)
+    if images.left_out:
+        print(images.left_out)
+    split = class_images.split_by_content(images, class_images.digest_contents(images, RankLogger()), fraction)
+    found = list(zip(images.paths, (images.labels + 1).tolist(), images.sizes, strict=True))
+    parts = {name: [found[number] for number in chosen] for name, chosen in zip(NUM_SHARDS, split, strict=True)}
+    return images.classes, parts, hashlib.sha256(repr((images.versions(), parts)).encode()).hexdigest()
+
+
+def scan(source: Path, synset_map: Path | None) -> tuple[list[str], dict[str, list[tuple[str, int, int]]], str]:
+    """Find all images.
+
+    Returns:
+        The wnids in the order of their labels; (path relative to SOURCE, label, bytes) of the images of each split; a
+        digest of all paths, labels, sizes and modification times.
+
+    Raises:
+        UserError: if a folder is missing or empty, or files are misplaced.
+    """
+    train, found = source / "train", [source / name for name in ("val", "validation") if (source / name).is_dir()]
+    if not found and (source / "test").is_dir():  # ImageNet's own, beside val/, has no classes
+        found = [source / "test"]
+    if not train.is_dir() or len(found) != 1:
+        there = ["train/"] * train.is_dir() + [f"{folder.name}/" for folder in found]
+        raise UserError(
+            f"{source}: has {' and '.join(there) or 'no train/'}; train/ and one of val/, validation/ "
+            f"and test/, or class folders, are needed"
+        )
+    (validation,) = found
+    (wnids, beside), (of_validation, beside_validation) = map(class_folders, (train, validation))
+    if not wnids:
+        raise UserError(f"{train}: has no class folders; train/<wnid>/* is needed")
+    _check_names(train, wnids)
+    if not of_validation and not synset_map:
+        raise UserError(f"{validation}: has no class folders; name the file with its wnids with --synset-map")
+    if of_validation and synset_map:
+        raise UserError(f"--synset-map {synset_map}: is for images without class folders, which {validation} has")
+    if of_validation and (odd := sorted(set(wnids) ^ set(of_validation))):
+        lacking, other = (validation, train) if odd[0] in wnids else (train, validation)
+        raise UserError(f"{lacking}: has no class folder {odd[0]}, which {other} has")
+    for folder, files in ((train, beside), (validation, beside_validation if of_validation else [])):
+        if files:
+            first = in_one_line(files[0])
+            print(f"{folder}: {len(files)} files beside the class folders are left out, the first is {first}")
+    labels, digest = {wnid: label for label, wnid in enumerate(wnids, start=1)}, hashlib.sha256()
+    images = {"train": [], "validation": []}
+    for split, folder in zip(images, (train.name, validation.name), strict=True):
+        flat = split == "validation" and synset_map
+        parts = [folder] if flat else [f"{folder}/{wnid}" for wnid in wnids]
+        with ThreadPoolExecutor(SCAN_THREADS) as pool:
+            listed = list(pool.map(list_images, repeat(source), parts))
+        for part, files in zip(parts, listed, strict=True):
+            paths, sizes, _ = zip(*files, strict=True)
+            of_files = read_synset_map(synset_map, paths) if flat else [Path(part).name] * len(files)
+            if unknown := set(of_files) - set(wnids):
+                raise UserError(f"{synset_map}: {min(unknown)} is not a class folder of {train}")
+            images[split] += zip(paths, [labels[wnid] for wnid in of_files], sizes, strict=True)
+            digest.update(repr((files, of_files)).encode())
+    return wnids, images, digest.hexdigest()
