@@ -1,6 +1,6 @@
 """A training step of ours beside a bare PyTorch loop and timm's train.py, and what DROP_RATE = 0.1 adds to each.
 
-About half an hour on 2 CPU cores. Each side is a process that waits for its turn, and trains on one batch of images: with
+Half an hour on 2 CPU cores. Each side is a process that waits for its turn, and trains on one batch of images: with
 engine, loop and hooks of the train scripts; in a loop in plain PyTorch; and with model, optimizer, loss and step of
 timm's train.py. Sides without dropout must compute the same loss. `--before FOLDER` adds ours at an earlier commit
 (`git worktree add FOLDER COMMIT`). `--set` overrides values of vit_caltech101_amp/config/config_fp32.py. On a machine
