@@ -187,6 +187,8 @@ def run(
     else:
         cpu.HostAccelerator.current_device = cpu.HostAccelerator.get_current_device = lambda _: device
         sys.modules["colossal_vit.launch.startup"].choose_device = lambda _: device
+        adamw = torch.optim.AdamW
+        torch.optim.AdamW = lambda groups, fused, **options: adamw(groups, **options)  # it has no fused kernels
     start = launch.start
 
     def enter(chosen: torch.device) -> None:
