@@ -21,8 +21,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from colossal_vit.data import class_images, decoding, image_files, packing, packing_source, tfrecord
+from colossal_vit.data import class_images, decoding, image_files, packing, tfrecord
 from colossal_vit.data.digits import digits, write_imagenet
+from colossal_vit.data.packing_source import read_synset_map, scan
 from colossal_vit.data.shards import class_names, name_faults
 from colossal_vit.parallel.ranks import RankLogger
 from nvidia.dali import fn, pipeline_def
@@ -445,10 +446,7 @@ def test_names_that_are_not_utf8_or_have_odd_characters_are_kept(raw, tmp_path, 
     said, errors = start("--verify", out, shards=()).communicate(timeout=PATIENCE)
     assert (said, errors) == (rf"{tmp_path}/out\udcff: 0 faults in 6 shards with 100 records" + "\n", "")
     (tmp_path / "map").write_bytes(b"\xf6 n1\r\nb n2")
-    assert packing_source.read_synset_map(tmp_path / "map", ["val/b.JPEG", os.fsdecode(b"val/\xf6.png")]) == [
-        "n2",
-        "n1",
-    ]
+    assert read_synset_map(tmp_path / "map", ["val/b.JPEG", os.fsdecode(b"val/\xf6.png")]) == ["n2", "n1"]
 
 
 @pytest.mark.parametrize(
@@ -960,8 +958,6 @@ def test_too_little_space_is_said_at_once(small_source, tmp_path, capfd, monkeyp
 
 
 def test_an_image_that_goes_away(raw, tmp_path, capfd, monkeypatch):
-    scan = packing_source.scan
-
     def scan_then_lose(*arguments):
         scanned = scan(*arguments)
         (raw / scanned[1]["train"][5][0]).unlink()

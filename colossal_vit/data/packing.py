@@ -55,7 +55,7 @@ NAME = "build_tfrecords.py"
 MIN_IMAGES = 256  # a shard: a small set gets fewer shards
 
 
-# ---- Processes and files ----
+# ---- Files ----
 
 
 def _temporary(path: Path) -> Path:

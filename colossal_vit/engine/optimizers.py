@@ -89,8 +89,8 @@ def parameter_groups(config: Config, model: nn.Module) -> list[dict[str, Any]]:
 def build_optimizer(config: Config, model: nn.Module) -> Optimizer:
     """What OPTIMIZER names, with LEARNING_RATE, WEIGHT_DECAY and the other keys of the config that are for optimizers.
 
-    AdamW makes one pass through memory, where PyTorch's default on CPUs needs eight. PyTorch's fused SGD cannot be
-    planned by `--dry-run`: it does not know tensors without data.
+    AdamW makes one pass through memory, where PyTorch's default on CPUs needs eight. SGD is not PyTorch's fused one,
+    whose momentum stays uninitialised if the first step overflows.
     """
     groups = parameter_groups(config, model)
     if config.OPTIMIZER == "sgd":
