@@ -45,8 +45,8 @@ Draw = Callable[[int, str, np.ndarray, int, int, float], np.ndarray]  # what is 
 
 
 def ours(seed: int, layer: str, samples: np.ndarray, tokens: int, channels: int, rate: float) -> np.ndarray:
-    threshold = round(rate * philox.ONE)
-    return ~philox.kept(seed, philox.word(layer), threshold, samples, tokens, channels, slice(0, channels))
+    units = round(rate * philox.ONE)
+    return ~philox.kept(seed, philox.word(layer), units, samples, tokens, channels, slice(0, channels))
 
 
 def torchs(seed: int, layer: str, samples: np.ndarray, tokens: int, channels: int, rate: float) -> np.ndarray:

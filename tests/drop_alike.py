@@ -11,8 +11,8 @@ from colossal_vit.rng import dropout, kernels, philox
 DEVICE = sys.argv[1]
 SAMPLES = torch.tensor([[0, 0], [7, 31], [2**40, 2**33]])
 SHAPES = [  # of a rank's part, its first channel, and how many all ranks have
-    ((3, 50, 48), 0, 48),
-    ((3, 50, 32), 32, 96),
+    ((3, 50, 96), 0, 96),
+    ((3, 50, 64), 64, 192),
     ((3, 5, 40), 0, 40),
     ((3, 5, 10), 30, 40),
     ((3, 2, 3, 20), 20, 40),

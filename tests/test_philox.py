@@ -41,24 +41,50 @@ def test_the_textbook_gives_the_known_answers(counter, key, words):
 
 
 SAMPLES = np.array([[0, 0], [7, 31], [7, 32], [8, 31], [2**40, 2**33]])  # optimizer steps and places
-TOKENS, CHANNELS = 5, 40  # two and a half blocks
+TOKENS, CHANNELS = 5, 80  # two and a half blocks
 LAYER = philox.word("blocks.3.mlp.drop1")
 
 
-def masks(rows=slice(None), part=slice(0, CHANNELS), seed=1024, threshold=1 << 15, tokens=TOKENS):
-    return philox.kept(seed, LAYER, threshold, SAMPLES[rows], tokens, CHANNELS, part)
+def masks(rows=slice(None), part=slice(0, CHANNELS), seed=1024, rate=1 << 15, tokens=TOKENS):
+    return philox.kept(seed, LAYER, rate, SAMPLES[rows], tokens, CHANNELS, part)
 
 
 @pytest.mark.parametrize("seed", [0, 1024, 2**32 - 1, 2**63 - 1])
-@pytest.mark.parametrize("threshold", [0, 655, 1 << 15, (1 << 16) - 1])
-def test_a_mask_is_what_the_textbook_says(seed, threshold):
+@pytest.mark.parametrize("rate", [0, 655, 1 << 15, philox.MOST])
+def test_a_mask_is_what_the_textbook_says(seed, rate):
     expected = np.empty((len(SAMPLES), TOKENS, CHANNELS), bool)
     for row, token, channel in np.ndindex(expected.shape):
         step, place = map(int, SAMPLES[row])
-        counter = [token * 3 + channel // 16 + 1, place, LAYER, step]  # 3 blocks of 16 channels in a token
-        words = textbook(counter, [seed, philox.word("dropout")])
-        expected[row, token, channel] = (words[channel % 16 // 4] >> channel % 4 * 16 & 0xFFFF) >= threshold
-    assert np.array_equal(masks(seed=seed, threshold=threshold), expected)
+        number = token * 3 + channel // 32  # of a block: a token has 3
+        words = textbook([number + 1, place, LAYER, step], [seed, philox.word("dropout")])
+        limit = (rate + 157 * (number + seed + LAYER + 89 * place + 55 * step) % 256) // 256
+        expected[row, token, channel] = (words[channel % 32 // 8] >> channel % 8 * 8 & 255) >= limit
+    assert np.array_equal(masks(seed=seed, rate=rate), expected)
+
+
+@pytest.mark.parametrize("rate", [1, 655, 6554, philox.MOST - 1])
+@pytest.mark.parametrize("varied", [0, 1])
+def test_an_element_is_dropped_at_the_rate_exactly(rate, varied, monkeypatch):
+    """Over 256 steps or places, of each of the 256 values that its bits may have as often as of the others."""
+
+    class AllValues:
+        """Draws the next value of all elements at each call."""
+
+        value, state = 0, {"state": {"key": np.empty(2), "counter": np.empty(4)}}
+
+        def random_raw(self, count):
+            return np.full(8 * count, self.value, np.uint8).view(np.uint64)
+
+    generator = AllValues()
+    monkeypatch.setattr(philox, "Philox", lambda: generator)
+    monkeypatch.setattr(philox, "_idle", [])
+    monkeypatch.setattr(philox, "in_threads", lambda work, number: work())
+    samples = np.full((256, 2), 3)
+    samples[:, varied] = np.arange(256) + 1000
+    kept = np.zeros((2, CHANNELS), int)
+    for generator.value in range(256):
+        kept += philox.kept(1024, LAYER, rate, samples, 2, CHANNELS, slice(0, CHANNELS)).sum(0)
+    assert (kept == philox.ONE - rate).all()
 
 
 def test_a_part_of_the_samples_or_channels_has_its_part_of_the_mask():
@@ -67,7 +93,7 @@ def test_a_part_of_the_samples_or_channels_has_its_part_of_the_mask():
     for bounds in ([0, 1, 5], [0, 2, 3, 5]):
         parts = [masks(rows=slice(*ends)) for ends in itertools.pairwise(bounds)]
         assert np.array_equal(np.concatenate(parts), whole)
-    for bounds in ([0, 20, 40], [0, 16, 32, 40], [0, 10, 20, 30, 40], [0, 3, 40]):
+    for bounds in ([0, 40, 80], [0, 32, 64, 80], [0, 20, 40, 60, 80], [0, 3, 80]):
         parts = [masks(part=slice(*ends)) for ends in itertools.pairwise(bounds)]
         assert np.array_equal(np.concatenate(parts, axis=2), whole)
     assert np.array_equal(masks(rows=slice(None, None, -1)), whole[::-1])
@@ -97,7 +123,7 @@ def test_masks_are_the_same_for_any_number_of_threads_and_in_forks():
 @pytest.mark.parametrize("kind", ["drop", "gelu", "gradient"])
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_the_kernel_compiled_for_a_gpu_draws_and_moves_nothing_twice(capability, kind, tmp_path, monkeypatch):
-    """In bf16 a thread has two blocks, each of 32 bytes, to load and to store."""
+    """In bf16 a thread has blocks of 64 bytes to load and to store."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
     def compiled():
@@ -119,14 +145,14 @@ def test_the_kernel_compiled_for_a_gpu_draws_and_moves_nothing_twice(capability,
             {(names.index(name),): even for name in ("x", "grad", "y") if name not in constants},
         )
         assembly = triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm
-        return assembly["ptx"], len(assembly["cubin"])
+        return assembly["ptx"], len(assembly["cubin"]), kernels.LANES // 128
 
     grads = kind == "gradient"
-    [(ptx, size)] = fork_ranks.call(compiled, launched=False)
+    [(ptx, size, blocks)] = fork_ranks.call(compiled, launched=False)
     assert size > 4000
-    assert ptx.count("ld.global.v4.b32") == 2 * 2 * (1 + grads)
-    assert ptx.count("st.global.v4.b32") == 2 * 2
-    assert 2 * 10 < ptx.count("mul.hi.u64") <= 2 * 2 * 10  # in ten rounds, less what both blocks have in common
+    assert ptx.count("ld.global.v4.b32") == 4 * blocks * (1 + grads)
+    assert ptx.count("st.global.v4.b32") == 4 * blocks
+    assert 10 * blocks < ptx.count("mul.hi.u64") <= 2 * 10 * blocks  # in ten rounds, less what blocks have in common
     assert "cvt.rn.bf16x2.f32" in ptx
     assert "div.rn.f32" in ptx
     assert "div.full" not in ptx
@@ -138,9 +164,9 @@ def test_the_kernel_compiled_for_a_gpu_draws_and_moves_nothing_twice(capability,
 kept = philox.kept
 
 
-def of_a_simple_sum(seed, layer, threshold, samples, *shape):
+def of_a_simple_sum(seed, layer, rate, samples, *shape):
     """Step 1 of sample 2 has the mask of step 2 of sample 1."""
-    return kept(seed, layer, threshold, samples.sum(1, keepdims=True) * [0, 1], *shape)
+    return kept(seed, layer, rate, samples.sum(1, keepdims=True) * [0, 1], *shape)
 
 
 def of_one_layer(seed, layer, *others):
@@ -151,13 +177,13 @@ def of_one_seed(seed, *others):
     return kept(0, *others)
 
 
-def with_blocks_of_pairs(seed, layer, threshold, samples, tokens, channels, part):
+def with_blocks_of_pairs(seed, layer, rate, samples, tokens, channels, part):
     """Neighbouring channels share their bits."""
-    return kept(seed, layer, threshold, samples, tokens, channels, slice(0, channels)).repeat(2, 2)[..., part]
+    return kept(seed, layer, rate, samples, tokens, channels, slice(0, channels)).repeat(2, 2)[..., part]
 
 
-def with_one_bit_less(seed, layer, threshold, *others):
-    return kept(seed, layer, threshold // 512 * 512, *others)
+def with_one_bit_less(seed, layer, rate, *others):
+    return kept(seed, layer, rate // 512 * 512, *others)
 
 
 @pytest.mark.parametrize(

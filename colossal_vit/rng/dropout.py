@@ -64,7 +64,7 @@ def drop(
     Args:
         x: (B, ..., c), contiguous; c of the full model's channels.
         samples: (B, 2), see `batch_of`.
-        key: a layer's seed, `word` and threshold, int64.
+        key: a layer's seed, `word` and rate in units of 2^-16, int64.
         first, channels: the first channel of x, and the full model's number of channels.
         gelu: of GELU(x) instead of x.
         grad: with `gelu`, the gradient of the result, like x; the gradient of x is then computed.
@@ -76,13 +76,13 @@ def drop(
         from colossal_vit.rng import kernels  # here, since a CPU needs no Triton
 
         return kernels.launch(x, samples, key, first, channels, gelu, grad)
-    seed, layer, threshold = key.tolist()
+    seed, layer, rate = key.tolist()
     tokens = x[0, ..., 0].numel()
-    mask = philox.kept(seed, layer, threshold, samples.numpy(), tokens, channels, slice(first, first + x.shape[-1]))
+    mask = philox.kept(seed, layer, rate, samples.numpy(), tokens, channels, slice(first, first + x.shape[-1]))
     kept = torch.from_numpy(mask).view(torch.uint8).reshape(x.shape).to(x.dtype)
     values = x if not gelu else F.gelu(x) if grad is None else grad
     nothing = torch.tensor(-0.0, dtype=x.dtype)  # with which the sum of a zero keeps its sign
-    values = torch.addcmul(nothing, values, kept, value=philox.ONE / (philox.ONE - threshold), out=kept)
+    values = torch.addcmul(nothing, values, kept, value=philox.ONE / (philox.ONE - rate), out=kept)
     return values if grad is None else torch.ops.aten.gelu_backward(values, x)
 
 
@@ -115,7 +115,7 @@ class Dropout(nn.Module):
     """Dropout (N. Srivastava et al., JMLR 15, 2014) of activations (B, ..., C), in training only.
 
     Args:
-        rate: the probability that an element is dropped, rounded to 2^-16.
+        rate: the probability that an element is dropped, rounded to 2^-16 and at most 255/256.
         part: this rank's part of the activations.
         gelu: of their GELU, which a GPU computes in the same kernel.
 
@@ -168,5 +168,5 @@ def name_layers(model: nn.Module, seed: int) -> None:
     """Give each dropout layer its own random numbers, by its name in the model and the seed of the run."""
     for name, module in model.named_modules():
         if isinstance(module, Dropout):
-            threshold = min(round(module.rate * philox.ONE), philox.ONE - 1)  # it keeps some
-            module.key = torch.tensor([seed, philox.word(name), threshold])
+            rate = min(round(module.rate * philox.ONE), philox.MOST)
+            module.key = torch.tensor([seed, philox.word(name), rate])

@@ -9,9 +9,7 @@ import triton.language as tl
 from colossal_vit.rng.philox import BLOCK, word
 from torch import Tensor
 
-# Blocks of a program, two for each thread of Triton's 4 warps, which takes an H200 10 % less time than one. With fewer
-# than one, several threads would draw the same.
-LANES = 256
+LANES = 128  # blocks of a program, one for each thread of Triton's 4 warps: of fewer, several threads would draw each
 
 
 @triton.jit
@@ -29,21 +27,38 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
-def normal(x):
-    """The density of the standard normal distribution at x, and the probability to be below.
+def tail(x):
+    """The density of the standard normal distribution at x, and the probability to be above |x|.
 
     In fp32 the probability is that of M. Abramowitz and I. Stegun, "Handbook of Mathematical Functions", 26.2.17, to
     1e-7: erf has so many instructions that a GPU would wait for them instead of its memory.
     """
     density = tl.exp2(x * x * -0.7213475204444817 - 1.3257480647361595)  # logarithms to base 2 of e^-½ and √(2π)
     if x.dtype == tl.float64:
-        below = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
+        above = 0.5 - 0.5 * tl.erf(tl.abs(x) * 0.7071067811865476)
     else:
         root = tl.rsqrt(1.0 + 0.2316419 * tl.abs(x))
         t = root * root
-        tail = (((1.330274429 * t - 1.821255978) * t + 1.781477937) * t - 0.356563782) * t + 0.319381530
-        below = tl.where(x < 0, density * tail * t, 1.0 - density * tail * t)
-    return density, below
+        above = (((1.330274429 * t - 1.821255978) * t + 1.781477937) * t - 0.356563782) * t + 0.319381530
+        above = density * above * t
+    return density, above
+
+
+@triton.jit
+def apply(x, grad, word0, word1, limit, scale, GELU: tl.constexpr):
+    """What `drop` stores of x (LANES, 16), whose bits are two words (LANES,)."""
+    wide: tl.constexpr = scale.dtype
+    values = x.to(wide)
+    if GELU:
+        density, above = tail(values)
+        if grad is None:
+            values = tl.maximum(values, 0.0) - tl.abs(values) * above  # NaN of inf
+        else:
+            below = tl.where(values < 0, above, 1.0 - above)
+            values = (below + values * density) * grad.to(wide)
+    bits = tl.join(word0, word1)[:, :, None] >> (tl.arange(0, 8) * 8).to(tl.uint64)[None, None, :]
+    kept = bits.to(tl.uint8).to(tl.int32).reshape(x.shape) >= limit[:, None]
+    return (values * tl.where(kept, scale, 0.0)).to(x.dtype)  # inf · 0 is NaN, as on a CPU
 
 
 @triton.jit
@@ -64,49 +79,50 @@ def drop(
     """y = values · mask / (1 − rate) for some blocks of one sample; x, grad and y are (B, TOKENS, COUNT).
 
     The values are x; if GELU, GELU(x); if there is a grad, its product with GELU's derivative. Shapes are constants,
-    since to divide by variables takes a quarter of all instructions.
+    since to divide by variables takes a quarter of all instructions. A block is computed in two halves: for a whole one
+    a thread needs so many registers that too few threads run at once.
     """
-    BLOCKS: tl.constexpr = (FIRST + COUNT + 15) // 16 - FIRST // 16  # of a row, in this rank's channels
+    BLOCKS: tl.constexpr = (FIRST + COUNT + 31) // 32 - FIRST // 32  # of a row, in this rank's channels
     PROGRAMS: tl.constexpr = (TOKENS * BLOCKS + LANES - 1) // LANES  # of a sample; other dimensions of a grid are small
     sample = (tl.program_id(0) // PROGRAMS).to(tl.int64)
     lane = tl.program_id(0) % PROGRAMS * LANES + tl.arange(0, LANES)
-    token, block = lane // BLOCKS, FIRST // 16 + lane % BLOCKS
-    if FIRST % 16 == 0 and COUNT % 16 == 0:
-        at = lane[:, None] * 16 + tl.arange(0, 16)[None, :]
-        inside = (token < TOKENS)[:, None]
+    token, block = lane // BLOCKS, FIRST // 32 + lane % BLOCKS
+    half = tl.arange(0, 16)[None, :]
+    if FIRST % 32 == 0 and COUNT % 32 == 0:
+        at = lane[:, None] * 32 + half
+        inside0 = (token < TOKENS)[:, None]
+        inside1 = inside0
     else:
-        channel = block[:, None] * 16 + tl.arange(0, 16)[None, :] - FIRST
+        channel = block[:, None] * 32 + half - FIRST
         at = token[:, None] * COUNT + channel
-        inside = (token < TOKENS)[:, None] & (channel >= 0) & (channel < COUNT)
+        inside0 = (token < TOKENS)[:, None] & (channel >= 0) & (channel < COUNT)
+        inside1 = (token < TOKENS)[:, None] & (channel >= -16) & (channel < COUNT - 16)
     start = sample * (TOKENS * COUNT)
-    values = tl.load(x + start + at, inside)  # early: it arrives while the numbers are drawn
-    if grad is not None:
-        above = tl.load(grad + start + at, inside)
+    x0, x1 = tl.load(x + start + at, inside0), tl.load(x + start + at + 16, inside1)  # arrive while bits are drawn
+    if grad is None:
+        grad0, grad1 = None, None
+    else:
+        grad0, grad1 = tl.load(grad + start + at, inside0), tl.load(grad + start + at + 16, inside1)
     step, place = tl.load(samples + 2 * sample), tl.load(samples + 2 * sample + 1)
-    seed, layer, threshold = tl.load(key), tl.load(key + 1), tl.load(key + 2).to(tl.int32)
-    counter = token.to(tl.int64) * ((CHANNELS + 15) // 16) + block + 1  # numpy counts up before it draws
+    seed, layer, rate = tl.load(key), tl.load(key + 1), tl.load(key + 2).to(tl.int32)
+    number = token.to(tl.int64) * ((CHANNELS + 31) // 32) + block
     zero = tl.zeros([LANES], tl.uint64)
     c0, c1, c2, c3 = philox(
-        counter.to(tl.uint64),
+        (number + 1).to(tl.uint64),  # numpy counts up before it draws
         zero + place.to(tl.uint64),
         zero + layer.to(tl.uint64),
         zero + step.to(tl.uint64),
         zero + seed.to(tl.uint64),
         zero + purpose.to(tl.uint64),
     )
-    words = tl.join(tl.join(c0, c2), tl.join(c1, c3)).reshape(LANES, 4, 1)
-    bits = (words >> (tl.arange(0, 4) * 16).to(tl.uint64)[None, None, :]).to(tl.uint16).to(tl.int32)
-    kept = bits.reshape(LANES, 16) >= threshold
+    turn = (number + seed + layer + 89 * place + 55 * step).to(tl.int32) * 157 & 255
+    limit = rate + turn >> 8
     wide: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
-    remain = (65536 - threshold).to(wide)
+    remain = (65536 - rate).to(wide)
     # Rounded as on a CPU: div_rn is for fp32 only, where / is not.
     scale = 65536.0 / remain if wide == tl.float64 else tl.div_rn(65536.0, remain)
-    factor = tl.where(kept, scale, 0.0)
-    values = values.to(wide)
-    if GELU:
-        density, below = normal(values)
-        values = values * below if grad is None else (below + values * density) * above.to(wide)
-    tl.store(y + start + at, (values * factor).to(y.dtype.element_ty), inside)  # inf · 0 is NaN, as on a CPU
+    tl.store(y + start + at, apply(x0, grad0, c0, c1, limit, scale, GELU), inside0)
+    tl.store(y + start + at + 16, apply(x1, grad1, c2, c3, limit, scale, GELU), inside1)
 
 
 def launch(

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from numpy.random import Generator, Philox
 
-BLOCK = 16  # elements that share a counter: 4 words of 64 bits, and an element has 16 bits
-ONE = 1 << 16  # in these bits
+BLOCK = 32  # elements that share a counter: 4 words of 64 bits, and an element has 8 bits
+ONE = 1 << 16  # a dropout rate of 1
+MOST = ONE - (1 << 8)  # the highest rate that 8 bits can draw
 
 
 @functools.cache
@@ -97,13 +98,22 @@ def in_threads(work: Callable[[], None], number: int) -> None:
         raise errors[0]
 
 
-_idle: list[Philox] = []  # in no thread's use; kept, since making one takes as long as drawing 20,000 elements
+_idle: list[Philox] = []  # in no thread's use; kept, since making one takes as long as drawing 40,000 elements
 
 
-def kept(
-    seed: int, layer: int, threshold: int, samples: np.ndarray, tokens: int, channels: int, part: slice
-) -> np.ndarray:
-    """Which elements a layer's dropout keeps: those whose 16 bits are not below `threshold`.
+@functools.lru_cache(maxsize=16)
+def _limits(rate: int, blocks: int) -> np.ndarray:
+    """The limits of so many blocks' elements, uint8, and of 255 blocks more; see `kept`."""
+    turns = np.arange(blocks + 255) * 157 % 256  # 157/256 is near the golden ratio: neighbours are far apart
+    return ((rate + turns) // 256).astype(np.uint8).repeat(BLOCK)
+
+
+def kept(seed: int, layer: int, rate: int, samples: np.ndarray, tokens: int, channels: int, part: slice) -> np.ndarray:
+    """Which elements a layer's dropout keeps: those whose 8 bits are not below a limit.
+
+    The limit is the rate in units of 1/256, rounded up in some blocks and down in the others, as many as make up the
+    rate. Which ones changes with the sample: over 256 steps, or 256 places, an element has the rate exactly. This
+    correlates the elements of a block by at most 4e-6 / (rate · (1 - rate)), with the rate as a probability.
 
     A sample's (tokens, channels) are drawn row by row, each row in whole blocks, so that the GPU of a rank with some of
     the channels need not draw the others. Here they are drawn and cut off: numpy takes longer to start than to draw.
@@ -111,7 +121,7 @@ def kept(
     Args:
         seed: of the run.
         layer: the layer's `word`.
-        threshold: the dropout rate in units of 2^-16.
+        rate: the dropout rate in units of 2^-16, at most `MOST`.
         samples: (B, 2), each one's optimizer step and place in the global batch.
         tokens, channels: of a sample in the full model.
         part: this rank's channels.
@@ -120,7 +130,9 @@ def kept(
         bool (B, tokens, channels of the part).
     """
     width = -(-channels // BLOCK) * BLOCK
-    mask = np.empty((len(samples), tokens, width), bool)
+    size = tokens * width
+    limits = _limits(rate, size // BLOCK)
+    mask = np.empty((len(samples), size), bool)
     rows = iter(zip(mask, samples.tolist(), strict=True))  # of all threads: whichever is free takes the next
 
     def draw() -> None:
@@ -133,9 +145,10 @@ def kept(
         for row, (step, place) in rows:
             state["state"]["counter"][:] = 0, place, layer, step
             philox.state = state  # whose buffer is empty, since whole blocks are drawn
-            bits = philox.random_raw(tokens * width // 4).view(np.uint16)
-            np.greater_equal(bits.reshape(tokens, width), threshold, out=row)
+            bits = philox.random_raw(size // 8).view(np.uint8)
+            turn = (seed + layer + 89 * place + 55 * step) % 256
+            np.greater_equal(bits, limits[turn * BLOCK :][:size], out=row)
         _idle.append(philox)
 
     in_threads(draw, min(torch.get_num_threads(), len(samples)))
-    return mask[..., part]
+    return mask.reshape(len(samples), tokens, width)[..., part]
