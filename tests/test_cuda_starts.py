@@ -22,6 +22,7 @@ PROGRAMS = {  # those that fork, and need CUDA in their forks
     ],
     "--plan h100": [*PLAN, "h100"],
     "--plan here": [*PLAN, "here"],
+    "bench.py plan": ["scripts/bench.py", "plan", "--small", "--only", "Caltech101, NAIVE bf16"],
     "--parity": [training.HYBRID, *training.flags(DEPTH=2, IMG_SIZE=16), "--parity", "DP 2"],
 }
 

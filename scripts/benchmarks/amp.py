@@ -21,7 +21,7 @@ from colossal_vit.engine import precision
 from colossal_vit.errors import UserError
 
 from benchmarks.harness import ROOT, Benchmark, Case, Failed, Side, Values, positive
-from benchmarks.training import DEVICE, add_set, mfu, summary_of, train
+from benchmarks.training import add_set, device, mfu, summary_of, train
 
 FOLDER = ROOT / "vit_caltech101_amp"
 SMALL = ["IMG_SIZE=32", "CACHE_SIZE=36", "PATCH_SIZE=8", "HIDDEN_SIZE=32", "DEPTH=1", "NUM_HEADS=2"]
@@ -89,7 +89,7 @@ def measure(config: Path, overrides: list[str], args: argparse.Namespace, number
         raise Failed("an epoch ends before the warm-up: lower BATCH_SIZE, --warm-up or raise NUM_EPOCHS")
     found = summary_of(records)
     images_per_s = found["images/s"] / args.nproc_per_node
-    mode = {"mode": precision.describe(resolved.fp16, DEVICE), "batch size": batch_size}
+    mode = {"mode": precision.describe(resolved.fp16, device()), "batch size": batch_size}
     return {**found, **mode, "MFU, %": mfu(resolved, images_per_s)}
 
 

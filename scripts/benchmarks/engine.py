@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness import ROOT, Benchmark, Case, Failed, Rounds, Side, Values, ratios
+from benchmarks.harness import ROOT, Benchmark, Case, Failed, Rounds, Side, Values, python_path, ratios
 from benchmarks.training import add_set, check_agreement
 
 RATES = {"no dropout": "0.0", "dropout": "0.1"}
@@ -36,7 +36,7 @@ class Steps:
 
     def __init__(self, which: str, checkout: Path, threads: int, values: list[str]):
         command = [sys.executable, str(Path(__file__).parent / "engine_steps.py"), which, str(checkout), *values]
-        variables = {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": str(threads)}
+        variables = {"PYTHONPATH": python_path(checkout), "OMP_NUM_THREADS": str(threads)}
         variables["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # without worker processes, which stay in memory
         options = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.process = subprocess.Popen(command, env={**os.environ, **variables}, cwd=checkout, **options)

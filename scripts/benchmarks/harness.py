@@ -27,6 +27,11 @@ Side = Callable[[int], Values]  # measures once, in the round of this number
 Rounds = dict[str, list[Values]]  # by side
 
 
+def python_path(*folders: Path) -> str:
+    """PYTHONPATH with these folders before those that are in it."""
+    return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 class Failed(Exception):
     """A side cannot be measured; the message says why."""
 

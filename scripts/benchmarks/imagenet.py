@@ -25,7 +25,7 @@ from colossal_vit.data.source import USUAL
 
 from benchmarks import jpegs
 from benchmarks.harness import ROOT, Benchmark, Case, Rounds, Side, Values, positive
-from benchmarks.training import DEVICE, add_set, mfu, summary_of, train
+from benchmarks.training import add_set, device, mfu, summary_of, train
 
 CONFIG = ROOT / "vit_imagenet_dali/config.py"
 SKIPPED = 2  # steps of a run that are not counted
@@ -45,7 +45,7 @@ def drain(data: Path, batch_size: int, num_batches: int) -> float:
     """Images/s of DALI's training batches without training."""
     values = [f"BATCH_SIZE={batch_size}", "gradient_accumulation=1", f"NUM_CLASSES={USUAL[IMAGENET].num_classes}"]
     config = configs.load(CONFIG, values, "imagenet")
-    loader = DaliLoader(find_records(data, "train"), True, config, DEVICE, len(os.sched_getaffinity(0)))
+    loader = DaliLoader(find_records(data, "train"), True, config, device(), len(os.sched_getaffinity(0)))
 
     def endless():
         while True:
@@ -57,7 +57,7 @@ def drain(data: Path, batch_size: int, num_batches: int) -> float:
     started = time.perf_counter()
     for _ in range(num_batches):
         next(batches)
-    if DEVICE.type == "cuda":
+    if device().type == "cuda":
         torch.cuda.synchronize()
     return batch_size * num_batches / (time.perf_counter() - started)
 

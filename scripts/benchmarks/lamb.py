@@ -15,7 +15,7 @@ from timm.optim import Lamb as TimmLamb
 from torch.optim import Optimizer
 
 from benchmarks.harness import Benchmark, Case, Side
-from benchmarks.training import DEVICE, seconds
+from benchmarks.training import device, seconds
 
 OPTIONS = dict(lr=1e-3, weight_decay=0.1)
 NUM_WARM_UP = 3  # the first step creates the state, the next ones fill the allocator's cache
@@ -37,7 +37,7 @@ def timed_step(optimizer: Optimizer, number: int) -> dict[str, float]:
 def sides(args: argparse.Namespace) -> dict[str, Side]:
     torch.manual_seed(0)
     model = timm.create_model("vit_tiny_patch16_224" if args.small else "vit_base_patch16_224")
-    weights = [parameter.detach().to(DEVICE) for parameter in model.parameters()]
+    weights = [parameter.detach().to(device()) for parameter in model.parameters()]
     gradients = [torch.randn_like(weight) * 1e-3 for weight in weights]
     parameters, found = {}, {}
     for name, build in OPTIMIZERS.items():

@@ -27,7 +27,7 @@ from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
 from benchmarks import jpegs
-from benchmarks.harness import ROOT, Benchmark, Case, Side, Values
+from benchmarks.harness import ROOT, Benchmark, Case, Side, Values, python_path
 
 NUM_IMAGES = 256
 IMG_SIZE, BATCH_SIZE, WORKERS = 224, 64, 2
@@ -91,7 +91,7 @@ def drained(root: Path, data: Path, num_batches: int, overrides: list[str], cold
     command = [sys.executable, str(Path(__file__).with_name("drain.py")), str(data), str(BATCH_SIZE), str(num_batches)]
     environment = {
         **os.environ,
-        "PYTHONPATH": f"{root}:{root / 'vit_imagenet_dali'}",
+        "PYTHONPATH": python_path(root, root / "vit_imagenet_dali"),
         **({"COLD": "1"} if cold else {}),
     }
     done = subprocess.run([*command, *overrides], env=environment, stdout=subprocess.PIPE, check=True, text=True)

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,6 @@ from layouts import CONFIG, set_flags
 from layouts import FOLDER as HYBRID
 from vit import check_vit
 
-DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 CHECKED_STEPS, TOLERANCE = 3, 1e-4  # relative tolerance of losses; these steps are also the warm-up
 OUT_OF_MEMORY = re.compile(r"out of memory|not enough memory|MemoryError|SIGKILL|exitcode *: *-9", re.IGNORECASE)
 
@@ -45,9 +45,15 @@ Batch = tuple[Tensor, Tensor]
 Step = Callable[[Tensor, Tensor], Tensor | None]
 
 
+@cache
+def device() -> torch.device:
+    """The first GPU, or the CPU. A process that asks for GPUs can no longer make predictions, in forks that do."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def seconds(work: Callable[[], Any]) -> float:
     """Seconds that `work` takes, including its work on the device."""
-    synchronize = torch.cuda.synchronize if DEVICE.type == "cuda" else lambda: None
+    synchronize = torch.cuda.synchronize if device().type == "cuda" else lambda: None
     synchronize()
     started = time.perf_counter()
     work()
@@ -212,7 +218,7 @@ def summary_of(steps: Sequence[dict]) -> dict[str, float | None]:
 
 def mfu(config: Config, images_per_s: float) -> float | None:
     """Model FLOPs utilisation of one process in percent, or None if the device's peak is unknown."""
-    peak = peak_of(DEVICE, precision.compute_dtype(config.fp16, DEVICE), config.TF32)
+    peak = peak_of(device(), precision.compute_dtype(config.fp16, device()), config.TF32)
     if not peak:
         return None
     with torch.device("meta"):
