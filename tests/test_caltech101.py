@@ -3,6 +3,7 @@
 import io
 import os
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -208,6 +209,24 @@ def test_cache_has_what_pillow_decodes_and_is_made_anew_when_it_is_damaged_or_a_
     assert class_images.cache_folder(images, 48).is_dir()
     assert not folder.exists(), "what nobody will read any more goes"
     assert class_images.cache_folder(images, 32) != class_images.cache_folder(images, 48)
+
+
+def test_few_images_are_decoded_before_they_are_written(few, monkeypatch):
+    """Or those that a slow disk has not taken yet would fill the memory."""
+    decoded, waiting, decode = [], [], class_images.decode
+
+    def slowly(images, *_, **__):
+        for number, image in enumerate(images):
+            time.sleep(0.02)
+            waiting.append(len(decoded) - number)
+            yield image
+
+    monkeypatch.setattr(class_images, "decode", lambda *args: decoded.append(args) or decode(*args))
+    monkeypatch.setattr(class_images, "tqdm", slowly)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    class_images.fill_cache(caltech101.find_images(few), 16, RankLogger())
+    assert len(waiting) == 15
+    assert max(waiting) <= 3
 
 
 def test_cache_on_a_full_disk_is_said_and_leaves_nothing(few, small_disk, capsys):

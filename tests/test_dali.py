@@ -24,6 +24,7 @@ from colossal_vit.data.batches import IGNORED
 from colossal_vit.data.digits import write_imagenet
 from colossal_vit.data.records import Records, filtered_index, find_records, leave_out, list_records
 from colossal_vit.data.shards import NUM_SHARDS, find_shards, index_path, parse_index
+from colossal_vit.engine.micro_batches import MicroBatches
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.ranks import RankLogger
 from colossal_vit.rng import philox
@@ -131,6 +132,27 @@ def test_evaluation_counts_each_image_once(numbered, num_ranks):
         assert all(images.shape == (32, 3, SIZE, SIZE) and labels.shape == (32,) for p in parts for images, labels in p)
         seen = [label for part in parts for label in labels_of(part)]
         assert sorted(label for label in seen if label != IGNORED) == list(range(360))
+
+
+@in_fork
+def test_more_images_than_a_batch_are_picked_as_the_evaluation_has_them(numbered):
+    images, labels = (torch.cat(parts) for parts in zip(*loader(numbered, "validation", BATCH_SIZE=8), strict=True))
+    numbers = torch.tensor([30, 2, 359, *range(100, 117)])
+    picked, labels_of_picked = loader(numbered, "validation", BATCH_SIZE=8).pick(numbers)
+    assert labels_of_picked.tolist() == labels[numbers].tolist() == numbers.tolist()
+    assert torch.equal(picked, images[numbers])
+
+
+@in_fork
+def test_dali_goes_on_from_epoch_to_epoch(numbered):
+    """As the trainer takes batches: after the last one of an epoch it asks for no more."""
+    other = loader(numbered)
+    expected = [labels_of(other) for _ in range(3)]
+    made, build = [], loaders.DaliLoader._build
+    loaders.DaliLoader._build = lambda self, batches: made.append(self) or build(self, batches)
+    batches = MicroBatches(loader(numbered), 1)
+    assert [labels_of(batches) for _ in range(3)] == expected
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize("num_images", [31, 33, 65])
@@ -463,7 +485,10 @@ WRONG = [  # what is done to the data, and what is said of it
         lambda data: shutil.copy(data / f"{SHARD}4", data / f"{SHARD}5"),
         "train-00001-of-00005: is one of 5 shards, but .* is one of 4",
     ),
-    (lambda data: shutil.rmtree(data / "train"), "DATA = {data}: has no TFRecords in train/"),
+    (
+        lambda data: shutil.rmtree(data / "train"),
+        "DATA = {data}: has no TFRecords in train/; build_tfrecords.py makes them from the images",
+    ),
     *(
         (with_line(line), NO_LINE)
         for line in ("-5 {size}", "{offset} -{size}", "1e3 {size}", "{offset} 5_0", "", "²5 5")

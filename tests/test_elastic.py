@@ -17,9 +17,9 @@ def parallel(pipeline):
     return dict(pipeline=pipeline, tensor=dict(mode=None, size=1))
 
 
-def fit(world_size, model, global_batch, check=None, others=()):
+def fit(world_size, model, global_batch, check=None, others=(), **values):
     """What is made of batches of 8 images on so many processes, of which a replica has `model`, or one of `others`."""
-    values = dict(GLOBAL_BATCH=global_batch, BATCH_SIZE=8, gradient_accumulation=4, parallel=parallel(model))
+    values |= dict(GLOBAL_BATCH=global_batch, BATCH_SIZE=8, gradient_accumulation=4, parallel=parallel(model))
     values["ELASTIC_LAYOUTS"] = [parallel(other) for other in others]
 
     def load(overrides):
@@ -46,6 +46,14 @@ def test_replicas_share_the_global_batch_evenly(world_size, model, global_batch,
     fitted, layout = fit(world_size, model, global_batch)
     assert (layout.data, fitted.BATCH_SIZE, fitted.gradient_accumulation) == expected
     assert layout.global_batch(fitted) == global_batch
+
+
+@pytest.mark.parametrize(("global_batch", "expected"), [(30, (1, 6, 5)), (60, (2, 6, 5)), (32, (2, 8, 2))])
+def test_images_are_mixed_in_pairs(global_batch, expected):
+    fitted, layout = fit(2, 1, global_batch, mix=dict(mixup=0.8))
+    assert (layout.data, fitted.BATCH_SIZE, fitted.gradient_accumulation) == expected
+    with pytest.raises(UserError, match="cannot be kept on 2 processes: mix needs an even BATCH_SIZE"):
+        fit(2, 1, 15, mix=dict(mixup=0.8))
 
 
 def test_a_way_to_share_that_the_layout_refuses_is_not_taken():

@@ -42,11 +42,22 @@ def test_configs_are_the_recipe_of_the_readme(name):
     assert f"{hours} h" in (FOLDER / name).read_text()
 
 
-@pytest.mark.parametrize(("num_gpus", "expected"), [(4, (256, 32)), (64, (256, 2)), (1024, (32, 1)), (3, (254, 43))])
+@pytest.mark.parametrize(("num_gpus", "expected"), [(4, (256, 32)), (64, (256, 2)), (1024, (32, 1)), (3, None)])
 def test_plan_keeps_the_global_batch(num_gpus, expected):
-    micro_batch, accumulation = planning.batch_and_accumulation(num_gpus, 256, 32_768)
-    assert (micro_batch, accumulation) == expected
-    assert abs(micro_batch * accumulation * num_gpus - 32_768) < num_gpus
+    assert planning.batch_and_accumulation(num_gpus, 256, 32_768) == expected
+
+
+def test_plan_has_pairs_of_images_for_mix():
+    assert planning.batch_and_accumulation(2, 15, 60) == (15, 2)
+    assert planning.batch_and_accumulation(2, 15, 60, even=True) == (10, 3)
+    assert planning.batch_and_accumulation(4, 15, 60, even=True) is None
+
+
+def test_plan_says_that_the_gpus_cannot_share_the_global_batch(tmp_path):
+    config = configs.load(FOLDER / "config_vit_b32.py", ["GLOBAL_BATCH=32768"])
+    *rows, last = planning.schedule(config, tmp_path, 3)
+    assert [row.split()[0] for row in rows[2:]] == ["4", "64", "1024"]
+    assert last == "as it is, the config makes a global batch of 24,576 on 3 GPU(s): 3 cannot make 32,768"
 
 
 def test_hours_as_published(tmp_path):

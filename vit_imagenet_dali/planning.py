@@ -48,11 +48,22 @@ def images_per_s(config: Config, output: Path) -> tuple[float, str] | None:
     return None
 
 
-def batch_and_accumulation(num_gpus: int, batch_size: int, global_batch: int) -> tuple[int, int]:
-    """Micro-batch per GPU, at most `batch_size`, and accumulation steps that give the global batch."""
-    per_gpu = global_batch // num_gpus
-    micro_batch = max(size for size in range(1, min(batch_size, per_gpu) + 1) if per_gpu % size == 0)
-    return micro_batch, per_gpu // micro_batch
+def batch_and_accumulation(
+    num_gpus: int, batch_size: int, global_batch: int, even: bool = False
+) -> tuple[int, int] | None:
+    """Micro-batch per GPU, at most `batch_size`, and accumulation steps that make the global batch.
+
+    Args:
+        num_gpus, batch_size, global_batch: see above.
+        even: whether the micro-batch must be, as for mix.
+
+    Returns:
+        None if there are none.
+    """
+    per_gpu, rest = divmod(global_batch, num_gpus)
+    sizes = [] if rest else range(min(batch_size, per_gpu), 0, -1)
+    found = (size for size in sizes if per_gpu % size == 0 and not (even and size % 2))
+    return next(((size, per_gpu // size) for size in found), None)
 
 
 def schedule(config: Config, output: Path, num_gpus: int) -> list[str]:
@@ -61,14 +72,19 @@ def schedule(config: Config, output: Path, num_gpus: int) -> list[str]:
     here = config.BATCH_SIZE * config.gradient_accumulation * num_gpus
     global_batch = config.get("GLOBAL_BATCH", here)
     rows = []
-    for number in sorted(number for number in NUM_GPUS | {num_gpus} if number <= global_batch):
-        micro_batch, accumulation = batch_and_accumulation(number, config.BATCH_SIZE, global_batch)
+    for number in sorted(NUM_GPUS | {num_gpus}):
+        fitting = batch_and_accumulation(number, config.BATCH_SIZE, global_batch, even=bool(config.mix))
+        if not fitting:
+            continue
+        micro_batch, accumulation = fitting
         steps = NUM_IMAGES // global_batch * config.NUM_EPOCHS
         hours = f"{config.NUM_EPOCHS * NUM_IMAGES / (rate[0] * number) / 3600:.2f}" if rate else "?"
         rows.append([str(number), str(micro_batch), str(accumulation), f"{steps:,}", hours])
+    fits = str(num_gpus) in (row[0] for row in rows)
     header = ["GPUs", "BATCH_SIZE", "gradient_accumulation", f"optimizer steps in {config.NUM_EPOCHS} epochs", "hours"]
     said = f"{rate[0]:,.0f} images/s a GPU ({rate[1]}), and perfect scaling" if rate else "set IMAGES_PER_S for hours"
     lines = [f"a global batch of {global_batch:,}; {said}", *format_table(header, rows)]
     if here != global_batch:
-        lines.append(f"as it is, the config makes a global batch of {here:,} on {num_gpus} GPU(s): --set what is above")
+        advice = "--set what is above" if fits else f"{num_gpus} cannot make {global_batch:,}"
+        lines.append(f"as it is, the config makes a global batch of {here:,} on {num_gpus} GPU(s): {advice}")
     return lines

@@ -218,6 +218,8 @@ class Checkpointer:
             )
         if trained:
             self._check_continues(state)
+        elif run.args.eval_only:
+            self._check_classes(state)
         if state["step"] and not run.args.eval_only:
             engine.rebuild_ddp_buckets((run.config.BATCH_SIZE, 3, run.config.IMG_SIZE, run.config.IMG_SIZE))
         self._load_tensors(state["moments_step"] if trained else None)
@@ -228,6 +230,18 @@ class Checkpointer:
         self.trainer.cur_epoch, self.best = state["epoch"], state["best"]
         engine.optimizer.load_scaler_state(state["scaler"])
         self._seek(state)
+
+    def _check_classes(self, state: State) -> None:
+        """Check that an evaluation's classes are those that the model has learned.
+
+        Raises:
+            UserError: naming what differs, unless `--accept-changes` is given.
+        """
+        learned, there = ((data or {}).get("classes") for data in (state.get("data"), self.run.data))
+        named = isinstance(learned, list) and isinstance(there, list)
+        said = differences({"classes": learned}, {"classes": there}) if named else ""
+        if said and not self.run.args.accept_changes:
+            raise UserError(f"{self.path}: was trained with other classes ({said}): set DATA to images of its classes")
 
     def _check_continues(self, state: State) -> None:
         """Check that the data, and the config values that affect learning, are those of the checkpoint.

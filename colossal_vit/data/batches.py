@@ -123,8 +123,9 @@ class SampledLoader(Loader):
     def pick(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Images and labels with these numbers (B,), as in an evaluation; on a rank of the first pipeline stage."""
         other = copy.copy(self)
-        other.sampler = [numbers]
-        return next(iter(other))
+        other.sampler = numbers.split(self.config.BATCH_SIZE)  # DALI makes no larger batches
+        images, labels = zip(*other, strict=True)
+        return torch.cat(images), torch.cat(labels)
 
     def name_of(self, number: int) -> str:
         """What the image with this number is called."""

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from colossal_vit import typed_json
+from colossal_vit.data.batches import read_ahead
 from colossal_vit.data.decoding import FORMATS, check_scan, endings, to_rgb
 from colossal_vit.data.folders import class_folders, list_files
 from colossal_vit.errors import UserError, blame, in_one_line
@@ -267,9 +268,10 @@ def fill_cache(images: Images, size: int, log: RankLogger) -> bool:
             with open(scratch / "images.npy", "r+b") as file:  # a full disk raises here, but kills with a memory map
                 os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
             # Pillow lets other threads run. It warns of what it reads all the same.
-            with warnings.catch_warnings(action="ignore"), ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-                decoded = pool.map(partial(decode, images, size), range(len(array)))
-                for number, image in enumerate(tqdm(decoded, "decoding", len(array), unit="img", disable=None)):
+            threads = len(os.sched_getaffinity(0))
+            with warnings.catch_warnings(action="ignore"), ThreadPoolExecutor(threads) as pool:
+                decoded = read_ahead(range(len(array)), partial(decode, images, size), threads)
+                for number, image in tqdm(decoded, "decoding", len(array), unit="img", disable=None):
                     array[number] = image
                 faults = pool.map(find_damage, (images.root / path for path in images.paths))
                 damaged = [(path, fault) for path, fault in zip(images.paths, faults, strict=True) if fault]

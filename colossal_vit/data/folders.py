@@ -73,17 +73,20 @@ def list_files(
 
 
 def has_class_folders(root: Path) -> bool:
-    """Whether a data folder has class folders of images, itself or in `train`, and no data set of another format."""
-    if any((root / name).exists() for name in (*DOWNLOADED, PACKED)):
-        return False
+    """Whether a data folder has class folders of images, itself or in `train`, and no data set of another format.
+
+    Raises:
+        UserError: see `list_files`.
+    """
     try:
+        if any((root / name).exists() for name in (*DOWNLOADED, PACKED)):
+            return False
         known, folder = endings(), root / "train" if (root / "train").is_dir() else root
         return any(
             Path(name).suffix.lower() in known
             for entry in os.scandir(folder)
             if entry.name[0] != "." and entry.is_dir()
-            for *_, names in os.walk(entry.path)
-            for name in names
+            for name, *_ in list_files(Path(entry.path))
         )
     except OSError:  # what reads it will say why
         return False

@@ -24,10 +24,11 @@ from colossal_vit.data.class_images import (
     open_cache,
     split_by_content,
 )
+from colossal_vit.data.folders import class_folders
 from colossal_vit.data.identity import OWN
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.data.source import describe_data, settle_classes
-from colossal_vit.errors import UserError
+from colossal_vit.errors import UserError, blame
 from colossal_vit.parallel.ranks import raise_on_all_ranks, run_on_rank_0
 from colossal_vit.run import Run
 from colossalai.context import Config
@@ -36,7 +37,7 @@ from torchvision.transforms import v2
 
 CROP_ASPECT = (3 / 4, 4 / 3)  # as in torchvision's RandomResizedCrop
 MEAN = STD = (0.5, 0.5, 0.5)
-TEST_FOLDERS = ("val", "validation", "test")
+TEST_FOLDERS = ("val", "valid", "validation", "test")
 
 
 def draw_crops(count: int, crop_area: tuple[float, float], flip: bool, generator: torch.Generator) -> Tensor:
@@ -172,21 +173,29 @@ def build_own_images(run: Run, root: Path) -> tuple[Loader, Loader]:
     Beside `val`, `test` is left alone: it is for the model that is chosen in the end.
 
     Raises:
-        UserError: on every rank, see `find_images`, `split_by_content` and `build_batches`.
+        UserError: on every rank, see `find_images`, `split_by_content` and `build_batches`; if it is not clear which
+            folder is to evaluate on.
     """
     tests = [name for name in TEST_FOLDERS if (root / name).is_dir()]
     parts = ["train", *tests[:1]] if (root / "train").is_dir() else [""]
     with raise_on_all_ranks():
-        if tests[:2] == ["val", "validation"]:
-            raise UserError(f"{root}: has val and validation; only one can be to evaluate on")
+        if tests[1:] and tests[1] != "test":
+            raise UserError(f"{root}: has {tests[0]} and {tests[1]}; only one can be to evaluate on")
+        with blame(root):
+            others = [name for name in class_folders(root)[0] if name not in parts] if parts[0] else []
+        if others and not tests:
+            raise UserError(
+                f"{root}: has {others[0]} beside train: call it val if it is to evaluate on, or move all into train if "
+                f"they are classes"
+            )
         images = find_images(root, root / ".decoded", parts)
         if len(images.classes) == 1:
             raise UserError(
                 f"{root}: has one class folder only, {images.classes[0]}; DATA must be what has one for each class"
             )
     if len(parts) == 2:
-        if tests[1:]:
-            run.log.info(f"{root}: evaluates on {tests[0]}; {tests[1]} is not read")
+        if others:
+            run.log.info(f"{root}: evaluates on {tests[0]}; not read: {', '.join(others)}")
         of_train = np.array([path.startswith("train/") for path in images.paths])
         train, test = (torch.from_numpy(np.flatnonzero(which)) for which in (of_train, ~of_train))
     else:

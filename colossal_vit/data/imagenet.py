@@ -304,8 +304,9 @@ class DaliLoader(SampledLoader):
         batches = self.ahead.pop((epoch, start), None) or self._batches(_from_here_on(copy.copy(self.sampler)))
         self.ahead.clear()
         self.sampler.epoch, self.sampler.start = epoch + 1, 0
-        yield from islice(batches, len(self) - start)
-        self.ahead[epoch + 1, 0] = batches
+        yield from islice(batches, len(self) - start - 1)
+        self.ahead[epoch + 1, 0] = batches  # before the last batch: nobody asks for one after it
+        yield next(batches)
 
 
 def write_sample(folder: Path) -> Path:

@@ -183,8 +183,10 @@ def read_skipped(output: Path) -> dict[str, str]:
 def build(args: argparse.Namespace) -> int:
     """Pack `args.source` into `args.output`, resuming an interrupted build; returns the exit code."""
     output, start = args.output, time.monotonic()
-    unsplit = not any((args.source / name).is_dir() for name in ("train", "val", "validation", "test"))
+    unsplit = not any((args.source / name).is_dir() for name in ("train", "val", "valid", "validation", "test"))
     if unsplit and has_class_folders(args.source):
+        if output.resolve().is_relative_to(args.source.resolve()):
+            raise UserError(f"{output}: would be a class folder of {args.source}; take one outside of it")
         wnids, images, digest = scan_unsplit(args.source, args.test_fraction)
     else:
         wnids, images, digest = scan(args.source, args.synset_map)

@@ -67,13 +67,14 @@ def scan(source: Path, synset_map: Path | None) -> tuple[list[str], dict[str, li
     Raises:
         UserError: if a folder is missing or empty, or files are misplaced.
     """
-    train, found = source / "train", [source / name for name in ("val", "validation") if (source / name).is_dir()]
+    train = source / "train"
+    found = [source / name for name in ("val", "valid", "validation") if (source / name).is_dir()]
     if not found and (source / "test").is_dir():  # ImageNet's own, beside val/, has no classes
         found = [source / "test"]
     if not train.is_dir() or len(found) != 1:
         there = ["train/"] * train.is_dir() + [f"{folder.name}/" for folder in found]
         raise UserError(
-            f"{source}: has {' and '.join(there) or 'no train/'}; train/ and one of val/, validation/ "
+            f"{source}: has {' and '.join(there) or 'no train/'}; train/ and one of val/, valid/, validation/ "
             f"and test/, or class folders, are needed"
         )
     (validation,) = found

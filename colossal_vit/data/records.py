@@ -9,7 +9,7 @@ import numpy as np
 from colossal_vit.data.shards import find_shards, index_path, name_faults, parse_index, record_faults, wrong_index
 from colossal_vit.data.tfrecord import record_size
 from colossal_vit.data.worker_pool import run_all, worker_pool
-from colossal_vit.errors import UserError
+from colossal_vit.errors import UserError, blame
 from colossal_vit.files import write_text
 from colossal_vit.parallel.ranks import RankLogger
 
@@ -47,7 +47,10 @@ def find_records(data: Path, split: str) -> Records:
     """
     shards = find_shards(data, split)
     if not shards:
-        raise UserError(f"DATA = {data}: has no TFRecords in {split}/; build_py makes them from the images")
+        if (data / split).is_dir():
+            with blame(data / split):
+                os.listdir(data / split)
+        raise UserError(f"DATA = {data}: has no TFRecords in {split}/; build_tfrecords.py makes them from the images")
     for fault in name_faults(data, split, shards):
         raise UserError(fault)
     indices = [index_path(data, split, shard.name) for shard in shards]

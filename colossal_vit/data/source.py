@@ -86,9 +86,17 @@ def build_data(run: Run) -> tuple[Loader, Loader | None]:
             return import_module("colossal_vit.data.image_folder").build_own_images(run, folder)
         run_on_rank_0(lambda: found.call("fetch", folder, run.log))
         return found.call("build", run, folder)
-    folder = run_on_rank_0(lambda: usual.call("write_sample", SAMPLE))
+    folder = run_on_rank_0(lambda: _write_sample(usual))
     run.log.info(f"DATA is not set: this is the sample, 1,797 scanned digits in {usual.name}'s format, in {SAMPLE}")
     return usual.call("build", run, folder)
+
+
+def _write_sample(usual: Format) -> Path:
+    """Make the sample, unless it is there; returns its folder."""
+    try:
+        return usual.call("write_sample", SAMPLE)
+    except OSError as error:
+        raise UserError(f"the sample cannot be made ({error.filename}: {error.strerror}): set DATA") from None
 
 
 def _without_data(run: Run, usual: Format) -> tuple[Loader, Loader | None]:

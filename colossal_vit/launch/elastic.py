@@ -69,7 +69,9 @@ def _share(
         share, rest = divmod(config.GLOBAL_BATCH, replicas)
         if rest:
             continue
-        for size in filter(lambda size: share % size == 0, range(min(config.BATCH_SIZE, share), 0, -1)):
+        for size in range(min(config.BATCH_SIZE, share), 0, -1):
+            if share % size or (size % 2 and config.get("mix")):  # images are mixed in pairs
+                continue
             try:
                 fitted = load([f"BATCH_SIZE={size}", f"gradient_accumulation={share // size}"])
                 if check:
@@ -77,6 +79,7 @@ def _share(
                 return fitted, layout
             except UserError as error:
                 reason = reason or error
+    reason = reason or "mix needs an even BATCH_SIZE"
     raise UserError(f"GLOBAL_BATCH = {config.GLOBAL_BATCH} cannot be kept on {world_size} processes: {reason}")
 
 
