@@ -1,12 +1,16 @@
 """ELASTIC: any number of processes on one loss curve. Agents of torchrun come and go in stress/test_soak.py."""
 
 import ast
+import os
+import signal
 
 import pytest
 from colossal_vit.errors import UserError
 from colossal_vit.launch import elastic
 from colossalai.context import Config
 
+import fork_ranks
+import launchers
 import training
 from layouts import ANY_STEP, RANDOM, errors
 
@@ -109,3 +113,19 @@ def test_a_run_stays_on_its_curve_whatever_the_number_of_processes(tmp_path, few
 def test_what_is_impossible_is_one_line(world_size, values, words, tmp_path):
     values = {key: value for key, value in {**ELASTIC, **values}.items() if value is not None}
     assert words in training.refused(tmp_path / "run", world_size, **values)
+
+
+@pytest.mark.parametrize("victims", [[0, 1, 2], [0]])
+def test_a_process_without_work_stops_when_the_ranks_have(victims, tmp_path, few_test_images):
+    """As mpirun starts them, which would kill the ranks before they have saved."""
+    values = {**ELASTIC, "BATCH_SIZE": 16, "NUM_EPOCHS": 1000}
+    argv = [*training.flags(**values), "--output", str(tmp_path / "run"), "--host", "localhost"]
+    argv += ["--port", str(fork_ranks.free_port())]
+    places = [dict(RANK=rank, LOCAL_RANK=rank, SIZE=3, LOCAL_SIZE=3) for rank in range(3)]
+    environments = [{f"OMPI_COMM_WORLD_{key}": str(value) for key, value in place.items()} for place in places]
+    ranks = fork_ranks.start(training.HYBRID, argv, environments)
+    launchers.wait_until(lambda: launchers.steps_on_record(tmp_path / "run") >= 3, lambda: ranks.output(0, "err"))
+    for victim in victims:
+        os.kill(ranks.pids[victim], signal.SIGUSR1)
+    result = ranks.wait()
+    assert result.codes == [75] * 3, str(result)

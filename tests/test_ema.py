@@ -10,6 +10,8 @@ import torch
 from colossal_vit.checkpoint import __main__ as cli
 from colossal_vit.checkpoint import storage
 from colossal_vit.engine import initialize
+from colossal_vit.engine.loop import Trainer
+from colossal_vit.errors import UserError
 from safetensors.torch import load_file
 from timm.utils import ModelEmaV3
 
@@ -132,3 +134,27 @@ def test_average_that_begins_later_begins_with_the_weights(tmp_path, capsys):
     after, average = (load_file(newest(tmp_path / "run") / name) for name in (storage.MODEL, storage.EMA))
     for name, weights in after.items():
         torch.testing.assert_close(average[name], (before[name] + weights) / 2)
+
+
+def test_an_error_of_one_rank_in_the_evaluation_of_the_average_ends_all_with_one_line(tmp_path, few_test_images):
+    def enter(rank):
+        test = Trainer._test
+
+        def fail(trainer, *args):
+            if rank == 1 and trainer.evaluating_ema:
+                raise UserError("of rank 1", own=True)
+            test(trainer, *args)
+
+        Trainer._test = fail
+
+    values = {"DEPTH": 1, "NUM_EPOCHS": 1, "BATCH_SIZE": 128, "ema.decay": 0.9, "zero.stage": 1}
+    argv = [*training.flags(**values), "--output", str(tmp_path), "--timeout", "60"]
+    result = fork_ranks.start(training.HYBRID, argv, fork_ranks.by_torchrun(2), enter=enter).wait()
+    assert result.codes == [2, 2], str(result)
+    assert "".join(result.stderr).count("\n") == 1
+
+
+def test_weights_in_half_precision_have_no_average(tmp_path):
+    values = {"DEPTH": 1, "fp16.opt_level": "O3", "fp16.dtype": "bf16", "ema.decay": 0.9}
+    line = training.refused(tmp_path / "run", amp="APEX", script=training.DATA_PARALLEL, **values)
+    assert "ema needs weights in fp32, which fp16.opt_level = 'O3' has not" in line

@@ -118,8 +118,14 @@ def test_profile_says_where_the_time_goes(run):
         assert [names.count(part) for part in ("data", "forward", "backward", "update")] == [2, 2, 2, 1]
 
 
+def test_profile_of_a_resumed_run_is_of_its_own_steps(tmp_path):
+    training.train(tmp_path, steps=4, DEPTH=1)
+    assert "the mean of 2: " in training.train(tmp_path, 1, "--profile", steps=9, DEPTH=1).said
+    assert (tmp_path / "profile-rank0.json").exists()
+
+
 def test_profile_of_too_few_steps_says_so(tmp_path):
-    assert "--profile times steps after number 3" in training.train(tmp_path, 1, "--profile", steps=3, DEPTH=1).said
+    assert "--profile times steps after the first 3" in training.train(tmp_path, 1, "--profile", steps=3, DEPTH=1).said
 
 
 def test_loss_scaled_runs_record_scale_and_skips(tmp_path):

@@ -5,6 +5,7 @@ import itertools
 import os
 import random
 import signal
+import time
 
 import pytest
 import safetensors.torch
@@ -378,3 +379,65 @@ def test_a_run_that_is_told_to_stop_goes_on_to_the_bit(few_test_images, tmp_path
         assert storage.step_of(storage.newest(output / storage.FOLDER)[0].path) == steps
     assert steps < whole.steps[-1]["step"], "stopped before its end"
     assert training.train(output, 2, steps=None, **settings).records == whole.records
+
+
+SMALL = {"DEPTH": 1, "NUM_EPOCHS": 1}
+
+
+def start_with_slow_writes(output, seconds, *more, **values):
+    """A process whose checkpoints take so long to write; `output.mark` exists from the first write on."""
+
+    def enter(rank):
+        write = storage.write
+
+        def slowly(*args):
+            output.with_suffix(".mark").touch()
+            time.sleep(seconds)
+            write(*args)
+
+        storage.write = slowly
+
+    argv = [*training.flags(**values), "--output", str(output), *more]
+    return fork_ranks.start(training.HYBRID, argv, [{}], enter=enter)
+
+
+def test_a_signal_while_the_last_checkpoint_is_written_loses_nothing(few_test_images, tmp_path):
+    rank = start_with_slow_writes(tmp_path / "run", 4, **SMALL)
+    launchers.wait_until((tmp_path / "run.mark").exists, lambda: rank.output(0, "err"))
+    time.sleep(1)
+    os.kill(rank.pids[0], signal.SIGTERM)
+    result = rank.wait()
+    assert result.codes == [0], str(result)
+    assert storage.newest(tmp_path / "run" / storage.FOLDER)[0].path.name == "step-00000044"
+
+
+def test_a_run_that_fails_while_a_checkpoint_is_written_keeps_it(few_test_images, tmp_path):
+    """The norm of step 2 is not finite."""
+    values = {**SMALL, "checkpoint.every_steps": 1, "LEARNING_RATE": 1e30, "WARMUP_EPOCHS": 0}
+    result = start_with_slow_writes(tmp_path / "run", 3, **values).wait()
+    assert result.codes == [1], str(result)
+    assert "not finite" in result.stderr[0]
+    newest, _ = storage.newest(tmp_path / "run" / storage.FOLDER)
+    assert newest.path.name == "step-00000001"
+
+
+@pytest.mark.parametrize("count", ["0", "1"])
+def test_a_run_that_began_with_a_checkpoint_resumes_without_it(count, few_test_images, tmp_path):
+    """The first one was one of its own, and is removed by the later ones."""
+    values = {**SMALL, "checkpoint.every_steps": 1, "checkpoint.keep": 1}
+    training.train(tmp_path, steps=2, **values)
+    given = str(tmp_path / "checkpoints/step-00000002")
+    training.train(tmp_path, 1, "--resume", given, steps=4, **values)
+    assert not os.path.exists(given)
+    argv = [*training.flags(**values), "--output", str(tmp_path), "--max-steps", "5", "--resume", given]
+    result = fork_ranks.start(training.HYBRID, argv, [{"TORCHELASTIC_RESTART_COUNT": count}]).wait()
+    assert result.codes == [0], str(result)
+    assert storage.newest(tmp_path / storage.FOLDER)[0].path.name == "step-00000005"
+
+
+def test_max_steps_counts_steps_made_with_another_global_batch(few_test_images, tmp_path):
+    values = {"DEPTH": 1, "NUM_EPOCHS": 4}
+    training.train(tmp_path, steps=20, **values)
+    run = training.train(tmp_path, 1, "--accept-changes", steps=30, BATCH_SIZE=64, **values)
+    assert run.steps[-1]["step"] == 30
+    assert storage.newest(tmp_path / storage.FOLDER)[0].path.name == "step-00000030"

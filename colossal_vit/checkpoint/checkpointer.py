@@ -1,9 +1,10 @@
 """`Checkpointer`: the run directory and the checkpoints of a run, behind one object."""
 
+import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -46,6 +47,14 @@ def _writes_to(output: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"--output {output}: cannot be written: {error.strerror or error}") from None
+
+
+_writes: list[Future] = []  # the last one of this process
+
+
+def wait_for_writer(seconds: float) -> None:
+    """Wait until the last checkpoint is written, or so long: for a process that is about to end with an error."""
+    wait(_writes, seconds)
 
 
 class Checkpointer:
@@ -93,9 +102,6 @@ class Checkpointer:
 
     def _prepare(self) -> tuple[Path | None, str | None, Normalization | None]:
         args, output = self.run.args, self.run.output
-        if self._given and not self._given.exists():
-            meant = nearest(args.resume, ("auto", "never"))
-            raise UserError(f"--resume {args.resume}: no such path, and neither auto nor never{meant}")
         if not args.eval_only:
             with _writes_to(output):
                 if reason := lock.acquire(output):
@@ -165,6 +171,9 @@ class Checkpointer:
         return self._open_given() if self._given else None
 
     def _open_given(self) -> Checkpoint:
+        if not self._given.exists():
+            meant = nearest(self.run.args.resume, ("auto", "never"))
+            raise UserError(f"--resume {self.run.args.resume}: no such path, and neither auto nor never{meant}")
         try:
             found = storage.open_named(self._given)
         except UserError as error:
@@ -203,8 +212,9 @@ class Checkpointer:
         if not run.args.eval_only:
             accumulation = trainer.engine.accumulation
             made = (trainer.cur_epoch * len(train_dataloader) + train_dataloader.start) // accumulation
-            last = run.config.NUM_EPOCHS * len(train_dataloader) // accumulation
-            run_on_rank_0(lambda: self._begin(complete=made >= min(last, run.args.max_steps or last)))
+            complete = made >= run.config.NUM_EPOCHS * len(train_dataloader) // accumulation
+            complete |= trainer.engine.num_steps >= (run.args.max_steps or math.inf)
+            run_on_rank_0(lambda: self._begin(complete))
 
     def _resume(self) -> None:
         run, path, engine = self.run, self.path, self.trainer.engine
@@ -374,6 +384,7 @@ class Checkpointer:
         if files is not None:
             self.num_bytes = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
             self._writing = self._writer.submit(self._write, path, files, state)
+            _writes[:] = [self._writing]
         return path
 
     def state(self, epoch: int, start: int) -> dict[str, Any]:

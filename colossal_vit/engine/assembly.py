@@ -184,6 +184,8 @@ def initialize(
     if config.ema:
         masters = optimizer.working_to_master_map
         own = [p for p in bare_model.parameters() if not zero or zero.owns(p)]
+        if any(masters.get(p, p).itemsize < 4 for p in own):
+            raise UserError("ema needs weights in fp32, which fp16.opt_level = 'O3' has not")
         ema = Ema([(p, masters.get(p, p)) for p in own], **config.ema, publish=zero and zero.broadcast_weights)
     engine = Engine(
         model=model,

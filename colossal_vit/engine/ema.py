@@ -65,9 +65,10 @@ class Ema:
 
     @contextmanager
     def in_the_model(self) -> Iterator[None]:
-        """Inside the block the model has the averages in place of its weights."""
+        """Inside the block the model has the averages in place of its weights; an error in it leaves them there.
+
+        Swapping is collective, and other ranks may have no error.
+        """
         self._swap()
-        try:
-            yield
-        finally:
-            self._swap()
+        yield
+        self._swap()

@@ -27,7 +27,7 @@ class Trainer:
 
     Attributes:
         cur_epoch: number of the current epoch, from 0 on; set by `Checkpointer.load`.
-        cur_step: optimizer steps from the beginning of the first epoch to here.
+        cur_step: optimizer steps from the beginning of the first epoch to here, all with the global batch of now.
         steps_per_epoch: optimizer steps of an epoch.
         evaluating_ema: whether the current evaluation is of the averaged weights; it precedes that of the weights.
         hooks: in the order in which they are called.
@@ -62,10 +62,12 @@ class Trainer:
         """
         self.steps_per_epoch = len(train_dataloader) // self.engine.accumulation
         self.cur_step = self.cur_epoch * self.steps_per_epoch + train_dataloader.start // self.engine.accumulation
-        last_step = min(epochs * self.steps_per_epoch, max_steps or math.inf)
+        engine = self.engine
+        left = max_steps - engine.num_steps if max_steps else math.inf
+        last_step = min(epochs * self.steps_per_epoch, self.cur_step + left)
         finished = train_dataloader.start == 0 and self.cur_step >= last_step
         if finished:
-            self.logger.info(f"nothing is left to do: the run has made its {self.cur_step} steps")
+            self.logger.info(f"nothing is left to do: the run has made its {engine.num_steps} steps")
         self._attach(hooks)
         self._call_hooks("before_train")
         while self.cur_epoch < epochs and not finished:
@@ -75,7 +77,7 @@ class Trainer:
             self.cur_epoch += 1
             finished = self.cur_step >= last_step
         self._call_hooks("after_train")
-        if max_steps and self.cur_step >= max_steps:
+        if max_steps and engine.num_steps >= max_steps:
             self.logger.info(f"stopped after step {max_steps}, as --max-steps says")
 
     def _train_epoch(self, train_dataloader: MicroBatches, last_step: float) -> None:

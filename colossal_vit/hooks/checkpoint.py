@@ -99,6 +99,7 @@ class CheckpointHook(BaseHook):
             self._save(epochs, 0)
 
     def after_train(self, trainer: Trainer) -> None:
-        self.requests.close()
-        if failure := self.run.checkpointer.finish():
+        failure = self.run.checkpointer.finish()
+        self.requests.close()  # a signal until here would have lost that checkpoint
+        if failure:
             raise TrainingError(f"{failure}; the last checkpoint of the run is missing, the others are as they were")

@@ -21,7 +21,7 @@ from torch.profiler import profile, record_function, schedule
 class ProfileHook(BaseHook):
     """`--profile`: traces one optimizer step and times the parts of others.
 
-    The second step is traced by torch's profiler into `profile-rank<N>.json`, for chrome://tracing or
+    The second step of the process is traced by torch's profiler into `profile-rank<N>.json`, for chrome://tracing or
     https://ui.perfetto.dev. On a GPU, the host's waits for it in the third are counted. In all later ones, waiting for
     data, forward, backward and update (gradient reduction, clipping, optimizer) are timed. Host and device are
     synchronised at the end of each part, so that its device time is included; this makes steps slightly slower.
@@ -38,6 +38,7 @@ class ProfileHook(BaseHook):
         super().__init__(Priority.READER)
         self.directory, self.train_dataloader, self.log = directory, train_dataloader, log
         self.seconds = dict.fromkeys(("data", "forward", "backward", "update"), 0.0)
+        self.made = 0  # steps
         self.step_s, self.num_timed = 0.0, 0
         self.counting = warnings.catch_warnings(record=True)
         self.caught: list[warnings.WarningMessage] | None = None
@@ -69,15 +70,15 @@ class ProfileHook(BaseHook):
         self.step_started, self.waited = time.perf_counter(), self.train_dataloader.data_s
 
     def after_train_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
-        engine = trainer.engine
-        if engine.num_steps == self.COUNTED - 1 and get_accelerator().get_current_device().type == "cuda":
+        self.made += 1
+        if self.made == self.COUNTED - 1 and get_accelerator().get_current_device().type == "cuda":
             self.caught = self.counting.__enter__()
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
-        elif engine.num_steps == self.COUNTED and self.caught is not None:
+        elif self.made == self.COUNTED and self.caught is not None:
             torch.cuda.set_sync_debug_mode("default")
             self.counting.__exit__(None, None, None)
-        if engine.num_steps > self.COUNTED:
+        if self.made > self.COUNTED:
             self.num_timed += 1
             self.step_s += time.perf_counter() - self.step_started
             self.seconds["data"] += self.train_dataloader.data_s - self.waited
@@ -89,7 +90,7 @@ class ProfileHook(BaseHook):
     def after_train(self, trainer: Trainer) -> None:
         self.profiler.stop()
         if not self.num_timed:
-            self.log.info(f"--profile times steps after number {self.COUNTED}: let the run make more of them")
+            self.log.info(f"--profile times steps after the first {self.COUNTED}: let the run make more of them")
             return
         if self.caught is not None:
             waits = sum("called a synchronizing" in str(warning.message) for warning in self.caught)

@@ -1,19 +1,22 @@
 """ELASTIC: a run continues on the processes that there are, and keeps its global batch."""
 
+import math
+import signal
 import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from colossal_vit.errors import TrainingError, UserError
+from colossal_vit.hooks.signals import SIGNALS
 from colossal_vit.launch.launchers import Rendezvous
 from colossal_vit.launch.rendezvous import prefix
 from colossal_vit.parallel.layout import Layout
 from colossalai.context import Config
 
-OVER = "run is over"  # a key in the store of the ranks, set when they have ended without an error
+OVER = "run is over"  # a key in the store of the ranks: the exit code, once they have ended as they should
 LOOK = 0.2  # seconds between two looks of a process without work
 END_TIMEOUT = 10.0  # seconds that rank 0 waits for processes without work to end
 
@@ -104,32 +107,47 @@ def begin(store: dist.Store, without_work: range) -> None:
     _acknowledged[:] = map(_acknowledgement, without_work)
 
 
-def end() -> None:
-    """Tell the processes without work that the run is over; they may still use the store that rank 0 has."""
+def end(code: int = 0) -> None:
+    """Tell the processes without work that the run is over, and its exit code; they may still use rank 0's store."""
     if _store is None:
         return
-    _store.set(OVER, "")
+    _store.set(OVER, str(code))
     deadline = time.monotonic() + END_TIMEOUT
     while not _store.check(_acknowledged) and time.monotonic() < deadline:
         time.sleep(LOOK)
 
 
 def wait_without_work(rendezvous: Rendezvous, timeout: float) -> NoReturn:
-    """Wait until the run is over, and end this process. A launcher that starts the ranks again ends it before.
+    """Wait until the run is over, and end this process with its exit code.
+
+    On a signal to stop, the ranks still have to save a checkpoint, and srun and mpirun kill them if this process ends
+    before. So it ignores the signal for `timeout` seconds. (torchrun waits for all processes itself.)
 
     Args:
         rendezvous: this process, which is not one of the ranks.
-        timeout: seconds to wait for the store.
+        timeout: seconds to wait for the store, and for the ranks after a signal.
 
     Raises:
         TrainingError: if the ranks end otherwise.
     """
     options = dict(timeout=timedelta(seconds=timeout), wait_for_workers=False)
+    deadline = math.inf
+
+    def wait_for_ranks(number: int, frame: Any) -> None:
+        nonlocal deadline
+        deadline = min(deadline, time.monotonic() + timeout)
+
     try:
         store = dist.PrefixStore(prefix(), dist.TCPStore(rendezvous.host, rendezvous.port, **options))
+        if rendezvous.launcher != "torchrun":
+            for number in SIGNALS:
+                signal.signal(number, wait_for_ranks)
         while not store.check([OVER]):
+            if time.monotonic() > deadline:
+                raise TrainingError(f"the ranks have not ended {timeout:g} s after a signal to stop")
             time.sleep(LOOK)
+        code = int(store.get(OVER))
         store.set(_acknowledgement(rendezvous.rank), "")
     except dist.DistError:
         raise TrainingError("the ranks have ended early, while this process had no work") from None
-    sys.exit(0)
+    sys.exit(code)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 from colossal_vit import streams
-from colossal_vit.checkpoint import lock
+from colossal_vit.checkpoint import checkpointer, lock
 from colossal_vit.errors import Preempted, TrainingError, UserError, end_process, error_line
 from colossal_vit.hooks import wandb_run
 from colossal_vit.launch import elastic, watchdog
@@ -22,6 +22,7 @@ from colossal_vit.parallel.ranks import write_line
 from colossalai.context import Config
 from colossalai.legacy.core import global_context as gpc
 
+WRITER_GRACE = 60.0  # seconds that a checkpoint may still take to be written when the run ends with an error
 WATCHDOG_GRACE = 5.0  # seconds that a rank which lost a connection waits for the watchdog to name the dead rank
 
 
@@ -110,6 +111,9 @@ def call(function: Callable[[], Any]) -> None:
             watchdog.current.leaving.set()  # so that another rank's message does not end this process before the line
         if _prints(error):
             write_line(error_line(error), sys.stderr)
+        checkpointer.wait_for_writer(WRITER_GRACE)
+        if isinstance(error, Preempted):
+            elastic.end(code)
     except KeyboardInterrupt:
         code = 130
     except Exception as error:
