@@ -115,6 +115,11 @@ def test_what_is_impossible_is_one_line(world_size, values, words, tmp_path):
     assert words in training.refused(tmp_path / "run", world_size, **values)
 
 
+def test_a_machine_that_joins_may_not_begin_the_run_anew(tmp_path):
+    line = training.refused(tmp_path / "run", 2, "--resume", "never", **ELASTIC)
+    assert "--resume never would begin anew whenever a machine joins: give another --output instead" in line
+
+
 @pytest.mark.parametrize("victims", [[0, 1, 2], [0]])
 def test_a_process_without_work_stops_when_the_ranks_have(victims, tmp_path, few_test_images):
     """As mpirun starts them, which would kill the ranks before they have saved."""
@@ -129,3 +134,16 @@ def test_a_process_without_work_stops_when_the_ranks_have(victims, tmp_path, few
         os.kill(ranks.pids[victim], signal.SIGUSR1)
     result = ranks.wait()
     assert result.codes == [75] * 3, str(result)
+
+
+def test_torchrun_need_not_wait_for_a_process_without_work(tmp_path, few_test_images):
+    """It ends all processes to start them again."""
+    values = {**ELASTIC, "BATCH_SIZE": 16, "NUM_EPOCHS": 1000}
+    argv = [*training.flags(**values), "--output", str(tmp_path / "run")]
+    ranks = fork_ranks.start(training.HYBRID, argv, fork_ranks.by_torchrun(3))
+    launchers.wait_until(lambda: launchers.steps_on_record(tmp_path / "run") >= 3, lambda: ranks.output(0, "err"))
+    os.kill(ranks.pids[2], signal.SIGTERM)
+    launchers.wait_until(lambda: launchers.has_ended(ranks.pids[2]), "it keeps waiting")
+    os.kill(ranks.pids[0], signal.SIGTERM)
+    result = ranks.wait()
+    assert result.codes == [75, 75, -signal.SIGTERM], str(result)

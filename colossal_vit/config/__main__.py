@@ -20,8 +20,9 @@ scripts: {scripts}. Only `train_hybrid`, which has no `MODEL`, needs the sizes o
 what it stands for, `LAMB_EXCLUDE_VECTORS` as its opposite, and `dali.rand_augment` with the policy `'rand'`; both names
 with different values are an error.
 
-A run resumes with the values that it began with. Others are allowed where they change what is learned by rounding at
-most, as long as the global batch stays the same: {free}.
+A run resumes with the values that it began with. Other values are allowed for these keys: {free}.
+`NUM_EPOCHS` stretches the learning-rate schedule from the next step on. The others change what is learned by rounding
+at most, as long as the global batch stays the same.
 """
 
 

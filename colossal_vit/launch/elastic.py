@@ -139,7 +139,7 @@ def wait_without_work(rendezvous: Rendezvous, timeout: float) -> NoReturn:
 
     try:
         store = dist.PrefixStore(prefix(), dist.TCPStore(rendezvous.host, rendezvous.port, **options))
-        if rendezvous.launcher != "torchrun":
+        if rendezvous.launcher != "torch":
             for number in SIGNALS:
                 signal.signal(number, wait_for_ranks)
         while not store.check([OVER]):
