@@ -34,3 +34,8 @@ STYLE = {
     "ytick.color": TEXT,
 }
 styled = functools.partial(rc_context, STYLE)  # `with styled():` around all that makes, fills and saves a figure
+
+
+def as_text(name: str) -> str:
+    """A name of a file or a class for a picture: `$` is no formula, and bytes that are no UTF-8 become `?`."""
+    return name.encode(errors="replace").decode().replace("$", r"\$")

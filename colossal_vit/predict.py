@@ -9,19 +9,21 @@ the CPU.
 
 import argparse
 import csv
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
 import timm
 import torch
+from colossal_vit import streams
 from colossal_vit.checkpoint import storage
 from colossal_vit.checkpoint.timm_model import load_model
 from colossal_vit.data.decoding import FORMATS, endings, to_rgb
-from colossal_vit.errors import Parser, UserError, in_one_line
+from colossal_vit.data.folders import list_files
+from colossal_vit.errors import Parser, UserError, blame, in_one_line
 from PIL import Image
 from torch import Tensor, nn
 
@@ -62,7 +64,7 @@ def find_images(paths: Sequence[Path]) -> tuple[list[Path], int]:
     """The files that are named, and all images in the folders that are named, sorted; how many other files these have.
 
     Raises:
-        UserError: if there is no such file or folder, or no image.
+        UserError: if there is no such file or folder, or no image, or see `list_files`.
     """
     known, found, others = endings(), [], 0
     for path in paths:
@@ -71,7 +73,8 @@ def find_images(paths: Sequence[Path]) -> tuple[list[Path], int]:
                 raise UserError(f"{path}: no such file or directory")
             found.append(path)
             continue
-        files = sorted(file for file in path.rglob("[!.]*") if file.is_file())
+        with blame(path):
+            files = [path / file for file, *_ in list_files(path)]
         images = [file for file in files if file.suffix.lower() in known]
         if not images:
             raise UserError(f"{path}: has no images ({', '.join(sorted(known))})")
@@ -133,23 +136,19 @@ def answer(args: argparse.Namespace) -> int:
     model = open_model(args.run, args.ema)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     failed = 0
-    try:
-        with open(args.output, "w", newline="") if args.output else nullcontext() as file:
-            table = csv.writer(file) if file else None
-            if table:
-                columns = range(1, min(args.top, model.num_classes) + 1)
-                table.writerow(["image", *(f"{kind}_{k}" for k in columns for kind in ("class", "probability"))])
-            for found in predict(model, paths, args.top, device):
-                if isinstance(found, str):
-                    print(in_one_line(found), file=sys.stderr)
-                    failed += 1
-                    continue
-                pairs = list(zip(found.classes, found.probabilities, strict=True))
-                print(in_one_line(f"{found.path}: {', '.join(f'{name} {value:.1%}' for name, value in pairs)}"))
-                if table:
-                    table.writerow([found.path, *(cell for name, value in pairs for cell in (name, f"{value:.6f}"))])
-    except OSError as error:
-        raise UserError(f"--output {args.output}: {error.strerror}") from None
+    output = args.output or Path(os.devnull)
+    with blame(output), open(output, "w", newline="", errors="surrogateescape") as file:  # names need not be UTF-8
+        table = csv.writer(file)
+        columns = range(1, min(args.top, model.num_classes) + 1)
+        table.writerow(["image", *(f"{kind}_{k}" for k in columns for kind in ("class", "probability"))])
+        for found in predict(model, paths, args.top, device):
+            if isinstance(found, str):
+                print(in_one_line(found), file=sys.stderr)
+                failed += 1
+                continue
+            pairs = list(zip(found.classes, found.probabilities, strict=True))
+            print(in_one_line(f"{found.path}: {', '.join(f'{name} {value:.1%}' for name, value in pairs)}"))
+            table.writerow([found.path, *(cell for name, value in pairs for cell in (name, f"{value:.6f}"))])
     if others:
         print(f"{others} files that are no images are left out", file=sys.stderr)
     return 1 if failed else 0
@@ -161,6 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, 1 if an image could not be decoded, 2 for a user's mistake.
     """
+    streams.protect()
     try:
         return answer(_get_parser().parse_args(argv))
     except UserError as error:

@@ -82,7 +82,7 @@ def draw(directory: Path) -> None:
     Raises:
         OSError: if the directory has no `metrics.jsonl` or cannot be written.
     """
-    from colossal_vit.drawing import styled  # takes a second to import; only one rank needs it, at the end
+    from colossal_vit.drawing import as_text, styled  # takes a second to import; only one rank needs it, at the end
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 
@@ -98,7 +98,7 @@ def draw(directory: Path) -> None:
     for filename, (title, lines) in curves.items():
         with styled():
             figure = Figure(figsize=(6.4, 3.6))
-            axes = figure.add_subplot(xlabel="optimizer step", ylabel=title, title=directory.name)
+            axes = figure.add_subplot(xlabel="optimizer step", ylabel=title, title=as_text(directory.name))
             for label, records, key in lines:
                 axes.plot([r["step"] for r in records], [r[key] for r in records], looks[label], label=label)
             if "accuracy" in title:

@@ -1,5 +1,6 @@
 """Your own class folders: which data folders have them, how they are split, and that every script trains on them."""
 
+import csv
 import hashlib
 import json
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from colossal_vit import predict
 from colossal_vit.checkpoint import storage
 from colossal_vit.config import settings
 from colossal_vit.data import class_images, imagenet
@@ -351,7 +353,7 @@ def test_every_script_takes_them(script, tmp_path):
     write(tmp_path / "data" / "test", {"cat": 2}, seed=2)
     run = train(tmp_path / "run", tmp_path / "data", script=script, steps=2)
     assert f"45 training and 7 test images from {tmp_path / 'data'}" in run.said
-    assert f"{tmp_path / 'data'}: evaluates on val; test is not read" in run.said
+    assert f"{tmp_path / 'data'}: evaluates on val; not read: test" in run.said
     assert run.evaluations[-1]["eval_images"] == 7
     state = storage.open_named(run.output).state
     assert state["data"]["classes"] == sorted(CLASSES)
@@ -363,6 +365,25 @@ def test_images_that_are_decoded_for_each_batch_are_the_same(layout, flat, alone
     run = train(tmp_path / "run", root, layout=layout, KEEP_DECODED=False)
     assert [step["loss"] for step in run.steps] == pytest.approx([step["loss"] for step in alone.steps], rel=1e-5)
     assert os.listdir(root / ".decoded") == ["contents.json"]
+
+
+def test_classes_of_any_name_are_evaluated_and_asked_about(tmp_path, capfd):
+    """The images are alike, so that some are mistaken; two `$` in a line are a formula for matplotlib."""
+    root, names = tmp_path / "data", ["A$", "US$", "fl\udcf6wer$"]
+    for seed, name in enumerate(names):
+        write(root, {name: 10}, seed)
+    run = train(tmp_path / "run", root)
+    assert "the most confident mistakes are in" in train(run.output, root, "--eval-only", steps=None).said
+    with open(run.output / "evaluation" / "classes.csv", newline="", errors="surrogateescape") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["class"] for row in rows] == names
+    assert any(row["mostly mistaken for"] in names for row in rows)
+    assert sorted(os.listdir(run.output / "evaluation")) == ["classes.csv", "confusion.png", "mistakes.png"]
+    answers = tmp_path / "answers.csv"
+    assert predict.main([str(run.output), str(root), "--top", "3", "--output", str(answers)]) == 0
+    with open(answers, newline="", errors="surrogateescape") as file:
+        rows = list(csv.DictReader(file))
+    assert [{row[f"class_{k}"] for k in (1, 2, 3)} for row in rows] == [set(names)] * 30
 
 
 def test_more_classes_of_the_config_than_of_the_data_are_kept(flat, tmp_path):
@@ -463,12 +484,33 @@ def test_a_mistake_gets_one_line(name, flat, tmp_path):
     assert re.search(f": error: {re.escape(words.format(root=root))}", line), line
 
 
-def test_two_folders_to_evaluate_on_are_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (("train", "validation", "val"), "has val and validation; only one can be to evaluate on"),
+        (("train", "bus", "car"), "has bus beside train: call it val if it is to evaluate on, or move all into train"),
+    ],
+)
+def test_folders_beside_train_are_not_left_out_in_silence(names, words, tmp_path):
     root = tmp_path / "data"
-    for name in ("train", "validation", "val"):
+    for name in names:
         write(root / name)
-    line = training.refused(tmp_path / "run", steps=1, DATA=str(root), BATCH_SIZE=16)
-    assert f"{root}: has val and validation; only one can be to evaluate on" in line
+    assert f"{root}: {words}" in training.refused(tmp_path / "run", steps=1, DATA=str(root), BATCH_SIZE=16)
+
+
+def test_classes_that_the_model_has_not_learned_are_not_evaluated(alone, flat, tmp_path):
+    """A name in capitals comes before the others."""
+    root = shutil.copytree(flat, tmp_path / "data", ignore=shutil.ignore_patterns(".decoded"))
+    (root / "dog house").rename(root / "Dog house")
+    line = training.refused(alone.output, 1, "--eval-only", DATA=str(root), BATCH_SIZE=16)
+    assert "was trained with other classes (without dog house with Dog house): set DATA to images of its" in line
+
+
+def test_class_folders_may_be_links(tmp_path):
+    write(tmp_path / "elsewhere", {"cat": 3})
+    (tmp_path / "data" / "cat").mkdir(parents=True)
+    (tmp_path / "data" / "cat" / "all").symlink_to(tmp_path / "elsewhere" / "cat")
+    assert has_class_folders(tmp_path / "data")
 
 
 def test_a_class_without_training_images_is_refused(tmp_path):

@@ -5,16 +5,19 @@ import json
 import shutil
 
 import pytest
+import timm
 import torch
 from colossal_vit import predict
 from colossal_vit.checkpoint import __main__ as checkpoint
-from colossal_vit.checkpoint import storage
+from colossal_vit.checkpoint import storage, timm_model
 from colossal_vit.data import cifar10
 from colossal_vit.data.digits import write_cifar10
+from colossal_vit.data.image_folder import MEAN, STD
 from colossalai.context import Config
 from PIL import Image
 from safetensors.torch import load_file
 
+import fork_ranks
 import training
 import vit
 
@@ -68,6 +71,16 @@ def test_answers_are_those_of_the_models_evaluation(run, tmp_path, capsys):
     assert correct / len(labels) == pytest.approx(accuracy)
 
 
+@pytest.mark.parametrize("more", [{}, {"CACHE_SIZE": 1024}, {"CACHE_SIZE": 1500}])
+def test_class_folders_are_resized_as_for_the_evaluation(more):
+    """Which decodes at `CACHE_SIZE`; timm rounds down what it computes from the exported share."""
+    state = {"data": {"images": "class folders"}, "normalization": (MEAN, STD)}
+    for size in range(1, 1025):
+        config = timm_model._preprocessing(state, {"IMG_SIZE": size, **more})
+        resize, *_ = timm.data.create_transform(**config).transforms
+        assert resize.size == more.get("CACHE_SIZE", round(size * 8 / 7)), size
+
+
 def test_run_checkpoint_and_export_answer_alike(run, tmp_path, capsys):
     """The averages of the weights answer otherwise."""
     image = sorted((run / "images").iterdir())[0]
@@ -98,13 +111,52 @@ def test_images_that_cannot_be_decoded_are_named_and_the_others_answered(run, tm
     assert others == "1 files that are no images are left out"
 
 
+@pytest.mark.parametrize("stdout", ["1", "os.open('/dev/full', os.O_WRONLY)", "closed_pipe()"])
+def test_any_file_name_is_answered_on_any_stdout(stdout, run, tmp_path):
+    """Of the images in a folder that training would take: linked ones, but no hidden ones."""
+    good = sorted((run / "images").iterdir())[0]
+    for name in ("some", "some/.hidden", "linked"):
+        (tmp_path / name).mkdir()
+    for name in ("some/b\udce4r.png", "some/.hidden/a.png", "linked/c.png"):
+        shutil.copy(good, tmp_path / name)
+    (tmp_path / "some" / "z").symlink_to(tmp_path / "linked")
+    (tmp_path / "script.py").write_text(f"""
+import os, sys
+from colossal_vit import predict
+
+def closed_pipe():
+    read, write = os.pipe()
+    os.close(read)
+    return write
+
+os.dup2({stdout}, 1)
+sys.exit(predict.main())
+""")
+    argv = [str(run / "run"), str(tmp_path / "some"), "--top", "1", "--output", str(tmp_path / "answers.csv")]
+    result = fork_ranks.run(tmp_path / "script.py", argv)
+    assert (result.codes, result.stderr) == ([0], [""]), str(result)
+    if stdout == "1":
+        names = [line.rpartition(": ")[0] for line in result.stdout[0].splitlines()]
+        assert names == [f"{tmp_path}/some/b\\udce4r.png", f"{tmp_path}/some/z/c.png"]
+    with open(tmp_path / "answers.csv", newline="", errors="surrogateescape") as file:
+        _, *rows = csv.reader(file)
+    assert [name for name, *_ in rows] == [f"{tmp_path}/some/b\udce4r.png", f"{tmp_path}/some/z/c.png"]
+
+
+def test_a_link_to_nothing_is_named(run, tmp_path, capsys):
+    (tmp_path / "a.png").symlink_to("nowhere")
+    code, lines, said = ask(capsys, run / "run", tmp_path)
+    assert (code, lines) == (2, [])
+    assert said == f"predict: error: {tmp_path}/a.png: No such file or directory; repair or remove it\n"
+
+
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
         (["{run}/run", "none.jpg"], "none.jpg: no such file or directory"),
         (["{run}/run", "{run}/exported"], "{run}/exported: has no images (.apng, "),
         (["{run}/run", "{run}/images", "--top", "0"], "--top 0: must be at least 1"),
-        (["{run}/run", "{run}/images", "--output", "{run}"], "--output {run}: Is a directory"),
+        (["{run}/run", "{run}/images", "--output", "{run}"], "{run}: Is a directory"),
         (["{run}/run"], "the following arguments are required: IMAGE"),
         (["{run}/images", "{run}/images"], "{run}/images: "),
         (["{run}/exported", "{run}/images", "--ema"], "{run}/exported: is an exported folder, which has one set"),
@@ -118,7 +170,6 @@ def test_a_mistake_gets_one_line(argv, line, run, capsys):
 
 def test_an_export_has_the_names_of_the_classes(run):
     """As timm and transformers read them."""
-    import timm
     from transformers import AutoConfig
 
     names = list(map(str, range(10)))

@@ -398,6 +398,11 @@ def test_class_folders_without_a_split_are_split_as_in_training(raw, tmp_path, c
     (red,) = set.union(*packed.values()) - {path.read_bytes() for path in folder.rglob("*.JPEG")}
     assert Image.open(io.BytesIO(red)).getpixel((4, 4)) == pytest.approx((255, 0, 0), abs=3)
     assert run("--verify", tmp_path / "out") == 0, capfd.readouterr()
+    for output in (folder, folder / "packed"):
+        before = sorted(folder.rglob("*"))
+        assert run(folder, output) == 2
+        assert f"{output}: would be a class folder of {folder}; take one outside of it" in error_line(capfd)
+        assert sorted(folder.rglob("*")) == before
 
 
 def test_test_folder_is_for_validation(raw, tmp_path):

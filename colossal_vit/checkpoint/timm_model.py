@@ -1,5 +1,6 @@
 """A checkpoint as a model of timm, with the preprocessing and the class names of its run; and as a folder of one."""
 
+import math
 from pathlib import Path
 from typing import Any, NotRequired
 
@@ -54,7 +55,10 @@ def _preprocessing(state: State, config: ModelConfig) -> dict[str, Any]:
     mean, std = state.get("normalization") or (None, None)  # SYNTHETIC images have none
     images = (state.get("data") or {}).get("images")
     # CIFAR-10 images are used whole; others are centre-cropped, to 224 of 256 pixels unless a key says otherwise.
-    crop_pct = 1.0 if images == "CIFAR-10" else size / config.get("CACHE_SIZE", size * 8 / 7)
+    cache = size if images == "CIFAR-10" else config.get("CACHE_SIZE", size * 8 / 7)
+    crop_pct = size / cache
+    if math.floor(size / crop_pct) != round(cache):  # the size that timm resizes to, and that of the evaluation
+        crop_pct = math.nextafter(size / round(cache), 0)
     crop_pct = config.get("EVAL_CROP", crop_pct) if images == "ImageNet" else crop_pct
     return dict(input_size=(3, size, size), mean=mean, std=std, crop_pct=crop_pct, interpolation="bilinear")
 

@@ -88,7 +88,7 @@ class AnswersHook(BaseHook):
         taken.index_put_((answers.labels, answers.found), torch.ones_like(answers.found), accumulate=True)
         folder = self.run.output / FOLDER
         folder.mkdir(exist_ok=True)
-        with open(folder / "classes.csv", "w", newline="") as file:
+        with open(folder / "classes.csv", "w", newline="", errors="surrogateescape") as file:
             rows = csv.writer(file, lineterminator="\n")
             rows.writerow(["class", "images", "right", "accuracy", "mostly mistaken for"])
             for name, own, label in zip(names, taken, range(count), strict=True):
@@ -107,19 +107,23 @@ class AnswersHook(BaseHook):
         self.run.log.info(f"accuracy by class, confusion and the most confident mistakes are in {folder}")
 
     def _draw_confusion(self, taken: Tensor, names: list[str]):
+        from colossal_vit.drawing import as_text
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(8, 7))
-        axes = figure.add_subplot(xlabel="answer", ylabel="class", title=f"{self.run.output.name}: share of a class")
+        title = as_text(f"{self.run.output.name}: share of a class")
+        axes = figure.add_subplot(xlabel="answer", ylabel="class", title=title)
         shares = taken / taken.sum(1, keepdim=True).clamp(min=1)
         axes.grid(visible=False)
         figure.colorbar(axes.imshow(shares.numpy(), cmap="viridis", vmin=0, vmax=1))
         if len(names) <= MOST_NAMES:
-            axes.set_xticks(range(len(names)), names, rotation=90)
-            axes.set_yticks(range(len(names)), names)
+            labels = list(map(as_text, names))
+            axes.set_xticks(range(len(names)), labels, rotation=90)
+            axes.set_yticks(range(len(names)), labels)
         return figure
 
     def _draw_mistakes(self, worst: Answers, loader: SampledLoader, names: list[str]):
+        from colossal_vit.drawing import as_text
         from matplotlib.figure import Figure
 
         rows = -(-len(worst.rows) // COLUMNS)
@@ -133,5 +137,5 @@ class AnswersHook(BaseHook):
         for axes, image, row, label, found, sure in zip(grid, images, *worst, strict=False):
             axes.imshow(image.numpy())
             said = f"{names[found]} {sure:.0%}, is {names[label]}"
-            axes.set_title(f"{loader.name_of(int(row))[-24:]}\n{said}", fontsize=7)
+            axes.set_title(as_text(f"{loader.name_of(int(row))[-24:]}\n{said}"), fontsize=7)
         return figure
