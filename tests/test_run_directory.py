@@ -175,6 +175,7 @@ def test_an_earlier_run_is_set_aside_whatever_way_leads_to_it(output, tmp_path):
     result = fork_ranks.run(training.HYBRID, [*SHORT, "--output", output, "--resume", "never"], cwd=tmp_path)
     assert result.codes == [0], str(result)
     assert f"an earlier run was in {run}; it is in {run}.1 now" in result.stdout[0]
+    assert not Path(f"{run}.1/.lock").exists(), "the new run does not write there"
     assert contents(tmp_path / "run.1") == before
     assert (tmp_path / "link").readlink() == run
     assert storage.Checkpoint(run / "checkpoints/step-00000001").state["step"] == 1

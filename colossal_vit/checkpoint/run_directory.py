@@ -128,6 +128,7 @@ def set_aside(directory: Path) -> Path:
     older = directory.rename(free_name(directory))
     directory.mkdir()
     lock.acquire(directory)
+    (older / lock.NAME).unlink(missing_ok=True)  # which this process holds, and writes nothing there
     if (older / INDEX_FILES).exists():
         (older / INDEX_FILES).rename(directory / INDEX_FILES)
     return older
