@@ -188,7 +188,7 @@ def fp32(tmp_path_factory):
     ],
 )
 def test_fp16_with_loss_scaling_in_every_mode(layout, amp, fp32, tmp_path, random_weights):
-    """12 steps in fp16, CUDA's default, follow fp32 within 2 %; the loss scale grows, and an overflow skips a step."""
+    """In fp16, CUDA's default, losses follow fp32 to 1 %, until an overflow skips a step; the loss scale grows."""
     world_size, values = LAYOUTS[layout]
     scaling = {"fp16.dtype": "fp16"}
     if amp != "APEX":  # whose scaler keeps its defaults
@@ -199,7 +199,10 @@ def test_fp16_with_loss_scaling_in_every_mode(layout, amp, fp32, tmp_path, rando
     run = training.train(tmp_path, world_size, steps=12, amp=amp, **{**FP16, "DEPTH": depth, **values, **scaling})
     steps, expected = run.steps, fp32(depth)
     assert len(steps) == len(expected) == 12
-    assert steps[-1]["loss"] == pytest.approx(expected[-1]["loss"], rel=0.02)
+    skips = [number for number, step in enumerate(steps) if step.get("skipped")]
+    assert all(number >= 6 for number in skips)
+    for here, there in itertools.islice(zip(steps, expected, strict=True), min(skips, default=11) + 1):
+        assert here["loss"] == pytest.approx(there["loss"], rel=0.01)
     assert steps[5]["loss"] != expected[5]["loss"], "the mode must be in effect"
     assert run.evaluations[-1]["eval_images"] == NUM_TEST_IMAGES
     if amp != "APEX":

@@ -113,7 +113,8 @@ def call(function: Callable[[], Any]) -> None:
             write_line(error_line(error), sys.stderr)
         checkpointer.wait_for_writer(WRITER_GRACE)
         if isinstance(error, Preempted):
-            elastic.end(code)
+            with suppress(dist.DistError):  # without rank 0's store there is nobody to tell
+                elastic.end(code)
     except KeyboardInterrupt:
         code = 130
     except Exception as error:

@@ -4,8 +4,9 @@ About 5 minutes on 2 CPU cores. Both sides decode the same images of 500 x 375 p
 random to 224 x 224, mirror, normalise and batch them; the DALI side has as many threads as the DataLoader has worker
 processes. Their batches must have the same mean and standard deviation before they are timed.
 
-With --against the sides are the loader of an earlier commit and that of now, each in a process of its own, on 8,192
-images: without augmentation, with a lot of it, and with nothing in the page cache.
+With `--before FOLDER`, a checkout of an earlier commit (`git worktree add FOLDER COMMIT`), the sides are its loader and
+that of now, each in a process of its own, on 8,192 images: without augmentation, with a lot of it, and with nothing in
+the page cache. Where there is a GPU, it decodes, with a thread for each core.
 """
 
 import argparse
@@ -88,7 +89,8 @@ def sides(args: argparse.Namespace) -> dict[str, Side]:
 
 def drained(root: Path, data: Path, num_batches: int, overrides: list[str], cold: bool, number: int) -> Values:
     """What `drain.py` says of the code in a folder."""
-    command = [sys.executable, str(Path(__file__).with_name("drain.py")), str(data), str(BATCH_SIZE), str(num_batches)]
+    batch_size = 4 * BATCH_SIZE if torch.cuda.is_available() else BATCH_SIZE
+    command = [sys.executable, str(Path(__file__).with_name("drain.py")), str(data), str(batch_size), str(num_batches)]
     environment = {
         **os.environ,
         "PYTHONPATH": python_path(root, root / "vit_imagenet_dali"),
@@ -99,32 +101,27 @@ def drained(root: Path, data: Path, num_batches: int, overrides: list[str], cold
 
 
 @cache
-def prepare(commit: str, num_images: int) -> tuple[Path, Path]:
-    """A folder with the code of a commit, and one with TFRecords."""
-    folder = jpegs.temporary_folder()
-    (folder / "code").mkdir()
-    packed = subprocess.run(["git", "-C", str(ROOT), "archive", commit], stdout=subprocess.PIPE, check=True).stdout
-    subprocess.run(["tar", "-x", "-C", str(folder / "code")], input=packed, check=True)
-    jpegs.write(folder / "images", num_images)
-    return folder / "code", jpegs.pack(folder / "images")
+def tfrecords(num_images: int) -> Path:
+    folder = jpegs.temporary_folder() / "images"
+    jpegs.write(folder, num_images)
+    return jpegs.pack(folder)
 
 
-def against(overrides: list[str], cold: bool, args: argparse.Namespace) -> dict[str, Side]:
-    then, data = prepare(args.against, 256 if args.small else 8192)
-    rest = (data, 1 if args.small else NUM_BATCHES, overrides, cold)
-    return {f"at {args.against}": partial(drained, then, *rest), "now": partial(drained, ROOT, *rest)}
+def compared(overrides: list[str], cold: bool, args: argparse.Namespace) -> dict[str, Side]:
+    rest = (tfrecords(256 if args.small else 8192), 1 if args.small else NUM_BATCHES, overrides, cold)
+    return {"before": partial(drained, args.before.resolve(), *rest), "now": partial(drained, ROOT, *rest)}
 
 
 def cases(args: argparse.Namespace) -> dict[str, Case]:
-    if not args.against:
+    if not args.before:
         return {"DALI on the CPU": Case(sides)}
     augmented = ["augment.policy='rand'", "augment.erase=0.25"]
     kinds = {"crop and mirror": ([], False), "RandAugment and erasing": (augmented, False), "cold cache": ([], True)}
-    return {name: Case(partial(against, *kind)) for name, kind in kinds.items()}
+    return {name: Case(partial(compared, *kind)) for name, kind in kinds.items()}
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--against", metavar="COMMIT", help="compare with the loader of an earlier commit")
+    parser.add_argument("--before", type=Path, metavar="FOLDER", help="a checkout of an earlier commit")
 
 
 BENCHMARK = Benchmark(cases, rounds=7, flags=flags, compared=2)
