@@ -33,13 +33,12 @@ from colossalai.legacy.context import ParallelMode, seed
 from colossalai.legacy.context.random import get_seeds
 from colossalai.legacy.core import global_context as gpc
 from colossalai.legacy.engine.schedule import InterleavedPipelineSchedule
-from colossalai.legacy.nn.layer import parallel_2d, parallel_2p5d, parallel_3d, vanilla
+from colossalai.legacy.nn.layer import parallel_2d, parallel_2p5d, parallel_3d
 from colossalai.legacy.nn.layer.parallel_3d import _utils as parallel_3d_utils
 from colossalai.legacy.utils import get_dataloader
 from colossalai.nn.lr_scheduler import CosineAnnealingWarmupLR as ColossalCosine
 from packaging.version import Version
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
 
 import fork_ranks
 from test_vit import call
@@ -319,25 +318,6 @@ def test_norms_are_as_exact_as_torchs_and_upstreams_are_zero_in_fp16(layout):
             assert ours < 2 * torchs, case
         assert in_fp16[0] == 1.0
         assert in_fp32[0] > 100 * in_fp32[1]
-
-
-@pytest.mark.parametrize("layout", ["one process", "2D 4", "2.5D 8", "3D 8"])
-def test_patches_are_embedded_by_a_product_and_upstreams_by_a_convolution(layout):
-    def function():
-        embedding, images = col_nn.PatchEmbedding(8, 4, 3, 16), torch.randn(8, 3, 8, 8)
-        outputs, operators = [], []
-        for functional in (None, torch.nn.functional):
-            for family in (vanilla, parallel_2d, parallel_2p5d, parallel_3d):
-                family.layers.F = functional or family.layers.F
-            with FlopCounterMode(display=False) as counter:
-                outputs.append(embedding(images))
-            operators.append([str(operator) for operator in counter.get_flop_counts()["Global"]])
-        torch.testing.assert_close(*outputs)
-        return operators
-
-    for ours, upstreams in call(function, layout):
-        assert ours == ["aten.addmm"]
-        assert upstreams == ["aten.convolution"]
 
 
 def test_operations_follow_autocast_and_upstreams_do_not(monkeypatch):
