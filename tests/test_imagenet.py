@@ -91,7 +91,7 @@ def test_another_global_batch_is_kept_and_said(tmp_path):
     config = configs.load(FOLDER / "config_vit_b32.py", ["GLOBAL_BATCH=1024", "DEPTH=6"])
     header, _, *rows, last = planning.schedule(config, tmp_path, 8)
     assert header == "a global batch of 1,024; set IMAGES_PER_S for hours"
-    assert [" ".join(row.split()[:3]) for row in rows] == ["4 256 1", "8 128 1", "64 16 1", "1024 1 1"]
+    assert [" ".join(row.split()[:3]) for row in rows] == ["4 256 1", "8 128 1", "64 16 1"]  # mix needs pairs
     assert last == "as it is, the config makes a global batch of 65,536 on 8 GPU(s): --set what is above"
     del config["GLOBAL_BATCH"]
     header, *_, last = planning.schedule(config, tmp_path, 8)
