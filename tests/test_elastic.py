@@ -115,9 +115,9 @@ def test_what_is_impossible_is_one_line(world_size, values, words, tmp_path):
     assert words in training.refused(tmp_path / "run", world_size, **values)
 
 
-def test_a_machine_that_joins_may_not_begin_the_run_anew(tmp_path):
+def test_a_machine_that_joins_may_not_start_the_run_from_scratch(tmp_path):
     line = training.refused(tmp_path / "run", 2, "--resume", "never", **ELASTIC)
-    assert "--resume never would begin anew whenever a machine joins: give another --output instead" in line
+    assert "--resume never would start from scratch whenever a machine joins: give another --output instead" in line
 
 
 @pytest.mark.parametrize("victims", [[0, 1, 2], [0]])

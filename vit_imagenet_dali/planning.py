@@ -71,20 +71,19 @@ def schedule(config: Config, output: Path, num_gpus: int) -> list[str]:
     rate = images_per_s(config, output)
     here = config.BATCH_SIZE * config.gradient_accumulation * num_gpus
     global_batch = config.get("GLOBAL_BATCH", here)
+    settings = {
+        number: batch_and_accumulation(number, config.BATCH_SIZE, global_batch, even=bool(config.mix))
+        for number in sorted(NUM_GPUS | {num_gpus})
+    }
+    steps = NUM_IMAGES // global_batch * config.NUM_EPOCHS
     rows = []
-    for number in sorted(NUM_GPUS | {num_gpus}):
-        fitting = batch_and_accumulation(number, config.BATCH_SIZE, global_batch, even=bool(config.mix))
-        if not fitting:
-            continue
-        micro_batch, accumulation = fitting
-        steps = NUM_IMAGES // global_batch * config.NUM_EPOCHS
+    for number, (micro_batch, accumulation) in ((n, found) for n, found in settings.items() if found):
         hours = f"{config.NUM_EPOCHS * NUM_IMAGES / (rate[0] * number) / 3600:.2f}" if rate else "?"
         rows.append([str(number), str(micro_batch), str(accumulation), f"{steps:,}", hours])
-    fits = str(num_gpus) in (row[0] for row in rows)
     header = ["GPUs", "BATCH_SIZE", "gradient_accumulation", f"optimizer steps in {config.NUM_EPOCHS} epochs", "hours"]
     said = f"{rate[0]:,.0f} images/s a GPU ({rate[1]}), and perfect scaling" if rate else "set IMAGES_PER_S for hours"
     lines = [f"a global batch of {global_batch:,}; {said}", *format_table(header, rows)]
     if here != global_batch:
-        advice = "--set what is above" if fits else f"{num_gpus} cannot make {global_batch:,}"
+        advice = "--set what is above" if settings[num_gpus] else f"{num_gpus} cannot make {global_batch:,}"
         lines.append(f"as it is, the config makes a global batch of {here:,} on {num_gpus} GPU(s): {advice}")
     return lines

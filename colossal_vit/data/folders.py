@@ -11,6 +11,8 @@ from colossal_vit.files import scratch_folder
 # What these scripts download. A folder may have several of them, and no other set is taken for the user's own images.
 DOWNLOADED = {"cifar-10-batches-bin", "cifar-10-batches-py", "caltech101"}
 PACKED = "idx_files"  # of TFRecords
+VALIDATION = ("val", "valid", "validation")  # folders beside train/ to evaluate on: one of them, or else TEST
+TEST = "test"
 
 
 def _entries(folder: Path) -> list[os.DirEntry]:

@@ -24,7 +24,7 @@ from colossal_vit.data.class_images import (
     open_cache,
     split_by_content,
 )
-from colossal_vit.data.folders import class_folders
+from colossal_vit.data.folders import TEST, VALIDATION, class_folders
 from colossal_vit.data.identity import OWN
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.data.source import describe_data, settle_classes
@@ -37,7 +37,6 @@ from torchvision.transforms import v2
 
 CROP_ASPECT = (3 / 4, 4 / 3)  # as in torchvision's RandomResizedCrop
 MEAN = STD = (0.5, 0.5, 0.5)
-TEST_FOLDERS = ("val", "valid", "validation", "test")
 
 
 def draw_crops(count: int, crop_area: tuple[float, float], flip: bool, generator: torch.Generator) -> Tensor:
@@ -176,10 +175,10 @@ def build_own_images(run: Run, root: Path) -> tuple[Loader, Loader]:
         UserError: on every rank, see `find_images`, `split_by_content` and `build_batches`; if it is not clear which
             folder is to evaluate on.
     """
-    tests = [name for name in TEST_FOLDERS if (root / name).is_dir()]
+    tests = [name for name in (*VALIDATION, TEST) if (root / name).is_dir()]
     parts = ["train", *tests[:1]] if (root / "train").is_dir() else [""]
     with raise_on_all_ranks():
-        if tests[1:] and tests[1] != "test":
+        if tests[1:] and tests[1] != TEST:
             raise UserError(f"{root}: has {tests[0]} and {tests[1]}; only one can be to evaluate on")
         with blame(root):
             others = [name for name in class_folders(root)[0] if name not in parts] if parts[0] else []

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
 from pathlib import Path
 
-from colossal_vit.data.folders import class_folders, list_files
+from colossal_vit.data.folders import TEST, VALIDATION, class_folders, list_files
 from colossal_vit.data.shards import NUM_SHARDS, read_lines
 from colossal_vit.errors import UserError, in_one_line
 
@@ -68,9 +68,9 @@ def scan(source: Path, synset_map: Path | None) -> tuple[list[str], dict[str, li
         UserError: if a folder is missing or empty, or files are misplaced.
     """
     train = source / "train"
-    found = [source / name for name in ("val", "valid", "validation") if (source / name).is_dir()]
-    if not found and (source / "test").is_dir():  # ImageNet's own, beside val/, has no classes
-        found = [source / "test"]
+    found = [source / name for name in VALIDATION if (source / name).is_dir()]
+    if not found and (source / TEST).is_dir():  # ImageNet's own, beside val/, has no classes
+        found = [source / TEST]
     if not train.is_dir() or len(found) != 1:
         there = ["train/"] * train.is_dir() + [f"{folder.name}/" for folder in found]
         raise UserError(

@@ -90,7 +90,9 @@ def start(args: Arguments) -> Run:
     wanted, size = config, rendezvous.world_size
     if config.ELASTIC:
         if args.resume == "never" and rendezvous.launcher == "torch":  # which counts no restart then
-            raise UserError("--resume never would begin anew whenever a machine joins: give another --output instead")
+            raise UserError(
+                "--resume never would start from scratch whenever a machine joins: give another --output instead"
+            )
         config, layout = elastic.fit(config, size, lambda more: read_config(args, more)[0], args.check)
         rendezvous.world_size = layout.world_size
         if rendezvous.rank >= layout.world_size:
