@@ -3,8 +3,10 @@
 import ast
 import os
 import signal
+import time
 
 import pytest
+from colossal_vit.checkpoint.checkpointer import Checkpointer
 from colossal_vit.errors import UserError
 from colossal_vit.launch import elastic
 from colossalai.context import Config
@@ -120,6 +122,19 @@ def test_a_machine_that_joins_may_not_start_the_run_from_scratch(tmp_path):
     assert "--resume never would start from scratch whenever a machine joins: give another --output instead" in line
 
 
+def make_rank_0_the_last(rank):
+    """To notice that the last checkpoint is written: a rank that has ended must not end it."""
+    finish = Checkpointer.finish
+
+    def finish_late(self):
+        failure = finish(self)
+        time.sleep(1)
+        return failure
+
+    if rank == 0:
+        Checkpointer.finish = finish_late
+
+
 @pytest.mark.parametrize("victims", [[0, 1, 2], [0]])
 def test_a_process_without_work_stops_when_the_ranks_have(victims, tmp_path, few_test_images):
     """As mpirun starts them, which would kill the ranks before they have saved."""
@@ -128,7 +143,7 @@ def test_a_process_without_work_stops_when_the_ranks_have(victims, tmp_path, few
     argv += ["--port", str(fork_ranks.free_port())]
     places = [dict(RANK=rank, LOCAL_RANK=rank, SIZE=3, LOCAL_SIZE=3) for rank in range(3)]
     environments = [{f"OMPI_COMM_WORLD_{key}": str(value) for key, value in place.items()} for place in places]
-    ranks = fork_ranks.start(training.HYBRID, argv, environments)
+    ranks = fork_ranks.start(training.HYBRID, argv, environments, enter=make_rank_0_the_last)
     launchers.wait_until(lambda: launchers.steps_on_record(tmp_path / "run") >= 3, lambda: ranks.output(0, "err"))
     for victim in victims:
         os.kill(ranks.pids[victim], signal.SIGUSR1)

@@ -96,7 +96,7 @@ def call(function: Callable[[], Any]) -> None:
     `UserError`, `TrainingError` or `Preempted` becomes one line on stderr, printed by one rank.
     """
     streams.protect()
-    code = 0
+    code, all_leave = 0, False
     try:
         function()
         if dist.is_initialized():
@@ -105,14 +105,14 @@ def call(function: Callable[[], Any]) -> None:
             watchdog.current.leave()
             gpc.destroy()
     except (UserError, TrainingError, Preempted) as error:
-        code = error.exit_code
+        code, all_leave = error.exit_code, isinstance(error, Preempted)
         lock.remove_unused()
         if watchdog.current:
             watchdog.current.leaving.set()  # so that another rank's message does not end this process before the line
         if _prints(error):
             write_line(error_line(error), sys.stderr)
         checkpointer.wait_for_writer(WRITER_GRACE)
-        if isinstance(error, Preempted):
+        if all_leave:
             with suppress(dist.DistError):  # without rank 0's store there is nobody to tell
                 elastic.end(code)
     except KeyboardInterrupt:
@@ -125,5 +125,5 @@ def call(function: Callable[[], Any]) -> None:
     wandb_run.finish(code)
     if code:
         if watchdog.current:
-            watchdog.current.leave(code)
+            watchdog.current.leave(code, all_leave)
         end_process(code)

@@ -144,16 +144,17 @@ class Watchdog:
             with suppress(OSError):
                 connection.sendall((" ".join(words) + "\n").encode())
 
-    def leave(self, code: int = 0) -> None:
+    def leave(self, code: int = 0, all_leave: bool = False) -> None:
         """Announce that this rank ends, before it does.
 
-        If it ends the others, rank 0 then waits for them, because they may still use the store that it hosts.
+        If the others end too, rank 0 then waits for them, because they may still use the store that it hosts.
 
         Args:
             code: exit code; with 0 the other ranks continue, with any other they end too, with this code.
+            all_leave: every rank ends by itself, with this code, and may have something to do before.
         """
         self.leaving.set()
-        self._tell(*(("end", str(code)) if code else ("bye",)))
+        self._tell(*(("end", str(code)) if code and not all_leave else ("bye",)))
         if code and self.rank == 0:
             for connection in self.connections:
                 with suppress(OSError):
