@@ -105,17 +105,18 @@ def drop(
         grad0, grad1 = tl.load(grad + start + at, inside0), tl.load(grad + start + at + 16, inside1)
     step, place = tl.load(samples + 2 * sample), tl.load(samples + 2 * sample + 1)
     seed, layer, rate = tl.load(key), tl.load(key + 1), tl.load(key + 2).to(tl.int32)
-    number = token.to(tl.int64) * ((CHANNELS + 31) // 32) + block
+    WIDTH: tl.constexpr = (CHANNELS + 31) // 32
+    number = place * (TOKENS * WIDTH | 1) + token * WIDTH + block
     zero = tl.zeros([LANES], tl.uint64)
     c0, c1, c2, c3 = philox(
         (number + 1).to(tl.uint64),  # numpy counts up before it draws
-        zero + place.to(tl.uint64),
+        zero,
         zero + layer.to(tl.uint64),
         zero + step.to(tl.uint64),
         zero + seed.to(tl.uint64),
         zero + purpose.to(tl.uint64),
     )
-    turn = (number + seed + layer + 89 * place + 55 * step).to(tl.int32) * 157 & 255
+    turn = (number + seed + layer + 55 * step).to(tl.int32) * 157 & 255
     limit = rate + turn >> 8
     wide: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
     remain = (65536 - rate).to(wide)

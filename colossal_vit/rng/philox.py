@@ -101,11 +101,30 @@ def in_threads(work: Callable[[], None], number: int) -> None:
 _idle: list[Philox] = []  # in no thread's use; kept, since making one takes as long as drawing 40,000 elements
 
 
+LONGEST = 1 << 12  # blocks that a thread draws at once, of one sample at least: as many as its cache holds
+
+
 @functools.lru_cache(maxsize=16)
 def _limits(rate: int, blocks: int) -> np.ndarray:
     """The limits of so many blocks' elements, uint8, and of 255 blocks more; see `kept`."""
     turns = np.arange(blocks + 255) * 157 % 256  # 157/256 is near the golden ratio: neighbours are far apart
     return ((rate + turns) // 256).astype(np.uint8).repeat(BLOCK)
+
+
+def stride(tokens: int, channels: int) -> int:
+    """The blocks from one sample to the next: those of (tokens, channels), made odd, see `kept`."""
+    return tokens * -(-channels // BLOCK) | 1
+
+
+def _parts(samples: np.ndarray, most: int) -> list[list[int]]:
+    """Parts of samples (B, 2) that follow one another in the batch: step, first place, and bounds in `samples`."""
+    parts = []
+    for row, (step, place) in enumerate(samples.tolist()):
+        if parts and row - parts[-1][2] < most and [step, place - row] == [parts[-1][0], parts[-1][1] - parts[-1][2]]:
+            parts[-1][3] = row + 1
+        else:
+            parts.append([step, place, row, row + 1])
+    return parts
 
 
 def kept(seed: int, layer: int, rate: int, samples: np.ndarray, tokens: int, channels: int, part: slice) -> np.ndarray:
@@ -117,6 +136,8 @@ def kept(seed: int, layer: int, rate: int, samples: np.ndarray, tokens: int, cha
 
     A sample's (tokens, channels) are drawn row by row, each row in whole blocks, so that the GPU of a rank with some of
     the channels need not draw the others. Here they are drawn and cut off: numpy takes longer to start than to draw.
+    For the same reason the blocks of one sample come after those of another, an odd number of them, so that each of 256
+    places has other limits.
 
     Args:
         seed: of the run.
@@ -129,11 +150,12 @@ def kept(seed: int, layer: int, rate: int, samples: np.ndarray, tokens: int, cha
     Returns:
         bool (B, tokens, channels of the part).
     """
-    width = -(-channels // BLOCK) * BLOCK
-    size = tokens * width
-    limits = _limits(rate, size // BLOCK)
-    mask = np.empty((len(samples), size), bool)
-    rows = iter(zip(mask, samples.tolist(), strict=True))  # of all threads: whichever is free takes the next
+    width, blocks = -(-channels // BLOCK) * BLOCK, stride(tokens, channels)
+    threads = min(torch.get_num_threads(), len(samples))
+    most = max(1, min(-(-len(samples) // threads), LONGEST // blocks))
+    limits = _limits(rate, most * blocks)
+    mask = np.empty((len(samples), blocks * BLOCK), bool)
+    parts = iter(_parts(samples, most))  # of all threads: whichever is free takes the next
 
     def draw() -> None:
         try:
@@ -142,13 +164,13 @@ def kept(seed: int, layer: int, rate: int, samples: np.ndarray, tokens: int, cha
             philox = Philox()
         state = philox.state
         state["state"]["key"][:] = seed, word("dropout")
-        for row, (step, place) in rows:
-            state["state"]["counter"][:] = 0, place, layer, step
+        for step, place, start, end in parts:
+            state["state"]["counter"][:] = place * blocks, 0, layer, step
             philox.state = state  # whose buffer is empty, since whole blocks are drawn
-            bits = philox.random_raw(size // 8).view(np.uint8)
-            turn = (seed + layer + 89 * place + 55 * step) % 256
-            np.greater_equal(bits, limits[turn * BLOCK :][:size], out=row)
+            bits = philox.random_raw((end - start) * blocks * (BLOCK // 8)).view(np.uint8)
+            turn = (seed + layer + place * blocks + 55 * step) % 256
+            np.greater_equal(bits, limits[turn * BLOCK :][: len(bits)], out=mask[start:end].reshape(-1))
         _idle.append(philox)
 
-    in_threads(draw, min(torch.get_num_threads(), len(samples)))
-    return mask.reshape(len(samples), tokens, width)[..., part]
+    in_threads(draw, threads)
+    return mask[:, : tokens * width].reshape(len(samples), tokens, width)[..., part]
