@@ -2,7 +2,7 @@
 
 import timm
 import torch
-import torch.nn.functional as F
+from colossal_vit.compat.patch_embedding import embed_patches
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.rng.dropout import Dropout, DropPath, name_layers
@@ -24,19 +24,10 @@ SHAPE = {
 
 
 class PatchProjection(nn.Conv2d):
-    """A convolution whose stride is its kernel, as a matrix product.
-
-    For the convolution cuDNN brings the images into another memory layout, and takes kernels of an earlier GPU: 3 of 78
-    ms of a step of ViT-B/16 with 256 images on an H200, see results/1x_NVIDIA_H200/profile.
-    """
+    """A convolution whose stride is its kernel, see `embed_patches`."""
 
     def forward(self, images: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, D, H // h, W // w), without what is left over at the edges."""
-        height, width = self.kernel_size
-        rows, columns = images.shape[2] // height, images.shape[3] // width
-        whole = images[:, :, : rows * height, : columns * width]
-        patches = whole.unflatten(3, (columns, width)).unflatten(2, (rows, height)).permute(0, 2, 4, 1, 3, 5)
-        return F.linear(patches.flatten(3), self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
+        return embed_patches(images, self.weight, self.bias).permute(0, 3, 1, 2)
 
 
 def fix_positions(model: nn.Module) -> None:

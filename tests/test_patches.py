@@ -35,10 +35,12 @@ from colossalai.legacy.core import global_context as gpc
 from colossalai.legacy.engine.schedule import InterleavedPipelineSchedule
 from colossalai.legacy.nn.layer import parallel_2d, parallel_2p5d, parallel_3d
 from colossalai.legacy.nn.layer.parallel_3d import _utils as parallel_3d_utils
+from colossalai.legacy.nn.layer.vanilla import VanillaPatchEmbedding
 from colossalai.legacy.utils import get_dataloader
 from colossalai.nn.lr_scheduler import CosineAnnealingWarmupLR as ColossalCosine
 from packaging.version import Version
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import profile
 
 import fork_ranks
 from test_vit import call
@@ -441,6 +443,27 @@ def test_scheduler_is_stepped_once_per_optimizer_step_and_by_upstreams_hook_per_
     )
     assert min(upstreams) < 0
     assert ours == pytest.approx([1 - step / 6 for step in range(6)])
+
+
+# ---- Patch embeddings are convolutions, for which GPUs take slow kernels ----
+
+
+def test_patches_are_embedded_by_a_product_and_upstream_convolves():
+    def embedded(patched):
+        cpu.enable()
+        if patched:
+            patches.apply()
+        torch.manual_seed(0)
+        layer, images = VanillaPatchEmbedding(8, 4, 3, 6), torch.randn(2, 3, 8, 8)
+        with profile() as profiler:
+            tokens = layer(images)
+        return tokens.detach(), "aten::convolution" in [event.key for event in profiler.key_averages()]
+
+    (upstreams, convolves), (ours, still_convolves) = (
+        fork_ranks.call(partial(embedded, patched), launched=False)[0] for patched in (False, True)
+    )
+    assert (convolves, still_convolves) == (True, False)
+    torch.testing.assert_close(ours, upstreams)
 
 
 # ---- Importing Colossal-AI replaces PyTorch's shape functions ----

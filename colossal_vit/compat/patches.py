@@ -1,6 +1,6 @@
 """All patches of Colossal-AI 0.5.0. Each names the defect it fixes; tests/test_patches.py demonstrates each defect by
-removing the fix. Three have their own modules: `norms.py`, `compiled.py`, and `stand_ins.py`, which has to be applied
-before Colossal-AI is imported.
+removing the fix. Four have their own modules: `norms.py`, `compiled.py`, `patch_embedding.py`, and `stand_ins.py`,
+which has to be applied before Colossal-AI is imported.
 
 Defects that are avoided by using Colossal-AI differently, without a patch, are handled where they matter: `engine/`
 (step, clipping, accumulation, schedule, mixed precision), `compat/cpu.py` (machines without CUDA), `data/samplers.py`
@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from colossal_vit.compat import compiled, norms
+from colossal_vit.compat import compiled, norms, patch_embedding
 from colossalai import amp
 from colossalai.accelerator import get_accelerator
 from colossalai.legacy import amp as legacy_amp
 from colossalai.legacy import communication
 from colossalai.legacy.communication import collective, p2p
 from colossalai.legacy.context.parallel_context import ParallelContext
-from colossalai.legacy.nn.layer import parallel_2d, parallel_2p5d, parallel_3d
+from colossalai.legacy.nn.layer import parallel_2d, parallel_2p5d, parallel_3d, vanilla
 from colossalai.legacy.nn.layer.parallel_1d import _operation as parallel_1d_operation
 from colossalai.legacy.nn.layer.parallel_2d import _operation as parallel_2d_operation
 from colossalai.legacy.nn.layer.parallel_2p5d import _operation as parallel_2p5d_operation
@@ -139,6 +139,7 @@ def apply() -> None:
     parallel_2d.LayerNorm2D.forward = norms.forward_2d
     parallel_2p5d.LayerNorm2p5D.forward = norms.forward_2p5d
     parallel_3d.LayerNorm3D.forward = norms.forward_3d
+    vanilla.VanillaPatchEmbedding.forward = patch_embedding.forward_vanilla
 
 
 def restore_amp_type() -> None:
