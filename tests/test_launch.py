@@ -130,7 +130,7 @@ def test_a_command_without_a_config_is_told_of_it():
 def test_a_mistake_on_all_ranks_ends_them_with_one_line_and_exit_code_2(tmp_path, monkeypatch):
     """One of each place where it is found: flags, config, layout, model, meeting, run directory, data."""
     monkeypatch.setattr(cifar10, "ARCHIVE", f"http://localhost:{fork_ranks.free_port()}/cifar-10-binary.tar.gz")
-    occupant = socket.create_server(("localhost", 0))
+    occupant = socket.create_server(("127.0.0.1", 0))
     used, output = occupant.getsockname()[1], tmp_path / "output"
     (tmp_path / "file").touch()
     os.truncate(write_cifar10(tmp_path / "cut") / "data_batch_2.bin", 10_000)
@@ -141,7 +141,7 @@ def test_a_mistake_on_all_ranks_ends_them_with_one_line_and_exit_code_2(tmp_path
         "heads": (sets("NUM_HEADS=5"), ["HIDDEN_SIZE = 32", "NUM_HEADS = 5", "30 or 35"]),
         "AMP mode against a pipeline": (sets("fp16.mode=AMP_TYPE.TORCH"), ["TORCH", "pipeline", "NAIVE"]),
         "no such host": (["--host", "no-such-host.invalid"], ["--host no-such-host.invalid"]),
-        "port in use": (["--port", str(used)], ["port is", "in use"]),
+        "port in use": (["--host", "127.0.0.1", "--port", str(used)], ["port is", "in use"]),
         "rank out of range": (["--rank", "7"], ["--rank 7", "--world_size 2", "0 to 1"]),
         "output below a file": (["--output", f"{tmp_path}/file/run"], ["--output", "Not a directory"]),
         "output read-only": (["--output", "/proc/run"], ["--output /proc/run", "cannot be written"]),
@@ -161,7 +161,8 @@ def test_a_mistake_on_all_ranks_ends_them_with_one_line_and_exit_code_2(tmp_path
         worlds[name] = fork_ranks.start(script, argv, [{}] * len(argv))
     for name, world in worlds.items():
         result = world.wait()
-        lines = "".join(result.stderr).splitlines()
+        # Where no name server answers, torch's sockets warn that a client has no name.
+        lines = [line for line in "".join(result.stderr).splitlines() if not re.match(r"\[W.*c10d\]", line)]
         assert set(result.codes) == {2}, f"{name}: {result}"
         # Ranks that meet a stranger at their port cannot know of each other: there each says so.
         assert len(lines) == (2 if name == "port in use" else 1), f"{name}: {result}"
@@ -253,12 +254,23 @@ def test_conflicting_signs_are_refused_with_what_to_type(monkeypatch, environmen
         found(monkeypatch, **environment)
 
 
+def has_ipv6():
+    """Whether this machine has ::1: containers often have no IPv6."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize(
     ("host", "addresses"),
     [("127.0.0.1", ["127.0.0.1"]), ("::1", ["::1"]), ("here", ["127.0.0.1", "127.0.0.2"]), ("router", ["127.0.0.1"])],
 )
 def test_listens_where_the_others_look(monkeypatch, host, addresses):
     """A name that is 127.0.1.1 here is something else to the others; so is a router's address, which is not ours."""
+    if host == "::1" and not has_ipv6():
+        pytest.skip("this machine has no IPv6")
     known = {"here": "127.0.1.1", "router": "192.0.2.1"}
     original = socket.getaddrinfo
     monkeypatch.setattr(
@@ -269,7 +281,7 @@ def test_listens_where_the_others_look(monkeypatch, host, addresses):
         open_at = []
         for address in ("127.0.0.1", "127.0.0.2", "::1"):
             try:
-                socket.create_connection((address, port), timeout=1).close()
+                socket.create_connection((address, port), timeout=fork_ranks.PATIENCE).close()
                 open_at.append(address)
             except OSError:
                 pass
@@ -424,9 +436,13 @@ def test_a_rank_does_not_wait_forever_for_process_groups(capfd):
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
     assert "the process groups do not exist after 0.1 s: a rank died" in capfd.readouterr().err
-    with time_limit(0.1):
-        pass
-    time.sleep(0.3)  # this process is still here
+    pid = os.fork()
+    if pid == 0:
+        with time_limit(2.0):
+            pass
+        time.sleep(3.0)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, "the limit outlived its block"
 
 
 @pytest.mark.parametrize("launcher", ["torch", "slurm", "openmpi", "none"])

@@ -98,9 +98,15 @@ def test_flags_exist(page):
 # Numbers
 # ---------------------------------------------------------------------------------------------------------------------
 
-NUMBER = re.compile(r"(?<![\w.,-])\d+(?:\.\d+)?e-\d+|(?<![\w.,])\d+\.\d+(?![\w.]|,\d)|(?<![\w.,])\d+(?= ?%)")
+THOUSANDS = re.compile(r"(?<![\w.,-])\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\w|[.,]\d)")
+NUMBER = re.compile(
+    rf"{THOUSANDS.pattern}|" r"(?<![\w.,-])\d+(?:\.\d+)?e-\d+|(?<![\w.,])\d+\.\d+(?![\w.]|,\d)|(?<![\w.,])\d+(?= ?%)"
+)
+SUFFIXES = (".md", ".json", ".txt", ".log")  # of the files of a result that numbers may be from
 # Numbers in a paragraph or row with a result that are from elsewhere.
 ELSEWHERE = {
+    "README.md": {"6,144"},  # GPUs, in the row of those that others ran on
+    "docs/benchmarks.md": {"1,000"},  # the lines of the log
     "docs/checkpoints.md": {"3.7"},  # GB, in the result MB
     "docs/imagenet-data.md": {"6.3", "2.2"},  # published; GB, in the result MB
 }
@@ -108,9 +114,13 @@ ELSEWHERE = {
 
 @cache
 def numbers_of(folder):
-    """The text of a result, without spaces before % signs."""
-    texts = [path.read_text() for path in FILES if folder in path.parents and path.suffix in (".md", ".json", ".txt")]
-    return re.sub(r" (?=%)", "", "\n".join(texts))
+    """The text of a result, without spaces before % signs and commas in thousands."""
+    texts = [path.read_text() for path in FILES if folder in path.parents and path.suffix in SUFFIXES]
+    return without_commas(re.sub(r" (?=%)", "", "\n".join(texts)))
+
+
+def without_commas(text):
+    return THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
 
 
 def passages(page):
@@ -120,13 +130,13 @@ def passages(page):
 
 @pages
 def test_numbers_beside_a_result_are_in_it(page):
-    """Fractions, percentages and powers, in each passage that links to a folder of results/."""
+    """Fractions, percentages, powers and thousands, in each passage that links to a folder of results/."""
     for passage in passages(page):
         linked = [(page.parent / link).resolve() for link in LINK.findall(passage) if "results/" in link]
         folders = [path if path.is_dir() else path.parent for path in linked]
         said = NUMBER.findall(re.sub(r"\]\([^)]*\)|`[^`]*`", "", passage)) if folders else []
         for number in set(said) - ELSEWHERE.get(str(page.relative_to(ROOT)), set()):
-            whole = rf"(?<![\d.]){re.escape(number)}(?![\d])"
+            whole = rf"(?<![\d.]){re.escape(without_commas(number))}(?![\d])"
             assert any(re.search(whole, numbers_of(folder)) for folder in folders), f"{number} in: {passage}"
 
 

@@ -32,6 +32,8 @@ from PIL import Image
 from tensorboard.compat.tensorflow_stub import errors
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
 
+import launchers
+
 FOLDER = Path(__file__).resolve().parents[1] / "vit_imagenet_dali"
 PATIENCE = 600  # seconds after which a build counts as hanging
 
@@ -586,18 +588,23 @@ def test_killed_and_resumed_is_as_undisturbed(with_bad, tmp_path, renames, capfd
     assert tree(tmp_path) == expected
 
 
-SLOW = """
+# A worker makes a shard of 4 images and half of another, then waits to be killed.
+STUCK = f"""
 import time
-prepare = packing.prepare_image
-packing.prepare_image = lambda *arguments: time.sleep(0.03) or prepare(*arguments)
+prepare, images = packing.prepare_image, iter(range(6))
+def prepare_image(*arguments):
+    if next(images, None) is None:
+        time.sleep({PATIENCE})
+    return prepare(*arguments)
+packing.prepare_image = prepare_image
 """
 
 
 @pytest.fixture
 def slow_build(small_source, tmp_path):
-    """A build that takes seconds, caught at its first shard; its workers' process ids; how to do it again."""
+    """A build that makes one or two shards and no more; its workers' process ids; how to do it again."""
     shards = ("--train-shards", "20", "--validation-shards", "2", "--workers", "2")
-    process = start(small_source, tmp_path / "out", code=SLOW, shards=shards, start_new_session=True)
+    process = start(small_source, tmp_path / "out", code=STUCK, shards=shards, start_new_session=True)
     while not list((tmp_path / "out" / "train").glob("train-*")):
         assert process.poll() is None, process.communicate()
         time.sleep(0.005)
@@ -611,7 +618,7 @@ def slow_build(small_source, tmp_path):
 def gone(pids):
     """Whether the processes end."""
     for _ in range(20 * PATIENCE):
-        if not any(Path(f"/proc/{pid}").exists() for pid in pids):
+        if all(map(launchers.has_ended, pids)):
             return True
         time.sleep(0.05)
     return False

@@ -27,8 +27,8 @@ def said(*argv, script=HYBRID, code=2):
     return result.stderr[0]
 
 
-def by_hand(rank, port, *more):
-    return said("--config", CONFIG, "--rank", rank, "--world_size", 2, "--host", "localhost", "--port", port, *more)
+def by_hand(rank, port, *more, host="localhost"):
+    return said("--config", CONFIG, "--rank", rank, "--world_size", 2, "--host", host, "--port", port, *more)
 
 
 def small(tmp_path, *more, **values):
@@ -47,8 +47,8 @@ def locked(tmp_path, monkeypatch):
 
 
 def taken_port(tmp_path, monkeypatch):
-    with socket.create_server(("localhost", 0)) as other:
-        return by_hand(0, other.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        return by_hand(0, other.getsockname()[1], host="127.0.0.1")
 
 
 def killed(tmp_path, monkeypatch):
