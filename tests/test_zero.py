@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from colossal_vit.checkpoint import storage
-from colossal_vit.engine import compilation, reduction, zero
+from colossal_vit.engine import compilation, initialize, reduction, zero
+from colossalai.legacy.core import global_context as gpc
 from safetensors.torch import load_file
 
 import training
@@ -118,6 +119,50 @@ def test_two_replicas_make_the_bits_of_ddp(precision, tmp_path):
         assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
     for here, there in zip(split.records, whole.records, strict=True):
         assert {**here, "grad_norm": 0} == {**there, "grad_norm": 0}, "the norm's sum is in another order"
+
+
+class Borrower(torch.nn.Module):
+    """Uses a layer's weight without calling the layer, as timm's EvaAttention does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        return x @ self.layer.weight
+
+
+class Borrowers(Borrower):
+    """In and outside of blocks, and in blocks in lists."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([Borrower(), torch.nn.ModuleList([Borrower()])])
+
+    def forward(self, x):
+        first, (second,) = self.blocks
+        return second(first(super().forward(x)))
+
+
+def test_layers_whose_weights_are_used_without_calling_them():
+    def curve(settings):
+        torch.manual_seed(0)
+        gpc.config.zero, model = settings, Borrowers()
+        engine, *_ = initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.Identity())
+        norms = []
+        for _ in range(3):
+            engine.zero_grad()
+            engine.backward(engine(torch.ones(2, 4)).square().mean())
+            engine.step()
+            norms.append(engine.grad_norm)
+        return norms
+
+    def function():
+        settings, gpc.config.COMPILE = gpc.config.zero, False
+        return curve(settings), curve({})
+
+    for split, whole in training.call(function, 2, **HALF, **SPLIT):
+        assert split == pytest.approx(whole, rel=1e-6)
 
 
 def test_more_ranks_than_parameters_of_a_size(tmp_path, monkeypatch):

@@ -57,6 +57,13 @@ class WeightBroadcast:
             torch._foreach_copy_(self.small, split_flat(self.flat, self.small))
 
 
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """The modules in any `blocks` of a model, but for lists of modules, which nobody calls."""
+    containers = [module for name, module in model.named_modules() if name.split(".")[-1] == "blocks"]
+    lists = nn.ModuleList, nn.ModuleDict
+    return [block for blocks in containers for block in blocks.children() if not isinstance(block, lists)]
+
+
 class Zero:
     """Each parameter has an owner among the data-parallel ranks, which alone has its optimizer state and updates it.
 
@@ -80,7 +87,7 @@ class Zero:
         for options in optimizer.param_groups:
             options["params"] = [p for p in options["params"] if self.owns(p)]
         self.buckets: list[GradientBucket] = []
-        self._unsent: deque[GradientBucket] = deque()  # the first layers' come first
+        self._unsent: deque[GradientBucket] = deque()  # in the order in which they are waited for
         self._in_flight: dict[GradientBucket, WeightBroadcast] = {}
 
     def owns(self, parameter: nn.Parameter) -> bool:
@@ -93,21 +100,24 @@ class Zero:
         Args:
             model: in its final precision.
             num_passes: backward passes of an optimizer step.
-            overlap: whether each layer waits for its own weights in a forward pass; otherwise `before_forward` waits
+            overlap: whether each block waits for its own weights in a forward pass; otherwise `before_forward` waits
                 for all of them, which a compiled model needs.
         """
-        self.buckets = make_buckets(model.parameters(), self.group, self.owners)
-        self.overlap = overlap
-        if overlap:
-            bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
-            for module in model.modules():
-                own = dict.fromkeys(bucket_of[p] for p in module.parameters(recurse=False) if p in bucket_of)
-                if own:
-                    module.register_forward_pre_hook(partial(self._receive, own))
+        # Not each layer: some of timm's read the weights of a layer within them without calling it.
+        blocks = _blocks(model) if overlap else []
+        in_blocks = {parameter: None for block in blocks for parameter in block.parameters()}
+        outside = [parameter for parameter in model.parameters() if parameter not in in_blocks]
+        self.buckets = make_buckets(in_blocks, self.group, self.owners)
+        bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
+        for block in blocks:
+            own = dict.fromkeys(bucket_of[p] for p in block.parameters() if p in bucket_of)
+            block.register_forward_pre_hook(partial(self._receive, own))
+        self._outside = make_buckets(outside, self.group, self.owners)
+        self.buckets += self._outside
         return GradientReducer(self.buckets, 1 if self.stage == 2 else num_passes)
 
     def send_weights(self) -> None:
-        """Start to broadcast the weights from their owners, those of the first layers first.
+        """Start to broadcast the weights from their owners: those outside of blocks first, then the first blocks'.
 
         At most `IN_FLIGHT_BYTES` are on their way at a time; as they are received, more are sent.
         """
@@ -124,7 +134,7 @@ class Zero:
         self._in_flight[bucket] = WeightBroadcast(bucket)
 
     def _receive(self, buckets: Iterable[GradientBucket], *forward: Any) -> None:
-        """Wait for the weights of some buckets; also the hook before the forward pass of a layer that has them."""
+        """Wait for the weights of some buckets; also the hook before the forward pass of a block that has them."""
         for bucket in buckets:
             while bucket in self._unsent:
                 self._send_next()
@@ -137,9 +147,8 @@ class Zero:
         self._receive(reversed(self.buckets))
 
     def before_forward(self) -> None:
-        """Wait for all weights, unless each layer waits for its own."""
-        if not self.overlap:
-            self.receive_weights()
+        """Wait for the weights for which no block waits; they are sent first."""
+        self._receive(reversed(self._outside))
 
     def broadcast_weights(self) -> None:
         """Bring the owners' weights to all ranks now."""
