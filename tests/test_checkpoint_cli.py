@@ -275,6 +275,7 @@ def mistakes(runs, exported, damaged, tmp_path):
         (["import", tmp_path / "old", new], ["old: is no checkpoint"]),
         (["import", newest(damaged), new], ["model.safetensors: has 1000 bytes"]),
         (["import", weights, good], [f"{good}: exists already"]),
+        (["import", weights, new.with_name("step-00000100")], ["step-00000100: is a name for step 100, but weights"]),
         (["import", weights, weights / "below"], ["below: cannot be written: ", "File exists", "model.safetensors'"]),
         (["import", weights, new, "--img-size", "large"], ["--img-size", "large"]),
         (["import", weights, new, "--img-size", "50"], ["--img-size 50", "patch size 8", "use 48 or 56"]),

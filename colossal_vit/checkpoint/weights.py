@@ -336,6 +336,8 @@ def import_timm(source: Path, path: Path, img_size: int | None, num_classes: int
     """
     if path.exists():
         raise UserError(f"{path}: exists already")
+    if (name := storage.STEP_NAME.fullmatch(path.name)) and int(name[1]):
+        raise UserError(f"{path}: is a name for step {int(name[1])}, but weights are imported as step 0: use another")
     if not source.exists():
         raise UserError(f"{source}: no such file or directory")
     found = find(str(source))
