@@ -616,6 +616,13 @@ def test_eval_only_is_exact_on_any_world_size(processes, values, trained):
     }
 
 
+def test_an_evaluation_that_slurm_has_restarted_takes_the_checkpoint_that_is_given(trained, monkeypatch):
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    older = trained.output / "checkpoints/step-00000020"
+    run = training.train(trained.output, 1, "--eval-only", "--resume", str(older), steps=None, DEPTH=2)
+    assert f"the weights are those of {older}, step 20" in run.said
+
+
 def test_a_run_that_is_done_has_nothing_left_to_do(trained):
     steps = trained.steps
     again = training.train(trained.output, steps=None, **EVERY_20)
@@ -648,6 +655,16 @@ def test_mistakes_are_one_line_and_lose_nothing(mistake, trained):
 def test_nothing_to_evaluate_is_one_line(tmp_path):
     line = training.refused(tmp_path / "run", 1, "--eval-only")
     assert f"--eval-only: no checkpoint in {tmp_path}/run/checkpoints" in line
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("error", "code"), [(RuntimeError, 1), (KeyboardInterrupt, 130)])
+def test_a_run_that_ends_before_its_first_step_leaves_no_directory(error, code, tmp_path, monkeypatch):
+    def read(root, train):
+        raise error
+
+    monkeypatch.setattr(cifar10, "read", read)
+    training.train(tmp_path / "run", code=code, DEPTH=1)
     assert not (tmp_path / "run").exists()
 
 

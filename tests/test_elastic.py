@@ -122,6 +122,17 @@ def test_a_machine_that_joins_may_not_start_the_run_from_scratch(tmp_path):
     assert "--resume never would start from scratch whenever a machine joins: give another --output instead" in line
 
 
+def test_a_process_without_work_finds_a_mistake_as_the_ranks_do(tmp_path):
+    line = training.refused(tmp_path / "run", 3, "--backend", "nccl", "--timeout", "20", **ELASTIC)
+    assert "--backend nccl needs CUDA" in line
+
+
+@pytest.mark.parametrize(("values", "code"), [({"NUM_CLASSES": 5}, 2), ({"LEARNING_RATE": 1e30}, 1)])
+def test_a_process_without_work_ends_as_the_ranks_that_fail(values, code, tmp_path, few_test_images):
+    run = training.train(tmp_path / "run", 3, code=code, **{**ELASTIC, **values})
+    assert len("".join(run.stderr).splitlines()) == 1, str(run)
+
+
 def make_rank_0_the_last(rank):
     """To notice that the last checkpoint is written: a rank that has ended must not end it."""
     finish = Checkpointer.finish

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -19,12 +20,13 @@ from colossal_vit.engine import engine
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.loop import Trainer
 from colossal_vit.errors import TrainingError
-from colossal_vit.hooks import wandb_run
+from colossal_vit.hooks import signals, wandb_run
 from colossal_vit.hooks.debug_nan import DebugNanHook
 from colossal_vit.results import CURVES, METRICS, draw
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import fork_ranks
+import launchers
 import training
 import vit
 import waits
@@ -372,6 +374,49 @@ def test_debug_nan_names_the_module_whose_gradient_overflows():
     assert said.startswith("step 1, rank 0: the gradient at the output of 0 (Linear) is not finite: 2 of 2 values")
 
 
+# ---- Signals ----
+
+
+def test_end_of_a_terminal_is_heard_once_and_with_nohup_not_at_all(monkeypatch):
+    """The shell ends too, after which `parent` sends SIGTERM."""
+    monkeypatch.setattr(signals, "SAME_SIGNAL", 0.0)
+
+    def heard(usual):
+        signal.signal(signal.SIGHUP, usual)
+        requests = signals.StopRequests()
+        requests.listen()
+        os.kill(os.getpid(), signal.SIGHUP)
+        if usual == signal.SIG_DFL:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return requests.answer()[0]
+
+    assert fork_ranks.call(lambda: heard(signal.SIG_DFL)) == [signal.SIGHUP]
+    assert fork_ranks.call(lambda: heard(signal.SIG_IGN)) == [0]
+
+
+def test_another_signal_does_not_interrupt_the_last_upload_of_a_run_that_stops(tmp_path, monkeypatch):
+    """As torchrun sends one to all once a rank has ended."""
+    uploading, told, done = (tmp_path / name for name in ("uploading", "told", "done"))
+
+    def finish(code):
+        uploading.touch()
+        launchers.wait_until(told.exists, "no signal")
+        done.touch()
+
+    monkeypatch.setattr(signals, "SAME_SIGNAL", 0.0)
+    monkeypatch.setattr(wandb_run, "finish", finish)
+    argv = [*training.flags(DEPTH=1, NUM_EPOCHS=1000), "--output", str(tmp_path / "run")]
+    rank = fork_ranks.start(training.HYBRID, argv, [{}])
+    launchers.wait_until(lambda: launchers.steps_on_record(tmp_path / "run") >= 1, lambda: rank.output(0, "err"))
+    os.kill(rank.pids[0], signal.SIGUSR1)
+    launchers.wait_until(uploading.exists, lambda: rank.output(0, "err"))
+    os.kill(rank.pids[0], signal.SIGTERM)
+    told.touch()
+    result = rank.wait()
+    assert result.codes == [75], str(result)
+    assert done.exists()
+
+
 # ---- The thread that writes checkpoints ----
 
 EVERY_2 = {"DEPTH": 1, "checkpoint.every_steps": 2}
@@ -408,6 +453,16 @@ def test_checkpoint_without_memory_is_like_one_without_disk(tmp_path, monkeypatc
     said = training.train(tmp_path, 1, "--resume", "never", steps=2, code=1, **EVERY_2).said
     assert "out of memory; the last checkpoint of the run is missing" in said
     assert (tmp_path / lock.NAME).exists(), "a run that has begun keeps its lock file"
+
+
+def test_save_that_finds_the_last_one_failed_ends_the_run_if_it_is_told_to(tmp_path, monkeypatch):
+    def full(*args):
+        time.sleep(1)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(storage, "write", full)
+    run = training.train(tmp_path, 1, "--on-save-error", "stop", steps=20, code=1, **EVERY_2)
+    assert "step-00000002: cannot be written: No space left on device; earlier checkpoints are as they were" in run.said
 
 
 def test_old_checkpoint_that_cannot_be_removed_is_named(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ import functools
 import itertools
 import os
 import random
+import re
 import signal
 import time
 
@@ -18,7 +19,9 @@ from colossal_vit.data.batches import Loader
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.loop import Trainer
 from colossal_vit.engine.schedules import CosineAnnealingWarmupLR
+from colossal_vit.hooks.metrics import MetricsHook
 from colossal_vit.hooks.signals import StopRequests
+from colossal_vit.launch import exits
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.ranks import RankLogger
 from colossal_vit.results import read_metrics
@@ -384,8 +387,8 @@ def test_a_run_that_is_told_to_stop_goes_on_to_the_bit(few_test_images, tmp_path
 SMALL = {"DEPTH": 1, "NUM_EPOCHS": 1}
 
 
-def start_with_slow_writes(output, seconds, *more, **values):
-    """A process whose checkpoints take so long to write; `output.mark` exists from the first write on."""
+def start_with_slow_writes(output, seconds, *more, world_size=1, **values):
+    """Ranks whose checkpoints take so long to write; `output.mark` exists from the first write on."""
 
     def enter(rank):
         write = storage.write
@@ -398,7 +401,8 @@ def start_with_slow_writes(output, seconds, *more, **values):
         storage.write = slowly
 
     argv = [*training.flags(**values), "--output", str(output), *more]
-    return fork_ranks.start(training.HYBRID, argv, [{}], enter=enter)
+    environments = fork_ranks.by_torchrun(world_size) if world_size > 1 else [{}]
+    return fork_ranks.start(training.HYBRID, argv, environments, enter=enter)
 
 
 def test_a_signal_while_the_last_checkpoint_is_written_loses_nothing(few_test_images, tmp_path):
@@ -419,6 +423,43 @@ def test_a_run_that_fails_while_a_checkpoint_is_written_keeps_it(few_test_images
     assert "not finite" in result.stderr[0]
     newest, _ = storage.newest(tmp_path / "run" / storage.FOLDER)
     assert newest.path.name == "step-00000001"
+
+
+def meet_a_bug():
+    raise RuntimeError("a bug")
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("fail", "codes", "said"),
+    [
+        (meet_a_bug, [1], "RuntimeError: a bug"),
+        (meet_a_bug, [1, 1], "RuntimeError: a bug"),
+        (die, [1, -signal.SIGKILL], r"^rank 1 \(.*\) died; the other ranks end too\n$"),
+    ],
+)
+def test_a_rank_that_fails_while_a_checkpoint_is_written_does_not_lose_it(
+    fail, codes, said, few_test_images, tmp_path, monkeypatch
+):
+    """The last rank, in step 3; the checkpoint of step 2 takes longer than the wait for a dead rank's name."""
+    original = MetricsHook.after_train_iter
+
+    def fails(hook, trainer, *args):
+        original(hook, trainer, *args)
+        if trainer.engine.num_steps == 3 and gpc.get_global_rank() == len(codes) - 1:
+            fail()
+
+    monkeypatch.setattr(MetricsHook, "after_train_iter", fails)
+    monkeypatch.setattr(exits, "WATCHDOG_GRACE", 1.0)
+    values = {**SMALL, "checkpoint.every_steps": 2, "BATCH_SIZE": 16}
+    result = start_with_slow_writes(tmp_path / "run", 3, *fork_ranks.FOREVER, world_size=len(codes), **values).wait()
+    assert result.codes == codes, str(result)
+    assert re.search(said, "".join(result.stderr)), str(result)
+    newest, _ = storage.newest(tmp_path / "run" / storage.FOLDER)
+    assert newest.path.name == "step-00000002"
 
 
 @pytest.mark.parametrize("count", ["0", "1"])

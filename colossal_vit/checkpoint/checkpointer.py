@@ -49,12 +49,13 @@ def _writes_to(output: Path) -> Iterator[None]:
         raise UserError(f"--output {output}: cannot be written: {error.strerror or error}") from None
 
 
+WRITER_GRACE = 60.0  # seconds that a checkpoint may still take to be written when the run ends with an error
 _writes: list[Future] = []  # the last one of this process
 
 
-def wait_for_writer(seconds: float) -> None:
-    """Wait until the last checkpoint is written, or so long: for a process that is about to end with an error."""
-    wait(_writes, seconds)
+def wait_for_writer() -> None:
+    """Wait up to `WRITER_GRACE` until the last checkpoint is written: for a process about to end with an error."""
+    wait(_writes, WRITER_GRACE)
 
 
 class Checkpointer:
@@ -158,6 +159,7 @@ class Checkpointer:
         args = self.run.args
         restarts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
         restarted = any(count.isdigit() and int(count) for count in restarts)  # by torchrun or SLURM, as it was started
+        restarted &= not args.eval_only  # which has written nothing to go on from
         if args.resume == "never" and not restarted:
             return None
         newest, skipped = storage.newest(self.folder)
@@ -376,9 +378,12 @@ class Checkpointer:
 
         Returns:
             Where it is being written to; if that cannot be done, `finish` and `check` say so.
+
+        Raises:
+            TrainingError: with `--on-save-error stop`, if the last checkpoint could not be written.
         """
         path = self.folder / f"step-{self.trainer.engine.num_steps:08d}"
-        self.finish()
+        self._stop_on(self.finish())
         state = self.state(epoch, start)
         files = tensors.gather(self.trainer.engine)
         if files is not None:
@@ -433,7 +438,9 @@ class Checkpointer:
         Raises:
             TrainingError: with `--on-save-error stop`, if the checkpoint cannot be written.
         """
-        failure = self._writing.result() if self._writing and self._writing.done() else None
+        self._stop_on(self._writing.result() if self._writing and self._writing.done() else None)
+
+    def _stop_on(self, failure: str | None) -> None:
         if failure and self.run.args.on_save_error == "stop":
             raise TrainingError(f"{failure}; earlier checkpoints are as they were (--on-save-error stop)")
 

@@ -26,8 +26,8 @@ class CheckpointHook(BaseHook):
 
     A checkpoint is saved every `every_steps` steps and `every_minutes` minutes (config block `checkpoint`), at
     `--max-steps`, and after the evaluation of an epoch if that is the last one, or the best so far, or if checkpoints
-    then amount to no more than `BYTES_PER_S`, or the last one is `LONGEST_WAIT` old. On SIGUSR1, SIGTERM or SIGINT to
-    any rank, all ranks stop after the same step, with a checkpoint.
+    then amount to no more than `BYTES_PER_S`, or the last one is `LONGEST_WAIT` old. On SIGUSR1, SIGTERM, SIGHUP or
+    SIGINT to any rank, all ranks stop after the same step, with a checkpoint.
 
     Args:
         run: from `launch.start`.
@@ -35,7 +35,7 @@ class CheckpointHook(BaseHook):
         metrics: has the test accuracy.
 
     Raises:
-        Preempted: in `after_train_iter`, on SIGUSR1 or SIGTERM.
+        Preempted: in `after_train_iter`, on SIGUSR1, SIGTERM or SIGHUP.
         Interrupted: in `after_train_iter`, on SIGINT.
         TrainingError: if the last checkpoint cannot be written, or with `--on-save-error stop` any.
     """

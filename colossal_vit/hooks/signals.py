@@ -11,18 +11,25 @@ from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from torch import Tensor
 
-SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SAME_SIGNAL = 2.0  # seconds
+
+
+def heard_signals() -> list[signal.Signals]:
+    """Those of `SIGNALS` that are for this process: a shell's background jobs ignore SIGINT, and nohup's SIGHUP."""
+    ignored = [number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_IGN]
+    return [number for number in SIGNALS if number not in ignored]
 
 
 class StopRequests:
     """What any rank asks all ranks to do after the same step: to stop, on a signal, or to save a checkpoint.
 
-    SLURM sends SIGUSR1 and SIGTERM before a time limit, a preemption or a cancellation; SIGINT is Ctrl-C. No rank may
-    act on a signal alone, since the others would wait for it in the next collective, and waiting for one another's
-    answer in every step would cost time. So the ranks exchange what they have heard by an asynchronous all-reduce,
-    begun after a step and finished after the next one: all know one step later. A second signal has its default effect,
-    unless it comes within `SAME_SIGNAL` seconds: Ctrl-C reaches a rank twice, from the terminal and from torchrun.
+    SLURM sends SIGUSR1 and SIGTERM before a time limit, a preemption or a cancellation; SIGINT is Ctrl-C, and
+    SIGHUP the end of a terminal or an ssh connection. No rank may act on a signal alone, since the others would wait
+    for it in the next collective, and waiting for one another's answer in every step would cost time. So the ranks
+    exchange what they have heard by an asynchronous all-reduce, begun after a step and finished after the next one: all
+    know one step later. A second signal has its default effect, unless it comes within `SAME_SIGNAL` seconds: Ctrl-C
+    reaches a rank twice, from the terminal and from torchrun.
     """
 
     def __init__(self):
@@ -32,14 +39,14 @@ class StopRequests:
 
     def listen(self) -> None:
         """Hear signals from now on, in place of their default effects."""
-        ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # a shell does so for its background jobs
-        heard = [number for number in SIGNALS if not (ignored and number == signal.SIGINT)]
-        self._usual = {number: signal.signal(number, self._on_signal) for number in heard}
+        self._usual = {number: signal.signal(number, self._on_signal) for number in heard_signals()}
 
     def _on_signal(self, number: int, frame: Any) -> None:
         now = time.monotonic()
         if not self._heard:
             self._heard, self._heard_at = number, now
+        elif (self._heard, number) == (signal.SIGHUP, signal.SIGTERM):
+            pass  # from `parent`, since the shell has ended with its terminal
         elif now - self._heard_at > SAME_SIGNAL:
             self._restore_handlers()
             os.kill(os.getpid(), number)

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 from colossal_vit.errors import TrainingError, UserError
-from colossal_vit.hooks.signals import SIGNALS
+from colossal_vit.hooks.signals import heard_signals
 from colossal_vit.launch.launchers import Rendezvous
 from colossal_vit.launch.rendezvous import prefix
 from colossal_vit.parallel.layout import Layout
@@ -140,7 +140,7 @@ def wait_without_work(rendezvous: Rendezvous, timeout: float) -> NoReturn:
     try:
         store = dist.PrefixStore(prefix(), dist.TCPStore(rendezvous.host, rendezvous.port, **options))
         if rendezvous.launcher != "torch":
-            for number in SIGNALS:
+            for number in heard_signals():
                 signal.signal(number, wait_for_ranks)
         while not store.check([OVER]):
             if time.monotonic() > deadline:

@@ -1,5 +1,6 @@
 """`launch.run`: how every train script ends, with its exit code and error message."""
 
+import signal
 import socket
 import sys
 import time
@@ -7,13 +8,14 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from colossal_vit import streams
 from colossal_vit.checkpoint import checkpointer, lock
 from colossal_vit.errors import Preempted, TrainingError, UserError, end_process, error_line
 from colossal_vit.hooks import wandb_run
+from colossal_vit.hooks.signals import SIGNALS
 from colossal_vit.launch import elastic, watchdog
 from colossal_vit.launch.flags import Arguments, parse
 from colossal_vit.launch.launchers import launched_rank, rank_host_port
@@ -22,7 +24,6 @@ from colossal_vit.parallel.ranks import write_line
 from colossalai.context import Config
 from colossalai.legacy.core import global_context as gpc
 
-WRITER_GRACE = 60.0  # seconds that a checkpoint may still take to be written when the run ends with an error
 WATCHDOG_GRACE = 5.0  # seconds that a rank which lost a connection waits for the watchdog to name the dead rank
 
 
@@ -92,11 +93,9 @@ def call(function: Callable[[], Any]) -> None:
     """Call a function, then end the process if it failed, on all ranks.
 
     Exit codes: 0 for success, 2 for a `UserError`, 75 or `--exit-code-stopped` for `Preempted`, 130 for Ctrl-C, 1 for
-    anything else. A
-    `UserError`, `TrainingError` or `Preempted` becomes one line on stderr, printed by one rank.
+    anything else. A `UserError`, `TrainingError` or `Preempted` becomes one line on stderr, printed by one rank.
     """
     streams.protect()
-    code, all_leave = 0, False
     try:
         function()
         if dist.is_initialized():
@@ -104,26 +103,37 @@ def call(function: Callable[[], Any]) -> None:
             elastic.end()
             watchdog.current.leave()
             gpc.destroy()
-    except (UserError, TrainingError, Preempted) as error:
-        code, all_leave = error.exit_code, isinstance(error, Preempted)
-        lock.remove_unused()
+    except (Exception, KeyboardInterrupt) as error:
+        _fail(error)
+    wandb_run.finish(0)
+
+
+def _fail(error: Exception | KeyboardInterrupt) -> NoReturn:
+    """Say what the error is, keep what the run has made, tell the other processes, and end this one."""
+    lock.remove_unused()
+    code, all_leave = 1, isinstance(error, Preempted)
+    if isinstance(error, UserError | TrainingError | Preempted):
+        code = error.exit_code
         if watchdog.current:
             watchdog.current.leaving.set()  # so that another rank's message does not end this process before the line
         if _prints(error):
             write_line(error_line(error), sys.stderr)
-        checkpointer.wait_for_writer(WRITER_GRACE)
-        if all_leave:
-            with suppress(dist.DistError):  # without rank 0's store there is nobody to tell
-                elastic.end(code)
-    except KeyboardInterrupt:
+    elif isinstance(error, KeyboardInterrupt):
         code = 130
-    except Exception as error:
-        code = 1
+    else:
         if watchdog.current and lost_connection(error):
+            checkpointer.wait_for_writer()  # as the watchdog does
             time.sleep(WATCHDOG_GRACE)  # if another rank has died, the watchdog ends this process meanwhile
-        traceback.print_exc()
+        traceback.print_exception(error)
+    # A launcher sends signals once another rank has ended; what follows has limits of its own.
+    for number in SIGNALS:
+        if number != signal.SIGINT or all_leave:
+            signal.signal(number, signal.SIG_IGN)
+    if not isinstance(error, KeyboardInterrupt):  # which is to end at once
+        checkpointer.wait_for_writer()
+        with suppress(dist.DistError):  # without rank 0's store there is nobody to tell
+            elastic.end(code)
     wandb_run.finish(code)
-    if code:
-        if watchdog.current:
-            watchdog.current.leave(code, all_leave)
-        end_process(code)
+    if watchdog.current:
+        watchdog.current.leave(code, all_leave)
+    end_process(code)

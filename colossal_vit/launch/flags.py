@@ -164,7 +164,7 @@ def get_parser(description: str | None = None) -> TrainParser:
         type=int,
         default=Preempted.exit_code,
         metavar="N",
-        help="exit code after SIGTERM or SIGUSR1 have stopped the run with a checkpoint (default %(default)s)",
+        help="exit code after SIGTERM, SIGUSR1 or SIGHUP have stopped the run with a checkpoint (default %(default)s)",
     )
     parser.add_argument("--compile", action="store_true", help="the same as --set COMPILE=True: use torch.compile")
     parser.add_argument(

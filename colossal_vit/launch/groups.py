@@ -31,7 +31,8 @@ def choose_backend(args: argparse.Namespace, rendezvous: Rendezvous, layout: Lay
             f"--backend gloo with parallel.pipeline = {layout.pipeline}: gloo cannot send from one GPU to another what "
             f"stages hand on: leave the flag out, or set CUDA_VISIBLE_DEVICES= to train on CPUs"
         )
-    if available and device_index(rendezvous) >= torch.cuda.device_count():
+    works = rendezvous.rank < layout.world_size  # a process without work needs no GPU
+    if available and works and device_index(rendezvous) >= torch.cuda.device_count():
         raise UserError(
             f"rank {rendezvous.rank} would be process {rendezvous.local_rank + 1} on this machine, which has "
             f"{torch.cuda.device_count()} GPU(s): start at most one process per GPU"

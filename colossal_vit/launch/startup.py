@@ -95,13 +95,15 @@ def start(args: Arguments) -> Run:
             )
         config, layout = elastic.fit(config, size, lambda more: read_config(args, more)[0], args.check)
         rendezvous.world_size = layout.world_size
-        if rendezvous.rank >= layout.world_size:
-            elastic.wait_without_work(rendezvous, args.timeout)
     else:
         layout = Layout.of(config, rendezvous.world_size)
         if args.check is not None:
             args.check(config, layout)
     backend = choose_backend(args, rendezvous, layout)
+    if not args.observer:
+        check_granted(args)
+    if rendezvous.rank >= layout.world_size:  # what a rank refuses until here, a process without work has refused too
+        elastic.wait_without_work(rendezvous, args.timeout)
 
     torch.set_default_dtype(getattr(torch, config.DTYPE))
     if not torch.cuda.is_available():
@@ -113,7 +115,6 @@ def start(args: Arguments) -> Run:
         config = launch_groups(config, rendezvous, "fake", args.observer.store, args.timeout, device)
         args.observer.prepare(device)
         return Run(args, config, layout, output, device, RankLogger(0), args.observer.observe)
-    check_granted(args)
     parent.watch(rendezvous.launcher != "none", args.timeout)
     store = join_store(rendezvous, args.timeout)
     if config.ELASTIC and rendezvous.rank == 0:

@@ -8,12 +8,13 @@ lines of text: `hello <rank> <host> <pid>`, then `bye` or `end <code>` from a ra
 import os
 import selectors
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
-from colossal_vit.checkpoint import lock
+from colossal_vit.checkpoint import checkpointer, lock
 from colossal_vit.errors import end_process
 from colossal_vit.launch.rendezvous import is_own, listen
 
@@ -120,12 +121,12 @@ class Watchdog:
                 if word == "bye":
                     continue
                 lock.remove_unused()  # held by this rank, while the error is another's
-                if word == "end":
-                    self._tell("end", code[0])
-                    end_process(int(code[0]))
-                else:
-                    self._tell("end", "1")
-                    end_process(1, f"{names[connection]} died; the other ranks end too")
+                if word != "end":
+                    code = ["1"]
+                    print(f"{names[connection]} died; the other ranks end too", file=sys.stderr, flush=True)
+                self._tell("end", code[0])
+                checkpointer.wait_for_writer()
+                end_process(int(code[0]))
 
     def _watch_first(self) -> None:
         """Wait for a message from rank 0, or for its end (other ranks)."""
