@@ -87,9 +87,10 @@ def test_equals_timm(layout, random_weights):
         assert set.union(*(names for names, _ in compared)) == compared[0][1]
 
 
-@pytest.mark.parametrize("layout", SHARDED)
-def test_timm_names_in_and_out(layout, random_weights):
-    """What timm's state dict puts in comes out again, whole and under the same names."""
+@pytest.mark.parametrize(("layout", "classes"), [*((layout, 10) for layout in SHARDED), ("1D 2", 2050)])
+def test_timm_names_in_and_out(layout, classes, random_weights):
+    """What timm's state dict puts in comes out again, whole and under the same names; of more than 2,048 classes, too,
+    which upstream would split."""
 
     def names_and_errors():
         model, reference, _ = build()
@@ -97,7 +98,7 @@ def test_timm_names_in_and_out(layout, random_weights):
         full = {p.shard.name: p.shard.gather(p.detach()) for p in model.parameters()}
         return {name: (full[name] - expected[name]).abs().max().item() for name in full}, list(expected)
 
-    answers = call(names_and_errors, layout)
+    answers = call(names_and_errors, layout, NUM_CLASSES=classes)
     differences = {name: error for errors, _ in answers for name, error in errors.items()}
     assert sorted(differences) == sorted(answers[0][1])
     assert set(differences.values()) == {0.0}

@@ -151,7 +151,9 @@ class ViT(nn.Module):
         average = config.POOL == "avg"  # timm's norm is then behind the pooling, and named so
         self.norm = layers.norm(hidden) if last and not average else None
         self.fc_norm = layers.norm(hidden) if last and average else None
-        self.head = col_nn.Classifier(hidden, config.NUM_CLASSES) if last else None
+        # Above that limit, upstream would split the classes over the ranks, which `annotate` does not know.
+        classes = config.NUM_CLASSES
+        self.head = col_nn.Classifier(hidden, classes, vocab_parallel_limit=classes) if last else None
         annotate(self, rename=_timm_name, num_heads=config.NUM_HEADS)
         name_layers(self, config.SEED)
 
