@@ -80,21 +80,23 @@ def test_generated_kernels_become_cubins(capability, base, tmp_path, monkeypatch
 
 
 # Of one block, forward and backward, on a rank: operators that the host calls and kernels that it launches, eagerly;
-# kernels compiled; bytes for each image eagerly and compiled. In a pipeline, blocks are compiled one by one.
+# kernels compiled; bytes for each image eagerly and compiled. In a pipeline, blocks are compiled one by one. At this
+# width as at those of real models, rows need no padding: Inductor pads some of others, and copies them for products.
 BUDGETS = {
-    "DP": (None, False, 0, (96, 29, 35, 138e3, 137e3)),
-    "PP": (None, True, 0, (96, 29, 36, 138e3, 146e3)),
-    "1D": (tensor("1d", 2), True, 1, (98, 33, 37, 99e3, 94e3)),
-    "2D": (tensor("2d", 4), True, 2, (346, 141, 87, 133e3, 69e3)),
-    "2.5D": (tensor("2.5d", 4), True, 2, (306, 149, 103, 133e3, 69e3)),
-    "3D": (tensor("3d", 8), True, 1, (206, 101, 47, 42e3, 26e3)),
+    "DP": (None, False, 0, (96, 29, 35, 659e3, 654e3)),
+    "PP": (None, True, 0, (96, 29, 35, 659e3, 662e3)),
+    "1D": (tensor("1d", 2), True, 1, (98, 33, 37, 419e3, 399e3)),
+    "2D": (tensor("2d", 4), True, 2, (346, 141, 87, 575e3, 301e3)),
+    "2.5D": (tensor("2.5d", 4), True, 2, (306, 149, 103, 575e3, 301e3)),
+    "3D": (tensor("3d", 8), True, 1, (206, 101, 47, 170e3, 106e3)),
 }
 
 
 @pytest.mark.parametrize(("values", "by_block", "side", "budget"), BUDGETS.values(), ids=BUDGETS)
 def test_a_block_stays_within_the_budget_of_its_layout(values, by_block, side, budget):
     """Under tensor parallelism it has its share of the products: 12, each of them the sum of two in 2D and 2.5D."""
-    argv, size = training.flags("NAIVE", **{**(values or {}), **TINY}), (values or {}).get("parallel.tensor.size", 1)
+    values = {**(values or {}), **TINY, "HIDDEN_SIZE": 128}
+    argv, size = training.flags("NAIVE", **values), values.get("parallel.tensor.size", 1)
 
     def counted():
         request = request_for(train_hybrid.main, argv, str(size))
