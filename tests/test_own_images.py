@@ -88,6 +88,26 @@ def test_class_folders_are_told_from_other_formats(paths, expected, tmp_path):
     assert not has_class_folders(tmp_path / "none")
 
 
+@pytest.mark.parametrize(
+    ("paths", "words"),
+    [
+        (["Train/cat/1.jpg", "Val/cat/2.jpg"], "has Train but no train: call the folder to train on train, or rename"),
+        (["training/cat/1.jpg", "validation/cat/2.jpg"], "has training but no train"),
+        (["test/cat/1.jpg", "val/cat/2.jpg"], "has test but no train"),
+        (["cat/1.jpg", "dog/2.jpg", "test/3.jpg"], "has test but no train"),
+        (["cat/1.HEIC", "cat/a.mov", "dog/2.heic"], "no image in it can be read (.heic 2): convert them to JPEG"),
+        (["train/cat/1.avif", "val/cat/2.jpg"], "no image in it can be read (.avif 1): convert them to JPEG"),
+    ],
+)
+def test_folders_that_are_no_classes_or_have_no_readable_image_are_refused(paths, words, tmp_path):
+    for path in paths:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).touch()
+    for usual in USUAL.values():
+        with pytest.raises(UserError, match=f"^{re.escape(f'{tmp_path}: {words}')}"):
+            find_format(tmp_path, usual)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Which files
 # ---------------------------------------------------------------------------------------------------------------------
@@ -471,6 +491,11 @@ MISTAKES = {
         "{root}/cat/b.png: cannot be decoded",
     ),
     "a small cache": (lambda root: None, {"CACHE_SIZE": 8}, "CACHE_SIZE = 8: must be at least IMG_SIZE"),
+    "a small blurred image": (
+        lambda root: None,
+        {"IMG_SIZE": 6, "PATCH_SIZE": 2, "augment.policy": "three"},
+        "IMG_SIZE = 6: augment.policy = 'three' needs at least 7",
+    ),
 }
 
 

@@ -883,7 +883,8 @@ def test_index_only_is_what_the_build_wrote(built, small_built, capfd):
 
 MISTAKES = {
     "no source": (lambda raw: shutil.rmtree(raw), "{raw}: has no train/"),
-    "no train": (lambda raw: shutil.rmtree(raw / "train"), "{raw}: has val/; train/ and one of"),
+    "no train": (lambda raw: shutil.rmtree(raw / "train"), "{raw}: has val but no train: call the folder"),
+    "train in capitals": (lambda raw: (raw / "train").rename(raw / "Train"), "{raw}: has Train but no train: call"),
     "no val": (lambda raw: shutil.rmtree(raw / "val"), "{raw}: has train/; train/ and one of"),
     "two validations": (lambda raw: (raw / "validation").mkdir(), "has train/ and val/ and validation/"),
     "no classes": (lambda raw: [shutil.rmtree(raw / "train"), (raw / "train").mkdir()], "{raw}/train: has no class"),

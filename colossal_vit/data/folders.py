@@ -1,6 +1,7 @@
 """Data folders of the user's: class folders with image files, and where a data set may be downloaded to."""
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,8 @@ DOWNLOADED = {"cifar-10-batches-bin", "cifar-10-batches-py", "caltech101"}
 PACKED = "idx_files"  # of TFRecords
 VALIDATION = ("val", "valid", "validation")  # folders beside train/ to evaluate on: one of them, or else TEST
 TEST = "test"
+SPLITS = {"train", "training", *VALIDATION, TEST}
+UNREAD = {".heic", ".heif", ".avif", ".jxl", ".dng", ".cr2", ".nef", ".arw"}  # photographs that nothing here decodes
 
 
 def _entries(folder: Path) -> list[os.DirEntry]:
@@ -78,20 +81,28 @@ def has_class_folders(root: Path) -> bool:
     """Whether a data folder has class folders of images, itself or in `train`, and no data set of another format.
 
     Raises:
-        UserError: see `list_files`.
+        UserError: if one of them is called like a part of a split, or all images are of kinds that cannot be read; see
+            `list_files`.
     """
     try:
         if any((root / name).exists() for name in (*DOWNLOADED, PACKED)):
             return False
         known, folder = endings(), root / "train" if (root / "train").is_dir() else root
-        return any(
-            Path(name).suffix.lower() in known
-            for entry in os.scandir(folder)
-            if entry.name[0] != "." and entry.is_dir()
-            for name, *_ in list_files(Path(entry.path))
-        )
+        names, kinds = class_folders(folder)[0], Counter()
+        for name in names:
+            found = Counter(Path(path).suffix.lower() for path, *_ in list_files(folder / name))
+            if found.keys() & known:
+                break
+            kinds += found
+        else:
+            if unread := ", ".join(f"{kind} {count}" for kind, count in kinds.most_common() if kind in UNREAD):
+                raise UserError(f"{root}: no image in it can be read ({unread}): convert them to JPEG")
+            return False
     except OSError:  # what reads it will say why
         return False
+    if folder == root and (parts := [name for name in names if name.lower() in SPLITS]):
+        raise UserError(f"{root}: has {parts[0]} but no train: call the folder to train on train, or rename the class")
+    return True
 
 
 def download(root: Path, made: str, fetch: Callable[[Path], None], lacking: str, by_hand: str) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from colossal_vit.data.augment import SMALLEST_BLURRED
 from colossal_vit.data.batches import IGNORED, Loader, SampledLoader, read_ahead, sees_images
 from colossal_vit.data.class_images import (
     Decoded,
@@ -145,6 +146,8 @@ def build_batches(run: Run, images: Images, name: str, train: Tensor, test: Tens
         settle_classes(config, len(images.classes), images.root)
         if size < config.IMG_SIZE:
             raise UserError(f"CACHE_SIZE = {size}: must be at least IMG_SIZE = {config.IMG_SIZE}")
+        if (config.augment or {}).get("policy") == "three" and config.IMG_SIZE < SMALLEST_BLURRED:
+            raise UserError(f"IMG_SIZE = {config.IMG_SIZE}: augment.policy = 'three' needs at least {SMALLEST_BLURRED}")
         sampler = GlobalBatchSampler(
             len(train), config.BATCH_SIZE, config.gradient_accumulation, config.SEED, repeats=config.REPEATS
         )

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, NotRequired
 
 from colossal_vit import streams, typed_json
 from colossal_vit.data.decoding import FORMATS
-from colossal_vit.data.folders import TEST, VALIDATION, has_class_folders
+from colossal_vit.data.folders import has_class_folders
 from colossal_vit.data.image_files import prepare_image
 from colossal_vit.data.packing_source import scan, scan_unsplit
 from colossal_vit.data.shards import (
@@ -183,8 +183,7 @@ def read_skipped(output: Path) -> dict[str, str]:
 def build(args: argparse.Namespace) -> int:
     """Pack `args.source` into `args.output`, resuming an interrupted build; returns the exit code."""
     output, start = args.output, time.monotonic()
-    unsplit = not any((args.source / name).is_dir() for name in ("train", *VALIDATION, TEST))
-    if unsplit and has_class_folders(args.source):
+    if not (args.source / "train").is_dir() and has_class_folders(args.source):
         if output.resolve().is_relative_to(args.source.resolve()):
             raise UserError(f"{output}: would be a class folder of {args.source}; take one outside of it")
         wnids, images, digest = scan_unsplit(args.source, args.test_fraction)
