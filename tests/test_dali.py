@@ -95,7 +95,7 @@ def examples(shard):
 
 def config_of(**values):
     """Some values in place of the defaults of a config."""
-    always = dict(BATCH_SIZE=32, IMG_SIZE=SIZE, NUM_CLASSES=2000, SEED=1, gradient_accumulation=1)
+    always = dict(BATCH_SIZE=32, IMG_SIZE=SIZE, NUM_CLASSES=2000, SEED=1, NUM_EPOCHS=300, gradient_accumulation=1)
     return Config(configs.complete({**always, **values}, IMAGENET))
 
 
@@ -155,6 +155,23 @@ def test_dali_goes_on_from_epoch_to_epoch(numbered):
     assert len(made) == 1
 
 
+@in_fork
+def test_what_training_does_not_need_is_not_read(copied):
+    """A damaged record that is left over in the last epoch; more epochs than the config has may be asked for."""
+    values = dict(NUM_EPOCHS=1, BATCH_SIZE=256, NUM_CLASSES=NUM_CLASSES)
+    expected = loader(copied, **values)
+    order, next_order = (expected.sampler.order(epoch).tolist() for epoch in range(2))
+    left_over = set(order[len(expected) * 256 :])
+    first = next(number for number in next_order if number in left_over)
+    labels = [labels_of(expected) for _ in range(2)]
+    shard, offset, _ = expected._place(first)
+    damage(shard, [place for place, _ in lines(shard)].index(offset))
+    other = loader(copied, **values)
+    assert labels_of(other) == labels[0]
+    with pytest.raises(UserError, match=f"{shard} at byte {offset}: "):
+        list(other)
+
+
 @pytest.mark.parametrize("num_images", [31, 33, 65])
 @in_fork
 def test_ranks_with_unequal_parts_make_the_same_number_of_batches(numbered, num_images, tmp_path):
@@ -192,6 +209,20 @@ def test_evaluation_takes_the_centre_and_keeps_the_aspect(crop, shorter, longer,
         picture = picture.resize((width, height), Image.BILINEAR).crop((left, top, left + SIZE, top + SIZE))
         expected = torch.from_numpy(np.array(picture)).permute(2, 0, 1)
         assert ((image * STD + MEAN) * 255 - expected).abs().max() < 3
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+@in_fork
+def test_what_is_transparent_in_a_png_is_white(mode, tmp_path):
+    """As in class folders and in what build_tfrecords.py packs."""
+    picture, options = Image.new(mode, (SIZE, SIZE)), dict(transparency=0) if mode == "P" else {}
+    picture.save(encoded := io.BytesIO(), "PNG", **options)
+    shard, index = tmp_path / "shard", tmp_path / "index"
+    shard.write_bytes(tfrecord.encode_record(encoded.getvalue(), 7))
+    packing.index_shard(shard, index)
+    records = list_records([shard], [index], whole=True)
+    ((images, _),) = loader(None, "validation", records, BATCH_SIZE=1)
+    assert images.mul(STD).add(MEAN).min() > 0.99
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -563,6 +594,30 @@ def test_bad_records_are_left_out(copied, tmp_path, capfd):
     kept = list_records(splits[0].shards, indices, whole=False)
     assert kept.num_images == 1435
     assert len(labels_of(loader(None, records=kept, NUM_CLASSES=NUM_CLASSES))) == 44 * 32
+
+
+def test_a_run_directory_that_cannot_be_written_is_one_line(sample, tmp_path):
+    splits = [find_records(sample, split) for split in NUM_SHARDS]
+    (tmp_path / "idx_files").touch()
+    with pytest.raises(UserError, match=f"^{tmp_path}/idx_files.*: (Not a directory|File exists)$"):
+        leave_out(splits, tmp_path, NUM_CLASSES, 0, RankLogger())
+
+
+def test_a_sample_is_made_whole_or_not_at_all_and_left_as_it_is(sample, tmp_path, monkeypatch):
+    """Copies have other times of modification, and may be read-only."""
+
+    def stopped(args):
+        (args.output / "train").mkdir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loaders, "write_imagenet", lambda folder: folder / "imagenet")
+    monkeypatch.setattr(packing, "build", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        loaders.write_sample(tmp_path)
+    assert not os.listdir(tmp_path)
+    shutil.copytree(sample, tmp_path / "imagenet_tfrecords")
+    assert loaders.write_sample(tmp_path) == tmp_path / "imagenet_tfrecords"
+    assert os.listdir(tmp_path) == ["imagenet_tfrecords"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

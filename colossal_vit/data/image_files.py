@@ -44,6 +44,12 @@ def jpeg_components(data: bytes) -> int:
     return components
 
 
+def has_transparency(data: bytes) -> bool:
+    """Whether an image file is a PNG with an alpha channel or a transparent colour, as its headers say."""
+    alpha = data[25:26] in (b"\4", b"\6")  # the colour type: grey or RGB with alpha
+    return data.startswith(PNG_START) and (alpha or b"tRNS" in data[: data.find(b"IDAT")])
+
+
 def prepare_image(
     data: bytes,
     resize: int | None = None,

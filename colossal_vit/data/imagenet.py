@@ -28,13 +28,14 @@ from colossal_vit.data.augment import Erased, erase
 from colossal_vit.data.batches import IGNORED, Loader, SampledLoader, read_ahead, sees_images
 from colossal_vit.data.devices import to_device
 from colossal_vit.data.digits import write_imagenet
-from colossal_vit.data.image_files import prepare_image
+from colossal_vit.data.image_files import has_transparency, prepare_image
 from colossal_vit.data.records import Records, filtered_index, find_records, leave_out, list_records
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.data.shards import NUM_CLASSES, NUM_SHARDS, class_names
 from colossal_vit.data.source import describe_data, settle_classes
 from colossal_vit.data.tfrecord import parse_example, read_data
 from colossal_vit.errors import UserError
+from colossal_vit.files import atomic_folder
 from colossal_vit.parallel.ranks import RankLogger, all_gather_object, raise_on_all_ranks, run_on_rank_0
 from colossal_vit.run import Run
 from colossalai.context import Config
@@ -79,10 +80,9 @@ class Batch(NamedTuple):
         return self.encoded, *(self.draws or ())
 
 
-def _from_here_on(sampler: GlobalBatchSampler) -> Iterator[tuple[int, Tensor]]:
-    """Epoch and indices of each batch, without end."""
-    while True:
-        epoch = sampler.epoch
+def _from_here_on(sampler: GlobalBatchSampler, num_epochs: int) -> Iterator[tuple[int, Tensor]]:
+    """Epoch and indices of each batch, until the epochs are over."""
+    for epoch in range(sampler.epoch, num_epochs):
         yield from ((epoch, numbers) for numbers in sampler)
 
 
@@ -91,7 +91,7 @@ class DaliLoader(SampledLoader):
 
     Images are float32 of shape (B, 3, IMG_SIZE, IMG_SIZE), normalised; labels are int64 of shape (B,), from 0. Pipeline
     stages after the first get the labels in place of the images, which they do not use. In training, DALI already works
-    on the next epoch while one ends.
+    on the next of NUM_EPOCHS while one ends.
 
     Args:
         records: the shards to read.
@@ -152,6 +152,8 @@ class DaliLoader(SampledLoader):
             image, label = parse_example(read_data(file.fileno(), offset, size))
             if image is None:
                 raise ValueError("image/encoded is missing")
+            if has_transparency(image):  # DALI would show the colours beneath
+                image = prepare_image(image)
         except OSError as error:
             raise UserError(f"{shard}: {error.strerror}") from None
         except ValueError as error:
@@ -301,19 +303,24 @@ class DaliLoader(SampledLoader):
             yield from self._batches((0, numbers) for numbers in self.sampler)
             return
         epoch, start = self.sampler.epoch, self.sampler.start
-        batches = self.ahead.pop((epoch, start), None) or self._batches(_from_here_on(copy.copy(self.sampler)))
+        # What training does not need is not read: a damaged record in it would end the last epoch before its last step.
+        num_epochs = max(self.config.NUM_EPOCHS, epoch + 1)
+        places = _from_here_on(copy.copy(self.sampler), num_epochs)
+        batches = self.ahead.pop((epoch, start), None) or self._batches(places)
         self.ahead.clear()
         self.sampler.epoch, self.sampler.start = epoch + 1, 0
         yield from islice(batches, len(self) - start - 1)
-        self.ahead[epoch + 1, 0] = batches  # before the last batch: nobody asks for one after it
+        if epoch + 1 < num_epochs:
+            self.ahead[epoch + 1, 0] = batches  # before the last batch: nobody asks for one after it
         yield next(batches)
 
 
 def write_sample(folder: Path) -> Path:
     """Make the digits sample's TFRecords in a folder, unless they exist; returns where they are."""
     output = folder / "imagenet_tfrecords"
-    with redirect_stdout(None):
-        packing.build(packing.parse([str(write_imagenet(folder)), str(output)]))
+    if not output.is_dir():
+        with redirect_stdout(None), atomic_folder(output) as scratch:
+            packing.build(packing.parse([str(write_imagenet(folder)), str(scratch)]))
     return output
 
 

@@ -92,7 +92,8 @@ def leave_out(splits: list[Records], output: Path, num_classes: int, max_bad: in
     """Check every record, and write index files without the bad ones to `output/idx_files`.
 
     Raises:
-        UserError: if more than `max_bad` records are bad, or `output` has the data's own index files.
+        UserError: if more than `max_bad` records are bad, or `output` has the data's own index files or cannot be
+            written.
     """
     indices = {shard: index for records in splits for shard, index, _ in zip(*records, strict=True)}
     if any(filtered_index(output, index) == index.resolve() for index in indices.values()):
@@ -105,9 +106,10 @@ def leave_out(splits: list[Records], output: Path, num_classes: int, max_bad: in
             offsets = {offset for offset, _ in found}
             bad += [f"{shard} at byte {offset}: {reason}" for offset, reason in found]
             filtered = filtered_index(output, index)
-            filtered.parent.mkdir(parents=True, exist_ok=True)
             kept = [f"{offset} {size}\n" for offset, size in parse_index(index) if offset not in offsets]
-            write_text(filtered, "".join(kept))  # atomically: a run that is being evaluated reads it again
+            with blame(filtered):
+                filtered.parent.mkdir(parents=True, exist_ok=True)
+                write_text(filtered, "".join(kept))  # atomically: a run that is being evaluated reads it again
     for line in sorted(bad)[: max_bad + 1]:
         log.info(f"left out: {line}")
     if len(bad) > max_bad:
