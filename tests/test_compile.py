@@ -3,13 +3,15 @@
 import functools
 import os
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
-from colossal_vit.engine import compilation
+from colossal_vit.engine import assembly, compilation
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.layout import Layout
+from colossal_vit.rng.dropout import Dropout
 from colossalai.legacy import nn as col_nn
 from colossalai.legacy.core import global_context as gpc
 from colossalai.legacy.utils import is_using_pp
@@ -131,6 +133,46 @@ def test_auto_compiles_on_gpus_that_have_a_compiler():
 
     result = fork_ranks.call(function)
     assert result == [([True, False, False], [["backend"]])]
+
+
+def test_auto_compiles_on_all_ranks_or_on_none():
+    def function():
+        compilation.compile_model = lambda *_, **__: None
+        compilation.missing = lambda _: "a compiler" if gpc.get_global_rank() == 1 else None
+        return compilation.compile_if_chosen(torch.nn.Linear(2, 2), "auto", torch.device("cuda"))
+
+    assert fork_ranks.call(function, 2) == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("kind", "variable", "value", "lacks"),
+    [
+        ("cpu", "CXX", "env g++", None),
+        ("cpu", "CXX", "", "a C++ compiler"),
+        ("cuda", "CC", "env gcc", "a C compiler, and 'env gcc' is not on PATH"),
+        ("cuda", "CC", "env gcc", "or name it in CC, one program without options"),
+    ],
+)
+def test_compilers_with_options_where_they_are_taken(kind, variable, value, lacks, monkeypatch):
+    monkeypatch.setenv(variable, value)
+    said = compilation.missing(torch.device(kind))
+    assert said is None if lacks is None else lacks in said
+
+
+def test_dropout_on_a_gpu_needs_a_c_compiler(monkeypatch):
+    """Its kernel does, compiled model or not."""
+
+    def function():
+        accelerator = SimpleNamespace(get_current_device=lambda: torch.device("cuda"))
+        monkeypatch.setattr(assembly, "get_accelerator", lambda: accelerator)
+        monkeypatch.setattr(compilation, "missing", lambda _: "a C compiler")
+        model = torch.nn.Sequential(Dropout(0.0), Dropout(0.1))
+        with pytest.raises(UserError) as error:
+            initialize(model, torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]))
+        return str(error.value)
+
+    (said,) = fork_ranks.call(function)
+    assert said == "on a GPU, DROP_RATE and DROP_PATH_RATE need a C compiler; or set both to 0"
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -17,6 +17,7 @@ from colossal_vit.engine.zero import Zero
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.sharding import name_parameters
+from colossal_vit.rng.dropout import Dropout
 from colossalai.accelerator import get_accelerator
 from colossalai.legacy.amp import AMP_TYPE
 from colossalai.legacy.context import ParallelMode
@@ -136,6 +137,9 @@ def initialize(
                 f"the model's {name!r} is torch's {type(module).__name__}, which drops other elements in each layout "
                 f"and after resuming: use colossal_vit.rng.dropout.Dropout, and name_layers at the end"
             )
+    drops = any(isinstance(module, Dropout) and not module.is_off for module in model.modules())
+    if drops and device.type == "cuda" and (lacks := compilation.missing(device)):
+        raise UserError(f"on a GPU, DROP_RATE and DROP_PATH_RATE need {lacks}; or set both to 0")
     if config.zero and config.torch_ddp:
         raise UserError("torch_ddp has no effect with zero, which reduces gradients by itself: leave one of them out")
 

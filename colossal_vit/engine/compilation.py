@@ -2,6 +2,7 @@
 
 import copy
 import os
+import shlex
 import shutil
 import sysconfig
 from collections.abc import Callable, Sequence
@@ -27,11 +28,14 @@ def missing(device: torch.device) -> str | None:
     """
     on_gpu = device.type == "cuda"
     language, variable, programs = ("C", "CC", ["gcc", "clang", "cc"]) if on_gpu else ("C++", "CXX", ["g++"])
-    programs = [os.environ[variable]] if variable in os.environ else programs
+    if variable in os.environ:
+        named = os.environ[variable]
+        programs = [named] if on_gpu else shlex.split(named)[:1]  # Inductor takes options in CXX, Triton none in CC
     if not any(map(shutil.which, programs)):
         return (
             f"a {language} compiler, and {' or '.join(map(repr, programs))} is not on PATH: "
             f"install one (Debian: apt-get install {'gcc' if on_gpu else 'g++'}), or name it in {variable}"
+            f"{', one program without options' if on_gpu else ''}"
         )
     header = Path(sysconfig.get_paths()["include"], "Python.h")
     if not header.exists():
@@ -59,6 +63,8 @@ def compile_if_chosen(model: nn.Module, choice: bool | str, device: torch.device
     by_block = gpc.tensor_parallel_size > 1 or is_using_pp()
     if choice == "auto":
         log, reason = RankLogger(gpc.get_global_rank()), why_eager(device)
+        if device.type == "cuda":  # together: in other ranks' programs are collectives that an eager rank does not call
+            reason = next(filter(None, all_gather_object(reason)), None)
         log.info(f"COMPILE = 'auto': {f'off, since {reason}' if reason else 'on, as on every GPU with a C compiler'}")
         if not reason:
             compile_model(model, by_block, backend=partial(_inductor_or_eager, log=log))
