@@ -10,6 +10,7 @@ import torch
 from colossal_vit.engine.amp_optimizer import LossScale
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.lamb import Lamb
+from colossal_vit.errors import TrainingError, UserError
 from colossal_vit.parallel.layout import Layout
 from colossalai.legacy.amp import AMP_TYPE
 from colossalai.legacy.context import ParallelMode
@@ -127,6 +128,20 @@ def test_an_update_queued_before_the_norm_is_known_leaves_no_trace_of_an_overflo
     assert weight == expected != [0.5, 0.5]
     assert state.keys() == left.keys()
     assert all(torch.equal(state[key], left[key]) for key in state)
+
+
+def test_gradient_that_stays_infinite_ends_the_run_at_the_smallest_scale():
+    def function():
+        engine = vector_engine()
+        assert step_with(engine, [math.inf, 1.0]).skipped  # at the scale of 8
+        with pytest.raises(TrainingError, match="step 2: the gradient is not finite"):
+            step_with(engine, [math.inf, 1.0])
+        return engine.optimizer.loss_scale
+
+    fp16 = dict(mode=AMP_TYPE.NAIVE, dtype="fp16", initial_scale=8.0, min_scale=4.0, hysteresis=1)
+    assert fork_ranks.call(function, fp16=fp16) == [4.0]
+    with pytest.raises(UserError, match=r"fp16\.backoff_factor = 1\.0"):  # the scale would stay
+        training.config_of(training.flags("NAIVE", **{"fp16.backoff_factor": 1.0}))
 
 
 @pytest.mark.parametrize("mode", LOSS_SCALED)

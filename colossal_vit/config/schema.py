@@ -254,7 +254,9 @@ FEATURES: Settings = {
             ),
             "initial_scale": Setting(POSITIVE, "initial loss scale; 2¹⁶", needs=SCALED),
             "growth_factor": Setting(number(1, 1e6), "growth of the loss scale; 2", needs=SCALED),
-            "backoff_factor": Setting(number(1e-6, 1), "factor on the loss scale after an overflow; ½", needs=SCALED),
+            "backoff_factor": Setting(
+                number(1e-6, 0.99), "factor on the loss scale after an overflow; ½", needs=SCALED
+            ),
             "growth_interval": Setting(
                 POSITIVE_INT, "steps without overflow until the scale grows; 2000, NAIVE 1000", needs=SCALED
             ),

@@ -172,8 +172,8 @@ class Engine(ColossalEngine):
         """Count a micro-step; after the last one of an optimizer step, reduce and clip gradients and update weights.
 
         Raises:
-            TrainingError: on every rank, before the update, if the gradient is not finite and no loss scale above 1
-                explains it.
+            TrainingError: on every rank, before the update, if the gradient is not finite and no loss scale that can
+                still fall explains it.
         """
         self._micro_step = (self._micro_step + 1) % self.accumulation
         self._reduce_in_backward(self._micro_step == self.accumulation - 1)
@@ -196,8 +196,8 @@ class Engine(ColossalEngine):
         self.optimizer.queue_step()
         self.grad_norm, *losses = scalars.read()
         self.optimizer.grad_norm, self.loss = self.grad_norm, losses[0] if losses else None
-        scale = self.optimizer.loss_scale
-        if not math.isfinite(self.grad_norm) and (scale is None or scale <= 1):
+        scale = self.optimizer.scale
+        if not math.isfinite(self.grad_norm) and (scale is None or scale.value <= max(1, scale.min_scale)):
             raise TrainingError(
                 f"step {self.num_steps}: the gradient is not finite (norm {self.grad_norm}); the weights are as after "
                 f"step {self.num_steps - 1}. Lower LEARNING_RATE, lengthen the warm-up or set clip_grad_norm."
