@@ -114,11 +114,20 @@ def test_stopped_and_resumed_runs_record_the_same_bits(name, tmp_path, request):
     assert all(torch.equal(last[0][key], last[1][key]) for key in last[0])
 
 
-@pytest.mark.parametrize("name", ["hybrid, 1 process", "hybrid, DP 2 × PP 2, SGD", "imagenet, 2 processes, bf16"])
-def test_a_run_that_is_stopped_before_an_epochs_evaluation_goes_on_to_the_bit(
-    name, few_test_images, tmp_path, monkeypatch
+@pytest.mark.parametrize(
+    ("name", "batches"),
+    [
+        ("hybrid, 1 process", 0),
+        ("hybrid, 1 process", 1),
+        ("hybrid, DP 2 × PP 2, SGD", 0),
+        ("hybrid, DP 2 × PP 2, split state, average, fp16 with loss scaling", 1),
+        ("imagenet, 2 processes, bf16", 0),
+    ],
+)
+def test_a_run_that_is_stopped_before_or_in_an_epochs_evaluation_goes_on_to_the_bit(
+    name, batches, few_test_images, tmp_path, monkeypatch
 ):
-    """All steps of the first epoch are made then."""
+    """All steps of the first epoch are made then, and so many batches of its evaluation, first of the average."""
     (script, values), processes, more = RUNS[name]
     if script == training.IMAGENET:
         monkeypatch.delenv("DATA")
@@ -130,7 +139,7 @@ def test_a_run_that_is_stopped_before_an_epochs_evaluation_goes_on_to_the_bit(
 
         def answer(requests):
             _, save = original(requests)
-            return signal.SIGTERM if next(calls) == per_epoch else 0, save
+            return signal.SIGTERM if next(calls) == per_epoch + batches else 0, save
 
         patch.setattr(StopRequests, "answer", answer)
         stopped = train(tmp_path / "parts", steps=None, code=75)

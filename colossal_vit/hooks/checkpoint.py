@@ -27,7 +27,7 @@ class CheckpointHook(BaseHook):
     A checkpoint is saved every `every_steps` steps and `every_minutes` minutes (config block `checkpoint`), at
     `--max-steps`, and after the evaluation of an epoch if that is the last one, or the best so far, or if checkpoints
     then amount to no more than `BYTES_PER_S`, or the last one is `LONGEST_WAIT` old. On SIGUSR1, SIGTERM, SIGHUP or
-    SIGINT to any rank, all ranks stop after the same step, with a checkpoint.
+    SIGINT to any rank, all ranks stop after the same step or batch of an evaluation, with a checkpoint.
 
     Args:
         run: from `launch.start`.
@@ -35,8 +35,8 @@ class CheckpointHook(BaseHook):
         metrics: has the test accuracy.
 
     Raises:
-        Preempted: in `after_train_iter`, on SIGUSR1, SIGTERM or SIGHUP.
-        Interrupted: in `after_train_iter`, on SIGINT.
+        Preempted: in `after_train_iter` or `after_test_iter`, on SIGUSR1, SIGTERM or SIGHUP.
+        Interrupted: in `after_train_iter` or `after_test_iter`, on SIGINT.
         TrainingError: if the last checkpoint cannot be written, or with `--on-save-error stop` any.
     """
 
@@ -85,6 +85,16 @@ class CheckpointHook(BaseHook):
         if self.due and in_epoch:
             self._save(trainer.cur_epoch, taken)
         self.requests.ask(save=gpc.get_global_rank() == 0 and in_epoch and self._age() >= self.every_s)
+
+    def after_test_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
+        heard, due = self.requests.answer()
+        self.due |= due
+        if heard and trainer.evaluating_ema:
+            with trainer.engine.ema.in_the_model():  # exchanges them again: the checkpoint is of the weights
+                self._stop(trainer, heard)
+        if heard:
+            self._stop(trainer, heard)
+        self.requests.ask(save=False)
 
     def after_test(self, trainer: Trainer) -> None:
         if trainer.evaluating_ema or self.train_dataloader.taken < len(self.train_dataloader):
