@@ -322,6 +322,19 @@ def test_norms_are_as_exact_as_torchs_and_upstreams_are_zero_in_fp16(layout):
         assert in_fp32[0] > 100 * in_fp32[1]
 
 
+@pytest.mark.parametrize("layout", ["2D 4", "2.5D 4", "3D 8"])
+def test_weights_of_norms_are_not_rounded_under_autocast(layout):
+    def function():
+        norm, x = col_nn.LayerNorm(8, eps=1e-6), torch.randn(1, 2, 8 // 2)
+        torch.nn.init.constant_(norm.weight, 1 / 3)
+        torch.nn.init.constant_(norm.bias, 1 / 3)
+        with torch.autocast("cpu", torch.bfloat16):
+            under = norm(x)
+        return torch.equal(under, norm(x))
+
+    assert all(call(function, layout))
+
+
 def test_operations_follow_autocast_and_upstreams_do_not(monkeypatch):
     """The type that a 2D layer gives for a bf16 input under bf16 autocast on the CPU, or why it gives none."""
 

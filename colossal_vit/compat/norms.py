@@ -98,10 +98,11 @@ def _scale_and_shift(self: nn.Module, normalized: Tensor, gather: Callable, *pla
         self.pipeline_parallel_size,
         self.tensor_parallel_size,
     )
-    weight, bias = (
-        gather(None, parameter, self.partitioned_partition, *place, True, *ranks)
-        for parameter in (self.weight, self.bias)
-    )
+    with torch.autocast(normalized.device.type, enabled=False):  # which would round them
+        weight, bias = (
+            gather(None, parameter, self.partitioned_partition, *place, True, *ranks)
+            for parameter in (self.weight, self.bias)
+        )
     return torch.addcmul(bias, weight, normalized)
 
 
