@@ -6,6 +6,7 @@ import signal
 import time
 
 import pytest
+from colossal_vit.checkpoint import lock
 from colossal_vit.checkpoint.checkpointer import Checkpointer
 from colossal_vit.errors import UserError
 from colossal_vit.launch import elastic
@@ -127,9 +128,17 @@ def test_a_process_without_work_finds_a_mistake_as_the_ranks_do(tmp_path):
     assert "--backend nccl needs CUDA" in line
 
 
+@pytest.mark.parametrize("last", [0, 1], ids="rank {} is the last to fail".format)
 @pytest.mark.parametrize(("values", "code"), [({"NUM_CLASSES": 5}, 2), ({"LEARNING_RATE": 1e30}, 1)])
-def test_a_process_without_work_ends_as_the_ranks_that_fail(values, code, tmp_path, few_test_images):
-    run = training.train(tmp_path / "run", 3, code=code, **{**ELASTIC, **values})
+def test_a_process_without_work_ends_as_the_ranks_that_fail(values, code, last, tmp_path, few_test_images):
+    def enter(rank):
+        remove = lock.remove_unused
+        if rank == last:
+            lock.remove_unused = lambda: (time.sleep(1), remove())
+
+    argv = [*training.flags(**{**ELASTIC, **values}), "--output", str(tmp_path / "run")]
+    run = fork_ranks.start(training.HYBRID, argv, fork_ranks.by_torchrun(3), enter=enter).wait()
+    assert run.codes == [code] * 3, str(run)
     assert len("".join(run.stderr).splitlines()) == 1, str(run)
 
 

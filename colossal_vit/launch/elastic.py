@@ -101,9 +101,9 @@ def _acknowledgement(rank: int) -> str:
 
 
 def begin(store: dist.Store, without_work: range) -> None:
-    """Remember the store, in which `end` tells these processes that the run is over. For rank 0."""
+    """Connect to the store, in which `end` tells these processes that the run is over. For rank 0."""
     global _store
-    _store = store
+    _store = store.clone()  # a connection for the watchdog, too, while another thread waits in a collective
     _acknowledged[:] = map(_acknowledgement, without_work)
 
 

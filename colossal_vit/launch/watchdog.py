@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 import torch.distributed as dist
 from colossal_vit.checkpoint import checkpointer, lock
 from colossal_vit.errors import end_process
+from colossal_vit.launch import elastic
 from colossal_vit.launch.rendezvous import is_own, listen
 
 CONNECT_TIMEOUT = 10.0  # seconds
@@ -126,6 +127,8 @@ class Watchdog:
                     print(f"{names[connection]} died; the other ranks end too", file=sys.stderr, flush=True)
                 self._tell("end", code[0])
                 checkpointer.wait_for_writer()
+                with suppress(dist.DistError):
+                    elastic.end(int(code[0]))
                 end_process(int(code[0]))
 
     def _watch_first(self) -> None:
