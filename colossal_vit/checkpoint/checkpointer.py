@@ -159,7 +159,7 @@ class Checkpointer:
         args = self.run.args
         restarts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
         restarted = any(count.isdigit() and int(count) for count in restarts)  # by torchrun or SLURM, as it was started
-        restarted &= not args.eval_only  # which has written nothing to go on from
+        restarted &= not args.eval_only  # it writes nothing that could be resumed
         if args.resume == "never" and not restarted:
             return None
         newest, skipped = storage.newest(self.folder)
