@@ -10,7 +10,8 @@ import functools
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -111,20 +112,12 @@ def _limits(rate: int, blocks: int) -> np.ndarray:
     return ((rate + turns) // 256).astype(np.uint8).repeat(BLOCK)
 
 
-def stride(tokens: int, channels: int) -> int:
-    """The blocks from one sample to the next: those of (tokens, channels), made odd, see `kept`."""
-    return tokens * -(-channels // BLOCK) | 1
-
-
-def _parts(samples: np.ndarray, most: int) -> list[list[int]]:
+def _parts(samples: np.ndarray, most: int) -> Iterator[tuple[int, int, int, int]]:
     """Parts of samples (B, 2) that follow one another in the batch: step, first place, and bounds in `samples`."""
-    parts = []
-    for row, (step, place) in enumerate(samples.tolist()):
-        if parts and row - parts[-1][2] < most and [step, place - row] == [parts[-1][0], parts[-1][1] - parts[-1][2]]:
-            parts[-1][3] = row + 1
-        else:
-            parts.append([step, place, row, row + 1])
-    return parts
+    for (step, offset), run in groupby(enumerate(samples.tolist()), lambda at: (at[1][0], at[1][1] - at[0])):
+        rows = [row for row, _ in run]
+        for start in rows[::most]:
+            yield step, offset + start, start, min(start + most, rows[-1] + 1)
 
 
 def kept(seed: int, layer: int, rate: int, samples: np.ndarray, tokens: int, channels: int, part: slice) -> np.ndarray:
@@ -150,12 +143,13 @@ def kept(seed: int, layer: int, rate: int, samples: np.ndarray, tokens: int, cha
     Returns:
         bool (B, tokens, channels of the part).
     """
-    width, blocks = -(-channels // BLOCK) * BLOCK, stride(tokens, channels)
+    width = -(-channels // BLOCK) * BLOCK
+    blocks = tokens * width // BLOCK | 1  # from one sample to the next
     threads = min(torch.get_num_threads(), len(samples))
     most = max(1, min(-(-len(samples) // threads), LONGEST // blocks))
     limits = _limits(rate, most * blocks)
     mask = np.empty((len(samples), blocks * BLOCK), bool)
-    parts = iter(_parts(samples, most))  # of all threads: whichever is free takes the next
+    parts = iter(list(_parts(samples, most)))  # of all threads: whichever is free takes the next
 
     def draw() -> None:
         try:
