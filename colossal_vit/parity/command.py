@@ -23,6 +23,9 @@ STEPS, RESUMED = 3, 2  # steps, and the one after which a run is resumed
 EXACT = 1e-11  # relative difference of any tensor in fp64
 # In the config's own precision a tensor may differ by so many times what it differs by from fp64, in one process.
 ROUNDINGS, EPSILON = 10.0, 1e-6
+# In a single number rounding may cancel out, by chance. It may differ as much as one process's tensors do from which it
+# is computed: outputs of layers, gradients.
+COMPUTED_FROM = {"loss": "output", "eval_loss": "output", "ema_loss": "output", "grad_norm": "gradient of"}
 DATA_PARALLEL = ["DP 2", "DP 2 × accumulation 2", "DP 2 × zero 1"]
 LAYOUTS = [*DATA_PARALLEL, "PP 2", "PP 2 × micro-batches 4", "1D 2", "2D 4", "2.5D 8", "3D 8", "DP 2 × PP 2 × 1D 2"]
 TENSOR = ("1D", "2D", "2.5D", "3D")
@@ -142,6 +145,11 @@ class Comparison:
             apart = {key: error for key, error, _ in compare(exact, self.one) if key in exact and key in self.one}
             self.limits = dict.fromkeys(self.one, ROUNDINGS * EPSILON)
             self.limits |= {key: ROUNDINGS * max(error, EPSILON) for key, error in largest_of(apart, self.one).items()}
+            last = {key[:2]: limit for key, limit in self.limits.items()}
+            for step, kind, _ in self.one:
+                if kind in COMPUTED_FROM:
+                    limit = max(last[step, kind], last[step, COMPUTED_FROM[kind]] / ROUNDINGS)
+                    self.limits[step, kind, ""] = limit
             # Rounding may put an image into another class.
             self.limits |= {key: math.inf for key in self.one if key[1] in ACCURACIES}
 
