@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 # have neither bf16 nor TF32. The first entry whose words all occur in the device's name applies; None stands for other
 # GPUs with these words. Whole words are compared: "RTX A1000" is no A100.
 PEAK_TFLOPS: dict[tuple[str, ...], tuple[float, float, float] | None] = {
+    ("MIG",): None,  # a part of a GPU
     ("B200",): (2250, 1100, 75),
     ("GH200",): (989, 494, 67),
     ("H200", "NVL"): (835, 417, 60),

@@ -1,5 +1,6 @@
 """`--plan here`: parts, messages and speeds are measured and saved; calibrations of other machines are refused."""
 
+import functools
 import json
 import math
 import os
@@ -16,6 +17,7 @@ from colossal_vit.plan import calibration
 from colossal_vit.plan.calibration import Here
 from colossal_vit.plan.enumeration import enumerate_layouts
 from colossal_vit.plan.machines import RESERVED_GB
+from colossal_vit.plan.memory import rank_memory
 from colossal_vit.plan.meter import SENT_SHARE
 from colossal_vit.plan.request import request_of
 from colossal_vit.plan.trace import KINDS, PARTS, Message
@@ -217,10 +219,11 @@ def test_gpus_are_asked_for_in_forks_and_each_process_has_its_own(tmp_path):
         calibration.ROUNDS, calibration.QUIET_WAIT_S = 1, 0.0
         request = request_of(train_hybrid.main, training.arguments(train_hybrid.main, flags))
         choices = [choice for choice in enumerate_layouts(request.config, 2, 16, HYBRID, None) if choice.tensor == ONE]
-        here = calibration.measured(request, choices)
+        trace = functools.cache(request.trace)
+        here = calibration.measured(request, choices, trace)
         request = request._replace(world_size=3)
         with pytest.raises(UserError) as refused:
-            calibration.measured(request, choices)
+            calibration.measured(request, choices, trace)
         return here, str(refused.value)
 
     here, refusal = fork_ranks.call(measure, launched=False)[0]
@@ -228,6 +231,30 @@ def test_gpus_are_asked_for_in_forks_and_each_process_has_its_own(tmp_path):
     assert (here.memory_gb, here.reserved_gb, here.overlap) == (79.0, RESERVED_GB, True)
     assert here.made["gpus"] == names
     assert "--world_size 3, but this machine has 2 GPU(s)" in refusal
+
+
+def test_layouts_that_do_not_fit_are_not_timed(tmp_path):
+    """Which would end for want of memory."""
+    flags = [*training.flags(**SIZE), "--plan", "here", "--world_size", "1", "--output", str(tmp_path)]
+
+    def timed():
+        request = request_of(train_hybrid.main, training.arguments(train_hybrid.main, flags))
+        choices, trace = request.choices(), functools.cache(request.trace)
+        sizes = {choice: rank_memory(request.config, choice, trace(choice.tensor)) for choice in choices}
+        limit = sorted(sizes.values())[len(sizes) // 2]
+        calibration._memory = lambda *_: (1.001 * limit / 1e9 + 1, 1)
+        calibration.calibrate = lambda request, images, made: images
+        calibration.save = lambda *_: None
+        images = calibration.measured(request, choices, trace)[ONE]
+        calibration._memory = lambda *_: (1, 1)
+        with pytest.raises(UserError) as refused:
+            calibration.measured(request, choices, trace)
+        return images, {choice.images for choice, size in sizes.items() if size <= limit}, str(refused.value)
+
+    images, expected, refusal = fork_ranks.call(timed, launched=False)[0]
+    assert images == expected
+    assert max(images) < SIZE["BATCH_SIZE"]
+    assert refusal == "--plan here: no layout fits the memory of a rank, 0.0 GB"
 
 
 def test_plans_this_machine_and_again_from_the_file(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from colossal_vit.engine import assembly, compilation
+from colossal_vit.engine import Trainer, compilation
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.layout import Layout
@@ -160,18 +160,15 @@ def test_compilers_with_options_where_they_are_taken(kind, variable, value, lack
 
 
 def test_dropout_on_a_gpu_needs_a_c_compiler(monkeypatch):
-    """Its kernel does, compiled model or not."""
-
-    def function():
-        accelerator = SimpleNamespace(get_current_device=lambda: torch.device("cuda"))
-        monkeypatch.setattr(assembly, "get_accelerator", lambda: accelerator)
-        monkeypatch.setattr(compilation, "missing", lambda _: "a C compiler")
-        model = torch.nn.Sequential(Dropout(0.0), Dropout(0.1))
-        with pytest.raises(UserError) as error:
-            initialize(model, torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]))
-        return str(error.value)
-
-    (said,) = fork_ranks.call(function)
+    """To train: its kernel does, compiled model or not."""
+    accelerator = SimpleNamespace(get_current_device=lambda: torch.device("cuda"))
+    monkeypatch.setattr(compilation, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(compilation, "missing", lambda _: "a C compiler")
+    compilation.check_dropout(torch.nn.Sequential(Dropout(0.0)))
+    engine = SimpleNamespace(model=torch.nn.Sequential(Dropout(0.0), Dropout(0.1)))
+    with pytest.raises(UserError) as error:
+        Trainer(engine).fit(train_dataloader=None, epochs=1)
+    said = str(error.value)
     assert said == "on a GPU, DROP_RATE and DROP_PATH_RATE need a C compiler; or set both to 0"
 
 

@@ -24,7 +24,7 @@ from colossal_vit.checkpoint.checkpointer import Checkpointer
 from colossal_vit.checkpoint.tensors import parameter_slots
 from colossal_vit.checkpoint.weights import PATCHES
 from colossal_vit.data import cifar10
-from colossal_vit.engine import Trainer, build_optimizer, initialize
+from colossal_vit.engine import Trainer, build_optimizer, initialize, optimizers
 from colossal_vit.errors import UserError
 from colossal_vit.models import PatchProjection, build_timm_vit
 from colossal_vit.parallel import sharding
@@ -602,6 +602,41 @@ def test_which_parameters_a_block_count_freezes():
     assert frozen_by(frozen_blocks=2) == {*embedding, "blocks.0", "blocks.1"}
     assert frozen_by(frozen_blocks=4) == {*embedding, *blocks}
     assert frozen_by(linear_probe=True) == {*embedding, *blocks, "fc_norm"}
+
+
+@pytest.mark.parametrize(
+    ("name", "shared"),
+    [("vit_base_patch16_clip_224", "norm_pre.weight"), ("vit_small_patch16_rope_mixed_224", "rope.freqs")],
+)
+def test_what_all_blocks_share_is_frozen_with_the_first_ones(name, shared):
+    """The norm before them, and the frequencies of rotary positions, of which one tensor has all."""
+    model = timm.create_model(name, depth=2, embed_dim=64, num_heads=2)
+    for key, parameter in model.named_parameters():
+        parameter.shard = SimpleNamespace(name=key)
+    config = Config({"DEPTH": 2, "finetune": Config({"frozen_blocks": 1, "linear_probe": False})})
+    frozen = {parameter.shard.name for parameter in optimizers.frozen_parameters(config, model)}
+    assert {shared, "blocks.0.norm1.weight"} <= frozen
+    assert not frozen & {"blocks.1.norm1.weight", "norm.weight", "head.weight"}
+
+
+def test_learned_positions_do_not_take_the_place_of_fixed_ones(tmp_path):
+    """Weights with sines and cosines are taken, at any image size."""
+    for positions in ("learned", "sincos2d"):
+        values = {**MODEL, **TINY, "MODEL": "vit_tiny_patch16_224", "DEPTH": 1, "POSITIONS": positions}
+        model = build_timm_vit(Config(configs.complete(values, "train_dp")))
+        save_file(model.state_dict(), tmp_path / f"{positions}.safetensors")
+
+    def fitted(positions, **values):
+        path = tmp_path / f"{positions}.safetensors"
+        found = weights.find(str(path))
+        shapes = {name: list(tensor.shape) for name, tensor in load_file(path).items()}
+        shapes["pos_embed"][1] = 1 + (values["IMG_SIZE"] // 16) ** 2
+        return weights.read_fitted(found, "keep", shapes, {"NUM_CLASSES": 10, "POSITIONS": "sincos2d", **values})
+
+    assert fitted("sincos2d", IMG_SIZE=32)["pos_embed"].shape == (1, 5, 192)
+    assert fitted("sincos2d", IMG_SIZE=64)["pos_embed"].shape == (1, 17, 192)
+    with pytest.raises(UserError, match="has learned positions, which POSITIONS = 'sincos2d' would not train"):
+        fitted("learned", IMG_SIZE=32)
 
 
 def test_a_rank_without_gradients_has_its_norm_on_its_device(monkeypatch):

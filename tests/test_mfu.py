@@ -25,6 +25,7 @@ def test_counting_leaves_the_model_alone():
 
 def test_peaks():
     assert peak_flops("NVIDIA H100 80GB HBM3", torch.bfloat16) == 989e12
+    assert peak_flops("NVIDIA H100 80GB HBM3 MIG 1g.10gb", torch.bfloat16) is None
     assert peak_flops("NVIDIA H100 PCIe", torch.float16) == 756e12
     assert peak_flops("NVIDIA H100 NVL", torch.float16) == 835e12
     assert peak_flops("NVIDIA A10", torch.float16) == 125e12

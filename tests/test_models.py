@@ -7,11 +7,14 @@ import torch
 import torch.nn.functional as F
 from colossal_vit import config as configs
 from colossal_vit.config.settings import IMAGENET
+from colossal_vit.engine import initialize
 from colossal_vit.errors import UserError
 from colossal_vit.models import build_timm_vit, check_timm_vit
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.rng.dropout import DropPath
 from colossalai.context import Config
+
+import fork_ranks
 
 TINY = dict(SEED=1, NUM_CLASSES=5, IMG_SIZE=32, PATCH_SIZE=8, HIDDEN_SIZE=16, DEPTH=2, NUM_HEADS=2, DROP_RATE=0.0)
 
@@ -73,3 +76,19 @@ def test_layer_scale_starts_as_it_is_told():
     assert (build("deit3_small_patch16_224", LAYER_SCALE=1e-4).blocks[0].ls1.gamma == 1e-4).all()
     assert (build("deit3_small_patch16_224").blocks[0].ls1.gamma == 1e-6).all(), "timm's"
     assert (build(LAYER_SCALE=0.1).blocks[1].ls2.gamma == 0.1).all()
+
+
+@pytest.mark.parametrize(
+    ("layer", "why"),
+    [
+        (torch.nn.Dropout(0.1), "'0' is torch's Dropout, which drops other elements in each layout"),
+        (torch.nn.BatchNorm2d(3), "'0' is a BatchNorm2d, which normalises over a rank's micro-batch"),
+    ],
+)
+def test_layers_that_compute_something_else_in_each_layout_are_refused(layer, why):
+    def refused():
+        with pytest.raises(UserError) as error:
+            initialize(torch.nn.Sequential(layer), torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]))
+        return str(error.value)
+
+    assert why in fork_ranks.call(refused)[0]

@@ -82,6 +82,18 @@ def test_options_of_groups_and_size_of_batches(monkeypatch):
     assert all(map(torch.equal, take_steps(Lamb(groups(), **OPTIONS)), whole))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_lamb_takes_moments_of_another_precision(dtype):
+    """As a run has them that is resumed with another DTYPE."""
+    other = torch.float64 if dtype == torch.float32 else torch.float32
+    parameter = torch.nn.Parameter(torch.ones(3, dtype=dtype))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = Lamb([parameter], lr=0.1)
+    optimizer.state[parameter].update(step=1, exp_avg=torch.ones(3, dtype=other), exp_avg_sq=torch.ones(3, dtype=other))
+    optimizer.step()
+    assert {optimizer.state[parameter][key].dtype for key in ("exp_avg", "exp_avg_sq")} == {dtype}
+
+
 def test_excluded_groups_have_no_trust_ratio():
     """timm leaves out the trust ratio where there is no weight decay; here it is said in the group."""
 
@@ -105,6 +117,8 @@ def optimizer_config(**values):
         ("vit_tiny_patch16_224", "token"),
         ("vit_base_patch32_224", "avg"),
         ("deit3_small_patch16_224", "token"),
+        ("vit_base_patch16_clip_224", "token"),
+        ("vit_small_patch16_rope_mixed_224", "avg"),
     ],
 )
 def test_rates_and_decays_equal_timms(name, pool):

@@ -117,11 +117,11 @@ def test_layouts_within_the_noise_are_equal_and_the_simplest_comes_first():
     seconds = {accumulated: 1.0, plain: 1.08, pipeline: 1.2, larger: 0.5}
 
     def plan(noise):
-        machine = SimpleNamespace(memory_gb=3, reserved_gb=1, noise=noise)
         predictor = SimpleNamespace(
-            machine=machine,
+            machine=SimpleNamespace(memory_gb=3, reserved_gb=1, noise=noise),
             lower=None,
-            predict=lambda choice: Prediction(choice, seconds[choice], 3e9 if choice is larger else 1e9, 1, 0, 0),
+            memory=lambda choice: 3e9 if choice is larger else 1e9,
+            predict=lambda choice: Prediction(choice, seconds[choice], 1e9, 1, 0, 0),
         )
         found = search.search(predictor, seconds)
         assert (found.num_layouts, found.num_too_large, found.limit, found.smallest) == (4, 1, 2e9, 1e9)
@@ -288,10 +288,15 @@ def test_layouts_that_are_far_behind_eagerly_are_not_lowered():
     def predictor(lower, compiled):
         def predict(choice):
             asked.append((choice, compiled))
-            memory = 5e9 if choice == "does not fit" else 1e9
-            return Prediction(choice, seconds[choice][compiled], memory, 1.0, 0.0, 0.0)
+            return Prediction(choice, seconds[choice][compiled], 1e9, 1.0, 0.0, 0.0)
 
-        return SimpleNamespace(machine=machine, lower=lower, predict=predict, eager=lambda: predictor(None, False))
+        return SimpleNamespace(
+            machine=machine,
+            lower=lower,
+            memory=lambda choice: 5e9 if choice == "does not fit" else 1e9,
+            predict=predict,
+            eager=lambda: predictor(None, False),
+        )
 
     found = search.search(predictor(lambda: None, True), seconds)
     assert [each.choice for each in found.best] == ["second", "first"]

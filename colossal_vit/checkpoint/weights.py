@@ -19,7 +19,7 @@ from colossal_vit.typed_json import RECORD
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from timm.layers import resample_abs_pos_embed
+from timm.layers import build_sincos2d_pos_embed, resample_abs_pos_embed
 from timm.models import PretrainedCfg, get_pretrained_cfg, load_state_dict_from_hf
 from torch import Tensor
 from typing_extensions import TypedDict
@@ -260,6 +260,16 @@ def _resample(weights: Weights, img_size: int, asked: str) -> None:
     tensors["pos_embed"] = resample_abs_pos_embed(position, grid, num_prefix_tokens=num_prefix)
 
 
+def _has_learned_positions(weights: Weights) -> bool:
+    """Whether there is a position embedding for a square grid that is not sines and cosines, see `fix_positions`."""
+    position = weights.tensors.get("pos_embed", torch.empty(0))  # (1, N, C)
+    if position.ndim != 3 or position.shape[2] % 4:
+        return False
+    side = math.isqrt(position.shape[1])
+    fixed = build_sincos2d_pos_embed([side, side], position.shape[2])
+    return not torch.allclose(position[0, -len(fixed) :].float(), fixed, rtol=0, atol=0.01)  # they may be bf16
+
+
 def _num_classes(weights: Weights) -> int | None:
     """The number of classes that the head is for; None without a head."""
     return len(weights.tensors[HEAD]) if HEAD in weights.tensors else None
@@ -304,6 +314,8 @@ def read_fitted(
     theirs, ours = weights.tensors[PATCHES].shape[-1], shapes[PATCHES][-1]
     if theirs != ours:
         raise UserError(f"{named}: has patches of {theirs} px, but this model's are of {ours} px: {OTHER_MODEL}")
+    if config.get("POSITIONS") == "sincos2d" and _has_learned_positions(weights):
+        raise UserError(f"{named}: has learned positions, which POSITIONS = 'sincos2d' would not train: leave it out")
     if "pos_embed" in weights.tensors and list(weights.tensors["pos_embed"].shape) != shapes["pos_embed"]:
         _resample(weights, config["IMG_SIZE"], f"IMG_SIZE = {config['IMG_SIZE']}")
     if "fc_norm.weight" in shapes and "norm.weight" in weights.tensors:

@@ -17,7 +17,6 @@ from colossal_vit.engine.zero import Zero
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.sharding import name_parameters
-from colossal_vit.rng.dropout import Dropout
 from colossalai.accelerator import get_accelerator
 from colossalai.legacy.amp import AMP_TYPE
 from colossalai.legacy.context import ParallelMode
@@ -30,6 +29,7 @@ from colossalai.legacy.engine.schedule import (
 )
 from colossalai.legacy.utils import is_using_ddp, is_using_pp, sync_model_param
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -137,9 +137,11 @@ def initialize(
                 f"the model's {name!r} is torch's {type(module).__name__}, which drops other elements in each layout "
                 f"and after resuming: use colossal_vit.rng.dropout.Dropout, and name_layers at the end"
             )
-    drops = any(isinstance(module, Dropout) and not module.is_off for module in model.modules())
-    if drops and device.type == "cuda" and (lacks := compilation.missing(device)):
-        raise UserError(f"on a GPU, DROP_RATE and DROP_PATH_RATE need {lacks}; or set both to 0")
+        if isinstance(module, _BatchNorm):
+            raise UserError(
+                f"the model's {name!r} is a {type(module).__name__}, which normalises over a rank's micro-batch, so "
+                f"that each layout computes something else: use a model without one"
+            )
     if config.zero and config.torch_ddp:
         raise UserError("torch_ddp has no effect with zero, which reduces gradients by itself: leave one of them out")
 

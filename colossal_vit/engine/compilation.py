@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.ranks import RankLogger, all_gather_object
+from colossal_vit.rng.dropout import Dropout
+from colossalai.accelerator import get_accelerator
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from colossalai.legacy.utils import is_using_pp
@@ -49,6 +51,18 @@ def why_eager(device: torch.device) -> str | None:
         return "CPUs gain nothing by it"
     lacks = missing(device)
     return lacks and f"it needs {lacks}"
+
+
+def check_dropout(model: nn.Module) -> None:
+    """Refuse to train a model with dropout where its kernel cannot be made, compiled model or not.
+
+    Raises:
+        UserError: if the device is a GPU, and this machine lacks what that needs.
+    """
+    drops = any(isinstance(module, Dropout) and not module.is_off for module in model.modules())
+    device = get_accelerator().get_current_device()
+    if drops and device.type == "cuda" and (lacks := missing(device)):
+        raise UserError(f"on a GPU, DROP_RATE and DROP_PATH_RATE need {lacks}; or set both to 0")
 
 
 def compile_if_chosen(model: nn.Module, choice: bool | str, device: torch.device) -> bool:

@@ -167,7 +167,7 @@ class Lamb(Optimizer):
                 for key in _MOMENTS:
                     if state[key].shape != p.shape:
                         raise ValueError(f"{key} of shape {(*state[key].shape,)} for a parameter of {(*p.shape,)}")
-                    state[key] = at_least_fp32(state[key]).contiguous()
+                    state[key] = state[key].to(at_least_fp32(p).dtype).contiguous()
                 part = elements // (_BATCH_ON_CPU if p.is_cpu else _BATCH_ON_GPU)
                 elements += p.numel()
                 batches[int(state["step"]), p.dtype, p.device, part].append(p)

@@ -10,8 +10,8 @@ from colossalai.context import Config
 from torch import nn
 from torch.optim import Optimizer
 
-# Parts of the names of parameters that are vectors of a token, whatever their shape.
-VECTORS = ("token", "pos_embed")
+# Parts of the names of parameters that are vectors, of a token or of frequencies, whatever their shape.
+VECTORS = ("token", "pos_embed", "rope.freqs")
 
 
 def num_blocks(config: Config, model: nn.Module) -> int:
@@ -27,7 +27,7 @@ def layer_of(name: str, depth: int) -> int:
     """
     if block := re.match(r"blocks\.(\d+)\.", name):
         return int(block[1]) + 1
-    if name.startswith(("cls_token", "reg_token", "pos_embed", "patch_embed")):
+    if name.startswith(("cls_token", "reg_token", "pos_embed", "patch_embed", "norm_pre")):
         return 0
     return depth if name.startswith("norm") else depth + 1
 
@@ -53,8 +53,8 @@ def frozen_parameters(config: Config, model: nn.Module) -> list[nn.Parameter]:
     def is_frozen(name: str) -> bool:
         if finetune.linear_probe:
             return not name.startswith("head.")
-        # The norm after the last block is trained even if all blocks are frozen; that before the first one is not.
-        return name.startswith("norm_pre") or layer_of(name, depth + 1) <= frozen
+        # All blocks share the frequencies of rotary positions. The norm after the last block is always trained.
+        return name.startswith("rope.") or layer_of(name, depth + 1) <= frozen
 
     return [parameter for parameter in model.parameters() if is_frozen(parameter.shard.name)]
 

@@ -30,10 +30,11 @@ from colossal_vit.files import write_text
 from colossal_vit.launch.startup import find_output
 from colossal_vit.plan.enumeration import Choice, divisors
 from colossal_vit.plan.machines import HERE, RESERVED_GB
+from colossal_vit.plan.memory import rank_memory
 from colossal_vit.plan.meter import SENT_SHARE
 from colossal_vit.plan.report import in_fork, in_forks
 from colossal_vit.plan.request import Request
-from colossal_vit.plan.trace import KINDS, PARTS, Message, Pass, TensorParallel, mark_parts
+from colossal_vit.plan.trace import KINDS, PARTS, Message, Pass, TensorParallel, Trace, mark_parts
 from colossal_vit.provenance import hardware
 from colossal_vit.typed_json import RECORD, Count
 from pydantic import AfterValidator, AwareDatetime, Field
@@ -403,11 +404,16 @@ def _messages(world_size: int, gpus: Sequence[str]) -> list[dict[str, tuple[floa
         return in_forks(ranks)
 
 
-def measured(request: Request, choices: Iterable[Choice]) -> Here:
+def measured(request: Request, choices: Iterable[Choice], trace: Callable[[TensorParallel], Trace]) -> Here:
     """This machine, measured, or read from the file that `--plan` names.
 
+    Args:
+        request: what is asked for.
+        choices: layouts; those that do not fit the memory are not timed, for they could not be.
+        trace: see `Predictor`.
+
     Raises:
-        UserError: if it has fewer GPUs than ranks, or the file is not usable.
+        UserError: if it has fewer GPUs than ranks, no layout fits, or the file is not usable.
     """
     name, config, output = request.args.plan, request.config, find_output(request.args)
     model = plain({key: config.get(key) for key in MODEL})
@@ -417,9 +423,13 @@ def measured(request: Request, choices: Iterable[Choice]) -> Here:
             f"--plan {name}: --world_size {request.world_size}, but this machine has {num_gpus} GPU(s): at most one "
             f"process per GPU can be timed here"
         )
+    memory_gb, reserved_gb = _memory(request.world_size, made["gpus"])
     images: dict[TensorParallel, set[int]] = {}
     for choice in choices:
-        images.setdefault(choice.tensor, set()).add(choice.images)
+        if rank_memory(config, choice, trace(choice.tensor)) <= (memory_gb - reserved_gb) * 1e9:
+            images.setdefault(choice.tensor, set()).add(choice.images)
+    if not images:
+        raise UserError(f"--plan {name}: no layout fits the memory of a rank, {memory_gb - reserved_gb:.1f} GB")
     if name != HERE:
         return load(Path(name), made, images)
     here = calibrate(request, images, made)

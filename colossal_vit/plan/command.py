@@ -1,6 +1,7 @@
 """What a train script does with `--plan` and `--dry-run`."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -55,10 +56,11 @@ def make_plan(request: Request) -> tuple[Plan, Machine]:
             f"{nearest} (a multiple of {fits})"
         )
     timed = name == HERE or name.endswith(".json")
-    machine: Machine = calibration.measured(request, choices) if timed else request.machine()
+    trace = cache(request.trace)
+    machine: Machine = calibration.measured(request, choices, trace) if timed else request.machine()
     compiled = config.COMPILE and isinstance(machine, Gpus) and lowering.can_lower(config)
     lower = request.lower_layout if compiled else None
-    plan = search(Predictor(config, machine, request.trace, lower), choices)
+    plan = search(Predictor(config, machine, trace, lower), choices)
     if not plan.best:
         raise UserError(
             f"--plan {name}: none of {plan.num_layouts} layouts fits the memory of a rank, {machine.memory_gb:.1f} GB "

@@ -5,9 +5,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from colossal_vit.engine.reduction import IN_FLIGHT_BYTES
+from colossal_vit.parallel.partition import partition_blocks
 from colossal_vit.plan.enumeration import Choice
 from colossal_vit.plan.schedule import order
 from colossal_vit.plan.trace import Pass, Trace
+from colossalai.context import Config
 
 
 class Chunk(NamedTuple):
@@ -105,8 +107,10 @@ def stage_memory(choice: Choice, trace: Trace, chunks: Sequence[Chunk], stage: i
     return max(peak, updating)
 
 
-def rank_memory(choice: Choice, trace: Trace, stages: Sequence[Sequence[Chunk]], image_bytes: float) -> float:
+def rank_memory(config: Config, choice: Choice, trace: Trace) -> float:
     """Peak bytes of the fullest rank: of the first stage, which has most micro-batches on their way; of the second,
     which may have more blocks; or of the last one, which has the head."""
-    some = sorted({0, min(1, len(stages) - 1), len(stages) - 1})
+    pipeline = choice.layout.pipeline
+    stages = cut(partition_blocks(config, pipeline * choice.chunks), pipeline)
+    some, image_bytes = sorted({0, min(1, pipeline - 1), pipeline - 1}), 3 * 4 * config.IMG_SIZE**2
     return max(stage_memory(choice, trace, stages[stage], stage, image_bytes) for stage in some)

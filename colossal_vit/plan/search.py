@@ -90,7 +90,6 @@ class Predictor:
         lower: Callable[[TensorParallel, bool], Lowering] | None = None,
     ):
         self.config, self.machine, self.trace, self.lower = config, machine, cache(trace), lower and cache(lower)
-        self.image_bytes = 3 * 4 * config.IMG_SIZE**2
         self._part = cache(self._part)
         self._chunks = cache(self._chunks)
 
@@ -166,8 +165,7 @@ class Predictor:
 
     def memory(self, choice: Choice) -> float:
         """Bytes of the fullest rank at the peak of a step."""
-        chunks = self._chunks(choice.layout.pipeline, choice.chunks)
-        return rank_memory(choice, self.trace(choice.tensor), chunks, self.image_bytes)
+        return rank_memory(self.config, choice, self.trace(choice.tensor))
 
     def predict(self, choice: Choice) -> Prediction:
         """What a step of a layout takes. Stages that share cores with others slow each other down."""
@@ -226,9 +224,9 @@ def search(predictor: Predictor, choices: Iterable[Choice]) -> Plan:
     machine = predictor.machine
     limit = (machine.memory_gb - machine.reserved_gb) * 1e9
     eager = predictor.eager() if predictor.lower else predictor
-    predictions = [eager.predict(choice) for choice in choices]
-    fitting = [p for p in predictions if p.memory <= limit]
-    num_too_large = len(predictions) - len(fitting)
+    sizes = {choice: predictor.memory(choice) for choice in choices}
+    fitting = [eager.predict(choice) for choice, size in sizes.items() if size <= limit]
+    num_too_large = len(sizes) - len(fitting)
     if predictor.lower and fitting:
         slowest = LOWERED_WITHIN * min(p.seconds for p in fitting)
         fitting = [predictor.predict(p.choice) for p in fitting if p.seconds <= slowest]
@@ -236,6 +234,6 @@ def search(predictor: Predictor, choices: Iterable[Choice]) -> Plan:
     ties = [each for each in fitting if each.seconds <= fitting[0].seconds * (1 + machine.noise)]
     if machine.noise:
         fitting[: len(ties)] = sorted(ties, key=lambda p: p.choice.complexity)
-    smallest = min((each.memory for each in predictions), default=float("inf"))
+    smallest = min(sizes.values(), default=float("inf"))
     compiled = predictor.lower is not None
-    return Plan(fitting[:SHOWN], len(ties), len(predictions), num_too_large, limit, smallest, compiled)
+    return Plan(fitting[:SHOWN], len(ties), len(sizes), num_too_large, limit, smallest, compiled)

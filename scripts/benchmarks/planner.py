@@ -53,8 +53,9 @@ def predict(model: str, num_ranks: int, number: int) -> dict[str, float]:
     request = next(iter(requests.values()))
     with tempfile.TemporaryDirectory() as folder:
         request = request._replace(args=request.args.replace(output=Path(folder)))
-        here = calibration.measured(request, choices.values())
-    predictor = Predictor(request.config, here, request.trace)
+        trace = cache(request.trace)
+        here = calibration.measured(request, choices.values(), trace)
+    predictor = Predictor(request.config, here, trace)
     return {layout: predictor.predict(choice).seconds for layout, choice in choices.items()}
 
 
