@@ -63,7 +63,7 @@ def provenance(command: str, changes_allowed: bool = False) -> dict[str, Any]:
     Args:
         command: the command line.
         changes_allowed: record a working tree that differs from its commit instead of refusing it. Always on in a
-            rehearsal (`scripts/gpu_check.sh --rehearse`), whose results are not kept.
+            rehearsal (`scripts/gpu_check.sh --rehearse`), whose results are not kept. Results are no such difference.
 
     Raises:
         SystemExit: with one line, if the working tree differs from its commit or there is no commit to name.
@@ -75,7 +75,8 @@ def provenance(command: str, changes_allowed: bool = False) -> dict[str, Any]:
 
     try:
         commit = git("rev-parse", "HEAD")
-        if git("status", "--porcelain", "--untracked-files=no"):
+        # Programs that write several results change files of git in results/ before they take the next provenance.
+        if git("status", "--porcelain", "--untracked-files=no", "--", ":(exclude)results"):
             if not changes_allowed:
                 sys.exit("error: commit first: a result must name the commit that made it")
             commit += ", with changes"

@@ -4,7 +4,7 @@
     python scripts/bench.py NAME [--help]   measure it
 
 Writes NAME.md (the table), NAME.json (every round), log.txt and provenance.json into runs/bench/NAME, or where --output
-says. A folder in results/ is written only if nothing is uncommitted, so that provenance.json names what ran.
+says. A folder in results/ is written only if nothing else is uncommitted, so that provenance.json names what ran.
 """
 
 import importlib

@@ -13,13 +13,25 @@ import test_gpu
 import warm
 from fork_ranks import ROOT
 
-# The program with another list, on a machine of so many GPUs, as far as it knows.
+# The program with another list, on a machine of so many GPUs and in the repository of this folder, as far as it knows.
 OTHER_LIST = """
+from pathlib import Path
 import gpu_check
+from colossal_vit import provenance
 from gpu_check import Check
+gpu_check.ROOT = provenance.ROOT = Path({root!r})
 gpu_check.CHECKS, gpu_check.SETTLE = {checks}, 0.5
 gpu_check.gpu_names = lambda: ["NVIDIA H200"] * {gpus}
 raise SystemExit(gpu_check.main())
+"""
+
+# A benchmark in the repository of the current folder, on a machine with that GPU, as far as it knows.
+BENCHMARK = """
+import sys
+from pathlib import Path
+from colossal_vit import provenance
+provenance.ROOT, provenance.gpu_names = Path.cwd(), lambda: ["NVIDIA H200"]
+provenance.ResultFolder(Path(sys.argv[1])).finish("speed", ["a table"], [])
 """
 
 
@@ -35,7 +47,7 @@ def run(programs, tmp_path):
     """Run a list of checks, as Python says them; returns the exit code and the results."""
 
     def run(checks, *flags, gpus=1):
-        program = OTHER_LIST.format(checks=f"dict({', '.join(checks)})", gpus=gpus)
+        program = OTHER_LIST.format(checks=f"dict({', '.join(checks)})", gpus=gpus, root=str(ROOT))
         path = f"{ROOT}:{ROOT / 'scripts'}"
         # Where something is rehearsed, uncommitted changes do not matter.
         command = [str(programs.bin / "python"), "-c", program, "--output", str(tmp_path), *flags]
@@ -110,6 +122,35 @@ def test_a_benchmark_that_has_lost_its_gpu_has_failed(run):
     exit_code, results = run([check("lost", code, arguments=["{output}"])])
     assert exit_code == 1
     assert (results["lost"]["result"], results["lost"]["said"]) == ("failed", "ran on other GPUs: none")
+
+
+def test_changed_results_that_are_in_git_keep_no_benchmark_from_running(programs, tmp_path):
+    """In the folder named after the GPU, which the program rewrites after each check; and when it is started again."""
+
+    def git(*arguments):
+        identity = ["-c", "user.name=a", "-c", "user.email=b"]
+        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    checks = ", ".join(check(name, BENCHMARK, arguments=["{output}"]) for name in ("one", "two"))
+    program = OTHER_LIST.format(checks=f"dict({checks})", gpus=1, root=str(tmp_path))
+    command = [str(programs.bin / "python"), "-c", program]
+    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}", **programs.throughout}
+
+    folder, code = tmp_path / "results/1x_NVIDIA_H200", tmp_path / "code.py"
+    folder.mkdir(parents=True)
+    (folder / "gpu_check.md").touch()
+    code.touch()
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "a result")
+    for again in ([], ["--again"]):
+        exit_code, said = launchers.run([*command, *again], **environment)
+        assert exit_code == 0, said
+        assert [r["result"] for r in json.loads((folder / "gpu_check.json").read_text()).values()] == ["passed"] * 2
+    code.write_text("changed")
+    exit_code, said = launchers.run(command, **environment)
+    assert exit_code == 1
+    assert "error: commit first" in said
 
 
 def test_the_list_goes_on_after_a_failure_and_where_it_stopped(run):
