@@ -222,6 +222,69 @@ def test_the_imagenet_benchmark_takes_batches_that_fit_the_gpu(memory, batch_siz
     assert not parameters
 
 
+ENGINE_STEPS = """
+import sys
+print(*sys.argv[3:], sep="\\n", file=open("values.txt", "a"))
+print(1.0, flush=True)
+for line in sys.stdin:
+    print(1.0, 1.0, flush=True)
+"""
+
+
+@pytest.mark.parametrize(("memory", "batch_size"), [(16.9e9, 2), (25.3e9, 8), (42.4e9, 32), (85e9, 64), (150e9, 128)])
+def test_the_processes_of_the_engine_benchmark_fit_the_gpu_together(tree, memory, batch_size):
+    """By a dry run of config_fp32.py with ViT-B/16: 16.55 GB with 128 images, and beside it CUDA's context."""
+    (tree / "scripts/benchmarks/engine_steps.py").write_text(ENGINE_STEPS)
+
+    def prepare():
+        torch.cuda.is_available = lambda: True
+        torch.cuda.get_device_properties = lambda _: SimpleNamespace(total_memory=memory)
+
+    command = ["engine", "--only", "ViT-B/16, 2 threads", "--rounds", "1", "--output", str(tree / "engine")]
+    done = forked(tree, *command, prepare=prepare)
+    assert done.codes == [0], str(done)
+    values = (tree / "values.txt").read_text().split()
+    assert [value for value in values if value.startswith("BATCH_SIZE=")] == [f"BATCH_SIZE={batch_size}"] * 6
+    state = 16 * 86e6 / 1e9  # GB in fp32; only the rest grows with the batch
+    assert 6 * (0.5 + state + (16.55 - state) * batch_size / 128) < memory / 1e9
+
+
+PLANNED_FOR = """
+import sys
+from benchmarks import plan
+records = [dict(step_s=1.0, data_s=0.0, images_per_s=1.0, memory_gb=1.0)]
+plan.train = lambda *_: records * (plan.UNCOUNTED + 1)
+plan.predict = lambda machine, *_: machine and 1.0
+for name in sys.argv[1:]:
+    plan.gpu_names = lambda: [name] if name else []
+    values = plan.compare("imagenet", "config.py", {}, 1, 0)
+    print(name, values["planned for"], values["predicted, s"], sep=": ")
+"""
+
+
+def test_steps_are_predicted_for_the_gpu_that_is_there_or_not_at_all(programs):
+    """By name: not for a smaller or faster GPU whose name has the same words. Without a GPU for an H100."""
+    planned = {
+        "": "h100",
+        "NVIDIA H200": "h200",
+        "NVIDIA H100 80GB HBM3": "h100",
+        "NVIDIA H100 PCIe": None,
+        "NVIDIA A100-SXM4-80GB": "a100",
+        "NVIDIA A100-SXM4-40GB": "a100-40gb",
+        "NVIDIA A100-PCIE-40GB": "a100-40gb",
+        "NVIDIA RTX A6000": None,
+        "NVIDIA A30": None,
+        "NVIDIA GeForce RTX 4090": "rtx-4090",
+        "NVIDIA GeForce RTX 3090 Ti": None,
+        "NVIDIA GeForce RTX 3080": None,
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None,
+    }
+    command = [str(programs.bin / "python"), "-c", PLANNED_FOR, *planned]
+    code, said = launchers.run(command, PYTHONPATH=f"{ROOT}:{ROOT / 'scripts'}", **programs.environment)
+    assert code == 0, said
+    assert said.splitlines() == [f"{name}: {entry}: {entry and 1.0}" for name, entry in planned.items()]
+
+
 TRAIN = """
 import json, os, sys
 from pathlib import Path

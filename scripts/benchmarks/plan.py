@@ -2,7 +2,8 @@
 
 Each is a run of the train script in a new process on random images, with the config's own BATCH_SIZE and no
 accumulation; the median of its steps counts, without the wait for data. A compiled step is predicted where its kernels
-can be found, which takes the planner's version of PyTorch. On a machine without a GPU the predictions are an H100's.
+can be found, which takes the planner's version of PyTorch. Nothing is predicted for a GPU whose data sheet `--plan`
+does not know. On a machine without a GPU the predictions are an H100's.
 """
 
 import argparse
@@ -11,7 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from colossal_vit.config.settings import CALTECH101, DP, IMAGENET, PATHS
+from colossal_vit.mfu import peak_flops
 from colossal_vit.plan import lowering
 from colossal_vit.plan.__main__ import request_for
 from colossal_vit.plan.enumeration import own_layout
@@ -34,15 +37,26 @@ SMALL = {"MODEL": "vit_tiny_patch16_224", "IMG_SIZE": 32, "DEPTH": 2, "BATCH_SIZ
 UNCOUNTED = 4  # first steps
 
 
-def machine() -> str:
-    """The planner's name of the GPU here; an H100's without one."""
-    words = " ".join(gpu_names()[:1]).lower().replace("-", " ").split()
-    return next((name for name in MACHINES if set(name.split("-")) <= set(words)), "h100")
+def machine() -> str | None:
+    """The planner's name of the GPU here, None if it has none; an H100's without a GPU."""
+    gpus = gpu_names()
+    if not gpus:
+        return "h100"
+    # An entry such as "h100" has the words of GPUs with other peaks too, such as the H100 PCIe.
+    words, peak = set(gpus[0].lower().replace("-", " ").split()), peak_flops(gpus[0], torch.float16)
+    names = [
+        name
+        for name in MACHINES
+        if words.issuperset(name.split("-")) and peak == peak_flops(name.upper(), torch.float16)
+    ]
+    return max(names, key=len, default=None)  # "a100-40gb" rather than "a100"
 
 
-def predict(script: str, config: Path, values: dict[str, Any]) -> float | None:
-    """Seconds of a step; None if it is compiled and its kernels cannot be found here."""
-    request = request_of(*request_for(script, config, 1, ["--plan", machine()], values))
+def predict(name: str | None, script: str, config: Path, values: dict[str, Any]) -> float | None:
+    """Seconds of a step on a machine; None without one, or if it is compiled and its kernels cannot be found here."""
+    if name is None:
+        return None
+    request = request_of(*request_for(script, config, 1, ["--plan", name], values))
     compiled = request.config.COMPILE
     if compiled and not lowering.can_lower(request.config):
         return None
@@ -54,9 +68,11 @@ def compare(script: str, config: Path, values: dict[str, Any], steps: int, numbe
     flags = ["--config", str(config), *set_flags({**values, "SYNTHETIC": True})]
     records = train(PATHS[script], [*flags, "--max-steps", str(UNCOUNTED + steps)])[UNCOUNTED:]
     measured = statistics.median(record["step_s"] - record["data_s"] for record in records)
+    name = machine()
     return {
         "images/s": records[0]["images_per_s"] * records[0]["step_s"] / measured,
-        "predicted, s": predict(script, config, values),
+        "planned for": name,
+        "predicted, s": predict(name, script, config, values),
         "measured, s": measured,
         "peak memory, GB": max(record["memory_gb"] for record in records),
     }
