@@ -98,9 +98,7 @@ CHECKS = {
         *(12, "plan"),
         small=("--only", "Caltech101, NAIVE bf16"),
     ),
-    "parallel": bench(
-        "data, tensor and pipeline parallelism against PyTorch's", 15, "parallel", gpus=2, small=("--only", "data")
-    ),
+    "parallel": bench("data, tensor and pipeline parallelism against PyTorch's", 15, "parallel", gpus=2),
     "compile": bench(
         "what COMPILE gains under data, pipeline and tensor parallelism",
         15,

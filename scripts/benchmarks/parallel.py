@@ -21,6 +21,7 @@ from colossalai.legacy import nn as col_nn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -62,7 +63,14 @@ def torch_tensor(run: Run, model: nn.Module, criterion: nn.Module) -> Step:
         block.attn.num_heads //= world_size
         block.attn.attn_dim //= world_size
         parallelize_module(block, mesh, plan)
-    return plain_step(model, build_optimizer(run.config, model), criterion)
+    optimizer = build_optimizer(run.config, model)
+    # The fused AdamW updates a group in one call, which takes either DTensors or plain tensors.
+    optimizer.param_groups = [
+        {**group, "params": [p for p in group["params"] if isinstance(p, DTensor) == sharded]}
+        for group in optimizer.param_groups
+        for sharded in (True, False)
+    ]
+    return plain_step(model, optimizer, criterion)
 
 
 def torch_pipeline(run: Run, model: nn.Module, criterion: nn.Module) -> Step:
