@@ -427,6 +427,30 @@ def test_lost_records_are_counted_when_the_run_resumes(trained):
     assert [record["step"] for record in read_metrics(trained)[0]] == [1, 3]
 
 
+def test_a_run_that_is_beyond_its_end_stays_as_it_is(tmp_path):
+    """Stopped in the middle of its second epoch, and evaluated there."""
+    run(tmp_path, "--max-steps", "3", BATCH_SIZE=512, NUM_EPOCHS=2)
+    path = tmp_path / "metrics.jsonl"
+    before = path.read_bytes()
+    assert b'"step": 3, "epoch": 1, "eval_loss"' in before
+    for more, num_epochs in ((["--max-steps", "2"], 2), (["--accept-changes"], 1)):
+        said = run(tmp_path, *more, BATCH_SIZE=512, NUM_EPOCHS=num_epochs)
+        assert "nothing is left to do: the run has made its 3 steps" in said
+        assert "stopped after" not in said
+        assert path.read_bytes() == before
+
+
+def test_another_number_of_heads_is_not_evaluated(tmp_path):
+    """No shape tells it."""
+    run(tmp_path, "--max-steps", "1", NUM_HEADS=4)
+    line = refused(tmp_path, "--eval-only", NUM_HEADS=2)
+    assert line.endswith("step-00000001: was trained with NUM_HEADS = 4, not 2: set it back")
+    finetune = {"finetune.weights": str(tmp_path), "finetune.head": "keep"}
+    line = refused(tmp_path.with_name("other"), NUM_HEADS=2, **finetune)
+    assert "was trained with NUM_HEADS = 4, not 2: set it to theirs" in line
+    assert "test accuracy" in run(tmp_path, "--eval-only", "--accept-changes", NUM_HEADS=2)
+
+
 def test_damaged_records_are_left_out_and_named_and_the_run_resumes(trained):
     """As by a disk that failed, or an editor; the record that a killed run had begun is no news."""
     path = trained / "metrics.jsonl"

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from colossal_vit import streams
 from colossal_vit.checkpoint.storage import Checkpoint, named_by, open_named
 from colossal_vit.errors import Parser, UserError
 
@@ -103,6 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, 1 if `verify` found damage, 2 for a user's mistake.
     """
+    streams.protect()
     try:
         args = _get_parser().parse_args(argv)
         return args.act(args)

@@ -231,7 +231,7 @@ class Checkpointer:
         if trained:
             self._check_continues(state)
         elif run.args.eval_only:
-            self._check_classes(state)
+            self._check_answers(state)
         if state["step"] and not run.args.eval_only:
             engine.rebuild_ddp_buckets((run.config.BATCH_SIZE, 3, run.config.IMG_SIZE, run.config.IMG_SIZE))
         self._load_tensors(state["moments_step"] if trained else None)
@@ -243,8 +243,8 @@ class Checkpointer:
         engine.optimizer.load_scaler_state(state["scaler"])
         self._seek(state)
 
-    def _check_classes(self, state: State) -> None:
-        """Check that an evaluation's classes are those that the model has learned.
+    def _check_answers(self, state: State) -> None:
+        """Check that an evaluation's classes are those that the model has learned, and that it has as many heads.
 
         Raises:
             UserError: naming what differs, unless `--accept-changes` is given.
@@ -254,6 +254,9 @@ class Checkpointer:
         said = differences({"classes": learned}, {"classes": there}) if named else ""
         if said and not self.run.args.accept_changes:
             raise UserError(f"{self.path}: was trained with other classes ({said}): set DATA to images of its classes")
+        said = weights.other_heads(state["config"], self.run.config)
+        if said and not self.run.args.accept_changes:
+            raise UserError(f"{self.path}: {said}: set it back")
 
     def _check_continues(self, state: State) -> None:
         """Check that the data, and the config values that affect learning, are those of the checkpoint.

@@ -260,6 +260,17 @@ def _resample(weights: Weights, img_size: int, asked: str) -> None:
     tensors["pos_embed"] = resample_abs_pos_embed(position, grid, num_prefix_tokens=num_prefix)
 
 
+def other_heads(trained: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """In words, if weights were trained with another number of heads, which no shape tells.
+
+    Args:
+        trained: the config of their run.
+        config: of this run.
+    """
+    before, now = trained.get("NUM_HEADS"), config.get("NUM_HEADS")
+    return "" if before in (None, now) else f"was trained with NUM_HEADS = {before}, not {now or 'the usual number'}"
+
+
 def _has_learned_positions(weights: Weights) -> bool:
     """Whether there is a position embedding for a square grid that is not sines and cosines, see `fix_positions`."""
     position = weights.tensors.get("pos_embed", torch.empty(0))  # (1, N, C)
@@ -314,6 +325,8 @@ def read_fitted(
     theirs, ours = weights.tensors[PATCHES].shape[-1], shapes[PATCHES][-1]
     if theirs != ours:
         raise UserError(f"{named}: has patches of {theirs} px, but this model's are of {ours} px: {OTHER_MODEL}")
+    if found.checkpoint and (said := other_heads(found.checkpoint.state["config"], config)):
+        raise UserError(f"{named}: {said}: set it to theirs")
     if config.get("POSITIONS") == "sincos2d" and _has_learned_positions(weights):
         raise UserError(f"{named}: has learned positions, which POSITIONS = 'sincos2d' would not train: leave it out")
     if "pos_embed" in weights.tensors and list(weights.tensors["pos_embed"].shape) != shapes["pos_embed"]:

@@ -181,6 +181,9 @@ def build_own_images(run: Run, root: Path) -> tuple[Loader, Loader]:
     tests = [name for name in (*VALIDATION, TEST) if (root / name).is_dir()]
     parts = ["train", *tests[:1]] if (root / "train").is_dir() else [""]
     with raise_on_all_ranks():
+        output = run.output.resolve()
+        if not parts[0] and not run.args.eval_only and output.is_relative_to(root.resolve()):
+            raise UserError(f"--output {run.output}: is within the class folders of DATA = {root}: give another one")
         if tests[1:] and tests[1] != TEST:
             raise UserError(f"{root}: has {tests[0]} and {tests[1]}; only one can be to evaluate on")
         with blame(root):

@@ -30,6 +30,7 @@ class Trainer:
         cur_epoch: number of the current epoch, from 0 on; set by `Checkpointer.load`.
         cur_step: optimizer steps from the beginning of the first epoch to here, all with the global batch of now.
         steps_per_epoch: optimizer steps of an epoch.
+        finished: whether no step and no evaluation of the run is left.
         evaluating_ema: whether the current evaluation is of the averaged weights; it precedes that of the weights.
         hooks: in the order in which they are called.
         states: values that hooks share.
@@ -39,7 +40,7 @@ class Trainer:
     def __init__(self, engine: Engine, lr_scheduler: LRScheduler | None = None, logger: RankLogger | None = None):
         self.engine, self.lr_scheduler, self.logger = engine, lr_scheduler, logger or RankLogger()
         self.cur_epoch = self.cur_step = self.steps_per_epoch = 0
-        self.evaluating_ema = False
+        self.evaluating_ema = self.finished = False
         self.test_dataloader: Loader | None = None
         self.hooks: list[BaseHook] = []
         self.states: dict[str, Any] = {}
@@ -70,19 +71,21 @@ class Trainer:
         engine = self.engine
         left = max_steps - engine.num_steps if max_steps else math.inf
         last_step = min(epochs * self.steps_per_epoch, self.cur_step + left)
-        finished = train_dataloader.start == 0 and self.cur_step >= last_step
-        if finished:
+        # In the middle of an epoch at least the evaluation after the last step is left.
+        evaluated = train_dataloader.start == 0 or self.cur_step > last_step
+        self.finished = evaluated and self.cur_step >= last_step
+        if self.finished:
             self.logger.info(f"nothing is left to do: the run has made its {engine.num_steps} steps")
         self._attach(hooks)
         self._call_hooks("before_train")
-        while self.cur_epoch < epochs and not finished:
+        while self.cur_epoch < epochs and not self.finished:
             self._train_epoch(train_dataloader, last_step)
             if test_dataloader is not None:
                 self.evaluate(test_dataloader)
             self.cur_epoch += 1
-            finished = self.cur_step >= last_step
+            self.finished = self.cur_step >= last_step
         self._call_hooks("after_train")
-        if max_steps and engine.num_steps >= max_steps:
+        if engine.num_steps == max_steps:
             self.logger.info(f"stopped after step {max_steps}, as --max-steps says")
 
     def _train_epoch(self, train_dataloader: MicroBatches, last_step: float) -> None:

@@ -88,7 +88,7 @@ class AnswersHook(BaseHook):
         taken.index_put_((answers.labels, answers.found), torch.ones_like(answers.found), accumulate=True)
         folder = self.run.output / FOLDER
         folder.mkdir(exist_ok=True)
-        with open(folder / "classes.csv", "w", newline="", errors="surrogateescape") as file:
+        with open(folder / "classes.csv", "w", encoding="utf-8", newline="", errors="surrogateescape") as file:
             rows = csv.writer(file, lineterminator="\n")
             rows.writerow(["class", "images", "right", "accuracy", "mostly mistaken for"])
             for name, own, label in zip(names, taken, range(count), strict=True):

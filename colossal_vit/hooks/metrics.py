@@ -75,7 +75,8 @@ class MetricsHook(BaseHook):
 
     def before_train(self, trainer: Trainer) -> None:
         if self.writes:
-            self.recorder.open(trainer.engine.num_steps, trainer.cur_epoch)
+            # An epoch's evaluation stays on record only if it is not made again.
+            self.recorder.open(trainer.engine.num_steps, trainer.cur_epoch + trainer.finished)
         self.step_started, self.waited = time.perf_counter(), 0.0
 
     def before_train_epoch(self, trainer: Trainer) -> None:
