@@ -98,7 +98,7 @@ def build_timm_vit(config: Config) -> nn.Module:
 
 
 def check_timm_vit(config: Config, layout: Layout) -> None:
-    """Refuse a model that timm lacks or cannot build, and a layout that is not purely data parallel.
+    """Refuse a model that timm lacks or cannot build, images smaller than a patch, and layouts beyond data parallelism.
 
     Raises:
         UserError: naming the values.
@@ -112,6 +112,12 @@ def check_timm_vit(config: Config, layout: Layout) -> None:
         raise UserError(f"MODEL = {config.MODEL!r} is not a Vision Transformer of timm: see timm.list_models({MODELS})")
     with torch.device("meta"):
         try:
-            build_timm_vit(Config({"NUM_CLASSES": 1, **config}))  # the data will say how many
+            model = build_timm_vit(Config({"NUM_CLASSES": 1, **config}))  # the data will say how many
         except (AssertionError, TypeError, ValueError) as error:
             raise UserError(f"MODEL = {config.MODEL!r} cannot be built with these sizes: {error}") from None
+    if 0 in model.patch_embed.grid_size:
+        patch = max(model.patch_embed.patch_size)
+        raise UserError(
+            f"IMG_SIZE = {config.IMG_SIZE} is smaller than the patches of MODEL = {config.MODEL!r}, {patch} pixels: "
+            f"use an IMG_SIZE of at least {patch}, or a smaller PATCH_SIZE"
+        )

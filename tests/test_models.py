@@ -61,6 +61,24 @@ def test_a_model_without_positions_keeps_none():
 
 
 @pytest.mark.parametrize(
+    ("model", "values", "patch"),
+    [
+        ("vit_tiny_patch16_224", {"IMG_SIZE": 31, "PATCH_SIZE": 32}, 32),
+        ("vit_small_patch16_rope_224", {"IMG_SIZE": 8, "PATCH_SIZE": 9}, 9),
+    ],
+)
+def test_an_image_smaller_than_a_patch_is_refused(model, values, patch):
+    layout, config = Layout(1, 1, 1, None, 1), config_of(model, **values)
+    with pytest.raises(UserError) as error:
+        check_timm_vit(config, layout)
+    assert str(error.value) == (
+        f"IMG_SIZE = {config.IMG_SIZE} is smaller than the patches of MODEL = '{model}', {patch} pixels: "
+        f"use an IMG_SIZE of at least {patch}, or a smaller PATCH_SIZE"
+    )
+    check_timm_vit(config_of(model, **values | {"IMG_SIZE": patch}), layout)
+
+
+@pytest.mark.parametrize(
     ("model", "paths"),
     [("vit_tiny_patch16_224", 2), ("vit_small_patch16_18x2_224", 4)],
 )
