@@ -272,6 +272,25 @@ def test_helpers_are_not_settings(load):
 
 
 @pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "from torch.optim import SGD\nOPTIMIZER = SGD",
+            "OPTIMIZER = <class 'torch.optim.sgd.SGD'>, but it must be one of",
+        ),
+        ("def LEARNING_RATE(step): return 1e-3", "LEARNING_RATE = <function LEARNING_RATE"),
+        ("fp16 = dict", "fp16 = <class 'dict'>, but it must be a dict(mode, "),
+        ("import math as DATA", "DATA = <module 'math'"),
+        ("LAMB_EXCLUDE_VECTORS = bool", "LAMB_EXCLUDE_VECTORS = <class 'bool'>, but it must be True or False"),
+    ],
+)
+def test_classes_functions_and_modules_under_a_keys_name_are_refused(load, text, words):
+    with pytest.raises(UserError, match=re.escape(words)) as error:
+        load(text)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
     ("text", "overrides", "words"),
     [
         ("BATCH_SIZ = 1", (), ("BATCH_SIZ", "did you mean BATCH_SIZE")),

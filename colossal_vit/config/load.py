@@ -13,7 +13,7 @@ from colossal_vit.compat.patches import restore_amp_type
 from colossal_vit.config.check import check, check_effect, check_script
 from colossal_vit.config.complete import complete, older_names, replace_older_names
 from colossal_vit.config.overrides import Overridden, Override, override, parse_override
-from colossal_vit.config.schema import SCHEMA
+from colossal_vit.config.schema import OLDER_NAMES, SCHEMA
 from colossal_vit.config.settings import Block
 from colossal_vit.errors import UserError
 from colossalai.context import Config
@@ -43,7 +43,7 @@ def _parse(texts: Iterable[str], script: str | None) -> list[Override]:
 
 
 def _evaluate(path: Path, overrides: list[Override]) -> dict[str, Any]:
-    """The values that a config file assigns, overridden.
+    """The values that a config file assigns, overridden; without helpers, unless they have the name of a setting.
 
     Raises:
         UserError: if the file cannot be read, or fails.
@@ -67,11 +67,12 @@ def _evaluate(path: Path, overrides: list[Override]) -> dict[str, Any]:
         where = f"{path}:{lines[-1]}" if lines else str(path)
         raise UserError(f"--config {where}: {type(error).__name__}: {' '.join(str(error).split())}") from None
     namespace.apply_all()
-    return {
-        key: value
-        for key, value in namespace.items()
-        if not key.startswith("_") and not isinstance(value, types.ModuleType) and not callable(value)
-    }
+
+    def is_helper(key: str, value: Any) -> bool:
+        known = key in SCHEMA or key in OLDER_NAMES
+        return key.startswith("_") or (not known and (isinstance(value, types.ModuleType) or callable(value)))
+
+    return {key: value for key, value in namespace.items() if not is_helper(key, value)}
 
 
 def load(
