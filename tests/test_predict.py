@@ -13,6 +13,7 @@ from colossal_vit.checkpoint import storage, timm_model
 from colossal_vit.data import cifar10
 from colossal_vit.data.digits import write_cifar10
 from colossal_vit.data.image_folder import MEAN, STD
+from colossal_vit.models import build_timm_vit
 from colossalai.context import Config
 from PIL import Image
 from safetensors.torch import load_file
@@ -69,6 +70,18 @@ def test_answers_are_those_of_the_models_evaluation(run, tmp_path, capsys):
     records = [json.loads(line) for line in (run / "run" / "metrics.jsonl").read_text().splitlines()]
     (*_, accuracy) = (record["eval_accuracy"] for record in records if "eval_accuracy" in record)
     assert correct / len(labels) == pytest.approx(accuracy)
+
+
+@pytest.mark.parametrize("model", ["vit_small_patch16_rope_224", "vit_small_patch16_rope_mixed_224"])
+def test_models_with_rotary_positions_answer_as_they_were_trained(model, tmp_path):
+    """Their tables of sines and cosines are in no checkpoint."""
+    training.train(tmp_path / "run", script=training.DATA_PARALLEL, steps=2, MODEL=model)
+    checkpoint = storage.open_named(tmp_path / "run")
+    trained = build_timm_vit(Config(checkpoint.state["config"])).eval()
+    trained.load_state_dict(load_file(checkpoint.path / storage.MODEL))
+    images = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        torch.testing.assert_close(predict.open_model(tmp_path / "run", ema=False)(images), trained(images))
 
 
 @pytest.mark.parametrize("more", [{}, {"CACHE_SIZE": 1024}, {"CACHE_SIZE": 1500}])

@@ -35,11 +35,11 @@ class ModelConfig(TypedDict):
     EVAL_CROP: NotRequired[Positive]
 
 
-def _build(config: ModelConfig) -> nn.Module:
-    """The timm model that a run's resolved config describes, without dropout, on the meta device."""
+def _build(config: ModelConfig, device: str) -> nn.Module:
+    """The timm model that a run's resolved config describes, without dropout."""
     name, shape = (config["MODEL"], SHAPE) if "MODEL" in config else (HYBRID_MODEL, HYBRID_SHAPE)
     sizes = {argument: config[key] for key, argument in shape.items() if key in config}
-    with torch.device("meta"):
+    with torch.device(device):
         return timm.create_model(
             name,
             num_classes=config["NUM_CLASSES"],
@@ -92,8 +92,12 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, ema: 
         tensors |= checkpoint.tensors(EMA)  # has no buffers, since they are not averaged
     config = typed_json.check(state["config"], ModelConfig, f"{path / STATE}: config")
     try:
-        model = _build(config)
-        model.load_state_dict({name: tensor.to(dtype) for name, tensor in tensors.items()}, assign=True)
+        weights = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+        model = _build(config, "meta")
+        model.load_state_dict(weights, assign=True)
+        if any(buffer.is_meta for buffer in model.buffers()):  # such as rotary tables, which no checkpoint contains
+            model = _build(config, "cpu")
+            model.load_state_dict(weights, assign=True)
     except (RuntimeError, ValueError, TypeError, ArithmeticError, AssertionError) as error:
         reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
         raise UserError(f"{path / STATE}: config is not of a model with these weights: {reason[0]}") from None
