@@ -137,7 +137,8 @@ def answer(args: argparse.Namespace) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     failed = 0
     output = args.output or Path(os.devnull)
-    with blame(output), open(output, "w", newline="", errors="surrogateescape") as file:  # names need not be UTF-8
+    options = dict(encoding="utf-8", errors="surrogateescape", newline="")  # names of files need not be UTF-8
+    with blame(output), open(output, "w", **options) as file:
         table = csv.writer(file)
         columns = range(1, min(args.top, model.num_classes) + 1)
         table.writerow(["image", *(f"{kind}_{k}" for k in columns for kind in ("class", "probability"))])
