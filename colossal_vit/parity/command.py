@@ -130,10 +130,9 @@ class Comparison:
         self.alone = {
             "gradient_accumulation": 1,
             "zero": None,
-            "COMPILE": False,
+            "COMPILE": False,  # which merges layers into one piece
             "checkpoint": {"every_steps": 1, "keep": STEPS},
         }
-        self.alone["COMPILE"] = False  # which merges layers into one piece
         self.alone |= {"parallel": None, "model": None} if self.is_hybrid else {}
         self.alone |= {} if self.own_precision else double
         self.one = self.ranks.train(1, self.alone, folder / "one", STEPS)
