@@ -92,6 +92,7 @@ class Predictor:
         self.config, self.machine, self.trace, self.lower = config, machine, cache(trace), lower and cache(lower)
         self._part = cache(self._part)
         self._chunks = cache(self._chunks)
+        self.memory = cache(self.memory)  # asked for before a layout is predicted, and by its prediction
 
     def _part(
         self, tensor: TensorParallel, part: str, kind: str, images: int, by_block: bool = False
