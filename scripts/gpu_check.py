@@ -64,6 +64,7 @@ def bench(shows: str, minutes: float, *arguments: str, small: tuple[str, ...] = 
 
 
 COMPILED = ("compile-data", "compile-pipeline", "compile-1d")
+STEPS = ("ViT-B/16, fp16, compiled", "ViT-B/16, 2 threads", "ViT-B/16, 2 threads, compiled")
 CHECKS = {
     "environment": Check("driver, GPUs and versions", ["-m", "torch.utils.collect_env"], 2),
     "tests": Check(
@@ -89,8 +90,8 @@ CHECKS = {
         "images/s of the ImageNet models, with and without DALI", 15, "imagenet", "--rounds", "1", package="nvidia.dali"
     ),
     "engine": bench(
-        "a step beside plain PyTorch's and timm's, with dropout and without, compiled and not",
-        *(10, "engine", "--only", "ViT-B/16, 2 threads", "ViT-B/16, 2 threads, compiled"),
+        "a step beside plain PyTorch's and timm's, with dropout and without, compiled and not, fp32 and fp16",
+        *(10, "engine", "--steps", "10", "--only", *STEPS),
         small=("--only", "ViT-Ti/16, 2 threads"),  # compiling is slow on a CPU
     ),
     "plan": bench(

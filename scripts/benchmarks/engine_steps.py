@@ -104,10 +104,14 @@ def train_plainly(run: Run, turns: Turns, timms_own: bool) -> None:
         criterion = nn.CrossEntropyLoss(label_smoothing=config.LABEL_SMOOTHING)
         optimizer = torch.optim.AdamW(model.parameters(), **options)
     forward = torch.compile(model) if config.COMPILE else model
+    half, device = bool(config.fp16), run.device.type
+    scaler = torch.GradScaler(device, enabled=half)
     for images, labels in turns:
-        loss = criterion(forward(images), labels)
-        loss.backward()
-        optimizer.step()
+        with torch.autocast(device, torch.float16, enabled=half):
+            loss = criterion(forward(images), labels)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
         turns.loss = loss.detach()
 

@@ -125,9 +125,9 @@ def random_batches(run: Run) -> Iterator[Batch]:
         yield tuple(whole.chunk(run.layout.data)[replica].to(run.device) for whole in (images, labels))
 
 
-def check_agreement(losses: Mapping[str, float]) -> None:
-    """Raise SystemExit unless all sides have the same loss."""
-    if max(losses.values()) - min(losses.values()) > TOLERANCE * min(losses.values()):
+def check_agreement(losses: Mapping[str, float], tolerance: float = TOLERANCE) -> None:
+    """Raise SystemExit unless all sides have the same loss, to a relative tolerance."""
+    if max(losses.values()) - min(losses.values()) > tolerance * min(losses.values()):
         sys.exit(f"the sides do not compute the same losses: {losses}")
 
 
