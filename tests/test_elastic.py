@@ -111,11 +111,23 @@ def test_a_run_stays_on_its_curve_whatever_the_number_of_processes(tmp_path, few
         (2, {"parallel.pipeline": 2, "GLOBAL_BATCH": 1}, "GLOBAL_BATCH = 1 cannot be kept on 2 processes: "),
         (1, {"ELASTIC_LAYOUTS": [dict(pipe=1)]}, "ELASTIC_LAYOUTS: --set: unknown key parallel.pipe"),
         (1, {"ELASTIC": False, "ELASTIC_LAYOUTS": [{}]}, "does nothing with ELASTIC = False"),
+        (1, {"torch_ddp.static_graph": True}, "torch_ddp.static_graph = True does not work with ELASTIC"),
     ],
 )
 def test_what_is_impossible_is_one_line(world_size, values, words, tmp_path):
     values = {key: value for key, value in {**ELASTIC, **values}.items() if value is not None}
     assert words in training.refused(tmp_path / "run", world_size, **values)
+
+
+def test_who_was_there_is_told_with_the_steps_made_and_never_ends_a_run(tmp_path, few_test_images):
+    training.train(tmp_path, steps=2, **ELASTIC)
+    values = {**ELASTIC, "GLOBAL_BATCH": 16}
+    training.train(tmp_path, 1, "--accept-changes", steps=3, **values)
+    file = tmp_path / "members.jsonl"
+    assert [line["step"] for line in training.lines_of(file)] == [0, 2]
+    file.unlink()
+    file.mkdir()
+    assert f"{file}: cannot be written: Is a directory" in training.train(tmp_path, steps=4, **values).said
 
 
 def test_a_machine_that_joins_may_not_start_the_run_from_scratch(tmp_path):

@@ -30,6 +30,7 @@ from colossal_vit.models import PatchProjection, build_timm_vit
 from colossal_vit.parallel import sharding
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.ranks import RankLogger, run_on_rank_0
+from colossal_vit.parity import command
 from colossal_vit.results import read_metrics
 from colossal_vit.run import Run
 from colossalai.context import Config
@@ -42,6 +43,7 @@ from safetensors.torch import load, load_file, save, save_file
 import conftest
 import fork_ranks
 import test_layouts
+import train_hybrid
 import training
 import vit
 from layouts import LAYOUTS, OPTIMIZERS
@@ -532,11 +534,40 @@ def test_what_is_frozen_gets_no_moments_of_a_checkpoint(run):
 
     def names():
         engine, _ = build_engine()
-        tensors.scatter_moments(engine, lambda: checkpoint.tensors(storage.OPTIMIZER), 1, "")
+        tensors.scatter_moments(engine, lambda: checkpoint.tensors(storage.OPTIMIZER), 1, {}, "")
         state = engine.optimizer.optim.state
         return {p.requires_grad for p in state}, len(state)
 
     assert call(names, **{"finetune.frozen_blocks": 4}) == [({True}, 4)]
+
+
+@pytest.mark.parametrize("layout", [None, "PP 2", "ZeRO"])
+def test_blocks_trained_from_the_middle_on_resume_with_as_many_updates_as_they_had(layout, of_depth, tmp_path):
+    """Adam corrects the bias of moments by their number of updates: by that of other parameters they would leap."""
+    world_size, own = {None: (1, {}), "ZeRO": (2, {"zero.stage": 1})}.get(layout) or LAYOUTS[layout]
+    values = {**frozen(of_depth, 4, **OPTIMIZERS["adamw"]), **own}
+
+    def run(name, *steps):
+        for at in steps:
+            training.train(tmp_path / name, world_size, "--accept-changes", steps=at, **values)
+
+    run("parts", 2)
+    values["finetune.frozen_blocks"] = 0
+    shutil.copytree(tmp_path / "parts", tmp_path / "whole")
+    run("parts", 4, 6)
+    run("whole", 6)
+    assert training.records(tmp_path / "parts") == training.records(tmp_path / "whole")
+    state = storage.newest(tmp_path / "parts" / storage.FOLDER)[0].state
+    assert (state["moments_step"], set(state["fewer_updates"].values())) == (6, {4})
+
+
+@pytest.mark.parametrize("values", [{"finetune.frozen_blocks": 3}, {"finetune.linear_probe": True}])
+def test_parity_compares_what_is_behind_frozen_blocks(values, of_depth, small_sample, capsys, monkeypatch):
+    """A later stage of a pipeline has gradients at the outputs of its frozen blocks, one process has none."""
+    monkeypatch.setenv("DATA", str(small_sample))
+    flags = training.flags(**{**frozen(of_depth, 4), "finetune.frozen_blocks": 0, **values})
+    command.run(train_hybrid.main, training.arguments(train_hybrid.main, flags).replace(parity=["PP 2"]))
+    assert capsys.readouterr().out.startswith("PP 2: all ")
 
 
 @pytest.mark.parametrize("layout", ["DP 2", "PP 2"])

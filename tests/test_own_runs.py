@@ -249,6 +249,16 @@ def test_other_data_are_refused_or_put_on_record(trained, tmp_path, monkeypatch,
     assert len(state_of(trained)["changes"]) == 1
 
 
+def test_the_best_accuracy_is_one_on_the_same_images(tmp_path, monkeypatch):
+    output, values = tmp_path / "run", dict(BATCH_SIZE=512, NUM_EPOCHS=2)
+    for steps in (2, 3):
+        run(output, "--max-steps", str(steps), **values)
+        assert state_of(output)["best"]["step"] == 2
+    monkeypatch.setenv("DATA", str(write_cifar10(tmp_path / "other").parent))
+    run(output, "--accept-changes", "--max-steps", "4", **values)
+    assert state_of(output)["best"]["step"] == 4
+
+
 def test_the_two_versions_of_cifar10_are_the_same_data(tmp_path):
     """The digest is of labels and pixels in one order."""
     import numpy as np

@@ -207,6 +207,13 @@ def test_loss_scale_is_the_one_that_other_scalers_have(hysteresis):
     assert len(fork_ranks.call(function)[0]) > 3
 
 
+def test_a_run_that_resumes_with_a_shorter_growth_interval_raises_its_loss_scale():
+    scale = LossScale(2.0**10, growth_interval=5)
+    scale.growth_step = 12
+    scale.update(overflow=False)
+    assert (scale.value, scale.growth_step) == (2.0**11, 0)
+
+
 def test_upstream_unscales_by_the_grown_scale():
     """Why `AMPOptimizer` has its own master weights: when the scale grows, upstream halves that step's gradient."""
     from colossalai.amp.naive_amp.mixed_precision_optimizer import MixedPrecisionOptimizer

@@ -67,6 +67,11 @@ RUNS = {  # script and its values; processes; what else
         4,
         {**LAYOUTS["2D 4"][1], "parallel.pipeline": 1, "OPTIMIZER": "lamb", "DEPTH": 1, "BATCH_SIZE": 256},
     ),
+    "hybrid, DP 4, static graph": (
+        HYBRID_RUN,
+        4,
+        {"parallel.pipeline": 1, "torch_ddp.static_graph": True, "DEPTH": 1, "BATCH_SIZE": 32},
+    ),
     "imagenet, 1 process": (DALI_RUN, 1, {}),
     "imagenet, 2 processes, bf16": (DALI_RUN, 2, {"fp16.mode": "TORCH"}),
     "caltech101, 1 process, fp16 with loss scaling": (

@@ -232,14 +232,17 @@ class Checkpointer:
             self._check_continues(state)
         elif run.args.eval_only:
             self._check_answers(state)
-        if state["step"] and not run.args.eval_only:
-            engine.rebuild_ddp_buckets((run.config.BATCH_SIZE, 3, run.config.IMG_SIZE, run.config.IMG_SIZE))
-        self._load_tensors(state["moments_step"] if trained else None)
+        if not run.args.eval_only:
+            images = (run.config.BATCH_SIZE, 3, run.config.IMG_SIZE, run.config.IMG_SIZE)
+            engine.rebuild_ddp_buckets(images, state["step"])
+        self._load_tensors(state if trained else None)
         engine.num_steps = state["step"]
         if run.args.eval_only:
             run.log.info(f"the weights are those of {path}, step {state['step']}")
             return
-        self.trainer.cur_epoch, self.best = state["epoch"], state["best"]
+        self.trainer.cur_epoch = state["epoch"]
+        if not trained or not self._other_data(state):  # accuracies on other images are not comparable
+            self.best = state["best"]
         engine.optimizer.load_scaler_state(state["scaler"])
         self._seek(state)
 
@@ -258,6 +261,10 @@ class Checkpointer:
         if said and not self.run.args.accept_changes:
             raise UserError(f"{self.path}: {said}: set it back")
 
+    def _other_data(self, state: State) -> str:
+        """In what this run's data differ from a checkpoint's, in a few words."""
+        return differences(state.get("data") or self.run.data or {}, self.run.data or {})
+
     def _check_continues(self, state: State) -> None:
         """Check that the data, and the config values that affect learning, are those of the checkpoint.
 
@@ -273,7 +280,7 @@ class Checkpointer:
         global_batch = run.layout.global_batch(run.config)
         if state["global_batch"] != global_batch:
             learned["global batch"] = [state["global_batch"], global_batch]
-        other_data = differences(state.get("data") or run.data or {}, run.data or {})
+        other_data = self._other_data(state)
         self._changes = state.get("changes", [])
         if learned or other_data:
             said = [f"other data ({other_data})"] if other_data else []
@@ -289,16 +296,17 @@ class Checkpointer:
         if said:
             run.log.info(f"changed since then: {', '.join(said)}")
 
-    def _load_tensors(self, num_updates: int | None) -> None:
-        """Load weights, averages if there are any, and moments unless `num_updates`, those in them, is None."""
+    def _load_tensors(self, trained: State | None) -> None:
+        """Load weights, averages if there are any, and the moments of a state with some."""
         engine, path, found = self.trainer.engine, str(self.path), self._found  # which only rank 0 has, and reads
         tensors.scatter_weights(engine, lambda: found.tensors(storage.MODEL), path, OTHER_SHAPE)
         if engine.ema:
             engine.ema.restart()  # from the weights, if the checkpoint has no averages
             if run_on_rank_0(lambda: storage.EMA in found.files):
                 tensors.scatter_averages(engine, lambda: found.tensors(storage.EMA))
-        if num_updates is not None:
-            tensors.scatter_moments(engine, lambda: found.tensors(storage.OPTIMIZER), num_updates, path)
+        if trained:
+            updates = trained["moments_step"], trained.get("fewer_updates", {})
+            tensors.scatter_moments(engine, lambda: found.tensors(storage.OPTIMIZER), *updates, path)
 
     def _seek(self, state: State) -> None:
         """Go to the place in the data and in the schedule where the checkpoint was saved.
@@ -398,8 +406,8 @@ class Checkpointer:
     def state(self, epoch: int, start: int) -> dict[str, Any]:
         """The contents of state.json, see `contents.State`."""
         run, engine = self.run, self.trainer.engine
-        # Fewer updates than optimizer steps if some were skipped for overflow.
-        updates = max((int(state.get("step", 0)) for state in engine.optimizer.optim.state.values()), default=0)
+        updates = tensors.num_updates(engine)
+        most = max(updates.values(), default=0)
         global_batch = run.layout.global_batch(run.config)
         return {
             "step": engine.num_steps,
@@ -407,7 +415,8 @@ class Checkpointer:
             "images": start // engine.accumulation * global_batch,  # those that the epoch has had
             "global_batch": global_batch,
             "optimizer": type(engine.optimizer.optim).__name__,
-            "moments_step": max(all_gather_object(updates)),
+            "moments_step": most,
+            "fewer_updates": {name: number for name, number in updates.items() if number < most},
             "scaler": engine.optimizer.scaler_state(),
             "best": self.best,
             "config": config.plain(run.config),

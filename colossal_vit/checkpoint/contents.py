@@ -73,7 +73,8 @@ class State(TypedDict):
     images: Count
     global_batch: Count
     optimizer: str | None
-    moments_step: Count
+    moments_step: Count  # updates in the moments
+    fewer_updates: NotRequired[dict[str, Count]]  # in those of parameters that were frozen at first, by name
     scaler: Scaler
     best: Best | None
     ranks: NotRequired[list[Any]]  # states of generators, in earlier versions

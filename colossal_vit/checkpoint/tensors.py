@@ -230,9 +230,30 @@ def scatter_averages(engine: Engine, read: Callable[[], Mapping[str, Tensor]]) -
             engine.ema.averages[slots[name].master].copy_(slots[name].shard.split(tensor))
 
 
+def num_updates(engine: Engine) -> dict[str, int]:
+    """How many updates are in the moments of each of the full model's trained parameters. Collective.
+
+    Fewer than there were optimizer steps, if some were skipped for overflow; and fewer than in others', if a parameter
+    was frozen at first.
+    """
+    states, slots = engine.optimizer.optim.state, parameter_slots(engine)
+    trained = [slot for slot in slots if slot.owned and slot.trained]
+    own = {slot.shard.name: int(states.get(slot.master, {}).get("step", 0)) for slot in trained}
+    return {name: number for part in all_gather_object(own) for name, number in part.items()}
+
+
 @torch.no_grad()
-def scatter_moments(engine: Engine, read: Callable[[], Mapping[str, Tensor]], num_updates: int, source: str) -> None:
-    """Load this rank's optimizer moments, in which there are `num_updates` updates. Collective.
+def scatter_moments(
+    engine: Engine, read: Callable[[], Mapping[str, Tensor]], updates: int, fewer: Mapping[str, int], source: str
+) -> None:
+    """Load this rank's optimizer moments. Collective.
+
+    Args:
+        engine: has the optimizer.
+        read: returns all moments; called on rank 0 only.
+        updates: so many are in them.
+        fewer: so many in those of some parameters, by name.
+        source: what they are of, for messages.
 
     Raises:
         UserError: naming `source`, if a moment is not of its parameter's shape.
@@ -249,6 +270,6 @@ def scatter_moments(engine: Engine, read: Callable[[], Mapping[str, Tensor]], nu
             if list(tensor.shape) != slot.shard.full_shape(slot.master.shape):
                 raise UserError(f"{source}: {key} is of shape {tuple(tensor.shape)}, which is not its parameter's")
             piece = slot.shard.split(tensor).to(slot.master.device, copy=True).contiguous()
-            states.setdefault(number_of[slot.master], {"step": num_updates})[moment] = piece
+            states.setdefault(number_of[slot.master], {"step": fewer.get(name, updates)})[moment] = piece
     # Each optimizer has its own rules for the type of its moments and the place of its step.
     optimizer.load_state_dict({"state": states, "param_groups": groups})

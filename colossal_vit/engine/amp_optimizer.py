@@ -58,7 +58,7 @@ class LossScale:
                 self.value = max(self.value * self.backoff_factor, self.min_scale)
             return
         self.growth_step += 1
-        if self.growth_step == self.growth_interval:
+        if self.growth_step >= self.growth_interval:  # above it if a run resumes with a shorter one
             self.growth_step = self.hysteresis_step = 0
             self.value = min(self.value * self.growth_factor, self.max_scale)
 

@@ -97,22 +97,25 @@ class Engine(ColossalEngine):
         if isinstance(self.model, DistributedDataParallel):
             self.model.require_backward_grad_sync = enabled
 
-    def rebuild_ddp_buckets(self, shape: tuple[int, ...]) -> None:
-        """Have DDP rebuild its buckets now, by a backward pass on zero images, so that a resumed run is bit-identical.
+    def rebuild_ddp_buckets(self, shape: tuple[int, ...], steps: int) -> None:
+        """Have DDP rebuild its buckets now, by backward passes on zero images, so that a resumed run is bit-identical.
 
-        DDP does so after the first step of a process, in the order in which gradients became ready. A gradient's place
-        in its bucket determines the order in which four or more ranks sum it, and so the rounding. The weights are
-        left unchanged; buffers are not.
+        DDP does so after the first step of a process, with a static graph after the second, in the order in which
+        gradients became ready. A gradient's place in its bucket determines the order in which four or more ranks sum
+        it, and so the rounding. The weights are left unchanged.
 
         Args:
             shape: of a batch of images, (B, 3, H, W).
+            steps: those that the run has made.
         """
-        if isinstance(self.model, DistributedDataParallel):
-            self.train()
-            self._reduce_in_backward(True)
+        if not isinstance(self.model, DistributedDataParallel):
+            return
+        self.train()
+        self._reduce_in_backward(True)
+        for _ in range(min(steps, 2 if self.model.static_graph else 1)):
             self(torch.zeros(shape, device=get_accelerator().get_current_device())).float().sum().backward()
             self.optimizer.zero_grad()
-            self._reduce_in_backward(self.accumulation == 1)
+        self._reduce_in_backward(self.accumulation == 1)
 
     def zero_grad(self) -> None:
         if self._micro_step == 0:

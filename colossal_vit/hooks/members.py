@@ -26,10 +26,14 @@ class MembersHook(BaseHook):
 
     def before_train(self, trainer: Trainer) -> None:
         hosts = Counter(all_gather_object(socket.gethostname()))
-        record = {"step": trainer.cur_step, "layout": self.run.layout.short, "hosts": hosts}
+        record = {"step": trainer.engine.num_steps, "layout": self.run.layout.short, "hosts": hosts}
 
         def append() -> None:
-            with open(self.run.output / MEMBERS, "a") as file:
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            path = self.run.output / MEMBERS
+            try:
+                with open(path, "a", encoding="utf-8") as file:
+                    file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            except OSError as error:
+                self.run.log.info(f"{path}: cannot be written: {error.strerror or error}")
 
         run_on_rank_0(append)

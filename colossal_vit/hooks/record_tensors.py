@@ -8,7 +8,9 @@ import numpy as np
 import torch
 from colossal_vit.checkpoint.tensors import parameter_slots
 from colossal_vit.engine.loop import Trainer
+from colossal_vit.engine.optimizers import layer_of
 from colossal_vit.hooks.priority import Priority
+from colossal_vit.parallel.ranks import all_gather_object
 from colossal_vit.parallel.sharding import output_part
 from colossal_vit.rng.dropout import WHOLE, ActivationPart, Dropout, current_samples
 from colossalai.legacy.context import ParallelMode
@@ -43,6 +45,11 @@ def layers(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
         yield path, model
 
 
+def _place(name: str) -> tuple[int, bool]:
+    """Of a layer or parameter by its name, to compare; what is frozen ends before a layer, or before the head."""
+    return layer_of(f"{name}.", depth=2**31), name.partition(".")[0] == "head"
+
+
 class RecordTensorsHook(BaseHook):
     """Records every layer's output and its gradient, and the gradients of parameters, of each step.
 
@@ -60,9 +67,13 @@ class RecordTensorsHook(BaseHook):
     def before_train(self, trainer: Trainer) -> None:
         self.engine = trainer.engine
         model = self.engine.bare_model
+        trained = [_place(slot.shard.name) for slot in parameter_slots(self.engine) if slot.trained]
+        first = min(place for places in all_gather_object(trained) for place in places)
         for chunk in model if isinstance(model, nn.ModuleList) else [model]:
             chunk.register_forward_pre_hook(self._record_input)
             for name, layer in layers(chunk):
+                if _place(name) < first:  # its output has a gradient in the later stages of a pipeline only
+                    continue
                 part = layer.output_part if isinstance(layer, Dropout) else output_part(layer)
                 layer.register_forward_hook(partial(self._record_output, name, part))
         self.engine.criterion.register_forward_pre_hook(self._record_labels)

@@ -44,6 +44,10 @@ def fit(
     """
     if "GLOBAL_BATCH" not in config:
         raise UserError("ELASTIC keeps the images of a step, on any number of processes: set GLOBAL_BATCH")
+    if config.get("torch_ddp", {}).get("static_graph"):
+        raise UserError(
+            "torch_ddp.static_graph = True does not work with ELASTIC, which may need gradient_accumulation"
+        )
     others = [[f"parallel={other}"] for other in config.get("ELASTIC_LAYOUTS", [])]
     try:
         choices = [([], config), *((other, load(other)) for other in others)]
