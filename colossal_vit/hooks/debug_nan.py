@@ -28,7 +28,7 @@ class DebugNanHook(BaseHook):
 
     def before_train(self, trainer: Trainer) -> None:
         self.engine = trainer.engine
-        wrappers = r"^(module(\.|$))?(model(\.|$))?"  # DDP's, and that of Autocast or LowPrecision
+        wrappers = r"^(module(\.|$))?(model(\.|$))?"  # DDP's, and that of Autocast or Converted
         self.names = {module: re.sub(wrappers, "", name) for name, module in self.engine.model.named_modules()}
         for module in self.names:
             module.register_forward_hook(self._check_output)
