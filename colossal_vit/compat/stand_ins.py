@@ -34,8 +34,8 @@ STAND_INS: dict[str, tuple[tuple[str, ...], str]] = {
     # dropout) by those of torch 1.12, and torch.compile then fails in the backward pass of a convolution.
     "colossalai._analyzer._subclasses._meta_registration": ((), "shape functions of torch 1.12"),
 }
-# Colossal-AI's registry of optimizers holds a reference to it, and accesses it only to find an optimizer by name. Its
-# import compiles eight optimizers to TorchScript, with warnings on torch 2.5.
+# Colossal-AI's registry of optimizers holds a reference to it, and accesses it only to find an optimizer by name. Up to
+# torch 2.13, its import compiles eight optimizers to TorchScript.
 DEFERRED = ("torch.distributed.optim",)
 
 
