@@ -56,7 +56,7 @@ def _by_name(engine: Engine) -> dict[str, ParameterSlot]:
 
 
 def _buffers(engine: Engine) -> dict[str, Tensor]:
-    """The model's persistent buffers by name, such as the running means of batch norms.
+    """The model's persistent buffers by name, such as fixed position embeddings.
 
     Not from `state_dict`, because Colossal-AI's layers communicate to build theirs.
     """
