@@ -65,7 +65,7 @@ class Change(TypedDict):
 
 
 class State(TypedDict):
-    """state.json, see `Checkpointer.save`; older versions wrote none of the fields that are not required."""
+    """state.json, see `Checkpointer.state`; older versions wrote none of the fields that are not required."""
 
     __pydantic_config__ = RECORD
     step: Count

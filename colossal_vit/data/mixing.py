@@ -146,6 +146,6 @@ def mixed(loader: Loader, config: Config) -> Loader:
     """The loader, with its batches mixed if the config says so.
 
     Raises:
-        UserError: if BATCH_SIZE is odd.
+        UserError: see `MixedBatches`.
     """
     return MixedBatches(loader, config) if config.mix else loader

@@ -1,1 +1,1 @@
-"""Dry runs: memory and communication of an optimizer step, from fake tensors and process groups."""
+"""What a step holds, sends and takes, before it runs: dry runs, and the search for the fastest layouts."""
