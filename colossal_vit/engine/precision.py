@@ -96,7 +96,7 @@ class Converted(nn.Module):
 def _keep_norms_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
     """Make the normalisation layers of a half-precision model compute in fp32, with fp32 weights."""
     for module in model.modules():
-        if isinstance(module, (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm)):
+        if isinstance(module, (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)):
             module.float()
             module.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(), *inputs[1:]))
             module.register_forward_hook(lambda module, inputs, output: output.to(dtype))
