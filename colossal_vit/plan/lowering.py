@@ -272,9 +272,7 @@ def _lower(graph: GraphModule, capability: tuple[int, int], options: dict[str, A
     return kernels, code
 
 
-def lower(
-    engine: Engine, batches: Iterable, by_block: bool, accumulating: bool, capability: tuple[int, int] = H100
-) -> Lowered:
+def lower(engine: Engine, batches: Iterable, by_block: bool, capability: tuple[int, int]) -> Lowered:
     """What a micro-batch of an engine on the CPU would launch on a GPU, compiled as `COMPILE` does it.
 
     Patches this process irreversibly: call it in a fork.
@@ -283,7 +281,6 @@ def lower(
         engine: eager, without data parallelism and pipeline.
         batches: the first one is used.
         by_block: whether blocks are compiled one by one, as under tensor and pipeline parallelism.
-        accumulating: whether gradients are added to those of an earlier micro-batch.
         capability: compute capability, one of `GPUS`.
     """
     from torch._functorch.aot_autograd import make_boxed_func
@@ -318,8 +315,7 @@ def lower(
     passes: dict[str, list[Kernel]] = {}
     with recorder:
         for _ in range(2):  # the first one compiles
-            if not accumulating:
-                engine.optimizer.zero_grad()
+            engine.optimizer.zero_grad()
             passes = {kind: [] for kind in KINDS}
             recorder.kernels = passes["forward"]
             loss = engine.criterion(engine(images), labels)

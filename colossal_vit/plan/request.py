@@ -109,16 +109,16 @@ class Request(NamedTuple):
         """What a rank does with this tensor parallelism, recorded in a fork."""
         return in_fork(self.model(tensor, trace))
 
-    def lower(self, tensor: TensorParallel, by_block: bool, images: int, accumulating: bool = False) -> Lowering:
+    def lower(self, tensor: TensorParallel, by_block: bool, images: int) -> Lowering:
         """What a rank runs of a compiled micro-batch on the GPU that is asked for, found in forks without one.
 
         Args:
             tensor: see `model`.
-            by_block, accumulating: see `lowering.lower`.
+            by_block: see `lowering.lower`.
             images: of the micro-batch.
         """
         capability = lowering.A100 if self.args.plan.lower().startswith("a100") else lowering.H100
-        observe = partial(lowering.lower, by_block=by_block, accumulating=accumulating, capability=capability)
+        observe = partial(lowering.lower, by_block=by_block, capability=capability)
 
         def without_gpu(depth: int) -> Lowered:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the model is on the CPU
