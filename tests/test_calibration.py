@@ -59,7 +59,7 @@ def test_times_between_measurements_are_on_lines(here):
         return here.compute((ONE, "block", "forward", images), None)
 
     assert [seconds(images) for images in (2, 3, 8)] == pytest.approx([0.1, 0.15, 0.6])
-    assert here.update((ONE, 5), 0, 1e6) == pytest.approx(0.011)
+    assert here.update(ONE, 0, 1e6) == pytest.approx(0.011)
     assert here.send(Message("all_reduce", 2, 1e6), 8) == pytest.approx(0.004)
     assert here.send(Message("all_reduce", 4, 1e6), 8) == pytest.approx(0.008)
     assert here.send(Message("all_reduce", 1, 1e6), 8) == 0.0

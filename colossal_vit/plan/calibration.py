@@ -137,8 +137,8 @@ class Here:
         latency, per_byte = self.messages[f"{message.kind} {nearest}"]
         return latency + per_byte * message.nbytes
 
-    def update(self, part: tuple, num_bytes: float, elements: float) -> float:
-        per_element, rest = self.updates[str(part[0])]
+    def update(self, tensor: TensorParallel, num_bytes: float, elements: float) -> float:
+        per_element, rest = self.updates[str(tensor)]
         return per_element * elements + rest
 
     def speed(self, num_active: int) -> float:

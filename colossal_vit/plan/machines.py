@@ -12,7 +12,7 @@ from colossal_vit.config.check import nearest
 from colossal_vit.errors import UserError
 from colossal_vit.mfu import peak_flops
 from colossal_vit.plan.meter import SENT_SHARE
-from colossal_vit.plan.trace import Message, Pass
+from colossal_vit.plan.trace import Message, Pass, TensorParallel
 
 HERE = "here"  # the name of this machine
 RESERVED_GB = 2.0  # CUDA's context, NCCL's buffers, workspaces of cuBLAS: nothing of PyTorch's allocator
@@ -43,7 +43,7 @@ class Machine(Protocol):
     def send(self, message: Message, on_node: int) -> float:
         """A collective, or a message between two ranks (kind "send")."""
 
-    def update(self, part: tuple, num_bytes: float, elements: float) -> float:
+    def update(self, tensor: TensorParallel, num_bytes: float, elements: float) -> float:
         """An optimizer step of so many elements, that reads and writes so many bytes."""
 
     def speed(self, num_active: int) -> float:
@@ -106,7 +106,7 @@ class Gpus:
         sent = message.nbytes * SENT_SHARE[message.kind](message.size)
         return latency * 1e-6 * math.ceil(math.log2(message.size)) + sent / (bandwidth * self.link_share * 1e9)
 
-    def update(self, part: tuple, num_bytes: float, elements: float) -> float:
+    def update(self, tensor: TensorParallel, num_bytes: float, elements: float) -> float:
         return num_bytes / (self.memory_gb_s * self.memory_share * 1e9)
 
     def speed(self, num_active: int) -> float:

@@ -146,7 +146,7 @@ class Predictor:
                 return 0.0
             return num_buckets * self.machine.send(Message(kind, layout.data, num_bytes / num_buckets), on_node)
 
-        update = self.machine.update((choice.tensor, sum(sizes)), traced.update_bytes * elements, elements)
+        update = self.machine.update(choice.tensor, traced.update_bytes * elements, elements)
         norm = Message("all_reduce", layout.world_size, 4)
         update += self.machine.send(norm, self.machine.ranks_per_node)
         reduction, broadcast = (send("reduce"), send("broadcast")) if choice.zero else (send("all_reduce"), 0.0)
