@@ -94,13 +94,13 @@ def test_a_dry_run_says_what_real_ranks_measure(case):
         peaks = [min(peak, real.memory["peak"]) for peak, real in zip(peaks, really(argv, world_size), strict=True)]
     for rank, said in plans.items():
         real = measured[rank]
-        assert (said.layers, said.parameters) == (real.layers, real.parameters), rank
+        assert (list(said.shards), said.parameters) == (list(real.shards), real.parameters), rank
         assert said.calls == real.calls, rank
         assert said.sent == real.sent, rank
         for part in ("weights", "gradients", "optimizer"):
             assert said.memory[part] == real.memory[part], (rank, part)
         assert said.memory["peak"] == pytest.approx(peaks[rank], rel=0.05), rank
-    whole = {name for said in plans.values() for name in said.layers}
+    whole = {name for said in plans.values() for name in said.shards}
     some = {"cls_token", "pos_embed", "blocks.0.attn.qkv.weight", f"blocks.{depth - 1}.mlp.fc2.bias", "head.weight"}
     assert some <= whole
 

@@ -111,28 +111,26 @@ class StepPlan:
     """Memory and communication of one rank in an optimizer step. Memory in bytes.
 
     Attributes:
-        layers: names of the full parameters of which this rank has a piece.
-        parameters: number of elements in those pieces.
+        parameters: number of elements in this rank's pieces of full parameters.
         memory: of `weights`, `gradients`, `optimizer` (moments, and fp32 copies of half-precision weights),
             `activations` (everything else at the peak), and their sum, the `peak`.
         calls, sent: see `StepMeter`.
         layout: of the run.
         config: the resolved config.
         stage_ranks: one rank of each pipeline stage, with this rank's data and tensor coordinates.
-        shards: of parameters that `annotate` has seen, by name.
+        shards: which pieces these are, by the names of the full parameters.
         shapes: of these full parameters, as timm stores them.
     """
 
-    layers: list[str]
     parameters: int
     memory: dict[str, int]
     calls: dict[str, int]
     sent: dict[str, float]
     layout: Layout
     config: dict[str, Any] = field(repr=False)
-    stage_ranks: list[int] = field(default_factory=lambda: [0])
-    shards: dict[str, Shard] = field(default_factory=dict, repr=False)
-    shapes: dict[str, list[int]] = field(default_factory=dict, repr=False)
+    stage_ranks: list[int]
+    shards: dict[str, Shard] = field(repr=False)
+    shapes: dict[str, list[int]] = field(repr=False)
 
 
 def measure(engine: Engine, batches: Iterable) -> StepPlan:
@@ -176,12 +174,8 @@ def measure(engine: Engine, batches: Iterable) -> StepPlan:
     memory["peak"] = max(memory.pop("before update") + moments, meter.peak)
     known = sum(memory[part] for part in ("weights", "gradients", "optimizer"))
     memory["activations"] = max(memory["peak"] - known, 0)
-    annotated = [p for p in model.parameters() if hasattr(p, "shard")]
     pipelined = gpc.is_initialized(ParallelMode.PIPELINE)
     return StepPlan(
-        layers=list(
-            dict.fromkeys(p.shard.name if hasattr(p, "shard") else name for name, p in model.named_parameters())
-        ),
         parameters=sum(p.numel() for p in weights),
         memory=memory,
         calls=meter.calls,
@@ -189,6 +183,6 @@ def measure(engine: Engine, batches: Iterable) -> StepPlan:
         layout=Layout.current(),
         config=dict(config),
         stage_ranks=list(gpc.get_ranks_in_group(ParallelMode.PIPELINE)) if pipelined else [0],
-        shards={p.shard.name: p.shard for p in annotated},
-        shapes={p.shard.name: p.shard.full_shape(p.shape) for p in annotated},
+        shards={p.shard.name: p.shard for p in model.parameters()},
+        shapes={p.shard.name: p.shard.full_shape(p.shape) for p in model.parameters()},
     )

@@ -100,7 +100,7 @@ def _layers(names: Iterable[str]) -> str:
             blocks.add(int(block[1]))
             others.setdefault("blocks")
         else:
-            others.setdefault(name.removeprefix("module.").removeprefix("model.").split(".")[0])
+            others.setdefault(name.split(".")[0])
     return ", ".join(f"blocks {_ranges(blocks)}" if name == "blocks" else name for name in others)
 
 
@@ -123,7 +123,7 @@ def format_report(plans: list[StepPlan], notes: Sequence[str] = ()) -> str:
     for stage, stage_plan in enumerate(plans):
         ranks = (replica * d + layout.tensor * stage + t for d in range(layout.data) for t in range(layout.tensor))
         lines.append(
-            f"stage {stage}, rank(s) {_ranges(ranks)}: {_layers(stage_plan.layers)}; "
+            f"stage {stage}, rank(s) {_ranges(ranks)}: {_layers(stage_plan.shards)}; "
             f"{stage_plan.parameters:,} parameters on each"
         )
     parts = ["weights", "gradients", "optimizer", "activations", "peak"]
@@ -164,7 +164,7 @@ def tensor_pieces(plan: StepPlan) -> dict[str, list[Piece]]:
 def draw_layout(plans: list[StepPlan]) -> Figure:
     """A picture of the layout, see `pictures.draw_layout`."""
     layout = plans[0].layout
-    stages = [_layers(stage_plan.layers) for stage_plan in plans]
+    stages = [_layers(stage_plan.shards) for stage_plan in plans]
     if len(stages) > 1:
         stages = [f"stage {number}; {layers}" for number, layers in enumerate(stages)]
     matrices = tensor_pieces(plans[0]) if layout.tensor > 1 else {}
