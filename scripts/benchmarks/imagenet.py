@@ -14,7 +14,7 @@ import os
 import statistics
 import time
 from collections.abc import Mapping
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -79,7 +79,7 @@ def batch_size_for(memory: float) -> int:
 
 def sides(model: str, precision: str, args: argparse.Namespace) -> dict[str, Side]:
     num_images = args.batch_size * args.accumulation * (SKIPPED + args.steps + 1)
-    data = Path(os.environ.get("DATA") or make_data(max(num_images, 64)))
+    data = Path(os.environ.get("DATA") or jpegs.tfrecords(max(num_images, 64)))
     overrides = [f"MODEL={model!r}", PRECISION[precision], "NUM_EPOCHS=1", "WARMUP_EPOCHS=0", *args.set]
     overrides += [f"BATCH_SIZE={args.batch_size}", f"gradient_accumulation={args.accumulation}"]
     return {
@@ -87,14 +87,6 @@ def sides(model: str, precision: str, args: argparse.Namespace) -> dict[str, Sid
         RANDOM: partial(train_steps, [*overrides, "SYNTHETIC=True"], data, args),
         ALONE: partial(drain_in_a_process, data, args),
     }
-
-
-@cache
-def make_data(num_images: int) -> Path:
-    """TFRecords of so many JPEGs."""
-    folder = jpegs.temporary_folder() / "images"
-    jpegs.write(folder, num_images)
-    return jpegs.pack(folder)
 
 
 def loops(found: Mapping[str, Rounds]) -> list[str]:

@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 from contextlib import redirect_stdout
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -48,3 +49,11 @@ def pack(folder: Path) -> Path:
     with redirect_stdout(None):
         packing.build(packing.parse([str(folder), str(packed)]))
     return packed
+
+
+@cache
+def tfrecords(num_images: int) -> Path:
+    """TFRecords of so many images, for as long as this process runs."""
+    folder = temporary_folder() / "images"
+    write(folder, num_images)
+    return pack(folder)

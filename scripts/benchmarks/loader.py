@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -100,15 +100,8 @@ def drained(root: Path, data: Path, num_batches: int, overrides: list[str], cold
     return json.loads(done.stdout)
 
 
-@cache
-def tfrecords(num_images: int) -> Path:
-    folder = jpegs.temporary_folder() / "images"
-    jpegs.write(folder, num_images)
-    return jpegs.pack(folder)
-
-
 def compared(overrides: list[str], cold: bool, args: argparse.Namespace) -> dict[str, Side]:
-    rest = (tfrecords(256 if args.small else 8192), 1 if args.small else NUM_BATCHES, overrides, cold)
+    rest = (jpegs.tfrecords(256 if args.small else 8192), 1 if args.small else NUM_BATCHES, overrides, cold)
     return {"before": partial(drained, args.before.resolve(), *rest), "now": partial(drained, ROOT, *rest)}
 
 
