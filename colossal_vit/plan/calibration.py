@@ -270,7 +270,7 @@ def time_messages(rank: int, world_size: int, store: str, device: str, backend: 
         return (_synchronize() - started) / MESSAGE_CALLS
 
     computing = timed(lambda: None)
-    for size in (n for n in range(2, world_size + 1) if world_size % n == 0):
+    for size in divisors(world_size)[1:]:
         members = [list(range(first, first + size)) for first in range(0, world_size, size)]
         groups = [dist.new_group(ranks) for ranks in members]
         ranks, group = members[rank // size], groups[rank // size]
