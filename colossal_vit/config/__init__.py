@@ -7,7 +7,7 @@ follow the override. `python -m colossal_vit.config` prints all keys.
 
 from colossal_vit.config.check import idle_keys
 from colossal_vit.config.complete import complete, is_learned, recorded
-from colossal_vit.config.load import load, num_model_chunks, plain, to_json
+from colossal_vit.config.load import load, plain, to_json
 from colossal_vit.config.overrides import parse_override
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "idle_keys",
     "is_learned",
     "load",
-    "num_model_chunks",
     "parse_override",
     "plain",
     "recorded",

@@ -5,10 +5,9 @@ from colossal_vit.engine.criterion import build_criterion
 from colossal_vit.engine.lamb import Lamb
 from colossal_vit.engine.loop import Trainer
 from colossal_vit.engine.optimizers import build_optimizer
-from colossal_vit.engine.schedules import CosineAnnealingWarmupLR, build_scheduler
+from colossal_vit.engine.schedules import build_scheduler
 
 __all__ = [
-    "CosineAnnealingWarmupLR",
     "Lamb",
     "Trainer",
     "build_criterion",
