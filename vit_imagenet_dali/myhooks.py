@@ -23,8 +23,8 @@ class ThroughputHook(BaseHook):
         log: the run's logger.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, log: RankLogger, priority: int = Priority.READER):
-        super().__init__(priority)
+    def __init__(self, model: nn.Module, device: torch.device, log: RankLogger):
+        super().__init__(Priority.READER)
         self.log = log
         self.peak = peak_of(device, precision.compute_dtype(gpc.config.fp16, device), gpc.config.TF32)
         self.flops = training_flops(model, gpc.config.IMG_SIZE) if self.peak else None
