@@ -8,7 +8,7 @@ from math import log
 from typing import NamedTuple
 
 import numpy as np
-from colossal_vit.data.augment import BLUR, Erased
+from colossal_vit.data.augment import BLUR, SOLARIZED, Erased
 from colossal_vit.rng import philox
 from colossalai.context import Config
 from nvidia.dali import fn, types
@@ -122,9 +122,9 @@ def grayscale(images: DataNode) -> DataNode:
     return fn.color_space_conversion(grey, image_type=types.GRAY, output_type=types.RGB)
 
 
-def solarize(images: DataNode, threshold: int = 128) -> DataNode:
-    """Values from `threshold` on are inverted; HWC, uint8."""
-    return fn.cast((images < threshold) * images + (images >= threshold) * (255 - images), dtype=types.UINT8)
+def solarize(images: DataNode) -> DataNode:
+    """Values from `SOLARIZED` on are inverted; HWC, uint8."""
+    return fn.cast((images < SOLARIZED) * images + (images >= SOLARIZED) * (255 - images), dtype=types.UINT8)
 
 
 def blur(images: DataNode, sigma: DataNode | float) -> DataNode:
