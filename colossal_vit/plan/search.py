@@ -124,7 +124,7 @@ class Predictor:
     def _chunks(self, num_stages: int, num_chunks: int) -> list[list[Chunk]]:
         return cut(partition_blocks(self.config, num_stages * num_chunks), num_stages)
 
-    def _stage(self, choice: Choice, chunks: list[Chunk], all_busy: float) -> _Stage:
+    def _stage(self, choice: Choice, chunks: tuple[Chunk, ...], all_busy: float) -> _Stage:
         """A stage; `all_busy` is the speed of ranks that all compute, as they do around messages and in updates."""
         layout, traced = choice.layout, self.trace(choice.tensor)
         seconds, messages = dict.fromkeys(KINDS, 0.0), 0.0
@@ -153,12 +153,9 @@ class Predictor:
         return _Stage(*seconds.values(), messages, reduction, broadcast, int(num_buckets), update / all_busy)
 
     def _stages(self, choice: Choice, all_busy: float) -> list[_Stage]:
-        done: dict[tuple[Chunk, ...], _Stage] = {}  # most stages are alike
-        all_chunks = self._chunks(choice.layout.pipeline, choice.chunks)
-        for chunks in map(tuple, all_chunks):
-            if chunks not in done:
-                done[chunks] = self._stage(choice, list(chunks), all_busy)
-        return [done[tuple(chunks)] for chunks in all_chunks]
+        stages = list(map(tuple, self._chunks(choice.layout.pipeline, choice.chunks)))
+        done = {chunks: self._stage(choice, chunks, all_busy) for chunks in set(stages)}  # most stages are alike
+        return [done[chunks] for chunks in stages]
 
     def eager(self) -> "Predictor":
         """Predicts eager steps."""
