@@ -10,14 +10,11 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from colossal_vit.data.batches import IGNORED, Loader
 from colossal_vit.data.samplers import own_outputs
 from colossal_vit.engine.engine import Engine
-from colossal_vit.parallel.ranks import RankLogger, run_on_rank_0
-from colossalai.legacy.context import ParallelMode
-from colossalai.legacy.core import global_context as gpc
+from colossal_vit.parallel.ranks import RankLogger, gather_object, run_on_rank_0
 from torch import Tensor, nn
 
 NUM_NEIGHBOURS, TEMPERATURE = 20, 0.07
@@ -86,8 +83,7 @@ def gather_features(engine: Engine, loader: Loader) -> tuple[Tensor, Tensor] | N
     Returns:
         Features (N, elements), the order of whose elements depends on the layout, and labels (N,), on the CPU.
     """
-    everyone = [None] * dist.get_world_size() if gpc.get_global_rank() == 0 else None
-    dist.gather_object(_own_shard(engine, loader), everyone, group=gpc.get_cpu_group(ParallelMode.GLOBAL))
+    everyone = gather_object(_own_shard(engine, loader))
     return everyone and _join(everyone)
 
 

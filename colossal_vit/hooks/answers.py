@@ -4,15 +4,13 @@ import csv
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from colossal_vit.compat.norms import at_least_fp32
 from colossal_vit.data.batches import IGNORED, SampledLoader
 from colossal_vit.data.samplers import own_outputs
 from colossal_vit.engine.loop import Trainer
 from colossal_vit.hooks.priority import Priority
+from colossal_vit.parallel.ranks import gather_object
 from colossal_vit.run import Run
-from colossalai.legacy.context import ParallelMode
-from colossalai.legacy.core import global_context as gpc
 from colossalai.legacy.trainer.hooks import BaseHook
 from colossalai.legacy.utils import is_no_pp_or_last_stage
 from torch import Tensor
@@ -64,8 +62,7 @@ class AnswersHook(BaseHook):
     def after_test(self, trainer: Trainer) -> None:
         if trainer.evaluating_ema:
             return
-        everyone = [None] * dist.get_world_size() if gpc.get_global_rank() == 0 else None
-        dist.gather_object(self.parts, everyone, group=gpc.get_cpu_group(ParallelMode.GLOBAL))
+        everyone = gather_object(self.parts)
         if not everyone or not self.run.output.exists():
             return
         rows, labels, found, sure = map(torch.cat, zip(*(part for own in everyone for part in own), strict=True))

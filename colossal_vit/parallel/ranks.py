@@ -44,6 +44,13 @@ def all_gather_object(value: Any, mode: ParallelMode = ParallelMode.GLOBAL) -> l
     return values
 
 
+def gather_object(value: Any) -> list[Any] | None:
+    """Collective: the values of all ranks, in the order of the ranks, on rank 0; None on the others."""
+    values = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, values, group=gpc.get_cpu_group(ParallelMode.GLOBAL))
+    return values
+
+
 def broadcast_object(value: Any) -> Any:
     """Collective: rank 0's value, on every rank."""
     box = [value]

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from colossal_vit.errors import TrainingError, UserError
 from colossal_vit.hooks.record_tensors import Record
 from colossal_vit.launch import watchdog
@@ -26,8 +25,8 @@ from colossal_vit.launch.flags import Arguments
 from colossal_vit.launch.groups import device_index
 from colossal_vit.launch.launchers import find_rendezvous, free_port
 from colossal_vit.launch.rendezvous import join_store
+from colossal_vit.parallel.ranks import gather_object
 from colossal_vit.parity.records import Recorded, by_key, of_run_directory
-from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 
 INSTALLED = (*(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")), "<")
@@ -179,9 +178,8 @@ class Ranks:
         records: list[Record] = []
         self.main(args.replace(rank=rank, local_rank=local_rank, record=records))
         records += of_run_directory(args.output)
-        of_all = [None] * args.world_size if rank == 0 else None
         records.sort(key=lambda record: record.key[0])
-        dist.gather_object(records, of_all, group=gpc.get_cpu_group(ParallelMode.GLOBAL))
+        of_all = gather_object(records)
         watchdog.current.leave()
         gpc.destroy()
         return of_all
