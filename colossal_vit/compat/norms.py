@@ -4,8 +4,8 @@ Colossal-AI's sum the squares of activations in the activations' own type. In fp
 on (at width 768), and the norm silently returns zeros; in bf16 the variance is the difference of two numbers of 8 bits.
 And a variance that is E[x²] − E[x]² loses the digits that both have in common: at a mean of 100 standard deviations
 four of fp32's seven. Here statistics and normalised values are computed in at least fp32, as PyTorch's `layer_norm`
-does, and each rank's mean and sum of squared deviations are merged as in T. Chan et al., "Updating Formulae and a
-Pairwise Algorithm for Computing Sample Variances", 1979. A pass has one collective operation.
+does, and each rank's mean and variance are merged as in T. Chan et al., "Updating Formulae and a Pairwise Algorithm for
+Computing Sample Variances", 1979. The statistics of a pass take one collective operation.
 """
 
 from collections.abc import Callable

@@ -64,6 +64,7 @@ class Gpus:
         link_share: share of the bandwidth that collectives reach.
         operator_us: least time of an operator of PyTorch; the host needs it to start one.
         link_us, network_us: latency of a message, on a node and between nodes.
+        half: whether matrix products are in fp16 or bf16.
         overlap: whether messages are sent while the device computes.
     """
 
