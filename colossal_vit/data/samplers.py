@@ -19,16 +19,6 @@ def data_place(rank: int | None, num_ranks: int | None) -> tuple[int, int]:
     return gpc.get_local_rank(ParallelMode.DATA), gpc.get_world_size(ParallelMode.DATA)
 
 
-def check_global_batch(num_samples: int, batch_size: int, accumulation: int, num_ranks: int) -> None:
-    """Raise a `UserError` if a data set of so many samples is smaller than one global batch."""
-    if num_samples < (size := batch_size * accumulation * num_ranks):
-        raise UserError(
-            f"a global batch of {size} (BATCH_SIZE {batch_size} × gradient_accumulation {accumulation} × data parallel "
-            f"{num_ranks}) is larger than the training set of {num_samples}: lower BATCH_SIZE or "
-            f"gradient_accumulation, or set DATA to a larger data set"
-        )
-
-
 class GlobalBatchSampler:
     """Indices of this rank's micro-batches, such that the k-th global batch is the same for every layout.
 
@@ -74,7 +64,12 @@ class GlobalBatchSampler:
         self.rank, self.num_ranks = data_place(rank, num_ranks)
         self.global_batch_size = batch_size * accumulation * self.num_ranks
         self.epoch = self.start = 0
-        check_global_batch(num_samples, batch_size, accumulation, self.num_ranks)
+        if num_samples < self.global_batch_size:
+            raise UserError(
+                f"a global batch of {self.global_batch_size} (BATCH_SIZE {batch_size} × gradient_accumulation "
+                f"{accumulation} × data parallel {self.num_ranks}) is larger than the training set of {num_samples}: "
+                f"lower BATCH_SIZE or gradient_accumulation, or set DATA to a larger data set"
+            )
 
     def __len__(self) -> int:
         """Micro-batches of this rank in an epoch; the last samples that fill no global batch are left out."""
