@@ -48,17 +48,14 @@ class Piece(NamedTuple):
 ACTIVATION = "activation"
 
 
-def find_pieces(
-    parallel: Mapping, side: int, shards: Mapping[str, Shard], norm: Shard | None
-) -> dict[str, list[Piece]]:
+def find_pieces(parallel: Mapping, side: int, shards: Mapping[str, Shard], norm: Shard) -> dict[str, list[Piece]]:
     """By matrix, the pieces of all tensor-parallel ranks. Call it in a process of its own, whose groups it changes.
 
     Args:
         parallel: the block of the config.
         side: see `Layout`.
         shards: of the matrices, by name.
-        norm: shard of the weight of a norm, whose first split is that of the hidden size of activations; None if they
-            are whole on every rank.
+        norm: shard of the weight of a norm, whose first split is that of the hidden size of activations; none in 1D.
 
     Returns:
         Also the pieces of an activation (images × hidden size) between two blocks, as `ACTIVATION`.
@@ -81,7 +78,7 @@ def find_pieces(
             for name, shard in shards.items():
                 found[name].append(piece(shard.split(full)))
             activation = split_batch(full)
-            for dim, mode in norm.splits[:1] if norm else ():
+            for dim, mode in norm.splits[:1]:
                 activation = activation.chunk(gpc.get_world_size(mode), dim + 1)[gpc.get_local_rank(mode)]
             found[ACTIVATION].append(piece(activation))
     return found
