@@ -94,9 +94,7 @@ class Predictor:
         self._chunks = cache(self._chunks)
         self.memory = cache(self.memory)  # asked for before a layout is predicted, and by its prediction
 
-    def _part(
-        self, tensor: TensorParallel, part: str, kind: str, images: int, by_block: bool = False
-    ) -> tuple[float, float]:
+    def _part(self, tensor: TensorParallel, part: str, kind: str, images: int, by_block: bool) -> tuple[float, float]:
         """Seconds of computing and of messages of a part's pass."""
         record = self.trace(tensor).part(part, kind, images)
         on_node = self.machine.ranks_per_node if tensor[1] <= self.machine.ranks_per_node else 1
