@@ -143,8 +143,11 @@ def test_no_other_program_decodes_an_image(few, monkeypatch):
 
 def test_class_without_images_is_refused_by_name(few):
     (few / caltech101.FOLDER / "3").mkdir()
-    words = rf"^{few / caltech101.FOLDER}/3: has no images \(\.apng, \.bmp, .*\); fill it or remove it$"
-    with pytest.raises(UserError, match=words):
+    words = rf"^{few / caltech101.FOLDER}/3: has no images \(\.apng, \.bmp, .*\); "
+    with pytest.raises(UserError, match=rf"{words}fill it or remove it$"):
+        caltech101.find_images(few)
+    (few / caltech101.FOLDER / "3" / ".notes").touch()
+    with pytest.raises(UserError, match=rf"{words}put images in it or move it out of the data$"):
         caltech101.find_images(few)
 
 

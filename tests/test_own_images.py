@@ -531,6 +531,36 @@ def test_folders_beside_train_are_not_left_out_in_silence(names, words, tmp_path
     assert f"{root}: {words}" in training.refused(tmp_path / "run", steps=1, DATA=str(root), BATCH_SIZE=16)
 
 
+@pytest.mark.parametrize("script", training.SMALL)
+def test_a_run_directory_is_no_data(script, alone, tmp_path):
+    """Neither one that has the pictures of an evaluation, nor one that has index files of DALI."""
+    root = shutil.copytree(alone.output, tmp_path / "data")
+    for name in ("evaluation/mistakes.png", "idx_files/train/train-00000-of-00001.idx"):
+        words = f"{root}: is a run directory, not images: give another folder, or move it out of the data"
+        assert training.refused(tmp_path / "run", script=script, DATA=str(root)).endswith(f" error: {words}")
+        (root / name).parent.mkdir(parents=True)
+        (root / name).touch()
+
+
+@pytest.mark.parametrize("parts", [("",), ("train", "val")])
+def test_a_run_directory_is_no_class(parts, flat, alone, tmp_path):
+    for part in parts:
+        shutil.copytree(flat, tmp_path / "data" / part, ignore=shutil.ignore_patterns(".decoded"), dirs_exist_ok=True)
+    run = shutil.copytree(alone.output, tmp_path / "data" / parts[0] / "run")
+    save("mistakes.png")(run)
+    line = training.refused(tmp_path / "run", steps=1, DATA=str(tmp_path / "data"), BATCH_SIZE=16)
+    assert f" error: {run}: is a run directory, not images" in line
+
+
+def test_a_run_directory_beside_train_and_val_is_left_alone(alone, tmp_path):
+    """Where `--output` may be; and the data's folder may be a run directory itself."""
+    for part in ("train", "val"):
+        write(tmp_path / "data" / part)
+    shutil.copytree(alone.output, tmp_path / "data" / "run")
+    shutil.copytree(alone.output, tmp_path / "data", dirs_exist_ok=True)
+    train(tmp_path / "run", tmp_path / "data", steps=1)
+
+
 def test_classes_that_the_model_has_not_learned_are_not_evaluated(alone, flat, tmp_path):
     """A name in capitals comes before the others."""
     root = shutil.copytree(flat, tmp_path / "data", ignore=shutil.ignore_patterns(".decoded"))

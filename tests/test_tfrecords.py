@@ -881,6 +881,12 @@ def test_index_only_is_what_the_build_wrote(built, small_built, capfd):
 
 # ---- The user's mistakes ----
 
+
+def make_run(folder):
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+
+
 MISTAKES = {
     "no source": (lambda raw: shutil.rmtree(raw), "{raw}: has no train/"),
     "no train": (lambda raw: shutil.rmtree(raw / "train"), "{raw}: has val but no train: call the folder"),
@@ -891,7 +897,22 @@ MISTAKES = {
     "an empty class": (lambda raw: (raw / "train" / "n00000010").mkdir(), "{raw}/val: has no class folder n00000010"),
     "no images": (
         lambda raw: [path.unlink() for path in (raw / "val" / WNIDS[4]).iterdir()],
-        "{raw}/val/n00000004: has no images",
+        "{raw}/val/n00000004: has no images; fill it or remove it",
+    ),
+    "only a folder in a class": (
+        lambda raw: (
+            [path.unlink() for path in (raw / "val" / WNIDS[4]).iterdir()] + [(raw / "val" / WNIDS[4] / "a").mkdir()]
+        ),
+        "{raw}/val/n00000004: has no images; put images in it or move it out of the data",
+    ),
+    "a run directory": (lambda raw: [shutil.rmtree(raw), make_run(raw)], "{raw}: is a run directory, not images"),
+    "a run directory with index files": (
+        lambda raw: [shutil.rmtree(raw), make_run(raw), (raw / "idx_files").mkdir()],
+        "{raw}: is a run directory, not images",
+    ),
+    "a run directory as a class": (
+        lambda raw: [make_run(raw / split / WNIDS[4]) for split in ("train", "val")],
+        "{raw}/train/n00000004: is a run directory, not images",
     ),
     "an unknown class": (
         lambda raw: (raw / "val" / "new").mkdir(),

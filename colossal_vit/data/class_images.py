@@ -22,7 +22,7 @@ import torch
 from colossal_vit import typed_json
 from colossal_vit.data.batches import read_ahead
 from colossal_vit.data.decoding import FORMATS, check_scan, endings, to_rgb
-from colossal_vit.data.folders import class_folders, list_files
+from colossal_vit.data.folders import advice_without_images, class_folders, list_files, refuse_run
 from colossal_vit.errors import UserError, blame, in_one_line
 from colossal_vit.files import atomic_folder, write_text
 from colossal_vit.parallel.ranks import RankLogger
@@ -78,7 +78,8 @@ def find_images(root: Path, caches: Path, parts: Sequence[str] = ("",), skip: st
         skip: the name of a folder that is no class.
 
     Raises:
-        UserError: if there are no class folders, or one of them has no images, or is in another part only.
+        UserError: if there are no class folders, or one of them has no images, is in another part only, or is a run
+            directory.
     """
     known = endings()
     classes: list[str] = []
@@ -95,12 +96,13 @@ def find_images(root: Path, caches: Path, parts: Sequence[str] = ("",), skip: st
             left_out += [os.path.join(part, file) for file in beside]
             for name in names:
                 folder = os.path.join(part, name)
+                refuse_run(root / folder)
                 own, others = [], []
                 for file in list_files(root / folder):
                     (own if Path(file[0]).suffix.lower() in known else others).append(file)
                 if not own:
                     kinds = ", ".join(sorted(known))
-                    raise UserError(f"{root / folder}: has no images ({kinds}); fill it or remove it")
+                    raise UserError(f"{root / folder}: has no images ({kinds}); {advice_without_images(root / folder)}")
                 files += [(f"{folder}/{file}", size, time, classes.index(name)) for file, size, time in own]
                 left_out += [f"{folder}/{file}" for file, *_ in others]
     paths, sizes, times, labels = map(list, zip(*files, strict=True))
@@ -135,10 +137,10 @@ def split(images: Images, per_class: int | None = None) -> tuple[Tensor, Tensor]
         if not 0 < count < len(own):
             there = f"{images.root / name}: has {len(own)} image{'s'[: len(own) > 1]}"
             if per_class is None:
-                raise UserError(f"{there}, but 3 are the fewest to train and to test on: add some, or remove the class")
+                raise UserError(f"{there}, but 3 are the fewest to train and to test on: add some, or leave it out")
             raise UserError(
                 f"{there}, but TRAIN_PER_CLASS = {per_class} needs {per_class + 1}, so that one is left to test: lower "
-                f"TRAIN_PER_CLASS, or remove the class"
+                f"TRAIN_PER_CLASS, or leave it out"
             )
         train.append(own[:count])
         test.append(own[count:])
@@ -196,7 +198,7 @@ def split_by_content(images: Images, digests: Sequence[str], fraction: float) ->
         if count >= len(own):
             raise UserError(
                 f"{images.root / name}: has {len(own)} image{'s'[: len(own) > 1]}, too few different ones to train and "
-                f"to test on: add some, or remove the class"
+                f"to test on: add some, or leave it out"
             )
         test[own[:count]] = True
     return torch.from_numpy(np.flatnonzero(~test)), torch.from_numpy(np.flatnonzero(test))

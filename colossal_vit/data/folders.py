@@ -15,6 +15,7 @@ PACKED = "idx_files"  # of TFRecords
 VALIDATION = ("val", "valid", "validation")  # folders beside train/ to evaluate on: one of them, or else TEST
 TEST = "test"
 SPLITS = {"train", "training", *VALIDATION, TEST}
+RUN = ("config.json", "checkpoints")  # a file and a folder that each run directory has
 UNREAD = {".heic", ".heif", ".avif", ".jxl", ".dng", ".cr2", ".nef", ".arw"}  # photographs that nothing here decodes
 
 
@@ -49,6 +50,22 @@ def class_folders(root: Path) -> tuple[list[str], list[str]]:
     return [entry.name for entry in entries if entry.is_dir()], [entry.name for entry in entries if entry.is_file()]
 
 
+def refuse_run(folder: Path) -> None:
+    """Refuse a run directory: the pictures that a run draws are no images to train on.
+
+    Raises:
+        UserError: if it is one.
+    """
+    config, checkpoints = RUN
+    if (folder / config).is_file() and (folder / checkpoints).is_dir():
+        raise UserError(f"{folder}: is a run directory, not images: give another folder, or move it out of the data")
+
+
+def advice_without_images(folder: Path) -> str:
+    """What to do with a class folder without images. One that has other files is perhaps needed elsewhere."""
+    return "put images in it or move it out of the data" if os.listdir(folder) else "fill it or remove it"
+
+
 def list_files(
     folder: Path, inside: str = "", above: frozenset[tuple[int, int]] = frozenset()
 ) -> list[tuple[str, int, int]]:
@@ -81,14 +98,15 @@ def has_class_folders(root: Path) -> bool:
     """Whether a data folder has class folders of images, itself or in `train`, and no data set of another format.
 
     Raises:
-        UserError: if one of them is called like a part of a split, or all images are of kinds that cannot be read; see
-            `list_files`.
+        UserError: if it is a run directory, or one of its folders is called like a part of a split, or all images are
+            of kinds that cannot be read; see `list_files`.
     """
     try:
+        folder = root / "train" if (root / "train").is_dir() else root
+        refuse_run(folder)
         if any((root / name).exists() for name in (*DOWNLOADED, PACKED)):
             return False
-        known, folder = endings(), root / "train" if (root / "train").is_dir() else root
-        names, kinds = class_folders(folder)[0], Counter()
+        known, names, kinds = endings(), class_folders(folder)[0], Counter()
         for name in names:
             found = Counter(Path(path).suffix.lower() for path, *_ in list_files(folder / name))
             if found.keys() & known:

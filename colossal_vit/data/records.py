@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from colossal_vit.data.folders import refuse_run
 from colossal_vit.data.shards import find_shards, index_path, name_faults, parse_index, record_faults, wrong_index
 from colossal_vit.data.tfrecord import record_size
 from colossal_vit.data.worker_pool import run_all, worker_pool
@@ -43,10 +44,12 @@ def find_records(data: Path, split: str) -> Records:
     """The records in `data/train` or `data/validation`.
 
     Raises:
-        UserError: if there are none, shards are missing or from two sets, or an index is missing or does not match.
+        UserError: if there are none, shards are missing or from two sets, an index is missing or does not match, or
+            `data` is a run directory.
     """
     shards = find_shards(data, split)
     if not shards:
+        refuse_run(data)  # which has index files where bad records were left out
         if (data / split).is_dir():
             with blame(data / split):
                 os.listdir(data / split)
