@@ -71,7 +71,6 @@ def train(output, folder, *more, script=training.HYBRID, layout=None, steps=4, *
         (["train/cat/1.PNG", "val/cat/2.png"], True),
         (["readme.txt", "cat/notes.txt", "cat/1.webp"], True),
         ([], False),
-        (["1.jpg"], False),
         (["cat/notes.txt"], False),
         ([".cache/1.jpg"], False),
         (["train/train-00000-of-00004", "validation/validation-00000-of-00001"], False),
@@ -97,6 +96,8 @@ def test_class_folders_are_told_from_other_formats(paths, expected, tmp_path):
         (["cat/1.jpg", "dog/2.jpg", "test/3.jpg"], "has test but no train"),
         (["cat/1.HEIC", "cat/a.mov", "dog/2.heic"], "no image in it can be read (.heic 2): convert them to JPEG"),
         (["train/cat/1.avif", "val/cat/2.jpg"], "no image in it can be read (.avif 1): convert them to JPEG"),
+        (["1.JPG", "notes/a.txt"], "has images such as 1.JPG, but no class folders; a folder for each class is needed"),
+        (["1.heic", "2.heic"], "has images such as 1.heic, but no class folders; a folder for each class is needed"),
     ],
 )
 def test_folders_that_are_no_classes_or_have_no_readable_image_are_refused(paths, words, tmp_path):
@@ -550,6 +551,12 @@ def test_a_run_directory_is_no_class(parts, flat, alone, tmp_path):
     save("mistakes.png")(run)
     line = training.refused(tmp_path / "run", steps=1, DATA=str(tmp_path / "data"), BATCH_SIZE=16)
     assert f" error: {run}: is a run directory, not images" in line
+
+
+@pytest.mark.parametrize("script", training.SMALL)
+def test_the_folder_of_one_class_is_no_data(script, flat, tmp_path):
+    line = training.refused(tmp_path / "run", script=script, DATA=str(flat / "cat"))
+    assert f" error: {flat}/cat: has images such as 0 x.jpg, but no class folders; a folder for each class" in line
 
 
 def test_a_run_directory_beside_train_and_val_is_left_alone(alone, tmp_path):

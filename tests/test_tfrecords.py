@@ -905,6 +905,10 @@ MISTAKES = {
         ),
         "{raw}/val/n00000004: has no images; put images in it or move it out of the data",
     ),
+    "images without class folders": (
+        lambda raw: [shutil.rmtree(raw), raw.mkdir(), (raw / "a.JPEG").touch()],
+        "{raw}: has images such as a.JPEG, but no class folders; a folder for each class is needed",
+    ),
     "a run directory": (lambda raw: [shutil.rmtree(raw), make_run(raw)], "{raw}: is a run directory, not images"),
     "a run directory with index files": (
         lambda raw: [shutil.rmtree(raw), make_run(raw), (raw / "idx_files").mkdir()],

@@ -98,15 +98,15 @@ def has_class_folders(root: Path) -> bool:
     """Whether a data folder has class folders of images, itself or in `train`, and no data set of another format.
 
     Raises:
-        UserError: if it is a run directory, or one of its folders is called like a part of a split, or all images are
-            of kinds that cannot be read; see `list_files`.
+        UserError: if it is a run directory, or has images but no class folders, or one of its folders is called like a
+            part of a split, or all images are of kinds that cannot be read; see `list_files`.
     """
     try:
         folder = root / "train" if (root / "train").is_dir() else root
         refuse_run(folder)
         if any((root / name).exists() for name in (*DOWNLOADED, PACKED)):
             return False
-        known, names, kinds = endings(), class_folders(folder)[0], Counter()
+        known, (names, beside), kinds = endings(), class_folders(folder), Counter()
         for name in names:
             found = Counter(Path(path).suffix.lower() for path, *_ in list_files(folder / name))
             if found.keys() & known:
@@ -115,6 +115,11 @@ def has_class_folders(root: Path) -> bool:
         else:
             if unread := ", ".join(f"{kind} {count}" for kind, count in kinds.most_common() if kind in UNREAD):
                 raise UserError(f"{root}: no image in it can be read ({unread}): convert them to JPEG")
+            if images := [name for name in beside if Path(name).suffix.lower() in known | UNREAD]:
+                raise UserError(
+                    f"{folder}: has images such as {images[0]}, but no class folders; a folder for each class is "
+                    f"needed: make them, or give the folder above if this one is a class"
+                )
             return False
     except OSError:  # what reads it will say why
         return False
