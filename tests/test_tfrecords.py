@@ -962,6 +962,10 @@ def test_mistakes_in_the_source(raw, tmp_path, capfd, name):
         (("{raw}", "{out}", "--shards", "4"), "unrecognized arguments: --shards"),
         (("{raw}", "{out}", "--train-shards", "81"), "--train-shards 81: at most 80, the number of images"),
         (("{raw}", "{out}", "--synset-map", "{file}"), "--synset-map {file}: is for images without class folders"),
+        (
+            ("{raw}/train", "{out}", "--synset-map", "{file}"),
+            "--synset-map {file}: is for images without class folders, which {raw}/train has",
+        ),
         (("{raw}", "{file}"), "{file}: File exists"),
         (("{raw}", "{file}/out"), "{file}/out: Not a directory"),
         (("{raw}", "/proc/out"), "/proc/out: "),

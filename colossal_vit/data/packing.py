@@ -186,6 +186,10 @@ def build(args: argparse.Namespace) -> int:
     if not (args.source / "train").is_dir() and has_class_folders(args.source):
         if output.resolve().is_relative_to(args.source.resolve()):
             raise UserError(f"{output}: would be a class folder of {args.source}; take one outside of it")
+        if args.synset_map:
+            raise UserError(
+                f"--synset-map {args.synset_map}: is for images without class folders, which {args.source} has"
+            )
         wnids, images, digest = scan_unsplit(args.source, args.test_fraction)
     else:
         wnids, images, digest = scan(args.source, args.synset_map)
