@@ -996,7 +996,16 @@ def test_a_full_disk(small_source, tmp_path):
 def test_too_little_space_is_said_at_once(small_source, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2000, 1000, 1000))
     assert run(small_source, tmp_path) == 2
-    assert f"{tmp_path}: the disk has 0.0 GB left" in error_line(capfd)
+    assert f"{tmp_path}: the disk has 0 MB left, and 1 MB are needed" in error_line(capfd)
+
+
+def test_too_little_space_is_said_in_units_that_fit_it(small_source, tmp_path, capfd, monkeypatch):
+    """Rounded so that what is left is less than what is needed."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 1_250_000_000))
+    images = [("a.jpg", 1, 630_000_000)]
+    monkeypatch.setattr(packing, "scan", lambda *_: (["a"], {"train": images, "validation": images}, ""))
+    assert run(small_source, tmp_path, shards=()) == 2
+    assert "the disk has 1.2 GB left, and 1.3 GB are needed" in error_line(capfd)
 
 
 def test_an_image_that_goes_away(raw, tmp_path, capfd, monkeypatch):

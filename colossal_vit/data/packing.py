@@ -22,10 +22,11 @@ import random
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from itertools import zip_longest
+from math import ceil, floor
 from pathlib import Path
 from typing import Any, NamedTuple, NotRequired
 
@@ -180,6 +181,11 @@ def read_skipped(output: Path) -> dict[str, str]:
     return dict(pairs)
 
 
+def _size(count: int, rounded: Callable[[float], int]) -> str:
+    """A number of bytes in MB, or from 1 GB on in GB, with one digit after the point."""
+    return f"{rounded(count / 1e6)} MB" if count < 1e9 else f"{rounded(count / 1e8) / 10} GB"
+
+
 def build(args: argparse.Namespace) -> int:
     """Pack `args.source` into `args.output`, resuming an interrupted build; returns the exit code."""
     output, start = args.output, time.monotonic()
@@ -210,7 +216,7 @@ def build(args: argparse.Namespace) -> int:
         print(f"{output}: {total} images of {len(wnids)} classes, {len(pending)} of {len(every)} shards to be made")
         needed, free = sum(size for shard in pending for *_, size in shard.images), shutil.disk_usage(output).free
         if needed > free and not args.resize and not args.quality:
-            raise UserError(f"{output}: the disk has {free / 1e9:.1f} GB left, and {needed / 1e9:.1f} GB are needed")
+            raise UserError(f"{output}: the disk has {_size(free, floor)} left, and {_size(needed, ceil)} are needed")
         skipped, tasks = read_skipped(output), [(args, shard) for shard in pending]
         with closing(run_all(pool, build_shard, tasks, sizes, "img", total - sum(sizes))) as results:
             for (_, shard), bad in results:
