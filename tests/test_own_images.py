@@ -559,6 +559,13 @@ def test_the_folder_of_one_class_is_no_data(script, flat, tmp_path):
     assert f" error: {flat}/cat: has images such as 0 x.jpg, but no class folders; a folder for each class" in line
 
 
+@pytest.mark.parametrize("script", training.SMALL)
+def test_a_file_is_no_data(script, flat, tmp_path):
+    file = flat / "cat" / "0 x.jpg"
+    line = training.refused(tmp_path / "run", script=script, DATA=str(file))
+    assert line.endswith(f" error: {file}: is a file, not a folder")
+
+
 def test_a_run_directory_beside_train_and_val_is_left_alone(alone, tmp_path):
     """Where `--output` may be; and the data's folder may be a run directory itself."""
     for part in ("train", "val"):

@@ -905,6 +905,7 @@ MISTAKES = {
         ),
         "{raw}/val/n00000004: has no images; put images in it or move it out of the data",
     ),
+    "a file": (lambda raw: [shutil.rmtree(raw), raw.touch()], "{raw}: is a file, not a folder"),
     "images without class folders": (
         lambda raw: [shutil.rmtree(raw), raw.mkdir(), (raw / "a.JPEG").touch()],
         "{raw}: has images such as a.JPEG, but no class folders; a folder for each class is needed",

@@ -98,12 +98,14 @@ def has_class_folders(root: Path) -> bool:
     """Whether a data folder has class folders of images, itself or in `train`, and no data set of another format.
 
     Raises:
-        UserError: if it is a run directory, or has images but no class folders, or one of its folders is called like a
-            part of a split, or all images are of kinds that cannot be read; see `list_files`.
+        UserError: if it is a file or a run directory, or has images but no class folders, or one of its folders is
+            called like a part of a split, or all images are of kinds that cannot be read; see `list_files`.
     """
     try:
         folder = root / "train" if (root / "train").is_dir() else root
         refuse_run(folder)
+        if root.exists() and not root.is_dir():
+            raise UserError(f"{root}: is a file, not a folder")
         if any((root / name).exists() for name in (*DOWNLOADED, PACKED)):
             return False
         known, (names, beside), kinds = endings(), class_folders(folder), Counter()
