@@ -128,6 +128,9 @@ def test_average_that_begins_later_begins_with_the_weights(tmp_path, capsys):
     assert "has no ema.safetensors, which a run with the block ema writes" in capsys.readouterr().err
     assert not (tmp_path / "there").exists()
     later = {"steps": 4, "DEPTH": 1, "ema.decay": 0.5}
+    evaluated = training.train(tmp_path / "run", 1, "--eval-only", **{**later, "steps": None})
+    assert "test accuracy" in evaluated.said
+    assert "EMA" not in evaluated.said
     assert "ema" in training.refused(tmp_path / "run", **later)
     before = load_file(newest(tmp_path / "run") / storage.MODEL)
     training.train(tmp_path / "run", 1, "--accept-changes", **later)

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from itertools import pairwise
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from colossal_vit.engine.loop import Trainer
 from colossal_vit.errors import TrainingError
 from colossal_vit.hooks import signals, wandb_run
 from colossal_vit.hooks.debug_nan import DebugNanHook
+from colossal_vit.hooks.recorder import Recorder
 from colossal_vit.results import CURVES, METRICS, draw
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -473,6 +475,26 @@ def test_old_checkpoint_that_cannot_be_removed_is_named(tmp_path, monkeypatch):
     said = training.train(tmp_path, steps=4, **EVERY_2, **{"checkpoint.keep": 1}).said
     assert f"{tmp_path}/checkpoints/step-00000002: cannot be removed: Device or resource busy" in said
     assert len(storage.list_steps(tmp_path / "checkpoints")) == 2, "the new one is there"
+
+
+def test_a_full_disk_is_told_once_and_records_are_kept(tmp_path, capfd):
+    said = []
+    recorder = Recorder(tmp_path, SimpleNamespace(info=lambda text, ranks: said.append(text)), curves=False)
+    recorder.open(0, 0)
+    whole, full = recorder.file, os.open("/dev/full", os.O_WRONLY)
+    for file, steps in ((full, (1, 2)), (whole, (3,)), (full, (4, 5))):
+        recorder.file = file
+        for step in steps:
+            recorder.write({"step": step})
+    assert said == [f"{tmp_path}: metrics.jsonl has to wait: No space left on device"] * 2
+    recorder.file = whole
+    (events,) = (thread for thread in threading.enumerate() if type(thread).__module__.startswith("tensorboard."))
+    for thread in (events, threading.current_thread()):  # as if it died of this
+        threading.excepthook(threading.ExceptHookArgs((OSError, OSError("no space"), None, thread)))
+    assert capfd.readouterr().err.count("OSError: no space") == 1
+    recorder.close()
+    os.close(full)
+    assert [line["step"] for line in training.lines_of(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
 
 
 def test_record_that_cannot_be_synced_does_not_end_the_run(tmp_path, monkeypatch):

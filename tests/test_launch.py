@@ -90,6 +90,9 @@ def in_one_process(tmp_path):
         (["--rank", "-3"], ["--rank -3", "from 0"]),
         (["--rank"], ["--rank", "expected one argument"]),
         (["--eval-only", "--resume=x", "--resume=y"], ["--resume is given 2 times"]),
+        (["--eval-only", "--eval-knn"], ["--eval-only and --eval-knn are given: each does something else"]),
+        (["--dry-run", "--parity"], ["--dry-run and --parity are given"]),
+        (["--own-precision"], ["--own-precision is of --parity: give both"]),
         (["--resume", ""], ["--resume ''", "empty"]),
         (["--plan", ""], ["--plan ''", "empty"]),
     ]

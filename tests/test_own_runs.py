@@ -338,6 +338,9 @@ def test_a_command_that_starts_from_a_checkpoint_resumes_its_own_run(trained, tm
     said = run(output, *flags, "--max-steps", "6")
     assert f"resuming from {output}/checkpoints/step-00000004" in said
     assert [r["step"] for r in read_metrics(output)[0]] == [3, 4, 5, 6]
+    line = refused(tmp_path / "done", *flags, "--max-steps", "2")
+    assert line.endswith("step-00000002 has made all steps of this run: raise --max-steps")
+    assert not (tmp_path / "done").exists()
     assert "test accuracy" in run(output, *flags, "--eval-only")
     assert f"resuming from {output}/checkpoints/step-00000006" in run(output, "--max-steps", "7")
     assert not (tmp_path / "next.1").exists()

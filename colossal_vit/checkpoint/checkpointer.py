@@ -216,6 +216,11 @@ class Checkpointer:
             made = (trainer.cur_epoch * len(train_dataloader) + train_dataloader.start) // accumulation
             complete = made >= run.config.NUM_EPOCHS * len(train_dataloader) // accumulation
             complete |= trainer.engine.num_steps >= (run.args.max_steps or math.inf)
+            if complete and self._given and not self._is_own(self.path):
+                limit = "--max-steps" if run.args.max_steps else "NUM_EPOCHS"
+                raise UserError(
+                    f"--resume {run.args.resume}: {self.path.name} has made all steps of this run: raise {limit}"
+                )
             run_on_rank_0(lambda: self._begin(complete))
 
     def _resume(self) -> None:
@@ -304,6 +309,8 @@ class Checkpointer:
             engine.ema.restart()  # from the weights, if the checkpoint has no averages
             if run_on_rank_0(lambda: storage.EMA in found.files):
                 tensors.scatter_averages(engine, lambda: found.tensors(storage.EMA))
+            elif self.run.args.eval_only:
+                engine.ema = None  # an average of nothing
         if trained:
             updates = trained["moments_step"], trained.get("fewer_updates", {})
             tensors.scatter_moments(engine, lambda: found.tensors(storage.OPTIMIZER), *updates, path)
@@ -354,7 +361,9 @@ class Checkpointer:
 
         tensors.scatter_weights(engine, read, f"finetune.weights: {named}", weights.OTHER_MODEL)
         self._weights = None
-        if engine.ema:
+        if run.args.eval_only:
+            engine.ema = None  # an average of nothing
+        elif engine.ema:
             engine.ema.restart()
         run.log.info(f"starting from the weights of {named}, with {'a new head' if head == 'new' else 'their head'}")
 

@@ -16,7 +16,7 @@ overrides a value; keys in a block have a dot: `--set parallel.tensor.size=2`. N
 are free for your own use.
 
 Unknown keys, wrong values and keys that the script at hand does not use are errors. A default is the same in all
-scripts: {scripts}. Only `train_hybrid`, which has no `MODEL`, needs the sizes of its model. An older name works as
+scripts: {scripts}. `train_hybrid` has no `MODEL`, and needs the sizes of its model instead. An older name works as
 what it stands for, `LAMB_EXCLUDE_VECTORS` as its opposite, and `dali.rand_augment` with the policy `'rand'`; both names
 with different values are an error.
 

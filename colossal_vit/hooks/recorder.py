@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -36,6 +37,12 @@ def _cut(path: Path, step: int, epoch: int) -> list[str]:
     return said
 
 
+def _report_thread(failure: threading.ExceptHookArgs) -> None:
+    """Print what a thread died of, but not if it is TensorBoard's on a full disk: `Recorder` says that in a line."""
+    if not isinstance(failure.exc_value, OSError) or not type(failure.thread).__module__.startswith("tensorboard."):
+        threading.__excepthook__(failure)
+
+
 class Recorder:
     """Writes the records of a run, on one rank, and at the end its curves.
 
@@ -50,7 +57,7 @@ class Recorder:
 
     def __init__(self, directory: Path, log: RankLogger, wandb: WandbRun | None = None, curves: bool = True):
         self.directory, self.log, self.wandb, self.curves = directory, log, wandb, curves
-        self.path, self.unwritten = directory / METRICS, b""
+        self.path, self.unwritten, self.waiting = directory / METRICS, b"", False
 
     def open(self, step: int, epoch: int) -> None:
         """Open the files for the records after `step`, in `epoch`.
@@ -67,6 +74,7 @@ class Recorder:
                 self.log.info(line, ranks=None)
             self.file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             self.events = SummaryWriter(str(self.directory), purge_step=step + 1 if step else None)
+            threading.excepthook = _report_thread
         except OSError as error:
             raise UserError(f"--output {self.directory}: cannot be written: {error.strerror or error}") from None
 
@@ -91,8 +99,11 @@ class Recorder:
         self.unwritten += json.dumps(record).encode() + b"\n"
         try:
             self._flush()
+            self.waiting = False
         except OSError as error:  # there may be space again once a partly written checkpoint is removed
-            self.log.info(f"{self.directory}: {METRICS} has to wait: {error.strerror}", ranks=None)
+            if not self.waiting:
+                self.log.info(f"{self.directory}: {METRICS} has to wait: {error.strerror}", ranks=None)
+            self.waiting = True
         try:
             if self.events:
                 self._add_event(record)

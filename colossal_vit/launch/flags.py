@@ -20,6 +20,8 @@ MOST_RANKS = 2**20
 
 CODES = set(range(256)) - {TrainingError.exit_code, UserError.exit_code, Interrupted.exit_code}
 
+MODES = ("dry_run", "plan", "parity", "eval_only", "eval_knn")  # flags in whose place training is without any
+
 RULES = {
     **dict.fromkeys(("config", "host", "output", "resume", "plan"), TEXT),  # a shell variable may be unset
     "port": whole(1, 65535),
@@ -79,6 +81,11 @@ class TrainParser(Parser):
                 raise UserError(f"{_flag(name)} {repr(value) if value == '' else value}: must be {rule.expected}", own)
         parsed.output = parsed.output and Path(parsed.output)
         parsed.set = [*parsed.set, *["COMPILE=True"] * parsed.compile]
+        modes = [_flag(name) for name in MODES if getattr(parsed, name) not in (None, False)]
+        if len(modes) > 1:
+            raise UserError(f"{' and '.join(modes)} are given: each does something else, leave all but one out")
+        if parsed.own_precision and parsed.parity is None:
+            raise UserError("--own-precision is of --parity: give both")
         parsed.eval_only = parsed.eval_only or parsed.eval_knn
         return parsed
 
