@@ -180,8 +180,8 @@ def test_split_is_stratified_and_always_the_same(per_class, expected):
 @pytest.mark.parametrize(
     ("sizes", "per_class", "words"),
     [
-        ((3, 1), None, "root/b: has 1 image, but 3 are the fewest to train and to test on: add some, or"),
-        ((2, 3), None, "root/a: has 2 images, but 3 are the fewest to train and to test on: add some, or"),
+        ((3, 1), None, "root/b: has 1 image, but 3 are the fewest to train and to test on: add some, or leave it out"),
+        ((2, 3), None, "root/a: has 2 images, but 3 are the fewest to train and to test on: add some, or leave it out"),
         ((9, 5), 5, "root/b: has 5 images, but TRAIN_PER_CLASS = 5 needs 6, so that one is left to test: lower"),
     ],
 )

@@ -1002,8 +1002,8 @@ def test_too_little_space_is_said_at_once(small_source, tmp_path, capfd, monkeyp
 
 def test_too_little_space_is_said_in_units_that_fit_it(small_source, tmp_path, capfd, monkeypatch):
     """Rounded so that what is left is less than what is needed."""
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 1_250_000_000))
-    images = [("a.jpg", 1, 630_000_000)]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 1_280_000_000))
+    images = [("a.jpg", 1, 645_000_000)]
     monkeypatch.setattr(packing, "scan", lambda *_: (["a"], {"train": images, "validation": images}, ""))
     assert run(small_source, tmp_path, shards=()) == 2
     assert "the disk has 1.2 GB left, and 1.3 GB are needed" in error_line(capfd)
