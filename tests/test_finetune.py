@@ -100,6 +100,7 @@ def start_from(run, engine):
 def start():
     """Start from `finetune.weights`; returns the weights, and the logits of `IMAGES`."""
     engine, run = build_engine()
+    ema = engine.ema  # an evaluation has none
     start_from(run, engine)
     engine.eval()
     with torch.no_grad():
@@ -107,7 +108,7 @@ def start():
     slots = parameter_slots(engine)
     for slot in slots:
         assert torch.equal(slot.working, slot.master.to(slot.working.dtype))
-        assert torch.equal(slot.master, engine.ema.averages[slot.master]), "averages start from the weights"
+        assert torch.equal(slot.master, ema.averages[slot.master]), "averages start from the weights"
     return {slot.shard.name: slot.shard.gather(slot.master) for slot in slots}, logits
 
 

@@ -361,10 +361,10 @@ class Checkpointer:
 
         tensors.scatter_weights(engine, read, f"finetune.weights: {named}", weights.OTHER_MODEL)
         self._weights = None
+        if engine.ema:
+            engine.ema.restart()
         if run.args.eval_only:
             engine.ema = None  # an average of nothing
-        elif engine.ema:
-            engine.ema.restart()
         run.log.info(f"starting from the weights of {named}, with {'a new head' if head == 'new' else 'their head'}")
 
     def _begin(self, complete: bool) -> None:

@@ -92,8 +92,6 @@ def run(main: Callable[[Arguments], Any], args: Arguments) -> None:
         UserError: if flags or config are not usable, or no layout can be tried.
         TrainingError: if a layout differs or fails.
     """
-    if args.eval_only:
-        raise UserError("--parity trains, and --eval-only and --eval-knn do not: leave one of them out")
     config, _ = read_config(args)
     if config.get("SYNTHETIC"):
         raise UserError(
