@@ -20,7 +20,7 @@ MOST_RANKS = 2**20
 
 CODES = set(range(256)) - {TrainingError.exit_code, UserError.exit_code, Interrupted.exit_code}
 
-MODES = ("dry_run", "plan", "parity", "eval_only", "eval_knn")  # flags in whose place training is without any
+MODES = ("dry_run", "plan", "parity", "eval_only", "eval_knn")  # flags of which each does something else than train
 
 RULES = {
     **dict.fromkeys(("config", "host", "output", "resume", "plan"), TEXT),  # a shell variable may be unset
