@@ -29,10 +29,16 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # as in malloc.h
 
 
 class HostAccelerator(CpuAccelerator):
-    """The CPU accelerator, with the method that Colossal-AI calls and `CpuAccelerator` does not implement."""
+    """The CPU accelerator, with the methods that Colossal-AI calls and `CpuAccelerator` does not implement."""
 
     def synchronize(self, device=None) -> None:
         """Nothing to wait for: CPU operations are finished when they return."""
+
+    def device_count(self) -> int:
+        return 1
+
+    def get_rng_state(self, device=None) -> torch.Tensor:
+        return torch.get_rng_state()
 
 
 # The functions of `torch.cuda` that Colossal-AI calls, implemented for the CPU.
@@ -40,6 +46,7 @@ _CUDA_ON_HOST = types.SimpleNamespace(
     current_device=lambda: torch.device("cpu"),
     default_stream=lambda: types.SimpleNamespace(synchronize=lambda: None),
     get_rng_state=lambda *args: torch.get_rng_state(),  # torch's own is looked up late: dry runs replace it
+    is_available=lambda: False,
     manual_seed=torch.manual_seed,
     set_rng_state=lambda state, *args: torch.set_rng_state(state),
 )
@@ -86,7 +93,9 @@ def enable() -> None:
     set_accelerator(HostAccelerator())
     torch_on_host = overlay(torch, cuda=_CUDA_ON_HOST)
     for name in _MODULES_CALLING_CUDA:
-        importlib.import_module(name).torch = torch_on_host
+        module = importlib.import_module(name)
+        with contextlib.suppress(AttributeError):
+            module.torch = torch_on_host
     reset_seeds()
     for mode in (ParallelMode.TENSOR, ParallelMode.DATA):  # which Colossal-AI itself makes where there is CUDA
         add_seed(mode, 0)
