@@ -279,3 +279,20 @@ def test_the_second_of_two_refused_runs_leaves_nothing(monkeypatch, tmp_path):
 
     fork_ranks.call(second, launched=False)
     assert not directory.parent.exists()
+
+
+def test_what_another_run_removes_in_this_moment_is_made_and_removed_again(tmp_path, monkeypatch):
+    """The lock and its directory are there when they are looked for, and gone when they are opened."""
+    directory = tmp_path / "run"
+
+    def acquire_and_leave():
+        exists, is_dir, first = Path.exists, Path.is_dir, [True]
+        monkeypatch.setattr(Path, "exists", lambda path: path.parent in (tmp_path, directory) or exists(path))
+        monkeypatch.setattr(Path, "is_dir", lambda path: first.pop() if first else is_dir(path))
+        lock.acquire(directory)
+        monkeypatch.undo()
+        assert (directory / lock.NAME).exists()
+        lock.remove_unused()
+
+    fork_ranks.call(acquire_and_leave, launched=False)
+    assert not directory.exists()

@@ -40,11 +40,14 @@ def acquire(directory: Path) -> str | None:
     deadline = time.monotonic() + PATIENCE
     while True:
         made.update(path for path in paths if not path.exists())  # also after another's `remove_unused`
-        directory.mkdir(parents=True, exist_ok=True)
+        if not directory.is_dir():
+            directory.mkdir(parents=True, exist_ok=True)
+            made.add(directory)
         try:
-            file = os.open(directory / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            file, is_new = _open(directory / NAME)
         except FileNotFoundError:  # removed in this moment
             continue
+        made.update(paths[:1] if is_new else ())
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_at(directory / NAME, file):  # and not meanwhile removed by its holder's `remove_unused`
@@ -64,6 +67,15 @@ def acquire(directory: Path) -> str | None:
     _files.append(file)
     _made.extend(path for path in reversed(paths) if path in made)
     return None
+
+
+def _open(path: Path) -> tuple[int, bool]:
+    """A lock file's descriptor, and whether it is a new one."""
+    flags = os.O_RDWR | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o644), True
+    except FileExistsError:
+        return os.open(path, flags), False
 
 
 def _is_at(path: Path, file: int) -> bool:
