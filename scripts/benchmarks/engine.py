@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.harness import ROOT, Benchmark, Case, Failed, Rounds, Side, Values, python_path, ratios
-from benchmarks.training import add_set, check_agreement
+from benchmarks.training import TOLERANCE, add_set, check_agreement
 
 RATES = {"no dropout": "0.0", "dropout": "0.1"}
 ON_GPU = torch.cuda.is_available()
@@ -84,9 +84,9 @@ def sides(model: str, threads: int, compiled: bool, fp16: bool, args: argparse.N
         for name, kind in kinds.items()
         for said, rate in RATES.items()
     }
-    losses = {name: side.loss for name, side in processes.items()}  # all start at once
+    losses = {name: side.loss for name, side in processes.items()}  # waits for all of them, which start at once
     without = {name: loss for name, loss in losses.items() if name.endswith("no dropout")}
-    check_agreement(without, *([5e-3] if fp16 else []))
+    check_agreement(without, 5e-3 if fp16 else TOLERANCE)
     return {name: partial(side.measure, args.steps) for name, side in processes.items()}
 
 

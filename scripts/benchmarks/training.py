@@ -125,7 +125,7 @@ def random_batches(run: Run) -> Iterator[Batch]:
         yield tuple(whole.chunk(run.layout.data)[replica].to(run.device) for whole in (images, labels))
 
 
-def check_agreement(losses: Mapping[str, float], tolerance: float = TOLERANCE) -> None:
+def check_agreement(losses: Mapping[str, float], tolerance: float) -> None:
     """Raise SystemExit unless all sides have the same loss, to a relative tolerance."""
     if max(losses.values()) - min(losses.values()) > tolerance * min(losses.values()):
         sys.exit(f"the sides do not compute the same losses: {losses}")
@@ -169,7 +169,7 @@ def step_sides(
     for _ in range(CHECKED_STEPS):
         losses = {name: mean_loss(step(*next(batches[name]))) for name, step in steps.items()}
         run.log.info(f"losses: {losses}")
-        check_agreement(losses)
+        check_agreement(losses, TOLERANCE)
     return {name: side(step, batches[name]) for name, step in steps.items()}
 
 
