@@ -128,7 +128,8 @@ def fp32(start, tmp_path_factory):
 def test_losses_are_those_of_the_cpu(amp, dtype, compiled, fp32, start, on_gpu, tmp_path):
     """In fp32 to the tolerances of the layouts, in half precision to 2 %."""
     img_size = 16 if dtype and REHEARSAL else layouts.MODEL["IMG_SIZE"]
-    said = on_gpu(training.HYBRID, flags(tmp_path, amp=amp, dtype=dtype, COMPILE=compiled, **start(img_size)))
+    values = {"fp16.half_residual": True} if (amp, dtype) == ("TORCH", "fp16") and compiled else {}
+    said = on_gpu(training.HYBRID, flags(tmp_path, amp=amp, dtype=dtype, COMPILE=compiled, **start(img_size), **values))
     steps, _ = read_metrics(tmp_path)
     expected = fp32(img_size)
     assert len(steps) == len(expected) == NUM_STEPS
@@ -193,6 +194,8 @@ def test_resumes_to_the_bit(amp, dtype, compiled, on_gpu, tmp_path):
     values |= {"cudnn_deterministic": True, "checkpoint.keep": 2}
     if dtype == "fp16":
         values |= {"fp16.growth_interval": 2, "fp16.initial_scale": 2.0**22}
+    if amp == "TORCH":
+        values |= {"fp16.half_residual": True}
 
     def run(name, steps):
         command = flags(tmp_path / name, steps, amp, dtype, **values)

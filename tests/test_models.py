@@ -9,10 +9,12 @@ from colossal_vit import config as configs
 from colossal_vit.config.settings import IMAGENET
 from colossal_vit.engine import initialize
 from colossal_vit.errors import UserError
-from colossal_vit.models import build_timm_vit, check_timm_vit
+from colossal_vit.models import ClassTokenBlock, build_timm_vit, check_timm_vit
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.rng.dropout import DropPath
 from colossalai.context import Config
+from timm.layers import Attention
+from timm.models.vision_transformer import Block
 
 import fork_ranks
 
@@ -88,6 +90,41 @@ def test_drop_path_grows_or_is_the_same_in_all_blocks(model, paths, uniform, exp
     for block, rate in zip(vit.blocks, expected, strict=True):
         rates = [module.rate for module in block.modules() if isinstance(module, DropPath)]
         assert rates == pytest.approx([rate] * paths)
+
+
+@pytest.mark.parametrize(
+    ("model", "values", "skipped"),
+    [
+        ("vit_tiny_patch16_224", {"DROP_PATH_RATE": 0.5}, True),
+        ("vit_small_patch14_reg4_dinov2", {}, True),
+        ("deit3_small_patch16_224", {"LAYER_SCALE": 0.3}, True),
+        ("vit_base_patch16_clip_224", {}, True),
+        ("vit_tiny_patch16_224", {"POOL": "avg"}, False),
+        ("vit_small_patch16_18x2_224", {}, False),
+    ],
+)
+def test_the_last_block_computes_what_the_head_sees(model, values, skipped):
+    """Logits and gradients are those of timm's own blocks, and tokens that nobody reads are not computed."""
+
+    def seen(vit):
+        shapes = []
+        vit.blocks[-1].register_forward_hook(lambda block, inputs, output: shapes.append(output.shape[1]))
+        random = torch.Generator().manual_seed(1)
+        for parameter in vit.parameters():
+            parameter.data.normal_(std=0.3, generator=random)
+        logits = vit.eval().double()(torch.randn(3, 3, 32, 32, generator=random).double())
+        logits.square().sum().backward()
+        return shapes, [logits, *(parameter.grad for parameter in vit.parameters())]
+
+    ours, timms = build(model, **values), build(model, **values)
+    last = timms.blocks[-1]
+    assert (type(last) is ClassTokenBlock) == skipped
+    if skipped:
+        last.__class__, last.attn.__class__ = Block, Attention
+    (shapes, found), ((tokens,), expected) = seen(ours), seen(timms)
+    assert shapes == [1 if skipped else tokens]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
 def test_layer_scale_starts_as_it_is_told():

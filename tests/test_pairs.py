@@ -224,6 +224,12 @@ REFUSED = [
         "torch_ddp.static_graph = True does not work with gradient_accumulation = 2",
     ),
     ({"amp": "TORCH", "parallel.pipeline": 2}, [], 2, "does not work with a pipeline: use AMP_TYPE.NAIVE or None"),
+    (
+        {"amp": "TORCH", "fp16.half_residual": True, "parallel.tensor.mode": "1d", "parallel.tensor.size": 2},
+        [],
+        2,
+        "fp16.half_residual = True does not work with tensor parallelism",
+    ),
     ({"COMPILE": True}, ["--debug-nan"], 1, "--debug-nan looks into the model, which COMPILE merges into one piece"),
 ]
 

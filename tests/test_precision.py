@@ -326,6 +326,27 @@ def test_norms_of_o2_compute_in_fp32():
     torch.testing.assert_close(output, expected, rtol=0, atol=0)
 
 
+def test_half_residual_sums_in_half_precision():
+    """What each block hands to the next one stays near sums in fp32."""
+
+    def function():
+        config = gpc.config
+        model = vit.build_vit(config, Layout.of(config, 1))
+        outputs = []
+        for block in model.blocks.values():
+            block.register_forward_hook(lambda block, inputs, output: outputs.append(output.detach()))
+        engine, *_ = initialize(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+        engine.eval()
+        random = torch.Generator().manual_seed(0)
+        engine(torch.randn(config.BATCH_SIZE, 3, config.IMG_SIZE, config.IMG_SIZE, generator=random))
+        return outputs
+
+    full, half = (training.call(function, amp="TORCH", **more)[0] for more in ({}, {"fp16.half_residual": True}))
+    for one, other in zip(full, half, strict=True):
+        assert (one.dtype, other.dtype) == (torch.float32, torch.bfloat16)
+        torch.testing.assert_close(other.float(), one, rtol=0, atol=0.02 * one.abs().max().item())
+
+
 @pytest.mark.parametrize("layout", ["one process", "1D 2", "2D 4", "2.5D 4", "3D 8"])
 def test_the_position_embedding_is_added_in_fp32_under_autocast(layout):
     """As in timm's model. In fp16 its gradient, a sum over the batch times the loss scale, would overflow."""

@@ -82,7 +82,8 @@ def mask(module, name, number, channels):
     size = config.BATCH_SIZE // passes
     first = (micro_step * replicas + gpc.get_local_rank(ParallelMode.DATA)) * config.BATCH_SIZE + part * size
     samples = np.array([(step, first + row) for row in range(size)])
-    tokens = 1 if isinstance(module, DropPath) else (config.IMG_SIZE // config.PATCH_SIZE) ** 2 + 1
+    class_only = name.startswith(f"blocks.{config.DEPTH - 1}.")
+    tokens = 1 if class_only or isinstance(module, DropPath) else (config.IMG_SIZE // config.PATCH_SIZE) ** 2 + 1
     threshold = round(module.rate * 65536)
     kept = philox.kept(config.SEED, philox.word(name), threshold, samples, tokens, channels, slice(0, channels))
     return torch.from_numpy(kept).float() * (65536 / (65536 - threshold))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from colossal_vit.config.load import num_model_chunks
 from colossal_vit.errors import UserError
-from colossal_vit.models import set_dropout
+from colossal_vit.models import set_dropout, skip_unused_tokens
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.partition import partition_blocks
 from colossal_vit.parallel.sharding import annotate, load_full, output_part
@@ -62,10 +62,17 @@ LAYERS: dict[str | None, Layers] = {
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention on (B, N, C); under tensor parallelism each rank computes whole heads."""
+    """Multi-head self-attention on (B, N, C); under tensor parallelism each rank computes whole heads.
 
-    def __init__(self, layers: Layers, config: Config):
+    Args:
+        layers: of the tensor-parallel mode.
+        config: of the run.
+        class_only: whether it returns the class token only, (B, 1, C).
+    """
+
+    def __init__(self, layers: Layers, config: Config, class_only: bool):
         super().__init__()
+        self.class_only = class_only
         self.head_size = config.HIDDEN_SIZE // config.NUM_HEADS
         self.qkv = layers.column(config.HIDDEN_SIZE, 3 * config.HIDDEN_SIZE)
         self.proj = layers.row(config.HIDDEN_SIZE, config.HIDDEN_SIZE)
@@ -75,6 +82,7 @@ class Attention(nn.Module):
         qkv = self.qkv(x)  # (B, N, heads on this rank × [query, key, value] × head_size)
         parts = qkv.unflatten(-1, (-1, 3, self.head_size)).unbind(-2)  # 3 × (B, N, heads, head_size)
         q, k, v = (part.transpose(1, 2) for part in parts)
+        q = q[:, :, :1] if self.class_only else q
         heads = F.scaled_dot_product_attention(q, k, v)
         return self.proj_drop(self.proj(heads.transpose(1, 2).flatten(2)), samples)
 
@@ -101,12 +109,14 @@ class Block(nn.Module):
         layers: of the tensor-parallel mode.
         config: of the run.
         number: of this block in the model; the drop-path rate grows linearly with it, to DROP_PATH_RATE at the last.
+            The last block computes no token that the head does not see.
     """
 
     def __init__(self, layers: Layers, config: Config, number: int):
         super().__init__()
         self.norm1 = layers.norm(config.HIDDEN_SIZE)
-        self.attn = Attention(layers, config)
+        self.class_only = number == config.DEPTH - 1 and config.POOL == "token"
+        self.attn = Attention(layers, config, self.class_only)
         self.norm2 = layers.norm(config.HIDDEN_SIZE)
         self.mlp = MLP(layers, config)
         rate = config.DROP_PATH_RATE * number / max(config.DEPTH - 1, 1)
@@ -115,7 +125,8 @@ class Block(nn.Module):
         self.checkpoint = config.CHECKPOINT
 
     def _forward(self, x: Tensor, samples: Tensor | None) -> Tensor:
-        x = x + self.drop_path1(self.attn(self.norm1(x), samples), samples)
+        branch = self.drop_path1(self.attn(self.norm1(x), samples), samples)
+        x = (x[:, :1] if self.class_only else x) + branch
         return x + self.drop_path2(self.mlp(self.norm2(x), samples), samples)
 
     def forward(self, x: Tensor, samples: Tensor | None = None) -> Tensor:
@@ -197,6 +208,7 @@ def full_vit(config: Config) -> VisionTransformer:
             proj_drop_rate=config.DROP_RATE,
         )
     set_dropout(model, config)
+    skip_unused_tokens(model)
     return model
 
 

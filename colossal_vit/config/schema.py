@@ -252,6 +252,11 @@ FEATURES: Settings = {
             "opt_level": Setting(
                 one_of("O0", "O1", "O2", "O3"), "optimization level of APEX; O1", needs={"mode": (AMP_TYPE.APEX,)}
             ),
+            "half_residual": Setting(
+                BOOL,
+                "residual sums in `dtype`, as NAIVE's: faster, and with less memory; else in fp32",
+                needs={"mode": (AMP_TYPE.TORCH,)},
+            ),
             "initial_scale": Setting(POSITIVE, "initial loss scale; 2¹⁶", needs=SCALED),
             "growth_factor": Setting(number(1, 1e6), "growth of the loss scale; 2", needs=SCALED),
             "backoff_factor": Setting(

@@ -130,6 +130,11 @@ def initialize(
         raise UserError(f"DTYPE = 'float64' does not work with fp16.mode = {fp16.mode}: leave one of them out")
     if is_using_pp() and fp16 and fp16.mode != AMP_TYPE.NAIVE:
         raise UserError(f"fp16.mode = {fp16.mode} does not work with a pipeline: use AMP_TYPE.NAIVE or None")
+    if gpc.tensor_parallel_size > 1 and fp16 and fp16.get("half_residual"):
+        raise UserError(
+            "fp16.half_residual = True does not work with tensor parallelism, whose layers add biases in fp32: "
+            "use AMP_TYPE.NAIVE, or leave it out"
+        )
 
     for name, module in model.named_modules():
         if isinstance(module, _DropoutNd) and module.p:

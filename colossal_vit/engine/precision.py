@@ -93,6 +93,15 @@ class Converted(nn.Module):
         return output.float() if self.output_to_fp32 else output
 
 
+def _halve_residual(model: nn.Module, dtype: torch.dtype) -> None:
+    """Make a model under autocast sum its residual branches in `dtype`.
+
+    Autocast leaves embeddings in fp32, and so all sums of what a block gets and what it computes.
+    """
+    first = next(model.blocks.children())
+    first.register_forward_pre_hook(lambda block, inputs: (inputs[0].to(dtype), *inputs[1:]))
+
+
 def _keep_norms_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
     """Make the normalisation layers of a half-precision model compute in fp32, with fp32 weights."""
     for module in model.modules():
@@ -124,8 +133,8 @@ def wrap_for_precision(
         model: on its device, in fp32.
         optimizer: over the parameters of `model`.
         criterion: the loss function, or None.
-        fp16: the config block; None or empty for fp32. Other keys than `mode`, `dtype` and `opt_level` set the loss
-            scaler.
+        fp16: the config block; None or empty for fp32. Those of the schema that are not read here set the
+            loss scaler.
         device: the model's device.
 
     Returns:
@@ -137,9 +146,12 @@ def wrap_for_precision(
     if dtype == torch.float32:
         return model, AMPOptimizer(optimizer), criterion
     autocast = mode == AMP_TYPE.TORCH or (mode == AMP_TYPE.APEX and level == "O1")
-    scaling = {key: value for key, value in (fp16 or {}).items() if key not in ("mode", "dtype", "opt_level")}
+    others = ("mode", "dtype", "opt_level", "half_residual")
+    scaling = {key: value for key, value in (fp16 or {}).items() if key not in others}
     scale = LossScale(**{**({} if autocast else NAIVE_SCALE), **scaling}) if dtype == torch.float16 else None
     if autocast:
+        if fp16.get("half_residual"):
+            _halve_residual(model, dtype)
         model = Autocast(model, device, dtype)
         criterion = criterion and Autocast(criterion, device, dtype)
         return model, AMPOptimizer(optimizer, scale), criterion

@@ -35,7 +35,7 @@ from colossal_vit.plan.meter import StepPlan
 from colossal_vit.plan.report import format_report, in_fork, plan, plan_rank
 from colossal_vit.plan.request import request_of
 from colossal_vit.plan.search import Prediction, Predictor, search
-from colossal_vit.plan.trace import KINDS, PARTS, Trace
+from colossal_vit.plan.trace import KINDS, PARTS, Pass, Trace
 from colossal_vit.provenance import ROOT, ResultFolder
 
 ASSUMPTIONS = """Counted and predicted; nothing here was measured. Launches and GB (read and written) are those of a
@@ -244,11 +244,19 @@ def layouts(result: ResultFolder) -> None:
 
 
 def eager_totals(traced: Trace, depth: int, images: int) -> tuple[int, int, float, float]:
-    """Host operators, launches, FLOPs and bytes of a pass through the model and back, on a tensor-parallel rank."""
-    passes = [(depth if part == "block" else 1, traced.part(part, kind, images)) for part in PARTS for kind in KINDS]
-    flops, nbytes = sum(times * each.operations.sum(0) for times, each in passes)
-    calls = sum(times * each.calls for times, each in passes)
-    return calls, sum(times * len(each.operations) for times, each in passes), flops, nbytes
+    """Host operators, launches, FLOPs and bytes of a pass through the model and back, on a tensor-parallel rank.
+
+    The FLOPs are the model's as in `mfu.training_flops`: the last block counts as the others.
+    """
+
+    def total(measure: Callable[[Pass], float], blocks: int, last: int) -> float:
+        times = {"embed": 1, "block": blocks, "last": last, "head": 1}
+        return sum(times[part] * measure(traced.part(part, kind, images)) for part in PARTS for kind in KINDS)
+
+    flops = total(lambda each: each.operations[:, 0].sum(), depth, 0)
+    measures = (lambda each: each.calls, lambda each: len(each.operations), lambda each: each.operations[:, 1].sum())
+    calls, launches, nbytes = (total(measure, depth - 1, 1) for measure in measures)
+    return calls, launches, flops, nbytes
 
 
 def lean(result: ResultFolder) -> None:

@@ -85,7 +85,7 @@ class Lowered(NamedTuple):
 
 
 class Lowering(NamedTuple):
-    """A model with two and with four blocks; all figures are linear in the number of blocks.
+    """A model with two and with four blocks; all figures are linear in the number of blocks before the last one.
 
     Attributes:
         images: of the micro-batch, on all tensor-parallel ranks.
@@ -96,17 +96,17 @@ class Lowering(NamedTuple):
     depths: dict[int, Lowered]
 
     def of_block(self, kind: str, measure: Callable[[list[Kernel]], float]) -> float:
-        """What one block adds to a measure of the forward or backward pass."""
+        """What a block before the last one adds to a measure of the forward or backward pass."""
         few, many = (measure(self.depths[depth].passes[kind]) for depth in DEPTHS)
         return (many - few) / (MANY - FEW)
 
     def of_rest(self, kind: str, measure: Callable[[list[Kernel]], float]) -> float:
-        """What a pass takes beside its blocks."""
-        return measure(self.depths[FEW].passes[kind]) - FEW * self.of_block(kind, measure)
+        """What a pass takes beside the blocks before the last one."""
+        return measure(self.depths[FEW].passes[kind]) - (FEW - 1) * self.of_block(kind, measure)
 
     def of_model(self, kind: str, measure: Callable[[list[Kernel]], float], depth: int) -> float:
         """A measure of a pass through a model with so many blocks."""
-        return self.of_rest(kind, measure) + depth * self.of_block(kind, measure)
+        return self.of_rest(kind, measure) + (depth - 1) * self.of_block(kind, measure)
 
     def operations(self, kernels: list[Kernel], images: int) -> np.ndarray:
         """FLOPs and bytes of kernels with so many images, in proportion, (kernels, 2)."""

@@ -8,7 +8,7 @@ from colossal_vit.engine.reduction import IN_FLIGHT_BYTES
 from colossal_vit.parallel.partition import partition_blocks
 from colossal_vit.plan.enumeration import Choice
 from colossal_vit.plan.schedule import order
-from colossal_vit.plan.trace import Pass, Trace
+from colossal_vit.plan.trace import BLOCKS, Pass, Trace
 from colossalai.context import Config
 
 
@@ -22,7 +22,7 @@ class Chunk(NamedTuple):
     @lru_cache  # noqa: B019 there are few different ones
     def parts(self) -> list[tuple[str, int]]:
         """Parts of the model, and how often they come, in forward order."""
-        counts = [("embed", int(self.first)), ("block", self.blocks), ("head", int(self.last))]
+        counts = [("embed", self.first), ("block", self.blocks - self.last), ("last", self.last), ("head", self.last)]
         return [(part, count) for part, count in counts if count]
 
 
@@ -79,7 +79,7 @@ def stage_memory(choice: Choice, trace: Trace, chunks: Sequence[Chunk], stage: i
                 record = trace.part(part, "forward", choice.images)
                 for _ in range(count):
                     after, highest = walk(live, record)
-                    live = live + boundary if choice.checkpoint and part == "block" else after
+                    live = live + boundary if choice.checkpoint and part in BLOCKS else after
                     peak = max(peak, highest)
             continue
         again = number in reduced
@@ -88,7 +88,7 @@ def stage_memory(choice: Choice, trace: Trace, chunks: Sequence[Chunk], stage: i
             record = trace.part(part, "accumulate" if again else "backward", choice.images)
             forward = trace.part(part, "forward", choice.images)
             for _ in range(count):
-                if choice.checkpoint and part == "block":
+                if choice.checkpoint and part in BLOCKS:
                     live, highest = walk(live - boundary, forward)
                     peak = max(peak, highest)
                 live, highest = walk(live, record)

@@ -12,7 +12,7 @@ from colossal_vit.plan.lowering import Kernel, Lowering
 from colossal_vit.plan.machines import Machine
 from colossal_vit.plan.memory import Chunk, cut, owned_share, rank_memory, sizes_of
 from colossal_vit.plan.schedule import num_exchanges, step_seconds
-from colossal_vit.plan.trace import KINDS, Message, Pass, TensorParallel, Trace
+from colossal_vit.plan.trace import BLOCKS, KINDS, PARTS, Message, Pass, TensorParallel, Trace
 from colossalai.context import Config
 
 SHOWN = 10  # layouts in the table
@@ -115,9 +115,9 @@ class Predictor:
 
         if part == "block":
             return lowering.of_block(kind, seconds)
-        # Fused kernels belong to several parts: what is not the blocks' is divided as it is in eager steps.
-        embed, head = (self._eager(tensor, each, kind, images) for each in ("embed", "head"))
-        return lowering.of_rest(kind, seconds) * (embed if part == "embed" else head) / (embed + head)
+        # Fused kernels belong to several parts: what is not these blocks' is divided as it is in eager steps.
+        eager = {each: self._eager(tensor, each, kind, images) for each in PARTS if each != "block"}
+        return lowering.of_rest(kind, seconds) * eager[part] / sum(eager.values())
 
     def _chunks(self, num_stages: int, num_chunks: int) -> list[list[Chunk]]:
         return cut(partition_blocks(self.config, num_stages * num_chunks), num_stages)
@@ -128,7 +128,7 @@ class Predictor:
         seconds, messages = dict.fromkeys(KINDS, 0.0), 0.0
         for part, count in (each for chunk in chunks for each in chunk.parts()):
             for kind in KINDS:
-                again = ["forward"] if kind == "backward" and choice.checkpoint and part == "block" else []
+                again = ["forward"] if kind == "backward" and choice.checkpoint and part in BLOCKS else []
                 for each in (kind, *again):
                     computing, sent = self._part(choice.tensor, part, each, choice.images, choice.by_block)
                     seconds[kind] += count * (computing + sent * all_busy)

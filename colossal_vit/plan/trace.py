@@ -16,7 +16,9 @@ from colossal_vit.plan.meter import StepMeter, count_bytes
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-PARTS = ("embed", "block", "head")  # a Vision Transformer's; the head includes the last norm and the loss
+# A Vision Transformer's: the last block may compute the class token only, and the head includes the loss.
+BLOCKS = ("block", "last")
+PARTS = ("embed", *BLOCKS, "head")
 KINDS = ("forward", "backward")  # passes
 TensorParallel = tuple[str | None, int, int | None]  # mode, size, depth
 
@@ -175,11 +177,11 @@ class _Recorder(StepMeter):
 def mark_parts(model: nn.Module, begin: Callable[[str, str], None]) -> list[Any]:
     """Have `begin(part, "forward" or "backward")` called where a pass through a model comes to the next part.
 
-    The first block is the part "block", later ones are "others": where the next block begins, all that the first one
-    does not keep has been freed. The caller begins the embedding's forward pass and the head's backward pass.
+    Where the second block begins, all that the first one does not keep has been freed. The caller begins the
+    embedding's forward pass and the head's backward pass.
 
     Args:
-        model: has at least two `blocks`, as timm's models do.
+        model: has two `blocks`, as timm's models do.
         begin: what to call.
 
     Returns:
@@ -198,21 +200,21 @@ def mark_parts(model: nn.Module, begin: Callable[[str, str], None]) -> list[Any]
         return hook
 
     def after(module: nn.Module, inputs: tuple, output: Tensor) -> None:
-        on_gradient(output, "others")
+        on_gradient(output, "last")
         begin("head", "forward")
 
-    first, second, *_ = blocks = list(model.blocks.children())
+    first, last = model.blocks.children()
     return [
         first.register_forward_pre_hook(before("block", "embed")),
-        second.register_forward_pre_hook(before("others", "block")),
-        blocks[-1].register_forward_hook(after),
+        last.register_forward_pre_hook(before("last", "block")),
+        last.register_forward_hook(after),
     ]
 
 
-def _part_of(name: str, first_block: str) -> str | None:
-    """The part that a parameter belongs to, by its name; None for blocks after the first."""
+def _part_of(name: str) -> str:
+    """The part that a parameter of a model of two blocks belongs to, by its name."""
     if "blocks." in name:
-        return "block" if f"blocks.{first_block}." in name else None
+        return "block" if "blocks.0." in name else "last"
     return "embed" if any(word in name for word in ("patch_embed", "token", "pos_embed")) else "head"
 
 
@@ -254,7 +256,8 @@ def trace(engine: Engine, batches: Iterable) -> Trace:
             handle.remove()
 
         seen: list[int] = []
-        handle = list(model.blocks.children())[-1].register_forward_hook(lambda m, i, o: seen.append(count_bytes(o)))
+        first, _ = model.blocks.children()
+        handle = first.register_forward_hook(lambda m, i, o: seen.append(count_bytes(o)))
         engine.backward(engine.criterion(engine(images), labels))
         handle.remove()
         recorder.peak = recorder.live
@@ -264,11 +267,9 @@ def trace(engine: Engine, batches: Iterable) -> Trace:
     update = recorder.passes.pop("update")
     moments = count_bytes([list(state.values()) for state in optimizer.state.values()])
     elements = sum(p.numel() for p in weights)
-    first_block = next(iter(dict(model.blocks.named_children())))
     parameters: dict[str, list[int]] = {part: [] for part in PARTS}
     for name, parameter in model.named_parameters():
-        if part := _part_of(name, first_block):
-            parameters[part].append(parameter.numel())
+        parameters[_part_of(name)].append(parameter.numel())
     constant = count_bytes([images, labels]) + count_bytes([*model.buffers()])
     return Trace(
         sizes,
