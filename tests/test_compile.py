@@ -71,17 +71,17 @@ ACCUMULATION, EMA, RECOMPUTED = {"gradient_accumulation": 2}, {"ema.decay": 0.5}
 NO_PATHS = {"DROP_PATH_RATE": 0.0}
 # Each layout and each feature, in as few runs as may be, and the number of programs on the first and the last rank. All
 # pairs of features, and resuming to the bit, are in test_pairs.py. In training there is one for blocks that drop paths,
-# and one for the first block, which does not; in evaluation there is one, and one for blocks whose input another stage
-# has sent.
+# one for the first block, which does not, and one for the last, which computes the class token only; in evaluation there
+# is one for the last block, one for the others, and one for blocks whose input another stage has sent.
 ROWS = [
-    ("1D 2", 2, KERNELS, {}, (3, 3)),
-    ("2D 4", 2, KERNELS, NO_PATHS, (2, 2)),
+    ("1D 2", 2, KERNELS, {}, (4, 4)),
+    ("2D 4", 2, KERNELS, NO_PATHS, (4, 4)),
     # Their kernels are those of 2D, and eight ranks would make them.
-    ("2.5D 4", 2, GRAPHS, TORCH | EMA | RECOMPUTED, (3, 3)),
-    ("3D 8", 2, GRAPHS, NAIVE | ACCUMULATION | NO_PATHS, (2, 2)),
-    ("PP 2 interleaved × 2", 4, GRAPHS, EMA, (4, 2)),
-    ("PP 2 × 1D 2", 4, GRAPHS, NAIVE | RECOMPUTED, (3, 3)),
-    ("DP 2 × 1D 2", 2, GRAPHS, TORCH | ACCUMULATION, (3, 3)),
+    ("2.5D 4", 2, GRAPHS, TORCH | EMA | RECOMPUTED, (4, 4)),
+    ("3D 8", 2, GRAPHS, NAIVE | ACCUMULATION | NO_PATHS, (4, 4)),
+    ("PP 2 interleaved × 2", 4, GRAPHS, EMA, (4, 4)),
+    ("PP 2 × 1D 2", 4, GRAPHS, NAIVE | RECOMPUTED, (3, 4)),
+    ("DP 2 × 1D 2", 2, GRAPHS, TORCH | ACCUMULATION, (4, 4)),
 ]
 TWO_BY_TWO = {"DP 2 × 1D 2": (4, tensor("1d", 2))}
 

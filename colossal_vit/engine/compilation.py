@@ -94,7 +94,7 @@ def compile_model(model: nn.Module, by_block: bool, **options: Any) -> None:
     """Compile a model in place: as a whole, or block by block, as under tensor or pipeline parallelism.
 
     A block is one program, its collectives included (see `compat/compiled.py`), and all blocks share it, except that
-    those which drop no paths have their own.
+    those which drop no paths have their own, and the last one, if it computes the class token only.
     """
     from torch._inductor import config  # here, since it takes seconds
 
