@@ -79,9 +79,10 @@ def list_files(
         above: the folders that lead there, by device and inode.
 
     Raises:
-        UserError: if a link leads back to a folder that it is in, or see `_entries`.
+        UserError: if a folder is a run directory, or a link leads back to a folder that it is in, or see `_entries`.
         OSError: if a folder cannot be read.
     """
+    refuse_run(folder / inside)
     files: list[tuple[str, int, int]] = []
     for entry in _entries(folder / inside):
         status, path = entry.stat(), f"{inside}{entry.name}"
