@@ -181,6 +181,23 @@ def read_skipped(output: Path) -> dict[str, str]:
     return dict(pairs)
 
 
+def _unmade(shards: list[Shard]) -> list[Shard]:
+    """Those that are not on disk whole."""
+    return [shard for shard in shards if not (shard.path.exists() and shard.index.exists())]
+
+
+def _check_space(output: Path, shards: list[Shard]) -> None:
+    """Check, before anything is made, that the disk has the space for the images of these shards.
+
+    Raises:
+        UserError: if not.
+    """
+    needed = sum(size for shard in shards for *_, size in shard.images)
+    free = shutil.disk_usage(next(folder for folder in (output, *output.parents) if folder.exists())).free
+    if needed > free:
+        raise UserError(f"{output}: the disk has {_size(free, floor)} left, and {_size(needed, ceil)} are needed")
+
+
 def _size(count: int, rounded: Callable[[float], int]) -> str:
     """A number of bytes in MB, or from 1 GB on in GB, with one digit after the point."""
     return f"{rounded(count / 1e6)} MB" if count < 1e9 else f"{rounded(count / 1e8) / 10} GB"
@@ -205,18 +222,17 @@ def build(args: argparse.Namespace) -> int:
     plan["shards"] = {split: len(shards[split]) for split in images}
     plan["images"] = {split: len(images[split]) for split in images}
     plan["source"] = f"{digest[:16]} (digest of names, sizes and times)"
+    every = [shard for split in images for shard in shards[split]]
+    if not args.resize and not args.quality:
+        _check_space(output, _unmade(every))
     with _locked(output), worker_pool(args.workers) as pool:
         check_plan(output, plan)
         _publish(output / "classes.txt", "".join(f"{wnid}\n" for wnid in wnids))
         for folder in (folder / split for folder in (output, output / "idx_files") for split in images):
             folder.mkdir(parents=True, exist_ok=True)
-        every = [shard for split in images for shard in shards[split]]
-        pending = [shard for shard in every if not (shard.path.exists() and shard.index.exists())]
+        pending = _unmade(every)  # another build may have made some of them while this one waited
         sizes, total = [len(shard.images) for shard in pending], sum(plan["images"].values())
         print(f"{output}: {total} images of {len(wnids)} classes, {len(pending)} of {len(every)} shards to be made")
-        needed, free = sum(size for shard in pending for *_, size in shard.images), shutil.disk_usage(output).free
-        if needed > free and not args.resize and not args.quality:
-            raise UserError(f"{output}: the disk has {_size(free, floor)} left, and {_size(needed, ceil)} are needed")
         skipped, tasks = read_skipped(output), [(args, shard) for shard in pending]
         with closing(run_all(pool, build_shard, tasks, sizes, "img", total - sum(sizes))) as results:
             for (_, shard), bad in results:
