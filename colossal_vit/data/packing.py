@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, NotRequired
 
 from colossal_vit import streams, typed_json
 from colossal_vit.data.decoding import FORMATS
-from colossal_vit.data.folders import has_class_folders
+from colossal_vit.data.folders import INDEX_FILES, has_class_folders
 from colossal_vit.data.image_files import prepare_image
 from colossal_vit.data.packing_source import scan, scan_unsplit
 from colossal_vit.data.shards import (
@@ -167,7 +167,7 @@ def check_plan(output: Path, plan: dict[str, Any]) -> None:
         if other := [f"{key} {begun.get(key)} instead of {plan[key]}" for key in plan if begun.get(key) != plan[key]]:
             raise UserError(f"{output}: was begun with {other[0]}; resume with the same, or use an empty folder")
         return
-    if there := [name for name in (*NUM_SHARDS, "idx_files") if (output / name).exists()]:
+    if there := [name for name in (*NUM_SHARDS, INDEX_FILES) if (output / name).exists()]:
         raise UserError(f"{output}: has {there[0]}/ but no build.json to resume; use an empty folder")
     _publish(output / "build.json", json.dumps(plan, indent=1) + "\n")
 
@@ -228,7 +228,7 @@ def build(args: argparse.Namespace) -> int:
     with _locked(output), worker_pool(args.workers) as pool:
         check_plan(output, plan)
         _publish(output / "classes.txt", "".join(f"{wnid}\n" for wnid in wnids))
-        for folder in (folder / split for folder in (output, output / "idx_files") for split in images):
+        for folder in (folder / split for folder in (output, output / INDEX_FILES) for split in images):
             folder.mkdir(parents=True, exist_ok=True)
         pending = _unmade(every)  # another build may have made some of them while this one waited
         sizes, total = [len(shard.images) for shard in pending], sum(plan["images"].values())
@@ -280,7 +280,7 @@ def index_only(args: argparse.Namespace) -> int:
     with worker_pool(args.workers) as pool:
         for _ in run_all(pool, index_shard, tasks, [path.stat().st_size for path, _ in tasks], "B"):
             pass
-    print(f"{output / 'idx_files'}: {len(tasks)} index files")
+    print(f"{output / INDEX_FILES}: {len(tasks)} index files")
     return 0
 
 
