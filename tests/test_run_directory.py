@@ -25,7 +25,7 @@ SCRIPT, CONFIG = FOLDER / "train_hybrid.py", FOLDER / "configs" / "config_tensor
 
 
 def name(*overrides, script=SCRIPT, config=CONFIG):
-    return default(Path(script), Path(config), overrides)
+    return default(Path(script), Path(config), overrides, "auto")
 
 
 def test_a_directory_reads_like_its_command():

@@ -21,7 +21,7 @@ from colossal_vit.results import CURVES, METRICS
 MAX_NAME = 200  # bytes of a folder's name; file systems allow 255
 
 
-def default(script: Path, config: Path, overrides: Iterable[str], resume: str = "auto") -> Path:
+def default(script: Path, config: Path, overrides: Iterable[str], resume: str) -> Path:
     """The run directory of a command without `--output`: `runs/<example>/<script>/<config>,KEY=VALUE,...`.
 
     The same command always gets the same directory, whatever the order of its overrides and the working directory;
