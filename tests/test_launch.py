@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import colossalai.legacy as colossalai
 import pytest
@@ -454,6 +455,22 @@ def test_gradient_that_is_not_finite_stops_all_before_the_update(tmp_path):
     assert len(lines) == 1, str(result)
     steps = read_metrics(tmp_path)[0]
     assert f"step {len(steps) + 1}: the gradient is not finite" in lines[0]
+
+
+def test_a_process_that_goes_away_while_it_is_looked_at_has_ended(monkeypatch):
+    """/proc says so in one of two ways."""
+    child = subprocess.Popen(["sleep", str(fork_ranks.PATIENCE)])
+
+    def read_text(path):
+        with open(path) as file:
+            child.kill()
+            child.wait()
+            return file.read()
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert launchers.has_ended(child.pid)
+    monkeypatch.undo()
+    assert launchers.has_ended(child.pid)
 
 
 def test_a_rank_does_not_wait_forever_for_process_groups(capfd):
