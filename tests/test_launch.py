@@ -274,7 +274,7 @@ def test_the_first_host_of_a_node_list_is_found(node_list, host):
     ("environment", "words"),
     [
         ({"SLURM_JOB_ID": 7, "SLURM_NTASKS": 4}, "type `srun bash ./scripts/train_slurm.sh`, or add --launcher none"),
-        ({**SLURM, "SLURM_PTY_PORT": 1}, "leave the shell and type `srun --ntasks 8 bash"),
+        ({**SLURM, "SLURM_PTY_PORT": 1, "SLURM_NNODES": 2}, "leave the shell and type `srun --nodes 2 --ntasks 8 bash"),
         ({"LOCAL_RANK": 0}, "lacks a number in one of RANK, LOCAL_RANK, WORLD_SIZE, MASTER_PORT"),
         ({**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": 1}, "mpirun on several nodes needs --host, the node of rank 0"),
     ],
