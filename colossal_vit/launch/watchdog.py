@@ -22,13 +22,7 @@ from colossal_vit.launch.rendezvous import is_own, listen
 CONNECT_TIMEOUT = 10.0  # seconds
 END_TIMEOUT = 2.0  # seconds that rank 0 waits for each of the others to end
 
-current: "Watchdog | None" = None  # this process's, once the process groups exist
-
-
-def begin(rank: int, world_size: int, host: str) -> None:
-    """Create this process's watchdog as `current`; the arguments are those of `Watchdog`."""
-    global current
-    current = Watchdog(rank, world_size, host)
+current: "Watchdog | None" = None  # this process's, set once the process groups exist
 
 
 @contextmanager
