@@ -81,6 +81,6 @@ def peak_flops(device_name: str, dtype: torch.dtype, tf32: bool = False) -> floa
     return (full if dtype == torch.float32 else half) * 1e12
 
 
-def peak_of(device: torch.device, dtype: torch.dtype, tf32: bool = False) -> float | None:
+def peak_of(device: torch.device, dtype: torch.dtype, tf32: bool) -> float | None:
     """`peak_flops` of a device of this machine; None for a CPU."""
     return peak_flops(torch.cuda.get_device_name(device), dtype, tf32) if device.type == "cuda" else None

@@ -57,7 +57,7 @@ def hardware() -> dict[str, Any]:
     }
 
 
-def provenance(command: str, changes_allowed: bool = False) -> dict[str, Any]:
+def provenance(command: str, changes_allowed: bool) -> dict[str, Any]:
     """What it takes to reproduce a result: command, commit, date, hardware, versions.
 
     Args:

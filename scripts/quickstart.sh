@@ -11,10 +11,15 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 unset DATA # the sample, not the user's CIFAR-10
 python scripts/sample_data.py
 
+mkdir -p "$root/runs"
 output="$root/runs/quickstart"
 number=1
-while [ -e "$output-$number" ]; do number=$((number + 1)); done
+until mkdir "$output-$number" 2> /dev/null; do # another one may be looking for a name too
+    [ -e "$output-$number" ] || mkdir "$output-$number" # which says why it cannot be made
+    number=$((number + 1))
+done
 output="$output-$number"
+trap 'rmdir "$output" 2> /dev/null || true' EXIT # it is empty if the command is refused
 
 processes=2
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')

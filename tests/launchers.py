@@ -103,7 +103,7 @@ def has_ended(pid):
     """Whether a process, of whatever parent, has ended or is a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter if it goes away before the file is read
         return True
 
 

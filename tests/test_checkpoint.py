@@ -322,7 +322,7 @@ STRANGE_RUN = dict(DEPTH=1, BATCH_SIZE=128, NUM_EPOCHS=1)
 # What no check of a checkpoint can know to be wrong. With each, a run resumes, or is refused with one line.
 STRANGE = {
     "far": ({"epoch": 2**53}, "resuming from .*step 2, epoch 9007199254740992"),
-    "beyond its epoch": ({"images": 2**53}, "test accuracy"),
+    "beyond its epoch": ({"images": 2**53}, "nothing is left to do"),
     "many moments": ({"moments_step": 2**53}, "resuming from"),
     "generator states of before": ({"ranks": [{"rng": {}, "data": {}}]}, "random numbers that do not depend on the"),
     "an empty config": ({"config": {}}, "was trained with other values"),

@@ -268,6 +268,7 @@ def test_a_value_in_a_file_may_stay_when_the_command_line_takes_its_need_away(lo
 
 def test_helpers_are_not_settings(load):
     text = "import math\nfrom math import sqrt\n_side = 4\ndef f(): return 2\nBATCH_SIZE = int(sqrt(16)) * _side"
+    text += "\nfrom colossalai.amp import AMP_TYPE as AMP\nF = math\nclass MLP: pass\nscale = lambda x: x"
     assert set(load(text)) == {"BATCH_SIZE", *configs.complete({})}
 
 
@@ -295,6 +296,8 @@ def test_classes_functions_and_modules_under_a_keys_name_are_refused(load, text,
     [
         ("BATCH_SIZ = 1", (), ("BATCH_SIZ", "did you mean BATCH_SIZE")),
         ("batch_size = 1", (), ("batch_size", "BATCH_SIZE")),
+        ("from torch.optim import SGD\nOPTIMISER = SGD", (), ("OPTIMISER", "did you mean OPTIMIZER")),
+        ("def LERNING_RATE(step): return 1e-3", (), ("LERNING_RATE", "did you mean LEARNING_RATE")),
         ("parallel = dict(pipelin=2)", (), ("parallel.pipelin", "did you mean pipeline")),
         ("parallel = dict(tensor=dict(mode='4d', size=2))", (), ("parallel.tensor.mode = '4d'", "'1d'")),
         ("parallel = 2", (), ("parallel = 2", "dict(pipeline, tensor)")),

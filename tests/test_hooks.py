@@ -479,7 +479,7 @@ def test_old_checkpoint_that_cannot_be_removed_is_named(tmp_path, monkeypatch):
 
 def test_a_full_disk_is_told_once_and_records_are_kept(tmp_path, capfd):
     said = []
-    recorder = Recorder(tmp_path, SimpleNamespace(info=lambda text, ranks: said.append(text)), curves=False)
+    recorder = Recorder(tmp_path, SimpleNamespace(info=lambda text, ranks: said.append(text)), None, curves=False)
     recorder.open(0, 0)
     whole, full = recorder.file, os.open("/dev/full", os.O_WRONLY)
     for file, steps in ((full, (1, 2)), (whole, (3,)), (full, (4, 5))):

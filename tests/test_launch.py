@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import colossalai.legacy as colossalai
 import pytest
@@ -35,6 +36,32 @@ import training
 FOLDER = fork_ranks.ROOT / "vit_cifar10_hybrid"
 SMALL_PIPELINE = training.set_flags({**training.MODEL, "parallel.pipeline": 2})
 LONG = [*SMALL_PIPELINE, *training.set_flags({"NUM_EPOCHS": 1000, "BATCH_SIZE": 16})]
+
+
+def test_ctrl_c_during_imports_prints_nothing():
+    """And is not lost: torch goes on where its own import of numpy was interrupted."""
+    code = """
+import colossal_vit, os, sys
+
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            assert "numpy" in sys.modules
+            os.kill(os.getpid(), 2)
+
+sys.meta_path.insert(0, Finder())
+import colossal_vit.launch
+"""
+    result = subprocess.run([sys.executable, "-c", code], cwd=fork_ranks.ROOT, capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_an_error_during_imports_keeps_its_traceback():
+    code = "import colossal_vit, nowhere"
+    result = subprocess.run([sys.executable, "-c", code], cwd=fork_ranks.ROOT, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "Traceback" in result.stderr
+    assert "No module named 'nowhere'" in result.stderr
 
 
 # ---- Mistakes --------------------------------------------------------------------------------------------------------
@@ -247,7 +274,7 @@ def test_the_first_host_of_a_node_list_is_found(node_list, host):
     ("environment", "words"),
     [
         ({"SLURM_JOB_ID": 7, "SLURM_NTASKS": 4}, "type `srun bash ./scripts/train_slurm.sh`, or add --launcher none"),
-        ({**SLURM, "SLURM_PTY_PORT": 1}, "leave the shell and type `srun --ntasks 8 bash"),
+        ({**SLURM, "SLURM_PTY_PORT": 1, "SLURM_NNODES": 2}, "leave the shell and type `srun --nodes 2 --ntasks 8 bash"),
         ({"LOCAL_RANK": 0}, "lacks a number in one of RANK, LOCAL_RANK, WORLD_SIZE, MASTER_PORT"),
         ({**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": 1}, "mpirun on several nodes needs --host, the node of rank 0"),
     ],
@@ -428,6 +455,22 @@ def test_gradient_that_is_not_finite_stops_all_before_the_update(tmp_path):
     assert len(lines) == 1, str(result)
     steps = read_metrics(tmp_path)[0]
     assert f"step {len(steps) + 1}: the gradient is not finite" in lines[0]
+
+
+def test_a_process_that_goes_away_while_it_is_looked_at_has_ended(monkeypatch):
+    """/proc says so in one of two ways."""
+    child = subprocess.Popen(["sleep", str(fork_ranks.PATIENCE)])
+
+    def read_text(path):
+        with open(path) as file:
+            child.kill()
+            child.wait()
+            return file.read()
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert launchers.has_ended(child.pid)
+    monkeypatch.undo()
+    assert launchers.has_ended(child.pid)
 
 
 def test_a_rank_does_not_wait_forever_for_process_groups(capfd):

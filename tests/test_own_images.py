@@ -544,11 +544,14 @@ def test_a_run_directory_is_no_data(script, alone, tmp_path):
         (root / name).touch()
 
 
-@pytest.mark.parametrize("parts", [("",), ("train", "val")])
-def test_a_run_directory_is_no_class(parts, flat, alone, tmp_path):
+@pytest.mark.parametrize(
+    ("parts", "place"),
+    [(("",), "run"), (("",), "dog house/run"), (("train", "val"), "run"), (("train", "val"), "cat/a/run")],
+)
+def test_a_run_directory_is_no_class_and_none_of_its_images(parts, place, flat, alone, tmp_path):
     for part in parts:
         shutil.copytree(flat, tmp_path / "data" / part, ignore=shutil.ignore_patterns(".decoded"), dirs_exist_ok=True)
-    run = shutil.copytree(alone.output, tmp_path / "data" / parts[0] / "run")
+    run = shutil.copytree(alone.output, tmp_path / "data" / parts[0] / place)
     save("mistakes.png")(run)
     line = training.refused(tmp_path / "run", steps=1, DATA=str(tmp_path / "data"), BATCH_SIZE=16)
     assert f" error: {run}: is a run directory, not images" in line

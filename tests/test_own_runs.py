@@ -453,6 +453,22 @@ def test_a_run_that_is_beyond_its_end_stays_as_it_is(tmp_path):
         assert path.read_bytes() == before
 
 
+def test_a_run_that_max_steps_has_ended_is_evaluated_once(tmp_path):
+    """In the middle of its epoch; killed before the evaluation, which is made when it is started again."""
+    run(tmp_path, "--max-steps", "3", BATCH_SIZE=256)
+    path = tmp_path / "metrics.jsonl"
+    before = path.read_bytes()
+    assert b'"step": 3, "epoch": 0, "eval_loss"' in before
+    said = run(tmp_path, "--max-steps", "3", BATCH_SIZE=256)
+    assert "nothing is left to do: the run has made its 3 steps" in said
+    assert "test accuracy" not in said
+    assert path.read_bytes() == before
+    path.write_bytes(b"".join(before.splitlines(keepends=True)[:3]))
+    said = run(tmp_path, "--max-steps", "3", BATCH_SIZE=256)
+    assert "test accuracy" in said
+    assert path.read_bytes() == before
+
+
 def test_another_number_of_heads_is_not_evaluated(tmp_path):
     """No shape tells it."""
     run(tmp_path, "--max-steps", "1", NUM_HEADS=4)

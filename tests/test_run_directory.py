@@ -4,6 +4,7 @@ import os
 import pickle
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -25,7 +26,7 @@ SCRIPT, CONFIG = FOLDER / "train_hybrid.py", FOLDER / "configs" / "config_tensor
 
 
 def name(*overrides, script=SCRIPT, config=CONFIG):
-    return default(Path(script), Path(config), overrides)
+    return default(Path(script), Path(config), overrides, "auto")
 
 
 def test_a_directory_reads_like_its_command():
@@ -90,6 +91,28 @@ def test_two_commands_do_not_continue_each_other(tmp_path):
     runs = sorted((tmp_path / "runs" / "example" / "train_hybrid").iterdir())
     assert len(runs) == 2
     assert all(run.name.startswith("config_pipeline_parallel,BATCH_SIZE=128,") for run in runs)
+
+
+QUICKSTARTS = """
+root=$PWD
+python() { :; }
+torchrun() {
+    echo "$output" >> "$root/said"
+    if [ ! -v SECOND ]; then (cd "$root" && SECOND=1 bash scripts/quickstart.sh); fi
+}
+"""
+
+
+def test_two_quickstarts_at_once_have_two_directories(tmp_path):
+    """The second one begins before the first one's run has made anything; no run, no directory."""
+    for folder in ("scripts", "vit_cifar10_hybrid"):
+        (tmp_path / folder).mkdir()
+    shutil.copy(fork_ranks.ROOT / "scripts/quickstart.sh", tmp_path / "scripts")
+    (tmp_path / "scripts/setup.sh").write_text(QUICKSTARTS)
+    subprocess.run(["bash", "scripts/quickstart.sh"], cwd=tmp_path, check=True)
+    runs = tmp_path / "runs"
+    assert (tmp_path / "said").read_text() == f"{runs}/quickstart-1\n{runs}/quickstart-2\n"
+    assert not any(runs.iterdir())
 
 
 # ---- What is in it already ----

@@ -996,8 +996,9 @@ def test_a_full_disk(small_source, tmp_path):
 
 def test_too_little_space_is_said_at_once(small_source, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2000, 1000, 1000))
-    assert run(small_source, tmp_path) == 2
-    assert f"{tmp_path}: the disk has 0 MB left, and 1 MB are needed" in error_line(capfd)
+    assert run(small_source, tmp_path / "new" / "out") == 2
+    assert f"{tmp_path}/new/out: the disk has 0 MB left, and 1 MB are needed" in error_line(capfd)
+    assert not (tmp_path / "new").exists(), "nothing is made for nothing"
 
 
 def test_too_little_space_is_said_in_units_that_fit_it(small_source, tmp_path, capfd, monkeypatch):

@@ -22,6 +22,7 @@ from colossal_vit.engine.micro_batches import MicroBatches
 from colossal_vit.errors import TrainingError, UserError
 from colossal_vit.files import write_text
 from colossal_vit.parallel.ranks import all_gather_object, run_on_rank_0
+from colossal_vit.results import read_metrics
 from colossal_vit.run import Run
 from torch import Tensor
 
@@ -222,6 +223,14 @@ class Checkpointer:
                     f"--resume {run.args.resume}: {self.path.name} has made all steps of this run: raise {limit}"
                 )
             run_on_rank_0(lambda: self._begin(complete))
+            trainer.evaluated = complete and run_on_rank_0(lambda: self._is_evaluated(trainer.engine.num_steps))
+
+    def _is_evaluated(self, step: int) -> bool:
+        """Whether the run directory has an evaluation of this step on record."""
+        try:
+            return any(record["step"] == step for record in read_metrics(self.run.output)[1])
+        except OSError:
+            return False
 
     def _resume(self) -> None:
         run, path, engine = self.run, self.path, self.trainer.engine

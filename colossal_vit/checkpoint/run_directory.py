@@ -13,6 +13,7 @@ from typing import Any
 from colossal_vit import config as configs
 from colossal_vit import typed_json
 from colossal_vit.checkpoint import lock, storage
+from colossal_vit.data.folders import INDEX_FILES
 from colossal_vit.errors import UserError
 from colossal_vit.files import free_name
 from colossal_vit.results import CURVES, METRICS
@@ -20,7 +21,7 @@ from colossal_vit.results import CURVES, METRICS
 MAX_NAME = 200  # bytes of a folder's name; file systems allow 255
 
 
-def default(script: Path, config: Path, overrides: Iterable[str], resume: str = "auto") -> Path:
+def default(script: Path, config: Path, overrides: Iterable[str], resume: str) -> Path:
     """The run directory of a command without `--output`: `runs/<example>/<script>/<config>,KEY=VALUE,...`.
 
     The same command always gets the same directory, whatever the order of its overrides and the working directory;
@@ -58,7 +59,6 @@ def _plain(value: Any) -> str:
 
 
 CONFIG = "config.json"
-INDEX_FILES = "idx_files"  # DALI's index files, written if some records are left out
 # What a run writes into its directory, where a file of the same name would be overwritten or appended to.
 _WRITTEN = (CONFIG, METRICS, *CURVES)
 # All that may be in it besides: what runs add, and --dry-run, --plan and kills leave.

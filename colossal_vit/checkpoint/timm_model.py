@@ -107,7 +107,7 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, ema: 
     return model
 
 
-def export_timm(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype, ema: bool = False) -> None:
+def export_timm(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype, ema: bool) -> None:
     """Write a checkpoint as a folder for `timm.create_model("local-dir:<folder>", pretrained=True)`.
 
     Args:

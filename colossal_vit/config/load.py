@@ -1,5 +1,6 @@
 """A config file evaluated, overridden, checked and filled in."""
 
+import ast
 import json
 import math
 import traceback
@@ -43,7 +44,7 @@ def _parse(texts: Iterable[str], script: str | None) -> list[Override]:
 
 
 def _evaluate(path: Path, overrides: list[Override]) -> dict[str, Any]:
-    """The values that a config file assigns, overridden; without helpers, unless they have the name of a setting.
+    """The values that a config file assigns, overridden; without helpers, unless they are written like a setting.
 
     Raises:
         UserError: if the file cannot be read, or fails.
@@ -51,7 +52,8 @@ def _evaluate(path: Path, overrides: list[Override]) -> dict[str, Any]:
     try:
         if path.exists() and not path.is_file() and not path.is_dir():  # reading a pipe might wait forever
             raise UserError(f"--config {path}: is no regular file")
-        code = compile(path.read_text(encoding="utf-8"), str(path), "exec")
+        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+        code = compile(tree, str(path), "exec")
     except OSError as error:
         raise UserError(f"--config {path}: {error.strerror or error}") from None
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -68,9 +70,15 @@ def _evaluate(path: Path, overrides: list[Override]) -> dict[str, Any]:
         raise UserError(f"--config {where}: {type(error).__name__}: {' '.join(str(error).split())}") from None
     namespace.apply_all()
 
+    nodes = list(ast.walk(tree))
+    written = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    written |= {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+
     def is_helper(key: str, value: Any) -> bool:
-        known = key in SCHEMA or key in OLDER_NAMES
-        return key.startswith("_") or (not known and (isinstance(value, types.ModuleType) or callable(value)))
+        if key in SCHEMA or key in OLDER_NAMES:
+            return False
+        meant = key.isupper() and key in written  # neither imported nor a class: a key that is misspelled
+        return key.startswith("_") or isinstance(value, types.ModuleType) or (callable(value) and not meant)
 
     return {key: value for key, value in namespace.items() if not is_helper(key, value)}
 

@@ -22,7 +22,7 @@ import torch
 from colossal_vit import typed_json
 from colossal_vit.data.batches import read_ahead
 from colossal_vit.data.decoding import FORMATS, check_scan, endings, to_rgb
-from colossal_vit.data.folders import advice_without_images, class_folders, list_files, refuse_run
+from colossal_vit.data.folders import advice_without_images, class_folders, list_files
 from colossal_vit.errors import UserError, blame, in_one_line
 from colossal_vit.files import atomic_folder, write_text
 from colossal_vit.parallel.ranks import RankLogger
@@ -96,7 +96,6 @@ def find_images(root: Path, caches: Path, parts: Sequence[str] = ("",), skip: st
             left_out += [os.path.join(part, file) for file in beside]
             for name in names:
                 folder = os.path.join(part, name)
-                refuse_run(root / folder)
                 own, others = [], []
                 for file in list_files(root / folder):
                     (own if Path(file[0]).suffix.lower() in known else others).append(file)

@@ -11,7 +11,7 @@ from colossal_vit.files import scratch_folder
 
 # What these scripts download. A folder may have several of them, and no other set is taken for the user's own images.
 DOWNLOADED = {"cifar-10-batches-bin", "cifar-10-batches-py", "caltech101"}
-PACKED = "idx_files"  # of TFRecords
+INDEX_FILES = "idx_files"  # the folder of DALI's index files, of TFRecords or for a run that leaves some records out
 VALIDATION = ("val", "valid", "validation")  # folders beside train/ to evaluate on: one of them, or else TEST
 TEST = "test"
 SPLITS = {"train", "training", *VALIDATION, TEST}
@@ -79,9 +79,10 @@ def list_files(
         above: the folders that lead there, by device and inode.
 
     Raises:
-        UserError: if a link leads back to a folder that it is in, or see `_entries`.
+        UserError: if a folder is a run directory, or a link leads back to a folder that it is in, or see `_entries`.
         OSError: if a folder cannot be read.
     """
+    refuse_run(folder / inside)
     files: list[tuple[str, int, int]] = []
     for entry in _entries(folder / inside):
         status, path = entry.stat(), f"{inside}{entry.name}"
@@ -106,7 +107,7 @@ def has_class_folders(root: Path) -> bool:
         refuse_run(folder)
         if root.exists() and not root.is_dir():
             raise UserError(f"{root}: is a file, not a folder")
-        if any((root / name).exists() for name in (*DOWNLOADED, PACKED)):
+        if any((root / name).exists() for name in (*DOWNLOADED, INDEX_FILES)):
             return False
         known, (names, beside), kinds = endings(), class_folders(folder), Counter()
         for name in names:

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, NotRequired
 
 from colossal_vit import streams, typed_json
 from colossal_vit.data.decoding import FORMATS
-from colossal_vit.data.folders import has_class_folders
+from colossal_vit.data.folders import INDEX_FILES, has_class_folders
 from colossal_vit.data.image_files import prepare_image
 from colossal_vit.data.packing_source import scan, scan_unsplit
 from colossal_vit.data.shards import (
@@ -167,7 +167,7 @@ def check_plan(output: Path, plan: dict[str, Any]) -> None:
         if other := [f"{key} {begun.get(key)} instead of {plan[key]}" for key in plan if begun.get(key) != plan[key]]:
             raise UserError(f"{output}: was begun with {other[0]}; resume with the same, or use an empty folder")
         return
-    if there := [name for name in (*NUM_SHARDS, "idx_files") if (output / name).exists()]:
+    if there := [name for name in (*NUM_SHARDS, INDEX_FILES) if (output / name).exists()]:
         raise UserError(f"{output}: has {there[0]}/ but no build.json to resume; use an empty folder")
     _publish(output / "build.json", json.dumps(plan, indent=1) + "\n")
 
@@ -179,6 +179,23 @@ def read_skipped(output: Path) -> dict[str, str]:
     if any(len(pair) != 2 for pair in pairs):
         raise UserError(f"{path}: has a line without a tab; no build wrote this: take another folder")
     return dict(pairs)
+
+
+def _unmade(shards: list[Shard]) -> list[Shard]:
+    """Those that are not on disk whole."""
+    return [shard for shard in shards if not (shard.path.exists() and shard.index.exists())]
+
+
+def _check_space(output: Path, shards: list[Shard]) -> None:
+    """Check, before anything is made, that the disk has the space for the images of these shards.
+
+    Raises:
+        UserError: if not.
+    """
+    needed = sum(size for shard in shards for *_, size in shard.images)
+    free = shutil.disk_usage(next(folder for folder in (output, *output.parents) if folder.exists())).free
+    if needed > free:
+        raise UserError(f"{output}: the disk has {_size(free, floor)} left, and {_size(needed, ceil)} are needed")
 
 
 def _size(count: int, rounded: Callable[[float], int]) -> str:
@@ -205,18 +222,17 @@ def build(args: argparse.Namespace) -> int:
     plan["shards"] = {split: len(shards[split]) for split in images}
     plan["images"] = {split: len(images[split]) for split in images}
     plan["source"] = f"{digest[:16]} (digest of names, sizes and times)"
+    every = [shard for split in images for shard in shards[split]]
+    if not args.resize and not args.quality:
+        _check_space(output, _unmade(every))
     with _locked(output), worker_pool(args.workers) as pool:
         check_plan(output, plan)
         _publish(output / "classes.txt", "".join(f"{wnid}\n" for wnid in wnids))
-        for folder in (folder / split for folder in (output, output / "idx_files") for split in images):
+        for folder in (folder / split for folder in (output, output / INDEX_FILES) for split in images):
             folder.mkdir(parents=True, exist_ok=True)
-        every = [shard for split in images for shard in shards[split]]
-        pending = [shard for shard in every if not (shard.path.exists() and shard.index.exists())]
+        pending = _unmade(every)  # another build may have made some of them while this one waited
         sizes, total = [len(shard.images) for shard in pending], sum(plan["images"].values())
         print(f"{output}: {total} images of {len(wnids)} classes, {len(pending)} of {len(every)} shards to be made")
-        needed, free = sum(size for shard in pending for *_, size in shard.images), shutil.disk_usage(output).free
-        if needed > free and not args.resize and not args.quality:
-            raise UserError(f"{output}: the disk has {_size(free, floor)} left, and {_size(needed, ceil)} are needed")
         skipped, tasks = read_skipped(output), [(args, shard) for shard in pending]
         with closing(run_all(pool, build_shard, tasks, sizes, "img", total - sum(sizes))) as results:
             for (_, shard), bad in results:
@@ -264,7 +280,7 @@ def index_only(args: argparse.Namespace) -> int:
     with worker_pool(args.workers) as pool:
         for _ in run_all(pool, index_shard, tasks, [path.stat().st_size for path, _ in tasks], "B"):
             pass
-    print(f"{output / 'idx_files'}: {len(tasks)} index files")
+    print(f"{output / INDEX_FILES}: {len(tasks)} index files")
     return 0
 
 

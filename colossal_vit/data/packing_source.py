@@ -5,14 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
 from pathlib import Path
 
-from colossal_vit.data.folders import (
-    TEST,
-    VALIDATION,
-    advice_without_images,
-    class_folders,
-    list_files,
-    refuse_run,
-)
+from colossal_vit.data.folders import TEST, VALIDATION, advice_without_images, class_folders, list_files
 from colossal_vit.data.shards import NUM_SHARDS, read_lines
 from colossal_vit.errors import UserError, in_one_line
 
@@ -21,7 +14,6 @@ SCAN_THREADS = 16  # for folders on a network
 
 def list_images(source: Path, folder: str) -> list[tuple[str, int, int]]:
     """Path relative to SOURCE, bytes and modification time (ns) of all files in a folder but hidden ones, sorted."""
-    refuse_run(source / folder)
     files = [(f"{folder}/{name}", *status) for name, *status in list_files(source / folder)]
     if not files:
         raise UserError(f"{source / folder}: has no images; {advice_without_images(source / folder)}")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
+from colossal_vit.data.folders import INDEX_FILES
 from colossal_vit.data.image_files import prepare_image
 from colossal_vit.data.tfrecord import masked_crc, parse_example
 from colossal_vit.errors import UserError, blame
@@ -30,7 +31,7 @@ def class_names(output: Path) -> list[str]:
 
 def index_path(output: Path, split: str, name: str) -> Path:
     """The path of a shard's index file."""
-    return output / "idx_files" / split / f"{name}.idx"
+    return output / INDEX_FILES / split / f"{name}.idx"
 
 
 def find_shards(output: Path, split: str) -> list[Path]:
@@ -81,7 +82,7 @@ def name_faults(output: Path, split: str, shards: list[Path]) -> Iterator[str]:
     if first and (missing := first[0] - sum(number < first[0] for number in numbers)):
         least = next(number for number in count() if number not in numbers)  # a name may claim any number of shards
         yield f"{output / split}: {missing} of {first[0]} shards are missing, the first is number {least}"
-    for index in sorted((output / "idx_files" / split).glob("[!.]*")):
+    for index in sorted((output / INDEX_FILES / split).glob("[!.]*")):
         if index.stem not in {path.name for path in shards}:
             yield f"{index}: is the index of no shard"
 

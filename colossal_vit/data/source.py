@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from colossal_vit.config.settings import CALTECH101, DP, HYBRID, IMAGENET
 from colossal_vit.data.batches import FakeBatches, Loader, SyntheticBatches
-from colossal_vit.data.folders import class_folders, has_class_folders
+from colossal_vit.data.folders import INDEX_FILES, class_folders, has_class_folders
 from colossal_vit.data.identity import identify
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.ranks import run_on_rank_0
@@ -48,7 +48,7 @@ class Format(NamedTuple):
 FORMATS = (
     Format("CIFAR-10", "cifar10", ("cifar-10-batches-bin", "cifar-10-batches-py"), 50_000, 10),
     Format("Caltech101", "caltech101", ("caltech101/101_ObjectCategories",), 6_941, 101),  # four fifths of 8,677
-    Format("ImageNet", "imagenet", ("idx_files", "train/train-*-of-*"), 1_281_167, 1000),
+    Format("ImageNet", "imagenet", (INDEX_FILES, "train/train-*-of-*"), 1_281_167, 1000),
 )
 USUAL = dict(zip((HYBRID, CALTECH101, IMAGENET), FORMATS, strict=True)) | {DP: FORMATS[0]}  # of each script
 

@@ -22,7 +22,7 @@ class BinaryCrossEntropy(nn.Module):
         sum_classes: whether the classes' losses are summed.
     """
 
-    def __init__(self, smoothing: float = 0.0, threshold: float | None = None, sum_classes: bool = False):
+    def __init__(self, smoothing: float, threshold: float | None = None, sum_classes: bool = False):
         super().__init__()
         self.smoothing, self.threshold, self.sum_classes = smoothing, threshold, sum_classes
 

@@ -27,8 +27,8 @@ class Ema:
         self,
         pairs: Sequence[tuple[Tensor, Tensor]],
         decay: float,
-        warmup: bool = False,
-        publish: Callable[[], None] | None = None,
+        warmup: bool,
+        publish: Callable[[], None] | None,
     ):
         self.pairs, self.publish = pairs, publish
         self.decay, self.warmup = decay, warmup

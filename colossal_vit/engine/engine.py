@@ -78,9 +78,9 @@ class Engine(ColossalEngine):
         self,
         *args: Any,
         bare_model: nn.Module,
-        accumulation: int = 1,
-        ema: Ema | None = None,
-        zero: Zero | None = None,
+        accumulation: int,
+        ema: Ema | None,
+        zero: Zero | None,
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)

@@ -31,6 +31,7 @@ class Trainer:
         cur_step: optimizer steps from the beginning of the first epoch to here, all with the global batch of now.
         steps_per_epoch: optimizer steps of an epoch.
         finished: whether no step and no evaluation of the run is left.
+        evaluated: whether an evaluation of the current step is on record; set by `Checkpointer.load`.
         evaluating_ema: whether the current evaluation is of the averaged weights; it precedes that of the weights.
         hooks: in the order in which they are called.
         states: values that hooks share.
@@ -40,7 +41,7 @@ class Trainer:
     def __init__(self, engine: Engine, lr_scheduler: LRScheduler | None = None, logger: RankLogger | None = None):
         self.engine, self.lr_scheduler, self.logger = engine, lr_scheduler, logger or RankLogger()
         self.cur_epoch = self.cur_step = self.steps_per_epoch = 0
-        self.evaluating_ema = self.finished = False
+        self.evaluated = self.evaluating_ema = self.finished = False
         self.test_dataloader: Loader | None = None
         self.hooks: list[BaseHook] = []
         self.states: dict[str, Any] = {}
@@ -71,8 +72,8 @@ class Trainer:
         engine = self.engine
         left = max_steps - engine.num_steps if max_steps else math.inf
         last_step = min(epochs * self.steps_per_epoch, self.cur_step + left)
-        # In the middle of an epoch at least the evaluation after the last step is left.
-        evaluated = train_dataloader.start == 0 or self.cur_step > last_step
+        # In the middle of an epoch the evaluation after the last step may be left.
+        evaluated = self.evaluated or train_dataloader.start == 0 or self.cur_step > last_step
         self.finished = evaluated and self.cur_step >= last_step
         if self.finished:
             self.logger.info(f"nothing is left to do: the run has made its {engine.num_steps} steps")

@@ -63,7 +63,7 @@ class GradientBucket:
         is_owner: whether this rank gets the averages.
     """
 
-    def __init__(self, group: dist.ProcessGroup, owner: int | None = None):
+    def __init__(self, group: dist.ProcessGroup, owner: int | None):
         self.group, self.owner = group, owner
         self.is_owner = owner is None or owner == group.rank()
         self.parameters: list[nn.Parameter] = []

@@ -55,7 +55,7 @@ class Recorder:
         curves: whether to draw them.
     """
 
-    def __init__(self, directory: Path, log: RankLogger, wandb: WandbRun | None = None, curves: bool = True):
+    def __init__(self, directory: Path, log: RankLogger, wandb: WandbRun | None, curves: bool):
         self.directory, self.log, self.wandb, self.curves = directory, log, wandb, curves
         self.path, self.unwritten, self.waiting = directory / METRICS, b"", False
 

@@ -74,7 +74,8 @@ def _from_slurm(args: argparse.Namespace) -> Rendezvous:
     if world_size > 1 and "SLURM_PTY_PORT" in os.environ:
         raise UserError(
             f"this is the shell of an `srun --pty` of {world_size} tasks, only one of which runs it: leave the shell "
-            f"and type `srun --ntasks {world_size} bash ./scripts/train_slurm.sh`, or add --launcher none",
+            f"and type `srun --nodes {os.environ.get('SLURM_NNODES', 1)} --ntasks {world_size} bash "
+            f"./scripts/train_slurm.sh`, or add --launcher none",
             own=True,
         )
     name = os.environ.get("HOST") or first_slurm_host(os.environ.get("SLURM_NODELIST", "localhost"))
@@ -172,7 +173,7 @@ def rank_host_port() -> tuple[int, str | None, str | None]:
 
 
 def planned_rendezvous(args: argparse.Namespace, config: Config, rank: int = 0) -> Rendezvous:
-    """Of a process that plays a rank, where `--dry-run` and `--plan` start no others.
+    """The place of a process that plays a rank: `--dry-run` and `--plan` start no others.
 
     The world size is `--world_size`, or the launcher's, or the smallest that the layout allows.
 

@@ -76,7 +76,10 @@ def _agent_has_store() -> bool:
 
 
 def prefix() -> str:
-    """Of the ranks' keys in the store. Agents of torchrun that have joined later count restarts from there on."""
+    """The prefix of the ranks' keys in the store, another one after each restart if the store stays.
+
+    Otherwise it is always the same: an agent of torchrun that joined later has counted fewer restarts.
+    """
     return f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}" if _agent_has_store() else "ranks"
 
 

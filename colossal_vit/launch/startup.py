@@ -121,7 +121,7 @@ def start(args: Arguments) -> Run:
         elastic.begin(store, range(layout.world_size, size))
     with watchdog.time_limit(2 * args.timeout):
         config = launch_groups(config, rendezvous, backend, store, args.timeout, device)
-    watchdog.begin(rendezvous.rank, rendezvous.world_size, rendezvous.host)
+    watchdog.current = watchdog.Watchdog(rendezvous.rank, rendezvous.world_size, rendezvous.host)
     log = RankLogger(rendezvous.rank)
     log.info(
         f"rank {rendezvous.rank} of {rendezvous.world_size} on {socket.gethostname()} ({device}, {backend}), started "

@@ -22,13 +22,7 @@ from colossal_vit.launch.rendezvous import is_own, listen
 CONNECT_TIMEOUT = 10.0  # seconds
 END_TIMEOUT = 2.0  # seconds that rank 0 waits for each of the others to end
 
-current: "Watchdog | None" = None  # this process's, once the process groups exist
-
-
-def begin(rank: int, world_size: int, host: str) -> None:
-    """Create this process's watchdog as `current`; the arguments are those of `Watchdog`."""
-    global current
-    current = Watchdog(rank, world_size, host)
+current: "Watchdog | None" = None  # this process's, set once the process groups exist
 
 
 @contextmanager
@@ -45,6 +39,15 @@ def time_limit(seconds: float) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+def _receive(connection: socket.socket) -> tuple[str, int]:
+    """The next message's word and exit code; "died" if the connection ends without one."""
+    try:
+        word, *code = connection.recv(64).decode().split() or ["died"]
+    except OSError:
+        word, code = "died", []
+    return word, int(code[0]) if code else 1
 
 
 class Watchdog:
@@ -112,10 +115,7 @@ class Watchdog:
         while selector.get_map():
             for key, _ in selector.select():
                 connection = key.fileobj
-                try:
-                    word, *code = connection.recv(64).decode().split() or ["died"]
-                except OSError:
-                    word, code = "died", []
+                word, code = _receive(connection)
                 if self.leaving.is_set():
                     return
                 selector.unregister(connection)
@@ -123,30 +123,25 @@ class Watchdog:
                     continue
                 lock.remove_unused()  # held by this rank, while the error is another's
                 if word != "end":
-                    code = ["1"]
                     print(f"{names[connection]} died; the other ranks end too", file=sys.stderr, flush=True)
-                self._tell("end", code[0])
+                self._tell(f"end {code}")
                 checkpointer.wait_for_writer()
                 with suppress(dist.DistError):
-                    elastic.end(int(code[0]))
-                end_process(int(code[0]))
+                    elastic.end(code)
+                end_process(code)
 
     def _watch_first(self) -> None:
         """Wait for a message from rank 0, or for its end (other ranks)."""
-        try:
-            word, *code = self.connections[0].recv(64).decode().split() or ["died"]
-        except OSError:
-            word, code = "died", []
+        word, code = _receive(self.connections[0])
         if self.leaving.is_set() or word == "bye":
             return
-        if word == "end":
-            end_process(int(code[0]))
-        end_process(1, "rank 0 died; the other ranks end too" if self.rank == 1 else None)
+        said = "rank 0 died; the other ranks end too" if word == "died" and self.rank == 1 else None
+        end_process(code, said)
 
-    def _tell(self, *words: str) -> None:
+    def _tell(self, message: str) -> None:
         for connection in self.connections:
             with suppress(OSError):
-                connection.sendall((" ".join(words) + "\n").encode())
+                connection.sendall(f"{message}\n".encode())
 
     def leave(self, code: int = 0, all_leave: bool = False) -> None:
         """Announce that this rank ends, before it does.
@@ -158,7 +153,7 @@ class Watchdog:
             all_leave: every rank ends by itself, with this code, and may have something to do before.
         """
         self.leaving.set()
-        self._tell(*(("end", str(code)) if code and not all_leave else ("bye",)))
+        self._tell(f"end {code}" if code and not all_leave else "bye")
         if code and self.rank == 0:
             for connection in self.connections:
                 with suppress(OSError):

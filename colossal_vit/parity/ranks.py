@@ -73,8 +73,8 @@ def _answer(rank: int, function: Callable[[], Any], send: Connection) -> None:
             send.send(_failure(rank, error))
 
 
-def in_forks(
-    functions: Mapping[int, Callable[[], Any]], given_up: Callable[[], bool] = lambda: False
+def call_ranks(
+    functions: Mapping[int, Callable[[], Any]], given_up: Callable[[], bool]
 ) -> tuple[dict[int, Any], Failure | None]:
     """Call functions at the same time, each in a forked process; the first failure ends all.
 
@@ -162,7 +162,7 @@ class Ranks:
         place = dict(launcher="none", world_size=world_size, host=self.launched.host, output=output)
         place["port"] = int(self.of_first(str(free_port())))
         args = self.args.replace(**place, set=overrides, max_steps=steps, resume=str(resume))
-        answers, failure = in_forks({rank: partial(self._rank, args, rank) for rank in own}, self._given_up)
+        answers, failure = call_ranks({rank: partial(self._rank, args, rank) for rank in own}, self._given_up)
         self._raise(failure)
         return by_key(answers.get(0, []))
 

@@ -43,14 +43,14 @@ from typing_extensions import TypedDict
 
 VALID_DAYS = 7
 QUIET = 0.1  # share of the cores that other processes may use, and by which rounds may differ
-QUIET_WAIT_S = 60.0  # a busy machine has so long to become quiet
-LOOK_S = 1.0  # for so long it is looked at who uses the cores
-REPEATS = 3  # a round times so many steps; their median counts
-MOST_SIZES = 4  # so many sizes of micro-batches are timed; times in between are on lines between them
-BESIDE_S = 1.0  # for so long processes compute side by side
-ROUNDS = 5  # spread over time; the medians count
-MESSAGE_CALLS = 8  # a collective is timed so often, one call after the other
-MESSAGES = (2**12, 2**22)  # bytes; the time in between is taken to be linear
+QUIET_WAIT_S = 60.0  # how long to wait for a busy machine to become quiet
+LOOK_S = 1.0  # how long each look at the use of the cores takes
+REPEATS = 3  # steps that a round times; their median counts
+MOST_SIZES = 4  # sizes of micro-batches that are timed; other times are on lines between these
+BESIDE_S = 1.0  # how long processes compute side by side
+ROUNDS = 5  # of all measurements, since the speed of a machine changes from second to second; the medians count
+MESSAGE_CALLS = 8  # calls of a collective that are timed together
+MESSAGES = (2**12, 2**22)  # bytes of a short and a long message; the time in between is taken to be linear
 # Config keys on which the times of a model's parts depend: not the number of blocks, of which two are timed.
 MODEL = (*(key for key in GROUPS["Model"] if key not in ("DEPTH", "CHECKPOINT")), "OPTIMIZER", "fp16", "TF32")
 
@@ -62,7 +62,7 @@ def _growing(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
     return points
 
 
-# What a calibration may have in its fields. All figures have an upper limit, so that sums of them stay finite.
+# The types of a calibration's fields. All figures have an upper limit, so that sums of them stay finite.
 Above0 = Annotated[float, Field(strict=True, allow_inf_nan=False, gt=0, le=1e6)]
 NotNegative = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=0, le=1e6)]
 Points = Annotated[list[tuple[Count, Above0]], Field(min_length=1), AfterValidator(_growing)]
@@ -83,14 +83,14 @@ class Here:
 
     Attributes:
         made: when, on which machine, with which torch, for how many processes, and for which model.
-        memory_gb: of this machine for each process.
-        reserved_gb: of that, what a process takes beside its tensors.
-        busy: share of the cores that other processes used meanwhile.
+        memory_gb: each process's share of this machine's memory.
+        reserved_gb: the part of it that a process takes beside its tensors.
+        busy: share of the cores that other processes used during the measurements.
         spread: by how much the rounds differ, as a share.
-        parts: by tensor parallelism, part and pass: images of a micro-batch, and seconds.
-        updates: by tensor parallelism: of an optimizer step for each element, and what a step takes beside its parts.
-        messages: by kind of collective and size of the group: latency, and seconds per byte, while all processes send.
-        speeds: by number of processes that compute: of each, relative to one alone.
+        parts: images of a micro-batch and seconds, by tensor parallelism, part and pass.
+        updates: seconds of the update per element, and seconds of a step beside its parts, by tensor parallelism.
+        messages: latency, and seconds per byte, while all processes send, by kind of collective and size of the group.
+        speeds: the speed of each process, relative to one alone, by number of processes that compute.
     """
 
     made: Origin
@@ -106,17 +106,17 @@ class Here:
 
     @property
     def overlap(self) -> bool:
-        """On CPUs messages take the cores' time."""
+        """Whether messages are sent while something is computed: on CPUs they take the cores' time."""
         return bool(self.made["gpus"])
 
     @property
     def noise(self) -> float:
-        """Predicted times that differ by less, as a share, may be equal."""
+        """The share by which predicted times have to differ to be told apart."""
         return max(self.busy, self.spread)
 
     @property
     def warning(self) -> str | None:
-        """What is to be said of a calibration on a machine that was not quiet."""
+        """A line about a machine that was not quiet, or None."""
         if self.noise <= QUIET:
             return None
         return (
@@ -147,23 +147,24 @@ class Here:
 
 
 def _synchronize() -> float:
-    """The time, when the device has done everything."""
+    """Wait until the device has done everything; returns the time."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def clock(engine: Engine, batches: Iterable, sizes: Sequence[int], barrier: Any) -> dict[str, list[float]]:
-    """Time the parts of a model of two blocks, and the update, beside the processes that wait at the same barrier.
+    """Time the parts of a model of two blocks, and the update, at the same time as the processes at the same barrier.
 
     Args:
         engine: without data parallelism and pipeline; messages to other ranks go nowhere.
         batches: of images and labels; the first is used.
-        sizes: of micro-batches, at most that of the batch.
-        barrier: of all processes.
+        sizes: of micro-batches, in ascending order, at most that of the batch.
+        barrier: of all processes that compute at the same time.
 
     Returns:
-        By part and pass: seconds with a micro-batch of each size. And as "update" what is in `Here.updates`.
+        Seconds with a micro-batch of each size, by part and pass, such as "block forward". Under "update" the two
+        figures of `Here.updates`.
     """
     images, labels = next(iter(batches))
     spans: list[tuple[str, float]] = []
@@ -208,7 +209,7 @@ def clock(engine: Engine, batches: Iterable, sizes: Sequence[int], barrier: Any)
 
 
 def work(engine: Engine, batches: Iterable, barrier: Any) -> float:
-    """Forward and backward passes per second, beside the processes that wait at the same barrier."""
+    """Forward and backward passes per second, at the same time as the processes at the same barrier."""
     images, labels = next(iter(batches))
     engine.train()
 
@@ -226,7 +227,7 @@ def work(engine: Engine, batches: Iterable, barrier: Any) -> float:
 
 
 def _communicate(kind: str, message: Tensor, ranks: list[int], group: Any) -> None:
-    """Take part in a collective of some ranks; of all-gather and reduce-scatter, the message is the full tensor."""
+    """Take part in a collective of some ranks; in all-gather and reduce-scatter, the message is the full tensor."""
     place, parts = ranks.index(dist.get_rank()), list(message.chunk(len(ranks)))
     match kind:
         case "all_reduce":
@@ -251,7 +252,7 @@ def _communicate(kind: str, message: Tensor, ranks: list[int], group: Any) -> No
 
 
 def time_messages(rank: int, world_size: int, store: str, device: str, backend: str) -> dict[str, tuple[float, float]]:
-    """On each rank: latency and seconds per byte of each collective, in groups of each size, all of them at a time."""
+    """Latency and seconds per byte of each collective, in groups of each size, all groups at a time. On each rank."""
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -260,7 +261,7 @@ def time_messages(rank: int, world_size: int, store: str, device: str, backend: 
     matrix = torch.ones(256, 256, device=device)
 
     def timed(communicate: Callable[[], Any]) -> float:
-        """Seconds of a call, and of an operator before it: ranks that share cores do not come to it together."""
+        """Seconds of a call and an operator before it, so that ranks which share cores arrive at different times."""
         for calls in (1, MESSAGE_CALLS):
             dist.barrier()
             started = _synchronize()
@@ -291,20 +292,16 @@ def origin(world_size: int, model: Mapping[str, Any]) -> Origin:
     return {"date": date, **place, "ranks": world_size, "model": dict(model)}
 
 
-def _gpu_memory(num_gpus: int) -> float:
-    """Bytes that are free on the fullest of the first GPUs."""
-    return min(torch.cuda.mem_get_info(index)[0] for index in range(num_gpus))
-
-
 def _memory(world_size: int, gpus: Sequence[str]) -> tuple[float, float]:
-    """GB for each process, and of that what it takes beside its tensors."""
+    """GB for each process, which on GPUs is what the fullest has left; and what a process takes beside its tensors."""
     if gpus:  # who asks for their memory starts CUDA, and no fork of a process that has done so can use a GPU
-        return in_fork(partial(_gpu_memory, world_size)) / 1e9, RESERVED_GB
+        free = in_fork(lambda: [torch.cuda.mem_get_info(index)[0] for index in range(world_size)])
+        return min(free) / 1e9, RESERVED_GB
     return psutil.virtual_memory().total / 1e9 / world_size, psutil.Process().memory_full_info().uss / 1e9
 
 
 def _cpu_seconds() -> np.ndarray:
-    """So far: of the clock, of this process's cores at work for anybody, and of this process and its ended children."""
+    """Seconds so far: on the clock, of this process's cores at work, and of this process and its ended children."""
     percpu = psutil.cpu_times(percpu=True)
     cores = [percpu[core] for core in os.sched_getaffinity(0) if core < len(percpu)]
     at_work = sum(core.user + core.nice + core.system + core.irq + core.softirq + core.steal for core in cores)
@@ -312,7 +309,7 @@ def _cpu_seconds() -> np.ndarray:
 
 
 def _busy(since: np.ndarray) -> float:
-    """Share of the cores that other processes have used."""
+    """Share of the cores that other processes have used since `_cpu_seconds` was called."""
     clock, at_work, own = _cpu_seconds() - since
     return max(at_work - own, 0.0) / (clock * len(os.sched_getaffinity(0)))
 
@@ -334,8 +331,8 @@ def _wait_until_quiet() -> None:
         waiting = True
 
 
-def _some(sizes: Iterable[int]) -> list[int]:
-    """Up to `MOST_SIZES` of some sizes, the least and the largest among them."""
+def _sizes_to_time(sizes: Iterable[int]) -> list[int]:
+    """Up to `MOST_SIZES` of the sizes, in ascending order, the smallest and the largest among them."""
     ordered = sorted(set(sizes))
     places = np.linspace(0, len(ordered) - 1, min(MOST_SIZES, len(ordered)))
     return [ordered[round(place)] for place in places]
@@ -346,27 +343,28 @@ def calibrate(request: Request, images: Mapping[TensorParallel, Iterable[int]], 
 
     Args:
         request: has the model and the number of processes.
-        images: by tensor parallelism, the sizes of micro-batches that matter.
-        made: of `origin`.
+        images: the sizes of micro-batches that matter, by tensor parallelism.
+        made: see `origin`.
     """
     fork, world_size = get_context("fork"), request.world_size
     cores = 1 if made["gpus"] else len(os.sched_getaffinity(0))
-    beside = min(cores, world_size)  # so many are timed at a time, as they will compute
-    some, most = next((tensor, max(sizes)) for tensor, sizes in images.items())
-    rates: dict[int, list[float]] = {}  # what is measured, of each round
+    beside = min(cores, world_size)  # processes that are timed at a time, as they will compute
+    timed = {tensor: _sizes_to_time(sizes) for tensor, sizes in images.items()}
+    first = next(iter(timed))
+    # The measurements of all rounds and processes.
+    rates: dict[int, list[float]] = {}
     parts: dict[tuple[TensorParallel, str], list[list[float]]] = {}
     messages: dict[str, list[tuple[float, float]]] = {}
     _wait_until_quiet()
     since = _cpu_seconds()
-    for _ in range(ROUNDS):  # the speed of a machine changes from second to second
+    for _ in range(ROUNDS):
         for count in sorted({1, beside, world_size}):
             observe = partial(work, barrier=fork.Barrier(count))
-            runs = [request.model(some, observe, most, device) for device in range(count)]
+            runs = [request.model(first, observe, timed[first][-1], device) for device in range(count)]
             rates.setdefault(count, []).append(statistics.fmean(in_forks(runs)))
-        for tensor, sizes in images.items():
-            timed = _some(sizes)
-            observe = partial(clock, sizes=timed, barrier=fork.Barrier(beside))
-            runs = [request.model(tensor, observe, timed[-1], device) for device in range(beside)]
+        for tensor, sizes in timed.items():
+            observe = partial(clock, sizes=sizes, barrier=fork.Barrier(beside))
+            runs = [request.model(tensor, observe, sizes[-1], device) for device in range(beside)]
             for of_process in in_forks(runs):
                 for name, seconds in of_process.items():
                     parts.setdefault((tensor, name), []).append(seconds)
@@ -382,7 +380,7 @@ def calibrate(request: Request, images: Mapping[TensorParallel, Iterable[int]], 
         busy=_busy(since),
         spread=float(max(np.ptp(found) / 2 / rate[count] for count, found in rates.items())),
         parts={
-            f"{tensor} {name}": list(zip(_some(images[tensor]), seconds, strict=True))
+            f"{tensor} {name}": list(zip(timed[tensor], seconds, strict=True))
             for (tensor, name), seconds in alone.items()
             if name != "update"
         },
@@ -393,7 +391,7 @@ def calibrate(request: Request, images: Mapping[TensorParallel, Iterable[int]], 
 
 
 def _messages(world_size: int, gpus: Sequence[str]) -> list[dict[str, tuple[float, float]]]:
-    """What `time_messages` returns on each of so many ranks."""
+    """What `time_messages` returns on each rank."""
     if world_size == 1:
         return []
     device, backend = ("cuda", "nccl") if gpus else ("cpu", "gloo")
@@ -409,7 +407,7 @@ def measured(request: Request, choices: Iterable[Choice], trace: Callable[[Tenso
 
     Args:
         request: what is asked for.
-        choices: layouts; those that do not fit the memory are not timed, for they could not be.
+        choices: layouts; those that do not fit the memory are not timed.
         trace: see `Predictor`.
 
     Raises:
@@ -448,7 +446,7 @@ def load(path: Path, wanted: Origin, tensors: Iterable[tuple]) -> Here:
     Args:
         path: that `save` wrote.
         wanted: `origin` of the plan to be made.
-        tensors: the kinds of tensor parallelism that it is needed for.
+        tensors: the tensor parallelism of the layouts to be predicted.
 
     Raises:
         UserError: if it cannot be read, is damaged, of another machine, torch, model or number of ranks, or too old.

@@ -67,7 +67,7 @@ class Choice:
         depth = layout.tensor // layout.side**2 if layout.tensor_mode == "2.5d" else None
         return layout.tensor_mode, layout.tensor, depth
 
-    def settings(self, hybrid: bool = True) -> dict[str, Any]:
+    def settings(self, hybrid: bool) -> dict[str, Any]:
         """The config values that make it; `hybrid` is whether the script can do more than data parallelism."""
         values: dict[str, Any] = {"BATCH_SIZE": self.batch, "gradient_accumulation": self.accumulation}
         if hybrid:

@@ -7,7 +7,7 @@ arXiv:2104.04473 (`InterleavedPipelineSchedule`). Messages between stages block 
 from collections.abc import Sequence
 
 
-def warm_up(stage: int, num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> int:
+def warm_up(stage: int, num_stages: int, num_micro_batches: int, num_chunks: int) -> int:
     """How many forward passes a stage is ahead of its backward passes."""
     total = num_micro_batches * num_chunks
     if num_chunks == 1:
@@ -33,7 +33,7 @@ def order(stage: int, num_stages: int, num_micro_batches: int, num_chunks: int =
     return steps
 
 
-def num_exchanges(stage: int, num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> int:
+def num_exchanges(stage: int, num_stages: int, num_micro_batches: int, num_chunks: int) -> int:
     """How often a stage waits for messages in a step; those that it sends and receives together count once."""
     if num_stages == 1:
         return 0

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train under SLURM, one task a GPU:
 #
-#   srun --ntasks 4 --gpus-per-node 4 bash ./scripts/train_slurm.sh [CONFIG] [flags of train.py]
+#   srun --nodes 1 --ntasks 4 --gpus-per-node 4 bash ./scripts/train_slurm.sh [CONFIG] [flags of train.py]
 #
 # HOST=<name of the first node> in front says where the ranks meet; without it, that is the first node of the job.
 set -euo pipefail
