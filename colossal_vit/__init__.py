@@ -4,22 +4,12 @@ Import this package before `colossalai`: it replaces modules that Colossal-AI im
 stubs, and filters warnings. docs/architecture.md lists the subpackages.
 """
 
-import sys
 import warnings
-from typing import Any
 
 import colossal_vit.parent  # noqa: F401 records the parent process before the slow imports
 from colossal_vit import streams
 from colossal_vit.compat.stand_ins import install
 
-
-def _report(kind: type[BaseException], *rest: Any) -> None:
-    """Print the traceback of an error that nothing has caught; Ctrl-C, which may come during imports, has none."""
-    if kind is not KeyboardInterrupt:
-        sys.__excepthook__(kind, *rest)
-
-
-sys.excepthook = _report  # Python then ends as SIGINT ends a process, which shells call exit code 130
 for _module in (r"colossalai\.", r"torch\.jit\._script"):
     warnings.filterwarnings("ignore", module=_module)
 # Colossal-AI's 2D, 2.5D and 3D layers cause these in every step on recent torch; tests check their gradients.

@@ -71,8 +71,8 @@ ACCUMULATION, EMA, RECOMPUTED = {"gradient_accumulation": 2}, {"ema.decay": 0.5}
 NO_PATHS = {"DROP_PATH_RATE": 0.0}
 # Each layout and each feature, in as few runs as may be, and the number of programs on the first and the last rank. All
 # pairs of features, and resuming to the bit, are in test_pairs.py. In training there is one for blocks that drop paths,
-# one for the first block, which does not, and one for the last, which computes the class token only; in evaluation there
-# is one for the last block, one for the others, and one for blocks whose input another stage has sent.
+# one for the first block, which does not, and one for the last, which computes the class token only; in evaluation
+# there is one for the last block, one for the others, and one for blocks whose input another stage has sent.
 ROWS = [
     ("1D 2", 2, KERNELS, {}, (4, 4)),
     ("2D 4", 2, KERNELS, NO_PATHS, (4, 4)),

@@ -57,7 +57,7 @@ import colossal_vit.launch
 
 
 def test_an_error_during_imports_keeps_its_traceback():
-    code = "import colossal_vit, nowhere"
+    code = "import colossal_vit.launch, nowhere"
     result = subprocess.run([sys.executable, "-c", code], cwd=fork_ranks.ROOT, capture_output=True, text=True)
     assert result.returncode == 1
     assert "Traceback" in result.stderr
