@@ -60,8 +60,8 @@ def training_flops(model: nn.Module, img_size: int) -> int:
         functional_call(model, shapes, image)
     model.train(training)
     counts = counter.get_flop_counts()
-    first, *_, last = (sum(counts[name].values()) for name in counts if re.search(r"\.blocks\.\d+$", name))
-    return 3 * (counter.get_total_flops() + first - last)
+    blocks = [sum(counts[name].values()) for name in counts if re.search(r"\.blocks\.\d+$", name)]
+    return 3 * (counter.get_total_flops() + blocks[0] - blocks[-1])
 
 
 def peak_flops(device_name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:

@@ -84,6 +84,8 @@ def flags(output, steps=NUM_STEPS, amp=None, dtype=None, **values):
     """The command line of a small run of train_hybrid.py, or of another `script`."""
     if dtype:
         values = {"fp16.dtype": dtype, **({"IMG_SIZE": 16} if REHEARSAL else {}), **values}  # which a CPU is slow in
+    if dtype == "fp16":  # gradients of random weights are large
+        values = {"fp16.initial_scale": 2.0**12, **values}
     return [*training.flags(amp, **{**MODEL, **values}), "--output", str(output), "--max-steps", str(steps)]
 
 
