@@ -33,7 +33,7 @@ def test_configs_are_the_recipe_of_the_readme(name):
     assert float(readme["clipping"][0]) == config.clip_grad_norm
     assert readme["Mixup"][0] == f"alpha {config.mix.mixup}"
     assert float(readme["dropout"][0]) == config.DROP_RATE
-    assert config.fp16 == {"mode": AMP_TYPE.TORCH}
+    assert config.fp16 == {"mode": AMP_TYPE.TORCH, "half_residual": True}
     assert RECIPES[name] in readme["time on 4 A100s"][0]
     model, hours = RECIPES[name].split()[:2]
     size, patch = model.split("/")

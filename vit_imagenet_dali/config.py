@@ -4,7 +4,7 @@
 
 Processes: any number; the published run had 4 A100s and took 78.58 h (ViT-B/32: 14.58 h, L/32: 37.83 h). On another
 number keep the global batch: `--dry-run` says how. Expected accuracy: the tutorial shows its curve in a picture only.
-On an H200 its speed was measured. `config_sample.py` runs in minutes on a CPU.
+On an H100 its speed was measured. `config_sample.py` runs in minutes on a CPU.
 """
 
 from colossalai.amp import AMP_TYPE

@@ -31,7 +31,7 @@ FLIP = True
 EVAL_CROP = 224 / 256  # side of the centre that is evaluated ÷ image's shorter side
 
 # ---- Features ----
-fp16 = dict(mode=AMP_TYPE.TORCH)
+fp16 = dict(mode=AMP_TYPE.TORCH, half_residual=True)
 clip_grad_norm = 1.0
 mix = dict(mixup=0.2)
 dali = dict(gpu_aug=True)  # decode and augment on the GPU, where there is one
