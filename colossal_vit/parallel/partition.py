@@ -11,7 +11,7 @@ def partition_blocks(config: Config, num_parts: int) -> list[range]:
 
     Costs are multiplications per image, relative to a block's 12 D² N + 2 D N² for width D and N tokens (with an MLP
     ratio of 4). Every part gets one block; then each further block goes to the part with the lowest cost so far, which
-    is optimal because all blocks cost the same.
+    is optimal if all blocks cost the same. The last one, which may compute the class token only, is taken for another.
     """
     if num_parts == 1:  # the config of a timm model need not have the sizes
         return [range(config.DEPTH)]

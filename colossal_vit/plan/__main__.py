@@ -50,7 +50,7 @@ without the optimizer.
   longest of three times: its FLOPs at the peak × a share, its bytes at the memory's rate × a share, and 5 µs.
 - The shares are those of `--plan`: 0.63 of the peak and 0.6 of the memory's rate, as found on an H200.
 - Not counted: data, the host's waits, sums of gradients in accumulation.
-- MFU: FLOPs of the eager step's products ÷ the peak of their type."""
+- MFU: FLOPs of the model's products, of all tokens in the last block too, ÷ the peak of their type."""
 CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 LIMIT = 22  # GB that a rank may take of a GPU with 24
 IMAGES = 4096  # make a step in the table of layouts
