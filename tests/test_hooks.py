@@ -346,13 +346,13 @@ def test_debug_nan_names_the_module_with_infinite_output(tmp_path, monkeypatch, 
 
     def full_vit(config):
         model = original(config)
-        model.blocks[-1].mlp.fc2.bias.data[5] = torch.inf
+        model.blocks[-2].mlp.fc2.bias.data[5] = torch.inf
         return model
 
     monkeypatch.setattr(vit, "full_vit", full_vit)
     run = training.train(tmp_path, 2, "--debug-nan", amp=amp, code=1, **{"parallel.pipeline": 2})
     (line,) = "".join(run.stderr).splitlines()
-    assert re.search(r"step 1, rank 1: the output of blocks\.3\.mlp\.fc2\S* \(\w+\) is not finite: 272 of 8704", line)
+    assert re.search(r"step 1, rank 1: the output of blocks\.2\.mlp\.fc2\S* \(\w+\) is not finite: 272 of 8704", line)
 
 
 def test_debug_nan_names_the_module_whose_gradient_overflows():
