@@ -95,7 +95,7 @@ def forget_a_token(patch):
     def with_defect(self, x, samples):
         y = forward(self, x, samples)
         if dist.get_rank() == 1 and not self.is_off:
-            y = y * (torch.arange(y.shape[1]) != 2)[:, None]
+            y = y * (torch.arange(y.shape[1]) != 0)[:, None]
         return y
 
     patch.setattr(DropPath, "forward", with_defect)
