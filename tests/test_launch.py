@@ -39,7 +39,7 @@ LONG = [*SMALL_PIPELINE, *training.set_flags({"NUM_EPOCHS": 1000, "BATCH_SIZE": 
 
 
 def test_ctrl_c_during_imports_prints_nothing():
-    """And is not lost: torch goes on where its own import of numpy was interrupted."""
+    """And is not lost: torch continues where its own import of numpy was interrupted."""
     code = """
 import colossal_vit, os, sys
 
