@@ -90,7 +90,8 @@ def examples(shard):
     """(image, label) of each record."""
     content = shard.read_bytes()
     for offset, size in lines(shard):
-        yield tfrecord.parse_example(content[offset + 12 : offset + size - 4])
+        image, label = tfrecord.parse_example(content[offset + 12 : offset + size - 4])
+        yield bytes(image), label
 
 
 def config_of(**values):

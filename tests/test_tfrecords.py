@@ -124,9 +124,15 @@ def read(shard):
     return [content[offset + 12 : offset + size - 4] for offset, size in offsets(shard)]
 
 
+def parse(data):
+    """Image and label of a record's data."""
+    image, label = tfrecord.parse_example(data)
+    return bytes(image), label
+
+
 def pairs(shard):
     """(image, label) of each record of a shard."""
-    return list(map(tfrecord.parse_example, read(shard)))
+    return list(map(parse, read(shard)))
 
 
 def examples(output, split):
@@ -225,7 +231,7 @@ def test_tensorboard_reads_the_records(built, small_source):
         with contextlib.suppress(errors.OutOfRangeError):
             while True:
                 reader.GetNext()
-                found.append(tfrecord.parse_example(reader.record()))
+                found.append(parse(reader.record()))
     assert found == files(small_source, "val"), "in order"
 
 
@@ -253,6 +259,19 @@ def test_an_example_of_others_is_parsed():
         for ordered in itertools.permutations(entries):
             assert tfrecord.parse_example(field(1, b"".join(ordered))) == (b"\xff", 7)
     assert tfrecord.parse_example(field(1, boxes)) == (None, None)
+    others = b"\x65" + bytes(4) + b"\x61" + bytes(8)  # fields 12, of type fixed32 or fixed64
+    minus_1 = entry(b"image/class/label", others + field(3, field(1, b"\xff" * 9 + b"\1")))
+    assert tfrecord.parse_example(others + field(1, minus_1)) == (None, -1), "as data sets label what is not labelled"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"\x0a", b"\x0a\2\0", b"\x61" + bytes(7), b"\x0b", b"\x08" + b"\xff" * 10 + b"\0"],
+    ids=["no length", "cut off", "a part of a number", "a group", "more than 64 bits"],
+)
+def test_what_is_no_message_is_refused(data):
+    with pytest.raises(ValueError, match=r"the record's data is not a tf\.train\.Example"):
+        tfrecord.parse_example(data)
 
 
 def test_a_part_of_an_example_is_refused():

@@ -44,10 +44,10 @@ def jpeg_components(data: bytes) -> int:
     return components
 
 
-def has_transparency(data: bytes) -> bool:
+def has_transparency(data: bytes | memoryview) -> bool:
     """Whether an image file is a PNG with an alpha channel or a transparent colour, as its headers say."""
     alpha = data[25:26] in (b"\4", b"\6")  # the colour type: grey or RGB with alpha
-    return data.startswith(PNG_START) and (alpha or b"tRNS" in data[: data.find(b"IDAT")])
+    return data[:8] == PNG_START and (alpha or b"tRNS" in bytes(data).partition(b"IDAT")[0])
 
 
 def prepare_image(

@@ -140,20 +140,20 @@ class DaliLoader(SampledLoader):
         shard = int(np.searchsorted(self.ends, number, side="right"))
         return self.records.shards[shard], *self.records.places[shard][number - self.ends[shard]].tolist()
 
-    def _read_record(self, number: int) -> tuple[np.ndarray, int]:
-        """The image file and the label of a record.
+    def _read_record(self, place: tuple[Path, int, int], record: np.ndarray) -> tuple[np.ndarray, int]:
+        """The image file and the label of the record at a place; read into `record`, uint8 and of its size.
 
         Raises:
             UserError: if the record cannot be read, is damaged, or its label is out of range; naming its place.
         """
-        shard, offset, size = self._place(number)
+        shard, offset, _ = place
         try:
             file = self.open(shard)  # which another thread may put out of the cache, and so close, but for this name
-            image, label = parse_example(read_data(file.fileno(), offset, size))
+            image, label = parse_example(read_data(file.fileno(), offset, record))
             if image is None:
                 raise ValueError("image/encoded is missing")
             if has_transparency(image):  # DALI would show the colours beneath
-                image = prepare_image(image)
+                image = prepare_image(bytes(image))
         except OSError as error:
             raise UserError(f"{shard}: {error.strerror}") from None
         except ValueError as error:
@@ -169,7 +169,10 @@ class DaliLoader(SampledLoader):
         """Read and draw for the images of an epoch with these numbers (B,)."""
         epoch, numbers = place
         records = (numbers % self.records.num_images).numpy()
-        encoded, labels = zip(*map(self._read_record, records.tolist()), strict=True)
+        places = list(map(self._place, records.tolist()))
+        ends = np.cumsum([size for *_, size in places])
+        parts = np.split(np.empty(ends[-1], np.uint8), ends[:-1])  # one buffer, which is also freed as a whole
+        encoded, labels = zip(*map(self._read_record, places, parts), strict=True)
         labels = torch.where(numbers < 0, IGNORED, torch.tensor(labels))
         drawn = augmentation.draw(self.config, epoch, numbers.numpy()) if self.train and self.with_images else ()
         return Batch(records, list(encoded), labels, *drawn)

@@ -98,6 +98,6 @@ def record_faults(data: bytes, crc: bytes, num_classes: int, check: str) -> Iter
             yield f"image/class/label is {label}, not from 1 to {num_classes}"
         if image is None:
             raise ValueError("image/encoded is missing")
-        prepare_image(image, check=check)
+        prepare_image(bytes(image), check=check)
     except ValueError as error:
         yield str(error)

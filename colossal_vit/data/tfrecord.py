@@ -1,44 +1,28 @@
 """The format of TFRecords and of the tf.train.Example in each, without TensorFlow.
 
 A record:           length (uint64), masked CRC of it (uint32), data, masked CRC of it (uint32); little-endian
-tf.train.Example:   a map from names to lists of bytes, of floats or of integers
+tf.train.Example:   a map from names to lists of bytes, of floats or of integers; a message of Protocol Buffers
+
+The package protobuf would copy each image twice, and return the process's freed memory to the system every few thousand
+images.
 """
 
 import os
 import struct
-from typing import BinaryIO
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, BinaryIO
 
 import google_crc32c
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
-from google.protobuf.message import DecodeError
 
-# TensorFlow's example.proto and feature.proto in one, without lists of floats, which protobuf then ignores.
-EXAMPLE = """
-name: "example.proto" package: "tensorflow" syntax: "proto3"
-message_type { name: "BytesList" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_BYTES } }
-message_type { name: "Int64List" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_INT64 } }
-message_type {
-    name: "Feature"
-    field { name: "bytes_list" number: 1 type: TYPE_MESSAGE type_name: "BytesList" }
-    field { name: "int64_list" number: 3 type: TYPE_MESSAGE type_name: "Int64List" }
-}
-message_type {
-    name: "Features"
-    field { name: "feature" number: 1 label: LABEL_REPEATED type: TYPE_MESSAGE type_name: "FeatureEntry" }
-    nested_type {
-        name: "FeatureEntry" options { map_entry: true }
-        field { name: "key" number: 1 type: TYPE_STRING }
-        field { name: "value" number: 2 type: TYPE_MESSAGE type_name: "Feature" }
-    }
-}
-message_type { name: "Example" field { name: "features" number: 1 type: TYPE_MESSAGE type_name: "Features" } }
-"""
-_pool = descriptor_pool.DescriptorPool()
-_pool.Add(text_format.Parse(EXAMPLE, descriptor_pb2.FileDescriptorProto()))
-Example = message_factory.GetMessageClass(_pool.FindMessageTypeByName("tensorflow.Example"))
+if TYPE_CHECKING:
+    from numpy import ndarray  # which building TFRecords does not wait for
+
+IMAGE, LABEL = b"image/encoded", b"image/class/label"
+INTEGER, FIXED_64, CONTENT, FIXED_32 = 0, 1, 2, 5  # types of fields; a content is bytes, a message or packed integers
+FIRST, SECOND, THIRD = (number << 3 | CONTENT for number in (1, 2, 3))  # keys of fields: number and type
 
 
-def masked_crc(data: bytes) -> int:
+def masked_crc(data: "bytes | ndarray") -> int:
     """The masked CRC-32C of TFRecords: rotated, plus a constant."""
     crc = google_crc32c.value(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
@@ -50,40 +34,106 @@ def wrap(data: bytes) -> bytes:
     return b"".join((length, struct.pack("<I", masked_crc(length)), data, struct.pack("<I", masked_crc(data))))
 
 
-def read_data(file: int, offset: int, size: int) -> bytes:
-    """The data of a record of `size` bytes in an open file, which other threads may read, too.
+def read_data(file: int, offset: int, record: "ndarray") -> "ndarray":
+    """Read a record into `record`, uint8 and as long, from an open file, which other threads may read, too.
+
+    Returns:
+        Its data, a part of `record`.
 
     Raises:
         ValueError: if there is no such record, it is cut off, or a CRC is wrong.
     """
-    length = struct.pack("<Q", size - 16)
-    if os.pread(file, 12, offset) != length + struct.pack("<I", masked_crc(length)):
+    length, size = struct.pack("<Q", len(record) - 16), os.preadv(file, [record], offset)
+    if size < 12 or record[:12].tobytes() != length + struct.pack("<I", masked_crc(length)):
         raise ValueError("the record's length or its CRC is wrong")
-    data = os.pread(file, size - 16, offset + 12)
-    if os.pread(file, 4, offset + size - 4) != struct.pack("<I", masked_crc(data)):
+    data = record[12:-4]
+    if size < len(record) or record[-4:].tobytes() != struct.pack("<I", masked_crc(data)):
         raise ValueError("the CRC of the record's data is wrong; cut off?")
     return data
 
 
+def _varint(number: int) -> bytes:
+    """A number in groups of 7 bits, the lowest first, each in a byte whose highest bit says whether one follows."""
+    return bytes([number]) if number < 0x80 else bytes([number & 0x7F | 0x80]) + _varint(number >> 7)
+
+
+def _field(key: int, content: bytes) -> bytes:
+    return _varint(key) + _varint(len(content)) + content
+
+
 def encode_record(image: bytes, label: int) -> bytes:
     """A TFRecord with the tf.train.Example of an image: `image/encoded` and `image/class/label`."""
-    example = Example()
-    example.features.feature["image/encoded"].bytes_list.value.append(image)
-    example.features.feature["image/class/label"].int64_list.value.append(label)
-    return wrap(example.SerializeToString(deterministic=True))
+    lists = (LABEL, THIRD, _varint(label)), (IMAGE, FIRST, image)
+    features = [(name, _field(kind, _field(FIRST, content))) for name, kind, content in lists]
+    entries = [_field(FIRST, _field(FIRST, name) + _field(SECOND, feature)) for name, feature in features]
+    return wrap(_field(FIRST, b"".join(entries)))
 
 
-def parse_example(data: bytes) -> tuple[bytes | None, int | None]:
-    """The image and the label of a serialised tf.train.Example, each None if it has none.
+def _read_varint(message: memoryview, place: int) -> tuple[int, int]:
+    """The number at a place, and the place after it."""
+    number = message[place]
+    if number < 0x80:
+        return number, place + 1
+    number &= 0x7F
+    for shift in range(7, 64, 7):
+        place += 1
+        number |= (message[place] & 0x7F) << shift
+        if message[place] < 0x80:
+            return number, place + 1
+    raise ValueError("an integer of more than 64 bits")
+
+
+def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview | None]]:
+    """Key and value of each field; None for a number of fixed size."""
+    place, end = 0, len(message)
+    while place < end:
+        key, place = _read_varint(message, place)
+        value, kind = None, key & 7
+        if kind == CONTENT:
+            length, start = _read_varint(message, place)
+            place = start + length
+            value = message[start:place]
+        elif kind == INTEGER:
+            value, place = _read_varint(message, place)
+        elif kind in (FIXED_32, FIXED_64):
+            place += 4 if kind == FIXED_32 else 8
+        else:
+            raise ValueError(f"a field of type {kind}")
+        if place > end:
+            raise ValueError("a field that is cut off")
+        yield key, value
+
+
+def _contents(messages: Iterable[memoryview], key: int) -> list[memoryview]:
+    """What the messages have under a key."""
+    return [value for message in messages for found, value in _fields(message) if found == key]
+
+
+def _integers(values: memoryview) -> Iterator[int]:
+    """The signed integers of a list, which may be packed."""
+    for key, value in _fields(values):
+        if key == 1 << 3 | INTEGER:
+            yield value - (value >> 63 << 64)
+        place = 0
+        while key == FIRST and place < len(value):
+            number, place = _read_varint(value, place)
+            yield number - (number >> 63 << 64)
+
+
+def parse_example(data: "bytes | ndarray") -> tuple[memoryview | None, int | None]:
+    """The image, a part of `data`, and the label of a serialised tf.train.Example, each None if it has none.
 
     Raises:
         ValueError: if `data` is no tf.train.Example.
     """
+    empty = memoryview(b"")
     try:
-        features = Example.FromString(data).features.feature
-    except DecodeError:
+        entries = map(dict, map(_fields, _contents(_contents([memoryview(data)], FIRST), FIRST)))
+        features = {bytes(entry.get(FIRST, empty)): entry.get(SECOND, empty) for entry in entries}
+        images = _contents(_contents([features.get(IMAGE, empty)], FIRST), FIRST)
+        labels = [label for values in _contents([features.get(LABEL, empty)], THIRD) for label in _integers(values)]
+    except (ValueError, IndexError):
         raise ValueError("the record's data is not a tf.train.Example") from None
-    images, labels = features["image/encoded"].bytes_list.value, features["image/class/label"].int64_list.value
     return next(iter(images), None), next(iter(labels), None)
 
 
