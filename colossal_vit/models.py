@@ -144,7 +144,7 @@ def check_timm_vit(config: Config, layout: Layout) -> None:
     with torch.device("meta"):
         try:
             model = build_timm_vit(Config({"NUM_CLASSES": 1, **config}))  # the data will say how many
-        except (AssertionError, TypeError, ValueError) as error:
+        except (AssertionError, RuntimeError, TypeError, ValueError) as error:
             raise UserError(f"MODEL = {config.MODEL!r} cannot be built with these sizes: {error}") from None
     if 0 in model.patch_embed.grid_size:
         patch = max(model.patch_embed.patch_size)

@@ -19,7 +19,7 @@ from colossal_vit.config.settings import IMAGENET
 from colossal_vit.data import dali_augmentation as augmentation
 from colossal_vit.data import imagenet as loaders
 from colossal_vit.data import packing, tfrecord
-from colossal_vit.data.augment import erase
+from colossal_vit.data.augment import CROP_ASPECT, erase
 from colossal_vit.data.batches import IGNORED
 from colossal_vit.data.digits import write_imagenet
 from colossal_vit.data.records import Records, filtered_index, find_records, leave_out, list_records
@@ -421,8 +421,8 @@ def test_crops_are_placed_as_torchvision_places_them(size):
     height, width = size
     area = (0.08, 1.0)
     uniform = philox.uniform(1, "test", 0, np.arange(4000), count=2 * augmentation.TRIES + 2)
-    ours = augmentation.place_rectangles(np.array(size), uniform, area, augmentation.CROP_ASPECT)
-    picture, crop = torch.empty(1, height, width), v2.RandomResizedCrop(1, area, augmentation.CROP_ASPECT)
+    ours = augmentation.place_rectangles(np.array(size), uniform, area, CROP_ASPECT)
+    picture, crop = torch.empty(1, height, width), v2.RandomResizedCrop(1, area, CROP_ASPECT)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         theirs = [crop.make_params([picture]) for _ in range(4000)]

@@ -62,6 +62,12 @@ def test_a_model_without_positions_keeps_none():
         check_timm_vit(config, Layout(1, 1, 1, None, 1))
 
 
+def test_a_model_that_timm_cannot_build_is_refused():
+    config = config_of("vit_base_mci_224", IMG_SIZE=1)
+    with pytest.raises(UserError, match=r"cannot be built with these sizes: .*Kernel size can't be greater"):
+        check_timm_vit(config, Layout(1, 1, 1, None, 1))
+
+
 @pytest.mark.parametrize(
     ("model", "values", "patch"),
     [

@@ -22,9 +22,8 @@ from torchvision.transforms.v2.functional import rgb_to_grayscale, solarize
 BLUR = dict(kernel_size=13, sigma=(0.1, 2.0))  # pixels; the kernel holds three times the largest sigma each way
 SMALLEST_BLURRED = BLUR["kernel_size"] // 2 + 1  # pixels: half a kernel is reflected at the edges
 SOLARIZED = 128  # values from here on are inverted
+CROP_ASPECT = (3 / 4, 4 / 3)  # width ÷ height of random crops, as in "Going deeper with convolutions", arXiv:1409.4842
 PIXELS_ON_CPU = 2**16  # of the images that one operation takes at a time there, so that its results stay in the cache
-
-
 RAND_AUGMENT = v2.RandAugment()
 
 # ---------------------------------------------------------------------------------------------------------------------

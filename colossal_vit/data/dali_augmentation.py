@@ -16,7 +16,6 @@ from nvidia.dali.auto_aug.core import select, signed_bin
 from nvidia.dali.auto_aug.rand_augment import get_rand_augment_suite
 from nvidia.dali.data_node import DataNode
 
-CROP_ASPECT = (3 / 4, 4 / 3)  # as in "Going deeper with convolutions", arXiv:1409.4842, like CROP_AREA = (0.08, 1)
 ERASED_AREA, ERASED_ASPECT = (0.02, 0.33), (0.3, 3.3)  # as in torchvision's RandomErasing
 TRIES = 10  # to place a rectangle, as in torchvision
 FILL, BINS = 128, 31  # RandAugment: the grey of what a turn leaves empty; the magnitudes that there are

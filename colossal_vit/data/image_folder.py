@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from colossal_vit.data.augment import SMALLEST_BLURRED
+from colossal_vit.data.augment import CROP_ASPECT, SMALLEST_BLURRED
 from colossal_vit.data.batches import IGNORED, Loader, SampledLoader, read_ahead, sees_images
 from colossal_vit.data.class_images import (
     Decoded,
@@ -36,7 +36,6 @@ from colossalai.context import Config
 from torch import Tensor
 from torchvision.transforms import v2
 
-CROP_ASPECT = (3 / 4, 4 / 3)  # as in torchvision's RandomResizedCrop
 MEAN = STD = (0.5, 0.5, 0.5)
 
 

@@ -24,7 +24,7 @@ from colossal_vit.config.complete import complete
 from colossal_vit.config.schema import DATA
 from colossal_vit.data import dali_augmentation as augmentation
 from colossal_vit.data import packing
-from colossal_vit.data.augment import Erased, erase
+from colossal_vit.data.augment import CROP_ASPECT, Erased, erase
 from colossal_vit.data.batches import IGNORED, Loader, SampledLoader, read_ahead, sees_images
 from colossal_vit.data.devices import to_device
 from colossal_vit.data.digits import write_imagenet
@@ -212,9 +212,8 @@ class DaliLoader(SampledLoader):
     def _crops(self, headers: list[np.ndarray], draws: list[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Corner and shape of each image's crop."""
         sizes = np.stack(headers)[:, :2]
-        crops = augmentation.place_rectangles(
-            sizes, np.stack(draws), self.config.CROP_AREA, augmentation.CROP_ASPECT
-        ).astype(np.int32)
+        crops = augmentation.place_rectangles(sizes, np.stack(draws), self.config.CROP_AREA, CROP_ASPECT)
+        crops = crops.astype(np.int32)
         return list(crops[:, :2]), list(crops[:, 2:])
 
     @do_not_convert  # in graphs with conditionals DALI would rewrite the Python functions in it, which makes them slow

@@ -122,4 +122,4 @@ def leave_out(splits: list[Records], output: Path, num_classes: int, max_bad: in
 
 def filtered_index(output: Path, index: Path) -> Path:
     """The path, in the run directory, of the copy of an index file without bad records."""
-    return output / "idx_files" / index.parent.name / index.name
+    return index_path(output, index.parent.name, index.stem)
