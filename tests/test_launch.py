@@ -203,6 +203,25 @@ def test_a_mistake_on_all_ranks_ends_them_with_one_line_and_exit_code_2(tmp_path
     assert not output.exists()
 
 
+ON_A_GPU = "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.88 GiB is free."
+
+
+@pytest.mark.parametrize(
+    ("failing", "said"),
+    [
+        ("torch.empty(2**60)", "can't allocate memory: you tried to allocate 4611686018427387904 bytes; lower"),
+        (f"raise torch.OutOfMemoryError('CUDA out of memory. {ON_A_GPU} Including')", f"{ON_A_GPU[:-1]}; lower"),
+    ],
+)
+def test_too_little_memory_is_one_line(tmp_path, failing, said):
+    script = tmp_path / "fails.py"
+    script.write_text(f"import torch\nfrom colossal_vit import launch\ndef main():\n    {failing}\nlaunch.call(main)\n")
+    result = fork_ranks.run(script, [])
+    assert result.codes == [2], result
+    (line,) = "".join(result.stderr).splitlines()
+    assert said in line
+
+
 # ---- Launchers -------------------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from colossal_vit import streams
 from colossal_vit.checkpoint import checkpointer, lock
@@ -56,6 +57,16 @@ def lost_connection(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or "gloo" in str(error) or "Connection reset by peer" in str(error)
 
 
+def _as_mistake(error: BaseException) -> BaseException:
+    """A `UserError` for too little memory; any other error as it is."""
+    _, on_cpu, size = str(error).partition("DefaultCPUAllocator: ")
+    if isinstance(error, torch.OutOfMemoryError) or on_cpu:
+        needed = size.partition(". Error")[0] or str(error).partition(". Including")[0]
+        advice = "lower BATCH_SIZE and raise gradient_accumulation as much; --dry-run says how much memory a run needs"
+        return UserError(f"{needed}; {advice}", own=True)
+    return error
+
+
 def run(
     main: Callable[[Arguments], Any],
     description: str | None = None,
@@ -92,8 +103,9 @@ def run(
 def call(function: Callable[[], Any]) -> None:
     """Call a function, then end the process if it failed, on all ranks.
 
-    Exit codes: 0 for success, 2 for a `UserError`, 75 or `--exit-code-stopped` for `Preempted`, 130 for Ctrl-C, 1 for
-    anything else. A `UserError`, `TrainingError` or `Preempted` becomes one line on stderr, printed by one rank.
+    Exit codes: 0 for success, 2 for a `UserError` or too little memory, 75 or `--exit-code-stopped` for `Preempted`,
+    130 for Ctrl-C, 1 for anything else. Too little memory, a `UserError`, `TrainingError` or `Preempted` becomes one
+    line on stderr, printed by one rank.
     """
     streams.protect()
     try:
@@ -111,6 +123,7 @@ def call(function: Callable[[], Any]) -> None:
 def _fail(error: Exception | KeyboardInterrupt) -> NoReturn:
     """Say what the error is, keep what the run has made, tell the other processes, and end this one."""
     lock.remove_unused()
+    error = _as_mistake(error)
     code, all_leave = 1, isinstance(error, Preempted)
     if isinstance(error, UserError | TrainingError | Preempted):
         code = error.exit_code
