@@ -60,7 +60,7 @@ def training_flops(model: nn.Module, img_size: int) -> int:
         functional_call(model, shapes, image)
     model.train(training)
     counts = counter.get_flop_counts()
-    blocks = [sum(counts[name].values()) for name in counts if re.search(r"\.blocks\.\d+$", name)]
+    blocks = [sum(counts[name].values()) for name in counts if re.fullmatch(r"\w+\.blocks\.\d+", name)]
     return 3 * (counter.get_total_flops() + blocks[0] - blocks[-1])
 
 

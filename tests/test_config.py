@@ -145,10 +145,10 @@ def test_a_shipped_config_names_what_it_learns_by(path):
         ("parallel=dict(tensor=dict(mode='1d', size=2))", "NUM_MICRO_BATCHES", 1),
         ("parallel=None", "NUM_MICRO_BATCHES", 1),
         ("fp16=dict(mode=AMP_TYPE.NAIVE, dtype='bf16')", "fp16", {"mode": AMP_TYPE.NAIVE, "dtype": "bf16"}),
-        ("fp16={'mode': AMP_TYPE.TORCH}", "fp16", {"mode": AMP_TYPE.TORCH}),
+        ("fp16={'mode': AMP_TYPE.TORCH}", "fp16", {"mode": AMP_TYPE.TORCH, "half_residual": False}),
         ("gradient_accumulation=2", "gradient_accumulation", 2),
         ("fp16.dtype='bf16'", "fp16", {"mode": AMP_TYPE.NAIVE, "dtype": "bf16"}),
-        ("fp16.mode=AMP_TYPE.TORCH", "fp16", {"mode": AMP_TYPE.TORCH}),
+        ("fp16.mode=AMP_TYPE.TORCH", "fp16", {"mode": AMP_TYPE.TORCH, "half_residual": False}),
         ("fp16=None", "fp16", None),
         ("TENSOR_SHAPE=(1, 2, 3)", "TENSOR_SHAPE", (1, 2, 3)),
         ("DATA='/a b=c'", "DATA", "/a b=c"),
@@ -246,12 +246,15 @@ def test_an_older_name_sets_what_it_stands_for(load, text, overrides, expected):
 def test_an_earlier_runs_record_is_compared_as_it_would_be_now(load):
     """It may have older names, and lack keys that came later, and defaults in blocks."""
     now = load(
-        "BATCH_SIZE = 4\nNUM_EPOCHS = 1\nema = {}\nmix = dict(mixup=0.2)\nDECAY_VECTORS = False", script=IMAGENET
+        "BATCH_SIZE = 4\nNUM_EPOCHS = 1\nema = {}\nmix = dict(mixup=0.2)\nDECAY_VECTORS = False",
+        "fp16=dict(mode=AMP_TYPE.TORCH, half_residual=False)",
+        script=IMAGENET,
     )
     before = configs.plain(now)
     for key in ("OPTIMIZER", "DECAY_VECTORS", "REPEATS", "checkpoint", "mix", "zero", "EVAL_CROP", "bce"):
         del before[key]
     before |= {"LAMB_EXCLUDE_VECTORS": True, "dali": {"gpu_aug": True, "mixup_alpha": 0.2}, "ema": {"decay": 0.9999}}
+    before["fp16"] = {"mode": "AMP_TYPE.TORCH"}
     assert changed_values(before, now) == {}
     before |= {"ema": {"decay": 0.9}, "REPEATS": 3, "dali": {"gpu_aug": True}, "parallel": {"pipeline": 2}}
     changed = changed_values(before, now)

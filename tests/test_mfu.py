@@ -4,6 +4,7 @@ import timm
 import torch
 from colossal_vit.mfu import peak_flops, training_flops
 from colossal_vit.models import skip_unused_tokens
+from torch.utils.flop_counter import FlopCounterMode
 
 
 def test_flops_of_vit_b16():
@@ -16,6 +17,17 @@ def test_flops_of_vit_b16():
     assert training_flops(model, 224) == 3 * 2 * multiplications
     skip_unused_tokens(model)
     assert training_flops(model, 224) == 3 * 2 * multiplications
+
+
+def test_blocks_of_a_hybrids_embedding_are_not_the_models():
+    with torch.device("meta"):
+        model = timm.create_model("vit_small_r26_s32_224", img_size=64, depth=2)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.empty(1, 3, 64, 64, device="meta"))
+    whole = 3 * counter.get_total_flops()
+    assert training_flops(model, 64) == whole
+    skip_unused_tokens(model)
+    assert training_flops(model, 64) == whole
 
 
 def test_counting_leaves_the_model_alone():

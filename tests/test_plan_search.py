@@ -272,6 +272,16 @@ def test_the_block_that_stands_for_all_of_timms_has_stochastic_depth():
     assert fork_ranks.call(difference, launched=False)[0] >= 2 * 2  # a mask and a product for each branch
 
 
+def test_blocks_of_a_hybrids_embedding_belong_to_the_embedding():
+    def parameters():
+        argv = flags_of(training.DATA_PARALLEL, MODEL="vit_small_r26_s32_224", IMG_SIZE=64)
+        request = request_of(train_dp.main, training.arguments(train_dp.main, [*argv, "--plan", "h100"]))
+        return request.trace((None, 1, None)).parameters
+
+    found = fork_ranks.call(parameters, launched=False)[0]
+    assert sorted(found["block"]) == sorted(found["last"])
+
+
 def test_a_machine_of_ones_own():
     own = dict(half_tflops=100, single_tflops=10, memory_gb=24, memory_gb_s=900, link_gb_s=30, network_gb_s=3)
     values = {f"machine.{key}": value for key, value in own.items()}

@@ -11,6 +11,7 @@ from colossal_vit.engine.amp_optimizer import LossScale
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.lamb import Lamb
 from colossal_vit.errors import TrainingError, UserError
+from colossal_vit.models import build_timm_vit
 from colossal_vit.parallel.layout import Layout
 from colossalai.legacy.amp import AMP_TYPE
 from colossalai.legacy.context import ParallelMode
@@ -345,6 +346,23 @@ def test_half_residual_sums_in_half_precision():
     for one, other in zip(full, half, strict=True):
         assert (one.dtype, other.dtype) == (torch.float32, torch.bfloat16)
         torch.testing.assert_close(other.float(), one, rtol=0, atol=0.02 * one.abs().max().item())
+
+
+@pytest.mark.parametrize(
+    "name", ["deit3_small_patch16_224", "vit_small_patch16_rope_224", "vit_small_patch16_18x2_224"]
+)
+def test_half_residual_sums_in_half_precision_behind_a_layer_scale(name):
+    def function():
+        config = training.config_of(training.flags(script=training.CALTECH101, MODEL=name), training.CALTECH101)
+        model = build_timm_vit(config)
+        dtypes = []
+        for block in model.blocks:
+            block.register_forward_hook(lambda block, inputs, output: dtypes.append(output.dtype))
+        engine, *_ = initialize(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+        engine(torch.randn(2, 3, config.IMG_SIZE, config.IMG_SIZE))
+        return dtypes
+
+    assert set(training.call(function, amp="TORCH", **{"fp16.half_residual": True})[0]) == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("layout", ["one process", "1D 2", "2D 4", "2.5D 4", "3D 8"])

@@ -254,7 +254,8 @@ FEATURES: Settings = {
             ),
             "half_residual": Setting(
                 BOOL,
-                "residual sums in `dtype`, as NAIVE's: faster, and with less memory; else in fp32",
+                "residual sums in `dtype`, as NAIVE's: faster, and with less memory",
+                False,
                 needs={"mode": (AMP_TYPE.TORCH,)},
             ),
             "initial_scale": Setting(POSITIVE, "initial loss scale; 2¹⁶", needs=SCALED),

@@ -73,9 +73,12 @@ def default_for(setting: Setting | Block, script: str | None) -> Any:
 
 
 def unmet_need(setting: Setting, beside: Mapping[str, Any]) -> str | None:
-    """The first key of `needs` whose value in `beside` leaves the setting without effect, or None."""
+    """The first key of `needs` whose value in `beside` leaves the setting without effect, or None.
+
+    An earlier run has recorded the names of AMP modes.
+    """
     for key, fitting in setting.needs.items():
         found = beside.get(key)
-        if found not in fitting if fitting else not found:
+        if str(found) not in map(str, fitting) if fitting else not found:
             return key
     return None

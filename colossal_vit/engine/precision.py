@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from colossal_vit.engine.amp_optimizer import AMPOptimizer, LossScale
+from colossal_vit.rng.dropout import DropPath
 from colossalai.interface import OptimizerWrapper
 from colossalai.legacy.amp import AMP_TYPE
 from colossalai.legacy.utils import is_no_pp_or_last_stage
@@ -96,10 +97,13 @@ class Converted(nn.Module):
 def _halve_residual(model: nn.Module, dtype: torch.dtype) -> None:
     """Make a model under autocast sum its residual branches in `dtype`.
 
-    Autocast leaves embeddings in fp32, and so all sums of what a block gets and what it computes.
+    Autocast leaves embeddings in fp32, as it does branches behind a layer scale, and so all sums with them.
     """
     first = next(model.blocks.children())
     first.register_forward_pre_hook(lambda block, inputs: (inputs[0].to(dtype), *inputs[1:]))
+    for module in model.blocks.modules():
+        if isinstance(module, DropPath):  # the end of each branch
+            module.register_forward_hook(lambda path, inputs, output: output.to(dtype))
 
 
 def _keep_norms_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:

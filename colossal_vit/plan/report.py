@@ -95,7 +95,7 @@ def _layers(names: Iterable[str]) -> str:
     """The layers that parameters belong to, as text: `patch_embed, blocks 0-5`."""
     blocks, others = set(), {}
     for name in names:
-        block = re.search(r"\bblocks\.(\d+)\.", name)
+        block = re.match(r"blocks\.(\d+)\.", name)
         if block:
             blocks.add(int(block[1]))
             others.setdefault("blocks")

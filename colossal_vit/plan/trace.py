@@ -213,8 +213,8 @@ def mark_parts(model: nn.Module, begin: Callable[[str, str], None]) -> list[Any]
 
 def _part_of(name: str) -> str:
     """The part that a parameter of a model of two blocks belongs to, by its name."""
-    if "blocks." in name:
-        return "block" if "blocks.0." in name else "last"
+    if name.startswith("blocks."):  # others' blocks are those of a hybrid's embedding
+        return "block" if name.startswith("blocks.0.") else "last"
     return "embed" if any(word in name for word in ("patch_embed", "token", "pos_embed")) else "head"
 
 
