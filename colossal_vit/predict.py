@@ -23,7 +23,7 @@ from colossal_vit.checkpoint import storage
 from colossal_vit.checkpoint.timm_model import load_model
 from colossal_vit.data.decoding import FORMATS, endings, to_rgb
 from colossal_vit.data.folders import list_files
-from colossal_vit.errors import Parser, UserError, blame, in_one_line
+from colossal_vit.errors import Interrupted, Parser, UserError, blame, in_one_line
 from PIL import Image
 from torch import Tensor, nn
 
@@ -132,6 +132,8 @@ def answer(args: argparse.Namespace) -> int:
     """
     if args.top < 1:
         raise UserError(f"--top {args.top}: must be at least 1")
+    if args.output and args.output.suffix.lower() in endings():  # the table's name was left out
+        raise UserError(f"--output {args.output}: is the name of an image, not of a table: give another one")
     paths, others = find_images(args.images)
     model = open_model(args.run, args.ema)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -159,14 +161,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Answer about images, by default those of this process's command line; a `UserError` becomes one line on stderr.
 
     Returns:
-        The exit code: 0, 1 if an image could not be decoded, 2 for a user's mistake.
+        The exit code: 0, 1 if an image could not be decoded, 2 for a user's mistake, 130 for Ctrl-C.
     """
     streams.protect()
     try:
         return answer(_get_parser().parse_args(argv))
     except UserError as error:
-        print(f"predict: error: {in_one_line(str(error))}", file=sys.stderr)
-        return error.exit_code
+        code, message = error.exit_code, str(error)
+    except KeyboardInterrupt:
+        code, message = Interrupted.exit_code, "interrupted"
+    print(f"predict: error: {in_one_line(message)}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

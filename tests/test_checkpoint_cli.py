@@ -299,3 +299,11 @@ def test_a_mistake_is_one_line(runs, exported, damaged, tmp_path, capsys):
         assert all(word in line for word in words), (argv, line)
     assert not (tmp_path / "new").exists()
     assert not list(tmp_path.glob(".*")), "nothing half-written"
+
+
+def test_ctrl_c_is_one_line(capsys, monkeypatch):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(__main__, "named_by", interrupt)
+    assert verb(capsys, "verify", "run") == (130, "", "checkpoint: error: interrupted\n")

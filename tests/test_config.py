@@ -269,6 +269,11 @@ def test_a_value_in_a_file_may_stay_when_the_command_line_takes_its_need_away(lo
         load("OPTIMIZER = 'lamb'\nMOMENTUM = 0.5")
 
 
+def test_a_file_may_begin_with_a_byte_order_mark(load):
+    """As editors on Windows write it, and Python reads it."""
+    assert load("\ufeffBATCH_SIZE = 3").BATCH_SIZE == 3
+
+
 def test_helpers_are_not_settings(load):
     text = "import math\nfrom math import sqrt\n_side = 4\ndef f(): return 2\nBATCH_SIZE = int(sqrt(16)) * _side"
     text += "\nfrom colossalai.amp import AMP_TYPE as AMP\nF = math\nclass MLP: pass\nscale = lambda x: x"

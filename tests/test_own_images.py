@@ -504,9 +504,12 @@ MISTAKES = {
 def test_a_run_is_not_written_among_the_classes(tmp_path):
     """Of which it would be one, from the next command on."""
     write(tmp_path / "images")
-    for output in (tmp_path / "images", tmp_path / "images/run"):
-        line = training.refused(output, steps=1, DATA=str(tmp_path / "images"), BATCH_SIZE=16)
-        assert f"--output {output}: is within the class folders of DATA = {tmp_path}/images: give another one" in line
+    for part in ("train", "val"):
+        write(tmp_path / "split" / part)
+    for data, place in ("images", "."), ("images", "run"), ("split", "train/cat/run"), ("split", "val/run"):
+        root, output = tmp_path / data, tmp_path / data / place
+        line = training.refused(output, steps=1, DATA=str(root), BATCH_SIZE=16)
+        assert f"--output {output}: is within the class folders of DATA = {root}: give another one" in line
 
 
 @pytest.mark.parametrize("name", MISTAKES)

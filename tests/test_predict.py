@@ -170,6 +170,7 @@ def test_a_link_to_nothing_is_named(run, tmp_path, capsys):
         (["{run}/run", "{run}/exported"], "{run}/exported: has no images (.apng, "),
         (["{run}/run", "{run}/images", "--top", "0"], "--top 0: must be at least 1"),
         (["{run}/run", "{run}/images", "--output", "{run}"], "{run}: Is a directory"),
+        (["{run}/run", "{run}/images", "--output", "{run}/a.JPG"], "--output {run}/a.JPG: is the name of an image"),
         (["{run}/run"], "the following arguments are required: IMAGE"),
         (["{run}/images", "{run}/images"], "{run}/images: "),
         (["{run}/exported", "{run}/images", "--ema"], "{run}/exported: is an exported folder, which has one set"),
@@ -179,6 +180,15 @@ def test_a_mistake_gets_one_line(argv, line, run, capsys):
     code, lines, said = ask(capsys, *(arg.format(run=run) for arg in argv))
     assert (code, lines, said.count("\n")) == (2, [], 1)
     assert said.startswith(f"predict: error: {line.format(run=run)}")
+
+
+def test_ctrl_c_gets_one_line(run, capsys, monkeypatch):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(predict, "to_rgb", interrupt)
+    code, lines, said = ask(capsys, run / "run", run / "images")
+    assert (code, lines, said) == (130, [], "predict: error: interrupted\n")
 
 
 def test_an_export_has_the_names_of_the_classes(run):

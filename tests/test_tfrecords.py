@@ -422,8 +422,16 @@ def test_class_folders_without_a_split_are_split_as_in_training(raw, tmp_path, c
     for output in (folder, folder / "packed"):
         before = sorted(folder.rglob("*"))
         assert run(folder, output) == 2
-        assert f"{output}: would be a class folder of {folder}; take one outside of it" in error_line(capfd)
+        assert f"{output}: would be among the class folders of {folder}; take one outside of them" in error_line(capfd)
         assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize("place", ["train/packed", f"val/{WNIDS[0]}/packed"])
+def test_nothing_is_packed_into_the_class_folders_of_a_split(place, raw, capfd):
+    """Of which it would be one, from the next command on."""
+    assert run(raw, raw / place) == 2
+    assert f"{raw / place}: would be among the class folders of {raw}; take one outside" in error_line(capfd)
+    assert not (raw / place).exists()
 
 
 def test_test_folder_is_for_validation(raw, tmp_path):

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from colossal_vit import streams
 from colossal_vit.checkpoint.storage import Checkpoint, named_by, open_named
-from colossal_vit.errors import Parser, UserError
+from colossal_vit.errors import Interrupted, Parser, UserError, in_one_line
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -102,15 +102,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command, by default that of this process; a `UserError` becomes one line on stderr.
 
     Returns:
-        The exit code: 0, 1 if `verify` found damage, 2 for a user's mistake.
+        The exit code: 0, 1 if `verify` found damage, 2 for a user's mistake, 130 for Ctrl-C.
     """
     streams.protect()
     try:
         args = _get_parser().parse_args(argv)
         return args.act(args)
     except UserError as error:
-        print(f"checkpoint: error: {error}", file=sys.stderr)
-        return error.exit_code
+        code, message = error.exit_code, str(error)
+    except KeyboardInterrupt:
+        code, message = Interrupted.exit_code, "interrupted"
+    print(f"checkpoint: error: {in_one_line(message)}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def _evaluate(path: Path, overrides: list[Override]) -> dict[str, Any]:
     try:
         if path.exists() and not path.is_file() and not path.is_dir():  # reading a pipe might wait forever
             raise UserError(f"--config {path}: is no regular file")
-        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+        tree = ast.parse(path.read_bytes(), str(path))
         code = compile(tree, str(path), "exec")
     except OSError as error:
         raise UserError(f"--config {path}: {error.strerror or error}") from None

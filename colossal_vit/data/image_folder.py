@@ -181,7 +181,8 @@ def build_own_images(run: Run, root: Path) -> tuple[Loader, Loader]:
     parts = ["train", *tests[:1]] if (root / "train").is_dir() else [""]
     with raise_on_all_ranks():
         output = run.output.resolve()
-        if not parts[0] and not run.args.eval_only and output.is_relative_to(root.resolve()):
+        within = any(output.is_relative_to((root / part).resolve()) for part in parts)
+        if within and not run.args.eval_only:
             raise UserError(f"--output {run.output}: is within the class folders of DATA = {root}: give another one")
         if tests[1:] and tests[1] != TEST:
             raise UserError(f"{root}: has {tests[0]} and {tests[1]}; only one can be to evaluate on")

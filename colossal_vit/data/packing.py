@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, NotRequired
 
 from colossal_vit import streams, typed_json
 from colossal_vit.data.decoding import FORMATS
-from colossal_vit.data.folders import INDEX_FILES, has_class_folders
+from colossal_vit.data.folders import INDEX_FILES, TEST, VALIDATION, has_class_folders
 from colossal_vit.data.image_files import prepare_image
 from colossal_vit.data.packing_source import scan, scan_unsplit
 from colossal_vit.data.shards import (
@@ -206,9 +206,11 @@ def _size(count: int, rounded: Callable[[float], int]) -> str:
 def build(args: argparse.Namespace) -> int:
     """Pack `args.source` into `args.output`, resuming an interrupted build; returns the exit code."""
     output, start = args.output, time.monotonic()
-    if not (args.source / "train").is_dir() and has_class_folders(args.source):
-        if output.resolve().is_relative_to(args.source.resolve()):
-            raise UserError(f"{output}: would be a class folder of {args.source}; take one outside of it")
+    unsplit = not (args.source / "train").is_dir() and has_class_folders(args.source)
+    for part in [""] if unsplit else ["train", *VALIDATION, TEST]:
+        if output.resolve().is_relative_to((args.source / part).resolve()):
+            raise UserError(f"{output}: would be among the class folders of {args.source}; take one outside of them")
+    if unsplit:
         if args.synset_map:
             raise UserError(
                 f"--synset-map {args.synset_map}: is for images without class folders, which {args.source} has"
