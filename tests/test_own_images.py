@@ -587,7 +587,11 @@ def test_classes_that_the_model_has_not_learned_are_not_evaluated(alone, flat, t
     root = shutil.copytree(flat, tmp_path / "data", ignore=shutil.ignore_patterns(".decoded"))
     (root / "dog house").rename(root / "Dog house")
     line = training.refused(alone.output, 1, "--eval-only", DATA=str(root), BATCH_SIZE=16)
-    assert "was trained with other classes (without dog house with Dog house): set DATA to images of its" in line
+    said = "was trained with other classes (without dog house with Dog house): "
+    assert f"{said}set DATA to images of its" in line
+    head = {"finetune.weights": str(alone.output), "finetune.head": "keep"}
+    line = training.refused(tmp_path / "run", 1, "--eval-only", DATA=str(root), BATCH_SIZE=16, **head)
+    assert f"{said}set finetune.head to 'new'" in line
 
 
 def test_class_folders_may_be_links(tmp_path):

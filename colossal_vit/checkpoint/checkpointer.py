@@ -266,14 +266,17 @@ class Checkpointer:
         Raises:
             UserError: naming what differs, unless `--accept-changes` is given.
         """
-        learned, there = ((data or {}).get("classes") for data in (state.get("data"), self.run.data))
-        named = isinstance(learned, list) and isinstance(there, list)
-        said = differences({"classes": learned}, {"classes": there}) if named else ""
-        if said and not self.run.args.accept_changes:
-            raise UserError(f"{self.path}: was trained with other classes ({said}): set DATA to images of its classes")
+        self._check_classes(state, str(self.path), "set DATA to images of its classes")
         said = weights.other_heads(state["config"], self.run.config)
         if said and not self.run.args.accept_changes:
             raise UserError(f"{self.path}: {said}: set it back")
+
+    def _check_classes(self, state: State, named: str, remedy: str) -> None:
+        learned, there = ((data or {}).get("classes") for data in (state.get("data"), self.run.data))
+        if self.run.args.accept_changes or not (isinstance(learned, list) and isinstance(there, list)):
+            return
+        if said := differences({"classes": learned}, {"classes": there}):
+            raise UserError(f"{named}: was trained with other classes ({said}): {remedy}")
 
     def _other_data(self, state: State) -> str:
         """In what this run's data differ from a checkpoint's, in a few words."""
@@ -364,6 +367,8 @@ class Checkpointer:
 
         def read() -> dict[str, Tensor]:
             try:
+                if head == "keep" and self._weights.checkpoint:
+                    self._check_classes(self._weights.checkpoint.state, named, "set finetune.head to 'new'")
                 return weights.read_fitted(self._weights, head, shapes, run.config)
             except UserError as error:
                 raise UserError(f"finetune.weights: {error}") from None
