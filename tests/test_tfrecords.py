@@ -994,6 +994,7 @@ def test_mistakes_in_the_source(raw, tmp_path, capfd, name):
             ("{raw}/train", "{out}", "--synset-map", "{file}"),
             "--synset-map {file}: is for images without class folders, which {raw}/train has",
         ),
+        (("{raw}", "{out}", "--test-fraction", "0.1"), "--test-fraction 0.1: {raw} is no folder of class folders"),
         (("{raw}", "{file}"), "{file}: File exists"),
         (("{raw}", "{file}/out"), "{file}/out: Not a directory"),
         (("{raw}", "/proc/out"), "/proc/out: "),

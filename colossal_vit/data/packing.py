@@ -53,6 +53,7 @@ from colossal_vit.files import sync
 from typing_extensions import TypedDict
 
 NAME = "build_tfrecords.py"
+TEST_FRACTION = 0.2
 MIN_IMAGES = 256  # a shard: a small set gets fewer shards
 
 
@@ -215,8 +216,10 @@ def build(args: argparse.Namespace) -> int:
             raise UserError(
                 f"--synset-map {args.synset_map}: is for images without class folders, which {args.source} has"
             )
-        wnids, images, digest = scan_unsplit(args.source, args.test_fraction)
+        wnids, images, digest = scan_unsplit(args.source, args.test_fraction or TEST_FRACTION)
     else:
+        if args.test_fraction:
+            raise UserError(f"--test-fraction {args.test_fraction}: {args.source} is no folder of class folders")
         wnids, images, digest = scan(args.source, args.synset_map)
     asked = {"train": args.train_shards, "validation": args.validation_shards}
     shards = {split: plan_shards(output, split, images[split], asked[split], args.seed) for split in images}
@@ -369,13 +372,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         usual = f"default {num_shards}, or fewer for under {MIN_IMAGES} images a shard"
         add(f"--{split}-shards", type=int, metavar="N", help=usual)
     add("--seed", type=int, default=0, help="of the order of the training images; default 0")
-    add(
-        "--test-fraction",
-        type=float,
-        default=0.2,
-        metavar="F",
-        help="for validation, of an unsplit SOURCE; default 0.2",
-    )
+    add("--test-fraction", type=float, metavar="F", help=f"of an unsplit SOURCE; default {TEST_FRACTION}")
     add("--resize", type=int, metavar="N", help="shorten the shorter side of larger images to N pixels")
     add("--quality", type=int, metavar="Q", help="encode every image again, as a JPEG of this quality, up to 100")
     add("--check", choices=("header", "decode"), default="header", help="decode: of every image all pixels")
