@@ -2,6 +2,7 @@
 
 import functools
 import os
+import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from colossalai.legacy import nn as col_nn
 from colossalai.legacy.core import global_context as gpc
 from colossalai.legacy.utils import is_using_pp
 from torch._dynamo.utils import counters
+from torch._functorch import config as functorch
 from torch._inductor import compile_fx
 
 import fork_ranks
@@ -110,10 +112,25 @@ def test_split_optimizer_state(features, random_weights):
 
 @pytest.mark.parametrize("wanted", [True, False])
 def test_every_process_has_the_same_kernels_where_runs_have_to_resume_to_the_bit(wanted, monkeypatch):
+    """On a GPU the backward pass has a thread of its own, which would not have this thread's configuration."""
+    found = []
+
+    def inner(*args, **options):
+        found.append(compile_fx.config.deterministic)
+        return compile_fx.compile_fx_inner(*args, **options)
+
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", wanted)
-    with compile_fx.config.patch(deterministic=not wanted):
-        compilation.compile_model(torch.nn.Linear(2, 2), by_block=False)
-        assert compile_fx.config.deterministic is wanted
+    model = torch.nn.Linear(2, 2)
+    apart = functorch.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=not wanted)
+    with compile_fx.config.patch(deterministic=not wanted), apart:
+        compilation.compile_model(
+            model, by_block=False, backend=functools.partial(compile_fx.compile_fx, inner_compile=inner)
+        )
+        backward = threading.Thread(target=model(torch.ones(2, 2)).sum().backward)
+        backward.start()
+        backward.join()
+    assert model.weight.grad.tolist() == [[2.0, 2.0]] * 2
+    assert found == [wanted] * 2
 
 
 def test_auto_compiles_on_gpus_that_have_a_compiler():

@@ -96,10 +96,14 @@ def compile_model(model: nn.Module, by_block: bool, **options: Any) -> None:
     A block is one program, its collectives included (see `compat/compiled.py`), and all blocks share it, except that
     those which drop no paths have their own, and the last one, if it computes the class token only.
     """
+    from torch._functorch import config as functorch
     from torch._inductor import config  # here, since it takes seconds
 
     # Otherwise each process measures which variant of a kernel is fastest, and another one rounds differently.
     config.deterministic = torch.backends.cudnn.deterministic
+    # With torch 2.14 that is so in this thread only. By default, the thread of the backward pass makes its kernels, and
+    # on a GPU that is another one.
+    functorch.force_non_lazy_backward_lowering = torch.backends.cudnn.deterministic
     if not by_block:
         model.compile(**options)
         return
