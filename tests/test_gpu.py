@@ -17,9 +17,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from colossal_vit.checkpoint import storage
 from colossal_vit.data.digits import write_imagenet
 from colossal_vit.results import read_metrics
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import conftest
 import fork_ranks
@@ -203,9 +204,18 @@ def test_resumes_to_the_bit(amp, dtype, compiled, on_gpu, tmp_path):
         on_gpu(training.HYBRID, command, CUBLAS_WORKSPACE_CONFIG=":4096:8")
         return training.records(tmp_path / name)
 
+    def tensors(name):
+        newest, _ = storage.newest(tmp_path / name / storage.FOLDER)
+        files = [newest.path / file for file in (storage.MODEL, storage.OPTIMIZER, storage.EMA)]
+        return {f"{file.stem} {key}": tensor for file in files for key, tensor in load_file(file).items()}
+
     for steps in (2, 3):
         run("parts", steps)
-    assert run("parts", 6) == run("whole", 6)
+    parts, whole = run("parts", 6), run("whole", 6)
+    found, expected = tensors("parts"), tensors("whole")
+    assert found.keys() == expected.keys()
+    assert not [name for name, tensor in found.items() if not torch.equal(tensor, expected[name])]
+    assert parts == whole
 
 
 @pytest.mark.parametrize("amp", [None, "TORCH", "NAIVE"])
