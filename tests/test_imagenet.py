@@ -6,6 +6,7 @@ import statistics
 
 import pytest
 from colossal_vit import config as configs
+from colossal_vit.data.shards import index_path
 from colossal_vit.errors import UserError
 from colossal_vit.results import read_metrics
 from colossalai.legacy.amp import AMP_TYPE
@@ -90,18 +91,29 @@ def test_another_global_batch_is_kept_and_said(tmp_path):
     """What the config makes on the GPUs at hand, unless it names another one. No published hours for other models."""
     config = configs.load(FOLDER / "config_vit_b32.py", ["GLOBAL_BATCH=1024", "DEPTH=6"])
     header, _, *rows, last = planning.schedule(config, tmp_path, 8)
-    assert header == "a global batch of 1,024; set IMAGES_PER_S for hours"
+    assert header == "a global batch of 1,024, 1,281,167 images an epoch; set IMAGES_PER_S for hours"
     assert [" ".join(row.split()[:3]) for row in rows] == ["4 256 1", "8 128 1", "64 16 1"]  # mix needs pairs
     assert last == "as it is, the config makes a global batch of 65,536 on 8 GPU(s): --set what is above"
     del config["GLOBAL_BATCH"]
     header, *_, last = planning.schedule(config, tmp_path, 8)
-    assert header.startswith("a global batch of 65,536; ")
+    assert header.startswith("a global batch of 65,536, ")
     assert last.startswith("1024 ")
 
 
 def test_hours_of_a_rate_that_is_given(tmp_path):
     config = configs.load(FOLDER / "config_vit_l32.py", ["IMAGES_PER_S=4300"])
     assert re.fullmatch(r"64 +256 +2 +11,700 +0\.39", planning.schedule(config, tmp_path, 4)[3])
+
+
+def test_steps_and_hours_of_other_tfrecords(tmp_path):
+    for shard in range(2):
+        index = index_path(tmp_path, "train", f"train-{shard:05d}-of-00002")
+        index.parent.mkdir(parents=True, exist_ok=True)
+        index.write_text("0 9\n9 9\n" * 32_768)
+    config = configs.load(FOLDER / "config_vit_l32.py", ["IMAGES_PER_S=4096", f"DATA={str(tmp_path)!r}"])
+    header, _, row, *_ = planning.schedule(config, tmp_path, 4)
+    assert header.startswith("a global batch of 32,768, 131,072 images an epoch; ")
+    assert " ".join(row.split()) == "4 256 32 1,200 0.67"
 
 
 def test_sample_trains_on_two_processes(tmp_path):

@@ -1,10 +1,12 @@
 """Training time for several numbers of GPUs, and the settings that keep the config's global batch on each."""
 
+import os
 import statistics
 from pathlib import Path
 
 from colossal_vit import typed_json
 from colossal_vit.config.settings import IMAGENET
+from colossal_vit.data.folders import INDEX_FILES
 from colossal_vit.data.source import USUAL
 from colossal_vit.models import SHAPE
 from colossal_vit.results import METRICS, format_table, read_metrics
@@ -26,6 +28,13 @@ class EarlierConfig(TypedDict):
 
     BATCH_SIZE: Count
     gradient_accumulation: Count
+
+
+def count_images(config: Config) -> int:
+    """Training images of the TFRecords that DATA names, by their index files; without any, ImageNet-1K's."""
+    data = config.get("DATA") or os.environ.get("DATA")
+    indices = Path(data, INDEX_FILES, "train").glob("*.idx") if data else []
+    return sum(index.read_bytes().count(b"\n") for index in indices) or NUM_IMAGES
 
 
 def images_per_s(config: Config, output: Path) -> tuple[float, str] | None:
@@ -75,14 +84,15 @@ def schedule(config: Config, output: Path, num_gpus: int) -> list[str]:
         number: batch_and_accumulation(number, config.BATCH_SIZE, global_batch, even=bool(config.mix))
         for number in sorted(NUM_GPUS | {num_gpus})
     }
-    steps = NUM_IMAGES // global_batch * config.NUM_EPOCHS
+    images = count_images(config)
+    steps = images // global_batch * config.NUM_EPOCHS
     rows = []
     for number, (micro_batch, accumulation) in ((n, found) for n, found in settings.items() if found):
-        hours = f"{config.NUM_EPOCHS * NUM_IMAGES / (rate[0] * number) / 3600:.2f}" if rate else "?"
+        hours = f"{config.NUM_EPOCHS * images / (rate[0] * number) / 3600:.2f}" if rate else "?"
         rows.append([str(number), str(micro_batch), str(accumulation), f"{steps:,}", hours])
     header = ["GPUs", "BATCH_SIZE", "gradient_accumulation", f"optimizer steps in {config.NUM_EPOCHS} epochs", "hours"]
     said = f"{rate[0]:,.0f} images/s a GPU ({rate[1]}), and perfect scaling" if rate else "set IMAGES_PER_S for hours"
-    lines = [f"a global batch of {global_batch:,}; {said}", *format_table(header, rows)]
+    lines = [f"a global batch of {global_batch:,}, {images:,} images an epoch; {said}", *format_table(header, rows)]
     if here != global_batch:
         advice = "--set what is above" if settings[num_gpus] else f"{num_gpus} cannot make {global_batch:,}"
         lines.append(f"as it is, the config makes a global batch of {here:,} on {num_gpus} GPU(s): {advice}")
