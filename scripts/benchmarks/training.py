@@ -38,7 +38,7 @@ from layouts import FOLDER as HYBRID
 from vit import check_vit
 
 CHECKED_STEPS, TOLERANCE = 3, 1e-4  # relative tolerance of losses; these steps are also the warm-up
-OUT_OF_MEMORY = re.compile(r"out of memory|not enough memory|MemoryError|SIGKILL|exitcode *: *-9", re.IGNORECASE)
+OUT_OF_MEMORY = re.compile(r"out of memory|(not enough|allocate) memory|MemoryError|SIGKILL|exitcode *: *-9", re.I)
 
 Batch = tuple[Tensor, Tensor]
 # One optimizer step on this rank's part of a batch; returns the loss, or None if this rank does not compute it.
