@@ -1,13 +1,12 @@
 """Training time for several numbers of GPUs, and the settings that keep the config's global batch on each."""
 
-import os
 import statistics
 from pathlib import Path
 
 from colossal_vit import typed_json
 from colossal_vit.config.settings import IMAGENET
 from colossal_vit.data.folders import INDEX_FILES
-from colossal_vit.data.source import USUAL
+from colossal_vit.data.source import USUAL, named_folder
 from colossal_vit.models import SHAPE
 from colossal_vit.results import METRICS, format_table, read_metrics
 from colossal_vit.typed_json import Count
@@ -32,8 +31,8 @@ class EarlierConfig(TypedDict):
 
 def count_images(config: Config) -> int:
     """Training images of the TFRecords that DATA names, by their index files; without any, ImageNet-1K's."""
-    data = config.get("DATA") or os.environ.get("DATA")
-    indices = Path(data, INDEX_FILES, "train").glob("*.idx") if data else []
+    data = named_folder(config)
+    indices = (data / INDEX_FILES / "train").glob("*.idx") if data else []
     return sum(index.read_bytes().count(b"\n") for index in indices) or NUM_IMAGES
 
 

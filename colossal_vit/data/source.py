@@ -65,7 +65,7 @@ def find_format(folder: Path, usual: Format) -> Format | None:
     return None if has_class_folders(folder) else usual
 
 
-def _named(config: Config) -> Path | None:
+def named_folder(config: Config) -> Path | None:
     """The folder that DATA names, in the config or the environment."""
     data = config.get("DATA") or os.environ.get("DATA")
     return Path(data) if data else None
@@ -80,7 +80,7 @@ def build_data(run: Run) -> tuple[Loader, Loader | None]:
     usual = USUAL[run.args.script]
     if run.observe or run.config.get("SYNTHETIC"):
         return _without_data(run, usual)
-    if folder := _named(run.config):
+    if folder := named_folder(run.config):
         found = run_on_rank_0(lambda: find_format(folder, usual))
         if found is None:
             return import_module("colossal_vit.data.image_folder").build_own_images(run, folder)
@@ -115,7 +115,7 @@ def _without_data(run: Run, usual: Format) -> tuple[Loader, Loader | None]:
 
 def expected_classes(config: Config, script: str | None) -> int:
     """How many classes the data probably have, where none are read: a dry run or a plan needs the size of the model."""
-    usual, folder = USUAL.get(script, FORMATS[0]), _named(config)
+    usual, folder = USUAL.get(script, FORMATS[0]), named_folder(config)
     if found := find_format(folder, usual) if folder else usual:
         return found.num_classes
     return len(class_folders(folder / "train" if (folder / "train").is_dir() else folder)[0])
