@@ -3,10 +3,12 @@
 import argparse
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
+
+from colossal_vit import streams
 
 
 class UserError(Exception):
@@ -81,6 +83,28 @@ def in_one_line(text: str) -> str:
 def error_line(error: Exception) -> str:
     """The line to print for an error: script name and message."""
     return f"{Path(sys.argv[0]).name}: error: {in_one_line(str(error))}"
+
+
+def run_command(name: str, command: Callable[[], int], interrupted: str = "interrupted") -> int:
+    """Run a command that starts no ranks; a `UserError`, a `TrainingError` or Ctrl-C becomes one line on stderr.
+
+    Args:
+        name: the command's, in the line.
+        command: returns the exit code.
+        interrupted: what the line says of Ctrl-C.
+
+    Returns:
+        The exit code: the command's, the error's, or 130 for Ctrl-C.
+    """
+    streams.protect()
+    try:
+        return command()
+    except (UserError, TrainingError) as error:
+        code, message = error.exit_code, str(error)
+    except KeyboardInterrupt:
+        code, message = Interrupted.exit_code, interrupted
+    print(f"{name}: error: {in_one_line(message)}", file=sys.stderr)
+    return code
 
 
 def end_process(code: int, message: str | None = None) -> NoReturn:

@@ -18,12 +18,11 @@ from typing import NamedTuple
 
 import timm
 import torch
-from colossal_vit import streams
 from colossal_vit.checkpoint import storage
 from colossal_vit.checkpoint.timm_model import load_model
 from colossal_vit.data.decoding import FORMATS, endings, to_rgb
 from colossal_vit.data.folders import list_files
-from colossal_vit.errors import Interrupted, Parser, UserError, blame, in_one_line
+from colossal_vit.errors import Parser, UserError, blame, in_one_line, run_command
 from PIL import Image
 from torch import Tensor, nn
 
@@ -163,15 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, 1 if an image could not be decoded, 2 for a user's mistake, 130 for Ctrl-C.
     """
-    streams.protect()
-    try:
-        return answer(_get_parser().parse_args(argv))
-    except UserError as error:
-        code, message = error.exit_code, str(error)
-    except KeyboardInterrupt:
-        code, message = Interrupted.exit_code, "interrupted"
-    print(f"predict: error: {in_one_line(message)}", file=sys.stderr)
-    return code
+    return run_command("predict", lambda: answer(_get_parser().parse_args(argv)))
 
 
 if __name__ == "__main__":

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from colossal_vit import streams
 from colossal_vit.checkpoint.storage import Checkpoint, named_by, open_named
-from colossal_vit.errors import Interrupted, Parser, UserError, in_one_line
+from colossal_vit.errors import Parser, UserError, run_command
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -104,16 +103,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, 1 if `verify` found damage, 2 for a user's mistake, 130 for Ctrl-C.
     """
-    streams.protect()
-    try:
+
+    def act() -> int:
         args = _get_parser().parse_args(argv)
         return args.act(args)
-    except UserError as error:
-        code, message = error.exit_code, str(error)
-    except KeyboardInterrupt:
-        code, message = Interrupted.exit_code, "interrupted"
-    print(f"checkpoint: error: {in_one_line(message)}", file=sys.stderr)
-    return code
+
+    return run_command("checkpoint", act)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ import json
 import os
 import random
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
@@ -30,7 +29,7 @@ from math import ceil, floor
 from pathlib import Path
 from typing import Any, NamedTuple, NotRequired
 
-from colossal_vit import streams, typed_json
+from colossal_vit import typed_json
 from colossal_vit.data.decoding import FORMATS
 from colossal_vit.data.folders import INDEX_FILES, TEST, VALIDATION, has_class_folders
 from colossal_vit.data.image_files import prepare_image
@@ -48,7 +47,7 @@ from colossal_vit.data.shards import (
 )
 from colossal_vit.data.tfrecord import encode_record, record_size
 from colossal_vit.data.worker_pool import run_all, worker_pool
-from colossal_vit.errors import Parser, UserError, blame, in_one_line
+from colossal_vit.errors import Parser, TrainingError, UserError, blame, in_one_line, run_command
 from colossal_vit.files import sync
 from typing_extensions import TypedDict
 
@@ -395,19 +394,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns the exit code: 2 for a `UserError`, 1 for faults found or a worker that died."""
-    streams.protect()
-    code = 2
-    try:
+    resumes = "the same command resumes from here"
+
+    def act() -> int:
         args = parse(argv)
         for command, folder in ((build, args.output), (verify, args.verify), (index_only, args.index_only)):
             if folder is not None:
-                with blame(folder):
-                    return command(args)
-    except UserError as error:
-        message = str(error)
-    except BrokenProcessPool:
-        code, message = 1, "a worker was killed, perhaps for lack of memory; the same command resumes from here"
-    except KeyboardInterrupt:
-        code, message = 130, "interrupted; the same command resumes from here"
-    print(f"{NAME}: error: {in_one_line(message)}", file=sys.stderr)
-    return code
+                try:
+                    with blame(folder):
+                        return command(args)
+                except BrokenProcessPool:
+                    raise TrainingError(f"a worker was killed, perhaps for lack of memory; {resumes}") from None
+
+    return run_command(NAME, act, f"interrupted; {resumes}")
