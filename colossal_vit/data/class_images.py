@@ -280,7 +280,6 @@ def fill_cache(images: Images, size: int, log: RankLogger) -> bool:
                 said = in_one_line(f"{images.root / damaged[0][0]}: {damaged[0][1]}")
                 log.info(f"{len(damaged)} images are damaged, and grey where pixels are missing; the first is {said}")
             array.flush()
-            (scratch / "about.json").write_text(json.dumps({"size": size, "classes": images.classes}) + "\n")
         for other in folder.parent.glob(f"decoded-{size}px-*"):  # outdated: the files have changed since
             if other != folder:
                 shutil.rmtree(other)
