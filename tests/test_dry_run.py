@@ -105,6 +105,16 @@ def test_a_dry_run_says_what_real_ranks_measure(case):
     assert some <= whole
 
 
+@pytest.mark.parametrize("amp", [None, "NAIVE"])
+def test_a_moving_average_takes_four_bytes_a_parameter_of_its_owner(amp):
+    """On two ranks with ZeRO, each of which owns about half of them."""
+    values = {**LAYOUTS["DP 2"][1], "zero.stage": 1}
+    plain, averaged = (planned(training.flags(amp, **values, ema=ema), 2)[0] for ema in (None, {}))
+    more = {part: averaged.memory[part] - plain.memory[part] for part in plain.memory}
+    assert more["optimizer"] == more["peak"] == pytest.approx(4 * plain.parameters / 2, rel=0.05)
+    assert more["weights"] == more["gradients"] == more["activations"] == 0
+
+
 def test_a_report_is_of_any_world_size(tmp_path):
     """As a user sees it, for a world that no test machine has."""
     values = {**LAYOUTS["DP 2 × PP 2 × 1D 2"][1], "checkpoint.every_minutes": 144}

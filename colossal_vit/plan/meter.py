@@ -47,6 +47,14 @@ def count_bytes(tensors: Any) -> int:
     return sum(t.numel() * t.element_size() for t in tree_leaves(tensors) if isinstance(t, Tensor))
 
 
+def copies_of_weights(engine: Engine) -> list[Tensor]:
+    """What is kept of weights beside themselves: fp32 copies that the optimizer updates, and moving averages."""
+    weights = set(engine.bare_model.parameters())
+    updated = [p for group in engine.optimizer.param_groups for p in group["params"]]
+    averages = engine.ema.averages.values() if engine.ema else ()
+    return [*(p for p in updated if p not in weights), *averages]
+
+
 def _storages(tensors: Any) -> list[torch.UntypedStorage]:
     return [t.untyped_storage() for t in tree_leaves(tensors) if isinstance(t, Tensor)]
 
@@ -112,8 +120,8 @@ class StepPlan:
 
     Attributes:
         parameters: number of elements in this rank's pieces of full parameters.
-        memory: of `weights`, `gradients`, `optimizer` (moments, and fp32 copies of half-precision weights),
-            `activations` (everything else at the peak), and their sum, the `peak`.
+        memory: of `weights`, `gradients`, `optimizer` (moments, fp32 copies of half-precision weights, and moving
+            averages), `activations` (everything else at the peak), and their sum, the `peak`.
         calls, sent: see `StepMeter`.
         layout: of the run.
         config: the resolved config.
@@ -147,7 +155,7 @@ def measure(engine: Engine, batches: Iterable) -> StepPlan:
     optimizer = engine.optimizer.optim
     weights = set(model.parameters())
     updated = [p for group in optimizer.param_groups for p in group["params"]]  # the weights, or fp32 copies of them
-    copies = [p for p in updated if p not in weights]
+    copies = copies_of_weights(engine)
     memory: dict[str, int] = {}
 
     with StepMeter([*model.parameters(), *model.buffers(), *copies]) as meter:

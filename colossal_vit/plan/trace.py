@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from colossal_vit.engine.engine import Engine
-from colossal_vit.plan.meter import StepMeter, count_bytes
+from colossal_vit.plan.meter import StepMeter, copies_of_weights, count_bytes
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
@@ -88,7 +88,7 @@ class Trace:
         passes: by part, pass ("forward", "backward", "accumulate": a later backward pass) and batch size.
         parameters: elements of each parameter, by part.
         weight_bytes: bytes of weights ÷ elements.
-        optimizer_bytes: bytes of what the optimizer keeps ÷ elements.
+        optimizer_bytes: bytes of what the optimizer and the moving average keep ÷ elements.
         update_bytes: read and written in the update ÷ elements.
         update_peak: bytes that the update takes at its peak, weights and gradients and state included ÷ elements.
         boundary: bytes of activations between blocks ÷ images.
@@ -227,9 +227,7 @@ def trace(engine: Engine, batches: Iterable) -> Trace:
     """
     model, optimizer = engine.bare_model, engine.optimizer.optim
     weights = list(model.parameters())
-    updated = [p for group in optimizer.param_groups for p in group["params"]]
-    known = set(weights)
-    copies = [p for p in updated if p not in known]
+    copies = copies_of_weights(engine)
     images, labels = next(iter(batches))
     sizes = (len(images) // 2, len(images))
     engine.train()
