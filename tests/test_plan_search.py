@@ -41,6 +41,7 @@ LAYOUTS = {
     "accumulation": (1, {"gradient_accumulation": 2}),
     "recomputed": (1, {"CHECKPOINT": True}),
     "DP 2": (2, {}),
+    "DP 2, two images": (2, {"BATCH_SIZE": 2}),
     "average": (1, {"ema.decay": 0.99, "BATCH_SIZE": 2}),
     "DP 2, accumulation": (2, {"gradient_accumulation": 2, "BATCH_SIZE": 8}),
     "zero 2, accumulation": (8, {"zero.stage": 2, "gradient_accumulation": 2}),

@@ -104,6 +104,8 @@ def stage_memory(choice: Choice, trace: Trace, chunks: Sequence[Chunk], stage: i
     if layout.pipeline > 1 and chunks[-1].last:
         peak += 2 * boundary * (choice.passes - passes)
     updating = weights + (trace.update_peak - trace.weight_bytes) * elements * share
+    if ddp and trace.copied:  # its buckets stay
+        updating += gradients[0]
     return max(peak, updating)
 
 

@@ -88,6 +88,7 @@ class Trace:
         passes: by part, pass ("forward", "backward", "accumulate": a later backward pass) and batch size.
         parameters: elements of each parameter, by part.
         weight_bytes: bytes of weights ÷ elements.
+        copied: whether the optimizer updates fp32 copies of the weights, with gradients of their own.
         optimizer_bytes: bytes of what the optimizer and the moving average keep ÷ elements.
         update_bytes: read and written in the update ÷ elements.
         update_peak: bytes that the update takes at its peak, weights and gradients and state included ÷ elements.
@@ -98,6 +99,7 @@ class Trace:
     passes: dict[tuple[str, str, int], Pass]
     parameters: dict[str, list[int]]
     weight_bytes: float
+    copied: bool
     optimizer_bytes: float
     update_bytes: float
     update_peak: float
@@ -274,6 +276,7 @@ def trace(engine: Engine, batches: Iterable) -> Trace:
         {key: record for key, record in recorder.passes.items() if key[0] in PARTS},
         parameters,
         count_bytes(weights) / elements,
+        bool(engine.optimizer.working_to_master_map),
         (moments + count_bytes(copies)) / elements,
         update.operations[:, 1].sum() / elements,
         (recorder.peak - constant) / elements,
