@@ -223,6 +223,8 @@ IMAGENET_ON_3 = {"script": training.IMAGENET, "world_size": 3}
         ({**IMAGENET_ON_3, "MODEL": "vit_large"}, "MODEL = 'vit_large' is not a Vision Transformer of timm"),
         ({**IMAGENET_ON_3, "parallel.pipeline": 3}, "this script is data parallel only"),
         ({**IMAGENET_ON_3, "DEPTH": 1}, "DEPTH of at least 2"),
+        ({"finetune.frozen_blocks": 3}, "trained as a whole, but finetune freezes a part: add --set finetune=None"),
+        ({"finetune.linear_probe": True}, "trained as a whole, but finetune freezes a part"),
     ],
 )
 def test_a_plan_that_cannot_be_made_is_refused_in_one_line(given, line):

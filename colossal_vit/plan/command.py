@@ -40,12 +40,17 @@ def make_plan(request: Request) -> tuple[Plan, Machine]:
     """The best layouts, on the machine that is asked for.
 
     Raises:
-        UserError: if the machine is not known, the model has fewer than two blocks, or no layout makes as many images
-            per step, or fits the memory.
+        UserError: if the machine is not known, the model has fewer than two blocks or frozen ones, or no layout makes
+            as many images per step, or fits the memory.
     """
     config, name, images = request.config, request.args.plan, request.images
     if not config.get("DEPTH", 0) > 1:
         raise UserError("--plan is for models whose config has a DEPTH of at least 2")
+    if (finetune := config.finetune) and (finetune.frozen_blocks or finetune.linear_probe):
+        raise UserError(
+            "--plan is for models that are trained as a whole, but finetune freezes a part: add --set finetune=None, "
+            "and it plans at least the memory and time that this takes"
+        )
     choices = request.choices()
     if not choices:
         fits = request.world_size * (2 if config.mix else 1)  # images are mixed in pairs
