@@ -269,6 +269,18 @@ def test_a_value_in_a_file_may_stay_when_the_command_line_takes_its_need_away(lo
         load("OPTIMIZER = 'lamb'\nMOMENTUM = 0.5")
 
 
+def test_a_value_in_a_block_goes_when_the_command_line_takes_its_need_away(load):
+    """Otherwise NAIVE's hysteresis would be that of TORCH."""
+    naive = "from colossalai.amp import AMP_TYPE\nfp16 = dict(mode=AMP_TYPE.NAIVE, hysteresis=3)"
+    assert load(naive, "fp16.mode=AMP_TYPE.TORCH").fp16 == {"mode": AMP_TYPE.TORCH, "half_residual": False}
+    assert load(naive, "fp16.mode=None").fp16 is None
+    deep = "parallel = dict(tensor=dict(mode='2.5d', size=8, depth=2))"
+    assert load(deep, "parallel.tensor.mode='1d'").parallel.tensor == {"mode": "1d", "size": 8}
+    for given in (["fp16.mode=AMP_TYPE.TORCH", "fp16.hysteresis=3"], ["fp16=dict(mode=AMP_TYPE.TORCH, hysteresis=3)"]):
+        with pytest.raises(UserError, match=r"fp16\.hysteresis = 3 does nothing with fp16\.mode = AMP_TYPE\.TORCH"):
+            load(naive, *given)
+
+
 def test_a_file_may_begin_with_a_byte_order_mark(load):
     """As editors on Windows write it, and Python reads it."""
     assert load("\ufeffBATCH_SIZE = 3").BATCH_SIZE == 3

@@ -85,8 +85,8 @@ def check_effect(
         values: that `check` allows, without defaults.
         script: one of SCRIPTS, or None.
         source, settings, prefix: as of `check`.
-        overridden: keys set on the command line. Values in the file that need another one of them may stay there:
-            `--set OPTIMIZER='adamw'` is no mistake in a file that has SGD's MOMENTUM.
+        overridden: paths of keys set on the command line. Values in the file that need another one of them may stay
+            there: `--set OPTIMIZER='adamw'` is no mistake in a file that has SGD's MOMENTUM.
 
     Raises:
         UserError: naming both keys.
@@ -103,9 +103,9 @@ def check_effect(
                 if setting.switches and not value.keys() & setting.switches:
                     switches = " or ".join(f"{name}.{switch}" for switch in setting.switches)
                     raise UserError(f"{source}: {name} = {shown(value)} does nothing: set {switches}, or {name} = None")
-                check_effect(value, None, source, (), setting.settings, f"{name}.")
+                check_effect(value, None, source, overridden, setting.settings, f"{name}.")
         elif value != setting.default and (other := unmet_need(setting, beside)) is not None:
-            if other in overridden and key not in overridden:
+            if f"{prefix}{other}" in overridden and name not in overridden:
                 continue
             fitting = setting.needs[other]
             remedy = f"it is for {' or '.join(map(shown, fitting))}" if fitting else f"set {prefix}{other}"

@@ -18,7 +18,7 @@ def complete(
 ) -> dict[str, Any]:
     """The values with the defaults of one of SCRIPTS, or of settings that all have in common; the same for blocks.
 
-    In a block, a default is left out where it would do nothing. A block whose switches are all off is None.
+    In a block, what would do nothing is left out. A block whose switches are all off is None.
     """
     filled: dict[str, Any] = {}
     for key, setting in settings.items():
@@ -31,10 +31,10 @@ def complete(
                 value = complete(value, None, setting.settings)
                 if setting.switches and not any(map(value.get, setting.switches)):
                     value = None
-        elif key not in values and settings is not SCHEMA and unmet_need(setting, filled) is not None:
+        elif settings is not SCHEMA and unmet_need(setting, filled) is not None:
             continue
         filled[key] = value
-    return filled | {key: value for key, value in values.items() if key not in filled}
+    return filled | {key: value for key, value in values.items() if key not in settings}
 
 
 def _find(values: Any, path: str) -> Any:
