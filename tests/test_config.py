@@ -14,7 +14,7 @@ from colossal_vit.checkpoint.checkpointer import changed_values
 from colossal_vit.config import schema
 from colossal_vit.config.__main__ import reference
 from colossal_vit.config.complete import older_names
-from colossal_vit.config.settings import CALTECH101, DP, HYBRID, IMAGENET, SCRIPTS, Block, Setting
+from colossal_vit.config.settings import CALTECH101, DP, HYBRID, IMAGENET, OPTIONAL, SCRIPTS, Block, Setting
 from colossal_vit.data.cifar10 import Batches
 from colossal_vit.data.image_folder import draw_crops
 from colossal_vit.data.mixing import mixed
@@ -281,6 +281,14 @@ def test_a_value_in_a_block_goes_when_the_command_line_takes_its_need_away(load)
             load(naive, *given)
 
 
+def test_none_leaves_out_a_key_without_a_default(load):
+    file = "GLOBAL_BATCH = 64\ncheckpoint = dict(every_steps=5)"
+    assert load(file, "GLOBAL_BATCH=None", "checkpoint.every_steps=None") == load("")
+    assert load(file, "checkpoint=dict(every_steps=None)") == load("GLOBAL_BATCH = 64")
+    with pytest.raises(UserError, match="BATCH_SIZE = None, but it must be a whole number"):
+        load("BATCH_SIZE = 3", "BATCH_SIZE=None")
+
+
 def test_a_file_may_begin_with_a_byte_order_mark(load):
     """As editors on Windows write it, and Python reads it."""
     assert load("\ufeffBATCH_SIZE = 3").BATCH_SIZE == 3
@@ -465,8 +473,8 @@ def test_values_that_no_setting_may_have_are_refused_in_one_line(load):
     wrong = []
     for path, (script, setting) in takers.items():
         values = list(WRONG)
-        if isinstance(setting, Block) or path[-1] in ("mode", "TENSOR_PARALLEL_MODE"):
-            values.remove("None")  # is off
+        if isinstance(setting, Block) or setting.default is OPTIONAL or path[-1] in ("mode", "TENSOR_PARALLEL_MODE"):
+            values.remove("None")  # is off, or left out
         if isinstance(setting, Setting) and setting.rule.ends:
             low, high = setting.rule.ends
             whole = setting.rule.allows(1) and not setting.rule.allows(0.75 if high < 2 else 1.5)

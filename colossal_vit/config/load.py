@@ -15,9 +15,22 @@ from colossal_vit.config.check import check, check_effect, check_script
 from colossal_vit.config.complete import complete, older_names, replace_older_names
 from colossal_vit.config.overrides import Overridden, Override, override, parse_override
 from colossal_vit.config.schema import OLDER_NAMES, SCHEMA
-from colossal_vit.config.settings import Block
+from colossal_vit.config.settings import OPTIONAL, Block, Setting
 from colossal_vit.errors import UserError
 from colossalai.context import Config
+
+
+def _leave_out(values: Mapping[str, Any], settings: Mapping[str, Setting | Block] = SCHEMA) -> dict[str, Any]:
+    """The values without settings that are None and have no default, so that the command line can take them away."""
+    kept = {}
+    for key, value in values.items():
+        setting = settings.get(key)
+        if isinstance(setting, Block) and isinstance(value, Mapping):
+            value = _leave_out(value, setting.settings)
+        removable = isinstance(setting, Setting) and setting.default is OPTIONAL and not setting.rule.allows(None)
+        if value is not None or not removable:
+            kept[key] = value
+    return kept
 
 
 def _parse(texts: Iterable[str], script: str | None) -> list[Override]:
@@ -33,7 +46,7 @@ def _parse(texts: Iterable[str], script: str | None) -> list[Override]:
     parsed, meant = [], []
     for path, value in given:
         if not path[0].startswith("_"):
-            check(override({}, [(path, value)]), "--set")
+            check(_leave_out(override({}, [(path, value)])), "--set")
             if len(path) == 1 and isinstance(block := SCHEMA.get(path[0]), Block) and block.default is not None:
                 value = complete(value or {}, None, block.settings)
         parsed.append((path, value))
@@ -105,7 +118,7 @@ def load(
     path = Path(path)
     parsed = _parse(overrides, script)
     overridden = [".".join(keys) for keys, _ in parsed]
-    values = _evaluate(path, parsed)
+    values = _leave_out(_evaluate(path, parsed))
     check(values, str(path))
     values = replace_older_names(values, script, overridden, str(path))
     if script is not None:

@@ -295,7 +295,7 @@ FEATURES: Settings = {
         learned=False,
     ),
     "torch_ddp": Block(
-        "arguments of DistributedDataParallel",
+        "arguments of DistributedDataParallel, which data parallelism without a pipeline takes",
         {
             "bucket_cap_mb": Setting(number(0.001, 10**6), "MB of gradients that are reduced together; 25"),
             "static_graph": Setting(BOOL, "the same operations in every step"),
