@@ -1,6 +1,7 @@
 """Exceptions that end a run with one line and an exit code. Any other exception is a bug and keeps its traceback."""
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -75,6 +76,16 @@ def blame(path: Path) -> Iterator[None]:
         raise UserError(f"{error.filename or path}: {error.strerror or error}") from None
 
 
+def as_mistake(error: BaseException) -> BaseException:
+    """A `UserError` for a path that this user may not look at, or too long a name; any other error as it is.
+
+    pathlib's questions such as `exists` raise these two, and answer others with False.
+    """
+    if isinstance(error, OSError) and error.filename and error.errno in (errno.EACCES, errno.ENAMETOOLONG):
+        return UserError(f"{error.filename}: {error.strerror}")
+    return error
+
+
 def in_one_line(text: str) -> str:
     """The text with its line breaks written as escapes: names of files may have some."""
     return text.replace("\n", "\\n").replace("\r", "\\r")
@@ -99,8 +110,11 @@ def run_command(name: str, command: Callable[[], int], interrupted: str = "inter
     streams.protect()
     try:
         return command()
-    except (UserError, TrainingError) as error:
-        code, message = error.exit_code, str(error)
+    except (UserError, TrainingError, OSError) as error:
+        mistake = as_mistake(error)
+        if isinstance(mistake, OSError):
+            raise
+        code, message = mistake.exit_code, str(mistake)
     except KeyboardInterrupt:
         code, message = Interrupted.exit_code, interrupted
     print(f"{name}: error: {in_one_line(message)}", file=sys.stderr)

@@ -638,6 +638,7 @@ MISTAKES = {
     "other values": ({"DEPTH": 3, "SEED": 5}, [], ["was trained with other values (DEPTH 2 → 3, SEED 1024 → 5)"]),
     "another optimizer": ({"OPTIMIZER": "lamb"}, [], ["was trained with AdamW, but this run's optimizer is Lamb"]),
     "no such path": ({}, ["--resume", "/nowhere"], ["--resume /nowhere: no such path, and neither auto nor never"]),
+    "a path that cannot be": ({}, ["--resume", "/" + "long" * 100], ["longlong: "]),
     "no checkpoint": ({}, ["--resume", "/proc"], ["--resume /proc: /proc: is no checkpoint, and there are none in it"]),
     "newer ones": ({}, ["--resume", "{output}/checkpoints/step-00000020"], ["has newer ones, up to step-00000044"]),
     "never evaluated": ({}, ["--resume", "never", "--eval-only"], ["--resume never says to take none"]),

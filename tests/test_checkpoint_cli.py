@@ -263,6 +263,7 @@ def mistakes(runs, exported, damaged, tmp_path):
         (["ls"], ["RUN_DIRECTORY"]),
         (["ls", tmp_path / "nowhere"], ["nowhere: no such file"]),
         (["ls", tmp_path / "nothing"], ["nothing: is no checkpoint"]),
+        (["ls", tmp_path / ("long" * 100)], ["longlong: "]),
         (["verify", good, tmp_path / "nowhere"], ["nowhere: no such file"]),
         (["verify", weights], ["model.safetensors: is no checkpoint"]),
         (["verify", exported / "plain"], ["plain: is no checkpoint"]),

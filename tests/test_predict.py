@@ -167,6 +167,7 @@ def test_a_link_to_nothing_is_named(run, tmp_path, capsys):
     ("argv", "line"),
     [
         (["{run}/run", "none.jpg"], "none.jpg: no such file or directory"),
+        (["{run}/run", "long" * 100], f"{'long' * 100}: "),
         (["{run}/run", "{run}/exported"], "{run}/exported: has no images (.apng, "),
         (["{run}/run", "{run}/images", "--top", "0"], "--top 0: must be at least 1"),
         (["{run}/run", "{run}/images", "--output", "{run}"], "{run}: Is a directory"),

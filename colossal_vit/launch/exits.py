@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from colossal_vit import streams
 from colossal_vit.checkpoint import checkpointer, lock
-from colossal_vit.errors import Preempted, TrainingError, UserError, end_process, error_line
+from colossal_vit.errors import Preempted, TrainingError, UserError, as_mistake, end_process, error_line
 from colossal_vit.hooks import wandb_run
 from colossal_vit.hooks.signals import SIGNALS
 from colossal_vit.launch import elastic, watchdog
@@ -58,13 +58,13 @@ def lost_connection(error: BaseException) -> bool:
 
 
 def _as_mistake(error: BaseException) -> BaseException:
-    """A `UserError` for too little memory; any other error as it is."""
+    """A `UserError` for too little memory, and see `errors.as_mistake`; any other error as it is."""
     _, on_cpu, size = str(error).partition("DefaultCPUAllocator: ")
     if isinstance(error, torch.OutOfMemoryError) or on_cpu:
         needed = size.partition(". Error")[0] or str(error).partition(". Including")[0]
         advice = "lower BATCH_SIZE and raise gradient_accumulation as much; --dry-run says how much memory a run needs"
         return UserError(f"{needed}; {advice}", own=True)
-    return error
+    return as_mistake(error)
 
 
 def run(
