@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import timm
 import torch
-from colossal_vit.engine.amp_optimizer import LossScale
+from colossal_vit.engine.amp_optimizer import AMPOptimizer, LossScale
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.lamb import Lamb
 from colossal_vit.errors import TrainingError, UserError
@@ -213,6 +213,21 @@ def test_a_run_that_resumes_with_a_shorter_growth_interval_raises_its_loss_scale
     scale.growth_step = 12
     scale.update(overflow=False)
     assert (scale.value, scale.growth_step) == (2.0**11, 0)
+
+
+def test_the_loss_scale_begins_and_resumes_within_its_bounds():
+    """Beyond them it stayed there until it was raised, or at the first overflow ended the run."""
+    optimizer = AMPOptimizer(torch.optim.SGD([torch.zeros(1)]), LossScale(max_scale=2.0**10))
+    assert optimizer.loss_scale == 2.0**10
+    optimizer.load_scaler_state({"loss_scale": 2.0**16, "growth_step": 3})
+    assert optimizer.loss_scale == 2.0**10
+    assert LossScale(min_scale=2.0**20).value == 2.0**20
+
+
+def test_bounds_of_the_loss_scale_that_exclude_each_other_are_refused(tmp_path):
+    bounds = {"fp16.dtype": "fp16", "fp16.min_scale": 8.0, "fp16.max_scale": 4.0}
+    line = training.refused(tmp_path / "run", amp="NAIVE", steps=1, DEPTH=1, **bounds)
+    assert "fp16.min_scale = 8 is above fp16.max_scale = 4" in line
 
 
 def test_upstream_unscales_by_the_grown_scale():

@@ -28,7 +28,7 @@ class LossScale:
     `DynamicGradScaler`, and with `hysteresis` = 1 that of torch's `GradScaler`.
 
     Attributes:
-        initial_scale: the scale to begin with.
+        initial_scale: the scale to begin with, if it is within the bounds.
         growth_factor, backoff_factor: factors by which the scale is raised and lowered.
         growth_interval: consecutive steps without overflow before it is raised.
         hysteresis: overflows since it was last raised before it is lowered.
@@ -47,20 +47,24 @@ class LossScale:
     max_scale: float = math.inf
 
     def __post_init__(self):
-        self.value = float(self.initial_scale)
+        self.value = self.within(float(self.initial_scale))
         self.growth_step = self.hysteresis_step = 0
+
+    def within(self, value: float) -> float:
+        """The nearest scale to a value that is within the bounds."""
+        return min(max(value, self.min_scale), self.max_scale)
 
     def update(self, overflow: bool) -> None:
         """Count a step, and change the scale if it is time to."""
         if overflow:
             self.growth_step, self.hysteresis_step = 0, self.hysteresis_step + 1
             if self.hysteresis_step >= self.hysteresis:
-                self.value = max(self.value * self.backoff_factor, self.min_scale)
+                self.value = self.within(self.value * self.backoff_factor)
             return
         self.growth_step += 1
         if self.growth_step >= self.growth_interval:  # above it if a run resumes with a shorter one
             self.growth_step = self.hysteresis_step = 0
-            self.value = min(self.value * self.growth_factor, self.max_scale)
+            self.value = self.within(self.value * self.growth_factor)
 
 
 class AMPOptimizer(OptimizerWrapper):
@@ -109,7 +113,7 @@ class AMPOptimizer(OptimizerWrapper):
     def load_scaler_state(self, state: Mapping[str, Any]) -> None:
         """Restore what `scaler_state` returned; ignored unless both scale the loss."""
         if (scale := self.scale) and "loss_scale" in state:
-            scale.value, scale.growth_step = state["loss_scale"], state["growth_step"]
+            scale.value, scale.growth_step = scale.within(state["loss_scale"]), state["growth_step"]
             scale.hysteresis_step = state.get("hysteresis_step", 0)
 
     def zero_grad(self, *args, **kwargs) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from colossal_vit.engine.amp_optimizer import AMPOptimizer, LossScale
+from colossal_vit.errors import UserError
 from colossal_vit.rng.dropout import DropPath
 from colossalai.interface import OptimizerWrapper
 from colossalai.legacy.amp import AMP_TYPE
@@ -143,6 +144,9 @@ def wrap_for_precision(
 
     Returns:
         `(model, optimizer, criterion)`.
+
+    Raises:
+        UserError: if the bounds of the loss scale exclude each other.
     """
     mode, level = (fp16["mode"], _opt_level(fp16)) if fp16 else (None, None)
     full = mode is None or (mode == AMP_TYPE.APEX and level == "O0")
@@ -153,6 +157,8 @@ def wrap_for_precision(
     others = ("mode", "dtype", "opt_level", "half_residual")
     scaling = {key: value for key, value in (fp16 or {}).items() if key not in others}
     scale = LossScale(**{**({} if autocast else NAIVE_SCALE), **scaling}) if dtype == torch.float16 else None
+    if scale and scale.min_scale > scale.max_scale:
+        raise UserError(f"fp16.min_scale = {scale.min_scale:g} is above fp16.max_scale = {scale.max_scale:g}")
     if autocast:
         if fp16.get("half_residual"):
             _halve_residual(model, dtype)
