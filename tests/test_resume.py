@@ -152,6 +152,24 @@ def test_a_run_that_is_stopped_before_or_in_an_epochs_evaluation_goes_on_to_the_
     assert train(tmp_path / "parts", steps=None).records == expected
 
 
+def test_a_run_that_is_stopped_in_its_last_evaluation_and_resumed_knows_its_best_checkpoint(tmp_path, monkeypatch):
+    """The one of that step, which was written before the evaluation."""
+    with monkeypatch.context() as patch:
+        calls, original = itertools.count(1), StopRequests.answer
+
+        def answer(requests):
+            _, save = original(requests)
+            return signal.SIGTERM if next(calls) == 45 else 0, save
+
+        patch.setattr(StopRequests, "answer", answer)
+        training.train(tmp_path, steps=None, code=75, DEPTH=1, NUM_EPOCHS=1)
+    accuracy = training.train(tmp_path, steps=None, DEPTH=1, NUM_EPOCHS=1).evaluations[-1]["eval_accuracy"]
+    newest, faults = storage.newest(tmp_path / storage.FOLDER)
+    assert newest.state["best"] == {"accuracy": accuracy, "step": newest.state["step"]}
+    assert not faults
+    assert not list((tmp_path / storage.FOLDER).glob(".*"))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Another layout: the same weights and moments, and losses within the contract
 # ---------------------------------------------------------------------------------------------------------------------

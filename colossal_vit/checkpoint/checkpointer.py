@@ -454,8 +454,7 @@ class Checkpointer:
         """Write a checkpoint and remove old ones; returns why it could not be written, or None."""
         log = self.run.log
         try:
-            if not path.exists():  # it does if the run was stopped just before an epoch's evaluation, and resumed
-                storage.write(path, files, state)
+            storage.write(path, files, state)
         except (OSError, MemoryError) as error:
             reason = (error.strerror or error) if isinstance(error, OSError) else "out of memory"
             failure = f"{path}: cannot be written: {reason}"

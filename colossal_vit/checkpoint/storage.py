@@ -58,7 +58,7 @@ def write(path: Path, tensors: TensorFiles, state: Mapping[str, Any]) -> None:
     """Write a checkpoint atomically: to a temporary folder, which is fsynced and then renamed to `path`.
 
     Args:
-        path: the checkpoint's folder, which must not exist.
+        path: the checkpoint's folder; one that is there is replaced.
         tensors: those of MODEL and OPTIMIZER, and of EMA if there is an average.
         state: the contents of state.json.
 
@@ -79,20 +79,26 @@ def write(path: Path, tensors: TensorFiles, state: Mapping[str, Any]) -> None:
         sync(scratch / MANIFEST)
         scratch.chmod(0o755)
         sync(scratch)
+        older = _set_aside(path) if path.exists() else None
         scratch.rename(path)
         sync(path.parent)
+        if older:
+            shutil.rmtree(older, ignore_errors=True)
     except SafetensorError as error:
         raise OSError(None, str(error)) from None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _remove(path: Path) -> None:
-    """Remove a checkpoint: rename it first, so that a half-removed one is never taken for a checkpoint."""
+def _set_aside(path: Path) -> Path:
+    """Rename a checkpoint that is to be removed, so that a half-removed one is never taken for a checkpoint."""
     doomed = path.with_name(f".{path.name}-removed")
     shutil.rmtree(doomed, ignore_errors=True)
-    path.rename(doomed)
-    shutil.rmtree(doomed)
+    return path.rename(doomed)
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(_set_aside(path))
 
 
 def prune(folder: Path, keep: int, best_step: int | None) -> None:
