@@ -355,6 +355,15 @@ def test_debug_nan_names_the_module_with_infinite_output(tmp_path, monkeypatch, 
     assert re.search(r"step 1, rank 1: the output of blocks\.2\.mlp\.fc2\S* \(\w+\) is not finite: 272 of 8704", line)
 
 
+def test_debug_nan_says_that_it_was_in_an_evaluation(tmp_path):
+    """The only step leaves weights whose squares overflow: in the evaluation after it, and in one of its checkpoint."""
+    values = dict(DEPTH=1, LEARNING_RATE=1e30)
+    training.train(tmp_path / "run", steps=1, **values)
+    for name, *flags in (("new", "--max-steps", "1"), ("run", "--eval-only")):
+        run = training.train(tmp_path / name, 1, "--debug-nan", *flags, steps=None, code=1, **values)
+        assert "evaluation after step 1, rank 0: the output of blocks.0.norm1 (LayerNorm) is not" in run.stderr[0]
+
+
 def test_debug_nan_names_the_module_whose_gradient_overflows():
     """The square root of zero is finite, and its slope is not."""
 
@@ -366,7 +375,7 @@ def test_debug_nan_names_the_module_whose_gradient_overflows():
         model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), Root(), torch.nn.Identity())
         torch.nn.init.zeros_(model[0].weight)
         engine, *_ = initialize(model, torch.optim.SGD(model.parameters(), lr=1.0))
-        DebugNanHook().before_train(SimpleNamespace(engine=engine))
+        DebugNanHook().after_hook_is_attached(SimpleNamespace(engine=engine))
         loss = engine(torch.ones(1, 2)).sum()
         with pytest.raises(TrainingError) as caught:
             engine.backward(loss)

@@ -14,19 +14,19 @@ from torch.utils._pytree import tree_leaves
 
 
 class DebugNanHook(BaseHook):
-    """`--debug-nan`: ends the run at the first module whose output, or the gradient of it, is not finite.
+    """`--debug-nan`: ends a run or an evaluation at the first module whose output, or its gradient, is not finite.
 
     Slow: host and device are synchronised after every module. Gradients are not checked under loss scaling, where
     overflows are expected now and then and the step is skipped.
 
     Raises:
-        TrainingError: in the forward or backward pass, naming step, rank, module and shape.
+        TrainingError: in the forward or backward pass, naming step or evaluation, rank, module and shape.
     """
 
     def __init__(self):
         super().__init__(Priority.READER)
 
-    def before_train(self, trainer: Trainer) -> None:
+    def after_hook_is_attached(self, trainer: Trainer) -> None:
         self.engine = trainer.engine
         wrappers = r"^(module(\.|$))?(model(\.|$))?"  # DDP's, and that of Autocast or Converted
         self.names = {module: re.sub(wrappers, "", name) for name, module in self.engine.model.named_modules()}
@@ -37,8 +37,10 @@ class DebugNanHook(BaseHook):
         for tensor in tree_leaves(tensors):
             if isinstance(tensor, Tensor) and tensor.is_floating_point() and not tensor.isfinite().all():
                 bad = int((~tensor.isfinite()).sum())
+                made = self.engine.num_steps
+                where = f"step {made + 1}" if self.engine.training else f"evaluation after step {made}"
                 raise TrainingError(
-                    f"step {self.engine.num_steps + 1}, rank {gpc.get_global_rank()}: {what} "
+                    f"{where}, rank {gpc.get_global_rank()}: {what} "
                     f"{self.names[module] or 'the model'} ({type(module).__name__}) is not finite: {bad} of "
                     f"{tensor.numel()} values of shape {tuple(tensor.shape)}"
                 )

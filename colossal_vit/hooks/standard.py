@@ -21,8 +21,9 @@ def standard_hooks(run: Run, train_dataloader: MicroBatches) -> list[BaseHook]:
         run: from `launch.start`.
         train_dataloader: as `engine.initialize` returned it.
     """
+    debug = [DebugNanHook()] if run.args.debug_nan else []
     if run.args.eval_only:
-        return [MetricsHook(None, train_dataloader, run.log), AnswersHook(run)]
+        return [MetricsHook(None, train_dataloader, run.log), AnswersHook(run), *debug]
     wandb = WandbRun(run.output, run.config, run.log) if run.args.wandb else None
     is_compared = run.args.record is not None
     metrics = MetricsHook(run.output, train_dataloader, run.log, wandb, curves=not is_compared)
@@ -37,6 +38,4 @@ def standard_hooks(run: Run, train_dataloader: MicroBatches) -> list[BaseHook]:
         hooks.append(ProfileHook(run.output, train_dataloader, run.log))
     if is_compared:
         hooks.append(RecordTensorsHook(run.args.record))
-    if run.args.debug_nan:
-        hooks.append(DebugNanHook())
-    return hooks
+    return hooks + debug
