@@ -140,6 +140,19 @@ def test_weights_evaluate_the_same_after_export_and_import(runs, exported, tmp_p
     assert evaluate(tmp_path / "new" / "same") == evaluate(newest(runs / "plain")) != []
 
 
+def test_imported_weights_of_a_run_keep_what_no_shape_tells(runs, tmp_path, capsys):
+    """Their number of heads, for an evaluation and a training; and their classes, unless the head is a new one."""
+    for name, *more in (("same",), ("new", "--num-classes", 12)):
+        assert verb(capsys, "import", runs / "plain", tmp_path / name, *more)[0] == 0
+    given = ["--resume", str(tmp_path / "same")]
+    for flags in (["--eval-only"], ["--max-steps", "1"]):
+        line = training.refused(tmp_path / "run", 1, *given, *flags, steps=None, **{**PLAIN, "NUM_HEADS": 8})
+        assert f"{tmp_path / 'same'}: was trained with NUM_HEADS = 4, not 8: set it back" in line
+    trained = storage.Checkpoint(newest(runs / "plain")).state["data"]
+    assert storage.Checkpoint(tmp_path / "same").state["data"] == trained
+    assert storage.Checkpoint(tmp_path / "new").state["data"] is None
+
+
 def test_a_run_from_imported_weights_begins_with_a_head_of_zeros_and_learns(exported, tmp_path, capsys):
     """On larger images and for other classes: the loss begins at that of a head of zeros, and falls."""
     source, start = exported / "plain" / "model.safetensors", tmp_path / "start"

@@ -244,7 +244,7 @@ class Checkpointer:
             )
         if trained:
             self._check_continues(state)
-        elif run.args.eval_only:
+        else:
             self._check_answers(state)
         if not run.args.eval_only:
             images = (run.config.BATCH_SIZE, 3, run.config.IMG_SIZE, run.config.IMG_SIZE)
@@ -261,12 +261,13 @@ class Checkpointer:
         self._seek(state)
 
     def _check_answers(self, state: State) -> None:
-        """Check that an evaluation's classes are those that the model has learned, and that it has as many heads.
+        """Check that the model has as many heads, and that an evaluation's classes are those that it has learned.
 
         Raises:
             UserError: naming what differs, unless `--accept-changes` is given.
         """
-        self._check_classes(state, str(self.path), "set DATA to images of its classes")
+        if self.run.args.eval_only:
+            self._check_classes(state, str(self.path), "set DATA to images of its classes")
         said = weights.other_heads(state["config"], self.run.config)
         if said and not self.run.args.accept_changes:
             raise UserError(f"{self.path}: {said}: set it back")

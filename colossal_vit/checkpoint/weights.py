@@ -344,6 +344,15 @@ def read_fitted(
     return weights.tensors
 
 
+def _kept(found: Found, head: bool) -> dict[str, Any]:
+    """What a run's state says of its weights, and no shape tells: how many heads, and with the `head` its classes."""
+    if not found.checkpoint:
+        return {}
+    state = found.checkpoint.state
+    heads = {key: value for key, value in state["config"].items() if key == "NUM_HEADS"}
+    return {"config": heads, "data": state.get("data") if head else None}
+
+
 def import_timm(source: Path, path: Path, img_size: int | None, num_classes: int | None) -> Path:
     """Write weights under timm's names as a checkpoint at step 0, which `--resume` starts from.
 
@@ -380,7 +389,8 @@ def import_timm(source: Path, path: Path, img_size: int | None, num_classes: int
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.resolve().parent.name == storage.FOLDER:  # a run may be writing there
             lock.acquire(path.resolve().parents[1])
-        storage.write(path, {MODEL: weights.tensors, OPTIMIZER: {}}, {**UNTRAINED, "normalization": known})
+        state = {**UNTRAINED, **_kept(found, head=num_classes in (None, there)), "normalization": known}
+        storage.write(path, {MODEL: weights.tensors, OPTIMIZER: {}}, state)
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error}") from None
     return weights.source
