@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NotRequired
 
 from colossal_vit import typed_json
-from colossal_vit.errors import UserError
+from colossal_vit.errors import UserError, blame, in_one_line
 from colossal_vit.typed_json import RECORD, Count, Number, Positive
 from typing_extensions import TypedDict
 
@@ -107,10 +107,20 @@ def draw(directory: Path) -> None:
             figure.savefig(directory / filename)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Draw the curves of the runs that this process's command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path)
-    for run in parser.parse_args().runs:
-        for fault in read_records(run / METRICS)[1]:
-            print(f"left out: {fault}", file=sys.stderr)
-        draw(run)
+    try:
+        for run in parser.parse_args().runs:
+            with blame(run):
+                for fault in read_records(run / METRICS)[1]:
+                    print(f"left out: {fault}", file=sys.stderr)
+                draw(run)
+    except UserError as error:
+        print(f"results: error: {in_one_line(str(error))}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -16,6 +16,7 @@ import colossalai.legacy as colossalai
 import psutil
 import pytest
 import torch
+from colossal_vit import results
 from colossal_vit.checkpoint import lock, storage
 from colossal_vit.engine import engine
 from colossal_vit.engine.assembly import initialize
@@ -103,6 +104,14 @@ def test_run_directory_has_curves_and_config(run, tmp_path):
     assert config["gradient_accumulation"] == 2
     assert config["LABEL_SMOOTHING"] == 0.1
     assert config["fp16"] is None
+
+
+def test_curves_of_what_is_no_run_are_refused_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["results", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        results.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"results: error: {tmp_path}/{METRICS}: No such file or directory\n"
 
 
 def test_profile_says_where_the_time_goes(run):
