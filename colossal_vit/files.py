@@ -1,5 +1,6 @@
 """Atomic writes of files and folders, fsync, and unused file names."""
 
+import ctypes
 import fcntl
 import os
 import shutil
@@ -31,6 +32,16 @@ def write_bytes(path: Path, content: bytes) -> None:
     scratch = path.with_name(f".{path.name}")
     scratch.write_bytes(content)
     scratch.replace(path)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Exchange two folders in one step: a process that is killed leaves one under each name.
+
+    Returns:
+        Whether the file system can.
+    """
+    at_cwd, exchanged = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return ctypes.CDLL(None).renameat2(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), exchanged) == 0
 
 
 def free_name(path: Path) -> Path:

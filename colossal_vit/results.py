@@ -3,13 +3,12 @@
 python -m colossal_vit.results RUN_DIRECTORY ...
 """
 
-import argparse
 import sys
 from pathlib import Path
 from typing import NotRequired
 
 from colossal_vit import typed_json
-from colossal_vit.errors import UserError, blame, in_one_line
+from colossal_vit.errors import Parser, UserError, blame, run_command
 from colossal_vit.typed_json import RECORD, Count, Number, Positive
 from typing_extensions import TypedDict
 
@@ -107,20 +106,21 @@ def draw(directory: Path) -> None:
             figure.savefig(directory / filename)
 
 
-def main() -> None:
-    """Draw the curves of the runs that this process's command line names."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> int:
+    """Draw the curves of the runs that this process's command line names; returns the exit code."""
+    parser = Parser(prog="python -m colossal_vit.results", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path)
-    try:
+
+    def draw_all() -> int:
         for run in parser.parse_args().runs:
             with blame(run):
                 for fault in read_records(run / METRICS)[1]:
                     print(f"left out: {fault}", file=sys.stderr)
                 draw(run)
-    except UserError as error:
-        print(f"results: error: {in_one_line(str(error))}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        return 0
+
+    return run_command("results", draw_all)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

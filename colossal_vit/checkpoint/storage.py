@@ -27,7 +27,7 @@ import torch
 from colossal_vit import typed_json
 from colossal_vit.checkpoint.contents import VERSION, Fingerprint, Manifest, State
 from colossal_vit.errors import UserError
-from colossal_vit.files import free_name, sync
+from colossal_vit.files import exchange, free_name, sync
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -58,7 +58,7 @@ def write(path: Path, tensors: TensorFiles, state: Mapping[str, Any]) -> None:
     """Write a checkpoint atomically: to a temporary folder, which is fsynced and then renamed to `path`.
 
     Args:
-        path: the checkpoint's folder; one that is there is replaced.
+        path: the checkpoint's folder; one that is there is replaced, unless the file system cannot exchange folders.
         tensors: those of MODEL and OPTIMIZER, and of EMA if there is an average.
         state: the contents of state.json.
 
@@ -79,26 +79,23 @@ def write(path: Path, tensors: TensorFiles, state: Mapping[str, Any]) -> None:
         sync(scratch / MANIFEST)
         scratch.chmod(0o755)
         sync(scratch)
-        older = _set_aside(path) if path.exists() else None
-        scratch.rename(path)
+        if path.exists():  # if the run was stopped just before an epoch's evaluation, and resumed
+            exchange(scratch, path)
+        else:
+            scratch.rename(path)
         sync(path.parent)
-        if older:
-            shutil.rmtree(older, ignore_errors=True)
     except SafetensorError as error:
         raise OSError(None, str(error)) from None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _set_aside(path: Path) -> Path:
-    """Rename a checkpoint that is to be removed, so that a half-removed one is never taken for a checkpoint."""
+def _remove(path: Path) -> None:
+    """Remove a checkpoint: rename it first, so that a half-removed one is never taken for a checkpoint."""
     doomed = path.with_name(f".{path.name}-removed")
     shutil.rmtree(doomed, ignore_errors=True)
-    return path.rename(doomed)
-
-
-def _remove(path: Path) -> None:
-    shutil.rmtree(_set_aside(path))
+    path.rename(doomed)
+    shutil.rmtree(doomed)
 
 
 def prune(folder: Path, keep: int, best_step: int | None) -> None:
