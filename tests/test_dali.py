@@ -328,6 +328,9 @@ def test_training_images_are_cropped_mirrored_and_augmented_as_the_config_says(n
     turned = same(mirrored, lambda image: image.flip(-1))
     assert 5 < turned < 27
     assert turned + same(mirrored) == 32
+    plain, _ = first(augment=dict(policy="rand"))
+    mirrored, _ = first(augment=dict(policy="rand"), FLIP=True)
+    assert 0 < same(mirrored, lambda image: image.flip(-1)) < turned  # RandAugment turned some that were mirrored
 
 
 @in_fork

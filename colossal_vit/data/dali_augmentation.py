@@ -91,7 +91,7 @@ def draw(config: Config, epoch: int, numbers: np.ndarray) -> tuple[Draws, Erased
     erased = np.flatnonzero(erase[:, 0] < how.get("erase", 0.0))
     return Draws(
         np.ascontiguousarray(crop),
-        (mirror[:, 0] < 0.5).astype(np.int32),
+        (config.FLIP & (mirror[:, 0] < 0.5)).astype(np.int32),
         (choice[:, 0] * 3).astype(np.int32),
         _between(*BLUR["sigma"], sigma[:, 0]).astype(np.float32),
         _between(max(1 - strength, 0.0), 1 + strength, jitter).astype(np.float32),
@@ -162,7 +162,7 @@ def rand_augment(images: DataNode, size: int, n: int, m: int, operations: DataNo
 
 
 def augment(images: DataNode, config: Config, draws: Draws) -> DataNode:
-    """What is done to images (IMG_SIZE, IMG_SIZE, 3) of type uint8, but mirroring and erasing.
+    """What is done to images (IMG_SIZE, IMG_SIZE, 3) of type uint8, but cropping, mirroring and erasing.
 
     Args:
         images: the images.

@@ -189,23 +189,22 @@ class DaliLoader(SampledLoader):
         # has to run before the decoder.
         header = fn.peek_image_shape(encoded, dtype=types.FLOAT)
         options = dict(device="mixed" if self.on_gpu else "cpu", output_type=types.RGB)
-        size, mirror = self.config.IMG_SIZE, 0
+        size = self.config.IMG_SIZE
         if self.train:
             draws = augmentation.Draws(*draws)
             corner, shape = fn.python_function(
                 header, draws.crop, function=self._crops, batch_processing=True, num_outputs=2
             )
             images = fn.decoders.image_slice(encoded, corner, shape, axis_names="HW", **options)
-            images = self._resize(images, size=[size, size])
+            images = self._resize(images, draws.mirror, size=[size, size])
             images = augmentation.augment(images, self.config, draws)
-            mirror = draws.mirror if self.config.FLIP else 0
         else:
             encoded = fn.reshape(encoded, rel_shape=header[:1] * 0.0 + 1.0)
             images = fn.decoders.image(encoded, **options)
             images = self._resize(images, resize_shorter=int(size / self.config.EVAL_CROP))
         mean, std = ([value * 255 for value in values] for values in self.normalization)
         images = fn.crop_mirror_normalize(
-            images, device=device, crop=[size, size], mirror=mirror, mean=mean, std=std, output_layout="CHW"
+            images, device=device, crop=[size, size], mean=mean, std=std, output_layout="CHW"
         )
         return images.gpu() if self.device.type == "cuda" else images
 
@@ -217,26 +216,42 @@ class DaliLoader(SampledLoader):
         return list(crops[:, :2]), list(crops[:, 2:])
 
     @do_not_convert  # in graphs with conditionals DALI would rewrite the Python functions in it, which makes them slow
-    def _resize(self, images: DataNode, size: list[int] | None = None, resize_shorter: int | None = None) -> DataNode:
-        """Resize bilinearly with antialiasing. On the CPU with torch, since DALI's own takes as long as decoding."""
+    def _resize(
+        self,
+        images: DataNode,
+        mirror: DataNode | int = 0,
+        size: list[int] | None = None,
+        resize_shorter: int | None = None,
+    ) -> DataNode:
+        """Resize bilinearly with antialiasing, and mirror some. On the CPU with torch, whose operators are faster.
+
+        Args:
+            images: (H, W, 3), uint8.
+            mirror: whether to mirror each one.
+            size: of the results.
+            resize_shorter: length of their shorter side, in place of `size`.
+        """
         if self.on_gpu:
             target = dict(size=size) if size else dict(resize_shorter=resize_shorter)
-            return fn.resize(images, interp_type=types.INTERP_LINEAR, **target)
+            images = fn.resize(images, interp_type=types.INTERP_LINEAR, **target)
+            return fn.flip(images, horizontal=mirror)
 
-        def resize(images: list[np.ndarray]) -> list[np.ndarray]:  # each (H, W, 3), uint8
+        def resize(images: list[tuple[np.ndarray, np.ndarray]]) -> list[np.ndarray]:
             resized = []
-            for image in images:
+            for image, mirrored in images:
                 sides = size or [side * resize_shorter // min(image.shape[:2]) for side in image.shape[:2]]
                 pixels = torch.from_numpy(image)[None].permute(0, 3, 1, 2)
                 pixels = F.interpolate(pixels, sides, mode="bilinear", antialias=True)
+                pixels = pixels.flip(3) if mirrored else pixels
                 resized.append(pixels[0].permute(1, 2, 0).numpy())
             return resized
 
-        def resize_all(images: list[np.ndarray]) -> list[np.ndarray]:
-            bounds = [len(images) * part // self.num_threads for part in range(self.num_threads + 1)]
-            return list(chain(*self.resizers.map(resize, [images[a:b] for a, b in pairwise(bounds)])))
+        def resize_all(images: list[np.ndarray], mirrored: list[np.ndarray]) -> list[np.ndarray]:
+            pairs = list(zip(images, mirrored, strict=True))
+            bounds = [len(pairs) * part // self.num_threads for part in range(self.num_threads + 1)]
+            return list(chain(*self.resizers.map(resize, [pairs[a:b] for a, b in pairwise(bounds)])))
 
-        images = fn.python_function(images, function=resize_all, batch_processing=True)
+        images = fn.python_function(images, mirror, function=resize_all, batch_processing=True)
         return fn.reshape(images, layout="HWC")  # the Python function's output has no layout
 
     def _build(self, batches: Iterator[tuple[Any, ...]]) -> Pipeline:
