@@ -233,7 +233,7 @@ def test_takes_every_flag_of_colossalai():
 
 
 def found(monkeypatch, argv=(), **environment):
-    for name in (*fork_ranks.LAUNCHER_VARIABLES, "HOST"):
+    for name in (*fork_ranks.LAUNCHER_VARIABLES, "HOST", "SLURM_SUBMIT_HOST"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, str(value))
@@ -251,6 +251,11 @@ TORCH = dict(RANK=3, LOCAL_RANK=1, WORLD_SIZE=4, MASTER_ADDR="localhost", MASTER
         ([], TORCH, ("torch", 3, 1, 4, "localhost", 1234)),
         (["--port", "99"], {**SLURM, "HOST": "127.0.0.1"}, ("slurm", 5, 1, 8, "127.0.0.1", 99)),
         ([], {**SLURM, "SLURM_NODELIST": "localhost"}, ("slurm", 5, 1, 8, "localhost", 20000 + 123456 % 20000)),
+        (
+            [],
+            {**SLURM, "SLURM_NODELIST": "localhost", "HOST": "login1.site", "SLURM_SUBMIT_HOST": "login1"},
+            ("slurm", 5, 1, 8, "localhost", 20000 + 123456 % 20000),
+        ),
         ([], {**SLURM, **TORCH}, ("torch", 3, 1, 4, "localhost", 1234)),
         ([], OPENMPI, ("openmpi", 1, 1, 2, "localhost", 29500)),
         (["--host", "127.0.0.1"], OPENMPI, ("openmpi", 1, 1, 2, "127.0.0.1", 29500)),

@@ -78,8 +78,10 @@ def _from_slurm(args: argparse.Namespace) -> Rendezvous:
             f"./scripts/train_slurm.sh`, or add --launcher none",
             own=True,
         )
-    name = os.environ.get("HOST") or first_slurm_host(os.environ.get("SLURM_NODELIST", "localhost"))
-    return Rendezvous("slurm", rank, local_rank, world_size, name, 20000 + job % 20000, f"srun in job {job}")
+    host = os.environ.get("HOST", "")
+    if not host or host.split(".")[0] == os.environ.get("SLURM_SUBMIT_HOST", "").split(".")[0]:  # tcsh exports HOST
+        host = first_slurm_host(os.environ.get("SLURM_NODELIST", "localhost"))
+    return Rendezvous("slurm", rank, local_rank, world_size, host, 20000 + job % 20000, f"srun in job {job}")
 
 
 def _from_openmpi(args: argparse.Namespace) -> Rendezvous:
