@@ -70,6 +70,7 @@ def cifar10_names(root):
     ("damage", "words"),
     [
         (lambda good: good[:-20], "{path}: "),
+        (lambda good: good[:10] + b"\xff" * 20 + good[30:], "{path}: Error -3 while decompressing"),
         (lambda good: b"no gzip", "{path}: Not a gzipped file"),
         (lambda good: gzip.compress(gzip.decompress(good)[:-1]), "{path}: is not an IDX file of bytes"),
         (lambda good: gzip.compress(b""), "{path}: is not an IDX file of bytes"),

@@ -5,6 +5,7 @@ arXiv:1708.07747; MIT licence: 60,000 training and 10,000 test images of 28 x 28
 """
 
 import gzip
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,7 @@ def _read_idx(path: Path) -> np.ndarray:
     """
     try:
         content = gzip.decompress(path.read_bytes())
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         hint = f"; Debian has the files: {PACKAGE}" if isinstance(error, FileNotFoundError) else ""
         raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}{hint}") from None
     kind, num_dimensions = content[2:4] if len(content) >= 4 else (0, 0)
