@@ -12,12 +12,14 @@ FOLDER/imagenet_tfrecords, each time with a black border of 2 pixels: 32 x 32 pi
 import argparse
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from colossal_vit.data.digits import write_cifar10, write_imagenet
 from colossal_vit.data.fashion_mnist import NAMES, SOURCE, read_images, write_class_folders
-from colossal_vit.errors import UserError
+from colossal_vit.errors import blame, run_command
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -25,14 +27,26 @@ ROOT = Path(__file__).resolve().parents[1]
 def write_fashion_mnist(root: Path, source: Path) -> int:
     """Write Fashion-MNIST in three formats; returns the exit code."""
     read = partial(read_images, source)
-    try:
-        print(f"CIFAR-10 format: {write_cifar10(root, read, NAMES)}")
-        print(f"class folders: {write_class_folders(root / 'images', read(32))}")
-    except UserError as error:
-        print(f"sample_data.py: error: {error}", file=sys.stderr)
-        return error.exit_code
+    print(f"CIFAR-10 format: {write_cifar10(root, read, NAMES)}")
+    print(f"class folders: {write_class_folders(root / 'images', read(32))}")
     pack = [sys.executable, str(ROOT / "vit_imagenet_dali" / "build_tfrecords.py")]
     return subprocess.run([*pack, str(root / "images"), str(root / "imagenet_tfrecords")]).returncode
+
+
+def write_digits(root: Path, imagenet: bool) -> int:
+    """Write the digits in one format; returns the exit code."""
+    print(f"ImageNet folders: {write_imagenet(root)}" if imagenet else f"CIFAR-10 format: {write_cifar10(root)}")
+    return 0
+
+
+def write(folder: Path, function: Callable[..., int], *arguments: Any) -> int:
+    """Call a function that writes to a folder; if the folder cannot be written, one line says why."""
+
+    def act() -> int:
+        with blame(folder):
+            return function(folder, *arguments)
+
+    return run_command("sample_data.py", act)
 
 
 if __name__ == "__main__":
@@ -44,11 +58,8 @@ if __name__ == "__main__":
     if args.arguments[:1] == ["fashion-mnist"]:
         if len(args.arguments) != 2 or args.imagenet:
             parser.error("usage: sample_data.py fashion-mnist FOLDER [--source FOLDER]")
-        sys.exit(write_fashion_mnist(Path(args.arguments[1]), args.source))
+        sys.exit(write(Path(args.arguments[1]), write_fashion_mnist, args.source))
     if len(args.arguments) > 1:
         parser.error(f"unknown arguments: {' '.join(args.arguments[1:])}")
     folder = Path(*args.arguments) if args.arguments else ROOT / "data" / "sample"
-    if args.imagenet:
-        print(f"ImageNet folders: {write_imagenet(folder)}")
-    else:
-        print(f"CIFAR-10 format: {write_cifar10(folder)}")
+    sys.exit(write(folder, write_digits, args.imagenet))

@@ -89,3 +89,12 @@ def test_without_its_files_there_is_one_line(tmp_path):
     assert code == 2
     hint = "No such file or directory; Debian has the files: apt-get install dataset-fashion-mnist"
     assert said == f"sample_data.py: error: {tmp_path}/train-images-idx3-ubyte.gz: {hint}\n"
+
+
+@pytest.mark.parametrize("what", [[], ["--imagenet"], ["fashion-mnist"]])
+def test_a_folder_that_cannot_be_made_is_told_in_one_line(what, source, tmp_path):
+    """There is a file of its name; a mistake of `sample_data.py`'s user, whatever it is to write."""
+    (tmp_path / "taken").touch()
+    command = [sys.executable, "scripts/sample_data.py", *what, str(tmp_path / "taken"), "--source", str(source)]
+    code, said = launchers.run(command, cwd=fork_ranks.ROOT)
+    assert (code, said) == (2, f"sample_data.py: error: {tmp_path}/taken: File exists\n")
