@@ -116,6 +116,19 @@ def test_steps_and_hours_of_other_tfrecords(tmp_path):
     assert " ".join(row.split()) == "4 256 32 1,200 0.67"
 
 
+@pytest.mark.parametrize(
+    ("made", "count"), [(["train/a", "train/b", "val/a"], 40), (["a", "b"], 32), (["cifar-10-batches-bin"], 50_000)]
+)
+def test_an_epoch_of_other_data_has_their_images(made, count, tmp_path):
+    """Class folders, split or not, and another data set; what is no image does not count."""
+    for folder in made:
+        (tmp_path / folder).mkdir(parents=True)
+        for name in ("notes.txt", *(f"{number}.jpg" for number in range(20))):
+            (tmp_path / folder / name).touch()
+    config = configs.load(FOLDER / "config_vit_l32.py", ["GLOBAL_BATCH=8", f"DATA={str(tmp_path)!r}"])
+    assert planning.schedule(config, tmp_path, 4)[0].startswith(f"a global batch of 8, {count:,} images an epoch; ")
+
+
 def test_sample_trains_on_two_processes(tmp_path):
     """DALI, Mixup, LAMB, 32 micro-batches per step; every image of the validation set counts once."""
     run = training.train(tmp_path, 2, steps=3, **SAMPLE)

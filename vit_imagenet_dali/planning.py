@@ -5,8 +5,9 @@ from pathlib import Path
 
 from colossal_vit import typed_json
 from colossal_vit.config.settings import IMAGENET
-from colossal_vit.data.folders import INDEX_FILES
-from colossal_vit.data.source import USUAL, named_folder
+from colossal_vit.data.decoding import endings
+from colossal_vit.data.folders import INDEX_FILES, class_folders, list_files
+from colossal_vit.data.source import USUAL, find_format, named_folder
 from colossal_vit.models import SHAPE
 from colossal_vit.results import METRICS, format_table, read_metrics
 from colossal_vit.typed_json import Count
@@ -30,10 +31,21 @@ class EarlierConfig(TypedDict):
 
 
 def count_images(config: Config) -> int:
-    """Training images of the TFRecords that DATA names, by their index files; without any, ImageNet-1K's."""
+    """Training images in DATA: of TFRecords by their index files, of class folders by the names of their files.
+
+    Of other formats as many as their data set has, and without DATA as many as ImageNet-1K.
+    """
     data = named_folder(config)
-    indices = (data / INDEX_FILES / "train").glob("*.idx") if data else []
-    return sum(index.read_bytes().count(b"\n") for index in indices) or NUM_IMAGES
+    if not data:
+        return NUM_IMAGES
+    if found := find_format(data, USUAL[IMAGENET]):
+        indices = (data / INDEX_FILES / "train").glob("*.idx")
+        return sum(index.read_bytes().count(b"\n") for index in indices) or found.num_images
+    split = (data / "train").is_dir()
+    folder, known = data / "train" if split else data, endings()
+    files = (path for name in class_folders(folder)[0] for path, *_ in list_files(folder / name))
+    count = sum(Path(path).suffix.lower() in known for path in files)
+    return count if split else round(count * (1 - config.TEST_FRACTION))
 
 
 def images_per_s(config: Config, output: Path) -> tuple[float, str] | None:
