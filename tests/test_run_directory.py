@@ -115,6 +115,24 @@ def test_two_quickstarts_at_once_have_two_directories(tmp_path):
     assert not any(runs.iterdir())
 
 
+DRY_RUN = f"""
+root=$PWD
+python() {{ if [ "$1" = - ]; then {sys.executable} "$@"; fi }}
+torchrun() {{ touch "$output/layout.png"; }}
+"""
+
+
+def test_a_quickstart_that_trains_nothing_ends_without_an_accuracy(tmp_path):
+    """As with `--dry-run`, which leaves a picture only."""
+    for folder in ("scripts", "vit_cifar10_hybrid"):
+        (tmp_path / folder).mkdir()
+    shutil.copy(fork_ranks.ROOT / "scripts/quickstart.sh", tmp_path / "scripts")
+    (tmp_path / "scripts/setup.sh").write_text(DRY_RUN)
+    done = subprocess.run(["bash", "scripts/quickstart.sh"], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert [path.name for path in (tmp_path / "runs/quickstart-1").iterdir()] == ["layout.png"]
+
+
 # ---- What is in it already ----
 
 CONFIG_FILE = '{"SEED": 0, "gradient_accumulation": 1}'
