@@ -182,6 +182,16 @@ def test_damaged_files_are_named(tmp_path, damage, words):
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
+def test_python_files_that_are_incomplete_are_to_be_unpacked_again(tmp_path):
+    """Torchvision advises a parameter of its own."""
+    (tmp_path / "cifar-10-batches-py").mkdir()
+    with pytest.raises(UserError) as error:
+        cifar10.read(tmp_path, train=True)
+    archive = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
+    words = f"a file is missing or corrupt; unpack {archive} again there"
+    assert str(error.value) == f"{tmp_path}/cifar-10-batches-py: {words}"
+
+
 @pytest.mark.parametrize("write", [write_cifar10, write_imagenet, write_caltech101])
 def test_sample_is_left_alone_when_it_is_there(tmp_path, write):
     folder = write(tmp_path)

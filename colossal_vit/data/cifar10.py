@@ -78,8 +78,11 @@ def read(root: Path, train: bool) -> tuple[Tensor, Tensor, str]:
     if not (root / FOLDER).is_dir():
         try:
             dataset = CIFAR10(str(root), train=train)  # checks the MD5 of each file before it reads it
-        except (OSError, RuntimeError) as error:
+        except OSError as error:
             raise UserError(f"{root / CIFAR10.base_folder}: {error}") from None
+        except RuntimeError:
+            folder = root / CIFAR10.base_folder
+            raise UserError(f"{folder}: a file is missing or corrupt; unpack {CIFAR10.url} again there") from None
         images, labels = dataset.data.transpose(0, 3, 1, 2), np.array(dataset.targets, dtype=np.uint8)
         return _split_records(np.concatenate([labels[:, None], images.reshape(len(labels), -1)], axis=1))
     parts = []
