@@ -608,6 +608,19 @@ def test_a_class_without_training_images_is_refused(tmp_path):
         find_images(tmp_path / "data", tmp_path, ["train", "val"])
 
 
+@pytest.mark.parametrize(
+    ("script", "own", "words"),
+    [
+        (training.CALTECH101, True, "class folders, for which there is TEST_FRACTION"),
+        (training.HYBRID, False, "CIFAR-10's, which are split"),
+    ],
+)
+def test_a_number_of_training_images_is_for_caltech101_only(script, own, words, flat, tmp_path):
+    values = {"DATA": str(flat)} if own else {}
+    line = training.refused(tmp_path / "run", script=script, TRAIN_PER_CLASS=4, **values)
+    assert line.endswith(f"TRAIN_PER_CLASS = 4: is for Caltech101's images, but these are {words}: leave it out")
+
+
 def test_what_is_left_out_is_said(flat, tmp_path):
     root = shutil.copytree(flat, tmp_path / "data", ignore=shutil.ignore_patterns(".decoded"))
     (root / "cat" / "notes.txt").touch()

@@ -82,13 +82,27 @@ def build_data(run: Run) -> tuple[Loader, Loader | None]:
         return _without_data(run, usual)
     if folder := named_folder(run.config):
         found = run_on_rank_0(lambda: find_format(folder, usual))
+        _check_split(run.config, found)
         if found is None:
             return import_module("colossal_vit.data.image_folder").build_own_images(run, folder)
         run_on_rank_0(lambda: found.call("fetch", folder, run.log))
         return found.call("build", run, folder)
+    _check_split(run.config, usual)
     folder = run_on_rank_0(lambda: _write_sample(usual))
     run.log.info(f"DATA is not set: this is the sample, 1,797 scanned digits in {usual.name}'s format, in {SAMPLE}")
     return usual.call("build", run, folder)
+
+
+def _check_split(config: Config, found: Format | None) -> None:
+    """Refuse TRAIN_PER_CLASS for data of a format, None for class folders, that it does not split.
+
+    Raises:
+        UserError: if it is set all the same.
+    """
+    if "TRAIN_PER_CLASS" in config and found is not USUAL[CALTECH101]:
+        these = f"{found.name}'s, which are split" if found else "class folders, for which there is TEST_FRACTION"
+        asked = f"TRAIN_PER_CLASS = {config.TRAIN_PER_CLASS}"
+        raise UserError(f"{asked}: is for Caltech101's images, but these are {these}: leave it out")
 
 
 def _write_sample(usual: Format) -> Path:
