@@ -966,6 +966,14 @@ MISTAKES = {
         lambda raw: [(raw / split / WNIDS[9]).rename(raw / split / "b\nc") for split in ("train", "val")],
         "{raw}/train: has a class folder 'b\\nc'; rename it without the line break",
     ),
+    "one class": (
+        lambda raw: [shutil.rmtree(raw / split / name) for split in ("train", "val") for name in WNIDS[1:]],
+        "{raw}/train: has one class folder only, n00000000; one for each class is needed",
+    ),
+    "the folder above": (
+        lambda raw: [(raw / "train").rename(raw / "photos"), shutil.rmtree(raw / "val")],
+        "{raw}: has one class folder only, photos; one for each class is needed",
+    ),
 }
 
 

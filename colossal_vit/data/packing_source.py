@@ -37,9 +37,11 @@ def read_synset_map(path: Path, images: list[str]) -> list[str]:
     return [wnids[Path(image).stem] for image in images]
 
 
-def _check_names(folder: Path, classes: list[str]) -> None:
+def _check_classes(folder: Path, classes: list[str]) -> None:
     if broken := [name for name in classes if "\n" in name or "\r" in name]:
         raise UserError(f"{folder}: has a class folder {broken[0]!r}; rename it without the line break")
+    if len(classes) == 1:
+        raise UserError(f"{folder}: has one class folder only, {classes[0]}; one for each class is needed")
 
 
 def scan_unsplit(source: Path, fraction: float) -> tuple[list[str], dict[str, list[tuple[str, int, int]]], str]:
@@ -48,7 +50,7 @@ def scan_unsplit(source: Path, fraction: float) -> tuple[list[str], dict[str, li
     from colossal_vit.parallel.ranks import RankLogger
 
     images = class_images.find_images(source, source / ".decoded")
-    _check_names(source, images.classes)
+    _check_classes(source, images.classes)
     if images.left_out:
         print(images.left_out)
     split = class_images.split_by_content(images, class_images.digest_contents(images, RankLogger()), fraction)
@@ -81,7 +83,7 @@ def scan(source: Path, synset_map: Path | None) -> tuple[list[str], dict[str, li
     (wnids, beside), (of_validation, beside_validation) = map(class_folders, (train, validation))
     if not wnids:
         raise UserError(f"{train}: has no class folders; train/<wnid>/* is needed")
-    _check_names(train, wnids)
+    _check_classes(train, wnids)
     if not of_validation and not synset_map:
         raise UserError(f"{validation}: has no class folders; name the file with its wnids with --synset-map")
     if of_validation and synset_map:
