@@ -1,5 +1,6 @@
 """The command that compares layouts with one process: as a user runs it, and on curves that drift apart."""
 
+import math
 import re
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ import pytest
 import launchers
 import warm
 from fork_ranks import ROOT
+from layouts import errors
 
 # Losses of 1, but for the last one, which grows with the number of processes.
 DRIFTING = """
@@ -68,3 +70,11 @@ def test_the_error_of_later_steps_is_put_on_record_only(check, drifting):
     assert "| DP 2 | 2 | 0.0e+00 | 0.0e+00 | 2.0e-04 |" in (drifting / "curve/one_curve.md").read_text()
     lines = (drifting / "curve/losses.csv").read_text().splitlines()
     assert (lines[0], lines[21], len(lines)) == ("step,one process,DP 2", "21,1.0002,1.0004", 22)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_in_one_run_only_is_an_error(value):
+    """A loss scale lets a run go on after such a norm. In both runs it is the same overflow."""
+    finite, other = [{"loss": 1.0, "grad_norm": 2.0}], [{"loss": 1.0, "grad_norm": value}]
+    assert errors(other, finite) == errors(finite, other) == [math.inf]
+    assert errors(other, other) == [0.0]

@@ -1,5 +1,6 @@
 """The layouts that are tried, and the small model that is trained in them: for `scripts/`, and for the tests."""
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -78,9 +79,14 @@ def set_flags(values: dict[str, Any]) -> list[str]:
     return [part for key, value in values.items() for part in ("--set", f"{key}={value!r}")]
 
 
+def _relative(here: float, there: float) -> float:
+    """The relative difference; infinite if only one is finite, as `max` would pass over NaN."""
+    if here == there or (math.isnan(here) and math.isnan(there)):
+        return 0.0
+    found = abs(here - there) / abs(there)
+    return math.inf if math.isnan(found) else found
+
+
 def errors(steps: list[dict], expected: list[dict], keys: Iterable[str] = ("loss", "grad_norm")) -> list[float]:
     """The largest relative difference of the values `keys` between two runs, step by step."""
-    return [
-        max(abs(here[key] - there[key]) / abs(there[key]) for key in keys)
-        for here, there in zip(steps, expected, strict=True)
-    ]
+    return [max(_relative(here[key], there[key]) for key in keys) for here, there in zip(steps, expected, strict=True)]
