@@ -119,8 +119,8 @@ def evaluate_knn(engine: Engine, train: Loader, test: Loader, log: RankLogger) -
             found = classify(*(tensor.to(device) for tensor in known), asked[0].to(device)).cpu()
             correct, count = int((found == asked[1]).sum()), len(found)
             log.info(
-                f"k-NN accuracy{whose} {correct / count:.2%} ({correct} of {count} images), {NUM_NEIGHBOURS} "
-                f"neighbours of {len(known[0])} training images"
+                f"k-NN accuracy{whose} {correct / count:.2%} ({correct} of {count} images), "
+                f"{min(NUM_NEIGHBOURS, len(known[0]))} neighbours of {len(known[0])} training images"
             )
 
         run_on_rank_0(compare)
