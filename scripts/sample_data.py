@@ -19,7 +19,7 @@ from typing import Any
 
 from colossal_vit.data.digits import write_cifar10, write_imagenet
 from colossal_vit.data.fashion_mnist import NAMES, SOURCE, read_images, write_class_folders
-from colossal_vit.errors import blame, run_command
+from colossal_vit.errors import UserError, blame, run_command
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -27,7 +27,11 @@ ROOT = Path(__file__).resolve().parents[1]
 def write_fashion_mnist(root: Path, source: Path) -> int:
     """Write Fashion-MNIST in three formats; returns the exit code."""
     read = partial(read_images, source)
-    print(f"CIFAR-10 format: {write_cifar10(root, read, NAMES)}")
+    folder = write_cifar10(root, read, NAMES)
+    names = folder / "batches.meta.txt"
+    if not names.is_file() or names.read_text(errors="replace").splitlines() != list(NAMES):
+        raise UserError(f"{folder}: has other images than Fashion-MNIST's; give another folder")
+    print(f"CIFAR-10 format: {folder}")
     print(f"class folders: {write_class_folders(root / 'images', read(32))}")
     pack = [sys.executable, str(ROOT / "vit_imagenet_dali" / "build_tfrecords.py")]
     return subprocess.run([*pack, str(root / "images"), str(root / "imagenet_tfrecords")]).returncode

@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 from colossal_vit.data import cifar10, fashion_mnist, shards
+from colossal_vit.data.digits import write_cifar10
 from colossal_vit.errors import UserError
 from PIL import Image
 
@@ -98,3 +99,13 @@ def test_a_folder_that_cannot_be_made_is_told_in_one_line(what, source, tmp_path
     command = [sys.executable, "scripts/sample_data.py", *what, str(tmp_path / "taken"), "--source", str(source)]
     code, said = launchers.run(command, cwd=fork_ranks.ROOT)
     assert (code, said) == (2, f"sample_data.py: error: {tmp_path}/taken: File exists\n")
+
+
+def test_a_folder_that_has_other_images_is_refused(source, tmp_path):
+    """Training on them would look like training on Fashion-MNIST."""
+    write_cifar10(tmp_path)
+    code, said = write(tmp_path, source)
+    assert code == 2
+    words = "has other images than Fashion-MNIST's; give another folder"
+    assert said == f"sample_data.py: error: {tmp_path}/cifar-10-batches-bin: {words}\n"
+    assert not (tmp_path / "images").exists()
