@@ -3,6 +3,7 @@
 python -m colossal_vit.results RUN_DIRECTORY ...
 """
 
+import os
 import sys
 from pathlib import Path
 from typing import NotRequired
@@ -85,6 +86,7 @@ def draw(directory: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 
+    name = as_text(os.path.basename(os.path.abspath(directory)))  # that of "." is empty
     steps, evaluations = read_metrics(directory)
     curves = {
         "loss.png": ("loss", [("training", steps, "loss"), ("test", evaluations, "eval_loss")]),
@@ -97,7 +99,7 @@ def draw(directory: Path) -> None:
     for filename, (title, lines) in curves.items():
         with styled():
             figure = Figure(figsize=(6.4, 3.6))
-            axes = figure.add_subplot(xlabel="optimizer step", ylabel=title, title=as_text(directory.name))
+            axes = figure.add_subplot(xlabel="optimizer step", ylabel=title, title=name)
             for label, records, key in lines:
                 axes.plot([r["step"] for r in records], [r[key] for r in records], looks[label], label=label)
             if "accuracy" in title:

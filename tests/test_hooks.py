@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import colossalai.legacy as colossalai
@@ -104,6 +105,14 @@ def test_run_directory_has_curves_and_config(run, tmp_path):
     assert config["gradient_accumulation"] == 2
     assert config["LABEL_SMOOTHING"] == 0.1
     assert config["fp16"] is None
+
+
+def test_curves_drawn_within_a_run_have_its_name(run, monkeypatch):
+    draw(run.output)
+    pictures = {name: (run.output / name).read_bytes() for name in CURVES}
+    monkeypatch.chdir(run.output)
+    draw(Path("."))
+    assert {name: Path(name).read_bytes() for name in CURVES} == pictures
 
 
 def test_curves_of_what_is_no_run_are_refused_in_one_line(tmp_path, monkeypatch, capsys):
