@@ -99,7 +99,7 @@ def _check_split(config: Config, found: Format | None) -> None:
     Raises:
         UserError: if it is set all the same.
     """
-    if "TRAIN_PER_CLASS" in config and found is not USUAL[CALTECH101]:
+    if "TRAIN_PER_CLASS" in config and found != USUAL[CALTECH101]:
         these = f"{found.name}'s, which are split" if found else "class folders, for which there is TEST_FRACTION"
         asked = f"TRAIN_PER_CLASS = {config.TRAIN_PER_CLASS}"
         raise UserError(f"{asked}: is for Caltech101's images, but these are {these}: leave it out")
