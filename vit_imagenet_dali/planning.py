@@ -5,9 +5,7 @@ from pathlib import Path
 
 from colossal_vit import typed_json
 from colossal_vit.config.settings import IMAGENET
-from colossal_vit.data.decoding import endings
-from colossal_vit.data.folders import INDEX_FILES, class_folders, list_files
-from colossal_vit.data.source import USUAL, find_format, named_folder
+from colossal_vit.data.source import USUAL, expected_images
 from colossal_vit.models import SHAPE
 from colossal_vit.results import METRICS, format_table, read_metrics
 from colossal_vit.typed_json import Count
@@ -28,24 +26,6 @@ class EarlierConfig(TypedDict):
 
     BATCH_SIZE: Count
     gradient_accumulation: Count
-
-
-def count_images(config: Config) -> int:
-    """Training images in DATA: of TFRecords by their index files, of class folders by the names of their files.
-
-    Of other formats as many as their data set has, and without DATA as many as ImageNet-1K.
-    """
-    data = named_folder(config)
-    if not data:
-        return NUM_IMAGES
-    if found := find_format(data, USUAL[IMAGENET]):
-        indices = (data / INDEX_FILES / "train").glob("*.idx")
-        return sum(index.read_bytes().count(b"\n") for index in indices) or found.num_images
-    split = (data / "train").is_dir()
-    folder, known = data / "train" if split else data, endings()
-    files = (path for name in class_folders(folder)[0] for path, *_ in list_files(folder / name))
-    count = sum(Path(path).suffix.lower() in known for path in files)
-    return count if split else round(count * (1 - config.TEST_FRACTION))
 
 
 def images_per_s(config: Config, output: Path) -> tuple[float, str] | None:
@@ -95,7 +75,7 @@ def schedule(config: Config, output: Path, num_gpus: int) -> list[str]:
         number: batch_and_accumulation(number, config.BATCH_SIZE, global_batch, even=bool(config.mix))
         for number in sorted(NUM_GPUS | {num_gpus})
     }
-    images = count_images(config)
+    images = expected_images(config, IMAGENET)
     steps = images // global_batch * config.NUM_EPOCHS
     rows = []
     for number, (micro_batch, accumulation) in ((n, found) for n, found in settings.items() if found):

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from colossal_vit.config.settings import CALTECH101, DP, HYBRID, IMAGENET
 from colossal_vit.data.batches import FakeBatches, Loader, SyntheticBatches
-from colossal_vit.data.folders import INDEX_FILES, class_folders, has_class_folders
+from colossal_vit.data.decoding import endings
+from colossal_vit.data.folders import INDEX_FILES, class_folders, has_class_folders, list_files
 from colossal_vit.data.identity import identify
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.ranks import run_on_rank_0
@@ -65,7 +66,7 @@ def find_format(folder: Path, usual: Format) -> Format | None:
     return None if has_class_folders(folder) else usual
 
 
-def named_folder(config: Config) -> Path | None:
+def _named(config: Config) -> Path | None:
     """The folder that DATA names, in the config or the environment."""
     data = config.get("DATA") or os.environ.get("DATA")
     return Path(data) if data else None
@@ -80,7 +81,7 @@ def build_data(run: Run) -> tuple[Loader, Loader | None]:
     usual = USUAL[run.args.script]
     if run.observe or run.config.get("SYNTHETIC"):
         return _without_data(run, usual)
-    if folder := named_folder(run.config):
+    if folder := _named(run.config):
         found = run_on_rank_0(lambda: find_format(folder, usual))
         _check_split(run.config, found)
         if found is None:
@@ -127,12 +128,33 @@ def _without_data(run: Run, usual: Format) -> tuple[Loader, Loader | None]:
     return train, test
 
 
+def _expected(config: Config, script: str | None) -> tuple[Path | None, Format | None]:
+    """The folder DATA, None for the sample, and its format, None for class folders."""
+    usual, folder = USUAL.get(script, FORMATS[0]), _named(config)
+    return folder, find_format(folder, usual) if folder else usual
+
+
+def _to_train_on(folder: Path) -> Path:
+    """Where class folders to train on are: in `train`, if there is a split."""
+    return folder / "train" if (folder / "train").is_dir() else folder
+
+
 def expected_classes(config: Config, script: str | None) -> int:
     """How many classes the data probably have, where none are read: a dry run or a plan needs the size of the model."""
-    usual, folder = USUAL.get(script, FORMATS[0]), named_folder(config)
-    if found := find_format(folder, usual) if folder else usual:
-        return found.num_classes
-    return len(class_folders(folder / "train" if (folder / "train").is_dir() else folder)[0])
+    folder, found = _expected(config, script)
+    return found.num_classes if found else len(class_folders(_to_train_on(folder))[0])
+
+
+def expected_images(config: Config, script: str | None) -> int:
+    """How many training images there probably are, where none are read: of TFRecords by their index files."""
+    folder, found = _expected(config, script)
+    if found:
+        indices = (folder / INDEX_FILES / "train").glob("*.idx") if folder else ()
+        return sum(index.read_bytes().count(b"\n") for index in indices) or found.num_images
+    train, known = _to_train_on(folder), endings()
+    files = (path for name in class_folders(train)[0] for path, *_ in list_files(train / name))
+    count = sum(Path(path).suffix.lower() in known for path in files)
+    return count if train != folder else round(count * (1 - config.TEST_FRACTION))
 
 
 def settle_classes(config: Config, count: int, where: Path) -> None:
