@@ -34,14 +34,10 @@ def write_bytes(path: Path, content: bytes) -> None:
     scratch.replace(path)
 
 
-def exchange(one: Path, other: Path) -> bool:
-    """Exchange two folders in one step: a process that is killed leaves one under each name.
-
-    Returns:
-        Whether the file system can.
-    """
+def exchange(one: Path, other: Path) -> None:
+    """Exchange two folders in one step, if the file system can: a process that is killed leaves one under each name."""
     at_cwd, exchanged = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    return ctypes.CDLL(None).renameat2(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), exchanged) == 0
+    ctypes.CDLL(None).renameat2(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), exchanged)
 
 
 def free_name(path: Path) -> Path:

@@ -12,10 +12,8 @@ FOLDER/imagenet_tfrecords, each time with a black border of 2 pixels: 32 x 32 pi
 import argparse
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from colossal_vit.data.digits import write_cifar10, write_imagenet
 from colossal_vit.data.fashion_mnist import NAMES, SOURCE, read_images, write_class_folders
@@ -43,27 +41,23 @@ def write_digits(root: Path, imagenet: bool) -> int:
     return 0
 
 
-def write(folder: Path, function: Callable[..., int], *arguments: Any) -> int:
-    """Call a function that writes to a folder; if the folder cannot be written, one line says why."""
-
-    def act() -> int:
-        with blame(folder):
-            return function(folder, *arguments)
-
-    return run_command("sample_data.py", act)
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("arguments", nargs="*", metavar="[fashion-mnist] FOLDER")
     parser.add_argument("--imagenet", action="store_true", help="the folders of ImageNet instead of CIFAR-10's files")
     parser.add_argument("--source", type=Path, default=SOURCE, help="of Fashion-MNIST's files (default %(default)s)")
     args = parser.parse_args()
-    if args.arguments[:1] == ["fashion-mnist"]:
-        if len(args.arguments) != 2 or args.imagenet:
+    names, fashion_mnist = args.arguments, args.arguments[:1] == ["fashion-mnist"]
+    if fashion_mnist:
+        names = names[1:]
+        if len(names) != 1 or args.imagenet:
             parser.error("usage: sample_data.py fashion-mnist FOLDER [--source FOLDER]")
-        sys.exit(write(Path(args.arguments[1]), write_fashion_mnist, args.source))
-    if len(args.arguments) > 1:
-        parser.error(f"unknown arguments: {' '.join(args.arguments[1:])}")
-    folder = Path(*args.arguments) if args.arguments else ROOT / "data" / "sample"
-    sys.exit(write(folder, write_digits, args.imagenet))
+    if len(names) > 1:
+        parser.error(f"unknown arguments: {' '.join(names[1:])}")
+    folder = Path(*names) if names else ROOT / "data" / "sample"
+
+    def write() -> int:
+        with blame(folder):
+            return write_fashion_mnist(folder, args.source) if fashion_mnist else write_digits(folder, args.imagenet)
+
+    sys.exit(run_command("sample_data.py", write))

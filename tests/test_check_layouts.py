@@ -74,7 +74,7 @@ def test_the_error_of_later_steps_is_put_on_record_only(check, drifting):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_not_finite_in_one_run_only_is_an_error(value):
-    """A loss scale lets a run go on after such a norm. In both runs it is the same overflow."""
+    """With a loss scale a run continues after such a norm. In both runs it is the same overflow."""
     finite, other = [{"loss": 1.0, "grad_norm": 2.0}], [{"loss": 1.0, "grad_norm": value}]
     assert errors(other, finite) == errors(finite, other) == [math.inf]
     assert errors(other, other) == [0.0]

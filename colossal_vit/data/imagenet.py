@@ -234,7 +234,7 @@ class DaliLoader(SampledLoader):
         if self.on_gpu:
             target = dict(size=size) if size else dict(resize_shorter=resize_shorter)
             images = fn.resize(images, interp_type=types.INTERP_LINEAR, **target)
-            return fn.flip(images, horizontal=mirror)
+            return fn.flip(images, horizontal=mirror) if self.train else images
 
         def resize(images: list[tuple[np.ndarray, np.ndarray]]) -> list[np.ndarray]:
             resized = []

@@ -49,10 +49,8 @@ def count_bytes(tensors: Any) -> int:
 
 def copies_of_weights(engine: Engine) -> list[Tensor]:
     """What is kept of weights beside themselves: fp32 copies that the optimizer updates, and moving averages."""
-    weights = set(engine.bare_model.parameters())
-    updated = [p for group in engine.optimizer.param_groups for p in group["params"]]
     averages = engine.ema.averages.values() if engine.ema else ()
-    return [*(p for p in updated if p not in weights), *averages]
+    return [*engine.optimizer.working_to_master_map.values(), *averages]
 
 
 def _storages(tensors: Any) -> list[torch.UntypedStorage]:
