@@ -2,15 +2,15 @@
 
 import timm
 import torch
-import torch.nn.functional as F
+from colossal_vit.blocks import make_lean
 from colossal_vit.compat.patch_embedding import embed_patches
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.rng.dropout import Dropout, DropPath, name_layers
 from colossal_vit.rng.torch_generator import cpu_seed
 from colossalai.context import Config
-from timm.layers import Attention, Mlp, build_sincos2d_pos_embed
-from timm.models.vision_transformer import Block, VisionTransformer
+from timm.layers import Mlp, build_sincos2d_pos_embed
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 MODELS = ["vit_*", "deit3_*"]  # timm's models that the examples take
@@ -32,32 +32,14 @@ class PatchProjection(nn.Conv2d):
         return embed_patches(images, self.weight, self.bias).permute(0, 3, 1, 2)
 
 
-class ClassTokenAttention(Attention):
-    """Attention whose only query is the first token's: (B, N, C) to (B, 1, C)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        heads = F.scaled_dot_product_attention(self.q_norm(q[:, :, :1]), self.k_norm(k), v)
-        return self.proj_drop(self.proj(self.norm(heads.transpose(1, 2).flatten(2))))
-
-
-class ClassTokenBlock(Block):
-    """A last block that computes the first token, the only one that the head sees: (B, N, C) to (B, 1, C)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x[:, :1] + self.drop_path1(self.ls1(self.attn(self.norm1(x))))
-        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
-
-
 def skip_unused_tokens(model: VisionTransformer) -> None:
     """Have the last block of a timm model compute no token that the head does not see.
 
     The results are the same but for rounding. A block of another kind than `Block` is left as it is.
     """
     last = model.blocks[-1]
-    plain = type(last) is Block and type(last.attn) is Attention and not getattr(last.attn, "gate", None)
-    if plain and model.global_pool == "token":
-        last.__class__, last.attn.__class__ = ClassTokenBlock, ClassTokenAttention
+    if model.global_pool == "token" and make_lean(last):
+        last.attn.queries = 1
 
 
 def fix_positions(model: nn.Module) -> None:
@@ -124,6 +106,8 @@ def build_timm_vit(config: Config) -> nn.Module:
     if config.POSITIONS == "sincos2d":
         fix_positions(model)
     set_dropout(model, config)
+    for block in model.blocks:
+        make_lean(block)
     skip_unused_tokens(model)
     return model
 

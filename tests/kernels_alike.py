@@ -1,11 +1,12 @@
-"""Says whether the kernel of dropout computes what `dropout.drop` does on a CPU, for `test_gpu`.
+"""Says whether our kernels compute what `dropout` and `blocks` do on a CPU, for `test_gpu`.
 
-python drop_alike.py DEVICE     # cpu with TRITON_INTERPRET=1
+python kernels_alike.py DEVICE     # cpu with TRITON_INTERPRET=1
 """
 
 import sys
 
 import torch
+from colossal_vit import blocks, merge_kernel
 from colossal_vit.rng import dropout, kernels, philox
 
 DEVICE = sys.argv[1]
@@ -24,11 +25,23 @@ RATES = {torch.float32: 0.1, torch.float16: 0.1, torch.bfloat16: 0.5, torch.floa
 GENERATOR = torch.Generator().manual_seed(0)
 
 
-def both(x, key, first, channels, *options):
-    """By the kernel and by the CPU."""
-    there = [value.to(DEVICE) if isinstance(value, torch.Tensor) else value for value in options]
-    by_kernel = kernels.launch(x.to(DEVICE), SAMPLES.to(DEVICE), key.to(DEVICE), first, channels, *there)
-    return by_kernel.cpu(), dropout.drop(x, SAMPLES, key, first, channels, *options)
+def by_kernel(x, key, first, channels, gelu, grad=None, residual=None):
+    """Result and sums."""
+    x, grad, residual, samples, key = (t if t is None else t.to(DEVICE) for t in (x, grad, residual, SAMPLES, key))
+    y, without_sums = (torch.full_like(x if residual is None else residual, torch.nan) for _ in range(2))
+    count = x.shape[-1]
+    parts, _ = kernels.tiles(x.numel() // count, first, count)
+    sums = torch.full((parts, count), torch.nan, dtype=torch.promote_types(x.dtype, torch.float32), device=DEVICE)
+    where = samples, key, first, channels, gelu, grad, residual
+    kernels.launch(x, y, *where, sums)
+    kernels.launch(x, without_sums, *where)
+    assert without_sums.nan_to_num().equal(y.nan_to_num())
+    return y.cpu(), sums.sum(0).cpu()
+
+
+def near(here, there, eps, error):
+    here, there = here.double(), there.double()
+    return bool(((here - there).abs() <= eps * there.abs() + error).all())
 
 
 for shape, first, channels in SHAPES:
@@ -36,13 +49,35 @@ for shape, first, channels in SHAPES:
         x, grad = (torch.randn(shape, generator=GENERATOR).to(dtype) for _ in range(2))
         key = torch.tensor([2**32 - 1, philox.word("blocks.3.mlp.drop1"), round(rate * philox.ONE)])
         eps, error = torch.finfo(dtype).eps, 1e-14 if dtype == torch.float64 else 1e-6
-        for options in ([True], [True, grad]):
-            by_kernel, by_cpu = (y.double() for y in both(6 * x, key, first, channels, *options))
-            near = (by_kernel - by_cpu).abs() <= 2 * eps * by_cpu.abs() + error * (1 + 6 * x.double().abs())
-            assert near.all(), (shape, dtype, len(options))
+        where = SAMPLES, key, first, channels
+        wide = torch.randn(shape, generator=GENERATOR).to(torch.promote_types(dtype, torch.float32))
+        for residual in (None, grad, wide):
+            y, _ = by_kernel(6 * x, key, first, channels, True, residual=residual)
+            expected = dropout.drop(6 * x, residual, *where, True)
+            added = 0.0 if residual is None else 2 * eps  # small sums may be of large numbers
+            assert near(y, expected, 2 * eps, (error + added) * (1 + 6 * x.double().abs())), (shape, dtype)
+        for before in (None, 6 * x):
+            inputs = dict(x=grad) if before is None else dict(x=before, grad=grad)
+            y, sums = by_kernel(**inputs, key=key, first=first, channels=channels, gelu=before is not None)
+            expected, [expected_sums] = dropout.drop_gradient(grad, before, *where, dtype, True)
+            assert near(y, expected, 2 * eps, error * (1 + 6 * x.double().abs())), (shape, dtype)
+            assert near(sums, expected_sums, 0, (eps + error) * (1 + y.flatten(0, -2).double().abs().sum(0)))
         x.view(-1)[::7] = float("inf")
-        by_kernel, by_cpu = both(x, key, first, channels)
-        bits, expected = (y.nan_to_num(nan=1.5).view(torch.uint8) for y in (by_kernel, by_cpu))
-        assert bits.equal(expected), (shape, dtype)
-        assert by_cpu.isnan().any() or x.numel() < 100
+        y, _ = by_kernel(x, key, first, channels, False)
+        expected = dropout.drop(x, None, *where, False)
+        bits, expected_bits = (each.nan_to_num(nan=1.5).view(torch.uint8) for each in (y, expected))
+        assert bits.equal(expected_bits), (shape, dtype)
+        assert expected.isnan().any() or x.numel() < 100
+
+for shape in ((3, 2, 50, 48), (2, 3, 5, 64), (1, 1, 130, 8)):  # less than a tile, whole tiles, and more
+    for dtype in RATES:
+        heads = [torch.randn(shape, generator=GENERATOR).to(dtype) for _ in range(3)]
+        expected, [expected_sums] = blocks.merge_heads(*heads)
+        rows = [each.transpose(1, 2).flatten(2).to(DEVICE) for each in heads]
+        y = torch.full_like(expected, torch.nan, device=DEVICE)
+        parts = -(-y.shape[:-1].numel() // merge_kernel.TILE)
+        sums = torch.full((parts, y.shape[-1]), torch.nan, dtype=expected_sums.dtype, device=DEVICE)
+        merge_kernel.launch(*rows, y, sums)
+        assert y.cpu().equal(expected), (shape, dtype)
+        torch.testing.assert_close(sums.sum(0).cpu(), expected_sums, atol=1e-4, rtol=1e-5)
 print("the same")

@@ -144,13 +144,13 @@ def test_losses_are_those_of_the_cpu(amp, dtype, compiled, fp32, start, on_gpu, 
         assert [r["loss"] for r in steps] != [r["loss"] for r in expected], "the mode must be in effect"
 
 
-def test_dropout_is_that_of_the_cpu():
-    """Masks to the bit, signs of zeros and what becomes of infinite values included; GELU is rounded otherwise.
+def test_kernels_compute_what_the_cpu_does():
+    """Dropout's masks to the bit, signs of zeros and what becomes of infinite values too; GELU is rounded otherwise.
 
-    Without a GPU, Triton interprets the kernel.
+    Without a GPU, Triton interprets the kernels.
     """
     variables = {"PYTHONPATH": PYTHONPATH, **({"TRITON_INTERPRET": "1"} if REHEARSAL else {})}
-    command = [sys.executable, "-W", "ignore", "drop_alike.py", "cpu" if REHEARSAL else "cuda"]
+    command = [sys.executable, "-W", "ignore", "kernels_alike.py", "cpu" if REHEARSAL else "cuda"]
     code, said = launchers.run(command, cwd=ROOT / "tests", gpus=True, **variables)
     assert (code, said) == (0, "the same\n")
 

@@ -6,15 +6,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from colossal_vit import config as configs
+from colossal_vit.blocks import LeanBlock, LeanLinear
 from colossal_vit.config.settings import IMAGENET
 from colossal_vit.engine import initialize
 from colossal_vit.errors import UserError
-from colossal_vit.models import ClassTokenBlock, build_timm_vit, check_timm_vit
+from colossal_vit.models import build_timm_vit, check_timm_vit
 from colossal_vit.parallel.layout import Layout
-from colossal_vit.rng.dropout import DropPath
+from colossal_vit.rng.dropout import Dropout, DropPath, batch_of
 from colossalai.context import Config
-from timm.layers import Attention
+from timm.layers import Attention, Mlp
 from timm.models.vision_transformer import Block
+from torch import nn
 
 import fork_ranks
 
@@ -98,39 +100,65 @@ def test_drop_path_grows_or_is_the_same_in_all_blocks(model, paths, uniform, exp
         assert rates == pytest.approx([rate] * paths)
 
 
+def logits_and_gradients(vit, images=3):
+    """With weights, and in training dropout, that are the same for each model."""
+    random = torch.Generator().manual_seed(1)
+    for parameter in vit.parameters():
+        parameter.data.normal_(std=0.3, generator=random)
+    samples = torch.tensor([[5, place] for place in range(images)])
+    with batch_of(samples if vit.training else None):
+        logits = vit.double()(torch.randn(images, 3, 32, 32, generator=random).double())
+    logits.square().sum().backward()
+    return [logits, *(parameter.grad for parameter in vit.parameters())]
+
+
+def use_timms_blocks(vit):
+    for block in vit.blocks:
+        if type(block) is LeanBlock:
+            block.__class__, block.attn.__class__, block.mlp.__class__ = Block, Attention, Mlp
+            for module in block.modules():
+                if type(module) is LeanLinear:
+                    module.__class__ = nn.Linear
+                elif isinstance(module, Dropout):
+                    module.linear = ()
+    return vit
+
+
 @pytest.mark.parametrize(
-    ("model", "values", "skipped"),
+    ("model", "values", "lean"),
     [
         ("vit_tiny_patch16_224", {"DROP_PATH_RATE": 0.5}, True),
         ("vit_small_patch14_reg4_dinov2", {}, True),
         ("deit3_small_patch16_224", {"LAYER_SCALE": 0.3}, True),
-        ("vit_base_patch16_clip_224", {}, True),
-        ("vit_tiny_patch16_224", {"POOL": "avg"}, False),
+        ("vit_base_patch16_clip_quickgelu_224", {}, True),
+        ("vit_tiny_patch16_224", {"POOL": "avg"}, True),
         ("vit_small_patch16_18x2_224", {}, False),
     ],
 )
-def test_the_last_block_computes_what_the_head_sees(model, values, skipped):
+def test_the_last_block_computes_what_the_head_sees(model, values, lean):
     """Logits and gradients are those of timm's own blocks, and tokens that nobody reads are not computed."""
-
-    def seen(vit):
-        shapes = []
+    ours, timms = (build(model, **values).eval() for _ in range(2))
+    assert (type(ours.blocks[-1]) is LeanBlock) == lean
+    shapes = []
+    for vit in (ours, use_timms_blocks(timms)):
         vit.blocks[-1].register_forward_hook(lambda block, inputs, output: shapes.append(output.shape[1]))
-        random = torch.Generator().manual_seed(1)
-        for parameter in vit.parameters():
-            parameter.data.normal_(std=0.3, generator=random)
-        logits = vit.eval().double()(torch.randn(3, 3, 32, 32, generator=random).double())
-        logits.square().sum().backward()
-        return shapes, [logits, *(parameter.grad for parameter in vit.parameters())]
+    for one, other in zip(logits_and_gradients(ours), logits_and_gradients(timms), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+    assert shapes[0] == (1 if lean and ours.global_pool == "token" else shapes[1])
 
-    ours, timms = build(model, **values), build(model, **values)
-    last = timms.blocks[-1]
-    assert (type(last) is ClassTokenBlock) == skipped
-    if skipped:
-        last.__class__, last.attn.__class__ = Block, Attention
-    (shapes, found), ((tokens,), expected) = seen(ours), seen(timms)
-    assert shapes == [1 if skipped else tokens]
+
+@pytest.mark.parametrize("path", [0.0, 0.5])
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("model", ["vit_tiny_patch16_224", "vit_base_patch16_clip_quickgelu_224"])
+def test_blocks_train_as_timms_do(model, path, scale):
+    """With the masks of all tokens in the last block, too."""
+    values = {"DROP_RATE": 0.2, "DROP_PATH_RATE": path, "POOL": "avg"} | ({"LAYER_SCALE": scale} if scale else {})
+    ours, timms = build(model, **values), use_timms_blocks(build(model, **values))
+    assert [block.adds for block in ours.blocks] == [not scale, not scale and not path]
+    found, expected = logits_and_gradients(ours), logits_and_gradients(timms)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+    assert not found[0].equal(logits_and_gradients(ours.eval())[0])
 
 
 def test_layer_scale_starts_as_it_is_told():

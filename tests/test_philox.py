@@ -120,9 +120,12 @@ def test_masks_are_the_same_for_any_number_of_threads_and_in_forks():
 # ---- The kernel for GPUs ----
 
 
-@pytest.mark.parametrize("kind", ["drop", "gelu", "gradient"])
+@pytest.mark.parametrize(
+    ("gelu", "others"),
+    [(False, set()), (False, {"residual"}), (False, {"sums"}), (True, set()), (True, {"grad", "sums"})],
+)
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_the_kernel_compiled_for_a_gpu_draws_and_moves_nothing_twice(capability, kind, tmp_path, monkeypatch):
+def test_the_kernel_compiled_for_a_gpu_draws_and_moves_nothing_twice(capability, gelu, others, tmp_path, monkeypatch):
     """In bf16 a thread has blocks of 64 bytes to load and to store."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
@@ -133,8 +136,10 @@ def test_the_kernel_compiled_for_a_gpu_draws_and_moves_nothing_twice(capability,
         from triton.compiler import ASTSource
 
         shape = dict(TOKENS=197, CHANNELS=3072, FIRST=768, COUNT=768)
-        constants = dict(shape, GELU=kind != "drop", LANES=kernels.LANES, **({} if grads else {"grad": None}))
-        types = dict(x="*bf16", grad="*bf16", y="*bf16", samples="*i64", key="*i64", purpose="i64")
+        unused = {"grad", "residual", "sums"} - others
+        constants = dict(shape, GELU=gelu, LANES=kernels.LANES, **dict.fromkeys(unused))
+        half = dict.fromkeys(("x", "grad", "residual", "y"), "*bf16")
+        types = dict(half, sums="*fp32", samples="*i64", key="*i64", purpose="i64", rows="i32")
         types |= dict.fromkeys(constants, "constexpr")
         names = kernels.drop.arg_names
         even = [["tt.divisibility", 16]]  # what a launch finds of pointers
@@ -142,15 +147,14 @@ def test_the_kernel_compiled_for_a_gpu_draws_and_moves_nothing_twice(capability,
             kernels.drop,
             {name: types[name] for name in names},
             {(names.index(name),): value for name, value in constants.items()},
-            {(names.index(name),): even for name in ("x", "grad", "y") if name not in constants},
+            {(names.index(name),): even for name in half if name not in constants},
         )
         assembly = triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm
         return assembly["ptx"], len(assembly["cubin"]), kernels.LANES // 128
 
-    grads = kind == "gradient"
     [(ptx, size, blocks)] = fork_ranks.call(compiled, launched=False)
     assert size > 4000
-    assert ptx.count("ld.global.v4.b32") == 4 * blocks * (1 + grads)
+    assert ptx.count("ld.global.v4.b32") == 4 * blocks * (1 + len(others - {"sums"}))
     assert ptx.count("st.global.v4.b32") == 4 * blocks
     assert 10 * blocks < ptx.count("mul.hi.u64") <= 2 * 10 * blocks  # in ten rounds, less what blocks have in common
     assert "cvt.rn.bf16x2.f32" in ptx

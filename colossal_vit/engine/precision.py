@@ -100,8 +100,8 @@ def _halve_residual(model: nn.Module, dtype: torch.dtype) -> None:
 
     Autocast leaves embeddings in fp32, as it does branches behind a layer scale, and so all sums with them.
     """
-    first = next(model.blocks.children())
-    first.register_forward_pre_hook(lambda block, inputs: (inputs[0].to(dtype), *inputs[1:]))
+    first = getattr(model, "pos_drop", None) or next(model.blocks.children())  # some models, and stages, have no first
+    first.register_forward_pre_hook(lambda module, inputs: (inputs[0].to(dtype), *inputs[1:]))
     for module in model.blocks.modules():
         if isinstance(module, DropPath):  # the end of each branch
             module.register_forward_hook(lambda path, inputs, output: output.to(dtype))

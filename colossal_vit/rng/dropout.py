@@ -57,73 +57,144 @@ def _nothing(dtype: torch.dtype) -> Tensor:
     return torch.tensor(-0.0, dtype=dtype, device="cpu")
 
 
+def _drop_on_cpu(
+    x: Tensor, samples: Tensor, key: Tensor, first: int, channels: int, residual: Tensor | None = None
+) -> Tensor:
+    seed, layer, rate = key.tolist()
+    tokens = x.shape[1:-1].numel()
+    mask = philox.kept(seed, layer, rate, samples.numpy(), tokens, channels, slice(first, first + x.shape[-1]))
+    kept = torch.from_numpy(mask.view(np.uint8).reshape(x.shape)).to(x.dtype)
+    residual = _nothing(x.dtype) if residual is None else residual
+    out = kept if residual.dtype == x.dtype else None
+    return torch.addcmul(residual, x, kept, value=philox.ONE / (philox.ONE - rate), out=out)
+
+
 def drop(
-    x: Tensor,
-    samples: Tensor,
-    key: Tensor,
-    first: int,
-    channels: int,
-    gelu: bool = False,
-    grad: Tensor | None = None,
+    x: Tensor, residual: Tensor | None, samples: Tensor, key: Tensor, first: int, channels: int, gelu: bool
 ) -> Tensor:
     """Set elements to 0 and scale the others up, so that the mean stays.
 
     Args:
         x: (B, ..., c), contiguous; c of the full model's channels.
+        residual: what the result is added to, of the shape of x, contiguous; x is of its type, or of a shorter one.
         samples: (B, 2), see `batch_of`.
         key: a layer's seed, `word` and rate in units of 2^-16, int64.
         first, channels: the first channel of x, and the full model's number of channels.
         gelu: of GELU(x) instead of x.
-        grad: with `gelu`, the gradient of the result, like x; the gradient of x is then computed.
 
     Returns:
-        Of the shape and type of x.
+        Like `residual`, or like x if there is none.
     """
     if x.is_cuda:
         from colossal_vit.rng import kernels  # here, since a CPU needs no Triton
 
-        return kernels.launch(x, samples, key, first, channels, gelu, grad)
-    seed, layer, rate = key.tolist()
-    tokens = x.shape[1:-1].numel()
-    mask = philox.kept(seed, layer, rate, samples.numpy(), tokens, channels, slice(first, first + x.shape[-1]))
-    kept = torch.from_numpy(mask.view(np.uint8).reshape(x.shape)).to(x.dtype)
-    values = x if not gelu else F.gelu(x) if grad is None else grad
-    values = torch.addcmul(_nothing(x.dtype), values, kept, value=philox.ONE / (philox.ONE - rate), out=kept)
-    return values if grad is None else torch.ops.aten.gelu_backward(values, x)
+        y = torch.empty_like(x if residual is None else residual)
+        kernels.launch(x, y, samples, key, first, channels, gelu, residual=residual)
+        return y
+    return _drop_on_cpu(F.gelu(x) if gelu else x, samples, key, first, channels, residual)
+
+
+def drop_gradient(
+    grad: Tensor,
+    x: Tensor | None,
+    samples: Tensor,
+    key: Tensor,
+    first: int,
+    channels: int,
+    dtype: torch.dtype,
+    with_sums: bool,
+) -> tuple[Tensor, Tensor]:
+    """The gradient of `drop`.
+
+    Args:
+        grad: of its result, contiguous.
+        x: what it had, if it computed GELU.
+        samples, key, first, channels: see `drop`.
+        dtype: the gradient's type.
+        with_sums: whether to sum it over all dimensions but the last.
+
+    Returns:
+        The gradient, of the shape of `grad`, and its sums, each of some rows: (parts, c), at least fp32; no parts if
+        not wanted.
+    """
+    if grad.is_cuda:
+        from colossal_vit.rng import kernels
+
+        y, sums = _empty_gradient(grad, first, dtype, with_sums)
+        x, factor = (grad, None) if x is None else (x, grad)
+        gelu, written = factor is not None, sums if with_sums else None
+        kernels.launch(x, y, samples, key, first, channels, gelu, grad=factor, sums=written)
+        return y, sums
+    y = _drop_on_cpu(grad, samples, key, first, channels).to(dtype)
+    if x is not None:
+        y = torch.ops.aten.gelu_backward(y, x)
+    _, sums = _empty_gradient(y[:0], first, dtype, with_sums)
+    if with_sums:
+        sums[0] = y.flatten(0, -2).sum(0, dtype=sums.dtype)
+    return y, sums
+
+
+def _empty_gradient(grad: Tensor, first: int, dtype: torch.dtype, with_sums: bool) -> tuple[Tensor, Tensor]:
+    """What `drop_gradient` returns, not written."""
+    parts = int(with_sums)
+    if with_sums and grad.is_cuda:
+        from colossal_vit.rng import kernels
+
+        parts, _ = kernels.tiles(grad.shape[:-1].numel(), first, grad.shape[-1])
+    sums = grad.new_empty(parts, grad.shape[-1], dtype=torch.promote_types(dtype, torch.float32))
+    return torch.empty_like(grad, dtype=dtype), sums
 
 
 _operator = custom_op("colossal_vit::drop", drop, mutates_args=())
+_gradient_operator = custom_op("colossal_vit::drop_gradient", drop_gradient, mutates_args=())
 
 
 @_operator.register_fake
-def _(x: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(x)
+def _(x: Tensor, residual: Tensor | None, *_: Any) -> Tensor:
+    return torch.empty_like(x if residual is None else residual)
 
 
-def _drop(x: Tensor, *others: Any) -> Tensor:
-    """`drop`, as an operator if that is to be traced: calling one takes 0.04 ms more."""
-    traced = torch.compiler.is_compiling() or type(x) is not Tensor
-    return (_operator if traced else drop)(x, *others)
+@_gradient_operator.register_fake
+def _(grad, x, samples, key, first, channels, dtype, with_sums):
+    return _empty_gradient(grad, first, dtype, with_sums)
+
+
+def _is_traced(x: Tensor) -> bool:
+    """Whether an operator is to be called: calling one takes 0.04 ms more."""
+    return torch.compiler.is_compiling() or type(x) is not Tensor
 
 
 class _Drop(torch.autograd.Function):
-    """`drop` with its gradient. (What `register_autograd` makes takes 0.15 ms more of the host's time.)"""
+    """`drop` with its gradient. (What `register_autograd` makes takes 0.15 ms more of the host's time.)
+
+    x is a sum with `bias`, if there is one, whose gradient is computed here.
+    """
 
     @staticmethod
-    def forward(ctx, x: Tensor, samples: Tensor, key: Tensor, first: int, channels: int, gelu: bool) -> Tensor:
+    def forward(
+        ctx,
+        x: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        samples: Tensor,
+        key: Tensor,
+        first: int,
+        channels: int,
+        gelu: bool,
+    ) -> Tensor:
         ctx.save_for_backward(samples, key, x if gelu else None)
-        ctx.channels = first, channels
-        return _drop(x, samples, key, first, channels, gelu)
+        ctx.options = first, channels, x.dtype, bias is not None
+        ctx.type_of_bias = bias if bias is None else bias.dtype
+        ctx.has_residual = residual is not None
+        return (_operator if _is_traced(x) else drop)(x, residual, samples, key, first, channels, gelu)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         samples, key, x = ctx.saved_tensors
-        grad = grad.contiguous()
-        if x is None:
-            grad = _drop(grad, samples, key, *ctx.channels)
-        else:
-            grad = _drop(x, samples, key, *ctx.channels, True, grad)
-        return grad, None, None, None, None, None
+        function = _gradient_operator if _is_traced(grad) else drop_gradient
+        grad_x, sums = function(grad.contiguous(), x, samples, key, *ctx.options)
+        grad_bias = None if ctx.type_of_bias is None else sums.sum(0).to(ctx.type_of_bias)
+        return grad_x, grad_bias, grad if ctx.has_residual else None, None, None, None, None, None
 
 
 class Dropout(nn.Module):
@@ -137,6 +208,7 @@ class Dropout(nn.Module):
     Attributes:
         part: this rank's part of the random numbers.
         output_part: `part` as given.
+        linear: the layer before it, if that leaves the gradient of its bias to this one.
     """
 
     def __init__(self, rate: float, part: ActivationPart = WHOLE, gelu: bool = False):
@@ -144,22 +216,37 @@ class Dropout(nn.Module):
         self.rate, self.part, self.output_part, self.gelu = rate, part, part, gelu
         self.is_off = rate == 0.0  # compiled code depends on this, and so blocks of other rates share it
         self.key: Tensor | None = None  # see `drop`; not a buffer, since DDP would send it in each forward pass
+        self.linear: tuple[nn.Linear, ...] = ()  # a tuple, since as a module it would have two names
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         if self.key is not None:
             self.key = fn(self.key)
         return super()._apply(fn, recurse)
 
-    def forward(self, x: Tensor, samples: Tensor | None = None) -> Tensor:
-        """Drop elements of x; `samples` are those of the whole batch, by default `current_samples`."""
-        if not self.training or self.is_off:
-            return F.gelu(x) if self.gelu else x
+    def drops(self) -> bool:
+        """Whether it does anything now but GELU."""
+        return self.training and not self.is_off
+
+    def forward(self, x: Tensor, samples: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+        """Drop elements of x, and add it to `residual`.
+
+        Args:
+            x: see `drop`.
+            samples: those of the whole batch; by default `current_samples`.
+            residual: see `drop`.
+        """
+        if not self.drops():
+            x = F.gelu(x) if self.gelu else x
+            return x if residual is None else residual + x
         if samples is None and (samples := current_samples()) is None:
             raise RuntimeError("the forward pass of a model with dropout needs `with batch_of(samples):` in training")
         width, part = x.shape[-1], self.part
         if part.rows > 1:
             samples = samples.chunk(part.rows)[part.row]
-        return _Drop.apply(x.contiguous(), samples, self.key, part.column * width, part.columns * width, self.gelu)
+        bias = self.linear[0].bias if self.linear else None
+        channels = part.column * width, part.columns * width
+        residual = residual if residual is None else residual.contiguous()
+        return _Drop.apply(x.contiguous(), bias, residual, samples, self.key, *channels, self.gelu)
 
     def extra_repr(self) -> str:
         return f"{self.rate}"
@@ -175,7 +262,7 @@ class DropPath(Dropout):
         self.output_part = part
 
     def forward(self, x: Tensor, samples: Tensor | None = None) -> Tensor:
-        if not self.training or self.is_off:
+        if not self.drops():
             return x
         return x * super().forward(x.new_ones(len(x), *[1] * (x.ndim - 1)), samples)
 

@@ -3,7 +3,6 @@
 It reads and writes each element once and stores no mask. No thread draws another one's blocks.
 """
 
-import torch
 import triton
 import triton.language as tl
 from colossal_vit.rng.philox import BLOCK, word
@@ -46,7 +45,7 @@ def tail(x):
 
 @triton.jit
 def apply(x, grad, word0, word1, limit, scale, GELU: tl.constexpr):
-    """What `drop` stores of x (LANES, 16), whose bits are two words (LANES,)."""
+    """What `drop` makes of x (LANES, 16), whose bits are two words (LANES,), in the type of `scale`."""
     wide: tl.constexpr = scale.dtype
     values = x.to(wide)
     if GELU:
@@ -58,17 +57,28 @@ def apply(x, grad, word0, word1, limit, scale, GELU: tl.constexpr):
             values = (below + values * density) * grad.to(wide)
     bits = tl.join(word0, word1)[:, :, None] >> (tl.arange(0, 8) * 8).to(tl.uint64)[None, None, :]
     kept = bits.to(tl.uint8).to(tl.int32).reshape(x.shape) >= limit[:, None]
-    return (values * tl.where(kept, scale, 0.0)).to(x.dtype)  # inf · 0 is NaN, as on a CPU
+    return values * tl.where(kept, scale, 0.0)  # inf · 0 is NaN, as on a CPU
+
+
+@triton.jit
+def store_sums(sums, values, inside, left, COUNT: tl.constexpr, WIDTH: tl.constexpr):
+    """Store sums over rows of values (LANES, 16); WIDTH blocks are side by side, the first begins at column `left`."""
+    values = tl.where(inside, values, 0.0).reshape(values.shape[0] // WIDTH, WIDTH, 16)
+    column = left + tl.arange(0, WIDTH)[:, None] * 32 + tl.arange(0, 16)[None, :]
+    tl.store(sums + column, tl.sum(values, 0), (column >= 0) & (column < COUNT))
 
 
 @triton.jit
 def drop(
     x,
     grad,
+    residual,
     y,
+    sums,
     samples,
     key,
     purpose,
+    rows,
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
     FIRST: tl.constexpr,
@@ -76,37 +86,39 @@ def drop(
     GELU: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """y = values · mask / (1 − rate) for some blocks of one sample; x, grad and y are (B, TOKENS, COUNT).
+    """y = values · mask / (1 − rate) + residual, a tile of rows and blocks in a program; all are (B · TOKENS, COUNT).
 
-    The values are x; if GELU, GELU(x); if there is a grad, its product with GELU's derivative. Shapes are constants,
-    since to divide by variables takes a quarter of all instructions. A block is computed in two halves: for a whole one
-    a thread needs so many registers that too few threads run at once.
+    The values are x; if GELU, GELU(x); if there is a grad, its product with GELU's derivative. `sums`, if there are
+    any, are those of the tile's columns. Shapes are constants, since to divide by variables takes a quarter of all
+    instructions. A block is computed in two halves: for a whole one a thread needs so many registers that too few
+    threads run at once.
     """
     BLOCKS: tl.constexpr = (FIRST + COUNT + 31) // 32 - FIRST // 32  # of a row, in this rank's channels
-    PROGRAMS: tl.constexpr = (TOKENS * BLOCKS + LANES - 1) // LANES  # of a sample; other dimensions of a grid are small
-    sample = (tl.program_id(0) // PROGRAMS).to(tl.int64)
-    lane = tl.program_id(0) % PROGRAMS * LANES + tl.arange(0, LANES)
-    token, block = lane // BLOCKS, FIRST // 32 + lane % BLOCKS
-    half = tl.arange(0, 16)[None, :]
-    if FIRST % 32 == 0 and COUNT % 32 == 0:
-        at = lane[:, None] * 32 + half
-        inside0 = (token < TOKENS)[:, None]
-        inside1 = inside0
-    else:
-        channel = block[:, None] * 32 + half - FIRST
-        at = token[:, None] * COUNT + channel
-        inside0 = (token < TOKENS)[:, None] & (channel >= 0) & (channel < COUNT)
-        inside1 = (token < TOKENS)[:, None] & (channel >= -16) & (channel < COUNT - 16)
-    start = sample * (TOKENS * COUNT)
-    x0, x1 = tl.load(x + start + at, inside0), tl.load(x + start + at + 16, inside1)  # arrive while bits are drawn
+    WIDTH: tl.constexpr = 2 - BLOCKS % 2  # blocks of a tile; two are a line of the cache, in half precision
+    tile = tl.program_id(0) // (BLOCKS // WIDTH)
+    left = FIRST // 32 + tl.program_id(0) % (BLOCKS // WIDTH) * WIDTH  # the tile's first block
+    lane = tl.arange(0, LANES)
+    row, block = tile * (LANES // WIDTH) + lane // WIDTH, left + lane % WIDTH
+    sample, token = row // TOKENS, row % TOKENS
+    channel = block[:, None] * 32 - FIRST + tl.arange(0, 16)[None, :]
+    at = row.to(tl.int64)[:, None] * COUNT + channel
+    inside0 = (row < rows)[:, None]
+    inside1 = inside0
+    if FIRST % 32 != 0 or COUNT % 32 != 0:
+        inside0 = inside0 & (channel >= 0) & (channel < COUNT)
+        inside1 = inside1 & (channel >= -16) & (channel < COUNT - 16)
+    x0, x1 = tl.load(x + at, inside0), tl.load(x + at + 16, inside1)  # arrive while bits are drawn
     if grad is None:
         grad0, grad1 = None, None
     else:
-        grad0, grad1 = tl.load(grad + start + at, inside0), tl.load(grad + start + at + 16, inside1)
-    step, place = tl.load(samples + 2 * sample), tl.load(samples + 2 * sample + 1)
+        grad0, grad1 = tl.load(grad + at, inside0), tl.load(grad + at + 16, inside1)
+    if residual is not None:
+        residual0, residual1 = tl.load(residual + at, inside0), tl.load(residual + at + 16, inside1)
+    step = tl.load(samples + 2 * sample, row < rows)
+    place = tl.load(samples + 2 * sample + 1, row < rows)
     seed, layer, rate = tl.load(key), tl.load(key + 1), tl.load(key + 2).to(tl.int32)
-    WIDTH: tl.constexpr = (CHANNELS + 31) // 32
-    number = place * (TOKENS * WIDTH | 1) + token * WIDTH + block
+    PER_TOKEN: tl.constexpr = (CHANNELS + 31) // 32
+    number = place * (TOKENS * PER_TOKEN | 1) + token * PER_TOKEN + block
     zero = tl.zeros([LANES], tl.uint64)
     c0, c1, c2, c3 = philox(
         (number + 1).to(tl.uint64),  # numpy counts up before it draws
@@ -122,18 +134,42 @@ def drop(
     remain = (65536 - rate).to(wide)
     # Rounded as on a CPU: div_rn is for fp32 only, where / is not.
     scale = 65536.0 / remain if wide == tl.float64 else tl.div_rn(65536.0, remain)
-    tl.store(y + start + at, apply(x0, grad0, c0, c1, limit, scale, GELU), inside0)
-    tl.store(y + start + at + 16, apply(x1, grad1, c2, c3, limit, scale, GELU), inside1)
+    y0 = apply(x0, grad0, c0, c1, limit, scale, GELU)
+    if residual is not None:
+        y0 += residual0.to(wide)
+    tl.store(y + at, y0, inside0)
+    if sums is not None:
+        store_sums(sums + tile * COUNT, y0, inside0, left * 32 - FIRST, COUNT, WIDTH)
+    y1 = apply(x1, grad1, c2, c3, limit, scale, GELU)
+    if residual is not None:
+        y1 += residual1.to(wide)
+    tl.store(y + at + 16, y1, inside1)
+    if sums is not None:
+        store_sums(sums + tile * COUNT, y1, inside1, left * 32 - FIRST + 16, COUNT, WIDTH)
+
+
+def tiles(rows: int, first: int, count: int) -> tuple[int, int]:
+    """How many tiles (rows, count) elements have, the first of them in channel `first`: over rows, and over columns."""
+    blocks = -(-(first + count) // BLOCK) - first // BLOCK
+    width = 2 - blocks % 2
+    return -(-rows // (LANES // width)), blocks // width
 
 
 def launch(
-    x: Tensor, samples: Tensor, key: Tensor, first: int, channels: int, gelu: bool = False, grad: Tensor | None = None
-) -> Tensor:
-    """See `dropout.drop`."""
-    y = torch.empty_like(x)
-    batch, count = len(x), x.shape[-1]
-    tokens = x.numel() // (batch * count)
-    blocks = -(-(first + count) // BLOCK) - first // BLOCK
-    grid = (batch * triton.cdiv(tokens * blocks, LANES),)
-    drop[grid](x, grad, y, samples.contiguous(), key, word("dropout"), tokens, channels, first, count, gelu, LANES)
-    return y
+    x: Tensor,
+    y: Tensor,
+    samples: Tensor,
+    key: Tensor,
+    first: int,
+    channels: int,
+    gelu: bool,
+    grad: Tensor | None = None,
+    residual: Tensor | None = None,
+    sums: Tensor | None = None,
+) -> None:
+    """Write y, of the shape of x, and sums (tiles over rows, c) as `drop` does. The others: see `dropout.drop`."""
+    tokens, count = x.shape[1:-1].numel(), x.shape[-1]
+    rows = len(x) * tokens
+    over_rows, over_columns = tiles(rows, first, count)
+    tensors = x, grad, residual, y, sums, samples.contiguous(), key
+    drop[(over_rows * over_columns,)](*tensors, word("dropout"), rows, tokens, channels, first, count, gelu, LANES)
