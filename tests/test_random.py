@@ -47,14 +47,16 @@ def states():
 
 
 def recorded(model):
-    """Train for `MICRO_STEPS`; returns inputs and outputs of the dropout layers by name, and whether nothing drew."""
+    """Train for `MICRO_STEPS`; returns what dropout layers had and returned, by name, and whether nothing drew."""
     config, calls = gpc.config, defaultdict(list)
     for chunk in model if isinstance(model, nn.ModuleList) else [model]:
         for name, module in chunk.named_modules():
             if isinstance(module, Dropout) and module.rate:
-                module.register_forward_hook(
-                    lambda module, inputs, output, name=name: calls[name].append((module, inputs[0], output))
-                )
+
+                def record(module, inputs, options, output, name=name):
+                    calls[name].append((module, inputs[0], options.get("residual"), output))
+
+                module.register_forward_hook(record, with_kwargs=True)
     shape = (config.BATCH_SIZE, 3, config.IMG_SIZE, config.IMG_SIZE)
     batches = mixed(SyntheticBatches(MICRO_STEPS, shape, config.NUM_CLASSES, torch.device("cpu"), 0), config)
     engine, batches, *_ = initialize(model, build_optimizer(config, model), build_criterion(config), batches)
@@ -98,14 +100,15 @@ def parts(calls, rows):
     """
     found = {}
     for name, passes in calls.items():
-        module, x, _ = passes[0]
+        module, x, *_ = passes[0]
         width = 1 if isinstance(module, DropPath) else gpc.config.HIDDEN_SIZE * (4 if "drop1" in name else 1)
         columns = width // (1 if isinstance(module, DropPath) else x.shape[-1])
         candidates = set(itertools.product(range(rows), range(columns)))
-        for number, (_, x, y) in enumerate(passes):
+        for number, (_, x, residual, y) in enumerate(passes):
             whole, x = mask(module, name, number, width), nn.functional.gelu(x) if module.gelu else x
             cut = [part.chunk(columns, dim=2) for part in whole.chunk(rows)]
-            candidates = {(row, column) for row, column in candidates if torch.equal(cut[row][column] * x, y)}
+            residual = -0.0 if residual is None else residual
+            candidates = {(row, column) for row, column in candidates if y.equal(residual + cut[row][column] * x)}
         assert len(candidates) == 1, f"{name}: its mask is that of {candidates or 'no part'}"
         found[name] = (*candidates.pop(), rows, columns)
     return found
