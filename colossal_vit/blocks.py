@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from colossal_vit.rng.dropout import Dropout
+from colossal_vit.rng.dropout import Dropout, is_traced
 from timm.layers import Attention, Mlp
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
@@ -60,8 +60,7 @@ class _SplitHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        traced = torch.compiler.is_compiling() or type(grads[0]) is not Tensor
-        grad, sums = (_merge_heads if traced else merge_heads)(*grads)
+        grad, sums = (_merge_heads if is_traced(grads[0]) else merge_heads)(*grads)
         return grad, None if ctx.type_of_bias is None else sums.sum(0).to(ctx.type_of_bias), None
 
 
