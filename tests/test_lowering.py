@@ -43,12 +43,12 @@ def of_block(lowered, measure):
 
 
 def test_a_compiled_block_stays_within_its_budget(base):
-    """Beside its 12 products and 2 attentions, which libraries compute: 33.5 kernels, as blocks take turns.
+    """Beside its 12 products and 2 attentions, which libraries compute, and `merge_heads`: at most 34 kernels.
 
     Of them, 16 cast weights, biases and their gradients between fp32 and bf16.
     """
     lowered, _ = base
-    assert of_block(lowered, lambda kernels: sum(not each.generated for each in kernels)) == 12 + 2
+    assert of_block(lowered, lambda kernels: sum(not each.generated for each in kernels)) == 12 + 2 + 1
     assert of_block(lowered, num_generated) <= 34
     assert of_block(lowered, num_bytes) <= 2.7e9
 

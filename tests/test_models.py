@@ -66,7 +66,7 @@ def test_a_model_without_positions_keeps_none():
 
 def test_a_model_that_timm_cannot_build_is_refused():
     config = config_of("vit_base_mci_224", IMG_SIZE=1)
-    with pytest.raises(UserError, match=r"cannot be built with these sizes: .*Kernel size can't be greater"):
+    with pytest.raises(UserError, match=r"cannot be built with these sizes: .+"):
         check_timm_vit(config, Layout(1, 1, 1, None, 1))
 
 

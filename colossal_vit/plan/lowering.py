@@ -227,7 +227,7 @@ def _lower(graph: GraphModule, capability: tuple[int, int], options: dict[str, A
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.graph import GraphLowering
     from torch._inductor.virtualized import V
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses import fake_tensor
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.utils import _triton
     from triton.runtime.driver import driver
@@ -244,10 +244,11 @@ def _lower(graph: GraphModule, capability: tuple[int, int], options: dict[str, A
         found.extend([_kernels_of(lowering.scheduler), getattr(code, "value", code)])
         raise _Lowered
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
     with (
         mock.patch.multiple(torch.cuda, create=True, **_answers(capability)),
-        mock.patch.object(FakeTensorMode, "avoid_device_init", True),
+        mock.patch.object(fake_tensor.FakeTensorMode, "avoid_device_init", True),
+        mock.patch.object(fake_tensor, "init_gpu_context"),  # which in torch 2.10 would start CUDA
         mock.patch.object(GraphLowering, "codegen", stop_after),
         config.patch(compile_threads=1, force_disable_caches=True),
         torch._guards.tracing(torch._guards.TracingContext(mode)),
