@@ -187,7 +187,7 @@ def test_a_mistake_on_all_ranks_ends_them_with_one_line_and_exit_code_2(tmp_path
     for name, (more, _) in cases.items():
         script = training.DATA_PARALLEL if name == "another script's" else training.HYBRID
         port, ranks = fork_ranks.free_port(), range(1 if "--rank" in more else 2)
-        argv = [by_hand(output, *more, rank=rank, port=port) for rank in ranks]
+        argv = [by_hand(f"{output} of {name}", *more, rank=rank, port=port) for rank in ranks]
         worlds[name] = fork_ranks.start(script, argv, [{}] * len(argv))
     for name, world in worlds.items():
         result = world.wait()
@@ -200,7 +200,7 @@ def test_a_mistake_on_all_ranks_ends_them_with_one_line_and_exit_code_2(tmp_path
             assert re.match(r"train_(hybrid|dp)\.py: error: ", line), f"{name}: {result}"
             assert all(word in line for word in cases[name][1]), f"{name}: {result}"
     occupant.close()
-    assert not output.exists()
+    assert not list(tmp_path.glob("output*"))
 
 
 ON_A_GPU = "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.88 GiB is free."
