@@ -89,7 +89,8 @@ class LeanAttention(Attention):
 
     def forward(self, x: Tensor, residual: Tensor | None = None, **options: Any) -> Tensor:
         """x (B, N, C) to (B, queries, C); a residual is for a `Dropout` at the end, `options` are timm's."""
-        q, k, v = _SplitHeads.apply(self.qkv(x), self.qkv.bias, self.num_heads)
+        bias = self.qkv.bias if isinstance(self.qkv, LeanLinear) else None
+        q, k, v = _SplitHeads.apply(self.qkv(x), bias, self.num_heads)
         q, k = self.q_norm(q[:, :, : self.queries]), self.k_norm(k)
         heads = F.scaled_dot_product_attention(q, k, v, **options)
         x = self.proj(self.norm(heads.transpose(1, 2).flatten(2)))
@@ -120,17 +121,21 @@ class LeanBlock(Block):
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
 
-def make_lean(block: nn.Module) -> bool:
-    """Make a block of timm, if it is a plain `Block`, one of these; whether it is now."""
+def make_lean(block: nn.Module, biases: bool = True) -> bool:
+    """Make a block of timm, if it is a plain `Block`, one of these; whether it is now.
+
+    Without `biases` its linear layers stay PyTorch's, which can be split over ranks.
+    """
     attention, mlp = getattr(block, "attn", None), getattr(block, "mlp", None)
     plain = type(block) is Block and type(attention) is Attention and not getattr(attention, "gate", None)
     if not plain or type(mlp) is not Mlp:
         return type(block) is LeanBlock
     block.__class__, attention.__class__, mlp.__class__ = LeanBlock, LeanAttention, LeanMlp
-    attention.qkv.__class__ = LeanLinear
+    attention.qkv.__class__ = LeanLinear if biases else nn.Linear
     pairs = [(attention.proj, attention.proj_drop), (mlp.fc1, mlp.drop1), (mlp.fc2, mlp.drop2)]
     for linear, dropout in pairs:
-        if isinstance(dropout, Dropout) and linear.bias is not None and dropout.gelu == (dropout is mlp.drop1):
+        takes = isinstance(dropout, Dropout) and dropout.gelu == (dropout is mlp.drop1)
+        if biases and takes and linear.bias is not None:
             linear.__class__, linear.dropout, dropout.linear = LeanLinear, (dropout,), (linear,)
     between = block.ls1, block.drop_path1, block.ls2, block.drop_path2
     drops = all(isinstance(dropout, Dropout) for _, dropout in pairs)

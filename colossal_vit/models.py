@@ -38,7 +38,7 @@ def skip_unused_tokens(model: VisionTransformer) -> None:
     The results are the same but for rounding. A block of another kind than `Block` is left as it is.
     """
     last = model.blocks[-1]
-    if model.global_pool == "token" and make_lean(last):
+    if model.global_pool == "token" and make_lean(last, biases=False):
         last.attn.queries = 1
 
 
