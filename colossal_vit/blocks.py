@@ -131,13 +131,13 @@ def make_lean(block: nn.Module, biases: bool = True) -> bool:
     if not plain or type(mlp) is not Mlp:
         return type(block) is LeanBlock
     block.__class__, attention.__class__, mlp.__class__ = LeanBlock, LeanAttention, LeanMlp
-    attention.qkv.__class__ = LeanLinear if biases else nn.Linear
-    pairs = [(attention.proj, attention.proj_drop), (mlp.fc1, mlp.drop1), (mlp.fc2, mlp.drop2)]
-    for linear, dropout in pairs:
-        takes = isinstance(dropout, Dropout) and dropout.gelu == (dropout is mlp.drop1)
-        if biases and takes and linear.bias is not None:
-            linear.__class__, linear.dropout, dropout.linear = LeanLinear, (dropout,), (linear,)
     between = block.ls1, block.drop_path1, block.ls2, block.drop_path2
-    drops = all(isinstance(dropout, Dropout) for _, dropout in pairs)
+    drops = isinstance(attention.proj_drop, Dropout) and isinstance(mlp.drop2, Dropout)
     block.adds = drops and all(isinstance(each, nn.Identity) or getattr(each, "is_off", False) for each in between)
+    if biases:
+        attention.qkv.__class__ = LeanLinear
+        for linear, dropout in ((attention.proj, attention.proj_drop), (mlp.fc1, mlp.drop1), (mlp.fc2, mlp.drop2)):
+            takes = isinstance(dropout, Dropout) and dropout.gelu == (dropout is mlp.drop1)
+            if takes and linear.bias is not None:
+                linear.__class__, linear.dropout, dropout.linear = LeanLinear, (dropout,), (linear,)
     return True

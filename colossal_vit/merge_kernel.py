@@ -1,4 +1,4 @@
-"""`attention.merge_heads` as a Triton kernel: each gradient is read once, to be stored and to be summed."""
+"""`blocks.merge_heads` as a Triton kernel: each gradient is read once, to be stored and to be summed."""
 
 import triton
 import triton.language as tl

@@ -79,5 +79,5 @@ for shape in ((3, 2, 50, 48), (2, 3, 5, 64), (1, 1, 130, 8)):  # less than a til
         sums = torch.full((parts, y.shape[-1]), torch.nan, dtype=expected_sums.dtype, device=DEVICE)
         merge_kernel.launch(*rows, y, sums)
         assert y.cpu().equal(expected), (shape, dtype)
-        torch.testing.assert_close(sums.sum(0).cpu(), expected_sums, atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(sums.sum(0).cpu(), expected_sums)
 print("the same")

@@ -43,7 +43,7 @@ def of_block(lowered, measure):
 
 
 def test_a_compiled_block_stays_within_its_budget(base):
-    """Beside its 12 products and 2 attentions, which libraries compute, and `merge_heads`: at most 34 kernels.
+    """Beside its 12 products and 2 attentions, which libraries compute, and `merge_heads`: 32 kernels.
 
     Of them, 16 cast weights, biases and their gradients between fp32 and bf16.
     """

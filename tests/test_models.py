@@ -66,7 +66,8 @@ def test_a_model_without_positions_keeps_none():
 
 def test_a_model_that_timm_cannot_build_is_refused():
     config = config_of("vit_base_mci_224", IMG_SIZE=1)
-    with pytest.raises(UserError, match=r"cannot be built with these sizes: .+"):
+    too_small = r"Kernel size can't be greater|Calculated output size per channel: \[0, 0\]"  # of torch 2.14 | 2.10
+    with pytest.raises(UserError, match=rf"cannot be built with these sizes: .*({too_small})"):
         check_timm_vit(config, Layout(1, 1, 1, None, 1))
 
 
@@ -130,6 +131,7 @@ def use_timms_blocks(vit):
         ("vit_tiny_patch16_224", {"DROP_PATH_RATE": 0.5}, True),
         ("vit_small_patch14_reg4_dinov2", {}, True),
         ("deit3_small_patch16_224", {"LAYER_SCALE": 0.3}, True),
+        ("vit_base_patch16_clip_224", {}, True),
         ("vit_base_patch16_clip_quickgelu_224", {}, True),
         ("vit_tiny_patch16_224", {"POOL": "avg"}, True),
         ("vit_small_patch16_18x2_224", {}, False),

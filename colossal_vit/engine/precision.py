@@ -100,7 +100,7 @@ def _halve_residual(model: nn.Module, dtype: torch.dtype) -> None:
 
     Autocast leaves embeddings in fp32, as it does branches behind a layer scale, and so all sums with them.
     """
-    first = getattr(model, "pos_drop", None) or next(model.blocks.children())  # some models, and stages, have no first
+    first = getattr(model, "pos_drop", None) or next(model.blocks.children())  # a later pipeline stage has no pos_drop
     first.register_forward_pre_hook(lambda module, inputs: (inputs[0].to(dtype), *inputs[1:]))
     for module in model.blocks.modules():
         if isinstance(module, DropPath):  # the end of each branch

@@ -117,32 +117,31 @@ def drop_gradient(
         The gradient, of the shape of `grad`, and its sums, each of some rows: (parts, c), at least fp32; no parts if
         not wanted.
     """
+    sums = _empty_sums(grad, first, dtype, with_sums)
     if grad.is_cuda:
         from colossal_vit.rng import kernels
 
-        y, sums = _empty_gradient(grad, first, dtype, with_sums)
-        x, factor = (grad, None) if x is None else (x, grad)
-        gelu, written = factor is not None, sums if with_sums else None
-        kernels.launch(x, y, samples, key, first, channels, gelu, grad=factor, sums=written)
+        y, gelu = torch.empty_like(grad, dtype=dtype), x is not None
+        values, factor = (x, grad) if gelu else (grad, None)
+        written = sums if with_sums else None
+        kernels.launch(values, y, samples, key, first, channels, gelu, grad=factor, sums=written)
         return y, sums
     y = _drop_on_cpu(grad, samples, key, first, channels).to(dtype)
     if x is not None:
         y = torch.ops.aten.gelu_backward(y, x)
-    _, sums = _empty_gradient(y[:0], first, dtype, with_sums)
     if with_sums:
         sums[0] = y.flatten(0, -2).sum(0, dtype=sums.dtype)
     return y, sums
 
 
-def _empty_gradient(grad: Tensor, first: int, dtype: torch.dtype, with_sums: bool) -> tuple[Tensor, Tensor]:
-    """What `drop_gradient` returns, not written."""
+def _empty_sums(grad: Tensor, first: int, dtype: torch.dtype, with_sums: bool) -> Tensor:
+    """Those of `drop_gradient`, not written."""
     parts = int(with_sums)
     if with_sums and grad.is_cuda:
         from colossal_vit.rng import kernels
 
         parts, _ = kernels.tiles(grad.shape[:-1].numel(), first, grad.shape[-1])
-    sums = grad.new_empty(parts, grad.shape[-1], dtype=torch.promote_types(dtype, torch.float32))
-    return torch.empty_like(grad, dtype=dtype), sums
+    return grad.new_empty(parts, grad.shape[-1], dtype=torch.promote_types(dtype, torch.float32))
 
 
 _operator = custom_op("colossal_vit::drop", drop, mutates_args=())
@@ -156,7 +155,7 @@ def _(x: Tensor, residual: Tensor | None, *_: Any) -> Tensor:
 
 @_gradient_operator.register_fake
 def _(grad, x, samples, key, first, channels, dtype, with_sums):
-    return _empty_gradient(grad, first, dtype, with_sums)
+    return torch.empty_like(grad, dtype=dtype), _empty_sums(grad, first, dtype, with_sums)
 
 
 def is_traced(x: Tensor) -> bool:
@@ -183,7 +182,7 @@ class _Drop(torch.autograd.Function):
         gelu: bool,
     ) -> Tensor:
         ctx.save_for_backward(samples, key, x if gelu else None)
-        ctx.options = first, channels, x.dtype, bias is not None
+        ctx.options = first, channels, x.dtype
         ctx.type_of_bias = bias if bias is None else bias.dtype
         ctx.has_residual = residual is not None
         return (_operator if is_traced(x) else drop)(x, residual, samples, key, first, channels, gelu)
@@ -192,8 +191,9 @@ class _Drop(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         samples, key, x = ctx.saved_tensors
         function = _gradient_operator if is_traced(grad) else drop_gradient
-        grad_x, sums = function(grad.contiguous(), x, samples, key, *ctx.options)
-        grad_bias = None if ctx.type_of_bias is None else sums.sum(0).to(ctx.type_of_bias)
+        with_sums = ctx.type_of_bias is not None
+        grad_x, sums = function(grad.contiguous(), x, samples, key, *ctx.options, with_sums)
+        grad_bias = sums.sum(0).to(ctx.type_of_bias) if with_sums else None
         return grad_x, grad_bias, grad if ctx.has_residual else None, None, None, None, None, None
 
 
