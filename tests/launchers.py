@@ -87,7 +87,7 @@ def run(command, cwd=FOLDER, **variables):
     done = subprocess.run(
         command, cwd=cwd, env=environment(**variables), capture_output=True, text=True, timeout=fork_ranks.PATIENCE
     )
-    return done.returncode, done.stdout + done.stderr
+    return done.returncode, fork_ranks.own_lines(done.stdout + done.stderr)
 
 
 def wait_until(condition, what):
