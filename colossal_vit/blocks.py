@@ -24,13 +24,13 @@ def merge_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         (B, N, C), C = 3 · heads · size, and its sums over B and N, each of some rows: (parts, C), at least fp32.
     """
     y, sums = _results(q)
-    q, k, v = (each.transpose(1, 2).flatten(2) for each in (q, k, v))
+    parts = [each.transpose(1, 2).flatten(2) for each in (q, k, v)]
     if q.is_cuda:
         from colossal_vit import merge_kernel  # here, since a CPU needs no Triton
 
-        merge_kernel.launch(q, k, v, y, sums)
+        merge_kernel.launch(*parts, y, sums)
     else:
-        torch.cat([q, k, v], 2, out=y)
+        torch.cat(parts, 2, out=y)
         sums[0] = y.flatten(0, 1).sum(0, dtype=sums.dtype)
     return y, sums
 
@@ -109,7 +109,7 @@ class LeanBlock(Block):
     """timm's block of a `LeanAttention`.
 
     Attributes:
-        adds: whether nothing is between its dropouts and the residual.
+        adds: whether its MLP is a `LeanMlp`, and nothing is between its dropouts and the residual.
     """
 
     def forward(self, x: Tensor, **options: Any) -> Tensor:
@@ -122,22 +122,25 @@ class LeanBlock(Block):
 
 
 def make_lean(block: nn.Module, biases: bool = True) -> bool:
-    """Make a block of timm, if it is a plain `Block`, one of these; whether it is now.
+    """Make a block of timm, if it is a `Block` with plain attention, one of these; whether it is now.
 
     Without `biases` its linear layers stay PyTorch's, which can be split over ranks.
     """
     attention, mlp = getattr(block, "attn", None), getattr(block, "mlp", None)
-    plain = type(block) is Block and type(attention) is Attention and not getattr(attention, "gate", None)
-    if not plain or type(mlp) is not Mlp:
+    if type(block) is not Block or type(attention) is not Attention or getattr(attention, "gate", None):
         return type(block) is LeanBlock
-    block.__class__, attention.__class__, mlp.__class__ = LeanBlock, LeanAttention, LeanMlp
-    between = block.ls1, block.drop_path1, block.ls2, block.drop_path2
-    drops = isinstance(attention.proj_drop, Dropout) and isinstance(mlp.drop2, Dropout)
-    block.adds = drops and all(isinstance(each, nn.Identity) or getattr(each, "is_off", False) for each in between)
+    block.__class__, attention.__class__ = LeanBlock, LeanAttention
+    pairs, between = [(attention.proj, attention.proj_drop)], (block.ls1, block.drop_path1, block.ls2, block.drop_path2)
+    block.adds = False
+    if type(mlp) is Mlp:
+        mlp.__class__ = LeanMlp
+        pairs += [(mlp.fc1, mlp.drop1), (mlp.fc2, mlp.drop2)]
+        drops = isinstance(attention.proj_drop, Dropout) and isinstance(mlp.drop2, Dropout)
+        block.adds = drops and all(isinstance(each, nn.Identity) or getattr(each, "is_off", False) for each in between)
     if biases:
         attention.qkv.__class__ = LeanLinear
-        for linear, dropout in ((attention.proj, attention.proj_drop), (mlp.fc1, mlp.drop1), (mlp.fc2, mlp.drop2)):
-            takes = isinstance(dropout, Dropout) and dropout.gelu == (dropout is mlp.drop1)
+        for linear, dropout in pairs:
+            takes = isinstance(dropout, Dropout) and dropout.gelu == (linear is getattr(mlp, "fc1", None))
             if takes and linear.bias is not None:
                 linear.__class__, linear.dropout, dropout.linear = LeanLinear, (dropout,), (linear,)
     return True

@@ -28,6 +28,7 @@ def merge(q, k, v, y, sums, rows, COUNT: tl.constexpr, TILE: tl.constexpr):
 
 
 def launch(q: Tensor, k: Tensor, v: Tensor, y: Tensor, sums: Tensor) -> None:
-    """See `merge`."""
+    """See `merge`; q, k and v are (B, N, COUNT)."""
+    q, k, v = (each.contiguous() for each in (q, k, v))  # CUDA's attention without a fused kernel transposes some
     rows, count = q.shape[:-1].numel(), q.shape[-1]
     merge[(len(sums) * 3 * triton.cdiv(count, TILE),)](q, k, v, y, sums, rows, count, TILE)

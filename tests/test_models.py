@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from colossal_vit import config as configs
-from colossal_vit.blocks import LeanBlock, LeanLinear
+from colossal_vit.blocks import LeanBlock, LeanLinear, LeanMlp
 from colossal_vit.config.settings import IMAGENET
 from colossal_vit.engine import initialize
 from colossal_vit.errors import UserError
@@ -116,7 +116,9 @@ def logits_and_gradients(vit, images=3):
 def use_timms_blocks(vit):
     for block in vit.blocks:
         if type(block) is LeanBlock:
-            block.__class__, block.attn.__class__, block.mlp.__class__ = Block, Attention, Mlp
+            block.__class__, block.attn.__class__ = Block, Attention
+            if type(block.mlp) is LeanMlp:
+                block.mlp.__class__ = Mlp
             for module in block.modules():
                 if type(module) is LeanLinear:
                     module.__class__ = nn.Linear
@@ -133,6 +135,7 @@ def use_timms_blocks(vit):
         ("deit3_small_patch16_224", {"LAYER_SCALE": 0.3}, True),
         ("vit_base_patch16_clip_224", {}, True),
         ("vit_base_patch16_clip_quickgelu_224", {}, True),
+        ("vit_giant_patch14_dinov2", {"HIDDEN_SIZE": 48, "DROP_RATE": 0.1}, True),
         ("vit_tiny_patch16_224", {"POOL": "avg"}, True),
         ("vit_small_patch16_18x2_224", {}, False),
     ],

@@ -364,12 +364,14 @@ def test_half_residual_sums_in_half_precision():
 
 
 @pytest.mark.parametrize(
-    "name", ["deit3_small_patch16_224", "vit_small_patch16_rope_224", "vit_small_patch16_18x2_224"]
+    "name",
+    ["deit3_small_patch16_224", "vit_small_patch16_rope_224", "vit_small_patch16_18x2_224", "vit_base_patch16_clip_224"],
 )
-def test_half_residual_sums_in_half_precision_behind_a_layer_scale(name):
+def test_half_residual_sums_in_half_precision_behind_a_layer_scale_or_a_norm(name):
     def function():
         config = training.config_of(training.flags(script=training.CALTECH101, MODEL=name), training.CALTECH101)
         model = build_timm_vit(config)
+        model.norm_pre.register_forward_hook(lambda norm, inputs, output: output.float())  # as autocast does on a GPU
         dtypes = []
         for block in model.blocks:
             block.register_forward_hook(lambda block, inputs, output: dtypes.append(output.dtype))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from colossal_vit.blocks import LeanAttention
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.ranks import RankLogger, all_gather_object
 from colossal_vit.rng.dropout import Dropout
@@ -53,15 +54,18 @@ def why_eager(device: torch.device) -> str | None:
     return lacks and f"it needs {lacks}"
 
 
-def check_dropout(model: nn.Module) -> None:
-    """Refuse to train a model with dropout where its kernel cannot be made, compiled model or not.
+def check_kernels(model: nn.Module) -> None:
+    """Refuse to train a model where the kernels of its dropout and attention cannot be made, compiled model or not.
 
     Raises:
-        UserError: if the device is a GPU, and this machine lacks what that needs.
+        UserError: if the device is a GPU, and this machine lacks what they need.
     """
-    drops = any(isinstance(module, Dropout) and not module.is_off for module in model.modules())
     device = get_accelerator().get_current_device()
-    if drops and device.type == "cuda" and (lacks := missing(device)):
+    if device.type != "cuda" or not (lacks := missing(device)):
+        return
+    if any(isinstance(module, LeanAttention) for module in model.modules()):
+        raise UserError(f"on a GPU, timm's models need {lacks}")
+    if any(isinstance(module, Dropout) and not module.is_off for module in model.modules()):
         raise UserError(f"on a GPU, DROP_RATE and DROP_PATH_RATE need {lacks}; or set both to 0")
 
 

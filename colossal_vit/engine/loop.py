@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from colossal_vit.data.batches import Loader
-from colossal_vit.engine.compilation import check_dropout
+from colossal_vit.engine.compilation import check_kernels
 from colossal_vit.engine.engine import Engine
 from colossal_vit.engine.micro_batches import MicroBatches
 from colossal_vit.parallel.ranks import RankLogger
@@ -64,9 +64,9 @@ class Trainer:
             hooks: called in the order of their priorities, the lowest first.
 
         Raises:
-            UserError: if this machine lacks what the model's dropout needs.
+            UserError: if this machine lacks what the model's kernels need.
         """
-        check_dropout(self.engine.model)
+        check_kernels(self.engine.model)
         self.steps_per_epoch = len(train_dataloader) // self.engine.accumulation
         self.cur_step = self.cur_epoch * self.steps_per_epoch + train_dataloader.start // self.engine.accumulation
         engine = self.engine

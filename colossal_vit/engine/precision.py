@@ -100,8 +100,9 @@ def _halve_residual(model: nn.Module, dtype: torch.dtype) -> None:
 
     Autocast leaves embeddings in fp32, as it does branches behind a layer scale, and so all sums with them.
     """
-    first = getattr(model, "pos_drop", None) or next(model.blocks.children())  # a later pipeline stage has no pos_drop
-    first.register_forward_pre_hook(lambda module, inputs: (inputs[0].to(dtype), *inputs[1:]))
+    # Before the dropout of the positions, and after a norm behind it. A later pipeline stage has no pos_drop.
+    for module in filter(None, (getattr(model, "pos_drop", None), next(model.blocks.children()))):
+        module.register_forward_pre_hook(lambda module, inputs: (inputs[0].to(dtype), *inputs[1:]))
     for module in model.blocks.modules():
         if isinstance(module, DropPath):  # the end of each branch
             module.register_forward_hook(lambda path, inputs, output: output.to(dtype))

@@ -91,7 +91,7 @@ def format_plan(plan: Plan, machine: Machine, request: Request) -> str:
     elif config.COMPILE and isinstance(machine, Gpus):
         lines.append(
             f"COMPILE = {config.COMPILE!r}, but steps are planned as eager ones: torch {torch.__version__} in "
-            f"{config.DTYPE} cannot be lowered, torch {lowering.TORCH} in float32 can"
+            f"{config.DTYPE} cannot be lowered, torch {' or '.join(lowering.VERSIONS)} in float32 can"
         )
     if machine.warning:
         lines.append(machine.warning)

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
-TORCH = "2.14"  # Inductor is taken apart here by names that other versions may lack
+VERSIONS = "2.10", "2.14"  # of torch; Inductor is taken apart here by names that others may lack
 FEW, MANY = DEPTHS = (2, 4)  # of the models that are lowered; Inductor fuses the residual sums of two blocks in turns
 # From the tables of compute capabilities and the data sheets: multiprocessors, bytes of shared memory, of the L2 cache.
 H100, A100 = (9, 0), (8, 0)
@@ -38,7 +38,7 @@ GPUS = {H100: (132, 232448, 50 << 20), A100: (108, 166912, 40 << 20)}
 
 def can_lower(config: Config) -> bool:
     """Whether a config's compiled step can be lowered here."""
-    return torch.__version__.startswith(f"{TORCH}.") and config.DTYPE == "float32"
+    return torch.__version__.startswith(tuple(f"{version}." for version in VERSIONS)) and config.DTYPE == "float32"
 
 
 class Kernel(NamedTuple):
