@@ -191,7 +191,7 @@ def test_what_needs_a_c_compiler_on_a_gpu(monkeypatch):
     monkeypatch.setattr(compilation, "missing", lambda _: "a C compiler")
     compilation.check_kernels(torch.nn.Sequential(Dropout(0.0)))
     config = training.config_of(training.flags(script=training.CALTECH101, DROP_RATE=0.0), training.CALTECH101)
-    with pytest.raises(UserError, match="^on a GPU, timm's models need a C compiler$"):
+    with pytest.raises(UserError, match=r"^on a GPU, timm's models need a C compiler$"):
         compilation.check_kernels(build_timm_vit(config))
     engine = SimpleNamespace(model=torch.nn.Sequential(Dropout(0.0), Dropout(0.1)))
     with pytest.raises(UserError) as error:

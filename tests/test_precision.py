@@ -365,7 +365,12 @@ def test_half_residual_sums_in_half_precision():
 
 @pytest.mark.parametrize(
     "name",
-    ["deit3_small_patch16_224", "vit_small_patch16_rope_224", "vit_small_patch16_18x2_224", "vit_base_patch16_clip_224"],
+    [
+        "deit3_small_patch16_224",
+        "vit_small_patch16_rope_224",
+        "vit_small_patch16_18x2_224",
+        "vit_base_patch16_clip_224",
+    ],
 )
 def test_half_residual_sums_in_half_precision_behind_a_layer_scale_or_a_norm(name):
     def function():

@@ -4,7 +4,7 @@
 
 Processes: any number; the published run had 4 A100s and took 78.58 h (ViT-B/32: 14.58 h, L/32: 37.83 h). On another
 number keep the global batch: `--dry-run` says how. Expected accuracy: the tutorial shows its curve in a picture only.
-On an H100 its speed was measured. `config_sample.py` runs in minutes on a CPU.
+An H100 was measured at 3,650 images/s of random images, at 3bef312. `config_sample.py` runs in minutes on a CPU.
 """
 
 from colossalai.amp import AMP_TYPE
