@@ -20,7 +20,7 @@ import timm
 import torch
 from colossal_vit.checkpoint import storage
 from colossal_vit.checkpoint.timm_model import load_model
-from colossal_vit.data.decoding import FORMATS, endings, to_rgb
+from colossal_vit.data.decoding import endings, read_rgb
 from colossal_vit.data.folders import list_files
 from colossal_vit.errors import Parser, UserError, blame, in_one_line, run_command
 from PIL import Image
@@ -91,8 +91,7 @@ def predict(model: nn.Module, paths: Sequence[Path], top: int, device: torch.dev
 
     def prepare(path: Path) -> Tensor | str:
         try:
-            with Image.open(path, formats=FORMATS) as image:
-                return transform(to_rgb(image))
+            return transform(read_rgb(path))
         except Exception as error:  # decoders raise nearly any exception for a broken file
             return f"{path}: cannot be decoded: {error}"
 

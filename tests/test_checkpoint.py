@@ -123,6 +123,18 @@ def test_a_run_keeps_the_newest_and_the_best(tmp_path, monkeypatch):
     assert storage.Checkpoint(kept[0]).state["best"] == {"accuracy": 0.6, "step": 22}
 
 
+def test_the_best_checkpoint_of_another_run_is_not_a_runs_own(trained, tmp_path, monkeypatch):
+    original = MetricsHook.after_test
+
+    def after_test(hook, trainer):
+        original(hook, trainer)
+        hook.accuracy = 0.01
+
+    monkeypatch.setattr(MetricsHook, "after_test", after_test)
+    run = training.train(tmp_path, 1, "--resume", str(trained.output), steps=None, **EVERY_20, NUM_EPOCHS=2)
+    assert storage.open_named(run.output).state["best"] == {"accuracy": 0.01, "step": 88}
+
+
 def test_the_clock_makes_a_checkpoint_due(tmp_path):
     """A hundredth of a second after the last one, found by rank 0 and heard by the other a step later."""
     values = {"checkpoint.every_minutes": 1e-4, "checkpoint.keep": 1000, "parallel.pipeline": 2}
@@ -593,12 +605,14 @@ def trained(tmp_path_factory):
     [(4, {"parallel.pipeline": 2, "BATCH_SIZE": 14}), (4, {"parallel.tensor.mode": "2d", "parallel.tensor.size": 4})],
 )
 def test_eval_only_is_exact_on_any_world_size(processes, values, trained):
+    """Also where the training set has too few images for a step."""
+
     def files():
         every = (path for path in trained.output.rglob("*") if "evaluation" not in path.parts and path.is_file())
         return sorted((path, path.stat().st_mtime_ns) for path in every)
 
     before = files()
-    run = training.train(trained.output, processes, "--eval-only", DEPTH=2, **values)
+    run = training.train(trained.output, processes, "--eval-only", DEPTH=2, gradient_accumulation=500, **values)
     (said,) = re.findall(r"test accuracy (\S+)% \((\d+) of 360 images\), loss (\S+)", "".join(run.stdout))
     expected = trained.evaluations[-1]
     assert int(said[1]) == round(expected["eval_accuracy"] * 360)

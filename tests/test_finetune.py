@@ -247,7 +247,7 @@ def test_how_the_images_of_weights_were_normalised(where, file, run, tmp_path):
     (tmp_path / "config.json").write_text(HALF_CONFIG)
     source = {"run": run, "folder": tmp_path, "name": "vit_tiny_patch16_224.augreg_in21k", "file": file}[where]
     expected = {"run": (cifar10.MEAN, cifar10.STD), "file": None}.get(where, HALF)
-    found = weights.find_normalization(weights.find(str(source)))
+    found = weights.find_state(weights.find(str(source))).get("normalization")
     assert (found and tuple(map(list, found))) == (expected and tuple(map(list, expected)))
 
 

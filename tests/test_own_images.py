@@ -13,8 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from colossal_vit import predict
 from colossal_vit.checkpoint import storage
+from colossal_vit.checkpoint.timm_model import export_timm
 from colossal_vit.config import settings
 from colossal_vit.data import class_images, imagenet
 from colossal_vit.data.class_images import Images, find_images, split_by_content
@@ -22,6 +24,7 @@ from colossal_vit.data.digits import write_caltech101, write_cifar10
 from colossal_vit.data.folders import has_class_folders
 from colossal_vit.data.source import USUAL, expected_classes, find_format
 from colossal_vit.errors import UserError
+from colossal_vit.hooks import answers as answers_hook
 from colossal_vit.parallel.ranks import RankLogger
 from colossalai.context import Config
 from PIL import Image
@@ -389,7 +392,7 @@ def test_images_that_are_decoded_for_each_batch_are_the_same(layout, flat, alone
     assert os.listdir(root / ".decoded") == ["contents.json"]
 
 
-def test_classes_of_any_name_are_evaluated_and_asked_about(tmp_path, capfd):
+def test_classes_of_any_name_are_evaluated_and_asked_about(tmp_path, capfd, monkeypatch):
     """The images are alike, so that some are mistaken; two `$` in a line are a formula for matplotlib."""
     root, names = tmp_path / "data", ["A$", "US$", "fl\udcf6wer$"]
     for seed, name in enumerate(names):
@@ -406,6 +409,9 @@ def test_classes_of_any_name_are_evaluated_and_asked_about(tmp_path, capfd):
     with open(answers, newline="", errors="surrogateescape") as file:
         rows = list(csv.DictReader(file))
     assert [{row[f"class_{k}"] for k in (1, 2, 3)} for row in rows] == [set(names)] * 30
+    monkeypatch.setattr(answers_hook, "SHOWN", 0)
+    train(run.output, root, "--eval-only", steps=None)
+    assert sorted(os.listdir(run.output / "evaluation")) == ["classes.csv", "confusion.png"], "none of an earlier one"
 
 
 def test_more_classes_of_the_config_than_of_the_data_are_kept(flat, tmp_path):
@@ -589,9 +595,11 @@ def test_classes_that_the_model_has_not_learned_are_not_evaluated(alone, flat, t
     line = training.refused(alone.output, 1, "--eval-only", DATA=str(root), BATCH_SIZE=16)
     said = "was trained with other classes (without dog house with Dog house): "
     assert f"{said}set DATA to images of its" in line
-    head = {"finetune.weights": str(alone.output), "finetune.head": "keep"}
-    line = training.refused(tmp_path / "run", 1, "--eval-only", DATA=str(root), BATCH_SIZE=16, **head)
-    assert f"{said}set finetune.head to 'new'" in line
+    export_timm(storage.open_named(alone.output), tmp_path / "exported", torch.float32, ema=False)
+    for source in (alone.output, tmp_path / "exported"):
+        head = {"finetune.weights": str(source), "finetune.head": "keep"}
+        line = training.refused(tmp_path / "run", 1, "--eval-only", DATA=str(root), BATCH_SIZE=16, **head)
+        assert f"{said}set finetune.head to 'new'" in line
 
 
 def test_class_folders_may_be_links(tmp_path):

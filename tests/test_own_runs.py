@@ -12,7 +12,7 @@ import time
 
 import pytest
 from colossal_vit import config
-from colossal_vit.checkpoint import __main__, lock, storage
+from colossal_vit.checkpoint import __main__, lock, storage, weights
 from colossal_vit.config import settings
 from colossal_vit.data import cifar10, identity
 from colossal_vit.data.digits import write_caltech101, write_cifar10
@@ -478,6 +478,13 @@ def test_another_number_of_heads_is_not_evaluated(tmp_path):
     line = refused(tmp_path.with_name("other"), NUM_HEADS=2, **finetune)
     assert "was trained with NUM_HEADS = 4, not 2: set it to theirs" in line
     assert "test accuracy" in run(tmp_path, "--eval-only", "--accept-changes", NUM_HEADS=2)
+
+
+def test_the_number_of_heads_may_be_that_of_a_model_of_timm():
+    usual, named = {"MODEL": "vit_tiny_patch16_224"}, {"NUM_HEADS": 3}
+    assert weights.other_heads(usual, named) == weights.other_heads(named, usual) == ""
+    assert weights.other_heads(usual, {"NUM_HEADS": 6}) == "was trained with NUM_HEADS = 3, not 6"
+    assert weights.other_heads({}, named) == "", "nobody knows"
 
 
 def test_damaged_records_are_left_out_and_named_and_the_run_resumes(trained):

@@ -187,7 +187,7 @@ def test_ctrl_c_gets_one_line(run, capsys, monkeypatch):
     def interrupt(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(predict, "to_rgb", interrupt)
+    monkeypatch.setattr(predict, "read_rgb", interrupt)
     code, lines, said = ask(capsys, run / "run", run / "images")
     assert (code, lines, said) == (130, [], "predict: error: interrupted\n")
 

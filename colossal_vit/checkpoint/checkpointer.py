@@ -132,7 +132,7 @@ class Checkpointer:
             return None
         try:
             self._weights = weights.find(named)
-            return weights.find_normalization(self._weights)
+            return weights.find_state(self._weights).get("normalization")
         except UserError as error:
             raise UserError(f"finetune.weights: {error}") from None
 
@@ -255,7 +255,8 @@ class Checkpointer:
             run.log.info(f"the weights are those of {path}, step {state['step']}")
             return
         self.trainer.cur_epoch = state["epoch"]
-        if not trained or not self._other_data(state):  # accuracies on other images are not comparable
+        # An accuracy on other images is not comparable, and a best checkpoint elsewhere is none of this run's.
+        if self._is_own(self.path) and not (trained and self._other_data(state)):
             self.best = state["best"]
         engine.optimizer.load_scaler_state(state["scaler"])
         self._seek(state)
@@ -368,8 +369,8 @@ class Checkpointer:
 
         def read() -> dict[str, Tensor]:
             try:
-                if head == "keep" and self._weights.checkpoint:
-                    self._check_classes(self._weights.checkpoint.state, named, "set finetune.head to 'new'")
+                if head == "keep":
+                    self._check_classes(weights.find_state(self._weights), named, "set finetune.head to 'new'")
                 return weights.read_fitted(self._weights, head, shapes, run.config)
             except UserError as error:
                 raise UserError(f"finetune.weights: {error}") from None

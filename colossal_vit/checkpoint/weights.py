@@ -13,13 +13,12 @@ from colossal_vit import typed_json
 from colossal_vit.checkpoint import lock, storage
 from colossal_vit.checkpoint.contents import UNTRAINED, Channels, State
 from colossal_vit.checkpoint.storage import MODEL, OPTIMIZER, STATE
-from colossal_vit.data.batches import Normalization
 from colossal_vit.errors import UserError
 from colossal_vit.typed_json import RECORD
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from timm.layers import build_sincos2d_pos_embed, resample_abs_pos_embed
+from timm.layers import Attention, build_sincos2d_pos_embed, resample_abs_pos_embed
 from timm.models import PretrainedCfg, get_pretrained_cfg, load_state_dict_from_hf
 from torch import Tensor
 from typing_extensions import TypedDict
@@ -73,6 +72,9 @@ class _FolderConfig(TypedDict):
     """config.json in a folder of timm's."""
 
     __pydantic_config__ = RECORD
+    architecture: NotRequired[str]
+    model_args: NotRequired[dict[str, Any] | None]
+    label_names: NotRequired[Any]
     pretrained_cfg: NotRequired[_Preprocessing]
 
 
@@ -94,26 +96,36 @@ def find(named: str) -> Found:
     return Found(named, path, storage.open_named(path) if of_run else None)
 
 
-def find_normalization(found: Found) -> Normalization | None:
-    """How the images were normalised that weights have learned from; None if nothing says it.
+def find_state(found: Found) -> Mapping[str, Any]:
+    """What is known of how weights were trained: `config`, `data` and `normalization` of a checkpoint's state, or less.
 
     Raises:
         UserError: if timm has no such weights, or what describes them cannot be read.
     """
     if not found.path:
         known = _timm_weights(found.named)
-        return known.mean, known.std
+        return {"config": {}, "normalization": (known.mean, known.std)}
     if found.checkpoint:
-        return found.checkpoint.state.get("normalization")
+        return found.checkpoint.state
     file = _file(found.path)
     state, config = file.with_name(STATE), file.with_name("config.json")
     if file.name == MODEL and state.exists():
-        return typed_json.read(state, State).get("normalization")
+        return typed_json.read(state, State)
     if file.name == MODEL and config.exists():
-        known = typed_json.read(config, _FolderConfig).get("pretrained_cfg", {})
-        if known.get("mean") and known.get("std"):
-            return known["mean"], known["std"]
-    return None
+        return _state_of_folder(typed_json.read(config, _FolderConfig))
+    return {"config": {}}
+
+
+def _state_of_folder(config: _FolderConfig) -> dict[str, Any]:
+    """What config.json in a folder of timm's says, as a checkpoint's state does."""
+    model = {"MODEL": config.get("architecture"), "NUM_HEADS": (config.get("model_args") or {}).get("num_heads")}
+    names, images = config.get("label_names"), config.get("pretrained_cfg", {})
+    known = images.get("mean"), images.get("std")
+    return {
+        "config": {key: value for key, value in model.items() if value},
+        "data": {"classes": names} if isinstance(names, list) else None,
+        "normalization": known if all(known) else None,
+    }
 
 
 def _file(path: Path) -> Path:
@@ -260,6 +272,15 @@ def _resample(weights: Weights, img_size: int, asked: str) -> None:
     tensors["pos_embed"] = resample_abs_pos_embed(position, grid, num_prefix_tokens=num_prefix)
 
 
+def _num_heads(config: Mapping[str, Any]) -> int | None:
+    """The number of heads of a config's model; None if it does not say."""
+    if "NUM_HEADS" in config or not timm.is_model(config.get("MODEL") or ""):
+        return config.get("NUM_HEADS")
+    with torch.device("meta"):
+        model = timm.create_model(config["MODEL"])
+    return next((module.num_heads for module in model.modules() if isinstance(module, Attention)), None)
+
+
 def other_heads(trained: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     """In words, if weights were trained with another number of heads, which no shape tells.
 
@@ -267,8 +288,8 @@ def other_heads(trained: Mapping[str, Any], config: Mapping[str, Any]) -> str:
         trained: the config of their run.
         config: of this run.
     """
-    before, now = trained.get("NUM_HEADS"), config.get("NUM_HEADS")
-    return "" if before in (None, now) else f"was trained with NUM_HEADS = {before}, not {now or 'the usual number'}"
+    before, now = _num_heads(trained), _num_heads(config)
+    return "" if None in (before, now) or before == now else f"was trained with NUM_HEADS = {before}, not {now}"
 
 
 def _has_learned_positions(weights: Weights) -> bool:
@@ -325,7 +346,7 @@ def read_fitted(
     theirs, ours = weights.tensors[PATCHES].shape[-1], shapes[PATCHES][-1]
     if theirs != ours:
         raise UserError(f"{named}: has patches of {theirs} px, but this model's are of {ours} px: {OTHER_MODEL}")
-    if found.checkpoint and (said := other_heads(found.checkpoint.state["config"], config)):
+    if said := other_heads(find_state(found)["config"], config):
         raise UserError(f"{named}: {said}: set it to theirs")
     if config.get("POSITIONS") == "sincos2d" and _has_learned_positions(weights):
         raise UserError(f"{named}: has learned positions, which POSITIONS = 'sincos2d' would not train: leave it out")
@@ -344,13 +365,14 @@ def read_fitted(
     return weights.tensors
 
 
-def _kept(found: Found, head: bool) -> dict[str, Any]:
-    """What a run's state says of its weights, and no shape tells: how many heads, and with the `head` its classes."""
-    if not found.checkpoint:
-        return {}
-    state = found.checkpoint.state
-    heads = {key: value for key, value in state["config"].items() if key == "NUM_HEADS"}
-    return {"config": heads, "data": state.get("data") if head else None}
+def _kept(state: Mapping[str, Any], head: bool) -> dict[str, Any]:
+    """What a state says of weights, and no shape tells: how many heads, and with the `head` its classes."""
+    heads = _num_heads(state["config"])
+    return {
+        "config": {"NUM_HEADS": heads} if heads else {},
+        "data": state.get("data") if head else None,
+        "normalization": state.get("normalization"),
+    }
 
 
 def import_timm(source: Path, path: Path, img_size: int | None, num_classes: int | None) -> Path:
@@ -375,7 +397,7 @@ def import_timm(source: Path, path: Path, img_size: int | None, num_classes: int
     if not source.exists():
         raise UserError(f"{source}: no such file or directory")
     found = find(str(source))
-    known, weights = find_normalization(found), read(found)
+    known, weights = find_state(found), read(found)
     if img_size is not None:
         _resample(weights, img_size, f"--img-size {img_size}")
     there = _num_classes(weights)
@@ -389,7 +411,7 @@ def import_timm(source: Path, path: Path, img_size: int | None, num_classes: int
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.resolve().parent.name == storage.FOLDER:  # a run may be writing there
             lock.acquire(path.resolve().parents[1])
-        state = {**UNTRAINED, **_kept(found, head=num_classes in (None, there)), "normalization": known}
+        state = {**UNTRAINED, **_kept(known, head=num_classes in (None, there))}
         storage.write(path, {MODEL: weights.tensors, OPTIMIZER: {}}, state)
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error}") from None

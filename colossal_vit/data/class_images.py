@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from colossal_vit import typed_json
 from colossal_vit.data.batches import read_ahead
-from colossal_vit.data.decoding import FORMATS, check_scan, endings, to_rgb
+from colossal_vit.data.decoding import FORMATS, check_scan, endings, read_rgb
 from colossal_vit.data.folders import advice_without_images, class_folders, list_files
 from colossal_vit.errors import UserError, blame, in_one_line
 from colossal_vit.files import atomic_folder, write_text
@@ -31,7 +31,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 from tqdm import tqdm
 
-DECODER = b"2"  # differs for caches that another version of `decode` made
+DECODER = b"3"  # differs for caches that another version of `decode` made
 TRAIN_FRACTION, SPLIT_SEED = 0.8, 0
 
 
@@ -211,9 +211,7 @@ def decode(images: Images, size: int, number: int) -> np.ndarray:
     """
     path = images.root / images.paths[number]
     try:
-        with Image.open(path, formats=FORMATS) as image:
-            image = to_rgb(image)
-        shrunk = v2.functional.resize(image, size, antialias=True)
+        shrunk = v2.functional.resize(read_rgb(path), size, antialias=True)
         return np.asarray(v2.functional.center_crop(shrunk, size))
     except Exception as error:  # decoders raise nearly any exception for a broken file
         raise UserError(f"{path}: cannot be decoded: {error}; repair or remove it") from None

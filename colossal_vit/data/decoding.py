@@ -1,6 +1,7 @@
 """Image files of any kind as upright RGB images of 8 bits a channel."""
 
 import re
+from pathlib import Path
 
 from PIL import Image, ImageOps
 
@@ -48,6 +49,13 @@ def to_rgb(image: Image.Image) -> Image.Image:
     if image.has_transparency_data:
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
     return image.convert("RGB")
+
+
+def read_rgb(path: Path) -> Image.Image:
+    """An image file, see `to_rgb`."""
+    # Of a path Pillow maps raw TIFFs into memory, with the sides swapped if they are to be turned.
+    with open(path, "rb") as file, Image.open(file, formats=FORMATS) as image:
+        return to_rgb(image)
 
 
 def check_scan(data: bytes, cmyk: bool) -> None:

@@ -97,6 +97,7 @@ class AnswersHook(BaseHook):
             self._draw_confusion(taken, names).savefig(folder / "confusion.png")
         wrong = torch.where(answers.labels == answers.found, -1.0, answers.sure)
         worst = wrong.argsort(descending=True)[: min(SHOWN, int((wrong >= 0).sum()))]
+        (folder / "mistakes.png").unlink(missing_ok=True)  # of an earlier evaluation
         if len(worst) and isinstance(loader, SampledLoader):
             surest = Answers(*(part[worst] for part in answers))
             with styled():
