@@ -141,6 +141,31 @@ def test_every_process_has_the_same_kernels_where_runs_have_to_resume_to_the_bit
     assert found == [wanted] * 2
 
 
+@pytest.mark.parametrize("by_block", [False, True])
+def test_a_second_evaluation_runs_the_programs_of_the_first(by_block):
+    """As the only one of a run that resumes does, although the last batch was smaller."""
+    programs, run = [], []
+
+    def backend(graph, inputs):
+        programs.append(graph)
+        number = len(programs)
+
+        def program(*inputs):
+            run.append(number)
+            return graph(*inputs)
+
+        return program
+
+    model = torch.nn.Module()
+    model.blocks = torch.nn.ModuleDict({"0": Layer(2, 2)})
+    model.forward = lambda x: model.blocks["0"](x)
+    compilation.compile_model(model, by_block, backend=backend)
+    with torch.no_grad():
+        for size in (8, 5, 8, 5):
+            model(torch.ones(size, 2))
+    assert run == [1, 2, 1, 2]
+
+
 def test_auto_compiles_on_gpus_that_have_a_compiler():
     """The other values say what they do."""
 

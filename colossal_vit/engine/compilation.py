@@ -108,6 +108,9 @@ def compile_model(model: nn.Module, by_block: bool, **options: Any) -> None:
     # With torch 2.14 that is so in this thread only. By default, the thread of the backward pass makes its kernels, and
     # on a GPU that is another one.
     functorch.force_non_lazy_backward_lowering = torch.backends.cudnn.deterministic
+    # Otherwise a batch of another size, such as the last one of an evaluation, makes a program for all sizes. The next
+    # evaluation runs that one, but the same evaluation of a run that resumes the first one.
+    options["dynamic"] = False
     if not by_block:
         model.compile(**options)
         return
