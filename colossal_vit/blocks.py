@@ -24,13 +24,13 @@ def merge_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         (B, N, C), C = 3 · heads · size, and its sums over B and N, each of some rows: (parts, C), at least fp32.
     """
     y, sums = _results(q)
-    parts = [each.transpose(1, 2).flatten(2) for each in (q, k, v)]
+    flat = [each.transpose(1, 2).flatten(2) for each in (q, k, v)]
     if q.is_cuda:
         from colossal_vit import merge_kernel  # here, since a CPU needs no Triton
 
-        merge_kernel.launch(*parts, y, sums)
+        merge_kernel.launch(*flat, y, sums)
     else:
-        torch.cat(parts, 2, out=y)
+        torch.cat(flat, 2, out=y)
         sums[0] = y.flatten(0, 1).sum(0, dtype=sums.dtype)
     return y, sums
 
@@ -130,17 +130,17 @@ def make_lean(block: nn.Module, biases: bool = True) -> bool:
     if type(block) is not Block or type(attention) is not Attention or getattr(attention, "gate", None):
         return type(block) is LeanBlock
     block.__class__, attention.__class__ = LeanBlock, LeanAttention
-    pairs, between = [(attention.proj, attention.proj_drop)], (block.ls1, block.drop_path1, block.ls2, block.drop_path2)
+    layers = [(attention.proj, attention.proj_drop, False)]  # and whether the dropout would compute GELU
     block.adds = False
     if type(mlp) is Mlp:
         mlp.__class__ = LeanMlp
-        pairs += [(mlp.fc1, mlp.drop1), (mlp.fc2, mlp.drop2)]
+        layers += [(mlp.fc1, mlp.drop1, True), (mlp.fc2, mlp.drop2, False)]
+        between = block.ls1, block.drop_path1, block.ls2, block.drop_path2
         drops = isinstance(attention.proj_drop, Dropout) and isinstance(mlp.drop2, Dropout)
         block.adds = drops and all(isinstance(each, nn.Identity) or getattr(each, "is_off", False) for each in between)
     if biases:
         attention.qkv.__class__ = LeanLinear
-        for linear, dropout in pairs:
-            takes = isinstance(dropout, Dropout) and dropout.gelu == (linear is getattr(mlp, "fc1", None))
-            if takes and linear.bias is not None:
+        for linear, dropout, gelu in layers:
+            if isinstance(dropout, Dropout) and dropout.gelu == gelu and linear.bias is not None:
                 linear.__class__, linear.dropout, dropout.linear = LeanLinear, (dropout,), (linear,)
     return True

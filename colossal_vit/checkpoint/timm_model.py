@@ -60,8 +60,8 @@ def _preprocessing(state: State, config: ModelConfig) -> dict[str, Any]:
     if math.floor(size / crop_pct) != round(cache):  # the size that timm resizes to, and that of the evaluation
         crop_pct = math.nextafter(size / round(cache), 0)
     crop_pct = config.get("EVAL_CROP", crop_pct) if images == "ImageNet" else crop_pct
-    given = dict(mean=mean, std=std, crop_pct=crop_pct, crop_mode="center", interpolation="bilinear")
-    return dict(input_size=(3, size, size), **given)
+    crop = dict(crop_pct=crop_pct, crop_mode="center", interpolation="bilinear")
+    return dict(input_size=(3, size, size), mean=mean, std=std, **crop)
 
 
 def _label_names(state: State, num_classes: int) -> list[str] | None:
