@@ -102,7 +102,7 @@ def in_threads(work: Callable[[], None], number: int) -> None:
 _idle: list[Philox] = []  # in no thread's use; kept, since making one takes as long as drawing 40,000 elements
 
 
-LONGEST = 1 << 12  # blocks that a thread draws at once, of one sample at least: as many as its cache holds
+LONGEST = 1 << 13  # blocks that a thread draws at once, of one sample at least: as many as its cache holds
 
 
 @functools.lru_cache(maxsize=16)
@@ -146,7 +146,8 @@ def kept(seed: int, layer: int, rate: int, samples: np.ndarray, tokens: int, cha
     width = -(-channels // BLOCK) * BLOCK
     blocks = tokens * width // BLOCK | 1  # from one sample to the next
     threads = min(torch.get_num_threads(), len(samples))
-    most = max(1, min(-(-len(samples) // threads), LONGEST // blocks))
+    each = -(-len(samples) // threads)
+    most = -(-each // -(-each // max(1, LONGEST // blocks)))  # as many parts for one thread as for another
     limits = _limits(rate, most * blocks)
     mask = np.empty((len(samples), blocks * BLOCK), bool)
     parts = iter(list(_parts(samples, most)))  # of all threads: whichever is free takes the next

@@ -4,6 +4,9 @@
 
 Imports nothing from here, since PYTHONPATH may be that of an earlier commit. The first line on stdout is the loss of
 the first step; each further one is seconds of a step, and CPU seconds.
+
+All train on one batch, so slowly that they do not learn it: the gradients of a batch that is known by heart are so
+small that a CPU takes several times as long for each product.
 """
 
 import os
@@ -15,6 +18,7 @@ from typing import IO
 
 import timm
 import torch
+from colossal_vit import config as configs
 from colossal_vit import launch
 from colossal_vit.data.batches import Loader
 from colossal_vit.engine import build_criterion, build_optimizer, initialize
@@ -22,13 +26,14 @@ from colossal_vit.engine.loop import Trainer
 from colossal_vit.hooks.standard import standard_hooks
 from colossal_vit.models import SHAPE, build_timm_vit
 from colossal_vit.run import Run
-from colossalai.accelerator import get_accelerator
+from colossalai.context import Config
 from colossalai.legacy.trainer.hooks import BaseHook
 from timm.loss import LabelSmoothingCrossEntropy
 from timm.optim import create_optimizer_v2
 from torch import Tensor, nn
 
 Batch = tuple[Tensor, Tensor]
+LEARNING_RATE = 1e-9
 
 
 class Turns(Loader):
@@ -37,18 +42,20 @@ class Turns(Loader):
     A step ends when the loop asks for the next batch.
 
     Args:
-        run: of this process.
+        config: of the training.
+        device: of the batch.
         answers: the stream that times are written to.
 
     Attributes:
         loss: of the first step, which the loop sets.
     """
 
-    def __init__(self, run: Run, answers: IO[str]):
-        config, generator = run.config, torch.Generator().manual_seed(0)
+    def __init__(self, config: Config, device: torch.device, answers: IO[str]):
+        generator = torch.Generator().manual_seed(0)
         images = torch.randn(config.BATCH_SIZE, 3, config.IMG_SIZE, config.IMG_SIZE, generator=generator)
         labels = torch.randint(config.NUM_CLASSES, (config.BATCH_SIZE,), generator=generator)
-        self.batch, self.answers = (images.to(run.device), labels.to(run.device)), answers
+        self.batch, self.answers = (images.to(device), labels.to(device)), answers
+        self.wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
         self.loss: Tensor | None = None
 
     def __len__(self) -> int:
@@ -59,11 +66,11 @@ class Turns(Loader):
         print(self.loss.item(), file=self.answers)
         yield self.batch  # with all memory and state there is
         for line in sys.stdin:
-            get_accelerator().synchronize()
+            self.wait()
             number, started, cpu_started = int(line), time.perf_counter(), time.process_time()
             for _ in range(number):
                 yield self.batch
-            get_accelerator().synchronize()
+            self.wait()
             seconds = time.perf_counter() - started, time.process_time() - cpu_started
             print(*(value / number for value in seconds), file=self.answers)
         sys.exit()
@@ -80,22 +87,25 @@ class LossHook(BaseHook):
         self.turns.loss = loss.detach()
 
 
-def train_ours(run: Run, turns: Turns) -> None:
-    """Engine, loop and hooks of the train scripts."""
+def train_ours(argv: list[str], answers: IO[str]) -> None:
+    """Launch, engine, loop and hooks of the train scripts."""
+    run = launch.start(launch.parse(argv, script="caltech101"))
+    turns = Turns(run.config, run.device, answers)
     model = build_timm_vit(run.config).to(run.device)
     optimizer = build_optimizer(run.config, model)
     engine, loader, *_ = initialize(model, optimizer, build_criterion(run.config), turns, None)
     Trainer(engine, None, run.log).fit(loader, 1, hooks=[*standard_hooks(run, loader), LossHook(turns)])
 
 
-def train_plainly(run: Run, turns: Turns, timms_own: bool) -> None:
-    """A loop in plain PyTorch: with its loss and AdamW, or with those of timm's train.py."""
-    config = run.config
+def train_plainly(config: Config, answers: IO[str], timms_own: bool) -> None:
+    """A loop in plain PyTorch, in a process as it starts: with its loss and AdamW, or with those of timm's train.py."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    turns = Turns(config, device, answers)
     torch.manual_seed(config.SEED)
     shape = {name: config[key] for key, name in SHAPE.items() if key in config}
     shape |= dict(num_classes=config.NUM_CLASSES, img_size=config.IMG_SIZE)
     shape |= dict(pos_drop_rate=config.DROP_RATE, proj_drop_rate=config.DROP_RATE)
-    model = timm.create_model(config.MODEL, **shape).to(run.device).train()
+    model = timm.create_model(config.MODEL, **shape).to(device).train()
     options = dict(lr=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY)
     if timms_own:
         criterion = LabelSmoothingCrossEntropy(config.LABEL_SMOOTHING)
@@ -104,10 +114,10 @@ def train_plainly(run: Run, turns: Turns, timms_own: bool) -> None:
         criterion = nn.CrossEntropyLoss(label_smoothing=config.LABEL_SMOOTHING)
         optimizer = torch.optim.AdamW(model.parameters(), **options)
     forward = torch.compile(model) if config.COMPILE else model
-    half, device = bool(config.fp16), run.device.type
-    scaler = torch.GradScaler(device, enabled=half)
+    half = bool(config.fp16)
+    scaler = torch.GradScaler(device.type, enabled=half)
     for images, labels in turns:
-        with torch.autocast(device, torch.float16, enabled=half):
+        with torch.autocast(device.type, torch.float16, enabled=half):
             loss = criterion(forward(images), labels)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
@@ -119,16 +129,13 @@ def train_plainly(run: Run, turns: Turns, timms_own: bool) -> None:
 def main(which: str, checkout: str, *values: str) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what runs log
+    path = f"{checkout}/vit_caltech101_amp/config/config_fp32.py"
+    values = (f"LEARNING_RATE={LEARNING_RATE}", "clip_grad_norm=0.0", "OPTIMIZER='adamw'", "NUM_CLASSES=101", *values)
+    if which != "ours":
+        train_plainly(configs.load(path, values, "caltech101"), answers, which == "timm")
     with tempfile.TemporaryDirectory() as folder:
-        argv = ["--config", f"{checkout}/vit_caltech101_amp/config/config_fp32.py", "--output", f"{folder}/run"]
-        for value in ("clip_grad_norm=0.0", "OPTIMIZER='adamw'", "NUM_CLASSES=101", *values):
-            argv += ["--set", value]
-        run = launch.start(launch.parse(argv, script="caltech101"))
-        turns = Turns(run, answers)
-        if which == "ours":
-            train_ours(run, turns)
-        else:
-            train_plainly(run, turns, which == "timm")
+        argv = ["--config", path, "--output", f"{folder}/run", *(f"--set={value}" for value in values)]
+        train_ours(argv, answers)
 
 
 if __name__ == "__main__":
