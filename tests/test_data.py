@@ -18,7 +18,7 @@ import torchvision
 from colossal_vit import config as configs
 from colossal_vit import files
 from colossal_vit.data import caltech101, cifar10, folders
-from colossal_vit.data.batches import IGNORED, read_ahead
+from colossal_vit.data.batches import IGNORED, SyntheticBatches, read_ahead
 from colossal_vit.data.digits import write_caltech101, write_cifar10, write_imagenet
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.errors import UserError
@@ -139,6 +139,14 @@ def test_only_the_first_stage_makes_images(sample):
 
     answers = fork_ranks.call(function, 2, parallel={"pipeline": 2, "tensor": {"mode": None, "size": 1}})
     assert answers == [(0, (32, 3, 32, 32)), (1, (32,))]
+
+
+def test_random_images_are_not_learnt():
+    """A CPU is slow with the gradients of what a model knows by heart."""
+    first, second = SyntheticBatches(2, (8, 3, 4, 4), 10, torch.device("cpu"), 0)
+    assert torch.equal(first[0], second[0])
+    assert not (first[1] == second[1]).any()
+    assert set(second[1].tolist()) <= set(range(10))
 
 
 def test_a_batch_is_read_ahead_while_the_one_before_is_in_use():

@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -157,7 +156,10 @@ class LoaderWrapper(Loader):
 
 
 class SyntheticBatches(Loader):
-    """The same random batch over and over, on the device: what training takes without its data.
+    """The same random images over and over, on the device: what training takes without its data.
+
+    Each batch has other labels than the one before, so that they are not learnt: gradients would become so small that a
+    CPU takes several times as long for a product.
 
     Args:
         num_batches: in an epoch, on this rank.
@@ -169,17 +171,16 @@ class SyntheticBatches(Loader):
 
     def __init__(self, num_batches: int, shape: tuple[int, ...], num_classes: int, device: torch.device, seed: int):
         generator = torch.Generator().manual_seed(seed)
-        self.num_batches = num_batches
-        self.batch = (
-            torch.randn(shape, generator=generator, dtype=torch.float32).to(device),
-            torch.randint(num_classes, shape[:1], generator=generator).to(device),
-        )
+        self.num_batches, self.num_classes = num_batches, num_classes
+        self.images = torch.randn(shape, generator=generator, dtype=torch.float32).to(device)
+        self.labels = torch.randint(num_classes, shape[:1], generator=generator).to(device)
 
     def __len__(self) -> int:
         return self.num_batches
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return repeat(self.batch, self.num_batches)
+        for number in range(self.num_batches):
+            yield self.images, (self.labels + number) % self.num_classes
 
 
 class FakeBatches(Loader):

@@ -1,4 +1,4 @@
-"""Which data a run has: those in its folder DATA, of any format, the digits sample, one random batch, or none."""
+"""Which data a run has: those in its folder DATA, of any format, the digits sample, random images, or none."""
 
 import os
 from collections.abc import Sequence
@@ -122,7 +122,7 @@ def _without_data(run: Run, usual: Format) -> tuple[Loader, Loader | None]:
         return FakeBatches(usual.num_images // global_batch, shape, run.device), None
     run.data = identify("SYNTHETIC", (0, 0), config.NUM_CLASSES, "")
     largest = FORMATS[-1]
-    run.log.info(f"SYNTHETIC: one random batch over and over, of the size of {largest.name} an epoch")
+    run.log.info(f"SYNTHETIC: the same random images over and over, of the size of {largest.name} an epoch")
     lengths = largest.num_images // global_batch, 1
     train, test = (SyntheticBatches(n, shape, config.NUM_CLASSES, run.device, config.SEED) for n in lengths)
     return train, test

@@ -66,6 +66,7 @@ def uniform(seed: int, purpose: str, *what: np.ndarray | int, count: int) -> np.
 _Work = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
+_thread = threading.local()
 _is_fork = threading.Event()  # its parent's threads are not there, and libgomp would wait for them
 os.register_at_fork(after_in_child=_is_fork.set)
 
@@ -89,6 +90,8 @@ def in_threads(work: Callable[[], None], number: int) -> None:
     errors = []
 
     def guarded(_: None) -> None:
+        if not hasattr(_thread, "state"):  # held for good: to make one in each call takes longer than a small mask
+            _thread.state = ctypes.pythonapi.PyGILState_Ensure()
         try:
             work()
         except BaseException as error:  # which ctypes would print, and go on

@@ -32,7 +32,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--configs", nargs="+", type=Path, default=shipped, help="default: fp32 and all of config_AMP")
     parser.add_argument("--nproc_per_node", type=positive, default=1, help="processes (default %(default)s)")
     parser.add_argument("--warm-up", type=int, default=5, help="steps that do not count (default %(default)s)")
-    parser.add_argument("--synthetic", action="store_true", help="one random batch instead of the data set")
+    parser.add_argument("--synthetic", action="store_true", help="random images instead of the data set")
     parser.add_argument("--batch-size", type=positive, help="instead of the configs' BATCH_SIZE")
     parser.add_argument("--find-batch-size", action="store_true", help="the largest that fits, for each mode")
     parser.add_argument(

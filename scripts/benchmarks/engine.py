@@ -1,11 +1,12 @@
 """A training step of ours beside a bare PyTorch loop and timm's train.py, and what DROP_RATE = 0.1 adds to each.
 
-Half an hour on 2 CPU cores. Each side is a process that waits for its turn, and trains on one batch of images: with
-engine, loop and hooks of the train scripts; in a loop in plain PyTorch; and with model, optimizer, loss and step of
-timm's train.py. Sides without dropout must compute the same loss. `--before FOLDER` adds ours at an earlier commit
-(`git worktree add FOLDER COMMIT`). `--set` overrides values of vit_caltech101_amp/config/config_fp32.py. On a machine
-that others use, as the load of the last minute says, CPU seconds are what counts. On a GPU, a batch has 128 images, or
-as many as its memory takes while the processes of all sides wait there.
+20 minutes on 2 CPU cores. Each side is a process that waits for its turn, and trains on one batch of images: with
+engine, loop and hooks of the train scripts, in a process that keeps freed memory as theirs do on a CPU; in a loop in
+plain PyTorch; and with model, optimizer, loss and step of timm's train.py. Sides without dropout must compute the same
+loss. `--before FOLDER` adds ours at an earlier commit (`git worktree add FOLDER COMMIT`). `--set` overrides values of
+vit_caltech101_amp/config/config_fp32.py. On a machine that others use, as the load of the last minute says, CPU seconds
+are what counts. On a GPU, a batch has 128 images, or as many as its memory takes while the processes of all sides wait
+there.
 """
 
 import argparse

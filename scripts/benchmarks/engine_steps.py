@@ -25,7 +25,6 @@ from colossal_vit.engine import build_criterion, build_optimizer, initialize
 from colossal_vit.engine.loop import Trainer
 from colossal_vit.hooks.standard import standard_hooks
 from colossal_vit.models import SHAPE, build_timm_vit
-from colossal_vit.run import Run
 from colossalai.context import Config
 from colossalai.legacy.trainer.hooks import BaseHook
 from timm.loss import LabelSmoothingCrossEntropy
