@@ -26,8 +26,8 @@ def request_for(main, argv, world_size="1"):
 
 @pytest.fixture(scope="module")
 def base():
-    """ViT-B/16 as shipped for data parallelism, but without dropout, at batch 64; and an eager block's operations."""
-    values = {"BATCH_SIZE": 64, "gradient_accumulation": 1, "DROP_RATE": 0.0, "fp16.dtype": "bf16"}
+    """ViT-B/16 as shipped for data parallelism, in bf16 at batch 64; and an eager block's operations."""
+    values = {"BATCH_SIZE": 64, "gradient_accumulation": 1, "fp16.dtype": "bf16"}
     argv = training.flags(script=training.DATA_PARALLEL, small=False, **values)
 
     def lowered():
@@ -43,13 +43,13 @@ def of_block(lowered, measure):
 
 
 def test_a_compiled_block_stays_within_its_budget(base):
-    """Beside its 12 products and 2 attentions, which libraries compute, and `merge_heads`: 32 kernels.
+    """Beside its 12 products and 2 attentions, which libraries compute, `merge_heads` and 3 dropouts: 28 kernels.
 
-    Of them, 16 cast weights, biases and their gradients between fp32 and bf16.
+    Of them, 12 cast weights, biases and their gradients between fp32 and bf16.
     """
     lowered, _ = base
-    assert of_block(lowered, lambda kernels: sum(not each.generated for each in kernels)) == 12 + 2 + 1
-    assert of_block(lowered, num_generated) <= 34
+    assert of_block(lowered, lambda kernels: sum(not each.generated for each in kernels)) == 12 + 2 + 1 + 2 * 3
+    assert of_block(lowered, num_generated) <= 30
     assert of_block(lowered, num_bytes) <= 2.7e9
 
 

@@ -62,6 +62,7 @@ class Batch(NamedTuple):
 
     Attributes:
         numbers: of its records, (B,).
+        memory: what they were read into.
         encoded: the image files, uint8.
         labels: int64 (B,).
         draws: None in evaluation.
@@ -69,6 +70,7 @@ class Batch(NamedTuple):
     """
 
     numbers: np.ndarray
+    memory: np.ndarray
     encoded: list[np.ndarray]
     labels: Tensor
     draws: augmentation.Draws | None = None
@@ -131,6 +133,7 @@ class DaliLoader(SampledLoader):
         self.on_gpu = device.type == "cuda" and _dali(config).gpu_aug
         self.resizers = ThreadPoolExecutor(num_threads)
         self.open = lru_cache(OPEN_FILES)(partial(open, mode="rb", buffering=0))
+        self.unused: list[np.ndarray] = []  # memory of batches that DALI is done with; new one would have to be cleared
         self.ahead: dict[tuple[int, int], Iterator] = {}  # by epoch and micro-batch: what DALI already works on
 
     # ---- Read ----
@@ -171,11 +174,14 @@ class DaliLoader(SampledLoader):
         records = (numbers % self.records.num_images).numpy()
         places = list(map(self._place, records.tolist()))
         ends = np.cumsum([size for *_, size in places])
-        parts = np.split(np.empty(ends[-1], np.uint8), ends[:-1])  # one buffer, which is also freed as a whole
+        memory = self.unused.pop() if self.unused else np.empty(0, np.uint8)
+        if len(memory) < ends[-1]:
+            memory = np.empty(ends[-1] * 5 // 4, np.uint8)  # with room for the images of a later batch
+        parts = np.split(memory[: ends[-1]], ends[:-1])
         encoded, labels = zip(*map(self._read_record, places, parts), strict=True)
         labels = torch.where(numbers < 0, IGNORED, torch.tensor(labels))
         drawn = augmentation.draw(self.config, epoch, numbers.numpy()) if self.train and self.with_images else ()
-        return Batch(records, list(encoded), labels, *drawn)
+        return Batch(records, memory, list(encoded), labels, *drawn)
 
     # ---- Decode ----
 
@@ -293,6 +299,7 @@ class DaliLoader(SampledLoader):
             batch, images = waiting.popleft(), torch.from_dlpack(images.as_tensor())
             if batch.erased:
                 erase(images, batch.erased)
+            self.unused.append(batch.memory)
             yield images, batch.labels
 
     def _culprit(self, batches: Iterable[Batch]) -> str | None:

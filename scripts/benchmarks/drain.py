@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from colossal_vit import config as configs
+from colossal_vit.compat import cpu
 from colossal_vit.data import imagenet as loaders
 
 ON_GPU = torch.cuda.is_available()
@@ -22,6 +23,8 @@ DRAINED = 8  # batches taken before the timing starts: more than are made ahead
 
 def main() -> None:
     data, batch_size, num_batches, *overrides = sys.argv[1:]
+    if not ON_GPU:
+        cpu.enable()  # as a run does it: the process keeps freed memory
     records = loaders.find_records(Path(data), "train")
     values = [f"BATCH_SIZE={batch_size}", "NUM_CLASSES=8", "gradient_accumulation=1", *overrides]
     config = configs.load(Path(__file__).parents[2] / "vit_imagenet_dali/config.py", values, "imagenet")
