@@ -142,8 +142,12 @@ def test_only_the_first_stage_makes_images(sample):
 
 
 def test_random_images_are_not_learnt():
-    """A CPU is slow with the gradients of what a model knows by heart."""
-    first, second = SyntheticBatches(2, (8, 3, 4, 4), 10, torch.device("cpu"), 0)
+    """A CPU is slow with the gradients of what a model knows by heart. What resumes has the same ones."""
+    batches = SyntheticBatches(2, (8, 3, 4, 4), 10, torch.device("cpu"), 0)
+    first, second = batches
+    batches.seek(3, 1)
+    (resumed,) = batches
+    assert all(map(torch.equal, resumed, second))
     assert torch.equal(first[0], second[0])
     assert not (first[1] == second[1]).any()
     assert set(second[1].tolist()) <= set(range(10))

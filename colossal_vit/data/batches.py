@@ -171,7 +171,7 @@ class SyntheticBatches(Loader):
 
     def __init__(self, num_batches: int, shape: tuple[int, ...], num_classes: int, device: torch.device, seed: int):
         generator = torch.Generator().manual_seed(seed)
-        self.num_batches, self.num_classes = num_batches, num_classes
+        self.num_batches, self.num_classes, self.start = num_batches, num_classes, 0
         self.images = torch.randn(shape, generator=generator, dtype=torch.float32).to(device)
         self.labels = torch.randint(num_classes, shape[:1], generator=generator).to(device)
 
@@ -179,8 +179,12 @@ class SyntheticBatches(Loader):
         return self.num_batches
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for number in range(self.num_batches):
+        start, self.start = self.start, 0
+        for number in range(start, self.num_batches):
             yield self.images, (self.labels + number) % self.num_classes
+
+    def seek(self, epoch: int, start: int) -> None:
+        self.start = start
 
 
 class FakeBatches(Loader):

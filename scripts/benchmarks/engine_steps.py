@@ -130,11 +130,12 @@ def main(which: str, checkout: str, *values: str) -> None:
     os.dup2(2, 1)  # what runs log
     path = f"{checkout}/vit_caltech101_amp/config/config_fp32.py"
     values = (f"LEARNING_RATE={LEARNING_RATE}", "clip_grad_norm=0.0", "OPTIMIZER='adamw'", "NUM_CLASSES=101", *values)
-    if which != "ours":
+    if which == "ours":
+        with tempfile.TemporaryDirectory() as folder:
+            argv = ["--config", path, "--output", f"{folder}/run", *(f"--set={value}" for value in values)]
+            train_ours(argv, answers)
+    else:
         train_plainly(configs.load(path, values, "caltech101"), answers, which == "timm")
-    with tempfile.TemporaryDirectory() as folder:
-        argv = ["--config", path, "--output", f"{folder}/run", *(f"--set={value}" for value in values)]
-        train_ours(argv, answers)
 
 
 if __name__ == "__main__":
