@@ -174,7 +174,10 @@ class DaliLoader(SampledLoader):
         records = (numbers % self.records.num_images).numpy()
         places = list(map(self._place, records.tolist()))
         ends = np.cumsum([size for *_, size in places])
-        memory = self.unused.pop() if self.unused else np.empty(0, np.uint8)
+        try:
+            memory = self.unused.pop()
+        except IndexError:  # asked for beforehand, another thread could take the last one in between
+            memory = np.empty(0, np.uint8)
         if len(memory) < ends[-1]:
             memory = np.empty(ends[-1] * 5 // 4, np.uint8)  # with room for the images of a later batch
         parts = np.split(memory[: ends[-1]], ends[:-1])
