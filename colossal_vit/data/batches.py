@@ -26,15 +26,17 @@ def sees_images() -> bool:
 
 def read_ahead(keys: Iterable[Any], read: Callable[[Any], Any], num_threads: int = 1) -> Iterator[tuple[Any, Any]]:
     """Each key and what `read` returns for it, which threads do for the next ones while this one is in use."""
-    with ThreadPoolExecutor(num_threads) as pool:
-        reading: deque[tuple[Any, Future]] = deque()
-        for key in keys:
-            reading.append((key, pool.submit(read, key)))
-            if len(reading) > num_threads:
-                first, future = reading.popleft()
-                yield first, future.result()
-        for key, future in reading:
-            yield key, future.result()
+    # Not in `with`, which waits for the threads: where the garbage collector closes this generator, another thread may
+    # hold the locks that takes. Threads of a pool that nobody has end by themselves.
+    pool = ThreadPoolExecutor(num_threads)
+    reading: deque[tuple[Any, Future]] = deque()
+    for key in keys:
+        reading.append((key, pool.submit(read, key)))
+        if len(reading) > num_threads:
+            first, future = reading.popleft()
+            yield first, future.result()
+    for key, future in reading:
+        yield key, future.result()
 
 
 Normalization = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel
