@@ -153,6 +153,17 @@ def test_random_images_are_not_learnt():
     assert set(second[1].tolist()) <= set(range(10))
 
 
+def test_a_loader_is_left_without_waiting_for_what_is_read():
+    """The garbage collector may do so in any thread, whatever locks that holds."""
+    over = threading.Event()
+    stream = read_ahead([0, 1], lambda number: number and over.wait())
+    assert next(stream) == (0, 0)
+    threading.Timer(10, over.set).start()
+    stream.close()
+    assert not over.is_set()
+    over.set()
+
+
 def test_a_batch_is_read_ahead_while_the_one_before_is_in_use():
     read, two = [], threading.Event()
 
