@@ -142,7 +142,7 @@ def test_only_the_first_stage_makes_images(sample):
 
 
 def test_random_images_are_not_learnt():
-    """A CPU is slow with the gradients of what a model knows by heart. What resumes has the same ones."""
+    """A CPU is slow with the gradients of memorised images. A run that resumes has the same labels."""
     batches = SyntheticBatches(2, (8, 3, 4, 4), 10, torch.device("cpu"), 0)
     first, second = batches
     batches.seek(3, 1)

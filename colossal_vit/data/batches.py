@@ -26,8 +26,8 @@ def sees_images() -> bool:
 
 def read_ahead(keys: Iterable[Any], read: Callable[[Any], Any], num_threads: int = 1) -> Iterator[tuple[Any, Any]]:
     """Each key and what `read` returns for it, which threads do for the next ones while this one is in use."""
-    # Not in `with`, which waits for the threads: where the garbage collector closes this generator, another thread may
-    # hold the locks that takes. Threads of a pool that nobody has end by themselves.
+    # Not in `with`, which would wait for the threads: if the garbage collector closes this generator while a thread
+    # starts, both wait for the same lock. The threads of an unreferenced pool end by themselves.
     pool = ThreadPoolExecutor(num_threads)
     reading: deque[tuple[Any, Future]] = deque()
     for key in keys:
@@ -160,8 +160,8 @@ class LoaderWrapper(Loader):
 class SyntheticBatches(Loader):
     """The same random images over and over, on the device: what training takes without its data.
 
-    Each batch has other labels than the one before, so that they are not learnt: gradients would become so small that a
-    CPU takes several times as long for a product.
+    Each batch has other labels than the one before, so that they are not memorised: gradients would become so small
+    that a CPU takes several times as long for a product.
 
     Args:
         num_batches: in an epoch, on this rank.

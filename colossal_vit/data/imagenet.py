@@ -62,7 +62,7 @@ class Batch(NamedTuple):
 
     Attributes:
         numbers: of its records, (B,).
-        memory: what they were read into.
+        buffer: what they were read into.
         encoded: the image files, uint8.
         labels: int64 (B,).
         draws: None in evaluation.
@@ -70,7 +70,7 @@ class Batch(NamedTuple):
     """
 
     numbers: np.ndarray
-    memory: np.ndarray
+    buffer: np.ndarray
     encoded: list[np.ndarray]
     labels: Tensor
     draws: augmentation.Draws | None = None
@@ -133,7 +133,7 @@ class DaliLoader(SampledLoader):
         self.on_gpu = device.type == "cuda" and _dali(config).gpu_aug
         self.resizers = ThreadPoolExecutor(num_threads)
         self.open = lru_cache(OPEN_FILES)(partial(open, mode="rb", buffering=0))
-        self.unused: list[np.ndarray] = []  # memory of batches that DALI is done with; new one would have to be cleared
+        self.unused: list[np.ndarray] = []  # buffers of batches that DALI is done with; the system clears new ones
         self.ahead: dict[tuple[int, int], Iterator] = {}  # by epoch and micro-batch: what DALI already works on
 
     # ---- Read ----
@@ -175,16 +175,16 @@ class DaliLoader(SampledLoader):
         places = list(map(self._place, records.tolist()))
         ends = np.cumsum([size for *_, size in places])
         try:
-            memory = self.unused.pop()
-        except IndexError:  # asked for beforehand, another thread could take the last one in between
-            memory = np.empty(0, np.uint8)
-        if len(memory) < ends[-1]:
-            memory = np.empty(ends[-1] * 5 // 4, np.uint8)  # with room for the images of a later batch
-        parts = np.split(memory[: ends[-1]], ends[:-1])
+            buffer = self.unused.pop()
+        except IndexError:  # if it was asked first whether there is one, another thread could take it in between
+            buffer = np.empty(0, np.uint8)
+        if len(buffer) < ends[-1]:
+            buffer = np.empty(ends[-1] * 5 // 4, np.uint8)  # with room for the images of a later batch
+        parts = np.split(buffer[: ends[-1]], ends[:-1])
         encoded, labels = zip(*map(self._read_record, places, parts), strict=True)
         labels = torch.where(numbers < 0, IGNORED, torch.tensor(labels))
         drawn = augmentation.draw(self.config, epoch, numbers.numpy()) if self.train and self.with_images else ()
-        return Batch(records, memory, list(encoded), labels, *drawn)
+        return Batch(records, buffer, list(encoded), labels, *drawn)
 
     # ---- Decode ----
 
@@ -302,7 +302,7 @@ class DaliLoader(SampledLoader):
             batch, images = waiting.popleft(), torch.from_dlpack(images.as_tensor())
             if batch.erased:
                 erase(images, batch.erased)
-            self.unused.append(batch.memory)
+            self.unused.append(batch.buffer)
             yield images, batch.labels
 
     def _culprit(self, batches: Iterable[Batch]) -> str | None:

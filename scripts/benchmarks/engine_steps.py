@@ -5,8 +5,8 @@
 Imports nothing from here, since PYTHONPATH may be that of an earlier commit. The first line on stdout is the loss of
 the first step; each further one is seconds of a step, and CPU seconds.
 
-All train on one batch, so slowly that they do not learn it: the gradients of a batch that is known by heart are so
-small that a CPU takes several times as long for each product.
+All train on one batch, with a learning rate too small to memorise it: the gradients of a memorised batch are so small
+that a CPU takes several times as long for each product.
 """
 
 import os
