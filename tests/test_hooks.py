@@ -328,7 +328,9 @@ TINY = {"IMG_SIZE": 16, "DEPTH": 1, "gradient_accumulation": 2}
         (training.IMAGENET, None, "NAIVE", {"SYNTHETIC": True}),
     ],
 )
-def test_host_waits_for_device_once_per_step(script, layout, amp, values, tmp_path, few_test_images, monkeypatch):
+def test_host_reads_one_result_in_a_step_and_waits_for_nothing_else(
+    script, layout, amp, values, tmp_path, few_test_images, monkeypatch
+):
     """With clipping, accumulation and all that is recorded, also where a step has several micro-batches."""
     waits.print_waits(monkeypatch)
     world_size, own = LAYOUTS[layout] if layout else (1, {})

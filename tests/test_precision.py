@@ -9,6 +9,7 @@ import timm
 import torch
 from colossal_vit.engine.amp_optimizer import AMPOptimizer, LossScale
 from colossal_vit.engine.assembly import initialize
+from colossal_vit.engine.engine import Engine, Scalars
 from colossal_vit.engine.lamb import Lamb
 from colossal_vit.errors import TrainingError, UserError
 from colossal_vit.models import build_timm_vit
@@ -129,6 +130,54 @@ def test_an_update_queued_before_the_norm_is_known_leaves_no_trace_of_an_overflo
     assert weight == expected != [0.5, 0.5]
     assert state.keys() == left.keys()
     assert all(torch.equal(state[key], left[key]) for key in state)
+
+
+def as_on_a_gpu(patch):
+    """Have engines read the result of a step in the next one, as they do where the device works by itself."""
+    patch.setattr(Engine, "reads_late", True)
+
+
+@pytest.mark.parametrize("mode", [None, *MODES])
+def test_on_a_gpu_the_result_of_a_step_is_read_when_the_next_forward_pass_is_queued(mode, monkeypatch):
+    as_on_a_gpu(monkeypatch)
+    order = []
+    read = Scalars.read
+    monkeypatch.setattr(Scalars, "read", lambda scalars: order.append("read") or read(scalars))
+
+    def function():
+        engine = vector_engine(optimizer=torch.optim.AdamW, fused=True)
+        engine.model.register_forward_hook(lambda *_: order.append("forward"))
+        engine.bare_model.weight.register_hook(lambda _: order.append("backward"))
+        for _ in range(2):
+            engine.zero_grad()
+            engine.backward(engine.criterion(engine(torch.tensor([[3.0, 4.0]])).sum()))
+            order.append("update")
+            engine.step()
+        assert engine.read_steps == 1
+        engine.settle()
+        return order, engine.read_steps, engine.grad_norm
+
+    step = ["forward", "backward", "update"]
+    ((found, read_steps, norm),) = fork_ranks.call(function, fp16=mode and MODES[mode])
+    assert found == [*step, "forward", "read", *step[1:], "read"]
+    assert (read_steps, norm) == (2, 5.0)
+
+
+def test_on_a_gpu_a_gradient_that_is_not_finite_ends_the_run_before_the_next_update(monkeypatch):
+    as_on_a_gpu(monkeypatch)
+
+    def function():
+        engine = vector_engine(init=0.5, optimizer=torch.optim.AdamW, fused=True)
+        before = step_with(engine, [3.0, 4.0]).weight
+        step_with(engine, [math.inf, 1.0])
+        with pytest.raises(TrainingError, match=r"^step 2: .* the weights are as after step 1"):
+            step_with(engine, [3.0, 4.0])
+        with pytest.raises(TrainingError, match=r"^step 2: "):
+            engine.settle()  # as before a checkpoint
+        return before, next(engine.model.parameters()).flatten().tolist()
+
+    ((before, after),) = fork_ranks.call(function)
+    assert before == after != [0.5, 0.5]
 
 
 def test_gradient_that_stays_infinite_ends_the_run_at_the_smallest_scale():

@@ -2,11 +2,13 @@
 
 import functools
 import itertools
+import json
 import os
 import random
 import re
 import signal
 import time
+from hashlib import sha256
 
 import pytest
 import safetensors.torch
@@ -17,6 +19,7 @@ from colossal_vit.checkpoint.checkpointer import Checkpointer
 from colossal_vit.checkpoint.tensors import parameter_slots
 from colossal_vit.data.batches import Loader
 from colossal_vit.engine.assembly import initialize
+from colossal_vit.engine.engine import Engine
 from colossal_vit.engine.loop import Trainer
 from colossal_vit.engine.schedules import CosineAnnealingWarmupLR
 from colossal_vit.hooks.metrics import MetricsHook
@@ -117,6 +120,32 @@ def test_stopped_and_resumed_runs_record_the_same_bits(name, tmp_path, request):
     ]
     assert last[0].keys() == last[1].keys()
     assert all(torch.equal(last[0][key], last[1][key]) for key in last[0])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hybrid, 1 process",
+        "hybrid, DP 2 × PP 2, SGD",
+        "hybrid, DP 2 × PP 2, split state, average, fp16 with loss scaling",
+        "imagenet, 2 processes, bf16",
+    ],
+)
+def test_results_that_are_read_a_step_late_as_on_a_gpu_change_nothing(name, few_test_images, tmp_path, monkeypatch):
+    """The same records and checkpoints, one of them in the middle of an epoch."""
+    (script, values), processes, more = RUNS[name]
+    values = options({**values, **more, "checkpoint.every_steps": 3, "WARMUP_EPOCHS": 0, "NUM_EPOCHS": 1})
+    values["checkpoint.keep"] = 99
+    found = {}
+    for late in (False, True):
+        monkeypatch.setattr(Engine, "reads_late", late)
+        run = training.train(tmp_path / f"late_{late}", processes, script=script, steps=None, **values)
+        saved = {path: sha256(path.read_bytes()).digest() for path in sorted(run.output.rglob("*.safetensors"))}
+        states = [json.loads(path.read_text())["scaler"] for path in sorted(run.output.rglob("state.json"))]
+        found[late] = run.records, list(saved.values()), states
+        assert all(step["step_s"] > 0 for step in run.steps)
+    assert len(states) > 1
+    assert found[True] == found[False]
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,9 @@ CPU = torch.device("cpu")
 class WaitCounter(TorchDispatchMode):
     """Counts host-device waits inside a `with` block.
 
-    A training step waits once, in `engine.Scalars.read`. Any other wait is counted too, also on a CPU, where waiting
-    costs nothing. A CPU has no copies between host and device; they are seen on a fake GPU.
+    A training step calls `engine.Scalars.read` once, which waits until the step before is done. Any other wait is
+    counted too, also on a CPU, where waiting costs nothing. A CPU has no copies between host and device; they are seen
+    on a fake GPU.
 
     Args:
         on_host: scalars that are on the host even if the model is on a GPU, such as an optimizer's step counts; reading
@@ -26,7 +27,7 @@ class WaitCounter(TorchDispatchMode):
         device: the model's. If it is no CPU, reading a tensor on the CPU is no wait.
 
     Attributes:
-        reads: calls of `Scalars.read`, each a wait.
+        reads: calls of `Scalars.read`.
         others: number of other waits, by operator.
     """
 
@@ -100,10 +101,10 @@ class WaitHook(BaseHook):
             self.waits = WaitCounter(step_counts, get_accelerator().get_current_device()).__enter__()
         elif trainer.engine.num_steps == 3:
             self.waits.__exit__(None, None, None)
-            print(f"waits of a step: {self.waits.reads} for loss and norm, others {self.waits.others}")
+            print(f"in a step: {self.waits.reads} results read, other waits {self.waits.others}")
 
 
-ONE = "waits of a step: 1 for loss and norm, others {}\n"
+ONE = "in a step: 1 results read, other waits {}\n"
 
 
 def print_waits(patch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,11 @@
 """A hook that logs the training speed of each epoch."""
 
 import statistics
+from typing import Any
 
 import torch
 from colossal_vit.engine import precision
+from colossal_vit.engine.engine import Engine
 from colossal_vit.engine.loop import Trainer
 from colossal_vit.hooks.priority import Priority
 from colossal_vit.mfu import peak_of, training_flops
@@ -11,7 +13,7 @@ from colossal_vit.parallel.ranks import RankLogger
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from colossalai.legacy.trainer.hooks import BaseHook
-from torch import Tensor, nn
+from torch import nn
 
 
 class ThroughputHook(BaseHook):
@@ -29,25 +31,18 @@ class ThroughputHook(BaseHook):
         self.peak = peak_of(device, precision.compute_dtype(gpc.config.fp16, device), gpc.config.TF32)
         self.flops = training_flops(model, gpc.config.IMG_SIZE) if self.peak else None
 
-    def before_train_epoch(self, trainer: Trainer) -> None:
-        self.records = []
-
-    def after_train_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
-        if "record" in trainer.states:  # on the rank that has the records, `MetricsHook` has put it there
-            self.records.append(trainer.states["record"])
-
     def after_train_epoch(self, trainer: Trainer) -> None:
-        if self.records:
+        if records := trainer.states.get("records"):  # on the rank where `MetricsHook` has them
             num_ranks = gpc.get_world_size(ParallelMode.DATA)
-            self.log.info(f"epoch {trainer.cur_epoch}: {self.summary(trainer.engine, num_ranks)}", ranks=None)
+            self.log.info(f"epoch {trainer.cur_epoch}: {self.summary(trainer.engine, records, num_ranks)}", ranks=None)
 
-    def summary(self, engine, num_ranks: int) -> str:
-        """One line about the steps of this epoch."""
-        rate = statistics.median(record["images_per_s"] for record in self.records)
-        waited, total = (sum(record[key] for record in self.records) for key in ("data_s", "step_s"))
+    def summary(self, engine: Engine, records: list[dict[str, Any]], num_ranks: int) -> str:
+        """One line about the steps of an epoch."""
+        rate = statistics.median(record["images_per_s"] for record in records)
+        waited, total = (sum(record[key] for record in records) for key in ("data_s", "step_s"))
         batch = engine.schedule.batch_size * engine.accumulation * num_ranks
         said = [f"total batch {batch:,}", f"{rate:,.0f} images/s ({rate / num_ranks:,.0f} a process)"]
         if self.peak:
             said.append(f"MFU {rate / num_ranks * self.flops / self.peak:.1%}")
-        said += [f"peak memory {self.records[-1]['memory_gb']:.1f} GB", f"waited for data {waited / total:.1%}"]
+        said += [f"peak memory {records[-1]['memory_gb']:.1f} GB", f"waited for data {waited / total:.1%}"]
         return ", ".join(said)

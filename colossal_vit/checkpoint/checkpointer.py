@@ -416,8 +416,10 @@ class Checkpointer:
             Where it is being written to; if that cannot be done, `finish` and `check` say so.
 
         Raises:
-            TrainingError: with `--on-save-error stop`, if the last checkpoint could not be written.
+            TrainingError: with `--on-save-error stop`, if the last checkpoint could not be written; as
+                `Engine.settle`.
         """
+        self.trainer.engine.settle()
         path = self.folder / f"step-{self.trainer.engine.num_steps:08d}"
         self._stop_on(self.finish())
         state = self.state(epoch, start)

@@ -1,9 +1,9 @@
 """The optimizer with loss scaling, clipping by the global norm and fp32 master weights, as the precision requires.
 
-It follows the protocol of Colossal-AI's `Engine.step`: `clip_grad_by_norm(max_norm)` on the accumulated gradients, then
-`step()`. In between the engine reads the norm, the one host-device synchronisation in a step, while the device works on
-what `queue_step()` has queued. Upstream's wrappers override a method that its engine no longer calls, so upstream clips
-scaled gradients, by a norm local to each rank, and those of its newer API unscale by the scale of the next step.
+The engine calls `clip_grad_by_norm(max_norm)` on the accumulated gradients, then `queue_step()`, and `end_step(norm)`
+once it has read the norm, which on a GPU is in the next step. Upstream's wrappers override a method that its engine no
+longer calls, so upstream clips scaled gradients, by a norm local to each rank, and those of its newer API unscale by
+the scale of the next step.
 """
 
 import math
@@ -77,17 +77,19 @@ class AMPOptimizer(OptimizerWrapper):
             `AMP_TYPE.NAIVE`.
 
     Attributes:
-        grad_norm: L2 norm of the last full, unscaled gradient before clipping, over all ranks that share the model. A
-            tensor, set by `clip_grad_by_norm`; the engine replaces it by a float.
+        grad_norm: L2 norm of the last full, unscaled gradient before clipping, over all ranks that share the model; a
+            tensor.
         norm_group: the ranks that share the gradients: those that share the model, or with optimizer state split over
             data-parallel ranks all of them.
-        skipped: whether the last `step()` left the weights unchanged because of an overflow.
+        skipped: whether the last step that ended left the weights unchanged, since its gradient was not finite.
+        has_diverged: whether it did so with the smallest loss scale, or without one.
         working_to_master_map: from a parameter of the model to its master copy, for those that have one.
     """
 
     def __init__(self, optim: Optimizer, scale: LossScale | None = None, master_weights: bool = False):
         super().__init__(optim)
-        self.scale, self.skipped, self.norm_group = scale, False, ParallelMode.MODEL
+        self.scale, self.norm_group = scale, ParallelMode.MODEL
+        self.skipped = self.has_diverged = False
         self._is_queued = False
         self.working_to_master_map: dict[Tensor, Tensor] = {}
         for group in optim.param_groups if master_weights else ():
@@ -143,16 +145,19 @@ class AMPOptimizer(OptimizerWrapper):
             torch._foreach_mul_(grads, factor)
         return self.grad_norm
 
-    def queue_step(self) -> None:
+    def queue_step(self) -> bool:
         """Have the device update the weights if it finds the norm finite; the host need not know it yet.
 
-        This takes an optimizer that leaves everything unchanged where its `found_inf` is 1, as torch's fused ones do.
-        Of another one, `step` updates the weights.
+        Returns:
+            Whether this is done. It takes an optimizer that leaves everything unchanged where its `found_inf` is 1, as
+            torch's fused ones do. With another one, `end_step` updates the weights.
         """
-        if getattr(self.optim, "_step_supports_amp_scaling", False):  # torch's GradScaler asks so, too
+        self._is_queued = getattr(self.optim, "_step_supports_amp_scaling", False)  # torch's GradScaler asks so, too
+        if self._is_queued:
             self.optim.found_inf = (~self.grad_norm.isfinite()).float()
             self._update_weights()
-            self.optim.found_inf, self._is_queued = None, True
+            self.optim.found_inf = None
+        return self._is_queued
 
     @torch.no_grad()
     def _update_weights(self) -> None:
@@ -160,13 +165,14 @@ class AMPOptimizer(OptimizerWrapper):
         if self.working_to_master_map:
             torch._foreach_copy_(list(self.working_to_master_map), list(self.working_to_master_map.values()))
 
-    def step(self, *args, **kwargs) -> None:
-        """Update the weights, or after an overflow leave them; the norm is global, so all ranks agree on it."""
-        self.skipped = self.scale is not None and not math.isfinite(self.grad_norm)
-        if self.scale:
-            self.scale.update(self.skipped)
+    def end_step(self, grad_norm: float) -> None:
+        """Update the loss scale, and what `queue_step` has left; the norm is global, so all ranks agree on it."""
+        scale = self.scale
+        self.skipped = not math.isfinite(grad_norm)
+        self.has_diverged = self.skipped and (scale is None or scale.value <= max(1, scale.min_scale))
+        if scale:
+            scale.update(self.skipped)
         if not self._is_queued and not self.skipped:
             self._update_weights()
         elif self._is_queued and self.skipped and isinstance(self.optim, Lamb):
             self.optim.uncount_step()
-        self._is_queued = False

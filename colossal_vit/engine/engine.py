@@ -7,12 +7,14 @@ Differences from upstream 0.5.0:
 - `gradient_accumulation` counts calls of `step`, not backward passes, of which a pipeline makes several per call;
   gradients are reduced over the data-parallel ranks once per optimizer step;
 - AMP works on torch 2 and on the CPU;
-- a loss or gradient that is not finite ends every rank before the update.
+- a gradient that is not finite changes no weight, and ends every rank if no lower loss scale can help;
+- no step waits for a GPU: the host reads a step's loss and gradient norm while the GPU has work of the next step.
 """
 
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -35,25 +37,20 @@ from torch.profiler import record_function
 class Scalars:
     """Scalar tensors on one device, for the host to read while the device continues with what was queued later.
 
-    A training step waits for the device in `read` only: a GPU's queue may run empty while the host waits.
-
     Args:
         tensors: of any floating-point types.
     """
 
     def __init__(self, tensors: list[Tensor]):
-        self.values = torch.stack([tensor.double() for tensor in tensors])
-        self.ready = torch.cuda.current_stream().record_event() if self.values.is_cuda else None
+        values = torch.stack([tensor.double() for tensor in tensors])
+        self.values = values.to("cpu", non_blocking=True)  # into pinned memory
+        self.ready = torch.cuda.current_stream().record_event() if values.is_cuda else None
 
     def read(self) -> list[float]:
-        """Their values, in one copy."""
-        stream: AbstractContextManager = nullcontext()
+        """Their values; waits until the device has computed them."""
         if self.ready is not None:
-            other = torch.cuda.Stream()  # the current one has more to do
-            other.wait_event(self.ready)
-            stream = torch.cuda.stream(other)
-        with stream:
-            return [value.item() for value in self.values.cpu().unbind()]
+            self.ready.synchronize()
+        return [value.item() for value in self.values.unbind()]
 
 
 class Engine(ColossalEngine):
@@ -62,12 +59,17 @@ class Engine(ColossalEngine):
     The caller makes the same calls for every micro-step: `zero_grad`, forward and `backward` (or `execute_schedule`),
     `step`. Every `accumulation`-th `step` updates the weights.
 
+    On a GPU the host reads the result of an optimizer step in the next one, when a backward pass begins and the device
+    still has a forward pass to do; on the CPU at once. `settle` has it read now.
+
     Attributes:
         accumulation: micro-steps per optimizer step.
         num_steps: optimizer steps so far, including steps skipped for overflow.
         bare_model: the model without the wrappers for precision and data parallelism.
-        grad_norm: L2 norm of the full gradient of the last optimizer step, unscaled, before clipping.
-        loss: mean over the global batch of the last optimizer step; None except on the last pipeline stage.
+        read_steps: optimizer steps whose result has been read.
+        read_at: when the last of them was read, by `time.perf_counter`.
+        grad_norm: in that step, the L2 norm of the full gradient, unscaled, before clipping.
+        loss: in that step, the mean over the global batch; None except on the last pipeline stage.
         ema: the moving average of the weights, or None.
         zero: the split of the optimizer state over the data-parallel ranks, or None.
         part: context manager factory for profilers, entered as `with part(name):` around the "forward" and "backward"
@@ -85,8 +87,9 @@ class Engine(ColossalEngine):
     ):
         super().__init__(*args, **kwargs)
         self.bare_model, self.accumulation, self.ema, self.zero = bare_model, accumulation, ema, zero
-        self.num_steps = 0
-        self.grad_norm, self.loss = math.nan, None
+        self.num_steps = self.read_steps = 0
+        self.read_at, self.grad_norm, self.loss = 0.0, math.nan, None
+        self._unread: Scalars | None = None  # norm and loss of the last optimizer step
         self._losses: list[Tensor] = []  # one for each micro-step of this step
         self.part: Callable[[str], AbstractContextManager] = record_function
         self._micro_step = 0
@@ -154,11 +157,13 @@ class Engine(ColossalEngine):
             return super().__call__(images)
 
     def backward(self, loss: Tensor) -> None:
+        self._read()  # since the loss scale depends on it
         with self.part("backward"):
             super().backward(loss / self.accumulation)
             drop_gradients_of_frozen()
 
     def backward_by_grad(self, tensor: Tensor, grad: Tensor) -> None:
+        self._read()
         if not tensor.requires_grad:  # nothing is trained up to the end of this pipeline stage
             return
         with self.part("backward"):
@@ -175,16 +180,21 @@ class Engine(ColossalEngine):
         """Count a micro-step; after the last one of an optimizer step, reduce and clip gradients and update weights.
 
         Raises:
-            TrainingError: on every rank, before the update, if the gradient is not finite and no loss scale that can
-                still fall explains it.
+            TrainingError: as `settle`, of the step before on a GPU, on the CPU of this one.
         """
         self._micro_step = (self._micro_step + 1) % self.accumulation
         self._reduce_in_backward(self._micro_step == self.accumulation - 1)
         if self._micro_step > 0:
             return
+        self.settle()  # the step before, where all ranks are at the same place and none waits for one that ends
         self.num_steps += 1
         with self.part("update"):
             self._update()
+
+    @property
+    def reads_late(self) -> bool:
+        """Whether the result of a step is read in the next one."""
+        return get_accelerator().get_current_device().type == "cuda"
 
     def _update(self) -> None:
         self._all_reduce_gradients()
@@ -195,19 +205,36 @@ class Engine(ColossalEngine):
                 dist.all_reduce(loss, group=gpc.get_group(ParallelMode.DATA))
             known.append(loss / replicas)
         self._losses.clear()
-        scalars = Scalars(known)
-        self.optimizer.queue_step()
-        self.grad_norm, *losses = scalars.read()
-        self.optimizer.grad_norm, self.loss = self.grad_norm, losses[0] if losses else None
-        scale = self.optimizer.scale
-        if not math.isfinite(self.grad_norm) and (scale is None or scale.value <= max(1, scale.min_scale)):
-            raise TrainingError(
-                f"step {self.num_steps}: the gradient is not finite (norm {self.grad_norm}); the weights are as after "
-                f"step {self.num_steps - 1}. Lower LEARNING_RATE, lengthen the warm-up or set clip_grad_norm."
-            )
-        self.optimizer.step()
-        if self.zero and not self.optimizer.skipped:
+        self._unread = Scalars(known)
+        if not self.optimizer.queue_step():
+            self._read()  # which updates the weights
+        if self.zero:
             self.optimizer.zero_grad()  # frees the memory that the broadcasts need
             self.zero.send_weights()
         if self.ema:
             self.ema.update(self.num_steps)
+        if not self.reads_late:
+            self.settle()
+
+    def _read(self) -> None:
+        """Read the result of the last optimizer step, unless it has been read."""
+        if self._unread is None:
+            return
+        self.grad_norm, *losses = self._unread.read()
+        self.loss, self.read_steps, self.read_at = losses[0] if losses else None, self.num_steps, time.perf_counter()
+        self._unread = None
+        self.optimizer.end_step(self.grad_norm)
+
+    def settle(self) -> None:
+        """Read the result of the last optimizer step, unless it has been read. Nothing is saved before.
+
+        Raises:
+            TrainingError: on every rank, if the gradient was not finite and no loss scale that can still fall explains
+                it. That step has not changed the weights.
+        """
+        self._read()
+        if self.optimizer.has_diverged:
+            raise TrainingError(
+                f"step {self.read_steps}: the gradient is not finite (norm {self.grad_norm}); the weights are as after "
+                f"step {self.read_steps - 1}. Lower LEARNING_RATE, lengthen the warm-up or set clip_grad_norm."
+            )

@@ -127,6 +127,7 @@ class Lamb(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         batches = list(self._batches())
+        self._counted = [p for batch in batches for p in batch.parameters]
         updates = map(self._updates, batches)  # lazily: one batch at a time in the loop below
         if gpc.is_initialized(ParallelMode.TENSOR) and gpc.get_world_size(ParallelMode.TENSOR) > 1:
             updates = self._with_global_norms(batches, list(updates))
@@ -143,9 +144,8 @@ class Lamb(Optimizer):
 
     def uncount_step(self) -> None:
         """Take back the count of the last step, which has changed nothing since `found_inf` was 1."""
-        for parameter in self._parameters():
-            if parameter.grad is not None:
-                self.state[parameter]["step"] -= 1
+        for parameter in self._counted:
+            self.state[parameter]["step"] -= 1
 
     def _parameters(self) -> Iterator[Tensor]:
         return chain.from_iterable(group["params"] for group in self.param_groups)

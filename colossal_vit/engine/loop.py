@@ -105,6 +105,7 @@ class Trainer:
             if self.lr_scheduler:
                 self.lr_scheduler.step()
             self.cur_step += 1
+        engine.settle()
         self._call_hooks("after_train_epoch")
 
     def evaluate(self, test_dataloader: Loader, hooks: Iterable[BaseHook] | None = None) -> None:

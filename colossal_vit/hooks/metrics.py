@@ -4,6 +4,7 @@ import resource
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,8 +45,9 @@ class MetricsHook(BaseHook):
     loss scaling also `loss_scale, skipped`, on a GPU also `reserved_gb`, the peak of torch's allocator. One per
     evaluation: `step, epoch, eval_loss, eval_accuracy, eval_images`, with the block `ema` also `ema_loss,
     ema_accuracy`.
-    `loss` is the mean over the whole global batch. Only one rank writes, see `writes_metrics`; there the record of the
-    last step is in `trainer.states["record"]` for other hooks.
+    `loss` is the mean over the whole global batch. Only one rank writes, see `writes_metrics`; there the records of the
+    epoch's steps so far are in `trainer.states["records"]` for other hooks. On a GPU the last one is missing until its
+    result is read, in the next step or at the end of the epoch, see `Engine`.
 
     Args:
         directory: the run directory; None writes nothing.
@@ -74,44 +76,65 @@ class MetricsHook(BaseHook):
         self.batch_parts = Layout.current().batch_parts
 
     def before_train(self, trainer: Trainer) -> None:
+        self.trainer = trainer
         if self.writes:
             # An epoch's evaluation stays on record only if it is not made again.
             self.recorder.open(trainer.engine.num_steps, trainer.cur_epoch + trainer.finished)
-        self.step_started, self.waited = time.perf_counter(), 0.0
+        self.waited = 0.0
+        self.begun: dict[str, Any] = {}  # the record of a step whose result has not been read
 
     def before_train_epoch(self, trainer: Trainer) -> None:
         self.step_started = time.perf_counter()  # evaluation is not part of a step
+        if self.writes:
+            trainer.states["records"] = []
 
     def after_train_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
-        engine = trainer.engine
-        now = time.perf_counter()
-        step_s, self.step_started = now - self.step_started, now
         if not self.writes:
             return
-        images = engine.schedule.batch_size * engine.accumulation * gpc.get_world_size(ParallelMode.DATA)
-        waited = self.train_dataloader.data_s
-        record = {
+        engine, waited = trainer.engine, self.train_dataloader.data_s
+        self._end_step(engine.read_at)  # that before
+        self.begun = {
             "step": engine.num_steps,
             "epoch": trainer.cur_epoch,
-            "loss": engine.loss,
+            "loss": None,
             "lr": engine.optimizer.param_groups[0]["lr"],
-            "grad_norm": engine.grad_norm,
-            "images_per_s": images / step_s,
+            "grad_norm": None,
+            "images_per_s": None,
             "data_s": waited - self.waited,
-            "step_s": step_s,
+            "step_s": None,
             "memory_gb": _memory_gb(loss.device),
         }
         self.waited = waited
         if loss.device.type == "cuda":
-            record["reserved_gb"] = torch.cuda.max_memory_reserved(loss.device) / 1e9
-        if engine.optimizer.loss_scale is not None:
-            record |= {"loss_scale": engine.optimizer.loss_scale, "skipped": engine.optimizer.skipped}
+            self.begun["reserved_gb"] = torch.cuda.max_memory_reserved(loss.device) / 1e9
+        if engine.read_steps == engine.num_steps:
+            self._end_step(time.perf_counter())
+
+    def _end_step(self, ended: float) -> None:
+        """Complete the record of the step that `begun` is of, if there is one, with its result, and write it."""
+        if not self.begun:
+            return
+        engine, optimizer = self.trainer.engine, self.trainer.engine.optimizer
+        images = engine.schedule.batch_size * engine.accumulation * gpc.get_world_size(ParallelMode.DATA)
+        step_s, self.step_started = ended - self.step_started, ended
+        self.begun |= {"loss": engine.loss, "grad_norm": engine.grad_norm}
+        self.begun |= {"images_per_s": images / step_s, "step_s": step_s}
+        if optimizer.loss_scale is not None:
+            self.begun |= {"loss_scale": optimizer.loss_scale, "skipped": optimizer.skipped}
+        record, self.begun = self.begun, {}
         self.recorder.write(record)
-        trainer.states["record"] = record
+        self.trainer.states["records"].append(record)
+
+    def _settle(self) -> None:
+        """Write the record of the last step, too."""
+        if self.writes and self.begun:
+            self.trainer.engine.settle()
+            self._end_step(self.trainer.engine.read_at)
 
     def after_train_epoch(self, trainer: Trainer) -> None:
-        if (last := trainer.states.get("record")) and not sys.stderr.isatty():
-            rate = f"{last['images_per_s']:.0f} images/s"
+        self._settle()
+        if (records := trainer.states.get("records")) and not sys.stderr.isatty():
+            last, rate = records[-1], f"{records[-1]['images_per_s']:.0f} images/s"
             self.log.info(
                 f"epoch {trainer.cur_epoch}: step {last['step']}, loss {last['loss']:.4f}, {rate}", ranks=None
             )
@@ -166,6 +189,7 @@ class MetricsHook(BaseHook):
 
     def sync(self) -> None:
         """Have the disk hold the records so far."""
+        self._settle()
         if self.writes:
             self.recorder.sync()
 

@@ -34,10 +34,9 @@ class ProgressHook(BaseHook):
 
     def after_train_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
         if not self.bar.disable:
-            last = trainer.states["record"]
-            self.bar.set_postfix_str(
-                f"epoch {last['epoch']}, loss {last['loss']:.4f}, {last['images_per_s']:.0f} images/s", refresh=False
-            )
+            for last in trainer.states["records"][-1:]:
+                said = f"epoch {last['epoch']}, loss {last['loss']:.4f}, {last['images_per_s']:.0f} images/s"
+                self.bar.set_postfix_str(said, refresh=False)
             self.bar.update()
 
     def after_train(self, trainer: Trainer) -> None:
