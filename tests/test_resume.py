@@ -486,6 +486,17 @@ def test_a_run_that_fails_while_a_checkpoint_is_written_keeps_it(few_test_images
     assert newest.path.name == "step-00000001"
 
 
+def test_on_a_gpu_nothing_is_saved_of_a_step_whose_gradient_is_not_finite(few_test_images, tmp_path, monkeypatch):
+    """Though the host reads its norm later. All ranks end, before any waits for another in saving."""
+    monkeypatch.setattr(Engine, "reads_late", True)
+    values = {"parallel.pipeline": 2, "checkpoint.every_steps": 1, "LEARNING_RATE": 1e30, "clip_grad_norm": 0}
+    run = training.train(tmp_path / "run", 2, code=1, **values)
+    (line,) = "".join(run.stderr).splitlines()
+    assert f"step {len(run.steps) + 1}: the gradient is not finite" in line
+    newest, _ = storage.newest(tmp_path / "run" / storage.FOLDER)
+    assert newest.path.name == f"step-{len(run.steps):08d}"
+
+
 def meet_a_bug():
     raise RuntimeError("a bug")
 
