@@ -231,7 +231,7 @@ for line in sys.stdin:
 """
 
 
-@pytest.mark.parametrize(("memory", "batch_size"), [(16.9e9, 2), (25.3e9, 8), (42.4e9, 32), (85e9, 64), (150e9, 128)])
+@pytest.mark.parametrize(("memory", "batch_size"), [(16.9e9, 1), (25.3e9, 8), (42.4e9, 16), (85e9, 64), (150e9, 128)])
 def test_the_processes_of_the_engine_benchmark_fit_the_gpu_together(tree, memory, batch_size):
     """By a dry run of config_fp32.py with ViT-B/16: 16.55 GB with 128 images, and beside it CUDA's context."""
     (tree / "scripts/benchmarks/engine_steps.py").write_text(ENGINE_STEPS)
@@ -244,9 +244,9 @@ def test_the_processes_of_the_engine_benchmark_fit_the_gpu_together(tree, memory
     done = forked(tree, *command, prepare=prepare)
     assert done.codes == [0], str(done)
     values = (tree / "values.txt").read_text().split()
-    assert [value for value in values if value.startswith("BATCH_SIZE=")] == [f"BATCH_SIZE={batch_size}"] * 6
+    assert [value for value in values if value.startswith("BATCH_SIZE=")] == [f"BATCH_SIZE={batch_size}"] * 7
     state = 16 * 86e6 / 1e9  # GB in fp32; only the rest grows with the batch
-    assert 6 * (0.5 + state + (16.55 - state) * batch_size / 128) < memory / 1e9
+    assert 7 * (0.5 + state + (16.55 - state) * batch_size / 128) < memory / 1e9
 
 
 PLANNED_FOR = """

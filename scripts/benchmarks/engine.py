@@ -2,8 +2,9 @@
 
 20 minutes on 2 CPU cores. Each side is a process that waits for its turn, and trains on one batch of images: with
 engine, loop and hooks of the train scripts, in a process that keeps freed memory as theirs do on a CPU; in a loop in
-plain PyTorch; and with model, optimizer, loss and step of timm's train.py. Sides without dropout must compute the same
-loss. `--before FOLDER` adds ours at an earlier commit (`git worktree add FOLDER COMMIT`). `--set` overrides values of
+plain PyTorch; and with model, optimizer, loss and step of timm's train.py. One more process only repeats the matrix
+products and the attention of our step. Sides without dropout must compute the same loss. `--before FOLDER` adds ours at
+an earlier commit (`git worktree add FOLDER COMMIT`). `--set` overrides values of
 vit_caltech101_amp/config/config_fp32.py. On a machine that others use, as the load of the last minute says, CPU seconds
 are what counts. On a GPU, a batch has 128 images, or as many as its memory takes while the processes of all sides wait
 there.
@@ -25,6 +26,7 @@ from benchmarks.harness import ROOT, Benchmark, Case, Failed, Rounds, Side, Valu
 from benchmarks.training import TOLERANCE, add_set, check_agreement
 
 RATES = {"no dropout": "0.0", "dropout": "0.1"}
+OURS, PRODUCTS = "ours, no dropout", "products of ours, no dropout"
 ON_GPU = torch.cuda.is_available()
 MODELS = {"tiny": ("Ti", 8), "small": ("S", 4), "base": ("B", 2)}  # what it is called, and the batch on a CPU
 FP16 = ["fp16.mode=AMP_TYPE.TORCH", "fp16.dtype='fp16'"]
@@ -78,13 +80,14 @@ def sides(model: str, threads: int, compiled: bool, fp16: bool, args: argparse.N
         kinds[f"ours at {commit}"] = ("ours", args.before.resolve())
     batch_size = MODELS[model][1]
     if ON_GPU:
-        batch_size = batch_size_for(torch.cuda.get_device_properties(0).total_memory, len(kinds) * len(RATES))
+        batch_size = batch_size_for(torch.cuda.get_device_properties(0).total_memory, len(kinds) * len(RATES) + 1)
     values += [f"BATCH_SIZE={batch_size}", *(SMALL if args.small else []), *args.set]
     processes = {
         f"{name}, {said}": Steps(*kind, threads, [*values, f"DROP_RATE={rate}"])
         for name, kind in kinds.items()
         for said, rate in RATES.items()
     }
+    processes[PRODUCTS] = Steps("products", ROOT, threads, [*values, "DROP_RATE=0.0", "COMPILE=False"])
     losses = {name: side.loss for name, side in processes.items()}  # waits for all of them, which start at once
     without = {name: loss for name, loss in losses.items() if name.endswith("no dropout")}
     check_agreement(without, 5e-3 if fp16 else TOLERANCE)
@@ -92,7 +95,10 @@ def sides(model: str, threads: int, compiled: bool, fp16: bool, args: argparse.N
 
 
 def summary(found: Mapping[str, Rounds]) -> list[str]:
-    """What ours takes of the others' time, and what dropout adds to each: medians of all rounds."""
+    """What ours takes of the others' time, and what dropout adds to each: medians of all rounds.
+
+    Also what the products of ours take of its time.
+    """
 
     def in_percent(rounds: Rounds, name: str, other: str) -> str:
         pair = {side: rounds[side] for side in (other, name)}
@@ -102,7 +108,7 @@ def summary(found: Mapping[str, Rounds]) -> list[str]:
 
     lines = []
     for case, rounds in found.items():
-        names = list(dict.fromkeys(side.rsplit(", ", 1)[0] for side in rounds))
+        names = list(dict.fromkeys(side.rsplit(", ", 1)[0] for side in rounds if side != PRODUCTS))
         for rate in RATES:
             lines += [
                 f"{case}, {rate}: ours takes {in_percent(rounds, f'ours, {rate}', f'{name}, {rate}')} of {name}.  "
@@ -113,6 +119,7 @@ def summary(found: Mapping[str, Rounds]) -> list[str]:
             f"{in_percent(rounds, f'{name}, dropout', f'{name}, no dropout')} without.  "
             for name in names
         ]
+        lines.append(f"{case}: matrix products and attention take {in_percent(rounds, PRODUCTS, OURS)} of ours.  ")
     return [*lines, ""]
 
 

@@ -1,6 +1,6 @@
 """A process of engine.py: training steps of one side, as many as each line on stdin says.
 
-    python engine_steps.py ours|bare|timm CHECKOUT [KEY=VALUE ...]
+    python engine_steps.py ours|bare|timm|products CHECKOUT [KEY=VALUE ...]
 
 Imports nothing from here, since PYTHONPATH may be that of an earlier commit. The first line on stdout is the loss of
 the first step; each further one is seconds of a step, and CPU seconds.
@@ -10,11 +10,12 @@ that a CPU takes several times as long for each product.
 """
 
 import os
+import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from typing import IO
+from collections.abc import Callable, Iterator
+from typing import IO, Any
 
 import timm
 import torch
@@ -30,6 +31,7 @@ from colossalai.legacy.trainer.hooks import BaseHook
 from timm.loss import LabelSmoothingCrossEntropy
 from timm.optim import create_optimizer_v2
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Batch = tuple[Tensor, Tensor]
 LEARNING_RATE = 1e-9
@@ -86,14 +88,38 @@ class LossHook(BaseHook):
         self.turns.loss = loss.detach()
 
 
-def train_ours(argv: list[str], answers: IO[str]) -> None:
-    """Launch, engine, loop and hooks of the train scripts."""
+class Products(TorchDispatchMode):
+    """Keeps the calls of matrix products and of attention, forward and backward."""
+
+    NAME = re.compile(r"aten::(addmm|mm|baddbmm|bmm|convolution|_scaled_dot_product)(_|$)")
+
+    def __init__(self):
+        super().__init__()
+        self.calls: list[tuple[Callable, tuple, dict[str, Any]]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if self.NAME.match(function._schema.name):
+            self.calls.append((function, args, kwargs))
+        return function(*args, **kwargs)
+
+
+def train_ours(argv: list[str], answers: IO[str], products_only: bool) -> None:
+    """Launch, engine, loop and hooks of the train scripts; or the products of a step only, again and again."""
     run = launch.start(launch.parse(argv, script="caltech101"))
     turns = Turns(run.config, run.device, answers)
     model = build_timm_vit(run.config).to(run.device)
     optimizer = build_optimizer(run.config, model)
     engine, loader, *_ = initialize(model, optimizer, build_criterion(run.config), turns, None)
-    Trainer(engine, None, run.log).fit(loader, 1, hooks=[*standard_hooks(run, loader), LossHook(turns)])
+    if products_only:
+        engine.train()
+        with Products() as products:
+            turns.loss = engine.execute_schedule(iter([turns.batch]))[2].detach()
+        for _ in turns:
+            for function, args, kwargs in products.calls:
+                function(*args, **kwargs)
+    else:
+        Trainer(engine, None, run.log).fit(loader, 1, hooks=[*standard_hooks(run, loader), LossHook(turns)])
 
 
 def train_plainly(config: Config, answers: IO[str], timms_own: bool) -> None:
@@ -130,10 +156,10 @@ def main(which: str, checkout: str, *values: str) -> None:
     os.dup2(2, 1)  # what runs log
     path = f"{checkout}/vit_caltech101_amp/config/config_fp32.py"
     values = (f"LEARNING_RATE={LEARNING_RATE}", "clip_grad_norm=0.0", "OPTIMIZER='adamw'", "NUM_CLASSES=101", *values)
-    if which == "ours":
+    if which in ("ours", "products"):
         with tempfile.TemporaryDirectory() as folder:
             argv = ["--config", path, "--output", f"{folder}/run", *(f"--set={value}" for value in values)]
-            train_ours(argv, answers)
+            train_ours(argv, answers, which == "products")
     else:
         train_plainly(configs.load(path, values, "caltech101"), answers, which == "timm")
 
