@@ -28,6 +28,7 @@ import torch.utils.tensorboard
 from colossal_vit import results
 from colossal_vit.data import cifar10
 from colossal_vit.data.digits import write_cifar10
+from colossal_vit.engine.engine import Engine
 from colossal_vit.hooks import recorder
 from colossal_vit.provenance import ResultFolder
 
@@ -179,6 +180,12 @@ class SmallDisk:
 
     def resize(self, size):
         subprocess.run(["mount", "-o", f"remount,size={size}", str(self.path)], check=True)
+
+
+@pytest.fixture
+def read_late(monkeypatch):
+    """Have engines read the result of a step in the next one, as they do where the device is a GPU."""
+    monkeypatch.setattr(Engine, "reads_late", True)
 
 
 @pytest.fixture

@@ -158,9 +158,11 @@ def test_a_loader_is_left_without_waiting_for_what_is_read():
     over = threading.Event()
     stream = read_ahead([0, 1], lambda number: number and over.wait())
     assert next(stream) == (0, 0)
-    threading.Timer(10, over.set).start()
+    timer = threading.Timer(10, over.set)
+    timer.start()
     stream.close()
     assert not over.is_set()
+    timer.cancel()
     over.set()
 
 

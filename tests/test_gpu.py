@@ -234,7 +234,7 @@ def test_memory_is_what_a_dry_run_says(amp, on_gpu, tmp_path):
 
 
 @pytest.mark.parametrize(("amp", "dtype", "compiled"), SOME)
-def test_a_step_waits_once_for_the_device(amp, dtype, compiled, on_gpu, tmp_path):
+def test_no_step_waits_for_the_device(amp, dtype, compiled, on_gpu, tmp_path):
     said = on_gpu(training.HYBRID, [*flags(tmp_path, 4, amp, dtype, COMPILE=compiled), "--profile"])
     assert REHEARSAL or "in a step the host waits for the device: 0\n" in said
 

@@ -9,7 +9,7 @@ import timm
 import torch
 from colossal_vit.engine.amp_optimizer import AMPOptimizer, LossScale
 from colossal_vit.engine.assembly import initialize
-from colossal_vit.engine.engine import Engine, Scalars
+from colossal_vit.engine.engine import Scalars
 from colossal_vit.engine.lamb import Lamb
 from colossal_vit.errors import TrainingError, UserError
 from colossal_vit.models import build_timm_vit
@@ -132,14 +132,8 @@ def test_an_update_queued_before_the_norm_is_known_leaves_no_trace_of_an_overflo
     assert all(torch.equal(state[key], left[key]) for key in state)
 
 
-def as_on_a_gpu(patch):
-    """Have engines read the result of a step in the next one, as they do where the device works by itself."""
-    patch.setattr(Engine, "reads_late", True)
-
-
 @pytest.mark.parametrize("mode", [None, *MODES])
-def test_on_a_gpu_the_result_of_a_step_is_read_when_the_next_forward_pass_is_queued(mode, monkeypatch):
-    as_on_a_gpu(monkeypatch)
+def test_on_a_gpu_the_result_of_a_step_is_read_when_the_next_forward_pass_is_queued(mode, read_late, monkeypatch):
     order = []
     read = Scalars.read
     monkeypatch.setattr(Scalars, "read", lambda scalars: order.append("read") or read(scalars))
@@ -163,9 +157,7 @@ def test_on_a_gpu_the_result_of_a_step_is_read_when_the_next_forward_pass_is_que
     assert (read_steps, norm) == (2, 5.0)
 
 
-def test_on_a_gpu_a_gradient_that_is_not_finite_ends_the_run_before_the_next_update(monkeypatch):
-    as_on_a_gpu(monkeypatch)
-
+def test_on_a_gpu_a_gradient_that_is_not_finite_ends_the_run_before_the_next_update(read_late):
     def function():
         engine = vector_engine(init=0.5, optimizer=torch.optim.AdamW, fused=True)
         before = step_with(engine, [3.0, 4.0]).weight

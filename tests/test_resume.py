@@ -486,9 +486,8 @@ def test_a_run_that_fails_while_a_checkpoint_is_written_keeps_it(few_test_images
     assert newest.path.name == "step-00000001"
 
 
-def test_on_a_gpu_nothing_is_saved_of_a_step_whose_gradient_is_not_finite(few_test_images, tmp_path, monkeypatch):
+def test_on_a_gpu_nothing_is_saved_of_a_step_whose_gradient_is_not_finite(few_test_images, tmp_path, read_late):
     """Though the host reads its norm later. All ranks end, before any waits for another in saving."""
-    monkeypatch.setattr(Engine, "reads_late", True)
     values = {"parallel.pipeline": 2, "checkpoint.every_steps": 1, "LEARNING_RATE": 1e30, "clip_grad_norm": 0}
     run = training.train(tmp_path / "run", 2, code=1, **values)
     (line,) = "".join(run.stderr).splitlines()

@@ -90,7 +90,6 @@ class AMPOptimizer(OptimizerWrapper):
         super().__init__(optim)
         self.scale, self.norm_group = scale, ParallelMode.MODEL
         self.skipped = self.has_diverged = False
-        self._is_queued = False
         self.working_to_master_map: dict[Tensor, Tensor] = {}
         for group in optim.param_groups if master_weights else ():
             group["params"] = [self._master(p) if p.dtype.itemsize < 4 else p for p in group["params"]]
@@ -145,19 +144,20 @@ class AMPOptimizer(OptimizerWrapper):
             torch._foreach_mul_(grads, factor)
         return self.grad_norm
 
-    def queue_step(self) -> bool:
+    @property
+    def can_queue(self) -> bool:
+        """Whether the optimizer leaves everything unchanged where its `found_inf` is 1, as torch's fused ones do."""
+        return getattr(self.optim, "_step_supports_amp_scaling", False)  # torch's GradScaler asks so, too
+
+    def queue_step(self) -> None:
         """Have the device update the weights if it finds the norm finite; the host need not know it yet.
 
-        Returns:
-            Whether this is done. It takes an optimizer that leaves everything unchanged where its `found_inf` is 1, as
-            torch's fused ones do. With another one, `end_step` updates the weights.
+        With an optimizer that cannot be queued, `end_step` updates the weights.
         """
-        self._is_queued = getattr(self.optim, "_step_supports_amp_scaling", False)  # torch's GradScaler asks so, too
-        if self._is_queued:
+        if self.can_queue:
             self.optim.found_inf = (~self.grad_norm.isfinite()).float()
             self._update_weights()
             self.optim.found_inf = None
-        return self._is_queued
 
     @torch.no_grad()
     def _update_weights(self) -> None:
@@ -172,7 +172,7 @@ class AMPOptimizer(OptimizerWrapper):
         self.has_diverged = self.skipped and (scale is None or scale.value <= max(1, scale.min_scale))
         if scale:
             scale.update(self.skipped)
-        if not self._is_queued and not self.skipped:
+        if not self.can_queue and not self.skipped:
             self._update_weights()
-        elif self._is_queued and self.skipped and isinstance(self.optim, Lamb):
+        elif self.skipped and isinstance(self.optim, Lamb):
             self.optim.uncount_step()

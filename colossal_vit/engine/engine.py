@@ -66,8 +66,7 @@ class Engine(ColossalEngine):
         accumulation: micro-steps per optimizer step.
         num_steps: optimizer steps so far, including steps skipped for overflow.
         bare_model: the model without the wrappers for precision and data parallelism.
-        read_steps: optimizer steps whose result has been read.
-        read_at: when the last of them was read, by `time.perf_counter`.
+        read_at: when the result of a step was last read, by `time.perf_counter`.
         grad_norm: in that step, the L2 norm of the full gradient, unscaled, before clipping.
         loss: in that step, the mean over the global batch; None except on the last pipeline stage.
         ema: the moving average of the weights, or None.
@@ -87,7 +86,7 @@ class Engine(ColossalEngine):
     ):
         super().__init__(*args, **kwargs)
         self.bare_model, self.accumulation, self.ema, self.zero = bare_model, accumulation, ema, zero
-        self.num_steps = self.read_steps = 0
+        self.num_steps = 0
         self.read_at, self.grad_norm, self.loss = 0.0, math.nan, None
         self._unread: Scalars | None = None  # norm and loss of the last optimizer step
         self._losses: list[Tensor] = []  # one for each micro-step of this step
@@ -196,6 +195,11 @@ class Engine(ColossalEngine):
         """Whether the result of a step is read in the next one."""
         return get_accelerator().get_current_device().type == "cuda"
 
+    @property
+    def read_steps(self) -> int:
+        """Optimizer steps whose result has been read."""
+        return self.num_steps - (self._unread is not None)
+
     def _update(self) -> None:
         self._all_reduce_gradients()
         known = [self.optimizer.clip_grad_by_norm(self._clip_grad_norm)]
@@ -206,7 +210,8 @@ class Engine(ColossalEngine):
             known.append(loss / replicas)
         self._losses.clear()
         self._unread = Scalars(known)
-        if not self.optimizer.queue_step():
+        self.optimizer.queue_step()
+        if not self.optimizer.can_queue:
             self._read()  # which updates the weights
         if self.zero:
             self.optimizer.zero_grad()  # frees the memory that the broadcasts need
@@ -221,8 +226,7 @@ class Engine(ColossalEngine):
         if self._unread is None:
             return
         self.grad_norm, *losses = self._unread.read()
-        self.loss, self.read_steps, self.read_at = losses[0] if losses else None, self.num_steps, time.perf_counter()
-        self._unread = None
+        self.loss, self.read_at, self._unread = losses[0] if losses else None, time.perf_counter(), None
         self.optimizer.end_step(self.grad_norm)
 
     def settle(self) -> None:
@@ -235,6 +239,6 @@ class Engine(ColossalEngine):
         self._read()
         if self.optimizer.has_diverged:
             raise TrainingError(
-                f"step {self.read_steps}: the gradient is not finite (norm {self.grad_norm}); the weights are as after "
-                f"step {self.read_steps - 1}. Lower LEARNING_RATE, lengthen the warm-up or set clip_grad_norm."
+                f"step {self.num_steps}: the gradient is not finite (norm {self.grad_norm}); the weights are as after "
+                f"step {self.num_steps - 1}. Lower LEARNING_RATE, lengthen the warm-up or set clip_grad_norm."
             )

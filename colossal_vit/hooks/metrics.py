@@ -125,14 +125,8 @@ class MetricsHook(BaseHook):
         self.recorder.write(record)
         self.trainer.states["records"].append(record)
 
-    def _settle(self) -> None:
-        """Write the record of the last step, too."""
-        if self.writes and self.begun:
-            self.trainer.engine.settle()
-            self._end_step(self.trainer.engine.read_at)
-
     def after_train_epoch(self, trainer: Trainer) -> None:
-        self._settle()
+        self._end_step(trainer.engine.read_at)
         if (records := trainer.states.get("records")) and not sys.stderr.isatty():
             last, rate = records[-1], f"{records[-1]['images_per_s']:.0f} images/s"
             self.log.info(
@@ -188,8 +182,9 @@ class MetricsHook(BaseHook):
             )
 
     def sync(self) -> None:
-        """Have the disk hold the records so far."""
-        self._settle()
+        """Have the disk hold the records so far. Raises what `Engine.settle` does."""
+        self.trainer.engine.settle()
+        self._end_step(self.trainer.engine.read_at)
         if self.writes:
             self.recorder.sync()
 

@@ -34,7 +34,8 @@ class ProgressHook(BaseHook):
 
     def after_train_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
         if not self.bar.disable:
-            for last in trainer.states["records"][-1:]:
+            if records := trainer.states["records"]:
+                last = records[-1]
                 said = f"epoch {last['epoch']}, loss {last['loss']:.4f}, {last['images_per_s']:.0f} images/s"
                 self.bar.set_postfix_str(said, refresh=False)
             self.bar.update()
