@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from colossal_vit.provenance import ResultFolder
-from colossal_vit.rng import philox
+from colossal_vit.rng import dropout, philox
 from scipy import stats
-from torch.nn.functional import dropout
 
 RATES = (0.02, 0.1, 0.5)
 SEED = 1024  # of the first rate; the next ones have the next seeds
@@ -45,13 +45,14 @@ Draw = Callable[[int, str, np.ndarray, int, int, float], np.ndarray]  # what is 
 
 
 def ours(seed: int, layer: str, samples: np.ndarray, tokens: int, channels: int, rate: float) -> np.ndarray:
-    units = round(rate * philox.ONE)
-    return ~philox.kept(seed, philox.word(layer), units, samples, tokens, channels, slice(0, channels))
+    key = torch.tensor([seed, philox.word(layer), round(rate * philox.ONE)])
+    ones = torch.ones(len(samples), tokens, channels)
+    return dropout.drop(ones, None, torch.from_numpy(samples), key, 0, channels, False).numpy() == 0
 
 
 def torchs(seed: int, layer: str, samples: np.ndarray, tokens: int, channels: int, rate: float) -> np.ndarray:
     """As in training: one generator, which draws on and on."""
-    return dropout(torch.ones(len(samples), tokens, channels), rate).numpy() == 0
+    return F.dropout(torch.ones(len(samples), tokens, channels), rate).numpy() == 0
 
 
 def both_sides(value: float) -> float:

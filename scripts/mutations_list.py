@@ -56,7 +56,7 @@ OPTIMIZER, PRECISION, REDUCTION = (
     f"colossal_vit/engine/{name}.py" for name in ("optimizers", "precision", "reduction")
 )
 SCHEDULES, ZERO = (f"colossal_vit/engine/{name}.py" for name in ("schedules", "zero"))
-DROPOUT, PHILOX = (f"colossal_vit/rng/{name}.py" for name in ("dropout", "philox"))
+DROPOUT, KERNEL, PHILOX = (f"colossal_vit/rng/{name}.py" for name in ("dropout", "cpu_kernel", "philox"))
 NORMS, PATCHES = (f"colossal_vit/compat/{name}.py" for name in ("norms", "patches"))
 TENSORS, CHECKPOINTER = (f"colossal_vit/checkpoint/{name}.py" for name in ("tensors", "checkpointer"))
 METRICS = "colossal_vit/hooks/metrics.py"
@@ -698,27 +698,27 @@ RANDOM_NUMBERS = [
     Mutation(
         "masks of the first channels",
         "Each rank has the mask of the first channels, whichever it has.",
-        PHILOX,
-        "tokens, width)[..., part]",
-        "tokens, width)[..., : part.stop - part.start]",
+        DROPOUT,
+        "else x, residual, samples, key, first, channels)",
+        "else x, residual, samples, key, 0, channels)",
         "1D 2",
         r"step 1, output blocks\.0\.mlp\.drop1",
     ),
     Mutation(
         "masks drawn one after the other",
         "A sample's mask follows from how many were drawn before it.",
-        PHILOX,
-        "[:] = place * blocks, 0, layer, step",
-        "[:] = start * blocks, 0, layer, step",
+        KERNEL,
+        "number = place * per_sample",
+        "number = row // tokens * per_sample",
         "DP 2",
         r"step 1, output pos_drop",
     ),
     Mutation(
         "the same mask in every layer",
         "The counter of dropout lacks the layer.",
-        PHILOX,
-        "[:] = place * blocks, 0, layer, step",
-        "[:] = place * blocks, 0, 0, step",
+        KERNEL,
+        "uint64(0), uint64(layer), uint64(step)",
+        "uint64(0), uint64(0), uint64(step)",
         "1D 2",
         r"step 1, output pos_drop",
         why=EVERYWHERE + "tests/test_random.py looks at the masks themselves",

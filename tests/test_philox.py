@@ -1,12 +1,14 @@
-"""Random numbers by what they are for: Philox against its definition, masks in parts, and the kernel for GPUs."""
+"""Random numbers by what they are for: Philox against its definition, masks in parts, and dropout's kernels."""
 
+import errno
 import itertools
-import multiprocessing
+import os
 
 import numpy as np
 import pytest
 import torch
-from colossal_vit.rng import philox
+from colossal_vit.rng import cpu_kernel, dropout, philox
+from numba.core import caching
 
 import fork_ranks
 
@@ -45,8 +47,25 @@ TOKENS, CHANNELS = 5, 80  # two and a half blocks
 LAYER = philox.word("blocks.3.mlp.drop1")
 
 
+def kept(seed, layer, rate, samples, tokens, channels, part):
+    """Which elements of (B, tokens, channels of the part) dropout keeps, bool."""
+    ones, key = torch.ones(len(samples), tokens, part.stop - part.start), torch.tensor([seed, layer, rate])
+    samples = torch.from_numpy(np.ascontiguousarray(samples))
+    return dropout.drop(ones, None, samples, key, part.start, channels, False).numpy() != 0
+
+
 def masks(rows=slice(None), part=slice(0, CHANNELS), seed=1024, rate=1 << 15, tokens=TOKENS):
-    return philox.kept(seed, LAYER, rate, SAMPLES[rows], tokens, CHANNELS, part)
+    return kept(seed, LAYER, rate, SAMPLES[rows], tokens, CHANNELS, part)
+
+
+def block_of(place, token, channel):
+    """The number of an element's block: a token has 3, and a sample an odd number of them."""
+    return place * 15 + token * 3 + channel // 32
+
+
+def limit(rate, block, seed, step):
+    """Of a block's elements, for their 8 bits."""
+    return (rate + 157 * (block + seed + LAYER + 55 * step) % 256) // 256
 
 
 @pytest.mark.parametrize("seed", [0, 1024, 2**32 - 1, 2**63 - 1])
@@ -55,36 +74,22 @@ def test_a_mask_is_what_the_textbook_says(seed, rate):
     expected = np.empty((len(SAMPLES), TOKENS, CHANNELS), bool)
     for row, token, channel in np.ndindex(expected.shape):
         step, place = map(int, SAMPLES[row])
-        number = place * 15 + token * 3 + channel // 32  # of a block: a token has 3
-        words = textbook([number + 1, 0, LAYER, step], [seed, philox.word("dropout")])
-        limit = (rate + 157 * (number + seed + LAYER + 55 * step) % 256) // 256
-        expected[row, token, channel] = (words[channel % 32 // 8] >> channel % 8 * 8 & 255) >= limit
+        block = block_of(place, token, channel)
+        words = textbook([block + 1, 0, LAYER, step], [seed, philox.word("dropout")])
+        bits = words[channel % 32 // 8] >> channel % 8 * 8 & 255
+        expected[row, token, channel] = bits >= limit(rate, block, seed, step)
     assert np.array_equal(masks(seed=seed, rate=rate), expected)
 
 
 @pytest.mark.parametrize("rate", [1, 655, 6554, philox.MOST - 1])
 @pytest.mark.parametrize("varied", [0, 1])
-def test_an_element_is_dropped_at_the_rate_exactly(rate, varied, monkeypatch):
-    """Over 256 steps or places, of each of the 256 values that its bits may have as often as of the others."""
-
-    class AllValues:
-        """Draws the next value of all elements at each call."""
-
-        value, state = 0, {"state": {"key": np.empty(2), "counter": np.empty(4)}}
-
-        def random_raw(self, count):
-            return np.full(8 * count, self.value, np.uint8).view(np.uint64)
-
-    generator = AllValues()
-    monkeypatch.setattr(philox, "Philox", lambda: generator)
-    monkeypatch.setattr(philox, "_idle", [])
-    monkeypatch.setattr(philox, "in_threads", lambda work, number: work())
-    samples = np.full((256, 2), 3)
-    samples[:, varied] = np.arange(256) + 1000
-    kept = np.zeros((2, CHANNELS), int)
-    for generator.value in range(256):
-        kept += philox.kept(1024, LAYER, rate, samples, 2, CHANNELS, slice(0, CHANNELS)).sum(0)
-    assert (kept == philox.ONE - rate).all()
+def test_an_element_is_dropped_at_the_rate_exactly(rate, varied):
+    """Over 256 steps or places, if its bits have each of their 256 values as often as the others."""
+    for token, channel in np.ndindex(TOKENS, CHANNELS):
+        samples = np.full((256, 2), 3)
+        samples[:, varied] = np.arange(256) + 1000
+        limits = [limit(rate, block_of(place, token, channel), 1024, step) for step, place in samples.tolist()]
+        assert sum(limits) == rate
 
 
 def test_a_part_of_the_samples_or_channels_has_its_part_of_the_mask():
@@ -99,22 +104,28 @@ def test_a_part_of_the_samples_or_channels_has_its_part_of_the_mask():
     assert np.array_equal(masks(rows=slice(None, None, -1)), whole[::-1])
 
 
-def by_three_threads():
-    torch.set_num_threads(3)
-    return [masks(tokens=1000) for _ in range(30)][-1]  # a thread starts only while all others are busy
+def test_masks_are_the_same_for_any_number_of_threads():
+    def by_three_threads():
+        torch.set_num_threads(3)
+        return masks(tokens=1000)
 
-
-def test_masks_are_the_same_for_any_number_of_threads_and_in_forks():
-    """A fork of a process whose threads have drawn has none of them."""
-
-    def in_a_process_of_its_own():
-        drawn = by_three_threads()
-        with multiprocessing.get_context("fork").Pool(1) as fork:
-            return drawn, fork.apply(by_three_threads)
-
-    [(by_threads, in_a_fork)] = fork_ranks.call(in_a_process_of_its_own, launched=False)
+    [by_threads] = fork_ranks.call(by_three_threads, launched=False)
     assert np.array_equal(by_threads, masks(tokens=1000))
-    assert np.array_equal(in_a_fork, by_threads)
+
+
+@pytest.mark.parametrize("lacking", ["folder", "space"])
+def test_dropout_works_where_its_program_cannot_be_cached(lacking, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if lacking == "folder":
+        monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
+    else:
+        monkeypatch.setattr(caching.IndexDataCacheFile, "load", lambda *_: None)
+        monkeypatch.setattr(caching.IndexDataCacheFile, "save", full)
+    expected, program = masks(), cpu_kernel.compiled.__wrapped__()
+    monkeypatch.setattr(cpu_kernel, "compiled", lambda: program)
+    assert np.array_equal(masks(), expected)
 
 
 # ---- The kernel for GPUs ----
@@ -165,29 +176,29 @@ def test_the_kernel_compiled_for_a_gpu_draws_and_moves_nothing_twice(capability,
 # ---- The masks are random ----
 
 
-kept = philox.kept
+drop = dropout.drop
 
 
-def of_a_simple_sum(seed, layer, rate, samples, *shape):
+def of_a_simple_sum(x, residual, samples, *others):
     """Step 1 of sample 2 has the mask of step 2 of sample 1."""
-    return kept(seed, layer, rate, samples.sum(1, keepdims=True) * [0, 1], *shape)
+    return drop(x, residual, samples.sum(1, keepdim=True) * torch.tensor([0, 1]), *others)
 
 
-def of_one_layer(seed, layer, *others):
-    return kept(seed, 0, *others)
+def of_one_layer(x, residual, samples, key, *others):
+    return drop(x, residual, samples, key * torch.tensor([1, 0, 1]), *others)
 
 
-def of_one_seed(seed, *others):
-    return kept(0, *others)
+def of_one_seed(x, residual, samples, key, *others):
+    return drop(x, residual, samples, key * torch.tensor([0, 1, 1]), *others)
 
 
-def with_blocks_of_pairs(seed, layer, rate, samples, tokens, channels, part):
+def with_blocks_of_pairs(x, *others):
     """Neighbouring channels share their bits."""
-    return kept(seed, layer, rate, samples, tokens, channels, slice(0, channels)).repeat(2, 2)[..., part]
+    return drop(x, *others).repeat_interleave(2, 2)[..., : x.shape[2]]
 
 
-def with_one_bit_less(seed, layer, rate, *others):
-    return kept(seed, layer, rate // 512 * 512, *others)
+def with_one_bit_less(x, residual, samples, key, *others):
+    return drop(x, residual, samples, key // torch.tensor([1, 1, 512]) * torch.tensor([1, 1, 512]), *others)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +206,7 @@ def with_one_bit_less(seed, layer, rate, *others):
 )
 def test_masks_pass_the_statistics_that_broken_ones_fail(broken):
     def enter(rank):
-        philox.kept = broken or kept
+        dropout.drop = broken or drop
 
     done = fork_ranks.start("scripts/mask_statistics.py", ["--small"], [{}], enter=enter).wait()
     assert "smallest p = " in done.stdout[0], str(done)

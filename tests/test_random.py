@@ -16,7 +16,7 @@ from colossal_vit.data.mixing import mixed
 from colossal_vit.engine import build_criterion, build_optimizer, initialize
 from colossal_vit.models import build_timm_vit
 from colossal_vit.parallel.layout import Layout
-from colossal_vit.rng import philox
+from colossal_vit.rng import dropout, philox
 from colossal_vit.rng.dropout import Dropout, DropPath
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
@@ -83,12 +83,11 @@ def mask(module, name, number, channels):
     step, micro_step = divmod(micro_step, config.gradient_accumulation)
     size = config.BATCH_SIZE // passes
     first = (micro_step * replicas + gpc.get_local_rank(ParallelMode.DATA)) * config.BATCH_SIZE + part * size
-    samples = np.array([(step, first + row) for row in range(size)])
+    samples = torch.tensor([(step, first + row) for row in range(size)])
     class_only = name.startswith(f"blocks.{config.DEPTH - 1}.")
     tokens = 1 if class_only or isinstance(module, DropPath) else (config.IMG_SIZE // config.PATCH_SIZE) ** 2 + 1
-    threshold = round(module.rate * 65536)
-    kept = philox.kept(config.SEED, philox.word(name), threshold, samples, tokens, channels, slice(0, channels))
-    return torch.from_numpy(kept).float() * (65536 / (65536 - threshold))
+    key = torch.tensor([config.SEED, philox.word(name), round(module.rate * philox.ONE)])
+    return dropout.drop(torch.ones(size, tokens, channels), None, samples, key, 0, channels, False)
 
 
 def parts(calls, rows):

@@ -2,14 +2,20 @@
 
 What a layer drops of a sample is a function of the seed, the optimizer step, the sample's place in the global batch and
 the layer's name, see `philox.py`. It is computed again in the backward pass: no mask is stored.
+
+A sample's (tokens, channels) are drawn row by row, each row in whole blocks of `BLOCK` elements, so that a rank with
+some of the channels need not draw the others. An element is kept if its 8 bits are not below a limit: the rate in units
+of 1/256, rounded up in some blocks and down in the others, as many as make up the rate. Which ones changes with the
+sample: over 256 steps, or 256 places, an element has the rate exactly. This correlates the elements of a block by at
+most 4e-6 / (rate · (1 - rate)), with the rate as a probability. From one sample to the next there is an odd number of
+blocks, so that each of 256 places has other limits; limits of neighbouring blocks are 157/256 apart, near the golden
+ratio.
 """
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from colossal_vit.rng import philox
@@ -51,24 +57,6 @@ def current_samples() -> Tensor | None:
     return _samples
 
 
-@functools.cache
-def _nothing(dtype: torch.dtype) -> Tensor:
-    """The -0 with which the sum of a zero keeps its sign."""
-    return torch.tensor(-0.0, dtype=dtype, device="cpu")
-
-
-def _drop_on_cpu(
-    x: Tensor, samples: Tensor, key: Tensor, first: int, channels: int, residual: Tensor | None = None
-) -> Tensor:
-    seed, layer, rate = key.tolist()
-    tokens = x.shape[1:-1].numel()
-    mask = philox.kept(seed, layer, rate, samples.numpy(), tokens, channels, slice(first, first + x.shape[-1]))
-    kept = torch.from_numpy(mask.view(np.uint8).reshape(x.shape)).to(x.dtype)
-    residual = _nothing(x.dtype) if residual is None else residual
-    out = kept if residual.dtype == x.dtype else None
-    return torch.addcmul(residual, x, kept, value=philox.ONE / (philox.ONE - rate), out=out)
-
-
 def drop(
     x: Tensor, residual: Tensor | None, samples: Tensor, key: Tensor, first: int, channels: int, gelu: bool
 ) -> Tensor:
@@ -91,7 +79,10 @@ def drop(
         y = torch.empty_like(x if residual is None else residual)
         kernels.launch(x, y, samples, key, first, channels, gelu, residual=residual)
         return y
-    return _drop_on_cpu(F.gelu(x) if gelu else x, samples, key, first, channels, residual)
+    from colossal_vit.rng import cpu_kernel  # here, since a GPU needs no Numba
+
+    dtype = (x if residual is None else residual).dtype
+    return cpu_kernel.drop(F.gelu(x) if gelu else x, residual, samples, key, first, channels).to(dtype)
 
 
 def drop_gradient(
@@ -126,7 +117,9 @@ def drop_gradient(
         written = sums if with_sums else None
         kernels.launch(values, y, samples, key, first, channels, gelu, grad=factor, sums=written)
         return y, sums
-    y = _drop_on_cpu(grad, samples, key, first, channels).to(dtype)
+    from colossal_vit.rng import cpu_kernel
+
+    y = cpu_kernel.drop(grad, None, samples, key, first, channels).to(dtype)
     if x is not None:
         y = torch.ops.aten.gelu_backward(y, x)
     if with_sums:
