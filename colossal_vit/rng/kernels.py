@@ -1,4 +1,4 @@
-"""`philox.kept` and the dropout it decides, as a Triton kernel.
+"""Dropout for GPUs, as a Triton kernel.
 
 It reads and writes each element once and stores no mask. No thread draws another one's blocks.
 """
