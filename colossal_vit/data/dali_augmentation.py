@@ -161,6 +161,12 @@ def rand_augment(images: DataNode, size: int, n: int, m: int, operations: DataNo
     return images
 
 
+def changes_pixels(config: Config) -> bool:
+    """Whether `augment` does anything."""
+    how = config.augment or {}
+    return bool(how.get("policy") or how.get("color_jitter"))
+
+
 def augment(images: DataNode, config: Config, draws: Draws) -> DataNode:
     """What is done to images (IMG_SIZE, IMG_SIZE, 3) of type uint8, but cropping, mirroring and erasing.
 

@@ -9,14 +9,15 @@ import os
 import socket
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numba
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -36,6 +37,7 @@ from colossal_vit.data.source import describe_data, settle_classes
 from colossal_vit.data.tfrecord import parse_example, read_data
 from colossal_vit.errors import UserError
 from colossal_vit.files import atomic_folder
+from colossal_vit.jit import cached
 from colossal_vit.parallel.ranks import RankLogger, all_gather_object, raise_on_all_ranks, run_on_rank_0
 from colossal_vit.run import Run
 from colossalai.context import Config
@@ -55,6 +57,22 @@ REMEDY = "to train without such records, set dali = dict(max_bad=...)"
 def _dali(config: Config) -> Config:
     """The block `dali`, with its defaults in train_dp, which has none."""
     return config.get("dali") or Config(complete({}, None, DATA["dali"].settings))
+
+
+@cache
+def _normalizer() -> Callable[[np.ndarray, np.ndarray, np.ndarray], None]:
+    """Writes a normalised image (3, H, W), from one (H, W, 3) and the results for each channel's values, (3, 256)."""
+
+    def normalize(image, table, normalized):
+        for row in range(image.shape[0]):
+            for channel in range(3):
+                pixels, results, line = image[row], table[channel], normalized[channel, row]
+                for column in range(len(line)):
+                    line[column] = results[pixels[column, channel]]
+
+    image = numba.types.Array(numba.uint8, 3, "A")
+    table, normalized = (numba.types.Array(numba.float32, dims, "C") for dims in (2, 3))
+    return cached(numba.njit, numba.void(image, table, normalized), normalize, nogil=True)
 
 
 class Batch(NamedTuple):
@@ -131,7 +149,9 @@ class DaliLoader(SampledLoader):
         self.ends = np.cumsum(records.counts)  # of the shards, in records
         self.with_images = sees_images() if with_images is None else with_images
         self.on_gpu = device.type == "cuda" and _dali(config).gpu_aug
-        self.resizers = ThreadPoolExecutor(num_threads)
+        self.for_cpu = device.type == "cpu"  # which normalises images faster than DALI does
+        self.augments = train and augmentation.changes_pixels(config)
+        self.workers = ThreadPoolExecutor(num_threads)
         self.open = lru_cache(OPEN_FILES)(partial(open, mode="rb", buffering=0))
         self.unused: list[np.ndarray] = []  # buffers of batches that DALI is done with; the system clears new ones
         self.ahead: dict[tuple[int, int], Iterator] = {}  # by epoch and micro-batch: what DALI already works on
@@ -198,22 +218,24 @@ class DaliLoader(SampledLoader):
         # has to run before the decoder.
         header = fn.peek_image_shape(encoded, dtype=types.FLOAT)
         options = dict(device="mixed" if self.on_gpu else "cpu", output_type=types.RGB)
-        size = self.config.IMG_SIZE
         if self.train:
             draws = augmentation.Draws(*draws)
             corner, shape = fn.python_function(
                 header, draws.crop, function=self._crops, batch_processing=True, num_outputs=2
             )
             images = fn.decoders.image_slice(encoded, corner, shape, axis_names="HW", **options)
-            images = self._resize(images, draws.mirror, size=[size, size])
-            images = augmentation.augment(images, self.config, draws)
         else:
             encoded = fn.reshape(encoded, rel_shape=header[:1] * 0.0 + 1.0)
             images = fn.decoders.image(encoded, **options)
-            images = self._resize(images, resize_shorter=int(size / self.config.EVAL_CROP))
+        if self.augments or not self.for_cpu:
+            images = self._resize(images, draws.mirror if self.train else 0)
+        if self.augments:
+            images = augmentation.augment(images, self.config, draws)
+        if self.for_cpu:
+            return images  # for `_finish`
         mean, std = ([value * 255 for value in values] for values in self.normalization)
         images = fn.crop_mirror_normalize(
-            images, device=device, crop=[size, size], mean=mean, std=std, output_layout="CHW"
+            images, device=device, crop=[self.config.IMG_SIZE] * 2, mean=mean, std=std, output_layout="CHW"
         )
         return images.gpu() if self.device.type == "cuda" else images
 
@@ -224,44 +246,53 @@ class DaliLoader(SampledLoader):
         crops = crops.astype(np.int32)
         return list(crops[:, :2]), list(crops[:, 2:])
 
-    @do_not_convert  # in graphs with conditionals DALI would rewrite the Python functions in it, which makes them slow
-    def _resize(
-        self,
-        images: DataNode,
-        mirror: DataNode | int = 0,
-        size: list[int] | None = None,
-        resize_shorter: int | None = None,
-    ) -> DataNode:
-        """Resize bilinearly with antialiasing, and mirror some. On the CPU with torch, whose operators are faster.
+    @property
+    def _shorter(self) -> int:
+        """Pixels of the shorter side of an image that is resized for evaluation."""
+        return int(self.config.IMG_SIZE / self.config.EVAL_CROP)
 
-        Args:
-            images: (H, W, 3), uint8.
-            mirror: whether to mirror each one.
-            size: of the results.
-            resize_shorter: length of their shorter side, in place of `size`.
-        """
+    def _resized(self, image: np.ndarray, mirrored: int) -> np.ndarray:
+        """Resized bilinearly with antialiasing, by torch, whose operators are faster than DALI's; (H, W, 3), uint8."""
+        sides = [side * self._shorter // min(image.shape[:2]) for side in image.shape[:2]]
+        sides = [self.config.IMG_SIZE] * 2 if self.train else sides
+        pixels = torch.from_numpy(image)[None].permute(0, 3, 1, 2)
+        pixels = F.interpolate(pixels, sides, mode="bilinear", antialias=True)
+        pixels = pixels.flip(3) if mirrored else pixels
+        return pixels[0].permute(1, 2, 0).numpy()
+
+    def _map(self, function: Callable[[int], Any], count: int) -> list[Any]:
+        """The function's values for 0, 1, ..., of all threads."""
+        bounds = [count * part // self.num_threads for part in range(self.num_threads + 1)]
+        parts = self.workers.map(lambda part: [function(number) for number in range(*part)], pairwise(bounds))
+        return list(chain.from_iterable(parts))
+
+    @do_not_convert  # in graphs with conditionals DALI would rewrite the Python functions in it, which makes them slow
+    def _resize(self, images: DataNode, mirror: DataNode | int) -> DataNode:
+        """The same in the graph; on the GPU if possible."""
         if self.on_gpu:
-            target = dict(size=size) if size else dict(resize_shorter=resize_shorter)
+            target = dict(size=[self.config.IMG_SIZE] * 2) if self.train else dict(resize_shorter=self._shorter)
             images = fn.resize(images, interp_type=types.INTERP_LINEAR, **target)
             return fn.flip(images, horizontal=mirror) if self.train else images
 
-        def resize(images: list[tuple[np.ndarray, np.ndarray]]) -> list[np.ndarray]:
-            resized = []
-            for image, mirrored in images:
-                sides = size or [side * resize_shorter // min(image.shape[:2]) for side in image.shape[:2]]
-                pixels = torch.from_numpy(image)[None].permute(0, 3, 1, 2)
-                pixels = F.interpolate(pixels, sides, mode="bilinear", antialias=True)
-                pixels = pixels.flip(3) if mirrored else pixels
-                resized.append(pixels[0].permute(1, 2, 0).numpy())
-            return resized
+        def resize(images: list[np.ndarray], mirrored: list[np.ndarray]) -> list[np.ndarray]:
+            return self._map(lambda number: self._resized(images[number], mirrored[number]), len(images))
 
-        def resize_all(images: list[np.ndarray], mirrored: list[np.ndarray]) -> list[np.ndarray]:
-            pairs = list(zip(images, mirrored, strict=True))
-            bounds = [len(pairs) * part // self.num_threads for part in range(self.num_threads + 1)]
-            return list(chain(*self.resizers.map(resize, [pairs[a:b] for a, b in pairwise(bounds)])))
-
-        images = fn.python_function(images, mirror, function=resize_all, batch_processing=True)
+        images = fn.python_function(images, mirror, function=resize, batch_processing=True)
         return fn.reshape(images, layout="HWC")  # the Python function's output has no layout
+
+    def _finish(self, images: list[np.ndarray], mirror: Sequence[int]) -> Tensor:
+        """Resize, unless the graph does, crop in the middle, and normalise."""
+        size, values = self.config.IMG_SIZE, np.arange(256) / 255
+        table = np.float32([(values - mean) / std for mean, std in zip(*self.normalization, strict=True)])
+        finished = torch.empty(len(images), 3, size, size)
+
+        def finish(number: int) -> None:
+            image = images[number] if self.augments else self._resized(images[number], mirror[number])
+            top, left = ((side - size + 1) // 2 for side in image.shape[:2])
+            _normalizer()(image[top : top + size, left : left + size], table, finished[number].numpy())
+
+        self._map(finish, len(images))
+        return finished
 
     def _build(self, batches: Iterator[tuple[Any, ...]]) -> Pipeline:
         """A pipeline for what it is fed with, batch by batch."""
@@ -299,7 +330,12 @@ class DaliLoader(SampledLoader):
                 if culprit := self._culprit(waiting):
                     raise UserError(f"{culprit}; {REMEDY}") from None
                 raise
-            batch, images = waiting.popleft(), torch.from_dlpack(images.as_tensor())
+            batch = waiting.popleft()
+            if self.for_cpu:
+                arrays = [np.asarray(image) for image in images]
+                images = self._finish(arrays, batch.draws.mirror if batch.draws else [0] * len(arrays))
+            else:
+                images = torch.from_dlpack(images.as_tensor())
             if batch.erased:
                 erase(images, batch.erased)
             self.unused.append(batch.buffer)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 import torch
+from colossal_vit.jit import cached
 from colossal_vit.rng.philox import BLOCK, ONE, word
 from llvmlite import ir
 from numba import carray, types, uint64
@@ -139,12 +140,9 @@ def _work(pointer):
 
 @functools.cache
 def compiled() -> Callable[[ctypes.Array], None]:
+    """`_work`, which takes `Arguments`."""
     pointer = types.CPointer(numba.from_dtype(np.dtype([(name, np.int64) for name in Arguments._fields])))
-    compile_ = functools.partial(numba.cfunc, types.void(pointer), error_model="numpy")
-    try:  # cached until this file changes; constants from other files are not looked at
-        program = compile_(cache=True)(_work)
-    except (RuntimeError, OSError):  # no folder to keep the program in, or no space
-        program = compile_()(_work)
+    program = cached(numba.cfunc, types.void(pointer), _work, error_model="numpy")
     return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(program.address)
 
 

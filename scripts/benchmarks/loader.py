@@ -89,8 +89,8 @@ def sides(args: argparse.Namespace) -> dict[str, Side]:
 
 def drained(root: Path, data: Path, num_batches: int, overrides: list[str], cold: bool, number: int) -> Values:
     """What `drain.py` says of the code in a folder."""
-    batch_size = 4 * BATCH_SIZE if torch.cuda.is_available() else BATCH_SIZE
-    command = [sys.executable, str(Path(__file__).with_name("drain.py")), str(data), str(batch_size), str(num_batches)]
+    batch_size = str(4 * BATCH_SIZE)  # the config's
+    command = [sys.executable, str(Path(__file__).with_name("drain.py")), str(data), batch_size, str(num_batches)]
     environment = {
         **os.environ,
         "PYTHONPATH": python_path(root, root / "vit_imagenet_dali"),
