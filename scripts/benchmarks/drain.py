@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import colossal_vit
 import torch
 from colossal_vit import config as configs
 from colossal_vit.compat import cpu
@@ -31,7 +32,8 @@ def main() -> None:
         cpu.enable()  # as a run does it: the process keeps freed memory
     records = loaders.find_records(Path(data), "train")
     values = [f"BATCH_SIZE={batch_size}", "NUM_CLASSES=8", "gradient_accumulation=1", *overrides]
-    config = configs.load(Path(__file__).parents[2] / "vit_imagenet_dali/config.py", values, "imagenet")
+    root = Path(colossal_vit.__path__[0]).parent
+    config = configs.load(root / "vit_imagenet_dali/config.py", values, "imagenet")
     loader = loaders.DaliLoader(records, True, config, DEVICE, THREADS)
 
     def endless() -> Iterator:
