@@ -74,7 +74,7 @@ def test_every_flag_is_on_the_page():
 OTHERS = {  # flags of other programs that the pages name, by who has them
     "bash": {"--cu12", "--fast", "--minutes", "--rehearse", "--check", "--cases", "--seed", "--torchrun"},
     "build_tfrecords.py": {"--verify", "--check", "--index-only", "--synset-map", "--test-fraction"},
-    "scripts/bench.py": {"--tf32", "--synthetic", "--find-batch-size"},
+    "scripts/bench.py": {"--before", "--tf32", "--synthetic", "--find-batch-size"},
     "python -m colossal_vit.checkpoint": {"--dtype", "--img-size", "--num-classes", "--ema"},
     "python -m colossal_vit.predict": {"--top", "--ema"},
     "scripts": {"--only", "--write", "--accumulation"},

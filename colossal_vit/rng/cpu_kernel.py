@@ -160,7 +160,7 @@ def _parallel() -> Callable[..., None] | None:
 
 def drop(x: Tensor, residual: Tensor | None, samples: Tensor, key: Tensor, first: int, channels: int) -> Tensor:
     """As `dropout.drop` without GELU, in fp32 or fp64."""
-    if x.dtype == torch.float64:
+    if x.dtype == torch.float64:  # in checks only, which may take longer
         kept = drop(torch.ones(x.shape, dtype=torch.float32), None, samples, key, first, channels) != 0
         y = x * kept * (ONE / (ONE - key[2].item()))
         return y if residual is None else y + residual
