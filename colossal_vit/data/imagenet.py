@@ -284,7 +284,7 @@ class DaliLoader(SampledLoader):
         """Resize, unless the graph does, crop in the middle, and normalise."""
         size, values = self.config.IMG_SIZE, np.arange(256) / 255
         table = np.float32([(values - mean) / std for mean, std in zip(*self.normalization, strict=True)])
-        finished = torch.empty(len(images), 3, size, size)
+        finished = torch.empty(len(images), 3, size, size, dtype=torch.float32)
 
         def finish(number: int) -> None:
             image = images[number] if self.augments else self._resized(images[number], mirror[number])
