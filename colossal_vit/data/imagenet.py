@@ -17,7 +17,6 @@ from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -62,6 +61,7 @@ def _dali(config: Config) -> Config:
 @cache
 def _normalizer() -> Callable[[np.ndarray, np.ndarray, np.ndarray], None]:
     """Writes a normalised image (3, H, W), from one (H, W, 3) and the results for each channel's values, (3, 256)."""
+    import numba  # here, since a GPU needs none
 
     def normalize(image, table, normalized):
         for row in range(image.shape[0]):
@@ -149,7 +149,7 @@ class DaliLoader(SampledLoader):
         self.ends = np.cumsum(records.counts)  # of the shards, in records
         self.with_images = sees_images() if with_images is None else with_images
         self.on_gpu = device.type == "cuda" and _dali(config).gpu_aug
-        self.for_cpu = device.type == "cpu"  # which normalises images faster than DALI does
+        self.for_cpu = device.type == "cpu"  # whose threads normalise faster than DALI, see `_finish`
         self.augments = train and augmentation.changes_pixels(config)
         self.workers = ThreadPoolExecutor(num_threads)
         self.open = lru_cache(OPEN_FILES)(partial(open, mode="rb", buffering=0))
@@ -281,7 +281,7 @@ class DaliLoader(SampledLoader):
         return fn.reshape(images, layout="HWC")  # the Python function's output has no layout
 
     def _finish(self, images: list[np.ndarray], mirror: Sequence[int]) -> Tensor:
-        """Resize, unless the graph does, crop in the middle, and normalise."""
+        """Resize (unless the graph does), crop in the middle, and normalise: (B, 3, IMG_SIZE, IMG_SIZE), float32."""
         size, values = self.config.IMG_SIZE, np.arange(256) / 255
         table = np.float32([(values - mean) / std for mean, std in zip(*self.normalization, strict=True)])
         finished = torch.empty(len(images), 3, size, size, dtype=torch.float32)
