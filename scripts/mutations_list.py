@@ -721,7 +721,7 @@ RANDOM_NUMBERS = [
         "uint64(0), uint64(0), uint64(step)",
         "1D 2",
         r"step 1, output pos_drop",
-        why=EVERYWHERE + "tests/test_random.py looks at the masks themselves",
+        why=EVERYWHERE + "tests/test_philox.py compares masks with the textbook's",
     ),
     Mutation(
         "names hashed by Python",
