@@ -261,7 +261,7 @@ class DaliLoader(SampledLoader):
         return pixels[0].permute(1, 2, 0).numpy()
 
     def _map(self, function: Callable[[int], Any], count: int) -> list[Any]:
-        """The function's values for 0, 1, ..., of all threads."""
+        """The function's values for 0, 1, ..., each thread computes as many."""
         bounds = [count * part // self.num_threads for part in range(self.num_threads + 1)]
         parts = self.workers.map(lambda part: [function(number) for number in range(*part)], pairwise(bounds))
         return list(chain.from_iterable(parts))

@@ -164,8 +164,8 @@ def drop(x: Tensor, residual: Tensor | None, samples: Tensor, key: Tensor, first
         kept = drop(torch.ones(x.shape, dtype=torch.float32), None, samples, key, first, channels) != 0
         y = x * kept * (ONE / (ONE - key[2].item()))
         return y if residual is None else y + residual
-    x, samples = x.float(), samples.contiguous()
-    residual = residual if residual is None else residual.float()
+    x, residual = (each if each is None else each.float().contiguous() for each in (x, residual))
+    samples = samples.contiguous()
     y = torch.empty_like(x)
     addresses = [0 if each is None else each.data_ptr() for each in (x, residual, y, samples)]
     count, tokens = x.shape[-1], x.shape[1:-1].numel()
