@@ -91,6 +91,12 @@ def in_one_line(text: str) -> str:
     return text.replace("\n", "\\n").replace("\r", "\\r")
 
 
+def multiples_near(number: int, size: int) -> str:
+    """In words, the multiples of `size` above 0 that are next to a number which is none."""
+    below = max(number, 0) // size * size
+    return " or ".join(str(multiple) for multiple in (below, below + size) if multiple)
+
+
 def error_line(error: Exception) -> str:
     """The line to print for an error: script name and message."""
     return f"{Path(sys.argv[0]).name}: error: {in_one_line(str(error))}"

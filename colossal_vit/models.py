@@ -4,7 +4,7 @@ import timm
 import torch
 from colossal_vit.blocks import make_lean
 from colossal_vit.compat.patch_embedding import embed_patches
-from colossal_vit.errors import UserError
+from colossal_vit.errors import UserError, multiples_near
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.rng.dropout import Dropout, DropPath, name_layers
 from colossal_vit.rng.torch_generator import cpu_seed
@@ -14,6 +14,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 MODELS = ["vit_*", "deit3_*"]  # timm's models that the examples take
+LARGEST_STEM = 1024  # pixels, a power of two: more than any convolutional stem makes a feature of
 # Config keys that override how MODEL is built, and timm's names of them.
 SHAPE = {
     "PATCH_SIZE": "patch_size",
@@ -113,7 +114,8 @@ def build_timm_vit(config: Config) -> nn.Module:
 
 
 def check_timm_vit(config: Config, layout: Layout) -> None:
-    """Refuse a model that timm lacks or cannot build, images smaller than a patch, and layouts beyond data parallelism.
+    """Refuse a model that timm lacks or cannot build, images that are not whole patches, and layouts beyond data
+    parallelism.
 
     Raises:
         UserError: naming the values.
@@ -125,14 +127,17 @@ def check_timm_vit(config: Config, layout: Layout) -> None:
         )
     if config.MODEL not in timm.list_models(MODELS):
         raise UserError(f"MODEL = {config.MODEL!r} is not a Vision Transformer of timm: see timm.list_models({MODELS})")
+    # Whole patches of any stem, whose ratio timm computes from its input and output and so would round for IMG_SIZE.
+    whole = {"IMG_SIZE": LARGEST_STEM * config.get("PATCH_SIZE", 1), "NUM_CLASSES": 1}
     with torch.device("meta"):
         try:
-            model = build_timm_vit(Config({"NUM_CLASSES": 1, **config}))  # the data will say how many
+            embed = build_timm_vit(Config({**config, **whole})).patch_embed
+            patch = embed.feat_ratio()
+            embed.set_input_size(config.IMG_SIZE)
         except (AssertionError, RuntimeError, TypeError, ValueError) as error:
             raise UserError(f"MODEL = {config.MODEL!r} cannot be built with these sizes: {error}") from None
-    if 0 in model.patch_embed.grid_size:
-        patch = max(model.patch_embed.patch_size)
+    if embed.grid_size[0] * patch < config.IMG_SIZE:  # stems that pad their input have the part of a patch in one more
         raise UserError(
-            f"IMG_SIZE = {config.IMG_SIZE} is smaller than the patches of MODEL = {config.MODEL!r}, {patch} pixels: "
-            f"use an IMG_SIZE of at least {patch}, or a smaller PATCH_SIZE"
+            f"IMG_SIZE = {config.IMG_SIZE} is not a multiple of the patch size of MODEL = {config.MODEL!r}, {patch} "
+            f"pixels: use {multiples_near(config.IMG_SIZE, patch)}"
         )

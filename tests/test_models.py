@@ -19,6 +19,7 @@ from timm.models.vision_transformer import Block
 from torch import nn
 
 import fork_ranks
+import training
 
 TINY = dict(SEED=1, NUM_CLASSES=5, IMG_SIZE=32, PATCH_SIZE=8, HIDDEN_SIZE=16, DEPTH=2, NUM_HEADS=2, DROP_RATE=0.0)
 
@@ -65,28 +66,72 @@ def test_a_model_without_positions_keeps_none():
 
 
 def test_a_model_that_timm_cannot_build_is_refused():
-    config = config_of("vit_base_mci_224", IMG_SIZE=1)
+    config = config_of("vit_base_mci_224", IMG_SIZE=1, HIDDEN_SIZE=768)
     too_small = r"Kernel size can't be greater|Calculated output size per channel: \[0, 0\]"  # of torch 2.14 | 2.10
     with pytest.raises(UserError, match=rf"cannot be built with these sizes: .*({too_small})"):
         check_timm_vit(config, Layout(1, 1, 1, None, 1))
 
 
 @pytest.mark.parametrize(
-    ("model", "values", "patch"),
+    ("model", "size", "patch_size", "patch", "nearest"),
     [
-        ("vit_tiny_patch16_224", {"IMG_SIZE": 31, "PATCH_SIZE": 32}, 32),
-        ("vit_small_patch16_rope_224", {"IMG_SIZE": 8, "PATCH_SIZE": 9}, 9),
+        ("vit_tiny_patch16_224", 31, 32, 32, "32"),
+        ("vit_small_patch16_rope_224", 8, 9, 9, "9"),
+        ("vit_tiny_patch16_224", 31, 16, 16, "16 or 32"),
+        ("deit3_small_patch16_224", 223, None, 16, "208 or 224"),
+        ("vit_base_patch16_224", 250, None, 16, "240 or 256"),
+        ("vit_small_patch14_reg4_dinov2", 32, None, 14, "28 or 42"),
+        ("vit_so400m_patch14_siglip_384", 384, None, 14, "378 or 392"),  # its own size
+        ("vit_base_mci_224", 47, None, 16, "32 or 48"),  # timm computes that a patch has 47 // 2 = 23 pixels
+        ("vit_tiny_r_s16_p8_224", 250, None, 32, "224 or 256"),
+        ("vit_tiny_r_s16_p8_224", 244, 3, 12, "240 or 252"),
+        ("vit_base_r50_s16_224", 225, 2, 32, "224 or 256"),
     ],
 )
-def test_an_image_smaller_than_a_patch_is_refused(model, values, patch):
-    layout, config = Layout(1, 1, 1, None, 1), config_of(model, **values)
+def test_images_that_are_not_whole_patches_are_refused(model, size, patch_size, patch, nearest):
+    layout, config = Layout(1, 1, 1, None, 1), config_of(model, PATCH_SIZE=patch_size, IMG_SIZE=size, HIDDEN_SIZE=768)
+    if patch_size is None:
+        del config["PATCH_SIZE"]
     with pytest.raises(UserError) as error:
         check_timm_vit(config, layout)
     assert str(error.value) == (
-        f"IMG_SIZE = {config.IMG_SIZE} is smaller than the patches of MODEL = '{model}', {patch} pixels: "
-        f"use an IMG_SIZE of at least {patch}, or a smaller PATCH_SIZE"
+        f"IMG_SIZE = {size} is not a multiple of the patch size of MODEL = '{model}', {patch} pixels: use {nearest}"
     )
-    check_timm_vit(config_of(model, **values | {"IMG_SIZE": patch}), layout)
+    for multiple in nearest.split(" or "):
+        check_timm_vit(Config(config | {"IMG_SIZE": int(multiple)}), layout)
+
+
+@pytest.mark.parametrize(
+    ("model", "values", "seen"),
+    [
+        ("vit_tiny_patch16_224", {"IMG_SIZE": 34}, {*range(32)}),
+        ("vit_tiny_patch16_224", {"IMG_SIZE": 40}, None),
+        ("vit_base_mci_224", {"IMG_SIZE": 33, "PATCH_SIZE": 1, "HIDDEN_SIZE": 768}, {*range(32)}),
+        ("vit_base_mci_224", {"IMG_SIZE": 48, "PATCH_SIZE": 1, "HIDDEN_SIZE": 768}, None),
+        ("vit_small_r26_s32_224", {"IMG_SIZE": 65, "PATCH_SIZE": 1}, None),
+        ("vit_small_resnet50d_s16_224", {"IMG_SIZE": 41, "PATCH_SIZE": 1}, None),
+        ("vit_tiny_r_s16_p8_224", {"IMG_SIZE": 63}, None),
+    ],
+)
+def test_images_of_an_accepted_size_are_seen_whole(model, values, seen):
+    """Convolutional stems that pad their input do so whatever its size; others are refused, see above."""
+    config = config_of(model, **values)
+    images = torch.randn(1, 3, *[config.IMG_SIZE] * 2, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    build_timm_vit(config).eval().patch_embed(images).square().sum().backward()
+    rows, columns = (images.grad.abs().sum((0, 1, axis)).nonzero().flatten().tolist() for axis in (3, 2))
+    assert set(rows) == set(columns) == (seen or {*range(config.IMG_SIZE)})
+    if seen is None:
+        check_timm_vit(config, Layout(1, 1, 1, None, 1))
+    else:
+        with pytest.raises(UserError, match="is not a multiple of the patch size of MODEL"):
+            check_timm_vit(config, Layout(1, 1, 1, None, 1))
+
+
+@pytest.mark.parametrize("script", training.CONFIGS)
+def test_every_script_refuses_images_that_are_not_whole_patches(script, tmp_path):
+    line = training.refused(tmp_path, script=script, IMG_SIZE=31, PATCH_SIZE=16)
+    assert "IMG_SIZE = 31 is not a multiple of " in line
+    assert line.endswith("use 16 or 32")
 
 
 @pytest.mark.parametrize(

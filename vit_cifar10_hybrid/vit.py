@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch.nn.functional as F
 from colossal_vit.config.load import num_model_chunks
-from colossal_vit.errors import UserError
+from colossal_vit.errors import UserError, multiples_near
 from colossal_vit.models import set_dropout, skip_unused_tokens
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.partition import partition_blocks
@@ -239,8 +239,7 @@ def check_vit(config: Config, layout: Layout) -> None:
 
     def divides(size: int, whole: str, by: str) -> None:
         if config[whole] % size:
-            down = config[whole] // size * size
-            nearest = " or ".join(str(n) for n in (down, down + size) if n)
+            nearest = multiples_near(config[whole], size)
             raise UserError(f"{whole} = {config[whole]} is not a multiple of {by} = {size}: use {nearest}")
 
     divides(config.PATCH_SIZE, "IMG_SIZE", "PATCH_SIZE")

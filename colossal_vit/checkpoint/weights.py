@@ -13,7 +13,7 @@ from colossal_vit import typed_json
 from colossal_vit.checkpoint import lock, storage
 from colossal_vit.checkpoint.contents import UNTRAINED, Channels, State
 from colossal_vit.checkpoint.storage import MODEL, OPTIMIZER, STATE
-from colossal_vit.errors import UserError
+from colossal_vit.errors import UserError, multiples_near
 from colossal_vit.typed_json import RECORD
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from safetensors import SafetensorError
@@ -256,8 +256,7 @@ def _resample(weights: Weights, img_size: int, asked: str) -> None:
     source, tensors = weights
     width, _, _, patch = tensors[PATCHES].shape
     if img_size < patch or img_size % patch:
-        down = img_size // patch * patch
-        nearest = f"{down} or {down + patch}" if down > 0 else f"{patch}"
+        nearest = multiples_near(img_size, patch)
         raise UserError(f"{asked}: is not a multiple of the patch size {patch} of {source}: use {nearest}")
     position = tensors.get("pos_embed", torch.empty(0))  # (1, N, C)
     num_tokens = position.shape[1] if position.ndim == 3 else 0

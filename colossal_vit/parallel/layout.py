@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from colossal_vit.errors import UserError
+from colossal_vit.errors import UserError, multiples_near
 from colossalai.context import Config
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
@@ -52,10 +52,9 @@ class Layout:
         side = _side(tensor.mode, tensor.size, tensor.get("depth") or 1)
         model = pipeline * tensor.size
         if world_size % model:
-            nearest = [size for size in (world_size // model * model, (world_size // model + 1) * model) if size]
             raise UserError(
                 f"world size {world_size} does not fit parallel.pipeline = {pipeline} × parallel.tensor.size = "
-                f"{tensor.size}: start {' or '.join(map(str, nearest))} processes (a multiple of {model})"
+                f"{tensor.size}: start {multiples_near(world_size, model)} processes (a multiple of {model})"
             )
         return cls(world_size // model, pipeline, tensor.size, tensor.mode, side)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from colossal_vit.config.settings import HYBRID
-from colossal_vit.errors import UserError
+from colossal_vit.errors import UserError, multiples_near
 from colossal_vit.launch.flags import Arguments
 from colossal_vit.launch.startup import find_output
 from colossal_vit.plan import calibration, lowering, pictures, report
@@ -54,11 +54,10 @@ def make_plan(request: Request) -> tuple[Plan, Machine]:
     choices = request.choices()
     if not choices:
         fits = request.world_size * (2 if config.mix else 1)  # images are mixed in pairs
-        nearest = " or ".join(str(number) for number in (images // fits * fits, (images // fits + 1) * fits) if number)
         key = "GLOBAL_BATCH" if config.get("GLOBAL_BATCH") else "BATCH_SIZE × gradient_accumulation × data parallel"
         raise UserError(
             f"--plan: no layout of {request.world_size} ranks makes {key} = {images} images per step: make them "
-            f"{nearest} (a multiple of {fits})"
+            f"{multiples_near(images, fits)} (a multiple of {fits})"
         )
     timed = name == HERE or name.endswith(".json")
     trace = cache(request.trace)
