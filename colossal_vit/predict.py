@@ -20,6 +20,7 @@ import timm
 import torch
 from colossal_vit.checkpoint import storage
 from colossal_vit.checkpoint.timm_model import load_model
+from colossal_vit.data.cropping import trim
 from colossal_vit.data.decoding import endings, read_rgb
 from colossal_vit.data.folders import list_files
 from colossal_vit.errors import Parser, UserError, blame, in_one_line, run_command
@@ -91,7 +92,9 @@ def predict(model: nn.Module, paths: Sequence[Path], top: int, device: torch.dev
 
     def prepare(path: Path) -> Tensor | str:
         try:
-            return transform(read_rgb(path))
+            return transform(trim(read_rgb(path)))
+        except MemoryError:  # has no text
+            return f"{path}: cannot be decoded: out of memory"
         except Exception as error:  # decoders raise nearly any exception for a broken file
             return f"{path}: cannot be decoded: {error}"
 

@@ -114,7 +114,7 @@ def test_an_image_of_any_kind_is_the_same_in_all_scripts(tmp_path, mode, ending,
     path.parent.mkdir(parents=True)
     options = {"webp": dict(lossless=True, exact=True), "jpg": dict(quality=100)}.get(ending, {})
     changed.save(path, **(options | dict(exif=exif) if turned else options))
-    pixels = class_images.decode(caltech101.find_images(tmp_path), 24, 0).astype(int)
+    pixels = class_images.decode(caltech101.find_images(tmp_path), 24, 24, 0).astype(int)
     expected = np.rot90(expected, turns if turned else 0)
     top, left = ((side - 24) // 2 for side in expected.shape)
     middle = slice(top, top + 24), slice(left, left + 24)
@@ -130,7 +130,7 @@ def test_pixels_without_a_known_white_are_refused(few, mode, ending):
     Image.new(mode, (20, 20)).save(path)
     images = caltech101.find_images(few)
     with pytest.raises(UserError, match=f"{path}: cannot be decoded: which grey is white is not known; save it with"):
-        class_images.decode(images, 16, images.paths.index(f"0/a.{ending}"))
+        class_images.decode(images, 16, 16, images.paths.index(f"0/a.{ending}"))
 
 
 def test_no_other_program_decodes_an_image(few, monkeypatch):
@@ -140,7 +140,7 @@ def test_no_other_program_decodes_an_image(few, monkeypatch):
     with Image.open(path) as image:
         assert image.format == "EPS"
     with pytest.raises(UserError, match=f"{path}: cannot be decoded: cannot identify image file"):
-        class_images.decode(caltech101.find_images(few), 16, 0)
+        class_images.decode(caltech101.find_images(few), 16, 16, 0)
 
 
 def test_class_without_images_is_refused_by_name(few):
@@ -160,7 +160,7 @@ def test_links_to_images_and_to_classes_are_followed(few):
     (root / "0" / "link.jpg").symlink_to(few / "elsewhere" / "image_0001.jpg")
     images = caltech101.find_images(few)
     assert np.bincount(images.labels).tolist() == [6, 5, 5]
-    assert np.array_equal(class_images.decode(images, 16, 5), class_images.decode(images, 16, 11))
+    assert np.array_equal(class_images.decode(images, 16, 16, 5), class_images.decode(images, 16, 16, 11))
 
 
 def of_sizes(*sizes):
@@ -194,8 +194,8 @@ def test_classes_that_are_too_small_to_split_are_named_with_a_remedy(sizes, per_
 
 def test_cache_has_what_pillow_decodes_and_is_made_anew_when_it_is_damaged_or_a_file_changes(few, capsys):
     images, log = caltech101.find_images(few), RankLogger()
-    class_images.fill_cache(images, 48, log)
-    folder = class_images.cache_folder(images, 48)
+    class_images.fill_cache(images, 48, 48, log)
+    folder = class_images.cache_folder(images, 48, 48)
     pixels = np.load(folder / "images.npy")
     assert pixels.shape == (15, 48, 48, 3)
     for number in (0, 14):
@@ -203,17 +203,20 @@ def test_cache_has_what_pillow_decodes_and_is_made_anew_when_it_is_damaged_or_a_
             expected = image.convert("RGB").resize((48, 48), Image.Resampling.BILINEAR)
         assert np.array_equal(pixels[number], np.asarray(expected))
     capsys.readouterr()
-    class_images.fill_cache(images, 48, log)
+    class_images.fill_cache(images, 48, 48, log)
     assert capsys.readouterr().out == "", "once is enough"
     os.truncate(folder / "images.npy", pixels.size // 2)
-    class_images.fill_cache(images, 48, log)
+    class_images.fill_cache(images, 48, 48, log)
     assert np.array_equal(np.load(folder / "images.npy"), pixels)
     os.utime(images.root / images.paths[3], ns=(1, 1))
     images = caltech101.find_images(few)
-    class_images.fill_cache(images, 48, log)
-    assert class_images.cache_folder(images, 48).is_dir()
-    assert not folder.exists(), "what nobody will read any more goes"
-    assert class_images.cache_folder(images, 32) != class_images.cache_folder(images, 48)
+    of_others = [class_images.cache_folder(images, 48, 42), class_images.cache_folder(images, 55, 48)]
+    of_before = folder.with_name("decoded-48px-0123456789ab")  # before IMG_SIZE was in the name
+    for path in (*of_others, of_before):
+        path.mkdir()
+    class_images.fill_cache(images, 48, 48, log)
+    there = {path for path in folder.parent.iterdir() if path.name.startswith("decoded")}
+    assert there == {class_images.cache_folder(images, 48, 48), *of_others}, "what nobody will read any more goes"
 
 
 def test_few_images_are_decoded_before_they_are_written(few, monkeypatch):
@@ -229,7 +232,7 @@ def test_few_images_are_decoded_before_they_are_written(few, monkeypatch):
     monkeypatch.setattr(class_images, "decode", lambda *args: decoded.append(args) or decode(*args))
     monkeypatch.setattr(class_images, "tqdm", slowly)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    class_images.fill_cache(caltech101.find_images(few), 16, RankLogger())
+    class_images.fill_cache(caltech101.find_images(few), 16, 16, RankLogger())
     assert len(waiting) == 15
     assert max(waiting) <= 3
 
@@ -237,13 +240,13 @@ def test_few_images_are_decoded_before_they_are_written(few, monkeypatch):
 def test_cache_on_a_full_disk_is_said_and_leaves_nothing(few, small_disk, capsys):
     shutil.copytree(few / "caltech101", small_disk.path / "caltech101")
     images, log = caltech101.find_images(small_disk.path), RankLogger()
-    assert not class_images.fill_cache(images, 512, log)  # 12 MB
+    assert not class_images.fill_cache(images, 512, 512, log)  # 12 MB
     said = capsys.readouterr().out
     assert said.endswith("cannot be written: No space left on device; images are decoded for each batch\n")
     assert [entry.name for entry in (small_disk.path / "caltech101").iterdir()] == ["101_ObjectCategories"]
     small_disk.resize("32m")
-    assert class_images.fill_cache(images, 512, log)
-    assert len(class_images.open_cache(class_images.cache_folder(images, 512))) == 15
+    assert class_images.fill_cache(images, 512, 512, log)
+    assert len(class_images.open_cache(class_images.cache_folder(images, 512, 512))) == 15
 
 
 def test_jpegs_whose_missing_pixels_become_grey_are_said(few, capsys):
@@ -251,7 +254,7 @@ def test_jpegs_whose_missing_pixels_become_grey_are_said(few, capsys):
     path = few / caltech101.FOLDER / "1" / "image_0002.jpg"
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) * 3 // 4] + b"\xff\xd9")
-    class_images.fill_cache(caltech101.find_images(few), 16, RankLogger())
+    class_images.fill_cache(caltech101.find_images(few), 16, 16, RankLogger())
     _, line = capsys.readouterr().out.splitlines()
     assert (
         f"1 images are damaged, and grey where pixels are missing; the first is {path}: Corrupt JPEG data: pre" in line
@@ -264,7 +267,7 @@ def test_a_wide_image_is_cut_in_the_middle(tmp_path):
     wide = np.zeros((20, 60), np.uint8)
     wide[:, 20:40] = 255
     Image.fromarray(wide).save(part / "1.jpg", quality=100)
-    pixels = class_images.decode(caltech101.find_images(tmp_path), 20, 0)
+    pixels = class_images.decode(caltech101.find_images(tmp_path), 20, 20, 0)
     assert pixels.shape == (20, 20, 3)
     assert pixels[:, 2:-2].min() > 240
 

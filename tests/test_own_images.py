@@ -261,7 +261,7 @@ def read_all(root):
     """All images of a folder, and their pixels."""
     images = find_images(root, root / ".decoded")
     with warnings.catch_warnings(action="ignore"):
-        return images, [class_images.decode(images, 8, number) for number in range(len(images.paths))]
+        return images, [class_images.decode(images, 8, 8, number) for number in range(len(images.paths))]
 
 
 @pytest.mark.parametrize("name", ODD_FILES)

@@ -9,6 +9,7 @@ import torch
 from colossal_vit import typed_json
 from colossal_vit.checkpoint.contents import State
 from colossal_vit.checkpoint.storage import EMA, MODEL, STATE, Checkpoint
+from colossal_vit.data.cropping import cache_size
 from colossal_vit.errors import UserError
 from colossal_vit.files import atomic_folder
 from colossal_vit.models import SHAPE
@@ -55,10 +56,10 @@ def _preprocessing(state: State, config: ModelConfig) -> dict[str, Any]:
     mean, std = state.get("normalization") or (None, None)  # SYNTHETIC images have none
     images = (state.get("data") or {}).get("images")
     # CIFAR-10 images are used whole; others are centre-cropped, to 224 of 256 pixels unless a key says otherwise.
-    cache = size if images == "CIFAR-10" else config.get("CACHE_SIZE", size * 8 / 7)
-    crop_pct = size / cache
-    if math.floor(size / crop_pct) != round(cache):  # the size that timm resizes to, and that of the evaluation
-        crop_pct = math.nextafter(size / round(cache), 0)
+    resized = size if images == "CIFAR-10" else config.get("CACHE_SIZE", cache_size(size))
+    crop_pct = size / resized
+    if math.floor(size / crop_pct) != resized:  # the size that timm resizes to
+        crop_pct = math.nextafter(crop_pct, 0)
     crop_pct = config.get("EVAL_CROP", crop_pct) if images == "ImageNet" else crop_pct
     crop = dict(crop_pct=crop_pct, crop_mode="center", interpolation="bilinear")
     return dict(input_size=(3, size, size), mean=mean, std=std, **crop)

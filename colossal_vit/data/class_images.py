@@ -7,6 +7,7 @@ memory-mapped file.
 import hashlib
 import json
 import os
+import re
 import shutil
 import warnings
 from collections import Counter
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 from colossal_vit import typed_json
 from colossal_vit.data.batches import read_ahead
+from colossal_vit.data.cropping import middle, trim
 from colossal_vit.data.decoding import FORMATS, check_scan, endings, read_rgb
 from colossal_vit.data.folders import advice_without_images, class_folders, list_files
 from colossal_vit.errors import UserError, blame, in_one_line
@@ -203,16 +205,22 @@ def split_by_content(images: Images, digests: Sequence[str], fraction: float) ->
     return torch.from_numpy(np.flatnonzero(~test)), torch.from_numpy(np.flatnonzero(test))
 
 
-def decode(images: Images, size: int, number: int) -> np.ndarray:
-    """Image `number`, resized to `size` pixels on its shorter side and centre-cropped: RGB, uint8, (size, size, 3).
+def decode(images: Images, size: int, img_size: int, number: int) -> np.ndarray:
+    """Image `number`, resized to `size` pixels on its shorter side and cropped: RGB, uint8, (size, size, 3).
+
+    The centre of this square is that of the whole image, if it is cropped to `img_size` pixels.
 
     Raises:
         UserError: if it cannot be decoded.
     """
     path = images.root / images.paths[number]
     try:
-        shrunk = v2.functional.resize(read_rgb(path), size, antialias=True)
-        return np.asarray(v2.functional.center_crop(shrunk, size))
+        shrunk = v2.functional.resize(trim(read_rgb(path)), size, antialias=True)
+        # Two centre crops, each rounded, may be a pixel beside the one that timm's transform makes.
+        top, left = middle(v2.functional.get_size(shrunk), img_size) - middle(size, img_size)
+        return np.asarray(v2.functional.crop(shrunk, top, left, size, size))
+    except MemoryError:  # has no text
+        raise UserError(f"{path}: cannot be decoded: out of memory; scale it down or remove it") from None
     except Exception as error:  # decoders raise nearly any exception for a broken file
         raise UserError(f"{path}: cannot be decoded: {error}; repair or remove it") from None
 
@@ -229,12 +237,12 @@ def find_damage(path: Path) -> str | None:
     return None
 
 
-def cache_folder(images: Images, size: int) -> Path:
-    """The folder of the decoded images; its name depends on `size` and on the names, sizes and times of the files."""
+def cache_folder(images: Images, size: int, img_size: int) -> Path:
+    """The folder of the decoded images, see `decode`; its name depends on the names, sizes and times of the files."""
     digest = hashlib.sha256(DECODER)
     for version in images.versions():
         digest.update(os.fsencode(f"{version}\n"))
-    return images.caches / f"decoded-{size}px-{digest.hexdigest()[:12]}"
+    return images.caches / f"decoded-{size}px-{img_size}px-{digest.hexdigest()[:12]}"
 
 
 def open_cache(folder: Path) -> np.ndarray | None:
@@ -245,7 +253,7 @@ def open_cache(folder: Path) -> np.ndarray | None:
         return None
 
 
-def fill_cache(images: Images, size: int, log: RankLogger) -> bool:
+def fill_cache(images: Images, size: int, img_size: int, log: RankLogger) -> bool:
     """Decode all images into the cache, unless it exists. It is written atomically, and outdated caches are removed.
 
     Returns:
@@ -254,7 +262,7 @@ def fill_cache(images: Images, size: int, log: RankLogger) -> bool:
     Raises:
         UserError: if an image cannot be decoded.
     """
-    folder = cache_folder(images, size)
+    folder = cache_folder(images, size, img_size)
     if open_cache(folder) is not None:
         return True
     log.info(f"decoding {len(images.paths)} images into {folder}{', which is damaged' if folder.exists() else ''}")
@@ -269,7 +277,7 @@ def fill_cache(images: Images, size: int, log: RankLogger) -> bool:
             # Pillow lets other threads run. It warns of what it reads all the same.
             threads = len(os.sched_getaffinity(0))
             with warnings.catch_warnings(action="ignore"), ThreadPoolExecutor(threads) as pool:
-                decoded = read_ahead(range(len(array)), partial(decode, images, size), threads)
+                decoded = read_ahead(range(len(array)), partial(decode, images, size, img_size), threads)
                 for number, image in tqdm(decoded, "decoding", len(array), unit="img", disable=None):
                     array[number] = image
                 faults = pool.map(find_damage, (images.root / path for path in images.paths))
@@ -278,8 +286,9 @@ def fill_cache(images: Images, size: int, log: RankLogger) -> bool:
                 said = in_one_line(f"{images.root / damaged[0][0]}: {damaged[0][1]}")
                 log.info(f"{len(damaged)} images are damaged, and grey where pixels are missing; the first is {said}")
             array.flush()
-        for other in folder.parent.glob(f"decoded-{size}px-*"):  # outdated: the files have changed since
-            if other != folder:
+        outdated = re.compile(rf"decoded-{size}px-({img_size}px-)?\w+")  # the files or this program have changed since
+        for other in folder.parent.iterdir():
+            if outdated.fullmatch(other.name) and other != folder:
                 shutil.rmtree(other)
     except OSError as error:
         log.info(f"{folder}: cannot be written: {error.strerror or error}; images are decoded for each batch")
@@ -292,11 +301,12 @@ class Decoded:
 
     Args:
         images: the files.
-        size: see `decode`.
+        size, img_size: see `decode`.
     """
 
-    def __init__(self, images: Images, size: int):
-        self.decode, self.pool = partial(decode, images, size), ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+    def __init__(self, images: Images, size: int, img_size: int):
+        self.decode = partial(decode, images, size, img_size)
+        self.pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
 
     def __getitem__(self, numbers: Tensor) -> Tensor:
         """The images with these numbers, (B,): uint8, (B, S, S, 3)."""

@@ -89,6 +89,8 @@ def prepare_image(
             image.save(encoded := io.BytesIO(), "JPEG", quality=quality or QUALITY)
     except UnidentifiedImageError:
         raise ValueError(f"none of {', '.join(formats)}") from None
+    except MemoryError:  # has no text
+        raise ValueError("cannot be decoded: out of memory") from None
     except Exception as error:  # decoders raise nearly any exception for a broken file
         raise ValueError(f"cannot be decoded: {error}") from None
     return encoded.getvalue()

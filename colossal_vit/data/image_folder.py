@@ -25,6 +25,7 @@ from colossal_vit.data.class_images import (
     open_cache,
     split_by_content,
 )
+from colossal_vit.data.cropping import cache_size
 from colossal_vit.data.folders import TEST, VALIDATION, class_folders
 from colossal_vit.data.identity import OWN
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
@@ -140,7 +141,7 @@ def build_batches(run: Run, images: Images, name: str, train: Tensor, test: Tens
         UserError: on every rank, if the config does not fit the images, or an image cannot be decoded.
     """
     config: Config = run.config
-    size = config.get("CACHE_SIZE", round(config.IMG_SIZE * 8 / 7))  # 256 for 224, as in the tutorial
+    size = config.get("CACHE_SIZE", cache_size(config.IMG_SIZE))
     with raise_on_all_ranks():
         settle_classes(config, len(images.classes), images.root)
         if size < config.IMG_SIZE:
@@ -152,10 +153,11 @@ def build_batches(run: Run, images: Images, name: str, train: Tensor, test: Tens
         )
     if images.left_out:
         run.log.info(images.left_out)
-    pixels: Tensor | Decoded = Decoded(images, size)
-    if config.KEEP_DECODED and run_on_rank_0(lambda: fill_cache(images, size, run.log)):
+    wanted = images, size, config.IMG_SIZE
+    pixels: Tensor | Decoded = Decoded(*wanted)
+    if config.KEEP_DECODED and run_on_rank_0(lambda: fill_cache(*wanted, run.log)):
         with raise_on_all_ranks():
-            decoded = open_cache(folder := cache_folder(images, size))
+            decoded = open_cache(folder := cache_folder(*wanted))
             if decoded is None:
                 raise UserError(f"{folder}: made by rank 0, cannot be read here: DATA must be on a disk of all nodes")
             pixels = torch.from_numpy(decoded)

@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from colossal_vit.config.complete import complete
 from colossal_vit.config.schema import DATA
 from colossal_vit.data import dali_augmentation as augmentation
 from colossal_vit.data import packing
 from colossal_vit.data.augment import CROP_ASPECT, Erased, erase
 from colossal_vit.data.batches import IGNORED, Loader, SampledLoader, read_ahead, sees_images
+from colossal_vit.data.cropping import source, trim
 from colossal_vit.data.devices import to_device
 from colossal_vit.data.digits import write_imagenet
 from colossal_vit.data.image_files import has_transparency, prepare_image
@@ -44,6 +44,7 @@ from nvidia.dali import Pipeline, fn, pipeline_def, types
 from nvidia.dali.data_node import DataNode
 from nvidia.dali.pipeline import do_not_convert
 from torch import Tensor
+from torchvision.transforms import v2
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # each channel's over ImageNet's training set
 OPEN_FILES = 128  # a process may mostly have 1,024
@@ -70,7 +71,7 @@ def _normalizer() -> Callable[[np.ndarray, np.ndarray, np.ndarray], None]:
                 for column in range(len(line)):
                     line[column] = results[pixels[column, channel]]
 
-    image = numba.types.Array(numba.uint8, 3, "A")
+    image = numba.types.Array(numba.uint8, 3, "C")
     table, normalized = (numba.types.Array(numba.float32, dims, "C") for dims in (2, 3))
     return cached(numba.njit, numba.void(image, table, normalized), normalize, nogil=True)
 
@@ -228,15 +229,13 @@ class DaliLoader(SampledLoader):
             encoded = fn.reshape(encoded, rel_shape=header[:1] * 0.0 + 1.0)
             images = fn.decoders.image(encoded, **options)
         if self.augments or not self.for_cpu:
-            images = self._resize(images, draws.mirror if self.train else 0)
+            images = self._resize(images, header, draws.mirror if self.train else 0)
         if self.augments:
             images = augmentation.augment(images, self.config, draws)
         if self.for_cpu:
             return images  # for `_finish`
         mean, std = ([value * 255 for value in values] for values in self.normalization)
-        images = fn.crop_mirror_normalize(
-            images, device=device, crop=[self.config.IMG_SIZE] * 2, mean=mean, std=std, output_layout="CHW"
-        )
+        images = fn.crop_mirror_normalize(images, device=device, mean=mean, std=std, output_layout="CHW")
         return images.gpu() if self.device.type == "cuda" else images
 
     def _crops(self, headers: list[np.ndarray], draws: list[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -246,19 +245,27 @@ class DaliLoader(SampledLoader):
         crops = crops.astype(np.int32)
         return list(crops[:, :2]), list(crops[:, 2:])
 
+    def _centres(self, headers: list[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Start and end of what is evaluated of each image, see `source`."""
+        parts = [source(header[:2].astype(int), self._shorter, self.config.IMG_SIZE) for header in headers]
+        starts, ends = zip(*parts, strict=True)
+        return list(np.float32(starts)), list(np.float32(ends))
+
     @property
     def _shorter(self) -> int:
         """Pixels of the shorter side of an image that is resized for evaluation."""
         return int(self.config.IMG_SIZE / self.config.EVAL_CROP)
 
     def _resized(self, image: np.ndarray, mirrored: int) -> np.ndarray:
-        """Resized bilinearly with antialiasing, by torch, whose operators are faster than DALI's; (H, W, 3), uint8."""
-        sides = [side * self._shorter // min(image.shape[:2]) for side in image.shape[:2]]
-        sides = [self.config.IMG_SIZE] * 2 if self.train else sides
-        pixels = torch.from_numpy(image)[None].permute(0, 3, 1, 2)
-        pixels = F.interpolate(pixels, sides, mode="bilinear", antialias=True)
-        pixels = pixels.flip(3) if mirrored else pixels
-        return pixels[0].permute(1, 2, 0).numpy()
+        """Resized bilinearly with antialiasing, by torch, whose operators are faster than DALI's, and for evaluation
+        cropped: (IMG_SIZE, IMG_SIZE, 3), uint8."""
+        size, pixels = [self.config.IMG_SIZE] * 2, torch.from_numpy(image).permute(2, 0, 1)
+        if self.train:
+            pixels = v2.functional.resize(pixels, size)
+            pixels = pixels.flip(2) if mirrored else pixels
+        else:
+            pixels = v2.functional.center_crop(v2.functional.resize(trim(pixels), self._shorter), size)
+        return pixels.permute(1, 2, 0).numpy()
 
     def _map(self, function: Callable[[int], Any], count: int) -> list[Any]:
         """The function's values for 0, 1, ..., each thread computes as many."""
@@ -267,12 +274,14 @@ class DaliLoader(SampledLoader):
         return list(chain.from_iterable(parts))
 
     @do_not_convert  # in graphs with conditionals DALI would rewrite the Python functions in it, which makes them slow
-    def _resize(self, images: DataNode, mirror: DataNode | int) -> DataNode:
+    def _resize(self, images: DataNode, header: DataNode, mirror: DataNode | int) -> DataNode:
         """The same in the graph; on the GPU if possible."""
         if self.on_gpu:
-            target = dict(size=[self.config.IMG_SIZE] * 2) if self.train else dict(resize_shorter=self._shorter)
-            images = fn.resize(images, interp_type=types.INTERP_LINEAR, **target)
-            return fn.flip(images, horizontal=mirror) if self.train else images
+            options = dict(size=[self.config.IMG_SIZE] * 2, interp_type=types.INTERP_LINEAR)
+            if self.train:
+                return fn.flip(fn.resize(images, **options), horizontal=mirror)
+            start, end = fn.python_function(header, function=self._centres, batch_processing=True, num_outputs=2)
+            return fn.resize(images, roi_start=start, roi_end=end, **options)
 
         def resize(images: list[np.ndarray], mirrored: list[np.ndarray]) -> list[np.ndarray]:
             return self._map(lambda number: self._resized(images[number], mirrored[number]), len(images))
@@ -281,15 +290,15 @@ class DaliLoader(SampledLoader):
         return fn.reshape(images, layout="HWC")  # the Python function's output has no layout
 
     def _finish(self, images: list[np.ndarray], mirror: Sequence[int]) -> Tensor:
-        """Resize (unless the graph does), crop in the middle, and normalise: (B, 3, IMG_SIZE, IMG_SIZE), float32."""
+        """Resize and crop (unless the graph does), and normalise: (B, 3, IMG_SIZE, IMG_SIZE), float32."""
         size, values = self.config.IMG_SIZE, np.arange(256) / 255
         table = np.float32([(values - mean) / std for mean, std in zip(*self.normalization, strict=True)])
         finished = torch.empty(len(images), 3, size, size, dtype=torch.float32)
 
         def finish(number: int) -> None:
             image = images[number] if self.augments else self._resized(images[number], mirror[number])
-            top, left = ((side - size + 1) // 2 for side in image.shape[:2])
-            _normalizer()(image[top : top + size, left : left + size], table, finished[number].numpy())
+            # Of exactly the type that was compiled: threads that convert others at the same time disturb each other.
+            _normalizer()(np.ascontiguousarray(image), table, finished[number].numpy())
 
         self._map(finish, len(images))
         return finished
