@@ -471,13 +471,13 @@ def test_erasing_replaces_a_rectangle_by_noise_drawn_by_image():
 @in_fork
 def test_a_graph_with_conditionals_runs_python_functions_as_written(numbered, monkeypatch):
     """DALI's AutoGraph would rewrite the one that resizes, which then takes several times as long."""
-    files, interpolate = set(), loaders.F.interpolate
+    files, resize = set(), loaders.v2.functional.resize
 
     def record(*args, **options):
         files.add(sys._getframe(1).f_code.co_filename)
-        return interpolate(*args, **options)
+        return resize(*args, **options)
 
-    monkeypatch.setattr(loaders.F, "interpolate", record)
+    monkeypatch.setattr(loaders.v2.functional, "resize", record)
     next(iter(loader(numbered, augment=dict(policy="three"))))
     assert files == {loaders.__file__}
 

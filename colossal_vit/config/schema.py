@@ -179,7 +179,7 @@ FINE_TUNING: Settings = {
 }
 MODEL: Settings = {
     "MODEL": Setting(TEXT, "a Vision Transformer of timm", "vit_base_patch16_224", TIMM),
-    "IMG_SIZE": Setting(SIDE, "side of the images, in pixels", 224),
+    "IMG_SIZE": Setting(SIDE, "side of the images, in pixels; a multiple of the side of a patch", 224),
     "PATCH_SIZE": Setting(SIDE, "side of a patch, in pixels; that of MODEL", without_model=REQUIRED),
     "HIDDEN_SIZE": Setting(whole(1, 2**16), "width; that of MODEL", without_model=REQUIRED),
     "DEPTH": Setting(whole(1, 256), "transformer blocks; those of MODEL", without_model=REQUIRED),
