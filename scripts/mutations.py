@@ -174,6 +174,7 @@ def by_parity(chosen: list[Mutation], args: argparse.Namespace, result: ResultFo
 # By tests
 # ---------------------------------------------------------------------------------------------------------------------
 
+TESTS_PACKAGES = ("matplotlib.figure", "numba", "nvidia.dali", "pytest", "rich.console", "sklearn.neighbors")
 TESTS_OUTCOMES = ("noticed", "escaped", "error")
 LEAST = 0.95  # of the defects that are to be noticed
 AREAS = {"engine": ENGINE, "data": DATA}
@@ -246,7 +247,7 @@ def by_tests(chosen: list[Slip], args: argparse.Namespace, result: ResultFolder)
     jobs = [tests_job(CONTROL, file, None, tuple(ids), files) for file, ids in tests.items()]
     jobs += [tests_job(slip.defect, area_of[slip.defect], slip, slip.tests, files) for slip in chosen]
     found, wrong = {}, []
-    for job, said in run_jobs(jobs, args.jobs, (*PACKAGES, "matplotlib.figure", "pytest", "rich.console"), args.log):
+    for job, said in run_jobs(jobs, args.jobs, (*PACKAGES, *TESTS_PACKAGES), args.log):
         kind = tests_outcome(said)
         result.print(f"{job.conditions}, {job.name}: {kind}: {said}")
         if job.defect:
