@@ -128,7 +128,7 @@ SLIPS: list[Slip] = [
         "small gradients raised to the limit",
         "colossal_vit/engine/amp_optimizer.py",
         ", max=1.0)",
-        ")",
+        ", min=0.0)",
         ("tests/test_precision.py::test_clipping_is_of_the_unscaled_gradient",),
     ),
     Slip(
@@ -360,10 +360,10 @@ SLIPS: list[Slip] = [
         ("tests/test_checkpoint.py::test_a_run_keeps_the_newest_and_the_best",),
     ),
     Slip(
-        "TensorBoard without what is repeated purged",
+        "TensorBoard keeps an evaluation that is made again",
         "colossal_vit/hooks/recorder.py",
-        "step + 1 if step else None",
-        "None",
+        "purge_step=step)",
+        "purge_step=step + 1)",
         ("tests/test_hooks.py::test_tensorboard_has_the_numbers_of_metrics",),
     ),
     Slip(
