@@ -477,9 +477,9 @@ SLIPS: list[Slip] = [
     Slip(
         "owners taken as even",
         "colossal_vit/plan/memory.py",
-        "max(1 / num_ranks, max(sizes) / sum(sizes))",
+        "max(loads) / sum(sizes)",
         "1 / num_ranks",
-        ("tests/test_plan_search.py::test_memory_is_that_of_a_dry_run",),
+        ("tests/test_plan.py::test_the_share_of_the_fullest_owner_is_that_of_the_engine",),
     ),
     Slip(
         "a second signal at once kills",

@@ -25,11 +25,13 @@ from colossal_vit import typed_json
 from colossal_vit.checkpoint import __main__, storage
 from colossal_vit.checkpoint.contents import UNTRAINED, Manifest, State
 from colossal_vit.data import cifar10, class_images
+from colossal_vit.data.digits import write_cifar10
 from colossal_vit.errors import UserError
 from colossal_vit.hooks import checkpoint as checkpoint_hook
 from colossal_vit.hooks.metrics import MetricsHook
 from colossal_vit.results import read_metrics
 from colossalai.legacy.core import global_context as gpc
+from timm.models.vision_transformer import VisionTransformer
 
 import fork_ranks
 import launchers
@@ -600,12 +602,26 @@ def trained(tmp_path_factory):
     return training.train(tmp_path_factory.mktemp("trained") / "run", steps=None, **EVERY_20)
 
 
+@pytest.fixture(scope="module")
+def answers(trained, tmp_path_factory):
+    """What timm's model with the trained weights answers about the test images: labels, answers, loss."""
+    folder = write_cifar10(tmp_path_factory.mktemp("digits"))
+    records = np.fromfile(folder / cifar10.TEST_FILES[0], np.uint8).reshape(-1, cifar10.RECORD_BYTES)
+    labels, images = torch.from_numpy(records[:, 0]).long(), torch.from_numpy(records[:, 1:].reshape(-1, 3, 32, 32))
+    mean, std = (torch.tensor(value).view(3, 1, 1) for value in ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)))
+    model = VisionTransformer(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=4, num_classes=10).eval()
+    model.load_state_dict(safetensors.torch.load_file(trained.output / "checkpoints/step-00000044" / storage.MODEL))
+    with torch.no_grad():
+        logits = model((images / 255 - mean) / std)
+    return labels.numpy(), logits.argmax(1).numpy(), torch.nn.functional.cross_entropy(logits, labels).item()
+
+
 @pytest.mark.parametrize(
     ("processes", "values"),
     [(4, {"parallel.pipeline": 2, "BATCH_SIZE": 14}), (4, {"parallel.tensor.mode": "2d", "parallel.tensor.size": 4})],
 )
-def test_eval_only_is_exact_on_any_world_size(processes, values, trained):
-    """Also where the training set has too few images for a step."""
+def test_eval_only_is_exact_on_any_world_size(processes, values, trained, answers):
+    """Also where the training set has too few images for a step, and for the images of each class."""
 
     def files():
         every = (path for path in trained.output.rglob("*") if "evaluation" not in path.parts and path.is_file())
@@ -614,15 +630,20 @@ def test_eval_only_is_exact_on_any_world_size(processes, values, trained):
     before = files()
     run = training.train(trained.output, processes, "--eval-only", DEPTH=2, gradient_accumulation=500, **values)
     (said,) = re.findall(r"test accuracy (\S+)% \((\d+) of 360 images\), loss (\S+)", "".join(run.stdout))
-    expected = trained.evaluations[-1]
-    assert int(said[1]) == round(expected["eval_accuracy"] * 360)
-    assert float(said[2]) == pytest.approx(expected["eval_loss"], rel=1e-6)
+    labels, found, loss = answers
+    assert int(said[1]) == (labels == found).sum()
+    assert float(said[2]) == pytest.approx(loss, rel=1e-5)
+    assert trained.evaluations[-1]["eval_accuracy"] == (labels == found).mean()
+    assert trained.evaluations[-1]["eval_loss"] == pytest.approx(loss, rel=1e-5)
     assert files() == before, "the run is untouched"
     with open(trained.output / "evaluation/classes.csv", newline="") as file:
         classes = list(csv.DictReader(file))
     assert [row["class"] for row in classes] == list("0123456789")
-    assert sum(int(row["images"]) for row in classes) == 360
-    assert sum(int(row["right"]) for row in classes) == int(said[1])
+    for digit, row in enumerate(classes):
+        own = found[labels == digit]
+        assert [int(row["images"]), int(row["right"])] == [len(own), (own == digit).sum()], digit
+        mistaken = np.bincount(own[own != digit], minlength=10)
+        assert row["mostly mistaken for"] == (str(mistaken.argmax()) if mistaken.any() else ""), digit
     assert {path.name for path in (trained.output / "evaluation").iterdir()} == {
         "classes.csv",
         "confusion.png",

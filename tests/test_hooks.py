@@ -1,5 +1,6 @@
 """What a run leaves behind: metrics.jsonl, TensorBoard events, curves, the resolved config."""
 
+import csv
 import errno
 import json
 import math
@@ -16,20 +17,25 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import colossalai.legacy as colossalai
+import numpy as np
 import psutil
 import pytest
 import torch
 from colossal_vit import results
 from colossal_vit.checkpoint import lock, storage
+from colossal_vit.data.batches import IGNORED, SampledLoader
 from colossal_vit.engine import engine
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.loop import Trainer
 from colossal_vit.errors import TrainingError
 from colossal_vit.hooks import signals, wandb_run
+from colossal_vit.hooks.answers import AnswersHook
 from colossal_vit.hooks.debug_nan import DebugNanHook
 from colossal_vit.hooks.recorder import Recorder
 from colossal_vit.launch import watchdog
 from colossal_vit.results import CURVES, METRICS, draw
+from matplotlib.figure import Figure
+from sklearn.metrics import confusion_matrix, recall_score
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import fork_ranks
@@ -599,3 +605,63 @@ def test_record_that_cannot_be_synced_does_not_end_the_run(tmp_path, monkeypatch
     assert [record["step"] for record in run.steps] == [1, 2]
     assert run.evaluations
     assert "cannot be written" not in run.said
+
+
+# ---- Answers of an evaluation ----
+
+CLASSES = ["ant", "bee", "cat", "dog"]
+LABELS = [0, 0, 0, 1, 1, 2, 2]
+# What a model has found, and how sure it was. Right: 1 of 3 ants, all bees, 1 of 2 cats; nobody has seen a dog.
+FOUND = [1, 0, 1, 1, 1, 0, 3]
+SURE = [0.6, 0.9, 0.85, 0.99, 0.5, 0.75, 0.95]
+
+
+def test_answers_by_class_and_pictures_of_mistakes(tmp_path, monkeypatch):
+    """Each class has another number of images, another accuracy and precision, and is taken for another one."""
+    figures = {}
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.__setitem__(path.name, figure))
+    pixels = torch.randint(256, (7, 3, 2, 5), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    mean, std = torch.tensor([10.0, 100.0, 200.0]).view(3, 1, 1), torch.tensor([80.0, 40.0, 20.0]).view(3, 1, 1)
+    logits = torch.full((8, 4), 0.0)
+    for row, (found, sure) in enumerate(zip(FOUND, SURE, strict=True)):
+        logits[row] = math.log((1 - sure) / 3)
+        logits[row, found] = math.log(sure)
+    labels = torch.tensor([*LABELS, IGNORED])
+
+    def function():
+        loader = SampledLoader.__new__(SampledLoader)
+        loader.__dict__.update(mean=mean, std=std, pick=lambda rows: ((pixels[rows] - mean) / std, labels[rows]))
+        log = SimpleNamespace(info=lambda *_: None)
+        hook = AnswersHook(SimpleNamespace(output=tmp_path, data={"classes": CLASSES}, log=log))
+        engine = SimpleNamespace(schedule=object())
+        trainer = SimpleNamespace(engine=engine, evaluating_ema=False, test_dataloader=loader)
+        hook.before_test(trainer)
+        for part in (slice(4), slice(4, 8)):  # the last place is left over
+            hook.after_test_iter(trainer, logits[part], labels[part], None)
+        hook.after_test(trainer)
+        confusion = figures["confusion.png"].axes[0]
+        mistakes = [axes for axes in figures["mistakes.png"].axes if axes.images]
+        return (
+            (confusion.get_xlabel(), confusion.get_ylabel(), confusion.images[0].get_array().tolist()),
+            [[label.get_text() for label in axis.get_ticklabels()] for axis in (confusion.xaxis, confusion.yaxis)],
+            [(axes.get_title("left"), axes.images[0].get_array().tolist()) for axes in mistakes],
+        )
+
+    ((confusion, names, mistakes),) = fork_ranks.call(function)
+    with open(tmp_path / "evaluation/classes.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    taken = confusion_matrix(LABELS, FOUND, labels=range(4))
+    recall = recall_score(LABELS, FOUND, labels=range(3), average=None)
+    assert [row["class"] for row in rows] == CLASSES
+    assert [int(row["images"]) for row in rows] == taken.sum(1).tolist()
+    assert [int(row["right"]) for row in rows] == taken.diagonal().tolist()
+    assert [float(row["accuracy"]) for row in rows[:3]] == pytest.approx(list(recall), abs=1e-4)
+    assert [row["mostly mistaken for"] for row in rows] == ["bee", "", "ant", ""]
+    assert rows[3]["accuracy"] == ""
+    assert confusion[:2] == ("answer", "class")
+    assert np.array(confusion[2]) == pytest.approx(taken / taken.sum(1, keepdims=True).clip(1))
+    assert names == [CLASSES, CLASSES]
+    expected = [(6, "dog 95%, is cat"), (2, "bee 85%, is ant"), (5, "ant 75%, is cat"), (0, "bee 60%, is ant")]
+    assert [title for title, _ in mistakes] == [f"image {row}\n{said}" for row, said in expected]
+    for (row, _), (_, picture) in zip(expected, mistakes, strict=True):
+        torch.testing.assert_close(torch.tensor(picture), pixels[row].permute(1, 2, 0) / 255)
