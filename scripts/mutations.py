@@ -295,7 +295,7 @@ def main() -> int:
     chosen = {name: names[name] for name in args.only or names}
     try:
         for name, defect in chosen.items():
-            planted(name, defect)
+            planted(name, defect, (ROOT / defect.path).read_bytes())
     except ValueError as error:
         parser.error(str(error))
     if args.list:

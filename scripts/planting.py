@@ -18,8 +18,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
-from colossal_vit.provenance import ROOT
-
 CONTROL = "no defect"
 
 
@@ -31,13 +29,18 @@ class Defect(Protocol):
     new: str
 
 
-def planted(name: str, defect: Defect) -> bytes:
+def planted(name: str, defect: Defect, content: bytes) -> bytes:
     """The file of a defect, with it.
+
+    Args:
+        name: of the defect.
+        defect: the change.
+        content: of the file, without it.
 
     Raises:
         ValueError: if its text is not there exactly once, or the file is not Python any more.
     """
-    text = (ROOT / defect.path).read_text()
+    text = content.decode()
     if (count := text.count(defect.old)) != 1:
         raise ValueError(f"{name}: {defect.path} has its text {count} times")
     text = text.replace(defect.old, defect.new)
@@ -106,11 +109,11 @@ class _Run:
         self.job = job
         self.scratch = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self.folder = Path(self.scratch.name)
-        files = {**job.files, **({job.defect.path: planted(job.name, job.defect)} if job.defect else {})}
-        for name, content in files.items():
+        for name, content in job.files.items():
             path = self.folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
+            is_changed = job.defect and job.defect.path == name
+            path.write_bytes(planted(job.name, job.defect, content) if is_changed else content)
         self.process = multiprocessing.get_context("fork").Process(target=_become, args=(job, self.folder))
         self.process.start()
         self.end = time.monotonic() + job.limit

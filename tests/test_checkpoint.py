@@ -31,7 +31,6 @@ from colossal_vit.hooks import checkpoint as checkpoint_hook
 from colossal_vit.hooks.metrics import MetricsHook
 from colossal_vit.results import read_metrics
 from colossalai.legacy.core import global_context as gpc
-from timm.models.vision_transformer import VisionTransformer
 
 import fork_ranks
 import launchers
@@ -605,14 +604,9 @@ def trained(tmp_path_factory):
 @pytest.fixture(scope="module")
 def answers(trained, tmp_path_factory):
     """What timm's model with the trained weights answers about the test images: labels, answers, loss."""
-    folder = write_cifar10(tmp_path_factory.mktemp("digits"))
-    records = np.fromfile(folder / cifar10.TEST_FILES[0], np.uint8).reshape(-1, cifar10.RECORD_BYTES)
-    labels, images = torch.from_numpy(records[:, 0]).long(), torch.from_numpy(records[:, 1:].reshape(-1, 3, 32, 32))
-    mean, std = (torch.tensor(value).view(3, 1, 1) for value in ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)))
-    model = VisionTransformer(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=4, num_classes=10).eval()
-    model.load_state_dict(safetensors.torch.load_file(trained.output / "checkpoints/step-00000044" / storage.MODEL))
-    with torch.no_grad():
-        logits = model((images / 255 - mean) / std)
+    data = tmp_path_factory.mktemp("digits")
+    write_cifar10(data)
+    logits, labels = training.timms_logits(trained.output / "checkpoints/step-00000044" / storage.MODEL, data, depth=2)
     return labels.numpy(), logits.argmax(1).numpy(), torch.nn.functional.cross_entropy(logits, labels).item()
 
 

@@ -141,8 +141,12 @@ def test_an_update_queued_before_the_norm_is_known_leaves_no_trace_of_an_overflo
     assert all(torch.equal(state[key], left[key]) for key in state)
 
 
+@pytest.mark.parametrize("by_gradient", [False, True])
 @pytest.mark.parametrize("mode", [None, *MODES])
-def test_on_a_gpu_the_result_of_a_step_is_read_when_the_next_forward_pass_is_queued(mode, read_late, monkeypatch):
+def test_on_a_gpu_the_result_of_a_step_is_read_when_the_next_forward_pass_is_queued(
+    mode, by_gradient, read_late, monkeypatch
+):
+    """From the loss, or from the gradient that a pipeline stage receives, a backward pass begins with its scale."""
     order = []
     read = Scalars.read
     monkeypatch.setattr(Scalars, "read", lambda scalars: order.append("read") or read(scalars))
@@ -153,7 +157,11 @@ def test_on_a_gpu_the_result_of_a_step_is_read_when_the_next_forward_pass_is_que
         engine.bare_model.weight.register_hook(lambda _: order.append("backward"))
         for _ in range(2):
             engine.zero_grad()
-            engine.backward(engine.criterion(engine(torch.tensor([[3.0, 4.0]])).sum()))
+            loss = engine.criterion(engine(torch.tensor([[3.0, 4.0]])).sum())
+            if by_gradient:
+                engine.backward_by_grad(loss, torch.full_like(loss, engine.optimizer.loss_scale or 1.0))
+            else:
+                engine.backward(loss)
             order.append("update")
             engine.step()
         assert engine.read_steps == 1
