@@ -1,80 +1,60 @@
-"""Plant defects in the code, one at a time, and see whether `--parity` finds them and names their place.
+"""Plant defects in the code, one at a time, and see whether `--parity`, or the tests, notice them.
 
-    python scripts/mutations.py [--only NAME ...] [--precision fp64|own] [--result results/mutations]
-    python scripts/mutations.py --list
+    python scripts/mutations.py [parity] [--only NAME ...] [--precision fp64|own] [--result results/mutations]
+    python scripts/mutations.py tests [--only NAME ...] [--result results/slips]
+    python scripts/mutations.py [parity|tests] --list
 
-Each is planted in a copy of the code, where `train_hybrid.py --parity` then trains a small model in one
+Each is planted in a copy of the code. There, with `parity`, `train_hybrid.py --parity` trains a small model in one
 process and in the layout that should show the defect: in fp64, and with `--own-precision` in fp32, or in the half
-precision that the defect needs. The list is mutations_list.py.
+precision that the defect needs. The list is mutations_list.py. With `tests`, the tests run that should notice a defect
+that all layouts share; the lists are slips_engine.py and slips_data.py.
 
-Outcomes: "named" is a difference where the list expects it, "elsewhere" one at another place, "error" a run that ends
-without a comparison, "escaped" no difference. Without any defect every layout has to agree: controls see to that.
+Outcomes of `--parity`: "named" is a difference where the list expects it, "elsewhere" one at another place, "error" a
+run that ends without a comparison, "escaped" no difference. Outcomes of tests: "noticed" if one fails, "escaped" if
+all pass, else "error". Controls see to it that without any defect every layout agrees and every test passes.
 
 What has run is in --log, a JSON object a line, and does not run again until the code, the defect or its values change.
-Exit code 1 if a control differs, a defect is not named rightly and the list does not say why, or it says so wrongly.
+Exit code 1 if a control differs, if `--parity` does not name a defect rightly and the list does not say why, or says so
+wrongly, or if the tests notice fewer than 95 % of the defects.
 """
 
 import argparse
 import dataclasses
-import gc
-import hashlib
-import importlib
-import json
-import multiprocessing.connection
 import os
 import re
 import runpy
-import signal
+import subprocess
 import sys
 import tempfile
-import time
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
-from functools import cache
-from itertools import chain
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from colossal_vit.data.digits import write_cifar10
 from colossal_vit.provenance import ROOT, ResultFolder
 
 from mutations_list import FP64, MUTATIONS, OWN, Mutation
+from planting import CONTROL, Job, planted, run_jobs
+from slips import Slip
+from slips_data import SLIPS as DATA
+from slips_engine import SLIPS as ENGINE
 
 sys.path.append(str(ROOT / "vit_cifar10_hybrid"))
 
 from layouts import CONFIG, MODEL, RANDOM, set_flags
 
+PACKAGES = ("colossalai.legacy", "timm", "torch.utils.tensorboard", "torchvision")
+
+# ---------------------------------------------------------------------------------------------------------------------
+# By --parity
+# ---------------------------------------------------------------------------------------------------------------------
+
 TREES = ("colossal_vit", "vit_cifar10_hybrid")  # what runs, of the repository
 VALUES = {**MODEL, **RANDOM, "DEPTH": 2, "IMG_SIZE": 16, "HIDDEN_SIZE": 32, "parallel.pipeline": 1}
 NUM_TEST_IMAGES = 90  # two batches of 32 and a part of one
 RECORD_BYTES = 1 + 3 * 32 * 32  # of an image in CIFAR-10's format
-LIMIT = 300  # seconds for a run
-OUTCOMES = ("named", "elsewhere", "error", "escaped")
-CONTROL = "no defect"
-
-
-@cache
-def sources() -> dict[str, bytes]:
-    """The files that run, by path."""
-    paths = sorted(path for tree in TREES for path in (ROOT / tree).rglob("*.py"))
-    return {str(path.relative_to(ROOT)): path.read_bytes() for path in paths}
-
-
-def planted(mutation: Mutation) -> bytes:
-    """The file of a mutation, with the defect.
-
-    Raises:
-        ValueError: if its text is not there exactly once, or the file is not Python any more.
-    """
-    text = sources()[mutation.path].decode()
-    if (count := text.count(mutation.old)) != 1:
-        raise ValueError(f"{mutation.name}: {mutation.path} has its text {count} times")
-    text = text.replace(mutation.old, mutation.new)
-    try:
-        compile(text, mutation.path, "exec")
-    except SyntaxError as error:
-        raise ValueError(f"{mutation.name}: {mutation.path} is not Python any more: {error}") from None
-    return text.encode()
+PARITY_OUTCOMES = ("named", "elsewhere", "error", "escaped")
 
 
 def controls(chosen: Iterable[Mutation]) -> Iterator[Mutation]:
@@ -85,107 +65,37 @@ def controls(chosen: Iterable[Mutation]) -> Iterator[Mutation]:
         yield Mutation(CONTROL, "", "", "", "", layout, "", values, precisions)
 
 
-def key(mutation: Mutation, precision: str) -> str:
-    """A digest of all that a run depends on."""
-    digest = hashlib.sha256(repr([dataclasses.replace(mutation, named="", why=""), precision, VALUES]).encode())
-    for name, content in sources().items():
-        digest.update(name.encode() + b"\0" + content)
-    return digest.hexdigest()
-
-
-def become(folder: Path, flags: list[str], data: Path) -> None:
-    """Run the train script of a copy in this fork, whose output goes to files in the folder of the copy.
-
-    Other packages, whose imports take longer than the training, are those that the parent has imported.
-    """
-    os.setsid()
-    for stream, name in enumerate(("out", "err"), start=1):
-        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), stream)
-    for name in [name for name in sys.modules if name.split(".")[0] in ("colossal_vit", "layouts")]:
-        del sys.modules[name]
+def train(flags: list[str], data: Path, folder: Path) -> None:
+    """Run the train script of a copy."""
     script = folder / "vit_cifar10_hybrid/train_hybrid.py"
     os.chdir(script.parent)
-    sys.path[:0] = map(str, (script.parent, folder))
+    sys.path.insert(0, str(script.parent))
     sys.argv = [str(script), *flags]
     os.environ["DATA"] = str(data)
-    if not Path(importlib.import_module("colossal_vit").__file__).is_relative_to(folder):
-        sys.exit("this is not the code with the defect")
     runpy.run_path(str(script), run_name="__main__")
 
 
-class Run:
-    """A copy of the code that is run, with a defect.
+def parity_job(mutation: Mutation, precision: str, files: Mapping[str, bytes], data: Path) -> Job:
+    """The run of a train script with a mutation, or of a control."""
+    values = VALUES
+    if any(value.startswith("fp16=") for value in mutation.values):
+        values = {key: value for key, value in VALUES.items() if key != "fp16"}
+    flags = ["--config", CONFIG, *set_flags(values), *(f"--set={value}" for value in mutation.values)]
+    flags += ["--timeout", "20", "--parity", mutation.layout]
+    flags += ["--own-precision"] if precision == OWN else []
+    start = f"{mutation.layout}: "
 
-    Args:
-        mutation: the defect, or a control.
-        precision: FP64 or OWN.
-        data: the folder with the images.
-    """
-
-    def __init__(self, mutation: Mutation, precision: str, data: Path):
-        self.mutation, self.precision = mutation, precision
-        self.scratch = tempfile.TemporaryDirectory()
-        self.folder = Path(self.scratch.name)
-        for name, content in sources().items():
-            path = self.folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-        if mutation.path:
-            (self.folder / mutation.path).write_bytes(planted(mutation))
-        values = VALUES
-        if any(value.startswith("fp16=") for value in mutation.values):
-            values = {key: value for key, value in VALUES.items() if key != "fp16"}
-        flags = ["--config", CONFIG, *set_flags(values), *(f"--set={value}" for value in mutation.values)]
-        flags += ["--timeout", "20", "--parity", mutation.layout]
-        flags += ["--own-precision"] if precision == OWN else []
-        self.process = multiprocessing.get_context("fork").Process(target=become, args=(self.folder, flags, data))
-        self.process.start()
-        self.end = time.monotonic() + LIMIT
-
-    def finish(self) -> str:
-        """What `--parity` has said: the layout's line, or the last one on stderr."""
-        late = time.monotonic() > self.end
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.join()
-        out, err = ((self.folder / name).read_text().splitlines() for name in ("out", "err"))
-        start = f"{self.mutation.layout}: "
+    def said(out: list[str], err: list[str]) -> str | None:
         found = [line.removeprefix(start) for line in out if line.startswith(start)]
-        text = found[-1] if found else f"no end within {LIMIT} s" if late else (err or ["nothing"])[-1]
-        self.scratch.cleanup()
-        return text.replace(self.scratch.name, "")
+        return found[-1] if found else None
+
+    defect = mutation if mutation.path else None
+    conditions = f"{precision}, {mutation.layout}"
+    return Job(mutation.name, conditions, defect, files, partial(train, flags, data), said, flags, limit=300)
 
 
-def import_packages() -> None:
-    """Import what train scripts import, but for this repository's modules."""
-    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    for name in ("colossalai.legacy", "timm", "torch.utils.tensorboard", "torchvision"):
-        importlib.import_module(name)
-    gc.freeze()
-
-
-def run_all(jobs: Iterable[tuple[Mutation, str]], number: int, data: Path) -> Iterator[tuple[Mutation, str, str]]:
-    """Each defect and precision with what `--parity` says of it, `number` at a time."""
-    waiting, running = deque(jobs), {}
-    if waiting:
-        import_packages()
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # more ranks than cores: they interrupt less
-    try:
-        while waiting or running:
-            while waiting and len(running) < number:
-                run = Run(*waiting.popleft(), data)
-                running[run.process.sentinel] = run
-            ended = multiprocessing.connection.wait(running, timeout=1.0)
-            for sentinel in [s for s, run in running.items() if s in ended or time.monotonic() > run.end]:
-                run = running.pop(sentinel)
-                yield run.mutation, run.precision, run.finish()
-    finally:
-        for run in running.values():
-            run.finish()
-
-
-def outcome(mutation: Mutation, said: str) -> str:
-    """One of OUTCOMES."""
+def parity_outcome(mutation: Mutation, said: str) -> str:
+    """One of PARITY_OUTCOMES."""
     if difference := re.match(r"differs first in (step \d+, .+?): ", said):
         return "named" if re.fullmatch(mutation.named, difference[1].strip()) else "elsewhere"
     return "escaped" if re.match(r"all \d+ tensors", said) else "error"
@@ -198,85 +108,202 @@ def small_data(folder: Path) -> Path:
     return folder
 
 
-def summary(chosen: list[Mutation], found: Mapping[str, dict[str, str]]) -> list[str]:
-    """How many have which outcome, as a Markdown table."""
-    rows = [["precision", "defects", *OUTCOMES], ["---", *["---:"] * (1 + len(OUTCOMES))]]
+def as_table(rows: Iterable[Iterable[object]], numbers: bool = False) -> list[str]:
+    """Rows, the first of which is the head, as Markdown; all columns but the first may be of numbers."""
+    head, *body = rows
+    lines = [head, ["---", *["---:" if numbers else "---"] * (len(head) - 1)], *body]
+    return [f"| {' | '.join(map(str, row))} |" for row in lines]
+
+
+def parity_summary(chosen: list[Mutation], found: Mapping[str, dict[str, str]]) -> list[str]:
+    """How many have which outcome."""
+    rows = [["precision", "defects", *PARITY_OUTCOMES]]
     for precision in (FP64, OWN):
-        counts = Counter(outcome(m, found[m.name][precision]) for m in chosen if precision in found[m.name])
-        rows.append([precision, counts.total(), *(counts[kind] for kind in OUTCOMES)])
-    return [f"| {' | '.join(map(str, row))} |" for row in rows]
+        counts = Counter(parity_outcome(m, found[m.name][precision]) for m in chosen if precision in found[m.name])
+        rows.append([precision, counts.total(), *(counts[kind] for kind in PARITY_OUTCOMES)])
+    return as_table(rows, numbers=True)
 
 
-def details(chosen: list[Mutation], found: Mapping[str, dict[str, str]]) -> list[str]:
-    """Each defect with its outcomes, as a Markdown table."""
-    rows = [["defect", "layout", FP64, OWN, "named first", "why"], ["---"] * 6]
+def parity_details(chosen: list[Mutation], found: Mapping[str, dict[str, str]]) -> list[str]:
+    """Each defect with its outcomes."""
+    rows = [["defect", "layout", FP64, OWN, "named first", "why"]]
     for mutation in chosen:
         said = {precision: found[mutation.name].get(precision, "") for precision in (FP64, OWN)}
         places = dict.fromkeys(text.partition(": ")[0].removeprefix("differs first in ") for text in said.values())
         cells = [f"**{mutation.name}.** {mutation.defect}", mutation.layout]
-        cells += [text and outcome(mutation, text) for text in said.values()]
+        cells += [text and parity_outcome(mutation, text) for text in said.values()]
         rows.append([*cells, "; ".join(filter(None, places)), mutation.why])
-    return [f"| {' | '.join(row)} |" for row in rows]
+    return as_table(rows)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", action="store_true", help="check that each can be planted, list them, and run none")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these")
-    parser.add_argument("--precision", choices=(FP64, OWN), help="only in this one (default: both)")
-    parser.add_argument("--jobs", type=int, default=1, help="how many at a time (default %(default)s)")
-    parser.add_argument("--log", type=Path, default=ROOT / "runs/mutations.jsonl", help="default %(default)s")
-    parser.add_argument("--result", type=Path, help="folder for the result (default: it is printed only)")
-    args = parser.parse_args()
-    names = {mutation.name: mutation for mutation in MUTATIONS}
-    if unknown := [name for name in args.only or () if name not in names]:
-        parser.error(f"--only {unknown[0]!r}: no such defect; see --list")
-    chosen = [names[name] for name in args.only] if args.only else MUTATIONS
-    try:
-        for mutation in chosen:
-            planted(mutation)
-    except ValueError as error:
-        parser.error(str(error))
-    if args.list:
-        print("\n".join(f"{m.name} ({m.layout}): {m.defect}" for m in chosen))
-        return 0
-    result = ResultFolder(args.result)
-    precisions = (args.precision,) if args.precision else (FP64, OWN)
-    every = [*controls(chosen), *chosen]
-    jobs = [(m, precision) for m in every for precision in precisions if precision in m.precisions]
-    args.log.parent.mkdir(parents=True, exist_ok=True)
-    known = {}
-    if args.log.exists():
-        known = {line["key"]: line["said"] for line in map(json.loads, args.log.read_text().splitlines())}
+def by_parity(chosen: list[Mutation], args: argparse.Namespace, result: ResultFolder) -> list[str]:
+    """Judge mutations by `--parity`; returns what is not as the list says."""
+    paths = sorted(path for tree in TREES for path in (ROOT / tree).rglob("*.py"))
+    files = {str(path.relative_to(ROOT)): path.read_bytes() for path in paths}
     found: dict[str, dict[str, str]] = defaultdict(dict)
-    wrong: list[str] = []
+    wrong = []
     with tempfile.TemporaryDirectory() as folder:
-        keys = {job: key(*job) for job in jobs}
-        new = [job for job in jobs if keys[job] not in known]
-        old = ((*job, known[keys[job]]) for job in jobs if keys[job] in known)
-        for mutation, precision, said in chain(old, run_all(new, args.jobs, small_data(Path(folder)))):
-            if (mutation, precision) in new:
-                line = {"name": mutation.name, "layout": mutation.layout, "values": mutation.values}
-                line |= {"precision": precision, "said": said, "key": keys[mutation, precision]}
-                with open(args.log, "a") as log:
-                    log.write(json.dumps(line, ensure_ascii=False) + "\n")
-            kind = outcome(mutation, said)
-            result.print(f"{precision}, {mutation.layout}, {mutation.name}: {kind}: {said}")
-            if mutation.name != CONTROL:
+        data = small_data(Path(folder))
+        jobs = {
+            parity_job(mutation, precision, files, data): (mutation, precision)
+            for mutation in (*controls(chosen), *chosen)
+            for precision in ([args.precision] if args.precision else (FP64, OWN))
+            if precision in mutation.precisions
+        }
+        for job, said in run_jobs(list(jobs), args.jobs, PACKAGES, args.log):
+            mutation, precision = jobs[job]
+            kind = parity_outcome(mutation, said)
+            result.print(f"{job.conditions}, {job.name}: {kind}: {said}")
+            if job.defect:
                 found[mutation.name][precision] = said
             elif kind != "escaped":
                 wrong.append(f"{mutation.layout} without a defect")
     for mutation in chosen:
-        kinds = {outcome(mutation, said) for said in found[mutation.name].values()}
+        kinds = {parity_outcome(mutation, said) for said in found[mutation.name].values()}
         if kinds != {"named"} and not mutation.why:
             wrong.append(f"{mutation.name} ({mutation.layout})")
         if kinds == {"named"} and mutation.why and len(found[mutation.name]) == len(mutation.precisions):
             wrong.append(f"{mutation.name} ({mutation.layout}), which is named rightly")
     rows = [{**dataclasses.asdict(mutation), "said": found[mutation.name]} for mutation in chosen]
-    table = [*summary(chosen, found), "", *details(chosen, found)]
+    table = [*parity_summary(chosen, found), "", *parity_details(chosen, found)]
     result.finish("mutations", table, {"values": VALUES, "defects": rows})
+    return wrong
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# By tests
+# ---------------------------------------------------------------------------------------------------------------------
+
+TESTS_PACKAGES = ("matplotlib.figure", "numba", "nvidia.dali", "pytest", "rich.console", "sklearn.neighbors")
+TESTS_OUTCOMES = ("noticed", "escaped", "error")
+LEAST = 0.95  # of the defects that are to be noticed
+AREAS = {"engine": ENGINE, "data": DATA}
+PASSED = re.compile(r"\d+ passed")
+
+
+class Outcome:
+    """A plugin for pytest that says which test has failed, or how many have passed or been skipped.
+
+    Args:
+        file: it is appended to. While tests run, pytest has the standard streams.
+    """
+
+    def __init__(self, file: Path):
+        self.file, self.counts = file, Counter()
+
+    def say(self, text: str) -> None:
+        with open(self.file, "a") as file:
+            file.write(f"\noutcome: {text}\n")  # pytest may be within a line
+
+    def pytest_runtest_logreport(self, report) -> None:
+        if report.failed:
+            reason = report.longrepr.reprcrash.message.partition("\n")[0] if report.longrepr else ""
+            self.say(f"{report.nodeid} failed: {reason}")
+        if report.when == "call" or report.skipped:
+            self.counts[report.outcome] += 1
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        if exitstatus == 0:
+            self.say(", ".join(f"{count} {kind}" for kind, count in self.counts.items()))
+
+
+def run_tests(ids: Iterable[str], folder: Path) -> None:
+    """Run tests of a copy up to the first that fails."""
+    import pytest
+
+    os.chdir(folder)
+    flags = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--basetemp", str(folder / "tmp")]
+    sys.exit(pytest.main([*flags, *ids], plugins=[Outcome(folder / "out")]))
+
+
+def tests_job(name: str, area: str, slip: Slip | None, ids: Iterable[str], files: Mapping[str, bytes]) -> Job:
+    """The run of tests with a slip, or without."""
+
+    def said(out: list[str], err: list[str]) -> str | None:
+        found = [line.removeprefix("outcome: ") for line in out if line.startswith("outcome: ")]
+        errors = [line for line in out if line.startswith(("E  ", "ERROR"))]
+        return next(iter([*found, *errors]), None)
+
+    return Job(name, area, slip, files, partial(run_tests, ids), said, ids, limit=900)
+
+
+def tests_outcome(said: str) -> str:
+    """One of TESTS_OUTCOMES."""
+    if re.match(r"tests/\S+?(\[.*?\])? failed: ", said):
+        return "noticed"
+    return "escaped" if PASSED.fullmatch(said) else "error"
+
+
+def by_tests(chosen: list[Slip], args: argparse.Namespace, result: ResultFolder) -> list[str]:
+    """Judge slips by tests; returns what is not as it should be."""
+    command = ["git", "ls-files", "-zco", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    names = [name for name in listed if not name.startswith(("results/", "scripts/slips_"))]
+    files = {name: (ROOT / name).read_bytes() for name in names if (ROOT / name).is_file()}
+    area_of = {slip.defect: area for area, slips in AREAS.items() for slip in slips}
+    tests = defaultdict(dict)  # by file
+    for name in dict.fromkeys(name for slip in chosen for name in slip.tests):
+        tests[name.partition("::")[0]][name] = None
+    jobs = [tests_job(CONTROL, file, None, tuple(ids), files) for file, ids in tests.items()]
+    jobs += [tests_job(slip.defect, area_of[slip.defect], slip, slip.tests, files) for slip in chosen]
+    found, wrong = {}, []
+    for job, said in run_jobs(jobs, args.jobs, (*PACKAGES, *TESTS_PACKAGES), args.log):
+        kind = tests_outcome(said)
+        result.print(f"{job.conditions}, {job.name}: {kind}: {said}")
+        if job.defect:
+            found[job.name] = said
+        elif kind != "escaped":
+            wrong.append(f"{job.conditions} without a defect")
+    rows = [["area", "defects", *TESTS_OUTCOMES]]
+    for area in (*AREAS, "all"):
+        counts = Counter(tests_outcome(found[s.defect]) for s in chosen if area in (area_of[s.defect], "all"))
+        rows.append([area, counts.total(), *(counts[kind] for kind in TESTS_OUTCOMES)])
+    details = [["defect", "area", "outcome", "first said"]]
+    details += [[s.defect, area_of[s.defect], tests_outcome(found[s.defect]), found[s.defect]] for s in chosen]
+    details = [[str(cell).replace("|", "\\|") for cell in row] for row in details]
+    slips = [{**dataclasses.asdict(slip), "said": found[slip.defect]} for slip in chosen]
+    result.finish("slips", [*as_table(rows, numbers=True), "", *as_table(details)], {"defects": slips})
+    missed = [slip.defect for slip in chosen if tests_outcome(found[slip.defect]) != "noticed"]
+    return [*wrong, *(missed if len(missed) > (1 - LEAST) * len(chosen) else ())]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("judge", nargs="?", choices=("parity", "tests"), default="parity", help="default %(default)s")
+    parser.add_argument("--list", action="store_true", help="check that each can be planted, list them, and run none")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these")
+    parser.add_argument("--precision", choices=(FP64, OWN), help="with parity: only in this one (default: both)")
+    parser.add_argument("--jobs", type=int, default=1, help="how many at a time (default %(default)s)")
+    parser.add_argument("--log", type=Path, help="default runs/mutations.jsonl, of tests runs/slips.jsonl")
+    parser.add_argument("--result", type=Path, help="folder for the result (default: it is printed only)")
+    args = parser.parse_args()
+    judge: Callable
+    if args.judge == "parity":
+        judge, names = by_parity, {mutation.name: mutation for mutation in MUTATIONS}
+        lines = {m.name: f"{m.name} ({m.layout}): {m.defect}" for m in MUTATIONS}
+    else:
+        judge, names = by_tests, {slip.defect: slip for slips in AREAS.values() for slip in slips}
+        lines = {name: f"{name} ({', '.join(slip.tests)})" for name, slip in names.items()}
+    args.log = args.log or ROOT / f"runs/{'mutations' if args.judge == 'parity' else 'slips'}.jsonl"
+    if unknown := [name for name in args.only or () if name not in names]:
+        parser.error(f"--only {unknown[0]!r}: no such defect; see --list")
+    chosen = {name: names[name] for name in args.only or names}
+    try:
+        for name, defect in chosen.items():
+            planted(name, defect, (ROOT / defect.path).read_bytes())
+    except ValueError as error:
+        parser.error(str(error))
+    if args.list:
+        print("\n".join(lines[name] for name in chosen))
+        return 0
+    wrong = judge(list(chosen.values()), args, ResultFolder(args.result))
     if wrong:
-        print(f"not as the list says: {'; '.join(wrong)}", file=sys.stderr)
+        print(f"not as it should be: {'; '.join(wrong)}", file=sys.stderr)
     return int(bool(wrong))
 
 

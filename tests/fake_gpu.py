@@ -9,6 +9,7 @@ branches. PyTorch's device `meta`, whose tensors do not mix with CPU tensors eit
 import random
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -42,12 +43,44 @@ ANSWERS = {
     "is_bf16_supported": True,
     "is_current_stream_capturing": False,
     "get_device_properties": SimpleNamespace(name="NVIDIA H200", total_memory=1e11, major=9, minor=0),
-    "default_stream": SimpleNamespace(synchronize=lambda: None),
-    "current_stream": SimpleNamespace(synchronize=lambda: None, record_event=lambda: None),
 }
-NOTHING = ("_lazy_init", "set_device", "manual_seed", "manual_seed_all", "set_rng_state", "synchronize", "empty_cache")
+NOTHING = ("_lazy_init", "set_device", "manual_seed", "manual_seed_all", "set_rng_state", "empty_cache")
 NOTHING += ("set_sync_debug_mode",)
+STREAM_OF = ("default_stream", "current_stream")
 BYTES = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+
+
+class _Stream:
+    """The work of the fake device: what it copies in the background is there once the host has waited for it.
+
+    Attributes:
+        queued: copies to the host so far.
+        done: those of them that the host has waited for.
+    """
+
+    def __init__(self):
+        self.queued = self.done = 0
+
+    def record_event(self) -> SimpleNamespace:
+        return SimpleNamespace(synchronize=partial(self._wait, self.queued))
+
+    def _wait(self, number: int) -> None:
+        self.done = max(self.done, number)
+
+    def synchronize(self, *_: object) -> None:
+        self.done = self.queued
+
+    def follow(self, args: tuple, kwargs: dict, results: object) -> None:
+        """Note from when on the results are there: as what they are made of, or as a copy that begins now."""
+        number = max((getattr(value, "copy_number", 0) for value in tree_leaves((args, kwargs))), default=0)
+        if kwargs.get("non_blocking") and kwargs.get("device") == torch.device("cpu"):
+            self.queued = number = self.queued + 1
+        for result in tree_leaves(results) if number else ():
+            if isinstance(result, Tensor):
+                result.copy_number = number
+
+    def check(self, value: Tensor) -> None:
+        assert getattr(value, "copy_number", 0) <= self.done, "the host reads what the device has not copied yet"
 
 
 class _Device(TorchDispatchMode):
@@ -88,11 +121,18 @@ class _Device(TorchDispatchMode):
         if kwargs.pop("pin_memory", False):  # which needs CUDA
             return _pin(function(*args, **kwargs))
         if function is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            STREAM.check(args[0])
             return self._made_up(args[0].dtype)
         if any(map(self._is_there, tree_leaves((args, kwargs)))):
             with self.mode:
-                return function(*args, **kwargs)
+                results = function(*args, **kwargs)
+            if self.device == CUDA:
+                STREAM.follow(args, kwargs, results)
+            return results
         return function(*args, **kwargs)
+
+
+STREAM = _Stream()
 
 
 def _backward(outputs: Iterable[Tensor]) -> None:
@@ -128,6 +168,9 @@ def _pretend(mode: FakeTensorMode) -> None:
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
     for name in NOTHING:
         setattr(torch.cuda, name, lambda *_, **__: None)
+    for name in STREAM_OF:
+        setattr(torch.cuda, name, lambda *_: STREAM)
+    torch.cuda.synchronize = STREAM.synchronize
     for name in BYTES:
         setattr(torch.cuda, name, lambda *_, **__: 0)
     torch.cuda.get_rng_state = lambda *_: torch.zeros(16, dtype=torch.uint8)

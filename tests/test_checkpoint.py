@@ -25,6 +25,7 @@ from colossal_vit import typed_json
 from colossal_vit.checkpoint import __main__, storage
 from colossal_vit.checkpoint.contents import UNTRAINED, Manifest, State
 from colossal_vit.data import cifar10, class_images
+from colossal_vit.data.digits import write_cifar10
 from colossal_vit.errors import UserError
 from colossal_vit.hooks import checkpoint as checkpoint_hook
 from colossal_vit.hooks.metrics import MetricsHook
@@ -600,12 +601,21 @@ def trained(tmp_path_factory):
     return training.train(tmp_path_factory.mktemp("trained") / "run", steps=None, **EVERY_20)
 
 
+@pytest.fixture(scope="module")
+def answers(trained, tmp_path_factory):
+    """What timm's model with the trained weights answers about the test images: labels, answers, loss."""
+    data = tmp_path_factory.mktemp("digits")
+    write_cifar10(data)
+    logits, labels = training.timms_logits(trained.output / "checkpoints/step-00000044" / storage.MODEL, data, depth=2)
+    return labels.numpy(), logits.argmax(1).numpy(), torch.nn.functional.cross_entropy(logits, labels).item()
+
+
 @pytest.mark.parametrize(
     ("processes", "values"),
     [(4, {"parallel.pipeline": 2, "BATCH_SIZE": 14}), (4, {"parallel.tensor.mode": "2d", "parallel.tensor.size": 4})],
 )
-def test_eval_only_is_exact_on_any_world_size(processes, values, trained):
-    """Also where the training set has too few images for a step."""
+def test_eval_only_is_exact_on_any_world_size(processes, values, trained, answers):
+    """Also where the training set has too few images for a step, and for the images of each class."""
 
     def files():
         every = (path for path in trained.output.rglob("*") if "evaluation" not in path.parts and path.is_file())
@@ -614,15 +624,20 @@ def test_eval_only_is_exact_on_any_world_size(processes, values, trained):
     before = files()
     run = training.train(trained.output, processes, "--eval-only", DEPTH=2, gradient_accumulation=500, **values)
     (said,) = re.findall(r"test accuracy (\S+)% \((\d+) of 360 images\), loss (\S+)", "".join(run.stdout))
-    expected = trained.evaluations[-1]
-    assert int(said[1]) == round(expected["eval_accuracy"] * 360)
-    assert float(said[2]) == pytest.approx(expected["eval_loss"], rel=1e-6)
+    labels, found, loss = answers
+    assert int(said[1]) == (labels == found).sum()
+    assert float(said[2]) == pytest.approx(loss, rel=1e-5)
+    assert trained.evaluations[-1]["eval_accuracy"] == (labels == found).mean()
+    assert trained.evaluations[-1]["eval_loss"] == pytest.approx(loss, rel=1e-5)
     assert files() == before, "the run is untouched"
     with open(trained.output / "evaluation/classes.csv", newline="") as file:
         classes = list(csv.DictReader(file))
     assert [row["class"] for row in classes] == list("0123456789")
-    assert sum(int(row["images"]) for row in classes) == 360
-    assert sum(int(row["right"]) for row in classes) == int(said[1])
+    for digit, row in enumerate(classes):
+        own = found[labels == digit]
+        assert [int(row["images"]), int(row["right"])] == [len(own), (own == digit).sum()], digit
+        mistaken = np.bincount(own[own != digit], minlength=10)
+        assert row["mostly mistaken for"] == (str(mistaken.argmax()) if mistaken.any() else ""), digit
     assert {path.name for path in (trained.output / "evaluation").iterdir()} == {
         "classes.csv",
         "confusion.png",

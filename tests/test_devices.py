@@ -1,5 +1,6 @@
 """Machines with GPUs, as far as they can be had without one: counts and launchers are faked, tensors have no data."""
 
+import itertools
 import os
 import re
 import shutil
@@ -347,6 +348,29 @@ def test_what_compiling_takes(kind, variable, words, tmp_path):
     ((compiler, headers),) = fork_ranks.call(function)
     assert f"{words}, and 'no-such' is not on PATH" in compiler
     assert f"there is no {tmp_path}/Python.h: install them (Debian: apt-get install python3-dev)" in headers
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("key", ["TF32", "cudnn_benchmark", "cudnn_deterministic"])
+def test_switches_of_the_config_are_torchs_on_and_off(key, before):
+    """Each alone, whatever they were before."""
+    switches = {
+        "TF32": [(torch.backends.cuda.matmul, "allow_tf32"), (torch.backends.cudnn, "allow_tf32")],
+        "cudnn_benchmark": [(torch.backends.cudnn, "benchmark")],
+        "cudnn_deterministic": [(torch.backends.cudnn, "deterministic")],
+    }
+
+    def function():
+        for where, name in itertools.chain(*switches.values()):
+            setattr(where, name, before)
+        model = torch.nn.Linear(2, 2)
+        initialize(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        return {key: {getattr(*switch) for switch in own} for key, own in switches.items()}
+
+    for asked in (False, True):
+        expected = {other: {asked if other == key else not asked} for other in switches}
+        values = {other: asked if other == key else not asked for other in switches}
+        assert fork_ranks.call(function, **values) == [expected]
 
 
 def test_arguments_of_ddp():

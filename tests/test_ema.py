@@ -92,6 +92,16 @@ def test_resumed_run_has_its_average_to_the_bit(whole, tmp_path, random_weights)
     assert run.records == whole.records
 
 
+def test_evaluations_are_those_of_timms_model_with_each(whole, small_sample):
+    """With the weights, and with their average, after the last epoch; the last test batch is a part of one."""
+    last = whole.evaluations[-1]
+    for kind, name in (("eval", storage.MODEL), ("ema", storage.EMA)):
+        logits, labels = training.timms_logits(newest(whole.output) / name, small_sample, depth=2)
+        loss, right = torch.nn.functional.cross_entropy(logits, labels).item(), logits.argmax(1) == labels
+        assert last[f"{kind}_loss"] == pytest.approx(loss, rel=1e-5)
+        assert last[f"{kind}_accuracy"] == right.double().mean().item()
+
+
 @pytest.mark.parametrize("layout", ["one process", "2D 4"])
 def test_evaluation_alone_is_of_both_in_every_layout(layout, whole):
     world_size, values = LAYOUTS.get(layout, (1, {}))

@@ -5,12 +5,13 @@ import importlib
 import io
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from colossal_vit.checkpoint import tensors
 from colossal_vit.data import augment, cifar10
-from colossal_vit.engine import initialize
+from colossal_vit.engine import engine, initialize
 from colossal_vit.results import read_metrics
 from torchvision.transforms import v2
 
@@ -113,6 +114,24 @@ def test_a_tensor_left_on_the_cpu_is_found(tmp_path):
 
     with pytest.raises(AssertionError, match=r"found (at least two|two different) devices,? cuda:0(,| and) cpu"):
         on_gpu(training.HYBRID, None, "--output", str(tmp_path), prepare=prepare)
+
+
+@pytest.mark.parametrize("wait", [None, lambda event: event, lambda event: SimpleNamespace(synchronize=lambda: None)])
+def test_a_value_that_is_read_before_it_is_there_is_found(wait, tmp_path):
+    """Without an event, with one that no copy comes before, and with one that is not waited for; else it is there."""
+
+    def prepare():
+        original = engine.Scalars.__init__
+
+        def init(self, tensors):
+            before = fake_gpu.STREAM.record_event()
+            original(self, tensors)
+            self.ready = wait and wait(before)
+
+        engine.Scalars.__init__ = init
+
+    with pytest.raises(AssertionError, match="the host reads what the device has not copied yet"):
+        on_gpu(training.HYBRID, None, "--output", str(tmp_path), "--max-steps", "2", prepare=prepare)
 
 
 @pytest.mark.parametrize(

@@ -1,32 +1,41 @@
 """What a run leaves behind: metrics.jsonl, TensorBoard events, curves, the resolved config."""
 
+import csv
 import errno
 import json
+import math
 import os
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
 import colossalai.legacy as colossalai
+import numpy as np
 import psutil
 import pytest
 import torch
 from colossal_vit import results
 from colossal_vit.checkpoint import lock, storage
+from colossal_vit.data.batches import IGNORED, SampledLoader
 from colossal_vit.engine import engine
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.loop import Trainer
 from colossal_vit.errors import TrainingError
 from colossal_vit.hooks import signals, wandb_run
+from colossal_vit.hooks.answers import AnswersHook
 from colossal_vit.hooks.debug_nan import DebugNanHook
 from colossal_vit.hooks.recorder import Recorder
+from colossal_vit.launch import watchdog
 from colossal_vit.results import CURVES, METRICS, draw
+from matplotlib.figure import Figure
+from sklearn.metrics import confusion_matrix, recall_score
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import fork_ranks
@@ -54,7 +63,7 @@ def run(tmp_path_factory, curves):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "perf_counter", lambda: clock() + jump)
         patch.setattr(Trainer, "evaluate", long_evaluation)
-        values = {"BATCH_SIZE": 16, "gradient_accumulation": 2, "NUM_EPOCHS": 2, "WARMUP_EPOCHS": 1}
+        values = {"BATCH_SIZE": 16, "gradient_accumulation": 2, "NUM_EPOCHS": 2, "WARMUP_EPOCHS": 1, "LAYER_DECAY": 0.5}
         return training.train(tmp_path_factory.mktemp("run") / "two-epochs", 2, "--profile", steps=None, **values)
 
 
@@ -73,21 +82,38 @@ def test_metrics_have_one_record_per_step_and_evaluation(run):
 
 
 def test_metrics_have_the_rate_a_step_was_made_with(run):
-    """The base rate is reached at the end of the warm-up epoch."""
+    """The head's, which is LEARNING_RATE at the end of the warm-up epoch, and then falls by half a cosine."""
     rates = [record["lr"] for record in run.steps]
     assert rates[:22] == pytest.approx([3e-3 * (k + 1) / 22 for k in range(22)])
-    assert rates[22] == pytest.approx(3e-3)
-    assert all(later < earlier for earlier, later in pairwise(rates[22:]))
-    assert 0 < rates[-1] < 1e-4
+    assert rates[22:] == pytest.approx([3e-3 * (1 + math.cos(math.pi * k / 22)) / 2 for k in range(22)])
+
+
+def assert_tensorboard_has_the_numbers(run):
+    events = EventAccumulator(str(run.output))
+    events.Reload()
+    for records in (run.steps, run.evaluations):
+        for key in records[0].keys() - {"step", "epoch", "eval_images"}:
+            scalars = events.Scalars(key)
+            assert [scalar.step for scalar in scalars] == [record["step"] for record in records], key
+            assert [scalar.value for scalar in scalars] == pytest.approx([record[key] for record in records], rel=1e-6)
 
 
 def test_tensorboard_has_the_numbers_of_metrics(run):
-    events = EventAccumulator(str(run.output))
-    events.Reload()
-    for key, records in (("loss", run.steps), ("grad_norm", run.steps), ("eval_accuracy", run.evaluations)):
-        scalars = events.Scalars(key)
-        assert [scalar.step for scalar in scalars] == [record["step"] for record in records]
-        assert [scalar.value for scalar in scalars] == pytest.approx([record[key] for record in records], rel=1e-6)
+    assert_tensorboard_has_the_numbers(run)
+
+
+def test_tensorboard_has_the_numbers_of_metrics_that_a_resumed_run_leaves(tmp_path, few_test_images):
+    """Without the evaluation of a step in mid-epoch, which the one at the end of the epoch replaces.
+
+    The runs stop there twice, then after an epoch; the last one makes steps again, since a checkpoint is lost.
+    """
+    values = {"DEPTH": 1, "NUM_EPOCHS": 2, "BATCH_SIZE": 128, "checkpoint.every_steps": 4}
+    for steps in (3, 6, 11, None):
+        if steps is None:
+            shutil.rmtree(tmp_path / "checkpoints/step-00000011")
+        run = training.train(tmp_path, steps=steps, **values)
+        assert_tensorboard_has_the_numbers(run)
+    assert [record["step"] for record in run.evaluations] == [11, 22]
 
 
 def test_run_directory_has_curves_and_config(run, tmp_path):
@@ -423,6 +449,49 @@ def test_end_of_a_terminal_is_heard_once_and_with_nohup_not_at_all(monkeypatch):
     assert fork_ranks.call(lambda: heard(signal.SIG_IGN)) == [0]
 
 
+@pytest.mark.parametrize("number", signals.SIGNALS)
+def test_a_signal_that_comes_twice_at_once_stops_a_run_once(number, monkeypatch):
+    """As Ctrl-C does, from the terminal and from torchrun; later ones have their usual effects."""
+    clock, effects = [100.0], []
+    monkeypatch.setattr(signals.time, "monotonic", lambda: clock[0])
+
+    def function():
+        signal.signal(number, lambda *_: effects.append(clock[0]))
+        requests = signals.StopRequests()
+        requests.listen()
+        for clock[0] in (100.0, 100.1, 101.9, 102.1, 103.0):
+            os.kill(os.getpid(), number)
+        return requests.answer()[0], effects
+
+    assert fork_ranks.call(function) == [(number, [102.1, 103.0])]
+
+
+@pytest.mark.parametrize(
+    ("code", "all_leave", "told"), [(0, False, b"bye\n"), (2, False, b"end 2\n"), (75, True, b"bye\n")]
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_leaves_ends_the_others_only_if_they_do_not_leave_too(rank, code, all_leave, told, monkeypatch):
+    """Rank 0 has the store, and so waits for them if all end."""
+    monkeypatch.setattr(watchdog, "END_TIMEOUT", fork_ranks.PATIENCE)
+    own = watchdog.Watchdog(rank, 1, "localhost")
+    here, there = socket.socketpair()
+    own.connections, waits, left, found = [here], rank == 0 and code > 0, threading.Event(), []
+
+    def upload():
+        found.append(there.recv(64))
+        found.append(left.wait(0.5 if waits else fork_ranks.PATIENCE))
+        there.close()
+
+    other = threading.Thread(target=upload)
+    other.start()
+    own.leave(code, all_leave)
+    left.set()
+    other.join()
+    here.close()
+    assert own.leaving.is_set()
+    assert found == [told, not waits]
+
+
 def test_another_signal_does_not_interrupt_the_last_upload_of_a_run_that_stops(tmp_path, monkeypatch):
     """As torchrun sends one to all once a rank has ended."""
     uploading, told, done = (tmp_path / name for name in ("uploading", "told", "done"))
@@ -532,4 +601,67 @@ def test_record_that_cannot_be_synced_does_not_end_the_run(tmp_path, monkeypatch
 
     monkeypatch.setattr(os, "fsync", full)
     monkeypatch.setattr(storage, "sync", lambda path: None)
-    training.train(tmp_path, steps=2, DEPTH=1)
+    run = training.train(tmp_path, steps=2, DEPTH=1)
+    assert [record["step"] for record in run.steps] == [1, 2]
+    assert run.evaluations
+    assert "cannot be written" not in run.said
+
+
+# ---- Answers of an evaluation ----
+
+CLASSES = ["ant", "bee", "cat", "dog"]
+LABELS = [0, 0, 0, 1, 1, 2, 2]
+# What a model has found, and how sure it was. Right: 1 of 3 ants, all bees, 1 of 2 cats; nobody has seen a dog.
+FOUND = [1, 0, 1, 1, 1, 0, 3]
+SURE = [0.6, 0.9, 0.85, 0.99, 0.5, 0.75, 0.95]
+
+
+def test_answers_by_class_and_pictures_of_mistakes(tmp_path, monkeypatch):
+    """Each class has another number of images, another accuracy and precision, and is taken for another one."""
+    figures = {}
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.__setitem__(path.name, figure))
+    pixels = torch.randint(256, (7, 3, 2, 5), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    mean, std = torch.tensor([10.0, 100.0, 200.0]).view(3, 1, 1), torch.tensor([80.0, 40.0, 20.0]).view(3, 1, 1)
+    logits = torch.full((8, 4), 0.0)
+    for row, (found, sure) in enumerate(zip(FOUND, SURE, strict=True)):
+        logits[row] = math.log((1 - sure) / 3)
+        logits[row, found] = math.log(sure)
+    labels = torch.tensor([*LABELS, IGNORED])
+
+    def function():
+        loader = SampledLoader.__new__(SampledLoader)
+        loader.__dict__.update(mean=mean, std=std, pick=lambda rows: ((pixels[rows] - mean) / std, labels[rows]))
+        log = SimpleNamespace(info=lambda *_: None)
+        hook = AnswersHook(SimpleNamespace(output=tmp_path, data={"classes": CLASSES}, log=log))
+        engine = SimpleNamespace(schedule=object())
+        trainer = SimpleNamespace(engine=engine, evaluating_ema=False, test_dataloader=loader)
+        hook.before_test(trainer)
+        for part in (slice(4), slice(4, 8)):  # the last place is left over
+            hook.after_test_iter(trainer, logits[part], labels[part], None)
+        hook.after_test(trainer)
+        confusion = figures["confusion.png"].axes[0]
+        mistakes = [axes for axes in figures["mistakes.png"].axes if axes.images]
+        return (
+            (confusion.get_xlabel(), confusion.get_ylabel(), confusion.images[0].get_array().tolist()),
+            [[label.get_text() for label in axis.get_ticklabels()] for axis in (confusion.xaxis, confusion.yaxis)],
+            [(axes.get_title("left"), axes.images[0].get_array().tolist()) for axes in mistakes],
+        )
+
+    ((confusion, names, mistakes),) = fork_ranks.call(function)
+    with open(tmp_path / "evaluation/classes.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    taken = confusion_matrix(LABELS, FOUND, labels=range(4))
+    recall = recall_score(LABELS, FOUND, labels=range(3), average=None)
+    assert [row["class"] for row in rows] == CLASSES
+    assert [int(row["images"]) for row in rows] == taken.sum(1).tolist()
+    assert [int(row["right"]) for row in rows] == taken.diagonal().tolist()
+    assert [float(row["accuracy"]) for row in rows[:3]] == pytest.approx(list(recall), abs=1e-4)
+    assert [row["mostly mistaken for"] for row in rows] == ["bee", "", "ant", ""]
+    assert rows[3]["accuracy"] == ""
+    assert confusion[:2] == ("answer", "class")
+    assert np.array(confusion[2]) == pytest.approx(taken / taken.sum(1, keepdims=True).clip(1))
+    assert names == [CLASSES, CLASSES]
+    expected = [(6, "dog 95%, is cat"), (2, "bee 85%, is ant"), (5, "ant 75%, is cat"), (0, "bee 60%, is ant")]
+    assert [title for title, _ in mistakes] == [f"image {row}\n{said}" for row, said in expected]
+    for (row, _), (_, picture) in zip(expected, mistakes, strict=True):
+        torch.testing.assert_close(torch.tensor(picture), pixels[row].permute(1, 2, 0) / 255)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from colossal_vit.data import cifar10
 from colossal_vit.data.digits import write_caltech101
-from colossal_vit.engine.knn import TEMPERATURE, classify, gather_features
+from colossal_vit.engine.knn import classify, gather_features
 from colossalai.context import Config
 from colossalai.legacy.core import global_context as gpc
 from safetensors.torch import save_file
@@ -27,11 +27,23 @@ def test_vote_equals_scikit_learns():
     centres = torch.randn(5, 16, generator=generator)
     labels = torch.randint(5, (3000,), generator=generator)
     features = (centres[labels] + 1.5 * torch.randn(3000, 16, generator=generator)) * torch.rand(3000, 1)
-    theirs = KNeighborsClassifier(20, metric="cosine", weights=lambda distances: np.exp((1 - distances) / TEMPERATURE))
+    # 20 neighbours and a temperature of 0.07, as in DINO (M. Caron et al., arXiv:2104.14294).
+    theirs = KNeighborsClassifier(20, metric="cosine", weights=lambda distances: np.exp((1 - distances) / 0.07))
     theirs.fit(features[:1500], labels[:1500])
     found = classify(features[:1500], labels[:1500], features[1500:])
     assert torch.equal(found, torch.from_numpy(theirs.predict(features[1500:])))
     assert 0.5 < (found == labels[1500:]).float().mean() < 0.95
+
+
+def test_votes_are_weighted_by_cosines():
+    """By hand: one neighbour at a cosine of 1 outvotes e^(0.2 / 0.07) = 17.4 at 0.8, whatever the lengths are."""
+
+    def winner(number):
+        near, far = torch.tensor([[3.0, 0.0]]), torch.tensor([[0.4, 0.3]])
+        labels = torch.tensor([1] + [0] * number)
+        return classify(torch.cat([near, far.expand(number, 2)]), labels, torch.tensor([[0.5, 0.0]])).item()
+
+    assert [winner(number) for number in (16, 17, 18, 19)] == [1, 1, 0, 0]
 
 
 def test_vote_of_fewer_images_than_neighbours_is_of_all():

@@ -1,10 +1,15 @@
 """What a model computes, and of what share a device's peak that is."""
 
+from types import SimpleNamespace
+
 import timm
 import torch
 from colossal_vit.mfu import peak_flops, training_flops
 from colossal_vit.models import skip_unused_tokens
 from torch.utils.flop_counter import FlopCounterMode
+
+import fork_ranks
+import myhooks
 
 
 def test_flops_of_vit_b16():
@@ -36,6 +41,32 @@ def test_counting_leaves_the_model_alone():
     assert training_flops(model, 160) > 0
     assert before == {name: (tensor.data_ptr(), tensor.device) for name, tensor in model.state_dict().items()}
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_an_epoch_over_several_processes_is_a_share_of_all_their_peaks(monkeypatch):
+    """By hand: 2 processes make 500 images/s together, of 1.2 TFLOP each, on GPUs that could make 1000 TFLOP/s each."""
+    config = dict(IMG_SIZE=160, TF32=True, fp16=None)
+    records = [
+        dict(images_per_s=rate, data_s=0.25, step_s=1.0, memory_gb=number)
+        for number, rate in enumerate([100.0, 500.0, 700.0])
+    ]
+    asked = []
+    monkeypatch.setattr(myhooks, "peak_of", lambda device, *how: asked.append(how) or 1e15)
+    monkeypatch.setattr(myhooks, "training_flops", lambda model, size: 7.5e9 * size)
+
+    def function():
+        said = []
+        hook = myhooks.ThroughputHook(
+            None, torch.device("cpu"), SimpleNamespace(info=lambda text, ranks: said.append(text))
+        )
+        engine = SimpleNamespace(schedule=SimpleNamespace(batch_size=8), accumulation=4)
+        hook.after_train_epoch(SimpleNamespace(engine=engine, states={"records": records}, cur_epoch=3))
+        return said, asked
+
+    for said, how in fork_ranks.call(function, 2, **config):
+        rates = "500 images/s (250 a process), MFU 30.0%"
+        assert said == [f"epoch 3: total batch 64, {rates}, peak memory 2.0 GB, waited for data 25.0%"]
+        assert how == [(torch.float32, True)]
 
 
 def test_peaks():

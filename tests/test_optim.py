@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter
+from functools import partial
 
 import pytest
 import timm
@@ -16,6 +17,7 @@ from colossalai.context import Config
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from colossalai.nn.optimizer import Lamb as ColossalLamb
+from timm.models.vision_transformer import VisionTransformer
 from timm.optim import Lamb as TimmLamb
 from timm.optim import param_groups_layer_decay
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -168,6 +170,43 @@ def test_built_optimizer_has_epsilon_and_decays_of_the_config(name, usual_eps):
     assert (vectors["params"], vectors["weight_decay"]) == ([model.bias], 0.0)
     assert vectors.get("adam", True)
     assert (whole.get("eps"), matrices.get("eps")) == (usual_eps, usual_eps and 1e-5)
+
+
+@pytest.mark.parametrize("vectors", [True, False])
+@pytest.mark.parametrize(
+    ("name", "theirs", "values"),
+    [
+        ("sgd", torch.optim.SGD, {"MOMENTUM": 0.0}),
+        ("sgd", partial(torch.optim.SGD, momentum=0.7), {"MOMENTUM": 0.7}),
+        ("adamw", torch.optim.AdamW, {}),
+        ("adamw", partial(torch.optim.AdamW, eps=0.1), {"EPSILON": 0.1}),
+        ("lamb", partial(TimmLamb, always_adapt=True), {}),
+        ("lamb", partial(TimmLamb, always_adapt=True, eps=0.1), {"EPSILON": 0.1}),
+    ],
+)
+def test_a_built_optimizer_takes_the_steps_of_torchs_and_timms(name, theirs, values, vectors):
+    """With all that a config says of it: a rate for each layer, and weight decay on vectors or not."""
+    if name == "lamb":
+        theirs = partial(theirs, bias_correction=False, max_grad_norm=None)
+    if name == "lamb" and not vectors:
+        theirs = partial(theirs, always_adapt=False)
+    sizes = dict(img_size=16, patch_size=8, embed_dim=12, depth=2, num_heads=2, num_classes=5)
+    models = [VisionTransformer(**sizes) for _ in range(2)]
+    for model in models:
+        for number, parameter in enumerate(model.parameters()):
+            parameter.data.normal_(generator=torch.Generator().manual_seed(number))
+    excluded = [] if vectors else [*models[0].no_weight_decay()]
+    groups = param_groups_layer_decay(models[0], 0.2, excluded, layer_decay=0.5)
+    for group in groups:
+        group.update(lr=0.1 * group.pop("lr_scale"), weight_decay=0.2 if vectors else group["weight_decay"])
+    config = optimizer_config(OPTIMIZER=name, WEIGHT_DECAY=0.2, LAYER_DECAY=0.5, DECAY_VECTORS=vectors, **values)
+    optimizers = theirs(groups), build_optimizer(config, models[1])
+    for step in range(6):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            give_gradients(model.parameters(), step)
+            optimizer.step()
+    for (key, expected), found in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}")
 
 
 @pytest.mark.parametrize(("weight", "gradient", "moved"), [(0.0, 1.0, 1.0), (2.0, 0.0, 0.0), (0.0, 0.0, 0.0)])

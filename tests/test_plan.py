@@ -1,8 +1,11 @@
-"""Pipeline schedules: in which order stages compute, and how long a step takes."""
+"""Pipeline schedules: in which order stages compute, and how long a step takes; who owns how much."""
 
 from types import SimpleNamespace
 
 import pytest
+import torch
+from colossal_vit.engine.zero import assign_owners
+from colossal_vit.plan.memory import owned_share
 from colossal_vit.plan.schedule import order, step_seconds
 from colossal_vit.plan.search import _Stage
 
@@ -40,3 +43,16 @@ def test_buckets_are_reduced_beside_the_backward_pass():
     choice = SimpleNamespace(passes=1, zero=0)
     quick, slow = (_Stage(1, 2, 0, seconds, 0, 4, 0) for seconds in (1, 4))
     assert (quick.exposed(choice, True), slow.exposed(choice, True), slow.exposed(choice, False)) == (0.25, 2.5, 4)
+
+
+UNEVEN = [([4] * 4, 2, 8), ([6] * 3, 2, 12), ([30, 1, 1, 1], 3, 30), ([1, 5, 7, 3, 2], 3, 7), ([5, 4, 3, 3, 3], 2, 10)]
+
+
+@pytest.mark.parametrize(("sizes", "num_ranks", "most"), UNEVEN)
+def test_the_share_of_the_fullest_owner_is_that_of_the_engine(sizes, num_ranks, most):
+    """Of parameters that no number of ranks divides evenly."""
+    assert owned_share(sizes, num_ranks) == most / sum(sizes)
+    owned = [0] * num_ranks
+    for parameter, rank in assign_owners([torch.empty(size) for size in sizes], num_ranks).items():
+        owned[rank] += parameter.numel()
+    assert max(owned) == most

@@ -85,12 +85,21 @@ def step_with(engine, gradient):
     )
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_clipping_is_of_the_unscaled_gradient(mode):
-    """The gradient (30, 40) has norm 50; clipped to 5 it is (3, 4), and so is one SGD step of rate 1."""
-    (left,) = fork_ranks.call(lambda: step_with(vector_engine(), [30.0, 40.0]), fp16=MODES[mode], clip_grad_norm=5.0)
-    assert left.norm == pytest.approx(50.0, rel=1e-3)
-    assert left.weight == pytest.approx([-3.0, -4.0], rel=1e-3)
+@pytest.mark.parametrize("mode", [None, *MODES])
+@pytest.mark.parametrize(
+    ("gradient", "clipped"),
+    [([30.0, -40.0], [3.0, -4.0]), ([-3.0, 3.5], [-3.0, 3.5]), ([0.25, -0.5], [0.25, -0.5])],
+)
+def test_clipping_is_of_the_unscaled_gradient_if_it_is_large(gradient, clipped, mode):
+    """To a norm of 5, as PyTorch clips; one SGD step of rate 1 is by the clipped gradient."""
+    options = dict(fp16=mode and MODES[mode], clip_grad_norm=5.0)
+    (left,) = fork_ranks.call(lambda: step_with(vector_engine(), gradient), **options)
+    plain = torch.nn.Parameter(torch.zeros(2))
+    plain.grad = torch.tensor(gradient)
+    norm = torch.nn.utils.clip_grad_norm_([plain], 5.0)
+    assert plain.grad.tolist() == pytest.approx(clipped, rel=1e-6)
+    assert left.norm == pytest.approx(norm.item(), rel=1e-3)
+    assert left.weight == pytest.approx([-value for value in clipped], rel=1e-3)
 
 
 @pytest.mark.parametrize("mode", LOSS_SCALED)
@@ -132,8 +141,12 @@ def test_an_update_queued_before_the_norm_is_known_leaves_no_trace_of_an_overflo
     assert all(torch.equal(state[key], left[key]) for key in state)
 
 
+@pytest.mark.parametrize("by_gradient", [False, True])
 @pytest.mark.parametrize("mode", [None, *MODES])
-def test_on_a_gpu_the_result_of_a_step_is_read_when_the_next_forward_pass_is_queued(mode, read_late, monkeypatch):
+def test_on_a_gpu_the_result_of_a_step_is_read_when_the_next_forward_pass_is_queued(
+    mode, by_gradient, read_late, monkeypatch
+):
+    """From the loss, or from the gradient that a pipeline stage receives, a backward pass begins with its scale."""
     order = []
     read = Scalars.read
     monkeypatch.setattr(Scalars, "read", lambda scalars: order.append("read") or read(scalars))
@@ -144,7 +157,11 @@ def test_on_a_gpu_the_result_of_a_step_is_read_when_the_next_forward_pass_is_que
         engine.bare_model.weight.register_hook(lambda _: order.append("backward"))
         for _ in range(2):
             engine.zero_grad()
-            engine.backward(engine.criterion(engine(torch.tensor([[3.0, 4.0]])).sum()))
+            loss = engine.criterion(engine(torch.tensor([[3.0, 4.0]])).sum())
+            if by_gradient:
+                engine.backward_by_grad(loss, torch.full_like(loss, engine.optimizer.loss_scale or 1.0))
+            else:
+                engine.backward(loss)
             order.append("update")
             engine.step()
         assert engine.read_steps == 1
@@ -197,9 +214,9 @@ def test_scale_that_grows_does_not_touch_the_gradient(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_scaler_goes_on_where_another_one_stopped(mode):
-    """Through JSON, amid a growth interval and after an overflow that hysteresis has forgiven."""
+    """Through JSON, after any of ten steps: amid a growth interval, and between two overflows that lower the scale."""
     overflow, fine = [float("inf"), 1.0], [1.0, 1.0]
-    gradients = [fine, overflow, fine, fine, overflow, fine, fine, fine, overflow, fine]
+    gradients = [fine, overflow, fine, overflow, fine, fine, fine, overflow, fine, overflow]
     gradients = [values for values in gradients if "fp16" in mode or values == fine]
 
     def function():
@@ -207,16 +224,21 @@ def test_scaler_goes_on_where_another_one_stopped(mode):
             lefts = [step_with(engine, values) for values in part]
             return [(left.scale, left.skipped) for left in lefts]
 
-        undisturbed, first, second = (vector_engine() for _ in range(3))
-        expected = go_on(undisturbed, gradients)
-        stopped = go_on(first, gradients[:3])
-        second.optimizer.load_scaler_state(json.loads(json.dumps(first.optimizer.scaler_state())))
-        return expected, stopped + go_on(second, gradients[3:])
+        found = []
+        for stop in range(len(gradients)):
+            first, second = vector_engine(), vector_engine()
+            before = go_on(first, gradients[:stop])
+            second.optimizer.load_scaler_state(json.loads(json.dumps(first.optimizer.scaler_state())))
+            found.append(before + go_on(second, gradients[stop:]))
+        return found
 
-    scaling = {"growth_interval": 2} if "fp16" in mode else {}
-    ((expected, found),) = fork_ranks.call(function, fp16={**MODES[mode], **scaling})
-    assert found == expected
-    assert ("fp16" in mode) == (len({scale for scale, _ in expected}) > 1)
+    scaling = {"growth_interval": 3} if "fp16" in mode else {}
+    ((expected, *found),) = fork_ranks.call(function, fp16={**MODES[mode], **scaling})
+    assert found == [expected] * (len(gradients) - 1)
+    if "fp16" in mode:  # NAIVE's scaler forgives an overflow
+        scales = [1, 1, 1, 1 / 2, 1 / 2, 1 / 2, 1, 1, 1, 1 / 2]
+        scales = scales if "NAIVE" in mode else [1, 1 / 2, 1 / 2, 1 / 4, 1 / 4, 1 / 4, 1 / 2, 1 / 4, 1 / 4, 1 / 8]
+        assert [scale / 2**8 for scale, _ in expected] == scales
 
 
 @pytest.mark.parametrize("hysteresis", [1, 2])

@@ -16,12 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from colossal_vit import config as configs
 from colossal_vit import launch
 from colossal_vit.checkpoint import lock
 from colossal_vit.config import settings
 from colossal_vit.results import METRICS, read_metrics
 from colossalai.context import Config
+from safetensors.torch import load_file
+from timm.models.vision_transformer import VisionTransformer
 
 import fork_ranks
 from layouts import CONFIG, MODEL, set_flags
@@ -166,6 +170,26 @@ def train(
     result = fork_ranks.run(script, [*argv, *more], world_size)
     assert result.codes == [code] * world_size, str(result)
     return Run(result.codes, result.stdout, result.stderr, output)
+
+
+def timms_logits(weights: Path, data: Path, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What timm's model answers about the test images of CIFAR-10, and what they are; in sizes of `SMALL[HYBRID]`.
+
+    Args:
+        weights: of the model, a file of a checkpoint.
+        data: the folder above that of the images.
+        depth: blocks of the model.
+
+    Returns:
+        Logits (N, 10), labels (N,).
+    """
+    records = np.fromfile(data / "cifar-10-batches-bin/test_batch.bin", np.uint8).reshape(-1, 1 + 3 * 32 * 32)
+    images = torch.from_numpy(records[:, 1:].reshape(-1, 3, 32, 32)) / 255
+    mean, std = (torch.tensor(value).view(3, 1, 1) for value in ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)))
+    model = VisionTransformer(img_size=32, patch_size=8, embed_dim=32, depth=depth, num_heads=4, num_classes=10).eval()
+    model.load_state_dict(load_file(weights))
+    with torch.no_grad():
+        return model((images - mean) / std), torch.from_numpy(records[:, 0]).long()
 
 
 def refused(output: Path, world_size: int = 1, *more: str, **options: Any) -> str:

@@ -15,11 +15,11 @@ from colossal_vit.parallel.ranks import RankLogger
 from colossal_vit.results import METRICS, draw, read_records
 
 
-def _cut(path: Path, step: int, epoch: int) -> list[str]:
+def _cut(path: Path, step: int, epoch: int) -> tuple[list[dict[str, Any]], list[str]]:
     """Remove from a `metrics.jsonl` the steps after `step`, the evaluations of `epoch` and later, and damaged lines.
 
     Returns:
-        What else is missing afterwards, in words.
+        The records of `step` that stay, and what else is missing, in words.
     """
     records, faults = read_records(path)
     kept = [
@@ -34,7 +34,7 @@ def _cut(path: Path, step: int, epoch: int) -> list[str]:
     if lost := step + 1 - first - len(steps):
         missing = next(number for number, there in zip(count(first), [*steps, None]) if number != there)
         said.append(f"{path}: lacks {lost} of the steps up to {step}, the first is {missing}")
-    return said
+    return [record for _, record in kept if record["step"] == step], said
 
 
 def _report_thread(failure: threading.ExceptHookArgs) -> None:
@@ -70,10 +70,14 @@ class Recorder:
         try:
             if self.wandb:
                 self.wandb.open()
-            for line in _cut(self.path, step, epoch) if self.path.exists() else ():
+            last, said = _cut(self.path, step, epoch) if self.path.exists() else ([], [])
+            for line in said:
                 self.log.info(line, ranks=None)
             self.file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            self.events = SummaryWriter(str(self.directory), purge_step=step + 1 if step else None)
+            # The evaluation of `step` may be made again, so that TensorBoard forgets what it has of that step.
+            self.events = SummaryWriter(str(self.directory), purge_step=step)
+            for record in last:
+                self._add_event(record)
             threading.excepthook = _report_thread
         except OSError as error:
             raise UserError(f"--output {self.directory}: cannot be written: {error.strerror or error}") from None

@@ -1,5 +1,6 @@
 """Peak memory of the ranks of a layout, from a `Trace`; the tests compare it with dry runs."""
 
+import heapq
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -39,7 +40,10 @@ def sizes_of(chunks: Sequence[Chunk], trace: Trace) -> list[int]:
 
 def owned_share(sizes: Sequence[int], num_ranks: int) -> float:
     """The share of elements that the fullest of the data-parallel ranks owns, see `engine.zero.assign_owners`."""
-    return max(1 / num_ranks, max(sizes) / sum(sizes))
+    loads = [0] * num_ranks
+    for size in sorted(sizes, reverse=True):
+        heapq.heapreplace(loads, loads[0] + size)
+    return max(loads) / sum(sizes)
 
 
 def stage_memory(choice: Choice, trace: Trace, chunks: Sequence[Chunk], stage: int, image_bytes: float) -> float:

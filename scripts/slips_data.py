@@ -1,0 +1,5 @@
+"""Slips in data, augmentation, packing, predictions and exports."""
+
+from slips import Slip
+
+SLIPS: list[Slip] = []
