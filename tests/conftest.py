@@ -20,6 +20,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 import colossal_vit  # noqa: F401 filters warnings of the next import
 import colossalai.legacy  # noqa: F401 so that forked ranks need not import it, nor the others that are marked so
 import matplotlib.figure
+import numpy as np
 import pytest
 import rich.console  # noqa: F401
 import timm  # noqa: F401
@@ -31,6 +32,7 @@ from colossal_vit.data.digits import write_cifar10
 from colossal_vit.engine.engine import Engine
 from colossal_vit.hooks import recorder
 from colossal_vit.provenance import ResultFolder
+from PIL import Image
 
 import fork_ranks
 import train_dp  # noqa: F401
@@ -170,6 +172,27 @@ def compiler(tmp_path_factory):
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "compiled"))
         torch.compile(torch.nn.GELU())(torch.ones(32, requires_grad=True)).sum().backward()
         yield
+
+
+ORIENTATION = 0x0112  # tag of EXIF
+STORED = {3: Image.Transpose.ROTATE_180, 6: Image.Transpose.ROTATE_90, 8: Image.Transpose.ROTATE_270}
+
+
+def photograph(width, height, number=0):
+    """A coloured image, another one for each number, that looks otherwise turned, mirrored or with swapped channels."""
+    generator = np.random.default_rng(number)
+    coarse = Image.fromarray(generator.integers(20, 236, (5, 4, 3), dtype=np.uint8))
+    smooth = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC)).astype(int)
+    return Image.fromarray((smooth + generator.integers(-20, 20, smooth.shape)).clip(0, 255).astype(np.uint8))
+
+
+def encode(image, orientation=1, **options):
+    """The bytes of an image file, by default a PNG, that its EXIF orientation turns into the image."""
+    exif = Image.Exif()
+    exif[ORIENTATION] = orientation
+    stored = image.transpose(STORED[orientation]) if orientation in STORED else image
+    stored.save(file := io.BytesIO(), **{"format": "PNG", "exif": exif, **options})
+    return file.getvalue()
 
 
 class SmallDisk:

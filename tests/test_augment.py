@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 from colossal_vit import config as configs
-from colossal_vit.data import augment
+from colossal_vit.config import settings
+from colossal_vit.data import augment, cifar10, image_folder
 from colossal_vit.data.augment import Augment
 from colossal_vit.data.samplers import GlobalBatchSampler
 from colossalai.context import Config
@@ -129,6 +130,35 @@ def test_global_batches_are_those_of_deits_repeated_augmentation(num_ranks, batc
         assert len(set(step.tolist())) == len(step), "no copy of an image twice"
         neighbours = (step % num_images).view(-1, 2) if len(step) % 2 == 0 else torch.tensor([[0, 1]])
         assert (neighbours[:, 0] != neighbours[:, 1]).all(), "no image is mixed with its own copy"
+
+
+def of_cifar10(config, sampler):
+    return cifar10.Batches(images(12, 32), torch.arange(12), sampler, config, torch.device("cpu"))
+
+
+def of_class_folders(config, sampler):
+    pixels = images(12, 32).permute(0, 2, 3, 1).contiguous()
+    return image_folder.Batches(pixels, torch.arange(12), torch.arange(12), sampler, config, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("make", "script", "values"),
+    [
+        (of_cifar10, settings.HYBRID, dict(CROP_PADDING=4, FLIP=False)),
+        (of_cifar10, settings.HYBRID, dict(CROP_PADDING=0, FLIP=False, augment=dict(erase=1.0))),
+        (of_class_folders, settings.CALTECH101, dict(CROP_AREA=(0.2, 0.5), FLIP=False)),
+        (of_class_folders, settings.CALTECH101, dict(CROP_AREA=(1.0, 1.0), FLIP=False, augment=dict(erase=1.0))),
+    ],
+)
+def test_copies_of_an_image_are_augmented_each_in_its_own_way(make, script, values):
+    """By the crop, and by what comes after it."""
+    config = Config(configs.complete(dict(IMG_SIZE=32, SEED=1, REPEATS=3, **values), script))
+    batches = make(config, GlobalBatchSampler(12, 12, seed=1, repeats=3))
+    ((made, labels),) = batches
+    assert labels.bincount().unique().tolist() == [0, 3]
+    for label in labels.unique():
+        first, second, third = made[labels == label]
+        assert not any(torch.allclose(*pair, atol=0.1) for pair in ((first, second), (first, third), (second, third)))
 
 
 @pytest.mark.usefixtures("random_weights", "few_test_images")

@@ -13,8 +13,10 @@ from types import SimpleNamespace
 import numpy as np
 import nvidia.dali
 import pytest
+import timm
 import torch
 from colossal_vit import config as configs
+from colossal_vit.checkpoint import timm_model
 from colossal_vit.config.settings import IMAGENET
 from colossal_vit.data import dali_augmentation as augmentation
 from colossal_vit.data import imagenet as loaders
@@ -30,10 +32,12 @@ from colossal_vit.parallel.ranks import RankLogger
 from colossal_vit.rng import philox
 from colossalai.context import Config
 from PIL import Image
+from scipy.stats import ks_2samp
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
 import fork_ranks
+from conftest import encode, photograph
 
 SIZE, NUM_CLASSES = 48, 10
 MEAN, STD = (torch.tensor(values).view(3, 1, 1) for values in (loaders.MEAN, loaders.STD))
@@ -104,6 +108,14 @@ def loader(data, split="train", records=None, rank=None, num_ranks=None, with_im
     records, place = records or find_records(data, split), dict(rank=rank, num_ranks=num_ranks)
     cpu = torch.device("cpu")
     return loaders.DaliLoader(records, split == "train", config_of(**values), cpu, with_images=with_images, **place)
+
+
+def records_of(folder, contents):
+    """Records of image files in one shard, whose labels count them from 1."""
+    shard, index = folder / "shard", folder / "index"
+    shard.write_bytes(b"".join(tfrecord.encode_record(data, label) for label, data in enumerate(contents, start=1)))
+    packing.index_shard(shard, index)
+    return list_records([shard], [index], whole=True)
 
 
 def labels_of(batches):
@@ -218,10 +230,7 @@ def test_what_is_transparent_in_a_png_is_white(mode, tmp_path):
     """As in class folders and in what build_tfrecords.py packs."""
     picture, options = Image.new(mode, (SIZE, SIZE)), dict(transparency=0) if mode == "P" else {}
     picture.save(encoded := io.BytesIO(), "PNG", **options)
-    shard, index = tmp_path / "shard", tmp_path / "index"
-    shard.write_bytes(tfrecord.encode_record(encoded.getvalue(), 7))
-    packing.index_shard(shard, index)
-    records = list_records([shard], [index], whole=True)
+    records = records_of(tmp_path, [encoded.getvalue()])
     ((images, _),) = loader(None, "validation", records, BATCH_SIZE=1)
     assert images.mul(STD).add(MEAN).min() > 0.99
 
@@ -333,6 +342,78 @@ def test_training_images_are_cropped_mirrored_and_augmented_as_the_config_says(n
     assert 0 < same(mirrored, lambda image: image.flip(-1)) < turned  # RandAugment turned some that were mirrored
 
 
+def as_on_a_gpu(batches):
+    """Have a loader make the graph that it makes for a GPU, all of whose operators work on the CPU then."""
+    fn = nvidia.dali.fn
+    for module, name in ((fn, "crop_mirror_normalize"), (fn.decoders, "image"), (fn.decoders, "image_slice")):
+        operator = getattr(module, name)
+        setattr(module, name, lambda *args, device, operator=operator, **options: operator(*args, **options))
+    batches.on_gpu, batches.for_cpu = True, False
+    return batches
+
+
+def normalised(pixels):
+    """Images of torchvision's as timm normalises those of ImageNet."""
+    return F.normalize(pixels / 255, timm.data.IMAGENET_DEFAULT_MEAN, timm.data.IMAGENET_DEFAULT_STD)
+
+
+LEVELS = 3.5 / 255 / 0.224  # of pixels, after normalisation: DALI and torchvision round otherwise
+WAYS = pytest.mark.parametrize(("on", "tolerance"), [(lambda batches: batches, 1e-5), (as_on_a_gpu, LEVELS)])
+
+
+@WAYS
+@in_fork
+def test_training_images_are_what_torchvision_makes_of_their_crops(on, tolerance, tmp_path):
+    """Of coloured images, no two of one shape: cropped, resized, mirrored and normalised, otherwise in each epoch."""
+    pictures = [photograph(150 + 9 * number, 190 - 7 * number, number) for number in range(12)]
+    records = records_of(tmp_path, list(map(encode, pictures)))
+    values = dict(BATCH_SIZE=4, CROP_AREA=(0.3, 0.9), FLIP=True, NUM_EPOCHS=3)
+    batches, config = on(loader(None, records=records, **values)), config_of(**values)
+    before, mirrored = {}, 0
+    for epoch in range(3):
+        order = batches.sampler.order(epoch).split(4)
+        for numbers, (images, labels) in zip(order, batches, strict=True):
+            assert torch.equal(labels, numbers)
+            draws, _ = augmentation.draw(config, epoch, numbers.numpy())
+            for number, image, crop, mirror in zip(numbers.tolist(), images, draws.crop, draws.mirror, strict=True):
+                size = np.array(pictures[number].size[::-1])
+                (crop,) = augmentation.place_rectangles(size, crop[None], (0.3, 0.9), (3 / 4, 4 / 3)).tolist()
+                expected = F.resized_crop(F.pil_to_tensor(pictures[number]), *crop, [SIZE] * 2, antialias=True)
+                expected = normalised(expected.flip(2) if mirror else expected)
+                torch.testing.assert_close(image, expected, atol=tolerance, rtol=0)
+                assert not torch.allclose(before.get(number, -image), expected, atol=0.5), "another epoch, another crop"
+                before[number] = expected
+                mirrored += mirror
+    assert 5 < mirrored < 31
+
+
+@WAYS
+@pytest.mark.parametrize(("crop", "shorter"), [(0.75, 64), (1.0, 48)])
+@in_fork
+def test_evaluated_images_are_what_torchvision_makes_of_them(on, tolerance, crop, shorter, tmp_path):
+    """Wide and high ones, resized without distortion and cropped in the middle."""
+    pictures = [
+        photograph(*size, number) for number, size in enumerate([(192, 128), (128, 192), (128, 128), (64, 192)])
+    ]
+    records = records_of(tmp_path, list(map(encode, pictures)))
+    ((images, labels),) = on(loader(None, "validation", records, BATCH_SIZE=4, EVAL_CROP=crop))
+    assert labels.tolist() == [0, 1, 2, 3]
+    for image, picture in zip(images, pictures, strict=True):
+        resized = F.resize(F.pil_to_tensor(picture), shorter, antialias=True)
+        torch.testing.assert_close(image, normalised(F.center_crop(resized, SIZE)), atol=tolerance, rtol=0)
+
+
+@in_fork
+def test_exported_preprocessing_makes_the_pixels_of_the_evaluation(tmp_path):
+    pictures = [photograph(192, 128, 1), photograph(128, 192, 2)]
+    records = records_of(tmp_path, list(map(encode, pictures)))
+    batches = loader(None, "validation", records, BATCH_SIZE=2, EVAL_CROP=0.75)
+    state = {"data": {"images": "ImageNet"}, "normalization": batches.normalization}
+    transform = timm.data.create_transform(**timm_model._preprocessing(state, batches.config))
+    ((images, _),) = batches
+    torch.testing.assert_close(images, torch.stack(list(map(transform, pictures))), atol=LEVELS, rtol=0)
+
+
 @in_fork
 def test_copies_of_an_image_are_augmented_each_in_its_own_way(numbered):
     """And no neighbours, which may be mixed; a later pipeline stage has the same labels in place of images."""
@@ -418,6 +499,76 @@ def test_rand_augment_does_the_operations_that_it_is_given():
         assert apart < 6 < (found[name, 0].int() - found[name, 1].int()).abs().float().mean(), name
 
 
+@in_fork
+def test_rand_augment_does_its_turns_in_their_order():
+    names = [operation.name for operation in augmentation.RAND_AUGMENT]
+    turns = [(names.index("rotate"), 0), (names.index("translate_x"), 1), (names.index("solarize"), 0)]
+
+    def made(image, turns):
+        fed = [np.array([values], np.int32) for values in zip(*turns, strict=True)]
+
+        def operation(images):
+            operations, signs = (nvidia.dali.fn.external_source(itertools.repeat(part), batch=True) for part in fed)
+            return augmentation.rand_augment(images, 48, len(turns), 9, operations, signs)
+
+        return through_dali(operation, [image])[0].numpy()
+
+    (image,) = blocks(1)
+    one_by_one = functools.reduce(lambda pixels, turn: made(pixels, [turn]), turns, image)
+    assert np.array_equal(made(image, turns), one_by_one)
+    assert not np.array_equal(made(image, turns[::-1]), one_by_one)
+
+
+def test_what_is_drawn_for_an_image_is_worked_out_from_seed_epoch_and_number():
+    """By hand, from the same uniform numbers, which no two epochs share, nor two images."""
+    how, numbers, before = dict(policy="rand", n=3, m=9, color_jitter=0.3, erase=0.6), np.array([1437, 0, 70, 12]), None
+    numbers = np.concatenate([numbers, np.arange(100, 160)])
+    for epoch in (0, 1, 7):
+        draws, erased = augmentation.draw(config_of(SEED=5, FLIP=True, augment=how), epoch, numbers)
+        uniform = philox.uniform(5, "augmentation", epoch, numbers, count=57)
+        assert np.array_equal(draws.crop, uniform[:, :22])
+        assert np.array_equal(draws.mirror, uniform[:, 22] < 0.5)
+        assert np.array_equal(draws.choice, uniform[:, 23] // (1 / 3))
+        assert np.allclose(draws.sigma, 0.1 + 1.9 * uniform[:, 24])
+        assert np.allclose(draws.factors, 0.7 + 0.6 * uniform[:, 25:28])
+        assert np.array_equal(draws.operations, np.floor(uniform[:, 51:54] * len(augmentation.RAND_AUGMENT)))
+        assert np.array_equal(draws.signs, uniform[:, 54:57] < 0.5)
+        assert np.array_equal(erased.images, np.flatnonzero(uniform[:, 28] < 0.6))
+        noise = []
+        for place, rectangle in zip(erased.images, erased.rectangles.tolist(), strict=True):
+            (top, left), tries = uniform[place, 49:51], zip(uniform[place, 29:39], uniform[place, 39:49], strict=True)
+            for area, aspect in tries:
+                area, aspect = SIZE**2 * (0.02 + 0.31 * area), 0.3 * 11**aspect
+                height, width = round(math.sqrt(area / aspect)), round(math.sqrt(area * aspect))
+                if max(height, width) <= SIZE:
+                    break
+            assert rectangle == [int(top * (SIZE - height + 1)), int(left * (SIZE - width + 1)), height, width]
+            generator = philox.generator(5, "erasing", epoch, int(numbers[place]))
+            noise.append(generator.standard_normal(3 * height * width, np.float32))
+        assert np.array_equal(erased.noise, np.concatenate(noise))
+        drawn = [*draws, erased.images, erased.noise[:100]]
+        assert before is None or not any(map(np.array_equal, drawn, before))
+        before = drawn
+
+
+FAR = 0.045  # Kolmogorov and Smirnov: of two times 4,000 numbers below 0.043 in 999 of 1,000 cases
+
+
+@pytest.mark.parametrize("aspect", [(0.3, 3.3), (0.9, 4.0)])
+def test_shapes_of_rectangles_are_distributed_as_torchvisions(aspect):
+    """Widths ÷ heights and areas, over a range so wide, and to one side, that logarithms and directions count."""
+    area, size = (0.02, 0.33), (400, 300)
+    uniform = philox.uniform(1, "test", 0, np.arange(4000), count=2 * augmentation.TRIES + 2)
+    *_, height, width = augmentation.place_rectangles(np.array(size), uniform, area, aspect).T
+    picture, crop = torch.empty(1, *size), v2.RandomResizedCrop(1, area, aspect)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        theirs = [crop.make_params([picture]) for _ in range(4000)]
+    their_height, their_width = (np.array([one[key] for one in theirs]) for key in ("height", "width"))
+    assert ks_2samp(np.log(width / height), np.log(their_width / their_height)).statistic < FAR
+    assert ks_2samp(width * height, their_width * their_height).statistic < FAR
+
+
 @pytest.mark.parametrize("size", [(375, 500), (60, 500)])
 def test_crops_are_placed_as_torchvision_places_them(size):
     """Areas, aspects and places; in a long image mostly none fits, and it is the largest one in the middle."""
@@ -433,11 +584,10 @@ def test_crops_are_placed_as_torchvision_places_them(size):
     assert (ours[:, 2:] > 0).all()
     assert (ours[:, :2] >= 0).all()
     assert (ours[:, :2] + ours[:, 2:] <= size).all()
-    for column in range(4):
-        mine, other = (np.sort(rectangles[:, column]) for rectangles in (ours, theirs))
-        steps = np.union1d(mine, other)
-        apart = np.searchsorted(mine, steps, "right") - np.searchsorted(other, steps, "right")
-        assert np.abs(apart).max() < 0.045 * 4000, "Kolmogorov and Smirnov: below 0.043 in 999 of 1,000 cases"
+    for mine, others in zip(ours.T, theirs.T, strict=True):
+        assert ks_2samp(mine, others).statistic < FAR
+    (top, left), (tops, lefts) = ours.T[:2], theirs.T[:2]
+    assert ks_2samp(top - left, tops - lefts).statistic < FAR, "whatever the column, any row"
     if size == (60, 500):
         assert 0.5 < (ours == [0, 210, 60, 80]).all(1).mean() < 1
 

@@ -6,20 +6,23 @@ import functools
 import hashlib
 import http.server
 import os
+import pickle
 import shutil
 import signal
 import socket
 import threading
 import time
 
+import numpy as np
 import pytest
+import sklearn.datasets
 import torch
 import torchvision
 from colossal_vit import config as configs
 from colossal_vit import files
 from colossal_vit.data import caltech101, cifar10, folders
 from colossal_vit.data.batches import IGNORED, SyntheticBatches, read_ahead
-from colossal_vit.data.digits import write_caltech101, write_cifar10, write_imagenet
+from colossal_vit.data.digits import digits, write_caltech101, write_cifar10, write_imagenet
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.ranks import RankLogger, run_on_rank_0
@@ -27,8 +30,10 @@ from colossalai.context import Config
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from torchvision.datasets.utils import download_and_extract_archive
+from torchvision.transforms.v2 import functional as F
 
 import fork_ranks
+from conftest import photograph
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +70,38 @@ def test_a_batch_larger_than_the_data_is_refused():
         GlobalBatchSampler(100, 32, 2, 0, 0, 2)
 
 
+def test_places_in_an_epoch_are_those_worked_out_by_hand():
+    """Global batches of 2 ranks × 2 micro-batches × 3 samples, from one permutation for each seed and epoch."""
+    for seed, epoch in ((1, 0), (1, 1), (2, 0), (2, 1)):
+        order = torch.randperm(30, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch)).tolist()
+        for rank in range(2):
+            sampler = GlobalBatchSampler(30, 3, 2, seed, rank, 2)
+            sampler.epoch = epoch
+            expected = [
+                order[start : start + 3] for start in (0 + 3 * rank, 6 + 3 * rank, 12 + 3 * rank, 18 + 3 * rank)
+            ]
+            assert [batch.tolist() for batch in sampler] == expected, "6 samples fill no global batch"
+
+
+def test_an_epoch_of_shards_is_the_one_worked_out_by_hand():
+    """Shards of 2, 3, 4 and 5 samples, two of them shuffled together at a time."""
+    shards = [[0, 1], [2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12, 13]]
+    for seed, epoch in ((3, 0), (3, 1), (4, 0)):
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+        first, second, third, fourth = torch.randperm(4, generator=generator).tolist()
+        expected = []
+        for window in (shards[first] + shards[second], shards[third] + shards[fourth]):
+            expected += [window[place] for place in torch.randperm(len(window), generator=generator).tolist()]
+        sampler = GlobalBatchSampler(14, 1, 1, seed, 0, 1, shards=[2, 3, 4, 5], window=2)
+        assert sampler.order(epoch).tolist() == expected
+
+
+def test_places_in_an_evaluation_are_those_worked_out_by_hand():
+    """Seven images, two ranks, batches of two; -1 is no image."""
+    first, second = ([batch.tolist() for batch in EvalSampler(7, 2, rank, 2)] for rank in range(2))
+    assert (first, second) == ([[0, 1], [4, 5]], [[2, 3], [6, -1]])
+
+
 @pytest.mark.parametrize("num_samples", [1, 7, 8, 100])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_evaluation_counts_each_sample_once(num_samples, num_ranks):
@@ -98,6 +135,90 @@ def test_sample_is_split_once_and_for_all(sample):
     assert set(train_labels.tolist()) == set(test_labels.tolist()) == set(range(10))
     trained_on = {image.numpy().tobytes() for image in train_images}
     assert not any(image.numpy().tobytes() in trained_on for image in test_images)
+
+
+def test_digits_are_those_of_scikit_learn():
+    """Each as it was scanned, upright, black on white's scale of 16 levels; and each in one part only."""
+    scanned = sklearn.datasets.load_digits()
+    expected = [(image, label) for image, label in zip(scanned.images.astype(int), scanned.target, strict=True)]
+    images, labels, test_images, test_labels = digits(8)
+    found = zip(np.concatenate([images, test_images]), np.concatenate([labels, test_labels]), strict=True)
+    levels = np.array([0, 16, 32, 48, 64, 80, 96, 112, 128, 143, 159, 175, 191, 207, 223, 239, 255], np.uint8)
+    assert sorted((image.tobytes(), label) for image, label in found) == sorted(
+        (levels[image].tobytes(), label) for image, label in expected
+    )
+
+
+def write_coloured(root, write):
+    """Five files of two coloured images for training, labels 0 to 9, and one of three for testing, labels 9, 4, 0."""
+    pixels = [np.asarray(photograph(32, 32, number)).transpose(2, 0, 1) for number in range(13)]
+    labels = [*range(10), 9, 4, 0]
+    names = [f"data_batch_{number}" for number in range(1, 6)]
+    for number, name in enumerate([*names, "test_batch"]):
+        chosen = slice(2 * number, 2 * number + 2 if number < 5 else 13)
+        write(root, name, np.stack(pixels[chosen]), labels[chosen])
+    return pixels[:10], pixels[10:]
+
+
+def write_binary(root, name, images, labels):
+    """As its page describes: the label, then 1,024 bytes of red, of green and of blue, row by row."""
+    (root / cifar10.FOLDER).mkdir(exist_ok=True)
+    records = [bytes([label]) + bytes(image.ravel().tolist()) for image, label in zip(images, labels, strict=True)]
+    (root / cifar10.FOLDER / f"{name}.bin").write_bytes(b"".join(records))
+
+
+def write_python(root, name, images, labels):
+    folder = root / "cifar-10-batches-py"
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_bytes(pickle.dumps({"data": images.reshape(len(images), -1), "labels": labels}))
+    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": list(cifar10.NAMES)}))
+
+
+def test_bytes_of_a_record_are_label_red_green_and_blue_row_by_row(tmp_path):
+    for train, expected in zip((True, False), write_coloured(tmp_path, write_binary), strict=True):
+        images, labels, _ = cifar10.read(tmp_path, train)
+        assert labels.tolist() == (list(range(10)) if train else [9, 4, 0])
+        assert np.array_equal(images, expected)
+    first = (tmp_path / cifar10.FOLDER / "test_batch.bin").read_bytes()
+    assert images[0, :, 5, 7].tolist() == [first[1 + 1024 * plane + 32 * 5 + 7] for plane in range(3)]
+
+
+def test_python_files_are_read_as_torchvision_shows_them(tmp_path, monkeypatch):
+    """And as the binary ones, so that either resumes the other's run."""
+    monkeypatch.setattr(torchvision.datasets.cifar, "check_integrity", lambda *args: True)  # of the official files
+    write_coloured(tmp_path, write_python)
+    (binary := tmp_path / "binary").mkdir()
+    write_coloured(binary, write_binary)
+    for train in (True, False):
+        images, labels, digest = cifar10.read(tmp_path, train)
+        shown = torchvision.datasets.CIFAR10(str(tmp_path), train)
+        assert [label for _, label in shown] == labels.tolist()
+        assert all(torch.equal(F.pil_to_tensor(image), own) for (image, _), own in zip(shown, images, strict=True))
+        assert digest == cifar10.read(binary, train)[2]
+    official = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+    assert cifar10.class_names(tmp_path) == official
+
+
+def coloured_batch(root, **values):
+    """The coloured images for testing, normalised, and as torchvision would read them."""
+    _, images = write_coloured(root, write_binary)
+    batches = batches_of_epoch(root, "test", **values)[0]
+    return next(iter(batches))[0][:3], torch.from_numpy(np.stack(images))
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_channels_are_normalised_each_by_its_own_mean_and_deviation(own, tmp_path):
+    """CIFAR-10's own, or those of the config."""
+    values = dict(MEAN=(0.1, 0.5, 0.7), STD=(0.2, 0.4, 0.8)) if own else {}
+    mean, std = values.values() if own else ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
+    found, images = coloured_batch(tmp_path, **values)
+    torch.testing.assert_close(found, F.normalize(images / 255, mean, std))
+
+
+@pytest.mark.parametrize("size", [48, 24])
+def test_images_of_another_size_are_resized_as_torchvision_does(size, tmp_path):
+    found, images = coloured_batch(tmp_path, IMG_SIZE=size, MEAN=(0, 0, 0), STD=(1, 1, 1))
+    torch.testing.assert_close(found, F.resize(images / 255, [size, size], antialias=True))
 
 
 def test_batches_without_augmentation_are_the_normalised_images(sample):
@@ -151,6 +272,26 @@ def test_random_images_are_not_learnt():
     assert torch.equal(first[0], second[0])
     assert not (first[1] == second[1]).any()
     assert set(second[1].tolist()) <= set(range(10))
+
+
+def test_random_images_are_those_of_the_seed():
+    first, again, other = (SyntheticBatches(1, (8, 3, 4, 4), 10, torch.device("cpu"), seed) for seed in (1, 1, 2))
+    assert torch.equal(first.images, again.images)
+    assert not torch.equal(first.images, other.images)
+    assert not torch.equal(first.labels, other.labels)
+    assert first.images.mean().abs() < 0.2
+    assert first.images.std() == pytest.approx(1, abs=0.1)
+
+
+def test_batches_come_in_order_whichever_thread_is_the_first():
+    """The first of each three waits for the last one."""
+    events = [threading.Event() for _ in range(9)]
+
+    def read(key):
+        events[key].set()
+        return events[key // 3 * 3 + 2].wait(fork_ranks.PATIENCE) and key * 10
+
+    assert list(read_ahead(range(9), read, 3)) == [(key, key * 10) for key in range(9)]
 
 
 def test_a_loader_is_left_without_waiting_for_what_is_read():

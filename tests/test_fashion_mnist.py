@@ -62,6 +62,18 @@ def test_all_formats_have_the_same_images_and_labels(source, tmp_path):
     assert shards.class_names(root / "imagenet_tfrecords") == cifar10_names(root)
 
 
+def test_images_are_those_of_the_files(source):
+    """As their format says: big-endian, row by row; the border is on all sides."""
+    found = fashion_mnist.read_images(source, 32)
+    for part, images, labels in (("train", *found[:2]), ("t10k", *found[2:])):
+        content = gzip.decompress((source / f"{part}-images-idx3-ubyte.gz").read_bytes())
+        assert struct.unpack(">4I", content[:16]) == (0x803, COUNTS[part], 28, 28)
+        for number, row, column in ((0, 0, 0), (3, 5, 20), (COUNTS[part] - 1, 27, 1)):
+            assert images[number, 2 + row, 2 + column] == content[16 + 28 * (28 * number + row) + column]
+        assert labels.tolist() == [number % 10 for number in range(COUNTS[part])]
+        assert images.shape == (COUNTS[part], 32, 32)
+
+
 def cifar10_names(root):
     """The names of the classes in the binary format, as class folders have them."""
     return [f"{label} {name}" for label, name in enumerate(cifar10.class_names(root))]

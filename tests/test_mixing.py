@@ -122,6 +122,21 @@ def test_a_global_batch_is_mixed_alike_however_it_is_shared(mode):
         assert not np.array_equal(other[2], expected[2])
 
 
+def test_what_is_drawn_for_a_batch_is_that_of_the_seed_the_epoch_and_the_step():
+    """By hand for the second of two ranks with two micro-batches of four: places 4 to 7, then 12 to 15."""
+    mixed = mixing.MixedBatches(Same(1), config(mixup=0.8, cutmix=1.0, mode="elem", prob=0.7, switch_prob=0.3), 1, 2)
+    mixed.config.SEED = 5
+    for epoch, step in ((0, 0), (0, 1), (1, 0)):
+        generator = np.random.default_rng((5, epoch, step))
+        pasted = generator.random(16) < 0.3
+        shares = np.where(pasted, *[generator.beta(alpha, alpha, 16) for alpha in (0.8, 1.0)][::-1])
+        shares[generator.random(16) >= 0.7] = 1.0
+        for part, places in enumerate((slice(4, 8), slice(12, 16))):
+            drawn = mixed.draws(epoch, 2 * step + part)
+            assert np.array_equal(drawn.blend, np.where(pasted, 1.0, shares)[places])
+            assert np.array_equal(drawn.target[~pasted[places]], shares[places][~pasted[places]])
+
+
 def test_a_loader_that_resumes_mixes_as_one_that_did_not_stop():
     def stream(loader, count):
         return [torch.cat([part.flatten() for part in mixed]) for _, mixed in zip(range(count), loader, strict=False)]
