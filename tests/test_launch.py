@@ -116,7 +116,8 @@ def in_one_process(tmp_path):
         (["--world_size", str(10**20)], [f"--world_size {10**20}", "1 to 1048576"]),
         (["--rank", "-3"], ["--rank -3", "from 0"]),
         (["--rank"], ["--rank", "expected one argument"]),
-        (["--eval-only", "--resume=x", "--resume=y"], ["--resume is given 2 times"]),
+        (["--max-steps=3", "--max-steps", "0"], ["--max-steps 0", "at least 1"]),  # of two, the last one counts
+        (["--resume=nowhere", "--eval-only", "--resume=never"], ["--eval-only evaluates", "--resume never"]),
         (["--eval-only", "--eval-knn"], ["--eval-only and --eval-knn are given: each does something else"]),
         (["--dry-run", "--parity"], ["--dry-run and --parity are given"]),
         (["--own-precision"], ["--own-precision is of --parity: give both"]),
