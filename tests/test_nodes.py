@@ -5,10 +5,18 @@ import os
 import re
 import socket
 import subprocess
+import sys
 import threading
+import types
 
 import pytest
+import torch.distributed as dist
 from colossal_vit.checkpoint import storage
+from colossal_vit.errors import UserError
+from colossal_vit.launch import agreement
+from colossal_vit.launch.flags import get_parser
+from colossal_vit.launch.launchers import Rendezvous
+from colossal_vit.launch.rendezvous import join_store
 from colossal_vit.results import read_metrics
 
 import fork_ranks
@@ -142,10 +150,14 @@ def by_hand(output, world_sizes, ranks, host, port, *more, **values):
         (
             [2],
             [0],
-            r"rank 0 of 2 cannot reach the others at localhost:\d+: .*(1/2|waiting for clients).* \(--timeout 4\)",
+            r"rank 1 of 2 did not come within 4 s \(--timeout\)",
         ),
         ([2], [1], r"rank 1 of 2 cannot reach the others at localhost:\d+: .*"),
-        ([2, 3], [0, 1], r"rank 0 was started for a world of 2 processes, rank 1 for one of 3: give all the same"),
+        (
+            [2, 3],
+            [0, 1],
+            r"rank 1 does not fit rank 0: --world_size is 3 there and 2 on rank 0; give all ranks of a run",
+        ),
         ([3, 3, 3], [0, 1, 1], r"rank 1 is there twice: give each process a --rank of its own"),
     ],
     ids=["missing", "nobody", "sizes", "twice"],
@@ -157,6 +169,147 @@ def test_ranks_that_do_not_fit_end_in_time(sizes, ranks, words, tmp_path):
     assert re.search(words, "".join(result.stderr)), str(result)
     assert sum("error: " in line for text in result.stderr for line in text.splitlines()) == 1, str(result)
     assert "Traceback" not in "".join(result.stderr)
+
+
+class Meeting:
+    """Ranks that meet, each in a thread of this process, at a port of their own."""
+
+    def __init__(self):
+        self.port, self.stores, self.threads = fork_ranks.free_port(), {}, []
+
+    def start(self, name, rank, run="", world_size=2, timeout=fork_ranks.PATIENCE, launcher="none", **common):
+        place = Rendezvous(launcher, rank, rank, world_size, "localhost", self.port, run=run)
+
+        def join():
+            try:
+                self.stores[name] = join_store(place, timeout, common)
+            except UserError as error:
+                self.stores[name] = error
+
+        self.threads.append(threading.Thread(target=join))
+        self.threads[-1].start()
+
+    def end(self):
+        """By name, what each has got: a store, or an error."""
+        for thread in self.threads:
+            thread.join()
+        return self.stores
+
+
+CONFIG = {"LEARNING_RATE": 1e-3, "fp16": {"mode": "naive", "dtype": "bf16"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(LEARNING_RATE=5e-3), "LEARNING_RATE is 0.005 there and 0.001 on rank 0"),
+        (dict(fp16={"mode": "naive", "dtype": "fp16"}), "fp16.dtype is 'fp16' there and 'bf16' on rank 0"),
+        (dict(fp16=None), "fp16 is None there and {'mode': 'naive', 'dtype': 'bf16'} on rank 0"),
+        (dict(EPSILON=1e-6), "EPSILON is 1e-06 there and None on rank 0"),
+        (dict(world_size=4, fp16=None), "--world_size is 4 there and 3 on rank 0"),
+    ],
+)
+def test_a_rank_that_differs_is_refused_on_all(changes, words):
+    meeting = Meeting()
+    for rank in range(3):
+        meeting.start(rank, rank, **{"world_size": 3, **CONFIG, **(changes if rank == 2 else {})})
+    errors = meeting.end()
+    assert {str(error).partition(";")[0] for error in errors.values()} == {f"rank 2 does not fit rank 0: {words}"}
+    assert not any(error.own for error in errors.values()), "rank 0 says it, and no other"
+
+
+def test_a_rank_that_differs_is_refused_before_all_have_come():
+    meeting = Meeting()
+    meeting.start(0, 0, world_size=3, **CONFIG)
+    meeting.start(1, 1, world_size=3, **{**CONFIG, "SEED": 2})
+    assert all("SEED is 2 there" in str(error) for error in meeting.end().values())
+
+
+RUNS = ["SLURM job 7, step 0", "SLURM job 7, step 1", "mpirun 231997441", "mpirun 231932929", "started by hand"]
+
+
+@pytest.mark.parametrize(("own", "other"), [(0, 1), (1, 0), (2, 3), (0, 2), (4, 0), (0, 4)])
+def test_a_rank_of_another_run_ends_alone(own, other):
+    """It comes first; then the others, of whom nobody notices anything."""
+    named = [RUNS[run] for run in (own, other)]
+    run, stranger = ["" if name == "started by hand" else name for name in named]
+    meeting = Meeting()
+    meeting.start(0, 0, run)
+    meeting.start("stranger", 1, stranger)
+    launchers.wait_until(lambda: "stranger" in meeting.stores, "it stays")
+    meeting.start(1, 1, run)
+    found = meeting.end()
+    line = f"rank 1 of this run ({named[1]}) has met another run ({named[0]}) at localhost:{meeting.port}: give each a"
+    assert line in str(found["stranger"])
+    assert found["stranger"].own
+    found[0].set("key", "value")
+    assert found[1].get("key") == b"value"
+
+
+def test_who_comes_too_late_ends_alone():
+    meeting = Meeting()
+    for rank in range(2):
+        meeting.start(rank, rank, **CONFIG)
+    meeting.end()
+    meeting.start("same rank", 1, **CONFIG)
+    meeting.start("rank 0", 0, **CONFIG)
+    meeting.start("other world", 2, world_size=3, **CONFIG)
+    found = meeting.end()
+    found[0].set("key", "value")
+    assert found[1].get("key") == b"value"
+    assert str(found["same rank"]) == "rank 1 is there twice; the run has started without this process"
+    assert "the port is already in use; choose another --port" in str(found["rank 0"])
+    assert "--world_size is 3 there and 2 on rank 0" in str(found["other world"])
+    assert all(found[name].own for name in ("same rank", "rank 0", "other world"))
+
+
+def test_runs_that_share_the_store_of_torchruns_agents_do_not_meet(monkeypatch):
+    """As with two --rdzv_id at one --rdzv_endpoint."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    meeting = Meeting()
+    agents = dist.TCPStore("localhost", meeting.port, is_master=True, wait_for_workers=False)
+    for run in "ab":
+        for rank in range(2):
+            meeting.start((run, rank), rank, run, launcher="torch", SEED=run)
+    found = meeting.end()
+    for run in "ab":
+        found[run, 0].set("key", run)
+    assert [found[run, 1].get("key").decode() for run in "ab"] == ["a", "b"]
+    del agents
+
+
+def test_every_flag_counts_or_is_of_one_rank():
+    """What a rank alone may have is listed: its place and its paths. A new flag counts until somebody lists it."""
+    args = get_parser().parse_args([])
+    settled = {"config", "set", "compile", "backend", "world_size"}  # compared as what follows from them
+    alone = {"rank", "local_rank", "host", "port", "launcher", "timeout", "output", "wandb"}
+    assert vars(args).keys() & agreement.OF_A_RANK == settled | alone
+
+
+def test_the_code_that_counts_is_the_librarys_the_scripts_and_what_it_imports_beside_it(tmp_path, monkeypatch):
+    library, folder = tmp_path / "colossal_vit", tmp_path / "example"
+    for path in (library / "launch", folder / "configs"):
+        path.mkdir(parents=True)
+    monkeypatch.setattr(agreement.colossal_vit, "__file__", str(library / "__init__.py"))
+    monkeypatch.setattr(sys, "argv", [str(folder / "train.py")])
+    names = ["train", "vit"]
+    for name in names:
+        (folder / f"{name}.py").write_text("")
+        module = types.ModuleType(name)
+        module.__file__ = str(folder / f"{name}.py")
+        monkeypatch.setitem(sys.modules, f"{name} of a test", module)
+    digests = [agreement._code()]
+    for path, counts in (
+        (library / "launch/new.py", True),
+        (folder / "vit.py", True),
+        (folder / "train.py", True),
+        (library / "launch/notes.txt", False),
+        (folder / "not_imported.py", False),
+        (folder / "configs/config.py", False),
+    ):
+        path.write_text("pass")
+        digests.append(agreement._code())
+        assert (digests[-1] != digests[-2]) == counts, path
 
 
 def test_only_the_address_in_use_is_listened_on(tmp_path):

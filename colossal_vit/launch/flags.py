@@ -121,7 +121,7 @@ def get_parser(description: str | None = None) -> TrainParser:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="override a value of the config with a Python literal, or with a string without quotes; repeatable, nested "
+        help="override a value of the config with a Python literal, or a string without quotes; repeatable, nested "
         "keys with dots",
     )
     parser.add_argument(
