@@ -3,11 +3,14 @@
 import ctypes
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
 import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch.distributed as dist
@@ -25,6 +28,7 @@ import training
 import warm
 from launchers import ip
 
+RECORD = 1 + 3 * 32 * 32  # bytes of an image of CIFAR-10, with its label
 PIPELINE = ["train_hybrid.py", "--config", training.CONFIG]
 
 
@@ -63,19 +67,64 @@ def test_mpirun(size, host, references, programs, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "launcher",
+    ("launcher", "flags"),
     [
-        "torchrun --standalone --nproc_per_node 2",
-        "torchrun --nnodes 1 --nproc_per_node 2 --rdzv_backend c10d --rdzv_endpoint localhost:{port}",
-        "python -m torch.distributed.launch --nproc_per_node 2 --master_addr localhost --master_port {port}",
+        ("torchrun --standalone --nproc_per_node 2", ["--port", "29500"]),
+        ("torchrun --nnodes 1 --nproc_per_node 2 --rdzv_backend c10d --rdzv_endpoint localhost:{port}", []),
+        ("python -m torch.distributed.launch --nproc_per_node 2 --master_addr localhost --master_port {port}", []),
     ],
 )
-def test_torchs_own(launcher, references, programs, tmp_path):
+def test_torchs_own(launcher, flags, references, programs, tmp_path):
     command = [*launcher.format(port=fork_ranks.free_port()).split(), *PIPELINE, *launchers.small(tmp_path / "run")]
-    code, said = launchers.run(command, **programs)
+    code, said = launchers.run([*command, *flags], **programs)
     assert code == 0, said
     assert "started by torchrun, rendezvous at" in said
+    assert ("--port ignored: torchrun says where the ranks meet" in said) == bool(flags)
     assert launchers.losses(tmp_path / "run") == references[2]
+
+
+# What the published tutorials type, in each folder. Other pages than these have the rest, and test_pages.py types it.
+LAUNCH = "python -m torch.distributed.launch --nproc_per_node 2"
+PUBLISHED = [
+    (training.IMAGENET, f"{LAUNCH} train.py --config ./config.py --host localhost --port 29500", "torchrun"),
+    (training.IMAGENET, "python train.py --config ./config.py {by_hand} --host localhost --port {port}", "hand"),
+    (training.IMAGENET, "mpirun -n 2 python train.py --config ./config.py --host localhost --port {port}", "mpirun"),
+    (
+        training.DATA_PARALLEL,
+        "python -m torch.distributed.run --standalone --nproc_per_node 2 train_dp.py --config "
+        "./configs/config_data_parallel.py",
+        "torchrun",
+    ),
+    (
+        training.DATA_PARALLEL,
+        f"{LAUNCH} --master_addr localhost --master_port {{port}} train_dp.py --config "
+        "./configs/config_data_parallel.py",
+        "torchrun",
+    ),
+    (training.CALTECH101, f"{LAUNCH} train.py --config ./config/config_AMP_torch.py --port 29500", "torchrun"),
+    (training.CALTECH101, "mpirun -n 2 python train.py --config ./config/config_AMP_naive.py", "mpirun"),
+]
+
+
+@pytest.mark.parametrize(
+    ("script", "typed", "by"), PUBLISHED, ids=[f"{script}: {typed}" for script, typed, _ in PUBLISHED]
+)
+def test_a_published_command_trains(script, typed, by, programs, tmp_path):
+    if by == "mpirun":
+        launchers.need(["openmpi-bin"], "mpirun")
+        programs = {**programs, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        programs["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
+    values = {key: value for key, value in training.SMALL[script].items() if key != "fp16"}
+    flags = ["--output", str(tmp_path / "run"), "--max-steps", "1", *training.set_flags({**values, "SYNTHETIC": True})]
+    port, folder = fork_ranks.free_port(), (fork_ranks.ROOT / script).parent
+    hands = [f"--rank {rank} --world_size 2" for rank in range(2)] if by == "hand" else [""]
+    commands = [[*typed.format(port=port, by_hand=hand).split(), *flags] for hand in hands]
+    answers = at_once([partial(launchers.run, command, folder, **programs) for command in commands])
+    said = "".join(text for _, text in answers)
+    assert {code for code, _ in answers} == {0}, said
+    assert f"rank 1 of 2 on {socket.gethostname()} (cpu, gloo), started by {by}, rendezvous at" in said
+    assert (" ignored: torchrun says where the ranks meet" in said) == (by == "torchrun" and "--port " in typed)
+    assert len(launchers.losses(tmp_path / "run")) == 1
 
 
 @pytest.mark.parametrize(
@@ -127,6 +176,12 @@ def test_a_restarted_group_goes_on(tmp_path):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def at_once(functions):
+    """What each of these functions returns, called in threads."""
+    with ThreadPoolExecutor(len(functions)) as pool:
+        return list(pool.map(lambda function: function(), functions))
+
+
 def by_hand(output, world_sizes, ranks, host, port, *more, **values):
     """The command lines of processes started by hand."""
     common = [
@@ -169,6 +224,66 @@ def test_ranks_that_do_not_fit_end_in_time(sizes, ranks, words, tmp_path):
     assert re.search(words, "".join(result.stderr)), str(result)
     assert sum("error: " in line for text in result.stderr for line in text.splitlines()) == 1, str(result)
     assert "Traceback" not in "".join(result.stderr)
+
+
+def places(launcher, port):
+    """The environment and flags of two ranks, as a launcher gives them."""
+    by_hand = [["--rank", str(rank), "--world_size", "2", "--host", "localhost"] for rank in range(2)]
+    flags = [[*(by_hand[rank] if launcher == "none" else []), "--port", port] for rank in range(2)]
+    slurm = dict(JOB_ID=7, STEP_ID=0, NTASKS=2, NODELIST="localhost")
+    environments = {
+        "none": [{}, {}],
+        "torch": fork_ranks.by_torchrun(2),
+        "openmpi": [
+            {f"OMPI_COMM_WORLD_{key}": str(value) for key, value in place.items()}
+            for place in (dict(RANK=rank, LOCAL_RANK=rank, SIZE=2, LOCAL_SIZE=2) for rank in range(2))
+        ],
+        "slurm": [
+            {f"SLURM_{key}": str(value) for key, value in {**slurm, "PROCID": rank, "LOCALID": rank}.items()}
+            for rank in range(2)
+        ],
+    }
+    return flags, environments[launcher]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "more", "words"),
+    [
+        (
+            "none",
+            ["--set", "LEARNING_RATE=5e-3"],
+            "rank 1 does not fit rank 0: LEARNING_RATE is 0.005 there and 0.003 ",
+        ),
+        (
+            "openmpi",
+            ["--set", "fp16.mode=naive"],
+            "rank 1 does not fit rank 0: fp16 is {'mode': 'AMP_TYPE.NAIVE'} there",
+        ),
+        ("slurm", ["--max-steps", "2"], "rank 1 does not fit rank 0: --max-steps is 2 there and 3 on rank 0"),
+        ("torch", ["--set", "DATA={other}"], "rank 0 and rank 1 read different data (content): DATA must be the same"),
+        ("none", ["--set", "DATA={fewer}"], "read different data (content, test images 90 → 80)"),
+        ("none", ["--set", "DATA={copy}", "--timeout", "599"], None),
+    ],
+)
+def test_ranks_of_one_run_have_one_config_and_the_same_data(launcher, more, words, small_sample, tmp_path):
+    """Wherever the data are."""
+    port = str(fork_ranks.free_port())
+    for name in ("copy", "other", "fewer"):
+        shutil.copytree(small_sample, tmp_path / name)
+    for name, cut in (("other", 0), ("fewer", 10 * RECORD)):
+        file = tmp_path / name / "cifar-10-batches-bin/test_batch.bin"
+        content = file.read_bytes()
+        file.write_bytes(bytes([content[0], 255 - content[1]]) + content[2 : len(content) - cut])
+    common = ["--config", training.CONFIG, *launchers.small(tmp_path / "run"), "--set", f"DATA={small_sample}"]
+    flags, environments = places(launcher, port)
+    paths = {name: tmp_path / name for name in ("copy", "other", "fewer")}
+    argv = [[*common, *flags[0]], [*common, *flags[1], *(word.format(**paths) for word in more)]]
+    result = fork_ranks.start(training.HYBRID, argv, environments).wait()
+    assert result.codes == [2 if words else 0] * 2, str(result)
+    lines = "".join(result.stderr).splitlines()
+    assert len(lines) == bool(words), str(result)
+    assert not words or words in lines[0]
+    assert (tmp_path / "run/metrics.jsonl").exists() == (not words)
 
 
 class Meeting:
@@ -417,17 +532,8 @@ def test_by_hand_on_two_nodes(nodes, kind, references, tmp_path):
 
 def on_both(pair, commands):
     """A command on each node; returns their exit codes and what they said."""
-    answers = [None, None]
-
-    def one(number):
-        answers[number] = launchers.run(["ip", "netns", "exec", pair.names[number], *commands[number]])
-
-    threads = [threading.Thread(target=one, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return answers
+    commands = [["ip", "netns", "exec", name, *command] for name, command in zip(pair.names, commands, strict=True)]
+    return at_once([partial(launchers.run, command) for command in commands])
 
 
 def test_torchrun_on_two_nodes(nodes, references, tmp_path):
