@@ -19,12 +19,13 @@ class UserError(Exception):
 
     Args:
         message: the line.
-        own: whether only this process may have the error, so that it prints the line whatever its rank.
+        own: True if only this process may have the error, so that it prints the line whatever its rank; False if rank
+            0 certainly has it too; None if nobody knows.
     """
 
     exit_code = 2
 
-    def __init__(self, message: str, own: bool = False):
+    def __init__(self, message: str, own: bool | None = None):
         super().__init__(message)
         self.own = own
 

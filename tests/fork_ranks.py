@@ -191,7 +191,8 @@ def _launch(rank: int, world_size: int, port: int, config: Mapping) -> None:
     script = "imagenet" if "MODEL" in config else "train_hybrid"
     settings = Config(configs.complete({**always, **config}, script))
     rendezvous = Rendezvous("none", rank, rank, world_size, "localhost", port)
-    groups.launch_groups(settings, rendezvous, "gloo", join_store(rendezvous, PATIENCE), PATIENCE, torch.device("cpu"))
+    store = join_store(rendezvous, PATIENCE, {})
+    groups.launch_groups(settings, rendezvous, "gloo", store, PATIENCE, torch.device("cpu"))
 
 
 def call(function, world_size: int = 1, launched: bool = True, **config) -> list:

@@ -131,6 +131,10 @@ def test_a_shipped_config_names_what_it_learns_by(path):
         assert "MOMENTUM" in named
 
 
+FINE_TUNED = dict(weights="vit_tiny_patch16_224.augreg_in21k", head="new", frozen_blocks=0, linear_probe=False)
+RAND = dict(policy="rand", n=2, m=9, color_jitter=0.0, erase=0.0)
+
+
 @pytest.mark.parametrize(
     ("override", "key", "value"),
     [
@@ -152,10 +156,45 @@ def test_a_shipped_config_names_what_it_learns_by(path):
         ("fp16=None", "fp16", None),
         ("TENSOR_SHAPE=(1, 2, 3)", "TENSOR_SHAPE", (1, 2, 3)),
         ("DATA='/a b=c'", "DATA", "/a b=c"),
+        ("parallel.tensor=dict(mode=None)", "parallel", {"pipeline": 2, "tensor": {"mode": None, "size": 1}}),
+        # strings without quotes, in whatever a literal may stand
+        ("OPTIMIZER=lamb", "OPTIMIZER", "lamb"),
+        ("DATA=/a b=c", "DATA", "/a b=c"),
+        ("DATA=~/2024-images", "DATA", "~/2024-images"),
+        ("finetune.weights=vit_tiny_patch16_224.augreg_in21k", "finetune", FINE_TUNED),
+        ("finetune=dict(weights=a_b)", "finetune", {**FINE_TUNED, "weights": "a_b"}),
+        ("parallel.tensor.mode=2.5d", "parallel", {"pipeline": 2, "tensor": {"mode": "2.5d", "size": 2, "depth": 1}}),
+        ("parallel.tensor.mode=1d", "NUM_MICRO_BATCHES", 2),
+        ("fp16.mode=torch", "fp16", {"mode": AMP_TYPE.TORCH, "half_residual": False}),
+        ("fp16.mode='Apex'", "fp16", {"mode": AMP_TYPE.APEX}),
+        ("fp16=dict(mode=NAIVE, dtype=bf16)", "fp16", {"mode": AMP_TYPE.NAIVE, "dtype": "bf16"}),
     ],
 )
 def test_derived_values_follow_an_override(load, override, key, value):
     assert load(TUTORIAL, override)[key] == value
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "value"),
+    [
+        (["SEED=1", "SEED=2", "SEED=3"], "SEED", 3),
+        (["BATCH_SIZE=8", "BATCH_SIZE=64"], "TENSOR_SHAPE", (32, 197, 768)),
+        (["parallel.pipeline=8", "parallel.pipeline=4"], "NUM_MICRO_BATCHES", 4),
+        (["parallel.pipeline=8", "parallel=dict(tensor=dict(mode='1d', size=2))"], "NUM_MICRO_BATCHES", 1),
+        (["fp16=None", "fp16.mode=torch"], "fp16", {"mode": AMP_TYPE.TORCH, "half_residual": False}),
+        (["fp16.mode=torch", "fp16=None"], "fp16", None),
+        (["LAMB_EXCLUDE_VECTORS=True", "LAMB_EXCLUDE_VECTORS=False"], "DECAY_VECTORS", True),
+        (["dali.rand_augment={'n': 1, 'm': 3}", "dali.rand_augment={'n': 2}"], "augment", {**RAND, "n": 2, "m": 9}),
+    ],
+)
+def test_of_two_overrides_the_last_one_counts(load, overrides, key, value):
+    assert load(TUTORIAL, *overrides)[key] == value
+
+
+@pytest.mark.parametrize(("written", "mode"), [("naive", "NAIVE"), ("Torch", "TORCH"), ("APEX", "APEX")])
+def test_a_file_may_name_an_amp_mode_as_a_string(load, written, mode):
+    needed = "BATCH_SIZE = 1\nNUM_EPOCHS = 1\n"
+    assert load(f"{needed}fp16 = dict(mode={written!r})").fp16.mode is AMP_TYPE[mode]
 
 
 @pytest.mark.parametrize(
@@ -335,7 +374,7 @@ def test_classes_functions_and_modules_under_a_keys_name_are_refused(load, text,
         ("DROP_RATE = 1.0", (), ("DROP_RATE = 1.0", "not including, 1")),
         ("LEARNING_RATE = float('nan')", (), ("LEARNING_RATE = nan", "above 0")),
         ("CHECKPOINT = 1", (), ("CHECKPOINT = 1", "True or False")),
-        ("fp16 = dict(mode='torch')", (), ("fp16.mode = 'torch'", "AMP_TYPE.TORCH")),
+        ("fp16 = dict(mode='torhc')", (), ("fp16.mode = 'torhc'", "AMP_TYPE.TORCH", "did you mean TORCH?")),
         (
             "from colossalai.amp import AMP_TYPE\nfp16 = dict(mode=AMP_TYPE.APEX, opt_level='O4')",
             (),
@@ -353,10 +392,19 @@ def test_classes_functions_and_modules_under_a_keys_name_are_refused(load, text,
         ("", ("BATCH_SIZE",), ("--set BATCH_SIZE", "KEY=VALUE")),
         ("", ("=3",), ("--set =3", "KEY=VALUE")),
         ("", ("parallel..size=3",), ("KEY=VALUE",)),
-        ("", ("DATA=/data",), ("'/data' is not a Python literal", "quotes")),
+        ("", ("OPTIMIZER=lamp",), ("OPTIMIZER = 'lamp'", "one of 'adamw'", "did you mean lamb?")),
+        ("", ("OPTIMISER=lamb",), ("unknown key OPTIMISER", "did you mean OPTIMIZER?")),
+        ("", ("augment.policy=RAND",), ("augment.policy = 'RAND'", "did you mean rand?")),
+        ("", ("fp16.mode=nave",), ("fp16.mode = 'nave'", "did you mean NAIVE?")),
+        ("", ("fp16=dict(mode=nave)",), ("fp16.mode = 'nave'", "did you mean NAIVE?")),
+        ("", ("OPTIMIZER=None",), ("OPTIMIZER = None", "one of 'adamw'")),
+        ("", ("DATA=7",), ("DATA = 7", "a string")),
+        ("", ("DATA='/data",), ('"\'/data" is not a Python literal',)),
+        ("", ("DATA=",), ("'' is not a Python literal",)),
+        ("", ("SEED=2*3",), ("SEED = '2*3'", "whole number")),
         ("", ("fp16.mode=AMP_TYPE.BEST",), ("AMP_TYPE.BEST", "AMP_TYPE.TORCH")),
         ("", ("fp16=dict(mode=AMP_TYPE.BEST)",), ("AMP_TYPE.BEST", "AMP_TYPE.TORCH")),
-        ("", ("parallel=dict",), ("'dict' is not a Python literal",)),
+        ("", ("parallel=dict",), ("parallel = 'dict'", "dict(pipeline, tensor)")),
         ("", ("SEED=" + "[" * 10_000,), ("SEED=[", "is not a Python literal")),
         ("BATCH_SIZE = 10**5000", (), ("BATCH_SIZE = <int>", "whole number")),
         ("parallel = {1: 2}", (), ("unknown key parallel.1",)),

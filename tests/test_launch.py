@@ -21,7 +21,7 @@ from colossal_vit.hooks.metrics import MetricsHook
 from colossal_vit.launch import rendezvous
 from colossal_vit.launch.flags import get_parser
 from colossal_vit.launch.groups import launch_groups
-from colossal_vit.launch.launchers import Rendezvous, find_rendezvous, first_slurm_host
+from colossal_vit.launch.launchers import Rendezvous, find_rendezvous, first_slurm_host, ignored_flags
 from colossal_vit.launch.watchdog import Watchdog, time_limit
 from colossal_vit.results import read_metrics
 from colossalai.context import Config
@@ -116,7 +116,8 @@ def in_one_process(tmp_path):
         (["--world_size", str(10**20)], [f"--world_size {10**20}", "1 to 1048576"]),
         (["--rank", "-3"], ["--rank -3", "from 0"]),
         (["--rank"], ["--rank", "expected one argument"]),
-        (["--eval-only", "--resume=x", "--resume=y"], ["--resume is given 2 times"]),
+        (["--max-steps=3", "--max-steps", "0"], ["--max-steps 0", "at least 1"]),  # of two, the last one counts
+        (["--resume=nowhere", "--eval-only", "--resume=never"], ["--eval-only evaluates", "--resume never"]),
         (["--eval-only", "--eval-knn"], ["--eval-only and --eval-knn are given: each does something else"]),
         (["--dry-run", "--parity"], ["--dry-run and --parity are given"]),
         (["--own-precision"], ["--own-precision is of --parity: give both"]),
@@ -250,7 +251,18 @@ TORCH = dict(RANK=3, LOCAL_RANK=1, WORLD_SIZE=4, MASTER_ADDR="localhost", MASTER
     [
         ([], TORCH, ("torch", 3, 1, 4, "localhost", 1234)),
         (["--port", "99"], {**SLURM, "HOST": "127.0.0.1"}, ("slurm", 5, 1, 8, "127.0.0.1", 99)),
+        # torchrun has made the rendezvous: flags of the script come too late
+        (
+            ["--host", "no-such-host.invalid", "--port", "99", "--rank", "0"],
+            TORCH,
+            ("torch", 3, 1, 4, "localhost", 1234),
+        ),
         ([], {**SLURM, "SLURM_NODELIST": "localhost"}, ("slurm", 5, 1, 8, "localhost", 20000 + 123456 % 20000)),
+        (
+            [],  # a step on some of the job's nodes
+            {**SLURM, "SLURM_NODELIST": "other,localhost", "SLURM_STEP_NODELIST": "localhost"},
+            ("slurm", 5, 1, 8, "localhost", 20000 + 123456 % 20000),
+        ),
         (
             [],
             {**SLURM, "SLURM_NODELIST": "localhost", "HOST": "login1.site", "SLURM_SUBMIT_HOST": "login1"},
@@ -286,9 +298,54 @@ def test_a_rendezvous_is_read_from_flags_and_environment(monkeypatch, argv, envi
     assert port == (expected[-1] or port)
 
 
+COMPONENT = {**SLURM, "SLURM_JOB_ID_HET_GROUP_0": 123456}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (SLURM, {**SLURM, "SLURM_PROCID": 6}, True),
+        (SLURM, {**SLURM, "SLURM_STEP_ID": 1}, False),
+        (SLURM, {**SLURM, "SLURM_STEP_ID": 20}, False),
+        (SLURM, {**SLURM, "SLURM_JOB_ID": 123457}, False),
+        # tasks of an array have a number in common, and jobs of their own; components of a job have the first one's
+        ({**SLURM, "SLURM_ARRAY_JOB_ID": 9}, {**SLURM, "SLURM_ARRAY_JOB_ID": 9, "SLURM_JOB_ID": 123457}, False),
+        (COMPONENT, {**COMPONENT, "SLURM_JOB_ID": 123457}, True),
+        ({**OPENMPI, "PMIX_NAMESPACE": "231997441"}, {**OPENMPI, "PMIX_NAMESPACE": "231997441"}, True),
+        ({**OPENMPI, "PMIX_NAMESPACE": "231997441"}, {**OPENMPI, "PMIX_NAMESPACE": "231932929"}, False),
+        ({**OPENMPI, "PMIX_NAMESPACE": "prterun-a-17@1"}, {**OPENMPI, "PMIX_NAMESPACE": "prterun-a-18@1"}, False),
+    ],
+)
+def test_each_step_and_each_mpirun_is_a_run_with_a_port_of_its_own(monkeypatch, one, other, same):
+    runs = [found(monkeypatch, ["--host", "localhost"], **environment) for environment in (one, other)]
+    assert (runs[0].run == runs[1].run) == (runs[0].port == runs[1].port) == same
+
+
+@pytest.mark.parametrize(
+    ("environment", "ignored"),
+    [
+        (TORCH, ["--rank", "--world_size", "--host", "--port"]),
+        ({**SLURM, "HOST": "localhost"}, ["--rank", "--world_size"]),
+        ({}, []),
+    ],
+)
+def test_flags_that_the_launcher_has_settled_are_named(monkeypatch, environment, ignored):
+    argv = ["--rank", "0", "--world_size", "2", "--host", "localhost", "--port", "99"]
+    assert ignored_flags(get_parser().parse_args(argv), found(monkeypatch, argv, **environment)) == ignored
+
+
 @pytest.mark.parametrize(
     ("node_list", "host"),
-    [("gpu7", "gpu7"), ("gpu[03-05,9],login", "gpu03"), ("a,b", "a"), ("n[1,3]", "n1"), ("r1-n[2-4]x", "r1-n2x")],
+    [
+        ("gpu7", "gpu7"),
+        ("gpu[03-05,9],login", "gpu03"),
+        ("a,b", "a"),
+        ("n[1,3]", "n1"),
+        ("r1-n[2-4]x", "r1-n2x"),
+        ("rack[1-2]node[01-10]", "rack1node01"),
+        ("tux[0-3][1-4],login", "tux01"),
+        ("r[2,4]n[7,9]-ib,r5n1-ib", "r2n7-ib"),
+    ],
 )
 def test_the_first_host_of_a_node_list_is_found(node_list, host):
     assert first_slurm_host(node_list) == host

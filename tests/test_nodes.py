@@ -3,12 +3,23 @@
 import ctypes
 import os
 import re
+import shutil
 import socket
 import subprocess
+import sys
 import threading
+import types
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
+import torch.distributed as dist
 from colossal_vit.checkpoint import storage
+from colossal_vit.errors import UserError
+from colossal_vit.launch import agreement
+from colossal_vit.launch.flags import get_parser
+from colossal_vit.launch.launchers import Rendezvous
+from colossal_vit.launch.rendezvous import join_store
 from colossal_vit.results import read_metrics
 
 import fork_ranks
@@ -17,6 +28,7 @@ import training
 import warm
 from launchers import ip
 
+RECORD = 1 + 3 * 32 * 32  # bytes of an image of CIFAR-10, with its label
 PIPELINE = ["train_hybrid.py", "--config", training.CONFIG]
 
 
@@ -55,19 +67,64 @@ def test_mpirun(size, host, references, programs, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "launcher",
+    ("launcher", "flags"),
     [
-        "torchrun --standalone --nproc_per_node 2",
-        "torchrun --nnodes 1 --nproc_per_node 2 --rdzv_backend c10d --rdzv_endpoint localhost:{port}",
-        "python -m torch.distributed.launch --nproc_per_node 2 --master_addr localhost --master_port {port}",
+        ("torchrun --standalone --nproc_per_node 2", ["--port", "29500"]),
+        ("torchrun --nnodes 1 --nproc_per_node 2 --rdzv_backend c10d --rdzv_endpoint localhost:{port}", []),
+        ("python -m torch.distributed.launch --nproc_per_node 2 --master_addr localhost --master_port {port}", []),
     ],
 )
-def test_torchs_own(launcher, references, programs, tmp_path):
+def test_torchs_own(launcher, flags, references, programs, tmp_path):
     command = [*launcher.format(port=fork_ranks.free_port()).split(), *PIPELINE, *launchers.small(tmp_path / "run")]
-    code, said = launchers.run(command, **programs)
+    code, said = launchers.run([*command, *flags], **programs)
     assert code == 0, said
     assert "started by torchrun, rendezvous at" in said
+    assert ("--port ignored: torchrun says where the ranks meet" in said) == bool(flags)
     assert launchers.losses(tmp_path / "run") == references[2]
+
+
+# What the published tutorials type, in each folder. Other pages than these have the rest, and test_pages.py types it.
+LAUNCH = "python -m torch.distributed.launch --nproc_per_node 2"
+PUBLISHED = [
+    (training.IMAGENET, f"{LAUNCH} train.py --config ./config.py --host localhost --port 29500", "torchrun"),
+    (training.IMAGENET, "python train.py --config ./config.py {by_hand} --host localhost --port {port}", "hand"),
+    (training.IMAGENET, "mpirun -n 2 python train.py --config ./config.py --host localhost --port {port}", "mpirun"),
+    (
+        training.DATA_PARALLEL,
+        "python -m torch.distributed.run --standalone --nproc_per_node 2 train_dp.py --config "
+        "./configs/config_data_parallel.py",
+        "torchrun",
+    ),
+    (
+        training.DATA_PARALLEL,
+        f"{LAUNCH} --master_addr localhost --master_port {{port}} train_dp.py --config "
+        "./configs/config_data_parallel.py",
+        "torchrun",
+    ),
+    (training.CALTECH101, f"{LAUNCH} train.py --config ./config/config_AMP_torch.py --port 29500", "torchrun"),
+    (training.CALTECH101, "mpirun -n 2 python train.py --config ./config/config_AMP_naive.py", "mpirun"),
+]
+
+
+@pytest.mark.parametrize(
+    ("script", "typed", "by"), PUBLISHED, ids=[f"{script}: {typed}" for script, typed, _ in PUBLISHED]
+)
+def test_a_published_command_trains(script, typed, by, programs, tmp_path):
+    if by == "mpirun":
+        launchers.need(["openmpi-bin"], "mpirun")
+        programs = {**programs, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        programs["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
+    values = {key: value for key, value in training.SMALL[script].items() if key != "fp16"}
+    flags = ["--output", str(tmp_path / "run"), "--max-steps", "1", *training.set_flags({**values, "SYNTHETIC": True})]
+    port, folder = fork_ranks.free_port(), (fork_ranks.ROOT / script).parent
+    hands = [f"--rank {rank} --world_size 2" for rank in range(2)] if by == "hand" else [""]
+    commands = [[*typed.format(port=port, by_hand=hand).split(), *flags] for hand in hands]
+    answers = at_once([partial(launchers.run, command, folder, **programs) for command in commands])
+    said = "".join(text for _, text in answers)
+    assert {code for code, _ in answers} == {0}, said
+    assert f"rank 1 of 2 on {socket.gethostname()} (cpu, gloo), started by {by}, rendezvous at" in said
+    assert (" ignored: torchrun says where the ranks meet" in said) == (by == "torchrun" and "--port " in typed)
+    assert len(launchers.losses(tmp_path / "run")) == 1
 
 
 @pytest.mark.parametrize(
@@ -119,6 +176,12 @@ def test_a_restarted_group_goes_on(tmp_path):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def at_once(functions):
+    """What each of these functions returns, called in threads."""
+    with ThreadPoolExecutor(len(functions)) as pool:
+        return list(pool.map(lambda function: function(), functions))
+
+
 def by_hand(output, world_sizes, ranks, host, port, *more, **values):
     """The command lines of processes started by hand."""
     common = [
@@ -142,10 +205,14 @@ def by_hand(output, world_sizes, ranks, host, port, *more, **values):
         (
             [2],
             [0],
-            r"rank 0 of 2 cannot reach the others at localhost:\d+: .*(1/2|waiting for clients).* \(--timeout 4\)",
+            r"rank 1 of 2 did not come within 4 s \(--timeout\)",
         ),
         ([2], [1], r"rank 1 of 2 cannot reach the others at localhost:\d+: .*"),
-        ([2, 3], [0, 1], r"rank 0 was started for a world of 2 processes, rank 1 for one of 3: give all the same"),
+        (
+            [2, 3],
+            [0, 1],
+            r"rank 1 does not fit rank 0: --world_size is 3 there and 2 on rank 0; give all ranks of a run",
+        ),
         ([3, 3, 3], [0, 1, 1], r"rank 1 is there twice: give each process a --rank of its own"),
     ],
     ids=["missing", "nobody", "sizes", "twice"],
@@ -157,6 +224,207 @@ def test_ranks_that_do_not_fit_end_in_time(sizes, ranks, words, tmp_path):
     assert re.search(words, "".join(result.stderr)), str(result)
     assert sum("error: " in line for text in result.stderr for line in text.splitlines()) == 1, str(result)
     assert "Traceback" not in "".join(result.stderr)
+
+
+def places(launcher, port):
+    """The environment and flags of two ranks, as a launcher gives them."""
+    by_hand = [["--rank", str(rank), "--world_size", "2", "--host", "localhost"] for rank in range(2)]
+    flags = [[*(by_hand[rank] if launcher == "none" else []), "--port", port] for rank in range(2)]
+    slurm = dict(JOB_ID=7, STEP_ID=0, NTASKS=2, NODELIST="localhost")
+    environments = {
+        "none": [{}, {}],
+        "torch": fork_ranks.by_torchrun(2),
+        "openmpi": [
+            {f"OMPI_COMM_WORLD_{key}": str(value) for key, value in place.items()}
+            for place in (dict(RANK=rank, LOCAL_RANK=rank, SIZE=2, LOCAL_SIZE=2) for rank in range(2))
+        ],
+        "slurm": [
+            {f"SLURM_{key}": str(value) for key, value in {**slurm, "PROCID": rank, "LOCALID": rank}.items()}
+            for rank in range(2)
+        ],
+    }
+    return flags, environments[launcher]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "more", "words"),
+    [
+        (
+            "none",
+            ["--set", "LEARNING_RATE=5e-3"],
+            "rank 1 does not fit rank 0: LEARNING_RATE is 0.005 there and 0.003 ",
+        ),
+        (
+            "openmpi",
+            ["--set", "fp16.mode=naive"],
+            "rank 1 does not fit rank 0: fp16 is {'mode': 'AMP_TYPE.NAIVE'} there",
+        ),
+        ("slurm", ["--max-steps", "2"], "rank 1 does not fit rank 0: --max-steps is 2 there and 3 on rank 0"),
+        ("torch", ["--set", "DATA={other}"], "rank 0 and rank 1 read different data (content): DATA must be the same"),
+        ("none", ["--set", "DATA={fewer}"], "read different data (content, test images 90 → 80)"),
+        ("none", ["--set", "DATA={copy}", "--timeout", "599"], None),
+    ],
+)
+def test_ranks_of_one_run_have_one_config_and_the_same_data(launcher, more, words, small_sample, tmp_path):
+    """Wherever the data are."""
+    port = str(fork_ranks.free_port())
+    for name in ("copy", "other", "fewer"):
+        shutil.copytree(small_sample, tmp_path / name)
+    for name, cut in (("other", 0), ("fewer", 10 * RECORD)):
+        file = tmp_path / name / "cifar-10-batches-bin/test_batch.bin"
+        content = file.read_bytes()
+        file.write_bytes(bytes([content[0], 255 - content[1]]) + content[2 : len(content) - cut])
+    common = ["--config", training.CONFIG, *launchers.small(tmp_path / "run"), "--set", f"DATA={small_sample}"]
+    flags, environments = places(launcher, port)
+    paths = {name: tmp_path / name for name in ("copy", "other", "fewer")}
+    argv = [[*common, *flags[0]], [*common, *flags[1], *(word.format(**paths) for word in more)]]
+    result = fork_ranks.start(training.HYBRID, argv, environments).wait()
+    assert result.codes == [2 if words else 0] * 2, str(result)
+    lines = "".join(result.stderr).splitlines()
+    assert len(lines) == bool(words), str(result)
+    assert not words or words in lines[0]
+    assert (tmp_path / "run/metrics.jsonl").exists() == (not words)
+
+
+class Meeting:
+    """Ranks that meet, each in a thread of this process, at a port of their own."""
+
+    def __init__(self):
+        self.port, self.stores, self.threads = fork_ranks.free_port(), {}, []
+
+    def start(self, name, rank, run="", world_size=2, timeout=fork_ranks.PATIENCE, launcher="none", **common):
+        place = Rendezvous(launcher, rank, rank, world_size, "localhost", self.port, run=run)
+
+        def join():
+            try:
+                self.stores[name] = join_store(place, timeout, common)
+            except UserError as error:
+                self.stores[name] = error
+
+        self.threads.append(threading.Thread(target=join))
+        self.threads[-1].start()
+
+    def end(self):
+        """By name, what each has got: a store, or an error."""
+        for thread in self.threads:
+            thread.join()
+        return self.stores
+
+
+CONFIG = {"LEARNING_RATE": 1e-3, "fp16": {"mode": "naive", "dtype": "bf16"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(LEARNING_RATE=5e-3), "LEARNING_RATE is 0.005 there and 0.001 on rank 0"),
+        (dict(fp16={"mode": "naive", "dtype": "fp16"}), "fp16.dtype is 'fp16' there and 'bf16' on rank 0"),
+        (dict(fp16=None), "fp16 is None there and {'mode': 'naive', 'dtype': 'bf16'} on rank 0"),
+        (dict(EPSILON=1e-6), "EPSILON is 1e-06 there and None on rank 0"),
+        (dict(world_size=4, fp16=None), "--world_size is 4 there and 3 on rank 0"),
+    ],
+)
+def test_a_rank_that_differs_is_refused_on_all(changes, words):
+    meeting = Meeting()
+    for rank in range(3):
+        meeting.start(rank, rank, **{"world_size": 3, **CONFIG, **(changes if rank == 2 else {})})
+    errors = meeting.end()
+    assert {str(error).partition(";")[0] for error in errors.values()} == {f"rank 2 does not fit rank 0: {words}"}
+    assert not any(error.own for error in errors.values()), "rank 0 says it, and no other"
+
+
+def test_a_rank_that_differs_is_refused_before_all_have_come():
+    meeting = Meeting()
+    meeting.start(0, 0, world_size=3, **CONFIG)
+    meeting.start(1, 1, world_size=3, **{**CONFIG, "SEED": 2})
+    assert all("SEED is 2 there" in str(error) for error in meeting.end().values())
+
+
+RUNS = ["SLURM job 7, step 0", "SLURM job 7, step 1", "mpirun 231997441", "mpirun 231932929", "started by hand"]
+
+
+@pytest.mark.parametrize(("own", "other"), [(0, 1), (1, 0), (2, 3), (0, 2), (4, 0), (0, 4)])
+def test_a_rank_of_another_run_ends_alone(own, other):
+    """It comes first; then the others, of whom nobody notices anything."""
+    named = [RUNS[run] for run in (own, other)]
+    run, stranger = ["" if name == "started by hand" else name for name in named]
+    meeting = Meeting()
+    meeting.start(0, 0, run)
+    meeting.start("stranger", 1, stranger)
+    launchers.wait_until(lambda: "stranger" in meeting.stores, "it stays")
+    meeting.start(1, 1, run)
+    found = meeting.end()
+    line = f"rank 1 of this run ({named[1]}) has met another run ({named[0]}) at localhost:{meeting.port}: give each a"
+    assert line in str(found["stranger"])
+    assert found["stranger"].own
+    found[0].set("key", "value")
+    assert found[1].get("key") == b"value"
+
+
+def test_who_comes_too_late_ends_alone():
+    meeting = Meeting()
+    for rank in range(2):
+        meeting.start(rank, rank, **CONFIG)
+    meeting.end()
+    meeting.start("same rank", 1, **CONFIG)
+    meeting.start("rank 0", 0, **CONFIG)
+    meeting.start("other world", 2, world_size=3, **CONFIG)
+    found = meeting.end()
+    found[0].set("key", "value")
+    assert found[1].get("key") == b"value"
+    assert str(found["same rank"]) == "rank 1 is there twice; the run has started without this process"
+    assert "the port is already in use; choose another --port" in str(found["rank 0"])
+    assert "--world_size is 3 there and 2 on rank 0" in str(found["other world"])
+    assert all(found[name].own for name in ("same rank", "rank 0", "other world"))
+
+
+def test_runs_that_share_the_store_of_torchruns_agents_do_not_meet(monkeypatch):
+    """As with two --rdzv_id at one --rdzv_endpoint."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    meeting = Meeting()
+    agents = dist.TCPStore("localhost", meeting.port, is_master=True, wait_for_workers=False)
+    for run in "ab":
+        for rank in range(2):
+            meeting.start((run, rank), rank, run, launcher="torch", SEED=run)
+    found = meeting.end()
+    for run in "ab":
+        found[run, 0].set("key", run)
+    assert [found[run, 1].get("key").decode() for run in "ab"] == ["a", "b"]
+    del agents
+
+
+def test_every_flag_counts_or_is_of_one_rank():
+    """What a rank alone may have is listed: its place and its paths. A new flag counts until somebody lists it."""
+    args = get_parser().parse_args([])
+    settled = {"config", "set", "compile", "backend", "world_size"}  # compared as what follows from them
+    alone = {"rank", "local_rank", "host", "port", "launcher", "timeout", "output", "wandb"}
+    assert vars(args).keys() & agreement.OF_A_RANK == settled | alone
+
+
+def test_the_code_that_counts_is_the_librarys_the_scripts_and_what_it_imports_beside_it(tmp_path, monkeypatch):
+    library, folder = tmp_path / "colossal_vit", tmp_path / "example"
+    for path in (library / "launch", folder / "configs"):
+        path.mkdir(parents=True)
+    monkeypatch.setattr(agreement.colossal_vit, "__file__", str(library / "__init__.py"))
+    monkeypatch.setattr(sys, "argv", [str(folder / "train.py")])
+    names = ["train", "vit"]
+    for name in names:
+        (folder / f"{name}.py").write_text("")
+        module = types.ModuleType(name)
+        module.__file__ = str(folder / f"{name}.py")
+        monkeypatch.setitem(sys.modules, f"{name} of a test", module)
+    digests = [agreement._code()]
+    for path, counts in (
+        (library / "launch/new.py", True),
+        (folder / "vit.py", True),
+        (folder / "train.py", True),
+        (library / "launch/notes.txt", False),
+        (folder / "not_imported.py", False),
+        (folder / "configs/config.py", False),
+    ):
+        path.write_text("pass")
+        digests.append(agreement._code())
+        assert (digests[-1] != digests[-2]) == counts, path
 
 
 def test_only_the_address_in_use_is_listened_on(tmp_path):
@@ -264,17 +532,8 @@ def test_by_hand_on_two_nodes(nodes, kind, references, tmp_path):
 
 def on_both(pair, commands):
     """A command on each node; returns their exit codes and what they said."""
-    answers = [None, None]
-
-    def one(number):
-        answers[number] = launchers.run(["ip", "netns", "exec", pair.names[number], *commands[number]])
-
-    threads = [threading.Thread(target=one, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return answers
+    commands = [["ip", "netns", "exec", name, *command] for name, command in zip(pair.names, commands, strict=True)]
+    return at_once([partial(launchers.run, command) for command in commands])
 
 
 def test_torchrun_on_two_nodes(nodes, references, tmp_path):

@@ -42,6 +42,7 @@ def test_the_same_command_has_the_same_directory(tmp_path, monkeypatch):
     expected = name("BATCH_SIZE=16", "LEARNING_RATE=0.001")
     assert name("LEARNING_RATE=1e-3", "BATCH_SIZE = 16") == expected
     assert name("BATCH_SIZE=8", "LEARNING_RATE=1e-3", "BATCH_SIZE=16") == expected
+    assert name("OPTIMIZER=lamb", "fp16.mode=naive") == name("OPTIMIZER='lamb'", "fp16.mode=AMP_TYPE.NAIVE")
     (tmp_path / "link").symlink_to(FOLDER)
     linked = tmp_path / "link"
     here = name(script=linked / "train_hybrid.py", config=linked / "configs" / "config_tensor_2d.py")

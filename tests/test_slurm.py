@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import socket
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from colossal_vit.checkpoint import storage
 import fork_ranks
 import launchers
 import training
+import warm
 
 TEMPLATE = "scripts/slurm/train.sbatch"
 NO_GPU = ["--gpus-per-node=0", "--cpus-per-task=1"]
@@ -64,6 +66,41 @@ def test_sbatch(slurm, tasks, style, tmp_path):
     assert f"rank {tasks - 1} of {tasks}" in said
     assert ("started by torchrun in a SLURM job" if style else f"started by srun in job {job}") in said
     assert launchers.losses(tmp_path / "run") == launchers.reference(tmp_path / "reference", tasks)
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """The variables of a shell whose `python` starts at once, also as a task of srun, with the name of this node."""
+    with warm.Warm(tmp_path_factory.mktemp("warm")) as started:
+        path = f"{started.bin}:{launchers.environment()['PATH']}"
+        host = socket.gethostname().split(".")[0]
+        yield dict(started.environment, PATH=path, PYTHONPATH=str(fork_ranks.ROOT), HOST=host)
+
+
+@pytest.mark.parametrize("script", [training.IMAGENET, training.CALTECH101])
+def test_the_published_srun(slurm, script, programs, tmp_path):
+    """HOST=<node> srun bash ./scripts/train_slurm.sh"""
+    values = {key: value for key, value in training.SMALL[script].items() if key != "fp16"}
+    flags = ["--output", str(tmp_path / "run"), "--max-steps", "1", *training.set_flags({**values, "SYNTHETIC": True})]
+    command = ["srun", "--ntasks=2", "bash", "./scripts/train_slurm.sh", *flags]
+    code, said = slurm(*command, cwd=(fork_ranks.ROOT / script).parent, **programs)
+    assert code == 0, said
+    assert re.search(rf"rank 1 of 2 on .*, started by srun in job \d+, step 0, rendezvous at {programs['HOST']}:", said)
+    assert len(launchers.losses(tmp_path / "run")) == 1
+
+
+def test_two_steps_of_a_job_train_apart(slurm, programs, tmp_path):
+    """As a sweep starts them, at once: each takes its own two tasks."""
+    rates = (1e-3, 5e-3)
+    flags = {rate: launchers.small(tmp_path / f"run-{rate}", LEARNING_RATE=rate) for rate in rates}
+    srun = ["srun", "--overlap", "--exact", "--ntasks=2", "bash", "./scripts/train_slurm.sh", training.CONFIG]
+    both = " & ".join(shlex.join([*srun, *flags[rate]]) for rate in rates)
+    code, said = slurm("salloc", "--ntasks=4", "bash", "-c", f"{both} & wait", cwd=launchers.FOLDER, **programs)
+    assert code == 0, said
+    assert all(f", step {step}, rendezvous at" in said for step in (0, 1)), said
+    for rate in rates:
+        expected = launchers.reference(tmp_path / f"reference-{rate}", 2, LEARNING_RATE=rate)
+        assert launchers.losses(tmp_path / f"run-{rate}") == expected, said
 
 
 def test_sbatch_without_arguments_says_what_to_type(slurm, tmp_path):

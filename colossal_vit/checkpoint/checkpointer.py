@@ -201,12 +201,10 @@ class Checkpointer:
             train_dataloader: as `engine.initialize` returned it.
 
         Raises:
-            UserError: if the ranks' data differ, or the checkpoint is of another model or optimizer, or its data or
-                config values that affect learning differ from this run's.
+            UserError: if the checkpoint is of another model or optimizer, or its data or config values that affect
+                learning differ from this run's.
         """
         run, self.trainer, self.train_dataloader = self.run, trainer, train_dataloader
-        if not run.args.eval_only and any(data != run.data for data in all_gather_object(run.data)):
-            raise UserError("the ranks read different data: DATA must be the same on all machines")
         if self.path:
             self._resume()
         elif run.config.finetune:

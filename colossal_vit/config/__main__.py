@@ -12,8 +12,10 @@ INTRODUCTION = """\
 <!-- Written by `python -m colossal_vit.config`; edit `colossal_vit/config/schema.py`. -->
 
 A config is a Python file. UPPERCASE names are hyper-parameters, lowercase ones switch features on. `--set KEY=VALUE`
-overrides a value; keys in a block have a dot: `--set parallel.tensor.size=2`. A key without a default is left out by
-`KEY=None`. Names that start with `_` are free for your own use.
+overrides a value; keys in a block have a dot: `--set parallel.tensor.size=2`. VALUE is a Python literal, or a string
+without quotes: `--set OPTIMIZER=lamb`, `--set fp16.mode=naive`. Of two overrides of a key, the last one counts. A key
+without a default is left out by `KEY=None`. AMP modes may be strings in a file too: `fp16 = dict(mode='naive')`. Names
+that start with `_` are free for your own use.
 
 Unknown keys, wrong values and keys that the script at hand does not use are errors. A default is the same in all
 scripts: {scripts}. `train_hybrid` has no `MODEL`, and needs the sizes of its model instead. An older name works as

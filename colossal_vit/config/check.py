@@ -12,11 +12,15 @@ from colossal_vit.errors import UserError
 SHOWN = 200  # a message shows so many characters of a value
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
-    """The end of a line about an unknown name: what was meant, or what there is."""
+def _did_you_mean(name: str, names: Iterable[str]) -> str:
     by_folded = {candidate.lower(): candidate for candidate in names}
     close = difflib.get_close_matches(name.lower(), by_folded, n=1, cutoff=0.5)
-    return f"; did you mean {by_folded[close[0]]}?" if close else f"; known are {', '.join(sorted(by_folded.values()))}"
+    return f"; did you mean {by_folded[close[0]]}?" if close else ""
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The end of a line about an unknown name: what was meant, or what there is."""
+    return _did_you_mean(name, names := list(names)) or f"; known are {', '.join(sorted(names))}"
 
 
 def shown(value: Any) -> str:
@@ -48,7 +52,8 @@ def check(values: Mapping[str, Any], source: str, settings: Mapping[str, Setting
             raise UserError(f"{source}: unknown key {name}{nearest(str(key), settings)}{helper}")
         if isinstance(setting, Setting):
             if not setting.rule.allows(value):
-                raise UserError(f"{source}: {name} = {shown(value)}, but it must be {setting.rule.expected}")
+                meant = _did_you_mean(value, setting.rule.names) if isinstance(value, str) else ""
+                raise UserError(f"{source}: {name} = {shown(value)}, but it must be {setting.rule.expected}{meant}")
         elif value is not None:
             if not isinstance(value, Mapping):
                 keys = ", ".join(setting.settings)

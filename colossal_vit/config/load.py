@@ -13,7 +13,7 @@ from typing import Any
 from colossal_vit.compat.patches import restore_amp_type
 from colossal_vit.config.check import check, check_effect, check_script
 from colossal_vit.config.complete import complete, older_names, replace_older_names
-from colossal_vit.config.overrides import Overridden, Override, override, parse_override
+from colossal_vit.config.overrides import Overridden, Override, override, parse_override, read
 from colossal_vit.config.schema import OLDER_NAMES, SCHEMA
 from colossal_vit.config.settings import OPTIONAL, Block, Setting
 from colossal_vit.errors import UserError
@@ -43,17 +43,17 @@ def _parse(texts: Iterable[str], script: str | None) -> list[Override]:
             that it stands for have different values.
     """
     given = [parse_override(text) for text in texts]
-    parsed, meant = [], []
+    parsed = []
     for path, value in given:
         if not path[0].startswith("_"):
             check(_leave_out(override({}, [(path, value)])), "--set")
             if len(path) == 1 and isinstance(block := SCHEMA.get(path[0]), Block) and block.default is not None:
                 value = complete(value or {}, None, block.settings)
         parsed.append((path, value))
-        for *_, settings in older_names(override({}, [(path, value)]), script):
-            meant += [(tuple(key.split(".")), new) for key, new in settings.items()]
-    replace_older_names(override({}, given), script, (), "--set")  # refuses two names with different values
-    return meant + parsed
+    values = override({}, given)
+    replace_older_names(values, script, (), "--set")  # refuses two names with different values
+    meant = [setting.items() for *_, setting in older_names(values, script)]
+    return [(tuple(key.split(".")), value) for items in meant for key, value in items] + parsed
 
 
 def _evaluate(path: Path, overrides: list[Override]) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def load(
     path = Path(path)
     parsed = _parse(overrides, script)
     overridden = [".".join(keys) for keys, _ in parsed]
-    values = _leave_out(_evaluate(path, parsed))
+    values = {key: read(value, SCHEMA.get(key)) for key, value in _leave_out(_evaluate(path, parsed)).items()}
     check(values, str(path))
     values = replace_older_names(values, script, overridden, str(path))
     if script is not None:

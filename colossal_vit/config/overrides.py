@@ -5,6 +5,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from colossal_vit.config.schema import setting_at
+from colossal_vit.config.settings import Block, Setting
 from colossal_vit.errors import UserError
 from colossalai.legacy.amp import AMP_TYPE
 
@@ -12,7 +14,7 @@ Override = tuple[tuple[str, ...], Any]  # the path of a key, and its value
 
 
 class _Literals(ast.NodeTransformer):
-    """`dict(a=1)` as the literal {'a': 1}, and `AMP_TYPE.NAIVE` as a constant, as configs write them."""
+    """`dict(a=1, b=text)` as the literal {'a': 1, 'b': 'text'}, and `AMP_TYPE.NAIVE` as a constant."""
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         if isinstance(node.value, ast.Name) and node.value.id == "AMP_TYPE":
@@ -28,19 +30,25 @@ class _Literals(ast.NodeTransformer):
         if not isinstance(node.func, ast.Name) or node.func.id != "dict" or node.args:
             return node
         keys = [keyword.arg and ast.Constant(keyword.arg) for keyword in node.keywords]
-        return ast.Dict(keys, [keyword.value for keyword in node.keywords])
+        values = [keyword.value for keyword in node.keywords]
+        return ast.Dict(keys, [ast.Constant(value.id) if isinstance(value, ast.Name) else value for value in values])
 
 
-def _quotes(key: str, literal: str) -> str:
-    """The advice to quote a string, for what can have been meant as one."""
-    return f"; a string needs quotes: --set \"{key}='{literal}'\"" if re.fullmatch(r"[\w./:~ -]+", literal) else ""
+def read(value: Any, setting: Setting | Block | None) -> Any:
+    """The value that is meant by one as written, also inside a block, see `Rule.read`; an unknown key's as it is."""
+    if isinstance(setting, Setting):
+        return setting.rule.read(value)
+    if isinstance(setting, Block) and isinstance(value, Mapping):
+        return {key: read(inner, setting.settings.get(key)) for key, inner in value.items()}
+    return value
 
 
 def parse_override(text: str) -> Override:
     """Parse one `--set` argument.
 
     Args:
-        text: `KEY=VALUE`; KEY may be nested with dots, VALUE is a Python literal, in which AMP_TYPE.<NAME> may stand.
+        text: `KEY=VALUE`; KEY may be nested with dots. VALUE is a Python literal, in which AMP_TYPE.<NAME> may stand,
+            or else a string without its quotes.
 
     Returns:
         The path of the key and the value.
@@ -54,11 +62,14 @@ def parse_override(text: str) -> Override:
     if not equals or not all(part.isidentifier() for part in path):
         raise UserError(f"--set {text}: must have the form KEY=VALUE, for example --set BATCH_SIZE=64")
     try:
-        return path, ast.literal_eval(_Literals().visit(ast.parse(literal, mode="eval")))
+        value = ast.literal_eval(_Literals().visit(ast.parse(literal, mode="eval")))
     except UserError as error:
         raise UserError(f"--set {text}: {error}") from None
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        raise UserError(f"--set {text}: {literal!r} is not a Python literal{_quotes(key, literal)}") from None
+        if not re.fullmatch(r"[^'\"\[({][^'\"]*", literal):  # a literal that is cut off, say
+            raise UserError(f"--set {text}: {literal!r} is not a Python literal") from None
+        value = literal
+    return path, read(value, setting_at(".".join(path)))
 
 
 class Overridden(dict):

@@ -18,11 +18,15 @@ class Rule:
     Attributes:
         allows: whether a value is right; never raises.
         ends: the smallest and the largest number that are, if it must be a number.
+        names: the strings that are, if it must be one of a few.
+        read: the value that is meant by one as written; never raises.
     """
 
     expected: str
     allows: Callable[[Any], bool]
     ends: tuple[float, float] | None = None
+    names: tuple[str, ...] = ()
+    read: Callable[[Any], Any] = lambda value: value
 
 
 def _is_int(value: Any) -> bool:
@@ -55,6 +59,7 @@ def one_of(*allowed: Any) -> Rule:
     return Rule(
         f"one of {', '.join(map(repr, allowed))}",
         lambda value: any(type(value) is type(choice) and value == choice for choice in allowed),
+        names=tuple(choice for choice in allowed if isinstance(choice, str)),
     )
 
 
@@ -93,6 +98,8 @@ DICTS = Rule(
     "a list of dicts", lambda value: isinstance(value, (list, tuple)) and all(isinstance(each, dict) for each in value)
 )
 MODE = Rule(
-    "AMP_TYPE.TORCH, AMP_TYPE.NAIVE, AMP_TYPE.APEX or None",
+    "AMP_TYPE.TORCH, AMP_TYPE.NAIVE or AMP_TYPE.APEX, that name as a string, or None",
     lambda value: value is None or isinstance(value, AMP_TYPE),
+    names=tuple(AMP_TYPE.__members__),
+    read=lambda value: AMP_TYPE.__members__.get(value.upper(), value) if isinstance(value, str) else value,
 )

@@ -10,9 +10,9 @@ from colossal_vit.config.settings import CALTECH101, DP, HYBRID, IMAGENET
 from colossal_vit.data.batches import FakeBatches, Loader, SyntheticBatches
 from colossal_vit.data.decoding import endings
 from colossal_vit.data.folders import INDEX_FILES, class_folders, has_class_folders, list_files
-from colossal_vit.data.identity import identify
+from colossal_vit.data.identity import differences, identify
 from colossal_vit.errors import UserError
-from colossal_vit.parallel.ranks import run_on_rank_0
+from colossal_vit.parallel.ranks import all_gather_object, run_on_rank_0
 from colossal_vit.run import Run
 from colossalai.context import Config
 
@@ -172,6 +172,19 @@ def settle_classes(config: Config, count: int, where: Path) -> None:
 def describe_data(
     run: Run, name: str, counts: tuple[int, int], classes: Sequence[str] | int, digest: str, folder: Path
 ) -> None:
-    """Log how many images a run has, and keep their identity in `run.data`; for the arguments see `identify`."""
+    """Log how many images a run has, and keep their identity in `run.data`. Collective.
+
+    Args:
+        run: of which data.
+        name, counts, classes, digest: see `identify`.
+        folder: where they are.
+
+    Raises:
+        UserError: on every rank, if not all read the same data, in whichever folder.
+    """
     run.data = identify(name, counts, classes, digest)
     run.log.info(f"{counts[0]} training and {counts[1]} test images from {folder}")
+    of_rank_0, *others = all_gather_object(run.data)
+    for rank, data in enumerate(others, start=1):
+        if said := differences(of_rank_0, data):
+            raise UserError(f"rank 0 and rank {rank} read different data ({said}): DATA must be the same on all nodes")

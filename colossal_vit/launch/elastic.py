@@ -5,14 +5,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 from colossal_vit.errors import TrainingError, UserError
 from colossal_vit.hooks.signals import heard_signals
 from colossal_vit.launch.launchers import Rendezvous
-from colossal_vit.launch.rendezvous import prefix
 from colossal_vit.parallel.layout import Layout
 from colossalai.context import Config
 
@@ -121,20 +119,20 @@ def end(code: int = 0) -> None:
         time.sleep(LOOK)
 
 
-def wait_without_work(rendezvous: Rendezvous, timeout: float) -> NoReturn:
+def wait_without_work(store: dist.Store, rendezvous: Rendezvous, timeout: float) -> NoReturn:
     """Wait until the run is over, and end this process with its exit code.
 
     On a signal to stop, the ranks still have to save a checkpoint, and srun and mpirun kill them if this process ends
     before. So it ignores the signal for `timeout` seconds. (torchrun waits for all processes itself.)
 
     Args:
+        store: see `join_store`.
         rendezvous: this process, which is not one of the ranks.
-        timeout: seconds to wait for the store, and for the ranks after a signal.
+        timeout: seconds to wait for the ranks after a signal.
 
     Raises:
         TrainingError: if the ranks end otherwise.
     """
-    options = dict(timeout=timedelta(seconds=timeout), wait_for_workers=False)
     deadline = math.inf
 
     def wait_for_ranks(number: int, frame: Any) -> None:
@@ -142,7 +140,6 @@ def wait_without_work(rendezvous: Rendezvous, timeout: float) -> NoReturn:
         deadline = min(deadline, time.monotonic() + timeout)
 
     try:
-        store = dist.PrefixStore(prefix(), dist.TCPStore(rendezvous.host, rendezvous.port, **options))
         if rendezvous.launcher != "torch":
             for number in heard_signals():
                 signal.signal(number, wait_for_ranks)

@@ -40,8 +40,9 @@ def _prints(error: Exception) -> bool:
             return dist.distributed_c10d._get_default_store().add("error-printed", 1) == 1
         return False
     rank, host_name, port = rank_host_port()
-    if rank == 0 or getattr(error, "own", False):
-        return True
+    own = getattr(error, "own", None)
+    if rank == 0 or own is not None:
+        return rank == 0 or own
     time.sleep(5)  # meanwhile, a launcher that ends all ranks after the first has ended this one
     if not host_name or not port or not port.isdigit():
         return True

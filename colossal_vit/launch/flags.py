@@ -1,8 +1,6 @@
 """The command line that all train scripts share."""
 
 import argparse
-import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,20 +58,14 @@ class Arguments(argparse.Namespace):
 
 
 class TrainParser(Parser):
-    """Parses the command line of a train script, in which no flag for one value is given twice, and each has its rule.
+    """Parses the command line of a train script, in which each flag has its rule, and the last of several counts.
 
     Raises:
         UserError: naming flag and value.
     """
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: None = None) -> Arguments:
-        words = sys.argv[1:] if args is None else args
-        given = [self._option_string_actions.get(word.split("=")[0]) for word in words]
-        times = Counter(action.dest for action in given if isinstance(action, argparse._StoreAction))
-        parsed = super().parse_args(words, Arguments())
-        for name, count in times.items():
-            if count > 1:
-                raise UserError(f"{_flag(name)} is given {count} times: leave all but one out")
+        parsed = super().parse_args(args, Arguments())
         for name, rule in RULES.items():
             value = getattr(parsed, name)
             if value is not None and not rule.allows(value):
@@ -129,7 +121,8 @@ def get_parser(description: str | None = None) -> TrainParser:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="override a value of the config with a Python literal; repeatable, nested keys with dots",
+        help="override a value of the config with a Python literal, or a string without quotes; repeatable, nested "
+        "keys with dots",
     )
     parser.add_argument(
         "--timeout",

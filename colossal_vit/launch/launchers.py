@@ -4,6 +4,7 @@ import argparse
 import os
 import re
 import socket
+import zlib
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from colossal_vit.errors import UserError
 from colossalai.context import Config
 
 DEFAULT_PORT = 29500
+FIRST_PORT, NUM_PORTS = 20_000, 20_000  # of runs that a launcher tells apart
 SLURM_NO_STEP = 0xFFFFFFF0  # from here on, SLURM's step numbers mean batch scripts and shells, not steps of srun
 
 
@@ -24,6 +26,7 @@ class Rendezvous:
         local_rank: the rank among the processes on this machine.
         host, port: where rank 0 listens.
         found: the launcher's name for the log.
+        run: what tells this run from others of the launcher, the same on all its ranks; empty if nothing does.
     """
 
     launcher: str
@@ -33,6 +36,7 @@ class Rendezvous:
     host: str
     port: int
     found: str = "nobody"
+    run: str = ""
 
 
 def _check_rank(rank: int, world_size: int) -> None:
@@ -50,23 +54,23 @@ def _environ(*names: str) -> list[int]:
 
 
 def first_slurm_host(node_list: str) -> str:
-    """The first host name of a SLURM node list: `gpu[03-05,9],login` gives `gpu03`.
+    """The first host name of a SLURM node list: `rack[1-2]gpu[03-05,9],login` gives `rack1gpu03`.
 
     Raises:
         UserError: if there is none.
     """
-    match = re.match(r"([^,\[]+)(?:\[([^\]]+)\])?([^,]*)", node_list)
-    if not match:
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", node_list)  # commas inside brackets separate numbers
+    if not first:
         raise UserError(f"SLURM_NODELIST = {node_list!r}: no host name in it; give --host")
-    prefix, numbers, suffix = match.groups()
-    return prefix + (re.split(r"[,-]", numbers)[0] if numbers else "") + suffix
+    return re.sub(r"\[(\w*)[^\]]*\]", r"\1", first.group())
 
 
 def _from_torch(args: argparse.Namespace) -> Rendezvous:
     rank, local_rank, world_size, port = _environ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
     where = " in a SLURM job" if "SLURM_JOB_ID" in os.environ else ""
     host = os.environ.get("MASTER_ADDR", "localhost")
-    return Rendezvous("torch", rank, local_rank, world_size, host, port, f"torchrun{where}")
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return Rendezvous("torch", rank, local_rank, world_size, host, port, f"torchrun{where}", run)
 
 
 def _from_slurm(args: argparse.Namespace) -> Rendezvous:
@@ -80,8 +84,14 @@ def _from_slurm(args: argparse.Namespace) -> Rendezvous:
         )
     host = os.environ.get("HOST", "")
     if not host or host.split(".")[0] == os.environ.get("SLURM_SUBMIT_HOST", "").split(".")[0]:  # tcsh exports HOST
-        host = first_slurm_host(os.environ.get("SLURM_NODELIST", "localhost"))
-    return Rendezvous("slurm", rank, local_rank, world_size, host, 20000 + job % 20000, f"srun in job {job}")
+        nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_NODELIST")
+        host = first_slurm_host(nodes or "localhost")
+    # Each task of an array is a job of its own. So is each component of a heterogeneous job, whose first one counts.
+    job = _first_number("SLURM_JOB_ID_HET_GROUP_0") or job
+    step = _first_number("SLURM_STEP_ID") or 0
+    port = FIRST_PORT + (job + 7919 * step) % NUM_PORTS  # a prime, so that steps of nearby jobs do not share ports
+    run = f"job {job}, step {step}"
+    return Rendezvous("slurm", rank, local_rank, world_size, host, port, f"srun in {run}", f"SLURM {run}")
 
 
 def _from_openmpi(args: argparse.Namespace) -> Rendezvous:
@@ -93,7 +103,9 @@ def _from_openmpi(args: argparse.Namespace) -> Rendezvous:
         host = first_slurm_host(nodes)  # mpirun starts rank 0 on the first node of the job
     if not host:
         raise UserError("mpirun on several nodes needs --host, the node of rank 0")
-    return Rendezvous("openmpi", rank, local_rank, world_size, host, DEFAULT_PORT, "mpirun")
+    job = os.environ.get("PMIX_NAMESPACE", "")  # of OpenMPI 4 and 5
+    port = FIRST_PORT + zlib.crc32(job.encode()) % NUM_PORTS if job else DEFAULT_PORT
+    return Rendezvous("openmpi", rank, local_rank, world_size, host, port, "mpirun", f"mpirun {job}".strip())
 
 
 def free_port() -> int:
@@ -136,14 +148,17 @@ def _find_launcher() -> str:
 def find_rendezvous(args: argparse.Namespace) -> Rendezvous:
     """Detect the launcher, or take `--launcher`, and read its `Rendezvous`; `--host` and `--port` override that.
 
+    They do not under torchrun, which has made the rendezvous already.
+
     Raises:
         UserError: if it is incomplete or contradictory, or the host cannot be resolved.
     """
     name = _find_launcher() if args.launcher == "auto" else args.launcher
     rendezvous = LAUNCHERS[name](args)
     _check_rank(rendezvous.rank, rendezvous.world_size)
-    rendezvous.host = args.host or rendezvous.host
-    rendezvous.port = args.port or rendezvous.port
+    if name != "torch":
+        rendezvous.host = args.host or rendezvous.host
+        rendezvous.port = args.port or rendezvous.port
     if not 0 < rendezvous.port < 65536:
         raise UserError(f"--port {rendezvous.port}: a port is a number from 1 to 65535")
     try:
@@ -151,6 +166,13 @@ def find_rendezvous(args: argparse.Namespace) -> Rendezvous:
     except (OSError, UnicodeError) as error:
         raise UserError(f"--host {rendezvous.host}: {getattr(error, 'strerror', None) or error}") from None
     return rendezvous
+
+
+def ignored_flags(args: argparse.Namespace, rendezvous: Rendezvous) -> list[str]:
+    """The flags of a command line that do not count, because the launcher has said the same."""
+    settled = {"none": (), "torch": ("rank", "world_size", "host", "port")}
+    names = settled.get(rendezvous.launcher, ("rank", "world_size"))
+    return [f"--{name}" for name in names if getattr(args, name) is not None]
 
 
 def _first_number(*names: str) -> int | None:
@@ -170,6 +192,8 @@ def rank_host_port() -> tuple[int, str | None, str | None]:
     for name in ("rank", "host", "port"):
         flags.add_argument(f"--{name}", nargs="?")
     given = flags.parse_known_args()[0]
+    if _find_launcher() == "torch":
+        return launched_rank(), os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     rank = int(given.rank) if given.rank and given.rank.isdecimal() else launched_rank()
     return rank, given.host or os.environ.get("MASTER_ADDR"), given.port or os.environ.get("MASTER_PORT")
 

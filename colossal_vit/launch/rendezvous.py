@@ -1,16 +1,20 @@
-"""Rendezvous of the ranks: network addresses, the shared store, and the check that all agree on the world size."""
+"""Rendezvous of the ranks: network addresses, the shared store, and the check that all are of one run."""
 
 import errno
+import json
 import os
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import psutil
 import torch.distributed as dist
 from colossal_vit.errors import UserError, end_process, error_line
+from colossal_vit.launch.agreement import describe_difference
 from colossal_vit.launch.launchers import Rendezvous
 
 DOCUMENTATION_ADDRESS = "192.0.2.1"  # RFC 5737: assigned to no host, so its route is the default route
@@ -75,54 +79,76 @@ def _agent_has_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def prefix() -> str:
-    """The prefix of the ranks' keys in the store, another one after each restart if the store stays.
+def _prefix(run: str) -> str:
+    """The prefix of a run's keys in the store, which agents of several runs may share.
 
-    Otherwise it is always the same: an agent of torchrun that joined later has counted fewer restarts.
+    It is another one after each restart if the store stays. Otherwise it is always the same: an agent of torchrun that
+    joined later has counted fewer restarts.
     """
-    return f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}" if _agent_has_store() else "ranks"
+    attempt = f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}" if _agent_has_store() else "ranks"
+    return f"{run}/{attempt}"
 
 
-def _connect(rendezvous: Rendezvous, timeout: float) -> dist.Store:
+def _connect(rendezvous: Rendezvous, timeout: float, common: Mapping[str, Any]) -> dist.Store:
     """`join_store`, but errors of torch and of the operating system are not converted."""
-    patience = timedelta(seconds=timeout)
-    options = {"world_size": rendezvous.world_size, "timeout": patience}
-    if rendezvous.rank == 0 and not (rendezvous.launcher == "torch" and _agent_has_store()):
-        listener = listen(rendezvous.host, rendezvous.port).detach()  # the store closes it
-        store = dist.TCPStore(rendezvous.host, rendezvous.port, is_master=True, master_listen_fd=listener, **options)
+    rank, place = rendezvous.rank, (rendezvous.host, rendezvous.port)
+    common = {"--world_size": rendezvous.world_size, **common}
+    options = {"timeout": timedelta(seconds=timeout), "wait_for_workers": False}
+    if rendezvous.launcher == "torch" and _agent_has_store():
+        store = dist.TCPStore(*place, is_master=False, **options)
+    elif rank == 0:
+        listener = listen(*place).detach()  # the store closes it
+        store = dist.TCPStore(*place, is_master=True, master_listen_fd=listener, **options)
+        store.set("run", rendezvous.run)
     else:
-        store = dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, **options)
-    store = dist.PrefixStore(prefix(), store)
-    store.set(f"world-size-{rendezvous.rank}", str(rendezvous.world_size))
-    if store.add(f"rank-{rendezvous.rank}", 1) > 1:
-        store.set("problem", f"rank {rendezvous.rank} is there twice: give each process a --rank of its own")
-    if rendezvous.rank == 0:
-        store.set("verdict", _verdict(store, rendezvous.world_size, timeout))
+        store = dist.TCPStore(*place, is_master=False, **options)
+        if (found := store.get("run").decode()) != rendezvous.run:
+            of_others, own = (run or "started by hand" for run in (found, rendezvous.run))
+            raise UserError(
+                f"rank {rank} of this run ({own}) has met another run ({of_others}) at {place[0]}:{place[1]}: give "
+                f"each a --port of its own",
+                own=True,
+            )
+    store = dist.PrefixStore(_prefix(rendezvous.run), store)
+    twice = store.add(f"rank-{rank}", 1) > 1
+    if twice:
+        store.set("problem", f"rank {rank} is there twice: give each process a --rank of its own")
+    else:
+        store.set(f"common-{rank}", json.dumps(common))
+        if rank == 0:
+            store.set("verdict", _verdict(store, rendezvous.world_size, timeout, common))
     if verdict := store.get("verdict").decode():
-        if rendezvous.rank == 0:
+        if rank == 0:
             time.sleep(1.0)  # time for the others to read it, since the store ends with this process
-        raise UserError(verdict)
+        raise UserError(verdict, own=False)
+    # Whoever comes after the verdict judges itself.
+    late = f"rank {rank} is there twice" if twice else describe_difference(_common(store, 0), common, rank)
+    if late:
+        raise UserError(f"{late}; the run has started without this process", own=True)
     return store
 
 
-def _verdict(store: dist.Store, world_size: int, timeout: float) -> str:
-    """Rank 0's check that all ranks have joined once, with the same world size: the error, or an empty string."""
-    keys = [f"world-size-{rank}" for rank in range(world_size)]
+def _common(store: dist.Store, rank: int) -> dict[str, Any]:
+    return json.loads(store.get(f"common-{rank}"))
+
+
+def _verdict(store: dist.Store, world_size: int, timeout: float, common: Mapping[str, Any]) -> str:
+    """Rank 0's check that all ranks have joined once, and have the same in common: the error, or an empty string."""
+    missing = list(range(1, world_size))
     deadline = time.monotonic() + timeout
-    while not store.check(keys) and not store.check(["problem"]):
+    while True:
+        if store.check(["problem"]):
+            return store.get("problem").decode()
+        for rank in [rank for rank in missing if store.check([f"common-{rank}"])]:
+            missing.remove(rank)
+            if difference := describe_difference(common, _common(store, rank), rank):
+                return difference
+        if not missing:
+            return ""
         if time.monotonic() > deadline:
-            missing = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
-            return f"rank {missing} of {world_size} did not come within {timeout:g} s (--timeout)"
+            said = ", ".join(map(str, missing))
+            return f"rank {said} of {world_size} did not come within {timeout:g} s (--timeout)"
         time.sleep(0.01)
-    if store.check(["problem"]):
-        return store.get("problem").decode()
-    for rank, key in enumerate(keys):
-        if (said := int(store.get(key))) != world_size:
-            return (
-                f"rank 0 was started for a world of {world_size} processes, rank {rank} for one of {said}: give all "
-                f"the same --world_size"
-            )
-    return ""
 
 
 def _end_at_foreign_listener(rendezvous: Rendezvous, joined: threading.Event) -> None:
@@ -152,20 +178,22 @@ def _end_at_foreign_listener(rendezvous: Rendezvous, joined: threading.Event) ->
         end_process(error.exit_code, error_line(error))
 
 
-def join_store(rendezvous: Rendezvous, timeout: float) -> dist.Store:
-    """Wait until all ranks have joined, and check that they agree on the world size.
+def join_store(rendezvous: Rendezvous, timeout: float, common: Mapping[str, Any]) -> dist.Store:
+    """Wait until all ranks have joined, and check that they are of one run.
 
     Also sets GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, unless they are set, to the interface that routes to rank 0.
 
     Args:
         rendezvous: this process, and where rank 0 listens.
         timeout: seconds to wait.
+        common: what all ranks must have in common, see `agreement.common`.
 
     Returns:
         The store that the ranks share.
 
     Raises:
-        UserError: if a rank does not join in time or joins twice, the world sizes differ, or rank 0 is unreachable.
+        UserError: on all ranks, if one does not join in time, joins twice, or differs in `common`; on this one alone,
+            if it meets another run, comes too late, or does not reach rank 0.
     """
     place = f"{rendezvous.host}:{rendezvous.port}"
     if (interface := interface_towards(rendezvous.host)) is not None:
@@ -175,13 +203,15 @@ def join_store(rendezvous: Rendezvous, timeout: float) -> dist.Store:
     if rendezvous.rank > 0 and rendezvous.launcher != "torch":  # torchrun hosts the store itself
         threading.Thread(target=_end_at_foreign_listener, args=(rendezvous, joined), daemon=True).start()
     try:
-        return _connect(rendezvous, timeout)
+        return _connect(rendezvous, timeout, common)
     except dist.DistNetworkError as error:
         reason = str(error).splitlines()[0]
     except dist.DistStoreError as error:
         reason = f"{str(error).splitlines()[0]} (--timeout {timeout:g})"
     except OSError as error:
-        reason = "the port is already in use" if error.errno == errno.EADDRINUSE else error.strerror
+        reason = (
+            "the port is already in use; choose another --port" if error.errno == errno.EADDRINUSE else error.strerror
+        )
     finally:
         joined.set()
     raise UserError(

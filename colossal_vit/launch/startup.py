@@ -17,9 +17,10 @@ from colossal_vit.engine import precision
 from colossal_vit.errors import UserError
 from colossal_vit.hooks import wandb_run
 from colossal_vit.launch import elastic, watchdog
+from colossal_vit.launch.agreement import common
 from colossal_vit.launch.flags import Arguments
 from colossal_vit.launch.groups import check_granted, choose_backend, choose_device, launch_groups
-from colossal_vit.launch.launchers import find_rendezvous, planned_rendezvous
+from colossal_vit.launch.launchers import find_rendezvous, ignored_flags, planned_rendezvous
 from colossal_vit.launch.rendezvous import join_store
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.ranks import RankLogger
@@ -96,7 +97,6 @@ def start(args: Arguments) -> Run:
                 "--resume never would start from scratch whenever a machine joins: give another --output instead"
             )
         config, layout = elastic.fit(config, size, lambda more: read_config(args, more)[0], args.check)
-        rendezvous.world_size = layout.world_size
     else:
         layout = Layout.of(config, rendezvous.world_size)
         if args.check is not None:
@@ -104,8 +104,11 @@ def start(args: Arguments) -> Run:
     backend = choose_backend(args, rendezvous, layout)
     if not args.observer:
         check_granted(args)
-    if rendezvous.rank >= layout.world_size:  # what a rank refuses until here, a process without work has refused too
-        elastic.wait_without_work(rendezvous, args.timeout)
+        parent.watch(rendezvous.launcher != "none", args.timeout)
+        store = join_store(rendezvous, args.timeout, common(args, wanted, backend))
+        if rendezvous.rank >= layout.world_size:
+            elastic.wait_without_work(store, rendezvous, args.timeout)
+    rendezvous.world_size = layout.world_size
 
     torch.set_default_dtype(getattr(torch, config.DTYPE))
     if not torch.cuda.is_available():
@@ -117,8 +120,6 @@ def start(args: Arguments) -> Run:
         config = launch_groups(config, rendezvous, "fake", args.observer.store, args.timeout, device)
         args.observer.prepare(device)
         return Run(args, config, layout, output, device, RankLogger(0), args.observer.observe)
-    parent.watch(rendezvous.launcher != "none", args.timeout)
-    store = join_store(rendezvous, args.timeout)
     if config.ELASTIC and rendezvous.rank == 0:
         elastic.begin(store, range(layout.world_size, size))
     with watchdog.time_limit(2 * args.timeout):
@@ -130,6 +131,8 @@ def start(args: Arguments) -> Run:
         f"by {rendezvous.found}, rendezvous at {rendezvous.host}:{rendezvous.port}",
         ranks=None,
     )
+    if ignored := ignored_flags(args, rendezvous):
+        log.info(f"{', '.join(ignored)} ignored: {rendezvous.found} says where the ranks meet")
     if device.type == "cpu" and (warning := cpu.idle_gpus()):
         log.info(warning)
     if config.ELASTIC:

@@ -134,7 +134,7 @@ class Ranks:
 
     def __init__(self, main: Callable[[Arguments], Any], args: Arguments):
         self.main, self.args, self.launched = main, args, find_rendezvous(args)
-        self.store = join_store(self.launched, args.timeout) if self.launched.world_size > 1 else None
+        self.store = join_store(self.launched, args.timeout, {}) if self.launched.world_size > 1 else None
         self._runs = self._exchanged = 0
 
     def train(
