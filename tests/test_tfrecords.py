@@ -921,16 +921,20 @@ MISTAKES = {
     "no val": (lambda raw: shutil.rmtree(raw / "val"), "{raw}: has train/; train/ and one of"),
     "two validations": (lambda raw: (raw / "validation").mkdir(), "has train/ and val/ and validation/"),
     "no classes": (lambda raw: [shutil.rmtree(raw / "train"), (raw / "train").mkdir()], "{raw}/train: has no class"),
-    "an empty class": (lambda raw: (raw / "train" / "n00000010").mkdir(), "{raw}/val: has no class folder n00000010"),
+    "an empty class": (
+        lambda raw: (raw / "train" / "n00000010").mkdir(),
+        "{raw}/train/n00000010: has no images; fill",
+    ),
     "no images": (
-        lambda raw: [path.unlink() for path in (raw / "val" / WNIDS[4]).iterdir()],
-        "{raw}/val/n00000004: has no images; fill it or remove it",
+        lambda raw: [path.unlink() for path in (raw / "train" / WNIDS[4]).iterdir()],
+        "{raw}/train/n00000004: has no images; fill it or remove it",
     ),
     "only a folder in a class": (
         lambda raw: (
-            [path.unlink() for path in (raw / "val" / WNIDS[4]).iterdir()] + [(raw / "val" / WNIDS[4] / "a").mkdir()]
+            [path.unlink() for path in (raw / "train" / WNIDS[4]).iterdir()]
+            + [(raw / "train" / WNIDS[4] / "a").mkdir()]
         ),
-        "{raw}/val/n00000004: has no images; put images in it or move it out of the data",
+        "{raw}/train/n00000004: has no images; put images in it or move it out of the data",
     ),
     "a file": (lambda raw: [shutil.rmtree(raw), raw.touch()], "{raw}: is a file, not a folder"),
     "images without class folders": (
@@ -946,9 +950,13 @@ MISTAKES = {
         lambda raw: [make_run(raw / split / WNIDS[4]) for split in ("train", "val")],
         "{raw}/train/n00000004: is a run directory, not images",
     ),
+    "no test images": (
+        lambda raw: [path.unlink() for path in (raw / "val").glob("*/*")],
+        "{raw}/val: has no images; put images in it or move it out of the data",
+    ),
     "an unknown class": (
         lambda raw: (raw / "val" / "new").mkdir(),
-        "{raw}/train: has no class folder new, which {raw}/val has",
+        "{raw}/val/new: there is no such class in {raw}/train; add it there, or remove it",
     ),
     "a flat val": (
         lambda raw: [shutil.rmtree(raw / "val"), (raw / "val").mkdir(), (raw / "val" / "a.JPEG").touch()],

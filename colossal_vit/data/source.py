@@ -170,8 +170,14 @@ def settle_classes(config: Config, count: int, where: Path) -> None:
 
 
 def describe_data(
-    run: Run, name: str, counts: tuple[int, int], classes: Sequence[str] | int, digest: str, folder: Path
+    run: Run,
+    name: str,
+    counts: tuple[int, int],
+    classes: Sequence[str] | int,
+    digest: str,
+    folder: Path,
+    contents: tuple[str, str] | None = None,
 ) -> None:
     """Log how many images a run has, and keep their identity in `run.data`; for the arguments see `identify`."""
-    run.data = identify(name, counts, classes, digest)
+    run.data = identify(name, counts, classes, digest, contents)
     run.log.info(f"{counts[0]} training and {counts[1]} test images from {folder}")
