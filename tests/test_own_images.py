@@ -634,11 +634,11 @@ def test_lack_of_memory_is_not_kept_as_damage(tmp_path, monkeypatch):
     root, log, decode = write(tmp_path, {"cat": 3, "dog": 3}), RankLogger(), class_images.read_rgb
     images = find_images(root, root / ".decoded")
     digests = class_images.digest_contents(images, log)
-    for error in (MemoryError(), OSError(5, "Input/output error")):
+    for error, words in (MemoryError(), "MemoryError"), (OSError(5, "Input/output error"), "[Errno 5] Input"):
         monkeypatch.setattr(class_images, "read_rgb", lambda path, error=error: (_ for _ in ()).throw(error))
         faults, _ = class_images.check_images(images, digests, 8, log)
         assert len(faults) == 6
-        assert f"cannot be decoded: {error or 'MemoryError'}; " in faults[0]
+        assert f"cannot be decoded: {words}" in faults[0]
     monkeypatch.setattr(class_images, "read_rgb", decode)
     assert class_images.check_images(images, digests, 8, log) == ({}, {})
 
@@ -715,7 +715,7 @@ def test_images_that_are_decoded_for_each_batch_are_the_same(layout, flat, alone
     root = shutil.copytree(flat, tmp_path / "data", ignore=shutil.ignore_patterns(".decoded"))
     run = train(tmp_path / "run", root, layout=layout, KEEP_DECODED=False)
     assert [step["loss"] for step in run.steps] == pytest.approx([step["loss"] for step in alone.steps], rel=1e-5)
-    assert os.listdir(root / ".decoded") == ["contents.json"]
+    assert sorted(os.listdir(root / ".decoded")) == ["checked.json", "contents.json"]
 
 
 def test_classes_of_any_name_are_evaluated_and_asked_about(tmp_path, capfd, monkeypatch):
@@ -966,6 +966,13 @@ def test_what_is_left_out_is_said(flat, tmp_path):
     root = shutil.copytree(flat, tmp_path / "data", ignore=shutil.ignore_patterns(".decoded"))
     (root / "cat" / "notes.txt").touch()
     (root / "movie.mp4").touch()
-    run = train(tmp_path / "run", root, steps=1)
-    assert "2 files that are no images are left out (.mp4 1, .txt 1), the first is" in run.said
+    (root / "cat" / "@eaDir").mkdir()
+    save("plain.png")(root / "cat")
+    shutil.copy(root / "cat" / "plain.png", root / "Ähre" / "plain.png")
+    for _ in range(2):  # also of images that were decoded before
+        said = train(tmp_path / "run", root, steps=1).said
+        assert "2 files that are no images are left out (.mp4 1, .txt 1), the first is" in said
+        assert f"1 folders of file servers or operating systems are left out, the first is {root}/cat/@eaDir" in said
+        assert f"2 images are of one colour; the first is {root}/cat/plain.png: is of one colour" in said
+        assert "1 images are in another class too, the first is cat/plain.png and Ähre/plain.png" in said
     assert sorted(os.listdir(root)) == sorted([".decoded", *CLASSES, "movie.mp4"])
