@@ -670,6 +670,8 @@ def test_files_that_change_behind_a_runs_back_are_refused_by_name(tmp_path):
         CHANGES[name](other)
         line = training.refused(tmp_path / "run", DATA=str(other), steps=2, NUM_EPOCHS=3, **options)
         assert re.search(words, line)
+    said = train(tmp_path / "run", other, "--eval-only", steps=None, **options).said
+    assert "this run's data are others than those of the checkpoint (content of t" in said
     run = shutil.copytree(tmp_path / "run", tmp_path / "accepted")
     train(run, other, "--accept-changes", steps=2, **options)
     train(tmp_path / "run", shutil.copytree(root, tmp_path / "copy"), steps=2, **options)

@@ -103,26 +103,26 @@ def find_images(root: Path, caches: Path, parts: Sequence[str] = ("",), skip: st
                 folder = root / part / folders[others[0]][0]
                 raise UserError(f"{folder}: there is no such class in {root / parts[0]}; add it there, or remove it")
             left_out += [os.path.join(part, file) for file in beside]
-            before, lacking = len(files), []
-            for label, name in enumerate(classes):
-                count = len(files)
-                for folder in folders.get(name, ()):
-                    for file in list_files(root / part / folder, omitted):
-                        path = os.path.join(part, folder, file.path)
-                        if Path(path).suffix.lower() in known:
-                            files.append((path, file.size, " ".join(map(str, (path, *file[1:]))), label))
-                        else:
-                            left_out.append(path)
-                if len(files) == count:
-                    lacking.append(name)
-            if lacking and (part == parts[0] or len(files) == before):
+            found = [
+                (label, os.path.join(part, folder, file.path), file)
+                for label, name in enumerate(classes)
+                for folder in folders.get(name, ())
+                for file in list_files(root / part / folder, omitted)
+            ]
+            images = [entry for entry in found if Path(entry[1]).suffix.lower() in known]
+            left_out += [path for _, path, _ in found if Path(path).suffix.lower() not in known]
+            there = {label for label, *_ in images}
+            lacking = [name for label, name in enumerate(classes) if label not in there]
+            if lacking and (part == parts[0] or not there):
                 folder = root / part / (folders[lacking[0]][0] if part == parts[0] else "")
                 kinds = ", ".join(sorted(known))
                 raise UserError(f"{folder}: has no images ({kinds}); {advice_without_images(folder)}")
             untested += say_untested(root / part, lacking, len(classes))
-    paths, sizes, versions, labels = map(list, zip(*files, strict=True))
+            files += images
+    labels, paths, found = zip(*files, strict=True)
+    versions = [" ".join(map(str, (path, *file[1:]))) for path, file in zip(paths, found, strict=True)]
     said = [*_say_left_out(root, left_out), *say_omitted(omitted), *untested]
-    return Images(root, caches, classes, paths, sizes, versions, np.array(labels), said)
+    return Images(root, caches, classes, list(paths), [file.size for file in found], versions, np.array(labels), said)
 
 
 def find_parts(root: Path) -> tuple[list[str], list[str]]:
