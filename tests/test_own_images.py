@@ -31,6 +31,7 @@ from colossal_vit.hooks import answers as answers_hook
 from colossal_vit.parallel.ranks import RankLogger
 from colossalai.context import Config
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 import training
 from layouts import LAYOUTS
@@ -134,6 +135,12 @@ def save_upside_down(folder):
     exif = Image.Exif()
     exif[ORIENTATION] = 3
     image.save(folder / "a.jpg", exif=exif, quality=95)
+
+
+def save_with_text(folder):
+    text = PngInfo()
+    text.add_text("exif", "orientation 6")
+    save("a.png", pnginfo=text)(folder)
 
 
 def save_palette(folder, **options):
@@ -243,6 +250,7 @@ ODD_FILES = {  # what is in the folder of a class; the colour it is taken with, 
     "grey TIFF of 16 bits": (save_array("a.tif", np.full((20, 20), 120 * 257, np.uint16)), GREY),
     "CMYK": (save("a.jpg", "CMYK", (*(255 - value for value in COLOUR), 0), quality=95), COLOUR),
     "EXIF orientation": (save_upside_down, COLOUR),
+    "text that is called exif": (save_with_text, COLOUR),
     "another format's ending": (save_and("a.webp", lambda path: path.rename(path.with_suffix(".jpg"))), COLOUR),
     "ending in upper case": (save_and("a.jpg", lambda path: path.rename(path.with_suffix(".JPG"))), COLOUR),
     "spaces and a line break": (save(" a \n b.png"), COLOUR),
@@ -537,15 +545,14 @@ def test_data_that_are_copied_or_moved_are_not_decoded_again(move, tmp_path, mon
     assert folders[0] == folders[1]
 
 
-def test_images_of_the_same_content_on_both_sides_or_in_two_classes_are_said(tmp_path):
+def test_images_of_the_same_content_on_both_sides_or_in_two_classes_are_said(tmp_path, capfd):
     root = write(tmp_path / "data" / "train", {"cat": 6, "dog": 5}).parent
     write(root / "val", {"cat": 4, "dog": 3}, seed=1)
 
     def said():
         images = find_images(root, root / ".decoded", ["train", "val"])
-        of_train = np.array([path.startswith("train") for path in images.paths])
-        sides = (torch.from_numpy(np.flatnonzero(side)) for side in (of_train, ~of_train))
-        return list(class_images.say_copies(images, class_images.digest_contents(images, RankLogger()), *sides))
+        digests = class_images.digest_contents(images, RankLogger())
+        return list(class_images.say_copies(images, digests, *class_images.split_by_folder(images)))
 
     assert said() == []
     shutil.copy(root / "train" / "cat" / "2 x.webp", root / "train" / "cat" / "copy.webp")
@@ -557,6 +564,8 @@ def test_images_of_the_same_content_on_both_sides_or_in_two_classes_are_said(tmp
     shutil.copy(root / "train" / "dog" / "4 x.tif", root / "train" / "cat" / "4 x.tif")
     classes = "1 images are in another class too, the first is train/cat/4 x.tif and train/dog/4 x.tif"
     assert said() == [f"2 of 9 test images are training images too, {first}", classes]
+    assert packing.main(["--verify", str(root)]) == 0
+    assert said() == capfd.readouterr().out.splitlines()[-4:-2]
 
 
 def test_images_of_one_colour_are_said(tmp_path):
@@ -570,7 +579,7 @@ def test_images_of_one_colour_are_said(tmp_path):
     for _ in range(2):
         faults, odd = class_images.check_images(images, class_images.digest_contents(images, log), 8, log)
         assert not faults
-        words = f"2 images are of one colour; the first is {root}/cat/a.png: is of one colour"
+        words = f"2 images are of one colour, the first is {root}/cat/a.png"
         assert list(class_images.say_odd(images, odd)) == [words]
 
 
@@ -975,6 +984,6 @@ def test_what_is_left_out_is_said(flat, tmp_path):
         said = train(tmp_path / "run", root, steps=1).said
         assert "2 files that are no images are left out (.mp4 1, .txt 1), the first is" in said
         assert f"1 folders of file servers or operating systems are left out, the first is {root}/cat/@eaDir" in said
-        assert f"2 images are of one colour; the first is {root}/cat/plain.png: is of one colour" in said
+        assert f"2 images are of one colour, the first is {root}/cat/plain.png" in said
         assert "1 images are in another class too, the first is cat/plain.png and Ähre/plain.png" in said
     assert sorted(os.listdir(root)) == sorted([".decoded", *CLASSES, "movie.mp4"])

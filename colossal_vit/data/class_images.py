@@ -187,6 +187,12 @@ def split(images: Images, per_class: int | None = None) -> tuple[Tensor, Tensor]
     return torch.from_numpy(np.sort(np.concatenate(train))), torch.from_numpy(np.sort(np.concatenate(test)))
 
 
+def split_by_folder(images: Images) -> tuple[Tensor, Tensor]:
+    """Indices of the images in `train`, and of the others."""
+    of_train = np.array([path.startswith("train/") for path in images.paths])
+    return torch.from_numpy(np.flatnonzero(of_train)), torch.from_numpy(np.flatnonzero(~of_train))
+
+
 def digest_contents(images: Images, log: RankLogger) -> list[str]:
     """A digest of the content of each image file. All cores read; what they find is kept for files that do not change.
 
@@ -361,12 +367,14 @@ def check_images(
 
 def say_odd(images: Images, odd: dict[int, str]) -> Iterator[str]:
     """Lines about images that can be decoded, but perhaps not as they should be, see `check_images`."""
-    plain = {number: what for number, what in odd.items() if what == ONE_COLOUR}
-    grey = {number: what for number, what in odd.items() if what != ONE_COLOUR}
-    for some, words in (grey, "are damaged, and grey where pixels are missing"), (plain, "are of one colour"):
-        if some:
-            number, what = min(some.items())
-            yield in_one_line(f"{len(some)} images {words}; the first is {images.root / images.paths[number]}: {what}")
+    grey, plain = {}, {}
+    for number, what in sorted(odd.items()):
+        path = in_one_line(str(images.root / images.paths[number]))
+        (plain if what == ONE_COLOUR else grey)[path] = what
+    for path, what in list(grey.items())[:1]:
+        yield f"{len(grey)} images are damaged, and grey where pixels are missing; the first is {path}: {what}"
+    for path in list(plain)[:1]:
+        yield f"{len(plain)} images are of one colour, the first is {path}"
 
 
 def refuse_damaged(images: Images, faults: dict[int, str], log: RankLogger) -> None:

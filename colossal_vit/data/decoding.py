@@ -93,7 +93,8 @@ def to_rgb(image: Image.Image) -> Image.Image:
         ValueError: if its pixels are of a kind that cannot be converted. For a damaged file nearly any exception.
     """
     image.load()  # turns a TIFF, and reads the EXIF data that a PNG has behind its pixels
-    turn = TURNS.get(exif_orientation(image.info.get("exif", b"").removeprefix(EXIF)))
+    exif = image.info.get("exif")  # the text, if a PNG has one of this name
+    turn = TURNS.get(exif_orientation(exif.removeprefix(EXIF))) if isinstance(exif, bytes) else None
     if image.mode == "F" or image.mode.startswith("I"):
         image = _to_8_bits(image)
     elif _alpha_is_unused(image):

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from colossal_vit.data.augment import CROP_ASPECT, SMALLEST_BLURRED
@@ -30,6 +29,7 @@ from colossal_vit.data.class_images import (
     say_copies,
     say_odd,
     split_by_content,
+    split_by_folder,
 )
 from colossal_vit.data.identity import OWN
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
@@ -212,8 +212,7 @@ def build_own_images(run: Run, root: Path) -> tuple[Loader, Loader]:
     digests = run_on_rank_0(lambda: digest_contents(images, run.log))
     with raise_on_all_ranks():
         if len(parts) == 2:
-            of_train = np.array([path.startswith("train/") for path in images.paths])
-            train, test = (torch.from_numpy(np.flatnonzero(which)) for which in (of_train, ~of_train))
+            train, test = split_by_folder(images)
         else:
             train, test = split_by_content(images, digests, run.config.TEST_FRACTION)
     return build_batches(run, images, digests, OWN, train, test)
