@@ -22,7 +22,7 @@ from colossal_vit.checkpoint import storage
 from colossal_vit.checkpoint.timm_model import load_model
 from colossal_vit.data.cropping import trim
 from colossal_vit.data.decoding import endings, read_rgb
-from colossal_vit.data.folders import list_files
+from colossal_vit.data.folders import list_files, say_omitted
 from colossal_vit.errors import Parser, UserError, blame, in_one_line, run_command
 from PIL import Image
 from torch import Tensor, nn
@@ -60,13 +60,13 @@ def open_model(run: Path, ema: bool) -> nn.Module:
     return load_model(storage.open_named(run), ema=ema).eval()
 
 
-def find_images(paths: Sequence[Path]) -> tuple[list[Path], int]:
-    """The files that are named, and all images in the folders that are named, sorted; how many other files these have.
+def find_images(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
+    """The files that are named, and all images in the folders that are named, sorted; lines about what else these have.
 
     Raises:
         UserError: if there is no such file or folder, or no image, or see `list_files`.
     """
-    known, found, others = endings(), [], 0
+    known, found, others, omitted = endings(), [], 0, []
     for path in paths:
         if not path.is_dir():
             if not path.exists():
@@ -74,13 +74,14 @@ def find_images(paths: Sequence[Path]) -> tuple[list[Path], int]:
             found.append(path)
             continue
         with blame(path):
-            files = [path / file for file, *_ in list_files(path)]
+            files = [path / file for file, *_ in list_files(path, omitted)]
         images = [file for file in files if file.suffix.lower() in known]
         if not images:
             raise UserError(f"{path}: has no images ({', '.join(sorted(known))})")
         found += images
         others += len(files) - len(images)
-    return found, others
+    left_out = [f"{others} files that are no images are left out"] if others else []
+    return found, left_out + say_omitted(omitted)
 
 
 def predict(model: nn.Module, paths: Sequence[Path], top: int, device: torch.device) -> Iterator[Answer | str]:
@@ -135,7 +136,7 @@ def answer(args: argparse.Namespace) -> int:
         raise UserError(f"--top {args.top}: must be at least 1")
     if args.output and args.output.suffix.lower() in endings():  # the table's name was left out
         raise UserError(f"--output {args.output}: is the name of an image, not of a table: give another one")
-    paths, others = find_images(args.images)
+    paths, left_out = find_images(args.images)
     model = open_model(args.run, args.ema)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     failed = 0
@@ -153,8 +154,8 @@ def answer(args: argparse.Namespace) -> int:
             pairs = list(zip(found.classes, found.probabilities, strict=True))
             print(in_one_line(f"{found.path}: {', '.join(f'{name} {value:.1%}' for name, value in pairs)}"))
             table.writerow([found.path, *(cell for name, value in pairs for cell in (name, f"{value:.6f}"))])
-    if others:
-        print(f"{others} files that are no images are left out", file=sys.stderr)
+    for line in left_out:
+        print(line, file=sys.stderr)
     return 1 if failed else 0
 
 

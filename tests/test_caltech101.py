@@ -65,7 +65,7 @@ def test_images_are_found_in_order_without_the_background(few):
     assert images.classes == ["0", "1", "2"]
     assert images.labels.tolist() == [0] * 5 + [1] * 5 + [2] * 5
     assert images.paths[5] == "1/image_0001.jpg"
-    assert images.left_out == ""
+    assert images.left_out == []
 
 
 def test_images_of_every_format_are_read_and_what_is_none_is_said(few):
@@ -78,9 +78,9 @@ def test_images_of_every_format_are_read_and_what_is_none_is_said(few):
     images = caltech101.find_images(few)
     assert images.classes == ["0", "2", "_one"]
     assert np.bincount(images.labels).tolist() == [13, 5, 5]
-    assert images.left_out == (
+    assert images.left_out == [
         f"5 files that are no images are left out (.txt 3, .mp4 1, no ending 1), the first is {root}/readme.txt"
-    )
+    ]
 
 
 def in_mode(image, mode):
@@ -166,7 +166,7 @@ def test_links_to_images_and_to_classes_are_followed(few):
 def of_sizes(*sizes):
     """Images, of which only names and labels are known; class a has `sizes[0]`."""
     labels = np.repeat(np.arange(len(sizes)), sizes)
-    return class_images.Images(Path("root"), Path("root"), list("abc"[: len(sizes)]), [], [], [], labels, "")
+    return class_images.Images(Path("root"), Path("root"), list("abc"[: len(sizes)]), [], [], [], labels, [])
 
 
 @pytest.mark.parametrize(("per_class", "expected"), [(None, [8, 40]), (30, [30, 30])])
@@ -192,10 +192,16 @@ def test_classes_that_are_too_small_to_split_are_named_with_a_remedy(sizes, per_
         class_images.split(of_sizes(*sizes), per_class)
 
 
+def fill_cache(folder, size):
+    """The images of Caltech101 in a folder, the folder of the cache that is made of them, and whether it was."""
+    images, log = caltech101.find_images(folder), RankLogger()
+    digests = class_images.digest_contents(images, log)
+    made = class_images.fill_cache(images, digests, size, size, log)
+    return images, class_images.cache_folder(images, digests, size, size), made
+
+
 def test_cache_has_what_pillow_decodes_and_is_made_anew_when_it_is_damaged_or_a_file_changes(few, capsys):
-    images, log = caltech101.find_images(few), RankLogger()
-    class_images.fill_cache(images, 48, 48, log)
-    folder = class_images.cache_folder(images, 48, 48)
+    images, folder, _ = fill_cache(few, 48)
     pixels = np.load(folder / "images.npy")
     assert pixels.shape == (15, 48, 48, 3)
     for number in (0, 14):
@@ -203,20 +209,22 @@ def test_cache_has_what_pillow_decodes_and_is_made_anew_when_it_is_damaged_or_a_
             expected = image.convert("RGB").resize((48, 48), Image.Resampling.BILINEAR)
         assert np.array_equal(pixels[number], np.asarray(expected))
     capsys.readouterr()
-    class_images.fill_cache(images, 48, 48, log)
+    fill_cache(few, 48)
     assert capsys.readouterr().out == "", "once is enough"
     os.truncate(folder / "images.npy", pixels.size // 2)
-    class_images.fill_cache(images, 48, 48, log)
+    fill_cache(few, 48)
     assert np.array_equal(np.load(folder / "images.npy"), pixels)
     os.utime(images.root / images.paths[3], ns=(1, 1))
-    images = caltech101.find_images(few)
-    of_others = [class_images.cache_folder(images, 48, 42), class_images.cache_folder(images, 55, 48)]
+    assert fill_cache(few, 48)[1] == folder, "of the same content"
+    shutil.copy(images.root / images.paths[3], images.root / images.paths[4])
+    of_others = [folder.with_name(f"decoded-{name}-0123456789ab") for name in ("48px-42px", "55px-48px")]
     of_before = folder.with_name("decoded-48px-0123456789ab")  # before IMG_SIZE was in the name
     for path in (*of_others, of_before):
         path.mkdir()
-    class_images.fill_cache(images, 48, 48, log)
+    _, other, _ = fill_cache(few, 48)
     there = {path for path in folder.parent.iterdir() if path.name.startswith("decoded")}
-    assert there == {class_images.cache_folder(images, 48, 48), *of_others}, "what nobody will read any more goes"
+    assert there == {other, *of_others}, "what nobody will read any more goes"
+    assert fill_cache(few, 32)[1] != other
 
 
 def test_few_images_are_decoded_before_they_are_written(few, monkeypatch):
@@ -232,21 +240,22 @@ def test_few_images_are_decoded_before_they_are_written(few, monkeypatch):
     monkeypatch.setattr(class_images, "decode", lambda *args: decoded.append(args) or decode(*args))
     monkeypatch.setattr(class_images, "tqdm", slowly)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    class_images.fill_cache(caltech101.find_images(few), 16, 16, RankLogger())
-    assert len(waiting) == 15
+    fill_cache(few, 16)
+    assert len(waiting) == 30  # digests, too
+    waiting = waiting[15:]
     assert max(waiting) <= 3
 
 
 def test_cache_on_a_full_disk_is_said_and_leaves_nothing(few, small_disk, capsys):
     shutil.copytree(few / "caltech101", small_disk.path / "caltech101")
-    images, log = caltech101.find_images(small_disk.path), RankLogger()
-    assert not class_images.fill_cache(images, 512, 512, log)  # 12 MB
+    assert not fill_cache(small_disk.path, 512)[2]  # 12 MB
     said = capsys.readouterr().out
     assert said.endswith("cannot be written: No space left on device; images are decoded for each batch\n")
-    assert [entry.name for entry in (small_disk.path / "caltech101").iterdir()] == ["101_ObjectCategories"]
+    assert sorted(os.listdir(small_disk.path / "caltech101")) == ["101_ObjectCategories", "contents.json"]
     small_disk.resize("32m")
-    assert class_images.fill_cache(images, 512, 512, log)
-    assert len(class_images.open_cache(class_images.cache_folder(images, 512, 512))) == 15
+    _, folder, made = fill_cache(small_disk.path, 512)
+    assert made
+    assert len(class_images.open_cache(folder)) == 15
 
 
 def test_jpegs_whose_missing_pixels_become_grey_are_said(few, capsys):
@@ -254,11 +263,13 @@ def test_jpegs_whose_missing_pixels_become_grey_are_said(few, capsys):
     path = few / caltech101.FOLDER / "1" / "image_0002.jpg"
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) * 3 // 4] + b"\xff\xd9")
-    class_images.fill_cache(caltech101.find_images(few), 16, 16, RankLogger())
-    _, line = capsys.readouterr().out.splitlines()
-    assert (
-        f"1 images are damaged, and grey where pixels are missing; the first is {path}: Corrupt JPEG data: pre" in line
-    )
+    images, log = caltech101.find_images(few), RankLogger()
+    for _ in range(2):  # also if they were decoded before
+        faults, odd = class_images.check_images(images, class_images.digest_contents(images, log), 16, 16, log)
+        assert not faults
+        (line,) = class_images.say_odd(images, odd)
+        words = "1 images are damaged, and grey where pixels are missing; the first is"
+        assert f"{words} {path}: Corrupt JPEG data: pre" in line
 
 
 def test_a_wide_image_is_cut_in_the_middle(tmp_path):

@@ -6,7 +6,9 @@ import itertools
 import math
 import os
 import shutil
+import struct
 import sys
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +25,9 @@ from colossal_vit.data import imagenet as loaders
 from colossal_vit.data import packing, tfrecord
 from colossal_vit.data.augment import CROP_ASPECT, erase
 from colossal_vit.data.batches import IGNORED
+from colossal_vit.data.decoding import read_rgb
 from colossal_vit.data.digits import write_imagenet
+from colossal_vit.data.image_files import is_plain, prepare_image
 from colossal_vit.data.records import Records, filtered_index, find_records, leave_out, list_records
 from colossal_vit.data.shards import NUM_SHARDS, find_shards, index_path, parse_index
 from colossal_vit.engine.micro_batches import MicroBatches
@@ -233,6 +237,101 @@ def test_what_is_transparent_in_a_png_is_white(mode, tmp_path):
     records = records_of(tmp_path, [encoded.getvalue()])
     ((images, _),) = loader(None, "validation", records, BATCH_SIZE=1)
     assert images.mul(STD).add(MEAN).min() > 0.99
+
+
+SHORT, LONG, RATIONAL, SIGNED, SRATIONAL = 3, 4, 5, 8, 10  # types of EXIF
+
+
+def entry(tag, kind, value, count=1, order="<"):
+    """A field of EXIF data."""
+    value = struct.pack(order + {SHORT: "H", LONG: "I", SIGNED: "h"}[kind], value)
+    return struct.pack(f"{order}HHI", tag, kind, count) + value.ljust(4, b"\0")
+
+
+def exif(*entries, order="<", behind=b""):
+    head = struct.pack(f"{order}2sHI", b"II" if order == "<" else b"MM", 42, 8)
+    return b"Exif\0\0" + head + struct.pack(f"{order}H", len(entries)) + b"".join(entries) + bytes(4) + behind
+
+
+def turned(orientation, kind=SHORT, **options):
+    return entry(0x112, kind, orientation, **options)
+
+
+XMP = b'http://ns.adobe.com/xap/1.0/\0<rdf:Description tiff:Orientation="6"/>'
+AT = struct.pack("<I", 38)  # where the value of the second of two fields lies
+ODD_EXIF = {  # segments of a JPEG, and how the image is turned, clockwise
+    "plain": ([exif(turned(6))], 90),
+    "in the other byte order": ([exif(turned(8, order=">"), order=">")], 270),
+    "a negative fraction": (
+        [exif(turned(6), struct.pack("<HHI", 0x11A, SRATIONAL, 1) + AT, behind=struct.pack("<ii", -1, 1))],
+        90,
+    ),
+    "a fraction as a width": (
+        [exif(struct.pack("<HHI", 0x100, RATIONAL, 1) + AT, turned(3), behind=struct.pack("<II", 48, 1))],
+        180,
+    ),
+    "a negative number of bits": ([exif(entry(0x102, SIGNED, -1), turned(6))], 90),
+    "a field that is too long": ([exif(struct.pack("<HHII", 0x10F, 2, 99, 60000), turned(6))], 90),
+    "more fields than there are": ([exif(turned(6)).replace(b"\x01\0\x12\1", b"\x09\0\x12\1")], 90),
+    "cut off": ([exif(entry(0x102, SHORT, 8), turned(6))[:-12]], 0),
+    "no EXIF": ([b"Exif\0\0<html>"], 0),
+    "an orientation that there is not": ([exif(turned(9))], 0),
+    "an orientation of another type": ([exif(turned(6, LONG, order=">"), order=">")], 0),
+    "two orientations": ([exif(turned(6, SHORT, count=2))], 0),
+    "two segments": ([exif(turned(6)), exif(turned(3))], 90),
+    "a second segment that turns": ([exif(turned(3)), exif(turned(6))], 180),
+    "in XMP only": ([XMP], 0),
+}
+
+
+def with_segments(*segments):
+    """A JPEG whose left half is dark, with these segments."""
+    picture = np.zeros((32, 96, 3), np.uint8)
+    picture[:, 48:] = 255
+    Image.fromarray(picture).save(encoded := io.BytesIO(), "JPEG", quality=98)
+    data = encoded.getvalue()
+    return data[:2] + b"".join(b"\xff\xe1" + struct.pack(">H", len(s) + 2) + s for s in segments) + data[2:]
+
+
+def sides(pixels):
+    """Which side of an image is dark, if any: "left", "right", "top" or "bottom"."""
+    pixels = np.asarray(pixels, float)
+    halves = dict(zip(("left", "right"), np.array_split(pixels, 2, axis=1), strict=True))
+    halves |= dict(zip(("top", "bottom"), np.array_split(pixels, 2, axis=0), strict=True))
+    return min(halves, key=lambda side: halves[side].mean())
+
+
+@pytest.mark.parametrize("name", ODD_EXIF)
+@in_fork
+def test_every_reader_turns_a_photograph_alike_whatever_its_exif_says_beside(name, tmp_path):
+    segments, clockwise = ODD_EXIF[name]
+    data = with_segments(*segments)
+    expected = {0: "left", 90: "top", 180: "right", 270: "bottom"}[clockwise]
+    (tmp_path / "a.jpg").write_bytes(data)
+    assert sides(read_rgb(tmp_path / "a.jpg")) == expected
+    packed = prepare_image(data, resize=16)
+    assert sides(Image.open(io.BytesIO(packed))) == expected
+    shard, index = tmp_path / "shard", tmp_path / "index"
+    for content in (data, packed):
+        shard.write_bytes(tfrecord.encode_record(content, 7))
+        packing.index_shard(shard, index)
+        records = list_records([shard], [index], whole=True)
+        ((images, _),) = loader(None, "validation", records, BATCH_SIZE=1)
+        seen = images.mul(STD).add(MEAN)[0].permute(1, 2, 0)
+        assert sides(seen) == expected
+
+
+def test_the_exif_data_behind_the_pixels_of_a_png_count(tmp_path):
+    picture = Image.open(io.BytesIO(with_segments()))
+    picture.save(tmp_path / "a.png")
+    chunk = b"eXIf" + exif(turned(6)).removeprefix(b"Exif\0\0")
+    data = (tmp_path / "a.png").read_bytes()
+    chunk = struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    for at in (33, -12):  # behind the header, before the end
+        (tmp_path / "a.png").write_bytes(data[:at] + chunk + data[at:])
+        assert sides(read_rgb(tmp_path / "a.png")) == "top"
+        assert not is_plain((tmp_path / "a.png").read_bytes()), "DALI is not asked"
+    assert is_plain(data)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

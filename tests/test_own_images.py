@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import struct
 import warnings
 import zlib
 from functools import partial
@@ -18,16 +19,19 @@ from colossal_vit import predict
 from colossal_vit.checkpoint import storage
 from colossal_vit.checkpoint.timm_model import export_timm
 from colossal_vit.config import settings
-from colossal_vit.data import class_images, imagenet
+from colossal_vit.data import class_images, imagenet, packing
 from colossal_vit.data.class_images import Images, find_images, split_by_content
 from colossal_vit.data.digits import write_caltech101, write_cifar10
 from colossal_vit.data.folders import has_class_folders
+from colossal_vit.data.identity import differences
+from colossal_vit.data.shards import find_shards
 from colossal_vit.data.source import USUAL, expected_classes, find_format
 from colossal_vit.errors import UserError
 from colossal_vit.hooks import answers as answers_hook
 from colossal_vit.parallel.ranks import RankLogger
 from colossalai.context import Config
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 import training
 from layouts import LAYOUTS
@@ -133,6 +137,12 @@ def save_upside_down(folder):
     image.save(folder / "a.jpg", exif=exif, quality=95)
 
 
+def save_with_text(folder):
+    text = PngInfo()
+    text.add_text("exif", "orientation 6")
+    save("a.png", pnginfo=text)(folder)
+
+
 def save_palette(folder, **options):
     Image.new("RGB", (20, 20), COLOUR).convert("P", palette=Image.Palette.ADAPTIVE).save(folder / "a.png", **options)
 
@@ -167,6 +177,25 @@ def save_bomb(folder):
     data[16:24] = (60_000).to_bytes(4) * 2
     data[29:33] = zlib.crc32(data[12:29]).to_bytes(4)
     (folder / "a.png").write_bytes(data)
+
+
+def save_masked_bmp(folder, alpha):
+    """32 bits a pixel, with a mask for alpha, which is the same throughout."""
+    pixels = bytes([*COLOUR[::-1], alpha]) * 400
+    masks = struct.pack("<4I", 0xFF0000, 0xFF00, 0xFF, 0xFF000000)
+    header = struct.pack("<IiiHHIIiiII", 56, 20, 20, 1, 32, 3, len(pixels), 2835, 2835, 0, 0) + masks
+    head = struct.pack("<2sIII", b"BM", 14 + len(header + pixels), 0, 14 + len(header))
+    (folder / "a.bmp").write_bytes(head + header + pixels)
+
+
+def save_tiff(folder, alpha, meaning):
+    """With a fourth channel whose meaning (the tag ExtraSamples) is not said if it is None."""
+    Image.new("RGBA", (20, 20), (*COLOUR, alpha)).save(folder / "a.tif")
+    content = (folder / "a.tif").read_bytes()
+    field = struct.pack("<HHIHH", 338, 3, 1, 2, 0)
+    assert content.count(field) == 1
+    said = struct.pack("<HHIHH", 337, 3, 1, 2, 0) if meaning is None else struct.pack("<HHIHH", 338, 3, 1, meaning, 0)
+    (folder / "a.tif").write_bytes(content.replace(field, said))
 
 
 def in_folder(make, *names):
@@ -204,6 +233,14 @@ ODD_FILES = {  # what is in the folder of a class; the colour it is taken with, 
     "PPM": (save("a.ppm"), COLOUR),
     "alpha": (save("a.png", "RGBA", (*COLOUR, 128)), HALF_WHITE),
     "grey with alpha": (save("a.png", "LA", (0, 0)), (255, 255, 255)),
+    "BMP with alpha 0 throughout": (partial(save_masked_bmp, alpha=0), COLOUR),
+    "BMP with alpha": (partial(save_masked_bmp, alpha=128), HALF_WHITE),
+    "TIFF with an unknown channel of 0": (partial(save_tiff, alpha=0, meaning=None), COLOUR),
+    "TIFF with an unknown channel": (partial(save_tiff, alpha=128, meaning=None), HALF_WHITE),
+    "TIFF with a channel that is no alpha": (partial(save_tiff, alpha=128, meaning=0), COLOUR),
+    "TIFF with alpha 0 throughout": (partial(save_tiff, alpha=0, meaning=2), (255, 255, 255)),
+    "PNG with alpha 0 throughout": (save("a.png", "RGBA", (*COLOUR, 0)), (255, 255, 255)),
+    "WebP with alpha 0 throughout": (save("a.webp", "RGBA", (*COLOUR, 0)), (255, 255, 255)),
     "palette": (save_palette, COLOUR),
     "palette with a transparent colour": (partial(save_palette, transparency=0), (255, 255, 255)),
     "grey": (save("a.png", "L", GREY[0]), GREY),
@@ -213,6 +250,7 @@ ODD_FILES = {  # what is in the folder of a class; the colour it is taken with, 
     "grey TIFF of 16 bits": (save_array("a.tif", np.full((20, 20), 120 * 257, np.uint16)), GREY),
     "CMYK": (save("a.jpg", "CMYK", (*(255 - value for value in COLOUR), 0), quality=95), COLOUR),
     "EXIF orientation": (save_upside_down, COLOUR),
+    "text that is called exif": (save_with_text, COLOUR),
     "another format's ending": (save_and("a.webp", lambda path: path.rename(path.with_suffix(".jpg"))), COLOUR),
     "ending in upper case": (save_and("a.jpg", lambda path: path.rename(path.with_suffix(".JPG"))), COLOUR),
     "spaces and a line break": (save(" a \n b.png"), COLOUR),
@@ -224,6 +262,11 @@ ODD_FILES = {  # what is in the folder of a class; the colour it is taken with, 
     "a folder in it": (in_folder(save("a.png"), "inner", "most"), COLOUR),
     "a link to an image": (link("../../elsewhere/a.png", "b.png", save("a.png")), COLOUR),
     "a link to a folder": (link("../../elsewhere", "b", save("a.png")), COLOUR),
+    "a file server's folder": (
+        in_folder(save("a.png"), "@eaDir", "good.png"),
+        "1 folders of file servers or operating systems are left out, the first is ",
+    ),
+    "a folder of deleted files": (in_folder(save("a.png"), "deep", "#RECYCLE"), "1 folders of file servers or "),
     "a hidden file": (save(".a.png"), ""),
     "a hidden folder": (in_folder(save("a.png"), ".cache"), ""),
     "text": (lambda folder: (folder / "a.txt").touch(), "1 files that are no images are left out (.txt 1)"),
@@ -257,6 +300,96 @@ ODD_FILES = {  # what is in the folder of a class; the colour it is taken with, 
 }
 
 
+SYSTEM = ["@eaDir", "#recycle", "@Recycle", "$RECYCLE.BIN", "$Recycle.Bin", "System Volume Information", "lost+found"]
+SYSTEM += ["__MACOSX"]
+
+
+@pytest.mark.parametrize("name", SYSTEM)
+def test_what_file_servers_and_systems_make_is_no_class_and_no_image(name, tmp_path):
+    """Nor is it a shard, or asked about."""
+    for root in (tmp_path / "train", tmp_path / "val"):
+        write(root, {"cat": 3, "dog": 3})
+        for folder in (root / name / "old", root / "cat" / name, root / "dog" / "deep" / name):
+            folder.mkdir(parents=True)
+            save("a.png")(folder)
+    for parts, root in ([""], tmp_path / "train"), (["train", "val"], tmp_path):
+        assert has_class_folders(root)
+        images = find_images(root, root / ".decoded", parts)
+        assert images.classes == ["cat", "dog"]
+        assert len(images.paths) == 6 * len(parts)
+        count, first = 3 * len(parts), root / parts[0] / name
+        words = f"{count} folders of file servers or operating systems are left out, the first is "
+        assert images.left_out == [f"{words}{min(str(root / parts[0] / 'cat' / name), str(first))}"]
+    assert expected_classes(Config({"DATA": str(tmp_path)}), "train_hybrid") == 2
+    found, left_out = predict.find_images([tmp_path / "train"])
+    assert len(found) == 6
+    assert left_out[0].startswith("3 folders of file servers or operating systems are left out, the first is ")
+    (tmp_path / "tfrecords" / "train" / name).mkdir(parents=True)
+    for path in ("train-00000-of-00001", f"{name}/train-00000-of-00001"):
+        (tmp_path / "tfrecords" / "train" / path).touch()
+    assert [path.parent.name for path in find_shards(tmp_path / "tfrecords", "train")] == ["train"]
+
+
+def test_a_folder_that_only_a_system_has_made_is_no_data(tmp_path):
+    (tmp_path / "lost+found").mkdir()
+    save("a.png")(tmp_path / "lost+found")
+    assert not has_class_folders(tmp_path)
+
+
+def test_a_class_without_test_images_is_said(tmp_path):
+    """In build_tfrecords.py alike; an empty folder is as good as none."""
+    root = tmp_path / "data"
+    for names in ({"cat": 4, "dog": 3}, {"owl": 3, "yak": 3}):
+        write(root / "train", names)
+    write(root / "val", {"cat": 3, "dog": 3})
+    (root / "val" / "owl").mkdir()
+    words = f"{root}/val: 2 of 4 classes have no images here, the first is owl"
+    images = find_images(root, root / ".decoded", ["train", "val"])
+    assert images.left_out == [words]
+    assert np.bincount(images.labels).tolist() == [7, 6, 3, 3]
+    shutil.rmtree(root / "train" / "owl")
+    (root / "train" / "owl").mkdir()
+    with pytest.raises(UserError, match=rf"^{root}/train/owl: has no images \(.*; fill it or remove it$"):
+        find_images(root, root / ".decoded", ["train", "val"])
+    shutil.rmtree(root / "train" / "owl")
+    words = f"^{root}/val/owl: there is no such class in {root}/train; add it there, or remove it$"
+    with pytest.raises(UserError, match=words):
+        find_images(root, root / ".decoded", ["train", "val"])
+    shutil.rmtree(root / "val" / "owl")
+    assert find_images(root, root / ".decoded", ["train", "val"]).classes == ["cat", "dog", "yak"]
+
+
+COMPOSED, DECOMPOSED = "café", "cafe\u0301"  # as Linux and as macOS write it
+
+
+@pytest.mark.parametrize(
+    ("train", "val"),
+    [((COMPOSED,), (DECOMPOSED,)), ((DECOMPOSED,), (COMPOSED,)), ((COMPOSED, DECOMPOSED), (DECOMPOSED,))],
+)
+def test_an_accent_that_is_written_in_two_ways_is_the_same_class(train, val, tmp_path):
+    for part, names in ("train", train), ("val", val):
+        write(tmp_path / part, {**dict.fromkeys(names, 3), "cafz": 3})
+    images = find_images(tmp_path, tmp_path / ".decoded", ["train", "val"])
+    assert images.classes == ["cafz", COMPOSED]
+    assert np.bincount(images.labels).tolist() == [6, 3 * (len(train) + len(val))]
+
+
+def test_data_that_went_through_macos_are_the_same(tmp_path):
+    """Where the names of all files are changed, and sorted otherwise."""
+    found = []
+    for name in (COMPOSED, DECOMPOSED):
+        root = write(tmp_path / name, {name: 3, "cafz": 3})
+        (root / name / "0 x.jpg").rename(root / name / f"{name}.jpg")
+        shutil.copy(root / name / "1 x.png", root / name / "cafz.png")
+        found.append(find_images(root, root))
+    one, other = found
+    assert one.classes == other.classes
+    assert one.digest() == other.digest()
+    assert one.paths != other.paths
+    data = [{"classes": names} for names in ([COMPOSED, "b"], [DECOMPOSED, "b"])]  # of a checkpoint, and of the data
+    assert differences(*data) == ""
+
+
 def read_all(root):
     """All images of a folder, and their pixels."""
     images = find_images(root, root / ".decoded")
@@ -285,7 +418,7 @@ def test_an_odd_file_is_taken_or_named(name, tmp_path):
         assert not images.left_out
     else:
         assert not colours
-        assert expected in images.left_out
+        assert expected in "".join(images.left_out)
         assert bool(expected) == bool(images.left_out)
 
 
@@ -298,7 +431,7 @@ def split(contents, fraction=0.2):
     """The contents of the images to test on, of two classes whose images have these contents."""
     labels = np.array([label for label, own in enumerate(contents) for _ in own])
     digests = [content for own in contents for content in own]
-    images = Images(Path("root"), Path("root"), ["a", "b"], [], [], [], labels, "")
+    images = Images(Path("root"), Path("root"), ["a", "b"], [], [], [], labels, [])
     train, test = split_by_content(images, digests, fraction)
     assert sorted([*train.tolist(), *test.tolist()]) == list(range(len(labels)))
     return [[digests[number] for number in test if labels[number] == label] for label in range(len(contents))]
@@ -344,9 +477,213 @@ def test_only_new_and_changed_images_are_read_for_the_split(flat, tmp_path, monk
     assert sorted(digests()) == sorted([*first, first[0]])
 
 
+def save_bmps(folder, classes=("cat", "dog"), count=8):
+    """Images whose files have all the same size and time, as those of many archives have."""
+    generator = np.random.default_rng(0)
+    for label, name in enumerate(classes):
+        (folder / name).mkdir(parents=True)
+        for number in range(count):
+            pixels = generator.integers(0, 100, (24, 24, 3)) + 120 * label
+            Image.fromarray(pixels.astype(np.uint8)).save(folder / name / f"{number}.bmp")
+            os.utime(folder / name / f"{number}.bmp", ns=(0, 0))
+    return folder
+
+
+def exchange(one, other):
+    one.rename(one.with_name("x"))
+    other.rename(one)
+    one.with_name("x").rename(other)
+
+
+def mirror(path):
+    """In place, and with the time that it had."""
+    Image.open(path).transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(path)
+    os.utime(path, ns=(0, 0))
+
+
+def copy_over(source, path):
+    """Its content only, in place, as `cp` does."""
+    path.write_bytes(source.read_bytes())
+    os.utime(path, ns=(0, 0))
+
+
+CHANGES = {  # of which neither size nor time tells
+    "two classes exchange their names": lambda root: exchange(root / "cat", root / "dog"),
+    "two files of a class exchange theirs": lambda root: exchange(root / "cat" / "0.bmp", root / "cat" / "1.bmp"),
+    "two files of two classes do": lambda root: exchange(root / "cat" / "0.bmp", root / "dog" / "0.bmp"),
+    "a file is edited in place": lambda root: mirror(root / "cat" / "3.bmp"),
+    "a file is written over": lambda root: copy_over(root / "dog" / "3.bmp", root / "cat" / "3.bmp"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_no_kept_image_is_taken_for_another_one(name, tmp_path):
+    root, log = save_bmps(tmp_path / "data"), RankLogger()
+    for change in (lambda root: None, CHANGES[name]):
+        change(root)
+        images, pixels = read_all(root)
+        digests = class_images.digest_contents(images, log)
+        assert digests == [hashlib.sha256((root / path).read_bytes()).hexdigest() for path in images.paths]
+        assert class_images.fill_cache(images, digests, 8, log)
+        assert np.array_equal(class_images.open_cache(class_images.cache_folder(images, digests, 8)), np.stack(pixels))
+
+
+@pytest.mark.parametrize("move", [shutil.copytree, lambda old, new: old.rename(new)])
+def test_data_that_are_copied_or_moved_are_not_decoded_again(move, tmp_path, monkeypatch):
+    """With what is kept of them, to a file system of other inodes and times, or under another name."""
+    root, log = save_bmps(tmp_path / "data"), RankLogger()
+    folders = []
+    for place in (root, tmp_path / "other"):
+        if folders:
+            move(root, place)
+            monkeypatch.setattr(class_images, "decode", None)
+        images = find_images(place, place / ".decoded")
+        digests = class_images.digest_contents(images, log)
+        assert class_images.fill_cache(images, digests, 8, log)
+        assert class_images.check_images(images, digests, 8, log) == ({}, {})
+        folders.append(class_images.cache_folder(images, digests, 8).name)
+    assert folders[0] == folders[1]
+
+
+def test_images_of_the_same_content_on_both_sides_or_in_two_classes_are_said(tmp_path, capfd):
+    root = write(tmp_path / "data" / "train", {"cat": 6, "dog": 5}).parent
+    write(root / "val", {"cat": 4, "dog": 3}, seed=1)
+
+    def said():
+        images = find_images(root, root / ".decoded", ["train", "val"])
+        digests = class_images.digest_contents(images, RankLogger())
+        return list(class_images.say_copies(images, digests, *class_images.split_by_folder(images)))
+
+    assert said() == []
+    shutil.copy(root / "train" / "cat" / "2 x.webp", root / "train" / "cat" / "copy.webp")
+    assert said() == [], "copies in a class do no harm"
+    for number in (0, 1):
+        shutil.copy(root / "train" / "dog" / f"{number} x.{ENDINGS[number]}", root / "val" / "dog" / f"z{number}.jpg")
+    first = "the first is val/dog/z0.jpg, which is train/dog/0 x.jpg"
+    assert said() == [f"2 of 9 test images are training images too, {first}"]
+    shutil.copy(root / "train" / "dog" / "4 x.tif", root / "train" / "cat" / "4 x.tif")
+    classes = "1 images are in another class too, the first is train/cat/4 x.tif and train/dog/4 x.tif"
+    assert said() == [f"2 of 9 test images are training images too, {first}", classes]
+    assert packing.main(["--verify", str(root)]) == 0
+    assert said() == capfd.readouterr().out.splitlines()[-4:-2]
+
+
+def test_images_of_one_colour_are_said(tmp_path):
+    root, log = write(tmp_path, {"cat": 4, "dog": 4}), RankLogger()
+    save("a.png", "RGBA", (*COLOUR, 0), size=(50, 20))(root / "cat")
+    save("b.jpg", "L", 7)(root / "cat")
+    picture = Image.new("RGB", (60, 20), COLOUR)
+    picture.paste(GREY, (0, 0, 10, 20))
+    picture.save(root / "dog" / "c.png")  # which is cut to a square of one colour
+    images = find_images(root, root / ".decoded")
+    for _ in range(2):
+        faults, odd = class_images.check_images(images, class_images.digest_contents(images, log), 8, log)
+        assert not faults
+        words = f"2 images are of one colour, the first is {root}/cat/a.png"
+        assert list(class_images.say_odd(images, odd)) == [words]
+
+
+def save_damaged(root):
+    """One cut off, one that is none, one that is empty."""
+    save_and("1 damaged.jpg", cut, size=(400, 400))(root / "dog")
+    (root / "cat" / "a.png").write_text("<html>")
+    (root / "dog" / "b.webp").touch()
+
+
+def test_each_image_is_checked_once_and_all_that_are_damaged_are_listed(tmp_path, monkeypatch, capfd):
+    root, log, tried, decode = write(tmp_path, {"cat": 4, "dog": 4}), RankLogger(), [], class_images.decode
+    monkeypatch.setattr(class_images, "decode", lambda *args: tried.append(args[0].paths[args[2]]) or decode(*args))
+
+    def check():
+        tried.clear()
+        images = find_images(root, root / ".decoded")
+        faults, _ = class_images.check_images(images, class_images.digest_contents(images, log), 8, log)
+        class_images.refuse_damaged(images, faults, log)
+
+    check()
+    assert len(tried) == 8
+    check()
+    assert tried == []
+    save_damaged(root)
+    listed, said = root / ".decoded" / "damaged.txt", []
+    for _ in range(2):
+        with pytest.raises(UserError) as error:
+            check()
+        said.append(str(error.value))
+        assert sorted(tried) == ["cat/a.png", "dog/1 damaged.jpg", "dog/b.webp"]
+    assert said[0] == said[1]
+    assert said[0].startswith(f"{root}/cat/a.png: cannot be decoded: cannot identify image file")
+    assert said[0].endswith(f"repair or remove it. Images that cannot be decoded: 3, listed in {listed}")
+    lines = listed.read_text().splitlines()
+    assert [line.split(": cannot be decoded")[0] for line in lines] == [f"{root}/{path}" for path in sorted(tried)]
+    assert packing.main(["--verify", str(root)]) == 1
+    out = capfd.readouterr().out.splitlines()
+    assert [line for line in lines if line not in out] == []
+    assert out[-1] == f"{root}: 3 faults in 11 images"
+    for line in lines:
+        Path(line.split(": cannot be decoded")[0]).unlink()
+    check()
+    assert not listed.exists()
+    assert packing.main(["--verify", str(root)]) == 0
+    assert tried == []
+
+
+def test_without_a_place_for_a_list_the_log_has_it(tmp_path, capfd):
+    root, log = write(tmp_path, {"cat": 3, "dog": 3}), RankLogger()
+    save_damaged(root)
+    (root / ".decoded").touch()  # as on a disk that is full or read-only
+    images = find_images(root, root / ".decoded")
+    faults, _ = class_images.check_images(images, class_images.digest_contents(images, log), 8, log)
+    with pytest.raises(UserError, match=r"Images that cannot be decoded: 3, listed above$"):
+        class_images.refuse_damaged(images, faults, log)
+    assert sum("cannot be decoded" in line for line in capfd.readouterr().out.splitlines()) == 3
+
+
+def test_lack_of_memory_is_not_kept_as_damage(tmp_path, monkeypatch):
+    root, log, decode = write(tmp_path, {"cat": 3, "dog": 3}), RankLogger(), class_images.read_rgb
+    images = find_images(root, root / ".decoded")
+    digests = class_images.digest_contents(images, log)
+    for error, words in (MemoryError(), "MemoryError"), (OSError(5, "Input/output error"), "[Errno 5] Input"):
+        monkeypatch.setattr(class_images, "read_rgb", lambda path, error=error: (_ for _ in ()).throw(error))
+        faults, _ = class_images.check_images(images, digests, 8, log)
+        assert len(faults) == 6
+        assert f"cannot be decoded: {words}" in faults[0]
+    monkeypatch.setattr(class_images, "read_rgb", decode)
+    assert class_images.check_images(images, digests, 8, log) == ({}, {})
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Training
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("values", [{}, {"KEEP_DECODED": False}])
+def test_damaged_images_end_a_run_before_its_first_step(values, tmp_path):
+    """Of the test set, too, which is read after the first epoch."""
+    root = write(tmp_path / "data" / "train", {"cat": 20, "dog": 20}).parent
+    save_damaged(write(root / "val", {"cat": 3, "dog": 3}))
+    line = training.refused(tmp_path / "run", NUM_CLASSES=2, DATA=str(root), BATCH_SIZE=16, **values)
+    assert f" error: {root}/val/cat/a.png: cannot be decoded: " in line
+    assert line.endswith(f"Images that cannot be decoded: 3, listed in {root}/.decoded/damaged.txt")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_files_that_change_behind_a_runs_back_are_refused_by_name(tmp_path):
+    """Contents decide the split: an image that was trained on must not be tested on from then on."""
+    root = save_bmps(tmp_path / "data")
+    options = {"BATCH_SIZE": 4, "IMG_SIZE": 16, "NUM_CLASSES": 2}
+    train(tmp_path / "run", root, steps=1, **options)
+    words = r"was trained with other data \((content of (training|test) images(, )?)+\): change that back"
+    for name in CHANGES.keys() - {"two files of a class exchange theirs"}:  # which then are the images that they were
+        other = shutil.copytree(root, tmp_path / name)
+        CHANGES[name](other)
+        line = training.refused(tmp_path / "run", DATA=str(other), steps=2, NUM_EPOCHS=3, **options)
+        assert re.search(words, line)
+    said = train(tmp_path / "run", other, "--eval-only", steps=None, **options).said
+    assert "this run's data are others than those of the checkpoint (content of t" in said
+    run = shutil.copytree(tmp_path / "run", tmp_path / "accepted")
+    train(run, other, "--accept-changes", steps=2, **options)
+    train(tmp_path / "run", shutil.copytree(root, tmp_path / "copy"), steps=2, **options)
 
 
 @pytest.fixture(scope="module")
@@ -389,7 +726,7 @@ def test_images_that_are_decoded_for_each_batch_are_the_same(layout, flat, alone
     root = shutil.copytree(flat, tmp_path / "data", ignore=shutil.ignore_patterns(".decoded"))
     run = train(tmp_path / "run", root, layout=layout, KEEP_DECODED=False)
     assert [step["loss"] for step in run.steps] == pytest.approx([step["loss"] for step in alone.steps], rel=1e-5)
-    assert os.listdir(root / ".decoded") == ["contents.json"]
+    assert sorted(os.listdir(root / ".decoded")) == ["checked.json", "contents.json"]
 
 
 def test_classes_of_any_name_are_evaluated_and_asked_about(tmp_path, capfd, monkeypatch):
@@ -612,7 +949,7 @@ def test_class_folders_may_be_links(tmp_path):
 def test_a_class_without_training_images_is_refused(tmp_path):
     write(tmp_path / "data" / "train", {"cat": 3})
     write(tmp_path / "data" / "val", {"dog": 3})
-    with pytest.raises(UserError, match=f"^{tmp_path}/data/val/dog: there is no such class in {tmp_path}/data/train$"):
+    with pytest.raises(UserError, match=f"^{tmp_path}/data/val/dog: there is no such class in {tmp_path}/data/train; "):
         find_images(tmp_path / "data", tmp_path, ["train", "val"])
 
 
@@ -640,6 +977,13 @@ def test_what_is_left_out_is_said(flat, tmp_path):
     root = shutil.copytree(flat, tmp_path / "data", ignore=shutil.ignore_patterns(".decoded"))
     (root / "cat" / "notes.txt").touch()
     (root / "movie.mp4").touch()
-    run = train(tmp_path / "run", root, steps=1)
-    assert "2 files that are no images are left out (.mp4 1, .txt 1), the first is" in run.said
+    (root / "cat" / "@eaDir").mkdir()
+    save("plain.png")(root / "cat")
+    shutil.copy(root / "cat" / "plain.png", root / "Ähre" / "plain.png")
+    for _ in range(2):  # also of images that were decoded before
+        said = train(tmp_path / "run", root, steps=1).said
+        assert "2 files that are no images are left out (.mp4 1, .txt 1), the first is" in said
+        assert f"1 folders of file servers or operating systems are left out, the first is {root}/cat/@eaDir" in said
+        assert f"2 images are of one colour, the first is {root}/cat/plain.png" in said
+        assert "1 images are in another class too, the first is cat/plain.png and Ähre/plain.png" in said
     assert sorted(os.listdir(root)) == sorted([".decoded", *CLASSES, "movie.mp4"])

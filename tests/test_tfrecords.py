@@ -440,6 +440,53 @@ def test_test_folder_is_for_validation(raw, tmp_path):
     assert len(examples(tmp_path / "out", "validation")) == 20
 
 
+def test_classes_may_have_no_test_images_and_names_with_accents_two_forms(raw, tmp_path, capfd):
+    """As where a script trains on the same folders; and what a file server has made is left out."""
+    (raw / "train" / WNIDS[1]).rename(raw / "train" / "caf\u00e9")
+    (raw / "val" / WNIDS[1]).rename(raw / "val" / "cafe\u0301")
+    for name, folder in ("@eaDir", raw / "train" / WNIDS[0]), ("#recycle", raw / "train"), ("lost+found", raw / "val"):
+        shutil.copytree(raw / "val" / WNIDS[0], folder / name)
+    shutil.rmtree(raw / "val" / WNIDS[2])
+    [path.unlink() for path in (raw / "val" / WNIDS[3]).iterdir()]
+    assert run(raw, tmp_path / "out") == 0
+    out = capfd.readouterr().out
+    first = min(raw / "train" / "#recycle", raw / "train" / WNIDS[0] / "@eaDir")
+    assert f"3 folders of file servers or operating systems are left out, the first is {first}" in out
+    assert f"{raw}/val: 2 of 10 classes have no images here, the first is {WNIDS[2]}" in out
+    classes = class_names(tmp_path / "out")
+    assert classes == sorted(["caf\u00e9", WNIDS[0], *WNIDS[2:]])
+    packed = [label for _, label in examples(tmp_path / "out", "validation")]
+    assert sorted(packed) == sorted(2 * [n for n in range(1, 11) if classes[n - 1] not in WNIDS[2:4]])
+    assert len(examples(tmp_path / "out", "train")) == 80
+    images = class_images.find_images(raw, raw / ".decoded", ["train", "val"])
+    assert images.classes == classes
+    assert np.bincount(images.labels).tolist() == [10 if n in WNIDS[:1] or n not in WNIDS[2:4] else 8 for n in classes]
+    assert run("--verify", tmp_path / "out") == 0
+
+
+def test_copies_in_two_classes_are_said(raw, tmp_path, capfd):
+    shutil.copy(next((raw / "train" / WNIDS[0]).iterdir()), raw / "train" / WNIDS[1] / "copy.JPEG")
+    assert run(raw / "train", tmp_path / "out") == 0
+    assert f"1 images are in another class too, the first is {WNIDS[0]}/" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("change", ["swapped files", "renamed folders"])
+def test_a_build_of_class_folders_does_not_resume_with_other_contents(change, raw, tmp_path, capfd):
+    """Which neither names nor sizes nor times tell."""
+    folder = tmp_path / "flat"
+    for label, name in enumerate("ab"):
+        (folder / name).mkdir(parents=True)
+        for number in range(4):
+            Image.new("L", (9, 9), 20 * number + 100 * label).save(folder / name / f"{number}.bmp")
+            os.utime(folder / name / f"{number}.bmp", ns=(0, 0))
+    assert run(folder, tmp_path / "out", shards=()) == 0
+    one, other = ("a/0.bmp", "b/0.bmp") if change == "swapped files" else "ab"
+    for old, new in (one, "x"), (other, one), ("x", other):
+        (folder / old).rename(folder / new)
+    assert run(folder, tmp_path / "out", shards=()) == 2
+    assert "(digest of names, sizes and contents) instead of " in error_line(capfd)
+
+
 def test_bad_images_are_listed(raw, tmp_path, capfd):
     folder = raw / "train" / WNIDS[3]
     for name, (data, _) in BAD.items():
@@ -921,16 +968,20 @@ MISTAKES = {
     "no val": (lambda raw: shutil.rmtree(raw / "val"), "{raw}: has train/; train/ and one of"),
     "two validations": (lambda raw: (raw / "validation").mkdir(), "has train/ and val/ and validation/"),
     "no classes": (lambda raw: [shutil.rmtree(raw / "train"), (raw / "train").mkdir()], "{raw}/train: has no class"),
-    "an empty class": (lambda raw: (raw / "train" / "n00000010").mkdir(), "{raw}/val: has no class folder n00000010"),
+    "an empty class": (
+        lambda raw: (raw / "train" / "n00000010").mkdir(),
+        "{raw}/train/n00000010: has no images; fill",
+    ),
     "no images": (
-        lambda raw: [path.unlink() for path in (raw / "val" / WNIDS[4]).iterdir()],
-        "{raw}/val/n00000004: has no images; fill it or remove it",
+        lambda raw: [path.unlink() for path in (raw / "train" / WNIDS[4]).iterdir()],
+        "{raw}/train/n00000004: has no images; fill it or remove it",
     ),
     "only a folder in a class": (
         lambda raw: (
-            [path.unlink() for path in (raw / "val" / WNIDS[4]).iterdir()] + [(raw / "val" / WNIDS[4] / "a").mkdir()]
+            [path.unlink() for path in (raw / "train" / WNIDS[4]).iterdir()]
+            + [(raw / "train" / WNIDS[4] / "a").mkdir()]
         ),
-        "{raw}/val/n00000004: has no images; put images in it or move it out of the data",
+        "{raw}/train/n00000004: has no images; put images in it or move it out of the data",
     ),
     "a file": (lambda raw: [shutil.rmtree(raw), raw.touch()], "{raw}: is a file, not a folder"),
     "images without class folders": (
@@ -946,9 +997,13 @@ MISTAKES = {
         lambda raw: [make_run(raw / split / WNIDS[4]) for split in ("train", "val")],
         "{raw}/train/n00000004: is a run directory, not images",
     ),
+    "no test images": (
+        lambda raw: [path.unlink() for path in (raw / "val").glob("*/*")],
+        "{raw}/val: has no images; put images in it or move it out of the data",
+    ),
     "an unknown class": (
         lambda raw: (raw / "val" / "new").mkdir(),
-        "{raw}/train: has no class folder new, which {raw}/val has",
+        "{raw}/val/new: there is no such class in {raw}/train; add it there, or remove it",
     ),
     "a flat val": (
         lambda raw: [shutil.rmtree(raw / "val"), (raw / "val").mkdir(), (raw / "val" / "a.JPEG").touch()],

@@ -7,6 +7,7 @@ import socket
 
 import pytest
 from colossal_vit.checkpoint import lock
+from PIL import Image
 
 import fork_ranks
 import launchers
@@ -38,6 +39,16 @@ def small(tmp_path, *more, **values):
 def other_values(tmp_path, monkeypatch):
     said(*small(tmp_path, "--max-steps", 1), code=0)
     return said(*small(tmp_path, "--max-steps", 2, "--set", "LEARNING_RATE=1e-3"))
+
+
+def damaged(tmp_path, monkeypatch):
+    for name in ("cat", "dog"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        for number in range(4):
+            path = tmp_path / "data" / name / f"{number}.jpg"
+            Image.new("L", (400, 400), 9 * number).save(path)
+        (path.parent / "0.jpg").write_bytes(path.read_bytes()[:2000])
+    return said(*small(tmp_path, DATA=str(tmp_path / "data"), BATCH_SIZE=4, NUM_CLASSES=2))
 
 
 def locked(tmp_path, monkeypatch):
@@ -72,6 +83,7 @@ REPRODUCED = {
     ),
     "A key is misspelled": lambda *_: said("--config", CONFIG, "--set", "LERNING_RATE=1e-3"),
     "The run was trained with other values": other_values,
+    "Images cannot be decoded": damaged,
     "Another run has the run directory": locked,
     "A rank does not come": lambda *_: by_hand(0, fork_ranks.free_port(), "--timeout", 3),
     "The port is in use": taken_port,
@@ -88,9 +100,8 @@ def by_torchrun_stage(*more):
     return "".join(result.stderr)
 
 
-def test_the_page_has_the_ten_that_are_reproduced():
+def test_the_page_has_the_lines_that_are_reproduced():
     assert LINES.keys() == REPRODUCED.keys()
-    assert len(LINES) == 10
 
 
 @pytest.mark.parametrize("title", REPRODUCED)

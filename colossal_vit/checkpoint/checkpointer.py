@@ -267,6 +267,8 @@ class Checkpointer:
         """
         if self.run.args.eval_only:
             self._check_classes(state, str(self.path), "set DATA to images of its classes")
+            if other := self._other_data(state):
+                self.run.log.info(f"this run's data are others than those of the checkpoint ({other})")
         said = weights.other_heads(state["config"], self.run.config)
         if said and not self.run.args.accept_changes:
             raise UserError(f"{self.path}: {said}: set it back")

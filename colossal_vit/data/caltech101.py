@@ -3,12 +3,12 @@
 from pathlib import Path
 
 from colossal_vit.data.batches import Loader
-from colossal_vit.data.class_images import Images, split
+from colossal_vit.data.class_images import Images, digest_contents, split
 from colossal_vit.data.class_images import find_images as find_in_class_folders
 from colossal_vit.data.digits import write_caltech101
 from colossal_vit.data.folders import download
 from colossal_vit.data.image_folder import build_batches
-from colossal_vit.parallel.ranks import RankLogger, raise_on_all_ranks
+from colossal_vit.parallel.ranks import RankLogger, raise_on_all_ranks, run_on_rank_0
 from colossal_vit.run import Run
 from torchvision.datasets import Caltech101
 
@@ -57,4 +57,5 @@ def build(run: Run, root: Path) -> tuple[Loader, Loader]:
     with raise_on_all_ranks():
         images = find_images(root)
         train, test = split(images, run.config.get("TRAIN_PER_CLASS"))
-    return build_batches(run, images, "Caltech101", train, test)
+    digests = run_on_rank_0(lambda: digest_contents(images, run.log))
+    return build_batches(run, images, digests, "Caltech101", train, test)

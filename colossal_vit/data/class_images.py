@@ -1,7 +1,7 @@
-"""The image files in class folders: found, split into those to train and to test on, decoded, and kept decoded.
+"""The image files in class folders: found, split into those to train and to test on, checked, and kept decoded.
 
 All cores decode the images when a run first needs them, as RGB squares of the config's CACHE_SIZE pixels, into one
-memory-mapped file.
+memory-mapped file. What is kept of a file is found by its content, so that no other image is ever taken for it.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ import re
 import shutil
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -24,16 +24,28 @@ from colossal_vit import typed_json
 from colossal_vit.data.batches import read_ahead
 from colossal_vit.data.cropping import middle, trim
 from colossal_vit.data.decoding import FORMATS, check_scan, endings, read_rgb
-from colossal_vit.data.folders import advice_without_images, class_folders, list_files
+from colossal_vit.data.folders import (
+    TEST,
+    VALIDATION,
+    advice_without_images,
+    by_class,
+    class_folders,
+    composed,
+    list_files,
+    say_omitted,
+    say_untested,
+)
 from colossal_vit.errors import UserError, blame, in_one_line
-from colossal_vit.files import atomic_folder, write_text
+from colossal_vit.files import atomic_folder, write_bytes, write_text
 from colossal_vit.parallel.ranks import RankLogger
 from PIL import Image
 from torch import Tensor
 from torchvision.transforms import v2
 from tqdm import tqdm
 
-DECODER = b"3"  # differs for caches that another version of `decode` made
+DECODER = b"4"  # differs for caches that another version of `decode` made
+CONTENTS, CHECKED, DAMAGED = "contents.json", "checked.json", "damaged.txt"  # files beside the decoded images
+ONE_COLOUR = "is of one colour"
 TRAIN_FRACTION, SPLIT_SEED = 0.8, 0
 
 
@@ -46,9 +58,9 @@ class Images(NamedTuple):
         classes: their names, in the order of the labels.
         paths: of the files.
         sizes: in bytes.
-        times: of their last modification, in ns.
+        versions: path and what else the file system knows of each file, which is another for another content.
         labels: int64, (N,).
-        left_out: what else is in these folders, for the log; empty for nothing.
+        left_out: lines for the log about what else is in these folders, and what is missing.
     """
 
     root: Path
@@ -56,17 +68,13 @@ class Images(NamedTuple):
     classes: list[str]
     paths: list[str]
     sizes: list[int]
-    times: list[int]
+    versions: list[str]
     labels: np.ndarray
-    left_out: str
-
-    def versions(self) -> list[str]:
-        """Name, size and time of each file: what changes with its content."""
-        return list(map("{} {} {}".format, self.paths, self.sizes, self.times))
+    left_out: list[str]
 
     def digest(self) -> str:
         """A digest of the files' names and sizes, which copying does not change."""
-        lines = (f"{path} {size}\n" for path, size in zip(self.paths, self.sizes, strict=True))
+        lines = (f"{composed(path)} {size}\n" for path, size in zip(self.paths, self.sizes, strict=True))
         return hashlib.sha256(os.fsencode("".join(lines))).hexdigest()
 
 
@@ -80,45 +88,78 @@ def find_images(root: Path, caches: Path, parts: Sequence[str] = ("",), skip: st
         skip: the name of a folder that is no class.
 
     Raises:
-        UserError: if there are no class folders, or one of them has no images, is in another part only, or is a run
-            directory.
+        UserError: if there are no class folders, or one of them is in another part only, has no images in the first, or
+            is a run directory.
     """
     known = endings()
     classes: list[str] = []
-    files, left_out = [], []
+    files, left_out, omitted, untested = [], [], [], []
     with blame(root):
         for part in parts:
-            names, beside = class_folders(root / part)
-            names = [name for name in names if name != skip]
-            if not names:
+            names, beside = class_folders(root / part, omitted)
+            folders = by_class(name for name in names if name != skip)
+            if not folders:
                 raise UserError(f"{root / part}: has no class folders")
-            classes = classes or names
-            if others := sorted(set(names) - set(classes)):
-                raise UserError(f"{root / part / others[0]}: there is no such class in {root / parts[0]}")
+            classes = classes or list(folders)
+            if others := sorted(folders.keys() - set(classes)):
+                folder = root / part / folders[others[0]][0]
+                raise UserError(f"{folder}: there is no such class in {root / parts[0]}; add it there, or remove it")
             left_out += [os.path.join(part, file) for file in beside]
-            for name in names:
-                folder = os.path.join(part, name)
-                own, others = [], []
-                for file in list_files(root / folder):
-                    (own if Path(file[0]).suffix.lower() in known else others).append(file)
-                if not own:
-                    kinds = ", ".join(sorted(known))
-                    raise UserError(f"{root / folder}: has no images ({kinds}); {advice_without_images(root / folder)}")
-                files += [(f"{folder}/{file}", size, time, classes.index(name)) for file, size, time in own]
-                left_out += [f"{folder}/{file}" for file, *_ in others]
-    paths, sizes, times, labels = map(list, zip(*files, strict=True))
-    said = _say_left_out(root, left_out)
-    return Images(root, caches, classes, paths, sizes, times, np.array(labels), said)
+            found = [
+                (label, os.path.join(part, folder, file.path), file)
+                for label, name in enumerate(classes)
+                for folder in folders.get(name, ())
+                for file in list_files(root / part / folder, omitted)
+            ]
+            images = [entry for entry in found if Path(entry[1]).suffix.lower() in known]
+            left_out += [path for _, path, _ in found if Path(path).suffix.lower() not in known]
+            there = {label for label, *_ in images}
+            lacking = [name for label, name in enumerate(classes) if label not in there]
+            if lacking and (part == parts[0] or not there):
+                folder = root / part / (folders[lacking[0]][0] if part == parts[0] else "")
+                kinds = ", ".join(sorted(known))
+                raise UserError(f"{folder}: has no images ({kinds}); {advice_without_images(folder)}")
+            untested += say_untested(root / part, lacking, len(classes))
+            files += images
+    labels, paths, found = zip(*files, strict=True)
+    versions = [" ".join(map(str, (path, *file[1:]))) for path, file in zip(paths, found, strict=True)]
+    said = [*_say_left_out(root, left_out), *say_omitted(omitted), *untested]
+    return Images(root, caches, classes, list(paths), [file.size for file in found], versions, np.array(labels), said)
 
 
-def _say_left_out(root: Path, files: list[str]) -> str:
-    """A line about files that are no images; empty if there are none."""
+def find_parts(root: Path) -> tuple[list[str], list[str]]:
+    """Which folders in a data folder have class folders.
+
+    Returns:
+        Those to train on and to evaluate on, only one if that is to be split, "" for the data folder itself; the names
+        of others, which are not read.
+
+    Raises:
+        UserError: if it is not clear which one is to evaluate on.
+    """
+    if not (root / "train").is_dir():
+        return [""], []
+    tests = [name for name in (*VALIDATION, TEST) if (root / name).is_dir()]
+    if tests[1:] and tests[1] != TEST:
+        raise UserError(f"{root}: has {tests[0]} and {tests[1]}; only one can be to evaluate on")
+    with blame(root):
+        others = [name for name in class_folders(root)[0] if name != "train"]
+    if others and not tests:
+        raise UserError(
+            f"{root}: has {others[0]} beside train: call it val if it is to evaluate on, or move all into train if "
+            f"they are classes"
+        )
+    return ["train", *tests[:1]], [name for name in others if name not in tests[:1]]
+
+
+def _say_left_out(root: Path, files: list[str]) -> list[str]:
+    """A line about files that are no images; none if there are none."""
     if not files:
-        return ""
+        return []
     kinds = Counter(Path(path).suffix.lower() or "no ending" for path in files)
     counts = ", ".join(f"{kind} {count}" for kind, count in kinds.most_common())
     first = in_one_line(str(root / files[0]))
-    return f"{len(files)} files that are no images are left out ({counts}), the first is {first}"
+    return [f"{len(files)} files that are no images are left out ({counts}), the first is {first}"]
 
 
 def split(images: Images, per_class: int | None = None) -> tuple[Tensor, Tensor]:
@@ -148,32 +189,75 @@ def split(images: Images, per_class: int | None = None) -> tuple[Tensor, Tensor]
     return torch.from_numpy(np.sort(np.concatenate(train))), torch.from_numpy(np.sort(np.concatenate(test)))
 
 
+def split_by_folder(images: Images) -> tuple[Tensor, Tensor]:
+    """Indices of the images in `train`, and of the others."""
+    of_train = np.array([path.startswith("train/") for path in images.paths])
+    return torch.from_numpy(np.flatnonzero(of_train)), torch.from_numpy(np.flatnonzero(~of_train))
+
+
 def digest_contents(images: Images, log: RankLogger) -> list[str]:
     """A digest of the content of each image file. All cores read; what they find is kept for files that do not change.
 
     Raises:
         UserError: if one cannot be read.
     """
-    kept = images.caches / "contents.json"
-    try:
-        known = typed_json.read(kept, dict[str, str])
-    except UserError:  # missing, or damaged
-        known = {}
+    known = _read_kept(images, CONTENTS, dict[str, str])
 
     def read(path: str) -> str:
         with blame(images.root / path), open(images.root / path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
-    keys = list(map(ascii, images.versions()))  # names need not be UTF-8, but JSON is
+    keys = list(map(ascii, images.versions))  # names need not be UTF-8, but JSON is
     if new := {key: path for key, path in zip(keys, images.paths, strict=True) if key not in known}:
-        log.info(f"splitting {len(keys)} images by their content")
+        log.info(f"reading {len(new)} images")
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             found = tqdm(pool.map(read, new.values()), "reading", len(new), unit="img", disable=None)
             known |= dict(zip(new, found, strict=True))
-        with suppress(OSError):  # the disk may be full or read-only: then they are read again
-            images.caches.mkdir(exist_ok=True)
-            write_text(kept, json.dumps({key: known[key] for key in keys}))
+        _keep(images, CONTENTS, {key: known[key] for key in keys})
     return [known[key] for key in keys]
+
+
+def digest_side(digests: Sequence[str], chosen: Tensor) -> str:
+    """A digest of the contents of the images with these numbers, (N,), in this order."""
+    return hashlib.sha256("".join(digests[number] for number in chosen.tolist()).encode()).hexdigest()
+
+
+def say_copies(images: Images, digests: Sequence[str], train: Tensor, test: Tensor) -> Iterator[str]:
+    """Lines about images of the same content on both sides of the split, and in two classes.
+
+    Args:
+        images: the files.
+        digests: of their contents.
+        train, test: numbers of the images on each side, int64.
+    """
+
+    def name(number: int) -> str:
+        return in_one_line(images.paths[number])
+
+    trained = {digests[number]: number for number in reversed(train.tolist())}
+    if both := [number for number in test.tolist() if digests[number] in trained]:
+        first = f"{name(both[0])}, which is {name(trained[digests[both[0]]])}"
+        yield f"{len(both)} of {len(test)} test images are training images too, the first is {first}"
+    firsts = {digest: number for number, digest in reversed(list(enumerate(digests)))}
+    pairs = [(number, firsts[digest]) for number, digest in enumerate(digests)]
+    if pairs := [pair for pair in pairs if images.labels[pair[0]] != images.labels[pair[1]]]:
+        first = " and ".join(map(name, reversed(pairs[0])))
+        yield f"{len(pairs)} images are in another class too, the first is {first}"
+
+
+def _read_kept(images: Images, name: str, kind: type[dict]) -> dict:
+    """What a file beside the images has; empty if it is missing, damaged or of another version."""
+    try:
+        return typed_json.read(images.caches / name, kind)
+    except UserError:
+        return {}
+
+
+def _keep(images: Images, name: str, value: dict) -> None:
+    """Write a file beside the images, unless the disk is full or read-only: then they are read again."""
+    with suppress(OSError):
+        images.caches.mkdir(exist_ok=True)
+        write_text(images.caches / name, json.dumps(value))
 
 
 def split_by_content(images: Images, digests: Sequence[str], fraction: float) -> tuple[Tensor, Tensor]:
@@ -222,7 +306,8 @@ def decode(images: Images, size: int, img_size: int, number: int) -> np.ndarray:
     except MemoryError:  # has no text
         raise UserError(f"{path}: cannot be decoded: out of memory; scale it down or remove it") from None
     except Exception as error:  # decoders raise nearly any exception for a broken file
-        raise UserError(f"{path}: cannot be decoded: {error}; repair or remove it") from None
+        reason = str(error) or type(error).__name__
+        raise UserError(f"{path}: cannot be decoded: {reason}; repair or remove it") from None
 
 
 def find_damage(path: Path) -> str | None:
@@ -237,11 +322,100 @@ def find_damage(path: Path) -> str | None:
     return None
 
 
-def cache_folder(images: Images, size: int, img_size: int) -> Path:
-    """The folder of the decoded images, see `decode`; its name depends on the names, sizes and times of the files."""
-    digest = hashlib.sha256(DECODER)
-    for version in images.versions():
-        digest.update(os.fsencode(f"{version}\n"))
+def _examine(images: Images, size: int, img_size: int, number: int) -> tuple[np.ndarray | None, str]:
+    """What `decode` returns, None if it cannot, and what is to be said of the image; empty for nothing."""
+    try:
+        pixels = decode(images, size, img_size, number)
+        path = images.root / images.paths[number]
+        if damage := find_damage(path):
+            return pixels, damage
+        # What is cut off may have other colours.
+        plain = (pixels == pixels[0, 0]).all() and all(low == high for low, high in read_rgb(path).getextrema())
+        return pixels, ONE_COLOUR if plain else ""
+    except UserError as error:
+        return None, str(error)
+
+
+def check_images(
+    images: Images,
+    digests: Sequence[str],
+    size: int,
+    img_size: int,
+    log: RankLogger,
+    array: np.ndarray | None = None,
+) -> tuple[dict[int, str], dict[int, str]]:
+    """Decode all images; without `array` only those of contents that have not been decoded before.
+
+    Args:
+        images: the files.
+        digests: of their contents.
+        size, img_size: see `decode`.
+        log: says how many are decoded.
+        array: gets the pixels, (N, size, size, 3).
+
+    Returns:
+        Why images cannot be decoded, and what is odd about others; each by its number.
+    """
+    version = DECODER.decode()
+    known = _read_kept(images, CHECKED, dict[str, dict[str, str]]).get(version, {})
+    numbers = [number for number, digest in enumerate(digests) if array is not None or digest not in known]
+    faults: dict[int, str] = {}
+    if numbers:
+        if array is None:
+            log.info(f"checking {len(numbers)} images")
+        threads = len(os.sched_getaffinity(0))
+        # Pillow lets other threads run. It warns of what it reads all the same.
+        with warnings.catch_warnings(action="ignore"):
+            examined = read_ahead(numbers, partial(_examine, images, size, img_size), threads)
+            for number, (pixels, said) in tqdm(examined, "decoding", len(numbers), unit="img", disable=None):
+                if pixels is None:
+                    faults[number] = said
+                    continue
+                known[digests[number]] = said
+                if array is not None:
+                    array[number] = pixels
+        _keep(images, CHECKED, {version: {digest: known[digest] for digest in digests if digest in known}})
+    return faults, {number: known[digest] for number, digest in enumerate(digests) if known.get(digest)}
+
+
+def say_odd(images: Images, odd: dict[int, str]) -> Iterator[str]:
+    """Lines about images that can be decoded, but perhaps not as they should be, see `check_images`."""
+    grey, plain = {}, {}
+    for number, what in sorted(odd.items()):
+        path = in_one_line(str(images.root / images.paths[number]))
+        (plain if what == ONE_COLOUR else grey)[path] = what
+    for path, what in list(grey.items())[:1]:
+        yield f"{len(grey)} images are damaged, and grey where pixels are missing; the first is {path}: {what}"
+    for path in list(plain)[:1]:
+        yield f"{len(plain)} images are of one colour, the first is {path}"
+
+
+def refuse_damaged(images: Images, faults: dict[int, str], log: RankLogger) -> None:
+    """Refuse images that cannot be decoded, and list all of them in a file; or in the log, if it cannot be written.
+
+    Raises:
+        UserError: if there are any, see `check_images`.
+    """
+    listed = images.caches / DAMAGED
+    if not faults:
+        with suppress(OSError):
+            listed.unlink(missing_ok=True)
+        return
+    lines = [in_one_line(faults[number]) for number in sorted(faults)]
+    try:
+        images.caches.mkdir(exist_ok=True)
+        write_bytes(listed, os.fsencode("".join(f"{line}\n" for line in lines)))
+        where = f"listed in {listed}"
+    except OSError:
+        for line in lines:
+            log.info(line)
+        where = "listed above"
+    raise UserError(f"{lines[0]}. Images that cannot be decoded: {len(lines)}, {where}")
+
+
+def cache_folder(images: Images, digests: Sequence[str], size: int, img_size: int) -> Path:
+    """The folder of the decoded images, see `decode`; its name depends on the sizes and on the contents of the files."""
+    digest = hashlib.sha256(DECODER + "".join(digests).encode())
     return images.caches / f"decoded-{size}px-{img_size}px-{digest.hexdigest()[:12]}"
 
 
@@ -253,16 +427,16 @@ def open_cache(folder: Path) -> np.ndarray | None:
         return None
 
 
-def fill_cache(images: Images, size: int, img_size: int, log: RankLogger) -> bool:
+def fill_cache(images: Images, digests: Sequence[str], size: int, img_size: int, log: RankLogger) -> bool:
     """Decode all images into the cache, unless it exists. It is written atomically, and outdated caches are removed.
 
     Returns:
         Whether it is there: not on a disk that is full or read-only.
 
     Raises:
-        UserError: if an image cannot be decoded.
+        UserError: if images cannot be decoded.
     """
-    folder = cache_folder(images, size, img_size)
+    folder = cache_folder(images, digests, size, img_size)
     if open_cache(folder) is not None:
         return True
     log.info(f"decoding {len(images.paths)} images into {folder}{', which is damaged' if folder.exists() else ''}")
@@ -274,17 +448,8 @@ def fill_cache(images: Images, size: int, img_size: int, log: RankLogger) -> boo
             array = np.lib.format.open_memmap(scratch / "images.npy", "w+", np.uint8, shape)
             with open(scratch / "images.npy", "r+b") as file:  # a full disk raises here, but kills with a memory map
                 os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
-            # Pillow lets other threads run. It warns of what it reads all the same.
-            threads = len(os.sched_getaffinity(0))
-            with warnings.catch_warnings(action="ignore"), ThreadPoolExecutor(threads) as pool:
-                decoded = read_ahead(range(len(array)), partial(decode, images, size, img_size), threads)
-                for number, image in tqdm(decoded, "decoding", len(array), unit="img", disable=None):
-                    array[number] = image
-                faults = pool.map(find_damage, (images.root / path for path in images.paths))
-                damaged = [(path, fault) for path, fault in zip(images.paths, faults, strict=True) if fault]
-            if damaged:
-                said = in_one_line(f"{images.root / damaged[0][0]}: {damaged[0][1]}")
-                log.info(f"{len(damaged)} images are damaged, and grey where pixels are missing; the first is {said}")
+            faults, _ = check_images(images, digests, size, img_size, log, array)
+            refuse_damaged(images, faults, log)
             array.flush()
         outdated = re.compile(rf"decoded-{size}px-({img_size}px-)?\w+")  # the files or this program have changed since
         for other in folder.parent.iterdir():

@@ -1,14 +1,28 @@
 """Image files of any kind as upright RGB images of 8 bits a channel."""
 
 import re
+import struct
 from pathlib import Path
 
-from PIL import Image, ImageOps
+from PIL import Image
 
 # Formats of still photographs. Pillow reads more, some of them with other programs: EPS is run by Ghostscript.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 WHITE_16_BITS = 65535
 BITS, PHOTOMETRIC, BLACK_IS_ZERO = 258, 262, 1  # tags of TIFF
+EXTRA_SAMPLES, ALPHA = 338, (1, 2)  # what a channel beside the colours is; premultiplied with them or not
+EXIF = b"Exif\0\0"  # what EXIF data in a JPEG begin with
+ORIENTATION, SHORT = 0x112, 3  # tag and type of EXIF
+UPRIGHT = 1
+TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 
 
 def endings() -> set[str]:
@@ -34,6 +48,41 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
     return grey
 
 
+def exif_orientation(exif: bytes | memoryview) -> int:
+    """The orientation in EXIF data, from 1 to 8; 1 if there is none.
+
+    Nothing else in them is read, as cameras and programs write much that is wrong; what is of another type than EXIF
+    says is none.
+
+    Args:
+        exif: without `EXIF` before it.
+    """
+    order = {b"II*\0": "<", b"MM\0*": ">"}.get(bytes(exif[:4]))
+    if not order:
+        return UPRIGHT
+    try:
+        (start,) = struct.unpack_from(f"{order}I", exif, 4)
+        (count,) = struct.unpack_from(f"{order}H", exif, start)
+        for number in range(count):
+            tag, *found, value = struct.unpack_from(f"{order}HHIH", exif, start + 2 + 12 * number)
+            if tag == ORIENTATION:
+                return value if found == [SHORT, 1] and value in TURNS else UPRIGHT
+    except struct.error:  # it is cut off
+        pass
+    return UPRIGHT
+
+
+def _alpha_is_unused(image: Image.Image) -> bool:
+    """Whether the fourth channel is 0 throughout, in a file that does not say what it is.
+
+    Screen grabbers and Photoshop write such BMPs, and viewers show their colours.
+    """
+    if image.mode != "RGBA" or image.format not in ("BMP", "TIFF"):
+        return False
+    said = image.format == "TIFF" and set(image.tag_v2.get(EXTRA_SAMPLES, ())) & set(ALPHA)
+    return not said and image.getchannel("A").getextrema() == (0, 0)
+
+
 def to_rgb(image: Image.Image) -> Image.Image:
     """The first frame of an image file, upright according to its EXIF orientation; what is transparent becomes white.
 
@@ -43,9 +92,15 @@ def to_rgb(image: Image.Image) -> Image.Image:
     Raises:
         ValueError: if its pixels are of a kind that cannot be converted. For a damaged file nearly any exception.
     """
+    image.load()  # turns a TIFF, and reads the EXIF data that a PNG has behind its pixels
+    exif = image.info.get("exif")  # the text, if a PNG has one of this name
+    turn = TURNS.get(exif_orientation(exif.removeprefix(EXIF))) if isinstance(exif, bytes) else None
     if image.mode == "F" or image.mode.startswith("I"):
         image = _to_8_bits(image)
-    image = ImageOps.exif_transpose(image)
+    elif _alpha_is_unused(image):
+        image = image.convert("RGB")
+    if turn is not None:
+        image = image.transpose(turn)
     if image.has_transparency_data:
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
     return image.convert("RGB")

@@ -2,11 +2,13 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
+from unicodedata import normalize
 
 from colossal_vit.data.decoding import endings
-from colossal_vit.errors import UserError
+from colossal_vit.errors import UserError, in_one_line
 from colossal_vit.files import scratch_folder
 
 # What these scripts download. A folder may have several of them, and no other set is taken for the user's own images.
@@ -17,37 +19,101 @@ TEST = "test"
 SPLITS = {"train", "training", *VALIDATION, TEST}
 RUN = ("config.json", "checkpoints")  # a file and a folder that each run directory has
 UNREAD = {".heic", ".heif", ".avif", ".jxl", ".dng", ".cr2", ".nef", ".arw"}  # photographs that nothing here decodes
+# Folders that file servers and operating systems make, in lower case: thumbnails, deleted files, snapshots.
+SYSTEM_FOLDERS = {"@eadir", "#recycle", "#snapshot", "@recycle", "@recently-snapshot", "@tmp"}  # Synology, QNAP
+SYSTEM_FOLDERS |= {"$recycle.bin", "system volume information", "found.000", "lost+found"}  # Windows, Linux
+SYSTEM_FOLDERS |= {"__macosx", "network trash folder", "temporary items"}  # macOS
 
 
-def _entries(folder: Path) -> list[os.DirEntry]:
-    """Everything in a folder but what is hidden, sorted.
+class File(NamedTuple):
+    """A file in the folder of a class.
+
+    Attributes:
+        path: relative to that folder.
+        size: in bytes.
+        modified: when its content was last written, in ns.
+        changed: when that, its name or its attributes were, in ns. Programs cannot set it, but copying changes it.
+        inode: its number in the file system, which it takes along if it or a folder above gets another name.
+    """
+
+    path: str
+    size: int
+    modified: int
+    changed: int
+    inode: int
+
+
+def composed(name: str) -> str:
+    """A name with composed characters: macOS writes é as two, e and an accent, which look the same and compare unequal.
+
+    Bytes that are not UTF-8 are kept.
+    """
+    return normalize("NFC", name)
+
+
+def by_class(folders: Iterable[str]) -> dict[str, list[str]]:
+    """The folders of each class, in their order: mostly one, but é may be written in two ways."""
+    found: dict[str, list[str]] = {}
+    for folder in folders:
+        found.setdefault(composed(folder), []).append(folder)
+    return found
+
+
+def _entries(folder: Path, omitted: list[str]) -> list[os.DirEntry]:
+    """Everything in a folder but what is hidden, sorted; the paths of `SYSTEM_FOLDERS` go to `omitted`.
 
     Raises:
         UserError: if a link leads nowhere, or something is neither a file nor a folder: a FIFO would block its reader.
         OSError: if the folder cannot be read.
     """
     with os.scandir(folder) as found:
-        entries = sorted((entry for entry in found if entry.name[0] != "."), key=lambda entry: entry.name)
+        visible = (entry for entry in found if entry.name[0] != ".")
+        entries = sorted(visible, key=lambda entry: (composed(entry.name), entry.name))
+    kept = []
     for entry in entries:
         try:
+            if entry.is_dir() and entry.name.lower() in SYSTEM_FOLDERS:
+                omitted.append(entry.path)
+                continue
             if entry.is_dir() or entry.is_file():
+                kept.append(entry)
                 continue
             entry.stat()
             reason = "is neither a file nor a folder"
         except OSError as error:
             reason = error.strerror
         raise UserError(f"{entry.path}: {reason}; repair or remove it")
-    return entries
+    return kept
 
 
-def class_folders(root: Path) -> tuple[list[str], list[str]]:
+def class_folders(root: Path, omitted: list[str] | None = None) -> tuple[list[str], list[str]]:
     """The names of the folders in a folder, and of the files beside them; both sorted, hidden ones omitted.
+
+    Args:
+        root: the folder.
+        omitted: gets the paths of `SYSTEM_FOLDERS`, which are omitted too.
 
     Raises:
         UserError, OSError: see `_entries`.
     """
-    entries = _entries(root)
+    entries = _entries(root, [] if omitted is None else omitted)
     return [entry.name for entry in entries if entry.is_dir()], [entry.name for entry in entries if entry.is_file()]
+
+
+def say_omitted(omitted: list[str]) -> list[str]:
+    """A line about folders that were omitted; none if there are none."""
+    if not omitted:
+        return []
+    first = in_one_line(min(omitted))
+    return [f"{len(omitted)} folders of file servers or operating systems are left out, the first is {first}"]
+
+
+def say_untested(folder: Path, classes: list[str], count: int) -> list[str]:
+    """A line about those of `count` classes that have no images in a folder to evaluate on; none for no classes."""
+    if not classes:
+        return []
+    first = in_one_line(classes[0])
+    return [f"{folder}: {len(classes)} of {count} classes have no images here, the first is {first}"]
 
 
 def refuse_run(folder: Path) -> None:
@@ -67,14 +133,18 @@ def advice_without_images(folder: Path) -> str:
 
 
 def list_files(
-    folder: Path, inside: str = "", above: frozenset[tuple[int, int]] = frozenset()
-) -> list[tuple[str, int, int]]:
-    """Path in the folder of a class, bytes and modification time (ns) of the files in it and in the folders below it.
+    folder: Path,
+    omitted: list[str] | None = None,
+    inside: str = "",
+    above: frozenset[tuple[int, int]] = frozenset(),
+) -> list[File]:
+    """The files in the folder of a class and in the folders below it.
 
     Sorted, folders among files by their names; hidden ones omitted.
 
     Args:
         folder: of the class.
+        omitted: see `class_folders`.
         inside: the folder below it to look into, "" or ending with a slash.
         above: the folders that lead there, by device and inode.
 
@@ -83,15 +153,16 @@ def list_files(
         OSError: if a folder cannot be read.
     """
     refuse_run(folder / inside)
-    files: list[tuple[str, int, int]] = []
-    for entry in _entries(folder / inside):
+    files: list[File] = []
+    omitted = [] if omitted is None else omitted
+    for entry in _entries(folder / inside, omitted):
         status, path = entry.stat(), f"{inside}{entry.name}"
         if entry.is_dir():
             if (here := (status.st_dev, status.st_ino)) in above or os.path.samefile(entry.path, folder):
                 raise UserError(f"{entry.path}: is a link to a folder that it is in; remove it")
-            files += list_files(folder, f"{path}/", above | {here})
+            files += list_files(folder, omitted, f"{path}/", above | {here})
         else:
-            files.append((path, status.st_size, status.st_mtime_ns))
+            files.append(File(path, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino))
     return files
 
 

@@ -3,25 +3,43 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from colossal_vit.data.folders import composed
+
 OWN = "class folders"  # what kind of files the user's own images are
 
 
-def identify(images: str, counts: tuple[int, int], classes: Sequence[str] | int, digest: str) -> dict[str, Any]:
+CONTENTS = "content of training images", "content of test images"
+
+
+def identify(
+    images: str,
+    counts: tuple[int, int],
+    classes: Sequence[str] | int,
+    digest: str,
+    contents: tuple[str, str] | None = None,
+) -> dict[str, Any]:
     """What a run's data are, wherever they lie; a checkpoint keeps it, and no other data resume that checkpoint.
 
     Args:
         images: what kind of files.
         counts: of images for training and for testing.
         classes: their names in the order of their labels, or how many there are.
-        digest: of the content, or of what changes with it.
+        digest: of the content, or of what nearly always changes with it.
+        contents: digests of the contents of those for training and for testing, unless `digest` is of them.
     """
-    return {
+    identity = {
         "images": images,
         "training images": counts[0],
         "test images": counts[1],
         "classes": classes if isinstance(classes, int) else list(classes),
         "content": digest,
     }
+    return identity | dict(zip(CONTENTS, contents or (), strict=False))
+
+
+def _composed(classes: Any) -> Any:
+    """Names of classes as `composed` writes them, which earlier versions did not."""
+    return list(map(composed, classes)) if isinstance(classes, list) else classes
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
@@ -29,6 +47,13 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     said = []
     for key in old.keys() | new.keys():
         before, after = old.get(key), new.get(key)
+        if key in CONTENTS:
+            # Earlier checkpoints have none. Where a file was added, removed or renamed, that says it all.
+            if None not in (before, after) and before != after and old.get("content") == new.get("content"):
+                said.append(key)
+            continue
+        if key == "classes":
+            before, after = map(_composed, (before, after))
         if before == after or (isinstance(before, int) and isinstance(after, list) and before == len(after)):
             continue  # earlier checkpoints of CIFAR-10 have the number of classes only
         if key == "classes" and isinstance(before, list) and isinstance(after, list):

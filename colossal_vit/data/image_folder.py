@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from colossal_vit.data.augment import CROP_ASPECT, SMALLEST_BLURRED
@@ -19,18 +18,24 @@ from colossal_vit.data.class_images import (
     Decoded,
     Images,
     cache_folder,
+    check_images,
     digest_contents,
+    digest_side,
     fill_cache,
     find_images,
+    find_parts,
     open_cache,
+    refuse_damaged,
+    say_copies,
+    say_odd,
     split_by_content,
+    split_by_folder,
 )
 from colossal_vit.data.cropping import cache_size
-from colossal_vit.data.folders import TEST, VALIDATION, class_folders
 from colossal_vit.data.identity import OWN
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.data.source import describe_data, settle_classes
-from colossal_vit.errors import UserError, blame
+from colossal_vit.errors import UserError
 from colossal_vit.parallel.ranks import raise_on_all_ranks, run_on_rank_0
 from colossal_vit.run import Run
 from colossalai.context import Config
@@ -128,17 +133,20 @@ class Batches(SampledLoader):
             yield images, labels
 
 
-def build_batches(run: Run, images: Images, name: str, train: Tensor, test: Tensor) -> tuple[Loader, Loader]:
+def build_batches(
+    run: Run, images: Images, digests: Sequence[str], name: str, train: Tensor, test: Tensor
+) -> tuple[Loader, Loader]:
     """Training and test batches of these images, which are decoded unless they have been before. Collective.
 
     Args:
         run: whose config says how.
         images: of the data set, the same on every rank.
+        digests: of their contents.
         name: of the data set.
         train, test: indices of the images for each, int64, the same on every rank.
 
     Raises:
-        UserError: on every rank, if the config does not fit the images, or an image cannot be decoded.
+        UserError: on every rank, if the config does not fit the images, or images cannot be decoded.
     """
     config: Config = run.config
     size = config.get("CACHE_SIZE", cache_size(config.IMG_SIZE))
@@ -151,17 +159,27 @@ def build_batches(run: Run, images: Images, name: str, train: Tensor, test: Tens
         sampler = GlobalBatchSampler(
             len(train), config.BATCH_SIZE, config.gradient_accumulation, config.SEED, repeats=config.REPEATS
         )
-    if images.left_out:
-        run.log.info(images.left_out)
-    wanted = images, size, config.IMG_SIZE
-    pixels: Tensor | Decoded = Decoded(*wanted)
-    if config.KEEP_DECODED and run_on_rank_0(lambda: fill_cache(*wanted, run.log)):
+
+    def prepare() -> bool:
+        """Check all images before the first step; returns whether they are kept decoded."""
+        for line in (*images.left_out, *say_copies(images, digests, train, test)):
+            run.log.info(line)
+        kept = config.KEEP_DECODED and fill_cache(images, digests, size, config.IMG_SIZE, run.log)
+        faults, odd = check_images(images, digests, size, config.IMG_SIZE, run.log)
+        refuse_damaged(images, faults, run.log)
+        for line in say_odd(images, odd):
+            run.log.info(line)
+        return kept
+
+    pixels: Tensor | Decoded = Decoded(images, size, config.IMG_SIZE)
+    if run_on_rank_0(prepare):
         with raise_on_all_ranks():
-            decoded = open_cache(folder := cache_folder(*wanted))
+            decoded = open_cache(folder := cache_folder(images, digests, size, config.IMG_SIZE))
             if decoded is None:
                 raise UserError(f"{folder}: made by rank 0, cannot be read here: DATA must be on a disk of all nodes")
             pixels = torch.from_numpy(decoded)
-    describe_data(run, name, (len(train), len(test)), images.classes, images.digest(), images.root)
+    contents = digest_side(digests, train), digest_side(digests, test)
+    describe_data(run, name, (len(train), len(test)), images.classes, images.digest(), images.root, contents)
     labels = torch.from_numpy(images.labels)
     rest = config, run.device, images.paths
     return (
@@ -179,34 +197,23 @@ def build_own_images(run: Run, root: Path) -> tuple[Loader, Loader]:
         UserError: on every rank, see `find_images`, `split_by_content` and `build_batches`; if it is not clear which
             folder is to evaluate on.
     """
-    tests = [name for name in (*VALIDATION, TEST) if (root / name).is_dir()]
-    parts = ["train", *tests[:1]] if (root / "train").is_dir() else [""]
     with raise_on_all_ranks():
+        parts, others = find_parts(root)
         output = run.output.resolve()
         within = any(output.is_relative_to((root / part).resolve()) for part in parts)
         if within and not run.args.eval_only:
             raise UserError(f"--output {run.output}: is within the class folders of DATA = {root}: give another one")
-        if tests[1:] and tests[1] != TEST:
-            raise UserError(f"{root}: has {tests[0]} and {tests[1]}; only one can be to evaluate on")
-        with blame(root):
-            others = [name for name in class_folders(root)[0] if name not in parts] if parts[0] else []
-        if others and not tests:
-            raise UserError(
-                f"{root}: has {others[0]} beside train: call it val if it is to evaluate on, or move all into train if "
-                f"they are classes"
-            )
         images = find_images(root, root / ".decoded", parts)
         if len(images.classes) == 1:
             raise UserError(
                 f"{root}: has one class folder only, {images.classes[0]}; DATA must be what has one for each class"
             )
-    if len(parts) == 2:
-        if others:
-            run.log.info(f"{root}: evaluates on {tests[0]}; not read: {', '.join(others)}")
-        of_train = np.array([path.startswith("train/") for path in images.paths])
-        train, test = (torch.from_numpy(np.flatnonzero(which)) for which in (of_train, ~of_train))
-    else:
-        digests = run_on_rank_0(lambda: digest_contents(images, run.log))
-        with raise_on_all_ranks():
+    if parts[1:] and others:
+        run.log.info(f"{root}: evaluates on {parts[1]}; not read: {', '.join(others)}")
+    digests = run_on_rank_0(lambda: digest_contents(images, run.log))
+    with raise_on_all_ranks():
+        if len(parts) == 2:
+            train, test = split_by_folder(images)
+        else:
             train, test = split_by_content(images, digests, run.config.TEST_FRACTION)
-    return build_batches(run, images, OWN, train, test)
+    return build_batches(run, images, digests, OWN, train, test)

@@ -28,7 +28,7 @@ from colossal_vit.data.batches import IGNORED, Loader, SampledLoader, read_ahead
 from colossal_vit.data.cropping import source, trim
 from colossal_vit.data.devices import to_device
 from colossal_vit.data.digits import write_imagenet
-from colossal_vit.data.image_files import has_transparency, prepare_image
+from colossal_vit.data.image_files import is_plain, prepare_image, simplify_exif
 from colossal_vit.data.records import Records, filtered_index, find_records, leave_out, list_records
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.data.shards import NUM_CLASSES, NUM_SHARDS, class_names
@@ -176,8 +176,9 @@ class DaliLoader(SampledLoader):
             image, label = parse_example(read_data(file.fileno(), offset, record))
             if image is None:
                 raise ValueError("image/encoded is missing")
-            if has_transparency(image):  # DALI would show the colours beneath
+            if not is_plain(image):
                 image = prepare_image(bytes(image))
+            simplify_exif(memoryview(image))
         except OSError as error:
             raise UserError(f"{shard}: {error.strerror}") from None
         except ValueError as error:

@@ -3,6 +3,7 @@
     python build_tfrecords.py SOURCE OUTPUT        SOURCE has train/<class>/* and val/<class>/*, or test/, or a flat
                                                    val/; or <class>/* alone, of which a part is then for validation
     python build_tfrecords.py --verify OUTPUT      one line for each fault, with file and byte; exit code 1 if any
+    python build_tfrecords.py --verify SOURCE      the same of image files in class folders, as scripts train on them
     python build_tfrecords.py --index-only OUTPUT  OUTPUT has TFRecords in train/ and validation/, or in one of them
 
 OUTPUT gets `train/train-00000-of-01024`, `validation/validation-00000-of-00128`, `idx_files/<split>/<shard>.idx` (a
@@ -54,6 +55,7 @@ from typing_extensions import TypedDict
 NAME = "build_tfrecords.py"
 TEST_FRACTION = 0.2
 MIN_IMAGES = 256  # a shard: a small set gets fewer shards
+CHECK_SIZE = 8  # pixels of images that are decoded to be checked only
 
 
 # ---- Files ----
@@ -225,7 +227,7 @@ def build(args: argparse.Namespace) -> int:
     plan = {key: getattr(args, key) for key in ("seed", "resize", "quality", "check")}
     plan["shards"] = {split: len(shards[split]) for split in images}
     plan["images"] = {split: len(images[split]) for split in images}
-    plan["source"] = f"{digest[:16]} (digest of names, sizes and times)"
+    plan["source"] = f"{digest[:16]} (digest of names, sizes and {'contents' if unsplit else 'times'})"
     every = [shard for split in images for shard in shards[split]]
     if not args.resize and not args.quality:
         _check_space(output, _unmade(every))
@@ -330,6 +332,8 @@ def verify(args: argparse.Namespace) -> int:
     output = args.verify
     if not output.is_dir():
         raise UserError(f"{output}: no such folder; OUTPUT is the folder with train/ and validation/")
+    if has_class_folders(output):
+        return verify_images(output)
     num_classes = len(class_names(output)) or NUM_CLASSES
     shards = [(split, path) for split in NUM_SHARDS for path in find_shards(output, split)]
     tasks = [(path, index_path(output, split, path.name), num_classes, args.check) for split, path in shards]
@@ -355,6 +359,26 @@ def verify(args: argparse.Namespace) -> int:
     return 1 if faults else 0
 
 
+def verify_images(source: Path) -> int:
+    """Check the images in class folders, each once, see `check_images`; returns the exit code."""
+    from colossal_vit.data import class_images  # here, since torch takes long to load
+    from colossal_vit.parallel.ranks import RankLogger
+
+    parts, _ = class_images.find_parts(source)
+    images = class_images.find_images(source, source / ".decoded", parts)
+    log = RankLogger()
+    digests = class_images.digest_contents(images, log)
+    for line in (*images.left_out, *class_images.say_copies(images, digests, *class_images.split_by_folder(images))):
+        print(line)
+    damaged, odd = class_images.check_images(images, digests, CHECK_SIZE, log)
+    lines = damaged | {number: f"{source / images.paths[number]}: {what}" for number, what in odd.items()}
+    for _, line in sorted(lines.items()):
+        print(in_one_line(line))
+    faults = sum(not line.endswith(class_images.ONE_COLOUR) for line in lines.values())
+    print(f"{source}: {faults} faults in {len(images.paths)} images")
+    return 1 if faults else 0
+
+
 # ---- Command line ----
 
 
@@ -364,7 +388,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("source", type=Path, nargs="?", metavar="SOURCE")
     add("output", type=Path, nargs="?", metavar="OUTPUT")
-    add("--verify", type=Path, metavar="OUTPUT", help="check OUTPUT instead")
+    add("--verify", type=Path, metavar="FOLDER", help="check OUTPUT, or the images in SOURCE, instead")
     add("--index-only", type=Path, metavar="OUTPUT", help="write the index files of OUTPUT instead")
     add("--synset-map", type=Path, metavar="FILE", help="of a flat val/: lines 'wnid' in order, or 'name wnid'")
     for split, num_shards in NUM_SHARDS.items():
@@ -379,7 +403,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--workers", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="processes; default one a CPU")
     args = parser.parse_args(argv)
     if [args.source, args.verify, args.index_only].count(None) != 2 or (args.source is None) != (args.output is None):
-        parser.error("give SOURCE OUTPUT, or --verify OUTPUT, or --index-only OUTPUT")
+        parser.error("give SOURCE OUTPUT, or --verify FOLDER, or --index-only OUTPUT")
     limits = dict.fromkeys(("train_shards", "validation_shards", "resize", "workers"), (1, 99999))
     for name, (low, high) in {
         **limits,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
-from colossal_vit.data.folders import INDEX_FILES
+from colossal_vit.data.folders import INDEX_FILES, SYSTEM_FOLDERS
 from colossal_vit.data.image_files import prepare_image
 from colossal_vit.data.tfrecord import masked_crc, parse_example
 from colossal_vit.errors import UserError, blame
@@ -35,8 +35,9 @@ def index_path(output: Path, split: str, name: str) -> Path:
 
 
 def find_shards(output: Path, split: str) -> list[Path]:
-    """All files in a split's folder and its subfolders, sorted, hidden ones omitted."""
-    return sorted(path for path in (output / split).rglob("[!.]*") if path.is_file())
+    """All files in a split's folder and its subfolders, sorted, hidden ones and `SYSTEM_FOLDERS` omitted."""
+    files = (path for path in (output / split).rglob("[!.]*") if path.is_file())
+    return sorted(path for path in files if SYSTEM_FOLDERS.isdisjoint(str(path.relative_to(output)).lower().split("/")))
 
 
 def wrong_index(index: Path, fault: str) -> UserError:

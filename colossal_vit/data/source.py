@@ -170,19 +170,25 @@ def settle_classes(config: Config, count: int, where: Path) -> None:
 
 
 def describe_data(
-    run: Run, name: str, counts: tuple[int, int], classes: Sequence[str] | int, digest: str, folder: Path
+    run: Run,
+    name: str,
+    counts: tuple[int, int],
+    classes: Sequence[str] | int,
+    digest: str,
+    folder: Path,
+    contents: tuple[str, str] | None = None,
 ) -> None:
     """Log how many images a run has, and keep their identity in `run.data`. Collective.
 
     Args:
         run: of which data.
-        name, counts, classes, digest: see `identify`.
+        name, counts, classes, digest, contents: see `identify`.
         folder: where they are.
 
     Raises:
         UserError: on every rank, if not all read the same data, in whichever folder.
     """
-    run.data = identify(name, counts, classes, digest)
+    run.data = identify(name, counts, classes, digest, contents)
     run.log.info(f"{counts[0]} training and {counts[1]} test images from {folder}")
     of_rank_0, *others = all_gather_object(run.data)
     for rank, data in enumerate(others, start=1):

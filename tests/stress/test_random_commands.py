@@ -316,7 +316,8 @@ def test_a_command_killed_while_it_decodes_images_leaves_nothing_that_the_next_o
     assert result.codes == [0], str(result)
     assert "Traceback" not in killed.stderr[0] + result.stderr[0]
     left = sorted(path.name for path in folder.iterdir())
-    assert [name.split("-")[0] for name in left] == ["101_ObjectCategories", "decoded"]
+    names = ["101_ObjectCategories", "checked.json", "contents.json", "decoded"]
+    assert [name.split("-")[0] for name in left] == names
 
 
 # ---- What is no valid run is found -----------------------------------------------------------------------------------
