@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Collection
 
 from colossal_vit.data.decoding import check_scan, to_rgb
+from colossal_vit.errors import reason
 from PIL import Image, UnidentifiedImageError
 
 QUALITY = 95  # for JPEGs that are encoded again
@@ -90,5 +91,5 @@ def prepare_image(
     except UnidentifiedImageError:
         raise ValueError(f"none of {', '.join(formats)}") from None
     except Exception as error:  # decoders raise nearly any exception for a broken file
-        raise ValueError(f"cannot be decoded: {error}") from None
+        raise ValueError(f"cannot be decoded: {reason(error)}") from None
     return encoded.getvalue()
