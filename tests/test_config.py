@@ -151,6 +151,7 @@ def test_a_shipped_config_names_what_it_learns_by(path):
         ("fp16.mode=AMP_TYPE.TORCH", "fp16", {"mode": AMP_TYPE.TORCH, "half_residual": False}),
         ("fp16=None", "fp16", None),
         ("TENSOR_SHAPE=(1, 2, 3)", "TENSOR_SHAPE", (1, 2, 3)),
+        ("BATCH_SIZE=1", "TENSOR_SHAPE", (0, 197, 768)),  # refused for its BATCH_SIZE where there is a pipeline
         ("DATA='/a b=c'", "DATA", "/a b=c"),
     ],
 )
