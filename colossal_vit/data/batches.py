@@ -115,7 +115,7 @@ class SampledLoader(Loader):
         return len(self.sampler)
 
     def seek(self, epoch: int, start: int) -> None:
-        self.sampler.epoch, self.sampler.start = epoch, start
+        self.sampler.seek(epoch, start)
 
     def in_order(self) -> "SampledLoader":
         other = copy.copy(self)
@@ -195,7 +195,7 @@ class SyntheticBatches(Loader):
             yield self.images[images % self.DISTINCT] if self.first_stage else indices, labels
 
     def seek(self, epoch: int, start: int) -> None:
-        self.sampler.epoch, self.sampler.start = epoch, start
+        self.sampler.seek(epoch, start)
 
 
 class FakeBatches(Loader):

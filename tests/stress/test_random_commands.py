@@ -439,7 +439,8 @@ def test_own_images_that_change_between_two_commands_are_refused_or_split_and_la
     for command in ("first", "second"):
         ranks, batch = draw.choice([(1, 4), (2, 2)])
         output = "run" if command == "first" else draw.choice(["run", "run", "other"])
-        argv = [*training.flags(**values, BATCH_SIZE=batch), "--output", str(tmp_path / output)]
+        argv = training.flags(script=training.CALTECH101, **values, BATCH_SIZE=batch)
+        argv += ["--output", str(tmp_path / output)]
         argv += ["--max-steps", str(draw.randint(1, 6))] if command == "first" else []
         label_of = {Image.open(path).getpixel((0, 0))[0]: "abc".index(path.parent.name) for path in root.rglob("*.bmp")}
         result = fork_ranks.run(training.CALTECH101, argv, ranks)
