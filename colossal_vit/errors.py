@@ -87,6 +87,16 @@ def as_mistake(error: BaseException) -> BaseException:
     return error
 
 
+def reason(error: BaseException) -> str:
+    """The first line of what an error says; its type, too, if it says nothing, or like a `KeyError` only a key."""
+    if isinstance(error, MemoryError):  # which says nothing
+        return "out of memory"
+    said = "".join(str(error).strip().splitlines()[:1])
+    if said and not isinstance(error, LookupError):
+        return said
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
 def in_one_line(text: str) -> str:
     """The text with its line breaks written as escapes: names of files may have some."""
     return text.replace("\n", "\\n").replace("\r", "\\r")

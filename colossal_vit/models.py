@@ -1,10 +1,12 @@
 """timm's Vision Transformers, for the purely data-parallel examples."""
 
+import re
+
 import timm
 import torch
 from colossal_vit.blocks import make_lean
 from colossal_vit.compat.patch_embedding import embed_patches
-from colossal_vit.errors import UserError, multiples_near
+from colossal_vit.errors import UserError, multiples_near, reason
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.rng.dropout import Dropout, DropPath, name_layers
 from colossal_vit.rng.torch_generator import cpu_seed
@@ -24,6 +26,9 @@ SHAPE = {
     "POOL": "global_pool",
     "LAYER_SCALE": "init_values",
 }
+# Config keys by the arguments of timm that `build_timm_vit` gives for them.
+KEYS = {argument: key for key, argument in SHAPE.items()}
+KEYS |= dict.fromkeys(("pos_drop_rate", "proj_drop_rate"), "DROP_RATE")
 
 
 class PatchProjection(nn.Conv2d):
@@ -135,7 +140,14 @@ def check_timm_vit(config: Config, layout: Layout) -> None:
             patch = embed.feat_ratio()
             embed.set_input_size(config.IMG_SIZE)
         except (AssertionError, RuntimeError, TypeError, ValueError) as error:
-            raise UserError(f"MODEL = {config.MODEL!r} cannot be built with these sizes: {error}") from None
+            unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+            if unknown and (key := KEYS.get(unknown[1])):
+                remedy = f", or leave {key} out" if key in SHAPE else ""
+                raise UserError(
+                    f"MODEL = {config.MODEL!r}: timm's model has no {unknown[1]}, which {key} sets: take another "
+                    f"model{remedy}"
+                ) from None
+            raise UserError(f"MODEL = {config.MODEL!r} cannot be built with these sizes: {reason(error)}") from None
     if embed.grid_size[0] * patch < config.IMG_SIZE:  # stems that pad their input have the part of a patch in one more
         raise UserError(
             f"IMG_SIZE = {config.IMG_SIZE} is not a multiple of the patch size of MODEL = {config.MODEL!r}, {patch} "

@@ -23,7 +23,7 @@ from colossal_vit.checkpoint.timm_model import load_model
 from colossal_vit.data.cropping import trim
 from colossal_vit.data.decoding import endings, read_rgb
 from colossal_vit.data.folders import list_files, say_omitted
-from colossal_vit.errors import Parser, UserError, blame, in_one_line, run_command
+from colossal_vit.errors import Parser, UserError, blame, in_one_line, reason, run_command
 from PIL import Image
 from torch import Tensor, nn
 
@@ -56,7 +56,7 @@ def open_model(run: Path, ema: bool) -> nn.Module:
         try:
             return timm.create_model(f"local-dir:{run}", pretrained=True).eval()
         except (OSError, RuntimeError, ValueError, KeyError) as error:
-            raise UserError(f"{run}: timm cannot build its model: {str(error).splitlines()[0]}") from None
+            raise UserError(f"{run}: timm cannot build its model: {reason(error)}") from None
     return load_model(storage.open_named(run), ema=ema).eval()
 
 
@@ -94,10 +94,8 @@ def predict(model: nn.Module, paths: Sequence[Path], top: int, device: torch.dev
     def prepare(path: Path) -> Tensor | str:
         try:
             return transform(trim(read_rgb(path)))
-        except MemoryError:  # has no text
-            return f"{path}: cannot be decoded: out of memory"
         except Exception as error:  # decoders raise nearly any exception for a broken file
-            return f"{path}: cannot be decoded: {error}"
+            return f"{path}: cannot be decoded: {reason(error)}"
 
     with ThreadPoolExecutor() as pool, torch.inference_mode():
         for start in range(0, len(paths), BATCH_SIZE):

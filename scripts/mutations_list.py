@@ -996,9 +996,9 @@ CHECKPOINTS = [
     Mutation(
         "a batch skipped",
         "A loader that begins within an epoch skips a batch.",
-        BATCHES,
-        "self.sampler.epoch, self.sampler.start = epoch, start",
-        "self.sampler.epoch, self.sampler.start = epoch, start + (start > 0)",
+        SAMPLERS,
+        "self.epoch, self.start = epoch, start",
+        "self.epoch, self.start = epoch, start + (start > 0)",
         "PP 2",
         r"step 3, input images",
     ),

@@ -2,6 +2,7 @@
 
 import copy
 import csv
+import errno
 import itertools
 import json
 import multiprocessing
@@ -13,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +25,7 @@ import safetensors.torch
 import torch
 from colossal_vit import typed_json
 from colossal_vit.checkpoint import __main__, storage
+from colossal_vit.checkpoint.checkpointer import Checkpointer
 from colossal_vit.checkpoint.contents import UNTRAINED, Manifest, State
 from colossal_vit.data import cifar10, class_images
 from colossal_vit.data.digits import write_cifar10
@@ -122,6 +125,66 @@ def test_a_run_keeps_the_newest_and_the_best(tmp_path, monkeypatch):
     kept = storage.list_steps(tmp_path / storage.FOLDER)
     assert [storage.step_of(path) for path in kept] == [44, 22]
     assert storage.Checkpoint(kept[0]).state["best"] == {"accuracy": 0.6, "step": 22}
+
+
+FULL, NO_MEMORY = OSError(errno.ENOSPC, "No space left on device"), MemoryError()
+BEST_CASES = {  # accuracies of four epochs, what each write raises, keep, what is done, epochs that are kept, the best
+    "the best fails": ([0.5, 0.6, 0.4, 0.3], {2: FULL}, 1, "", [4, 1], 1),
+    "a later one is better than what is there": ([0.2, 0.6, 0.4, 0.3], {2: NO_MEMORY}, 1, "", [4, 3], 3),
+    "two best ones fail": ([0.3, 0.5, 0.6, 0.2], {2: FULL, 3: NO_MEMORY}, 1, "", [4, 1], 1),
+    "the best fails, keep = 2": ([0.5, 0.6, 0.4, 0.3], {2: NO_MEMORY}, 2, "", [4, 3, 1], 1),
+    "all fail but the last": ([0.5, 0.6, 0.4, 0.3], {1: FULL, 2: FULL, 3: FULL}, 1, "", [4], 4),
+    "the best is written late": ([0.5, 0.6, 0.55, 0.2], {}, 1, "late", [4, 2], 2),
+    "the best fails late": ([0.5, 0.6, 0.55, 0.2], {2: FULL}, 1, "late", [4, 3], 3),
+    "the best fails before a resume": ([0.5, 0.6, 0.4, 0.3], {2: FULL}, 1, "resume", [4, 1], 1),
+    "the best is damaged": ([0.5, 0.6, 0.4, 0.3], {}, 1, "damage", [4], 4),
+    "the best is damaged, an earlier one is there": ([0.5, 0.6, 0.4, 0.3], {}, 3, "damage", [4, 3, 2, 1], 1),
+    "the best is removed": ([0.5, 0.6, 0.4, 0.5], {}, 1, "remove", [4], 4),
+    "killed before old ones are removed": ([0.5, 0.6, 0.4, 0.3], {}, 1, "kill", [4, 2], 2),
+    "the average's accuracy is higher": ([0.5, 0.6, 0.4, 0.3], {2: FULL}, 1, "average", [4, 1], 1),
+}
+
+
+@pytest.mark.parametrize("case", BEST_CASES)
+def test_the_best_of_the_checkpoints_that_are_written_stays(case, tmp_path, monkeypatch, few_test_images):
+    """Of epochs of two steps. What is done is done after the third epoch, or while the second is written."""
+    accuracies, failures, keep, done, kept, best = BEST_CASES[case]
+    after_test, write, save, third = MetricsHook.after_test, storage.write, Checkpointer.save, threading.Event()
+
+    def say(hook, trainer):
+        after_test(hook, trainer)
+        hook.accuracy = 0.9 if trainer.evaluating_ema else accuracies[trainer.cur_epoch]
+
+    def fail(path, tensors, state):
+        if done == "late" and state["epoch"] == 2:
+            third.wait()
+        if state["epoch"] in failures:
+            raise failures[state["epoch"]]
+        write(path, tensors, state)
+
+    def begin_to_save(checkpointer, epoch, *args):
+        if epoch == 3:
+            third.set()
+        return save(checkpointer, epoch, *args)
+
+    monkeypatch.setattr(MetricsHook, "after_test", say)
+    monkeypatch.setattr(storage, "write", fail)
+    monkeypatch.setattr(Checkpointer, "save", begin_to_save)
+    values = {"BATCH_SIZE": 512, "NUM_EPOCHS": 4, "checkpoint.every_steps": 2, "checkpoint.keep": keep}
+    values |= {"ema.decay": 0.9} if done == "average" else {}
+    folder = tmp_path / storage.FOLDER
+    if done in ("resume", "damage", "remove", "kill"):
+        with monkeypatch.context() as patch:
+            if done == "kill":
+                patch.setattr(storage, "prune", lambda *_: None)
+            training.train(tmp_path, steps=6, DEPTH=1, **values)
+        if done == "damage":
+            os.truncate(folder / "step-00000004" / storage.OPTIMIZER, 300)
+        if done == "remove":
+            shutil.rmtree(folder / "step-00000004")
+    training.train(tmp_path, steps=None, DEPTH=1, **values)
+    assert [storage.step_of(path) // 2 for path in storage.list_steps(folder)] == kept
+    assert storage.newest(folder)[0].state["best"] == {"accuracy": accuracies[best - 1], "step": 2 * best}
 
 
 def test_the_best_checkpoint_of_another_run_is_not_a_runs_own(trained, tmp_path, monkeypatch):

@@ -155,6 +155,7 @@ RAND = dict(policy="rand", n=2, m=9, color_jitter=0.0, erase=0.0)
         ("fp16.mode=AMP_TYPE.TORCH", "fp16", {"mode": AMP_TYPE.TORCH, "half_residual": False}),
         ("fp16=None", "fp16", None),
         ("TENSOR_SHAPE=(1, 2, 3)", "TENSOR_SHAPE", (1, 2, 3)),
+        ("BATCH_SIZE=1", "TENSOR_SHAPE", (0, 197, 768)),  # refused for its BATCH_SIZE where there is a pipeline
         ("DATA='/a b=c'", "DATA", "/a b=c"),
         ("parallel.tensor=dict(mode=None)", "parallel", {"pipeline": 2, "tensor": {"mode": None, "size": 1}}),
         # strings without quotes, in whatever a literal may stand

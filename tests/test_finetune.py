@@ -22,7 +22,7 @@ from colossal_vit.checkpoint import __main__ as cli
 from colossal_vit.checkpoint import storage, tensors, weights
 from colossal_vit.checkpoint.checkpointer import Checkpointer
 from colossal_vit.checkpoint.tensors import parameter_slots
-from colossal_vit.checkpoint.weights import PATCHES
+from colossal_vit.checkpoint.weights import BIAS, PATCHES
 from colossal_vit.data import cifar10
 from colossal_vit.engine import Trainer, build_optimizer, initialize, optimizers
 from colossal_vit.errors import UserError
@@ -314,7 +314,16 @@ def wrong_files(file, hub, tmp_path_factory):
     for name, wrong in {
         "no_vit": {"fc.weight": torch.zeros(2, 2)},
         "no_head": without(weights, "head.weight", "head.bias"),
-        "more": {**weights, "dist_token": torch.zeros(1)},
+        "more": {**weights, "more": torch.zeros(1)},
+        "distilled": {**weights, "dist_token": torch.zeros(1)},
+        "transformers": {"vit.embeddings.patch_embeddings.projection.weight": weights[PATCHES]},
+        "transformers_without_head": {"embeddings.patch_embeddings.projection.weight": weights[PATCHES]},
+        "torchvision": {
+            "conv_proj.weight": weights[PATCHES],
+            "encoder.layers.encoder_layer_0.ln_1.bias": weights[BIAS],
+        },
+        "two": {f"{who}.{PATCHES}": weights[PATCHES].clone() for who in ("student.backbone", "teacher.backbone")},
+        "no_dinov2": {PATCHES: weights[PATCHES], "mask_token": torch.zeros(1), "register_tokens": torch.zeros(1)},
         "no_width": {**weights, PATCHES: torch.zeros(0, 3, 8, 8)},
         "no_patch": {**weights, PATCHES: torch.zeros(32, 3, 0, 0)},
         "scalar": {**weights, PATCHES: torch.tensor(1.0)},
@@ -341,6 +350,12 @@ def wrong_files(file, hub, tmp_path_factory):
         ("vit_tiny_patch16_224", "new", "has patches of 16 px, but this model's are of 8 px"),
         ("{}/no_head.safetensors", "keep", "has no head, but finetune.head = 'keep' needs one for NUM_CLASSES = 10"),
         ("{}/no_vit.safetensors", "new", "not a Vision Transformer with timm's names"),
+        ("{}/distilled.safetensors", "new", "has a dist_token: a distilled model has two class tokens"),
+        ("{}/transformers.safetensors", "new", "its names are those of transformers: take the weights that timm has"),
+        ("{}/transformers_without_head.safetensors", "new", "its names are those of transformers: take"),
+        ("{}/torchvision.safetensors", "new", "its names are those of torchvision: take the weights that timm has"),
+        ("{}/two.safetensors", "new", "has several models, student.backbone., teacher.backbone.: keep the tensors of"),
+        ("{}/no_dinov2.safetensors", "new", "timm cannot convert its names: KeyError: 'cls_token'"),
         ("{}/no_width.safetensors", "new", "patch_embed.proj.weight is of shape (0, 3, 8, 8), which is not (width, 3"),
         ("{}/no_patch.safetensors", "new", "patch_embed.proj.weight is of shape (32, 3, 0, 0), which is not (width"),
         ("{}/scalar.safetensors", "new", "patch_embed.proj.weight is of shape (), which is not (width, 3"),
@@ -349,7 +364,7 @@ def wrong_files(file, hub, tmp_path_factory):
         ("{}/scalar_head.safetensors", "keep", "head.weight is of shape (), which is not (classes, width)"),
         ("{}/no_embedding.safetensors", "new", "is of shape (1, 10, 0), which is not (1, N, width)"),
         ("{}/damaged.safetensors", "new", "damaged.safetensors: "),
-        ("{}/weights.pth", "new", "only .safetensors files are read"),
+        ("{}/weights.pth", "new", "Convert it: safetensors.torch.save_file(state, 'weights.safetensors')"),
         ("{}/nothing.safetensors", "new", "no such file or directory"),
         ("{}/nothing", "new", "no such file or directory"),
         ("{}/empty", "new", "is no checkpoint, and there are none in it"),
@@ -364,13 +379,80 @@ def test_weights_that_cannot_be_read_are_one_line(source, head, said, wrong_file
 
 
 @pytest.mark.parametrize(
+    ("prefix", "others"),
+    [("module.", {}), ("_orig_mod.", {}), ("module._orig_mod.model.backbone.", {"n_averaged": torch.tensor(3)})],
+)
+def test_what_wrappers_put_before_names_is_taken_off_in_a_line(prefix, others, tmp_path):
+    expected, said = full_weights(), []
+    save_file(
+        {**others, **{f"{prefix}{name}": tensor for name, tensor in expected.items()}}, tmp_path / "a.safetensors"
+    )
+    assert_same(weights.read(weights.find(str(tmp_path / "a.safetensors")), said.append).tensors, expected)
+    left = "; its 1 other tensors are left out" if others else ""
+    assert said == [f"{tmp_path}/a.safetensors: {prefix} is taken off its names{left}"]
+
+
+def as_deit3(weights):
+    return {re.sub(r"ls(\d)\.gamma", r"gamma_\1", name): tensor for name, tensor in weights.items()}
+
+
+def as_dinov2(weights):
+    others = without(weights, "reg_token", "pos_embed", "cls_token")
+    first = torch.ones_like(weights["cls_token"])  # the position of the class token
+    positions = torch.cat([first, weights["pos_embed"]], dim=1)
+    tokens = {"cls_token": weights["cls_token"] - first, "register_tokens": weights["reg_token"], "mask_token": first}
+    return {**others, **tokens, "pos_embed": positions}
+
+
+def as_clip(weights):
+    others = without(weights, "cls_token", "pos_embed")
+    names = "\n".join(others)
+    for old, new in {
+        "patch_embed.proj": "conv1",
+        "blocks.": "transformer.resblocks.",
+        "norm_pre": "ln_pre",
+        "\nnorm.": "\nln_post.",
+        ".norm": ".ln_",
+        "qkv.": "in_proj_",
+        "attn.proj": "attn.out_proj",
+        "fc1": "c_fc",
+        "fc2": "c_proj",
+    }.items():
+        names = names.replace(old, new)
+    tokens = {"class_embedding": weights["cls_token"][0, 0], "positional_embedding": weights["pos_embed"][0]}
+    named = {**dict(zip(names.split("\n"), others.values(), strict=True)), **tokens}
+    return {**{f"visual.{name}": tensor for name, tensor in named.items()}, "token_embedding.weight": torch.zeros(1)}
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+@pytest.mark.parametrize(
+    ("model", "rename"),
+    [
+        ("deit3_small_patch16_224", as_deit3),
+        ("vit_small_patch14_reg4_dinov2", as_dinov2),
+        ("vit_base_patch16_clip_224", as_clip),
+    ],
+)
+def test_the_names_of_published_files_are_converted_by_timm(model, rename, prefix, tmp_path):
+    sizes = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=2, num_classes=0)
+    expected = timm.create_model(model, **sizes).state_dict()
+    renamed = {f"{prefix}{name}": tensor.contiguous() for name, tensor in rename(expected).items()}
+    assert renamed.keys() != expected.keys()
+    save_file(renamed, tmp_path / "a.safetensors")
+    read = weights.read(weights.find(str(tmp_path / "a.safetensors")), lambda line: None).tensors
+    assert read.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(read[name], tensor)
+
+
+@pytest.mark.parametrize(
     ("source", "values", "said"),
     [
         ("vit_tiny_patch16_224", {"PATCH_SIZE": 16}, "is of shape (192, 3, 16, 16), but this model's is (32, 3, 16, 1"),
         ("vit_tiny_patch16_384", TINY, "has no blocks.2.norm1.weight, which this model needs: it is of another model"),
         ("vit_tiny_patch16_224", {**TINY, "DEPTH": 11}, "has blocks.11.attn.proj.bias, which this model lacks"),
         ("vit_tiny_patch16_224", {**TINY, **KEEP}, "one for 1000 classes, but finetune.head ="),
-        ("{}/more.safetensors", {}, "has dist_token, which this model lacks: it is of another model"),
+        ("{}/more.safetensors", {}, "has more, which this model lacks: it is of another model"),
         ("{}/no_norm_bias.safetensors", {}, "has no norm.bias, which this model needs"),
     ],
 )

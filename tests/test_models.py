@@ -1,6 +1,7 @@
 """What the config keys make of timm's models."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -70,6 +71,19 @@ def test_a_model_that_timm_cannot_build_is_refused():
     too_small = r"Kernel size can't be greater|Calculated output size per channel: \[0, 0\]"  # of torch 2.14 | 2.10
     with pytest.raises(UserError, match=rf"cannot be built with these sizes: .*({too_small})"):
         check_timm_vit(config, Layout(1, 1, 1, None, 1))
+
+
+@pytest.mark.parametrize(
+    ("model", "values", "words"),
+    [
+        ("vit_relpos_small_patch16_224", {}, "timm's model has no pos_drop_rate, which DROP_RATE sets: take another m"),
+        ("vit_srelpos_small_patch16_224", {"DROP_RATE": 0.1}, "timm's model has no pos_drop_rate, which DROP_RATE"),
+        ("vit_small_r26_s32_224", {"PATCH_SIZE": 3}, "cannot be built with these sizes: AssertionError"),
+    ],
+)
+def test_why_a_model_cannot_be_built_is_said_in_words(model, values, words):
+    with pytest.raises(UserError, match=re.escape(words)):
+        check_timm_vit(config_of(model, **values), Layout(1, 1, 1, None, 1))
 
 
 @pytest.mark.parametrize(

@@ -524,8 +524,10 @@ def test_no_kept_image_is_taken_for_another_one(name, tmp_path):
         images, pixels = read_all(root)
         digests = class_images.digest_contents(images, log)
         assert digests == [hashlib.sha256((root / path).read_bytes()).hexdigest() for path in images.paths]
-        assert class_images.fill_cache(images, digests, 8, log)
-        assert np.array_equal(class_images.open_cache(class_images.cache_folder(images, digests, 8)), np.stack(pixels))
+        assert class_images.fill_cache(images, digests, 8, 8, log)
+        assert np.array_equal(
+            class_images.open_cache(class_images.cache_folder(images, digests, 8, 8)), np.stack(pixels)
+        )
 
 
 @pytest.mark.parametrize("move", [shutil.copytree, lambda old, new: old.rename(new)])
@@ -539,9 +541,9 @@ def test_data_that_are_copied_or_moved_are_not_decoded_again(move, tmp_path, mon
             monkeypatch.setattr(class_images, "decode", None)
         images = find_images(place, place / ".decoded")
         digests = class_images.digest_contents(images, log)
-        assert class_images.fill_cache(images, digests, 8, log)
-        assert class_images.check_images(images, digests, 8, log) == ({}, {})
-        folders.append(class_images.cache_folder(images, digests, 8).name)
+        assert class_images.fill_cache(images, digests, 8, 8, log)
+        assert class_images.check_images(images, digests, 8, 8, log) == ({}, {})
+        folders.append(class_images.cache_folder(images, digests, 8, 8).name)
     assert folders[0] == folders[1]
 
 
@@ -577,7 +579,7 @@ def test_images_of_one_colour_are_said(tmp_path):
     picture.save(root / "dog" / "c.png")  # which is cut to a square of one colour
     images = find_images(root, root / ".decoded")
     for _ in range(2):
-        faults, odd = class_images.check_images(images, class_images.digest_contents(images, log), 8, log)
+        faults, odd = class_images.check_images(images, class_images.digest_contents(images, log), 8, 8, log)
         assert not faults
         words = f"2 images are of one colour, the first is {root}/cat/a.png"
         assert list(class_images.say_odd(images, odd)) == [words]
@@ -597,7 +599,7 @@ def test_each_image_is_checked_once_and_all_that_are_damaged_are_listed(tmp_path
     def check():
         tried.clear()
         images = find_images(root, root / ".decoded")
-        faults, _ = class_images.check_images(images, class_images.digest_contents(images, log), 8, log)
+        faults, _ = class_images.check_images(images, class_images.digest_contents(images, log), 8, 8, log)
         class_images.refuse_damaged(images, faults, log)
 
     check()
@@ -633,7 +635,7 @@ def test_without_a_place_for_a_list_the_log_has_it(tmp_path, capfd):
     save_damaged(root)
     (root / ".decoded").touch()  # as on a disk that is full or read-only
     images = find_images(root, root / ".decoded")
-    faults, _ = class_images.check_images(images, class_images.digest_contents(images, log), 8, log)
+    faults, _ = class_images.check_images(images, class_images.digest_contents(images, log), 8, 8, log)
     with pytest.raises(UserError, match=r"Images that cannot be decoded: 3, listed above$"):
         class_images.refuse_damaged(images, faults, log)
     assert sum("cannot be decoded" in line for line in capfd.readouterr().out.splitlines()) == 3
@@ -645,11 +647,11 @@ def test_lack_of_memory_is_not_kept_as_damage(tmp_path, monkeypatch):
     digests = class_images.digest_contents(images, log)
     for error, words in (MemoryError(), "MemoryError"), (OSError(5, "Input/output error"), "[Errno 5] Input"):
         monkeypatch.setattr(class_images, "read_rgb", lambda path, error=error: (_ for _ in ()).throw(error))
-        faults, _ = class_images.check_images(images, digests, 8, log)
+        faults, _ = class_images.check_images(images, digests, 8, 8, log)
         assert len(faults) == 6
         assert f"cannot be decoded: {words}" in faults[0]
     monkeypatch.setattr(class_images, "read_rgb", decode)
-    assert class_images.check_images(images, digests, 8, log) == ({}, {})
+    assert class_images.check_images(images, digests, 8, 8, log) == ({}, {})
 
 
 # ---------------------------------------------------------------------------------------------------------------------

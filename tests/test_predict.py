@@ -13,6 +13,7 @@ from colossal_vit.checkpoint import storage, timm_model
 from colossal_vit.data import cifar10
 from colossal_vit.data.digits import write_cifar10
 from colossal_vit.data.image_folder import MEAN, STD
+from colossal_vit.data.samplers import EvalSampler
 from colossal_vit.models import build_timm_vit
 from colossalai.context import Config
 from PIL import Image
@@ -21,6 +22,7 @@ from safetensors.torch import load_file
 import fork_ranks
 import training
 import vit
+from layouts import tensor
 
 
 @pytest.fixture(scope="module")
@@ -193,10 +195,44 @@ def test_ctrl_c_gets_one_line(run, capsys, monkeypatch):
 
 
 def test_an_export_has_the_names_of_the_classes(run):
-    """As timm and transformers read them."""
-    from transformers import AutoConfig
-
-    names = list(map(str, range(10)))
     model = timm.create_model(f"local-dir:{run / 'exported'}", pretrained=True)
-    assert list(model.pretrained_cfg["label_names"]) == names
-    assert list(AutoConfig.from_pretrained(run / "exported").id2label.values()) == names
+    assert list(model.pretrained_cfg["label_names"]) == list(map(str, range(10)))
+
+
+EXPORTS = {  # what is trained, on how many ranks; flags of the export
+    "two stages": ({"parallel.pipeline": 2, "DEPTH": 2}, 2, []),
+    "average": ({"ema.decay": 0.5}, 1, ["--ema"]),
+    "2D, another size, fp16": ({"IMG_SIZE": 48, "PATCH_SIZE": 12, **tensor("2d", 4)}, 4, ["--dtype", "fp16"]),
+    "pooling": ({"POOL": "avg", "script": training.DATA_PARALLEL, "MODEL": "vit_tiny_patch16_224"}, 1, []),
+    "registers": ({"script": training.DATA_PARALLEL, "MODEL": "vit_small_patch14_reg4_dinov2"}, 1, []),
+    "rotary": ({"script": training.DATA_PARALLEL, "MODEL": "vit_small_patch16_rope_224"}, 1, []),
+}
+
+
+@pytest.mark.parametrize("case", EXPORTS)
+def test_transformers_opens_an_export_and_answers_like_the_model_that_was_trained(case, run, tmp_path):
+    """The pixels are those of the evaluation, too."""
+    from transformers import AutoImageProcessor, AutoModelForImageClassification, pipeline
+
+    values, ranks, flags = EXPORTS[case]
+    training.train(tmp_path / "run", ranks, steps=3, **values)
+    folder = tmp_path / "exported"
+    assert checkpoint.main(["export", str(tmp_path / "run"), str(folder), *flags]) == 0
+    model = AutoModelForImageClassification.from_pretrained(folder).float().eval()
+    paths = sorted((run / "images").iterdir())[:4]
+    pixels = AutoImageProcessor.from_pretrained(folder)([Image.open(path) for path in paths], return_tensors="pt")
+    config = Config(storage.open_named(tmp_path / "run").state["config"])
+    images, labels, _ = cifar10.read(run / "data", train=False)
+    seen, _ = next(iter(cifar10.Batches(images, labels, EvalSampler(4, 4), config, torch.device("cpu"))))
+    torch.testing.assert_close(pixels["pixel_values"], seen, atol=0.02 if config.IMG_SIZE != 32 else 1e-6, rtol=0)
+    trained = (build_timm_vit if "MODEL" in config else vit.full_vit)(config).eval()
+    saved = storage.open_named(tmp_path / "run")
+    trained.load_state_dict(saved.tensors(storage.MODEL) | (saved.tensors(storage.EMA) if "--ema" in flags else {}))
+    half = "fp16" in flags
+    with torch.inference_mode():
+        expected = trained(seen)
+        torch.testing.assert_close(model(pixel_values=seen).logits, expected, atol=1e-3 if half else 1e-5, rtol=0)
+    assert expected.std() > 1e-3
+    assert list(model.config.id2label.values()) == list(map(str, range(10)))
+    answers = pipeline("image-classification", model=str(folder))(str(paths[0]), top_k=1)
+    assert answers[0]["label"] == str(expected[0].argmax().item())

@@ -13,6 +13,7 @@ import pytest
 import torch
 from colossal_vit.data.batches import SyntheticBatches
 from colossal_vit.data.mixing import mixed
+from colossal_vit.data.samplers import GlobalBatchSampler
 from colossal_vit.engine import build_criterion, build_optimizer, initialize
 from colossal_vit.models import build_timm_vit
 from colossal_vit.parallel.layout import Layout
@@ -57,8 +58,9 @@ def recorded(model):
                     calls[name].append((module, inputs[0], options.get("residual"), output))
 
                 module.register_forward_hook(record, with_kwargs=True)
-    shape = (config.BATCH_SIZE, 3, config.IMG_SIZE, config.IMG_SIZE)
-    batches = mixed(SyntheticBatches(MICRO_STEPS, shape, config.NUM_CLASSES, torch.device("cpu"), 0), config)
+    num_images = MICRO_STEPS * config.BATCH_SIZE * gpc.get_world_size(ParallelMode.DATA)
+    sampler = GlobalBatchSampler(num_images, config.BATCH_SIZE, config.gradient_accumulation)
+    batches = mixed(SyntheticBatches(sampler, config, torch.device("cpu")), config)
     engine, batches, *_ = initialize(model, build_optimizer(config, model), build_criterion(config), batches)
     engine.train()
     before, batches = states(), iter(batches)

@@ -5,12 +5,12 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from colossal_vit import config
+from colossal_vit import config, typed_json
 from colossal_vit.checkpoint import lock, run_directory, storage, tensors, weights
 from colossal_vit.checkpoint.contents import State
 from colossal_vit.checkpoint.storage import Checkpoint
@@ -70,7 +70,7 @@ class Checkpointer:
 
     Attributes:
         path: the checkpoint that the run resumes, or None.
-        best: accuracy and step of the best evaluation so far, or None.
+        best: accuracy and step of the best checkpoint that is written after an evaluation, or None; on rank 0.
         num_bytes: of the tensors in the last checkpoint that was saved, on rank 0.
         trainer, train_dataloader: those of the run, from `load` on.
     """
@@ -255,9 +255,19 @@ class Checkpointer:
         self.trainer.cur_epoch = state["epoch"]
         # An accuracy on other images is not comparable, and a best checkpoint elsewhere is none of this run's.
         if self._is_own(self.path) and not (trained and self._other_data(state)):
-            self.best = state["best"]
+            self.best = run_on_rank_0(lambda: self._best_there(state["step"]))
         engine.optimizer.load_scaler_state(state["scaler"])
         self._seek(state)
+
+    def _best_there(self, last: int) -> dict[str, Any] | None:
+        """The record of the best checkpoint up to step `last` that is there and valid: a later best is a better one."""
+        for path in storage.list_steps(self.folder):
+            with suppress(UserError):  # damaged: what `best` names may be, or somebody has removed it
+                saved = typed_json.read(path / storage.STATE, State)
+                best = saved["best"]
+                if saved["step"] <= last and best and best["step"] == saved["step"] and not self._other_data(saved):
+                    return storage.Checkpoint(path).state["best"]
+        return None
 
     def _check_answers(self, state: State) -> None:
         """Check that the model has as many heads, and that an evaluation's classes are those that it has learned.
@@ -371,7 +381,7 @@ class Checkpointer:
             try:
                 if head == "keep":
                     self._check_classes(weights.find_state(self._weights), named, "set finetune.head to 'new'")
-                return weights.read_fitted(self._weights, head, shapes, run.config)
+                return weights.read_fitted(self._weights, head, shapes, run.config, run.log.info)
             except UserError as error:
                 raise UserError(f"finetune.weights: {error}") from None
 
@@ -406,11 +416,15 @@ class Checkpointer:
 
     # ---- Save ----
 
-    def save(self, epoch: int, start: int) -> Path:
+    def save(self, epoch: int, start: int, accuracy: float | None = None) -> Path:
         """Save a checkpoint that resumes at micro-batch `start` of `epoch`, between two optimizer steps.
 
         All ranks wait while rank 0 gathers the state; it is written to disk in the background while training continues.
         Of older checkpoints the newest stay, and the best.
+
+        Args:
+            epoch, start: where to resume.
+            accuracy: of the evaluation that has just been made; None if there was none.
 
         Returns:
             Where it is being written to; if that cannot be done, `finish` and `check` say so.
@@ -421,8 +435,10 @@ class Checkpointer:
         """
         self.trainer.engine.settle()
         path = self.folder / f"step-{self.trainer.engine.num_steps:08d}"
-        self._stop_on(self.finish())
+        self._stop_on(self.finish())  # and so `best` is that of all earlier checkpoints
         state = self.state(epoch, start)
+        if accuracy is not None and (self.best is None or accuracy > self.best["accuracy"]):
+            state["best"] = {"accuracy": accuracy, "step": state["step"]}
         files = tensors.gather(self.trainer.engine)
         if files is not None:
             self.num_bytes = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
@@ -465,8 +481,9 @@ class Checkpointer:
             if self.run.args.on_save_error != "stop":
                 log.info(f"{failure}; training continues")
             return failure
+        self.best = state["best"]
         try:
-            storage.prune(path.parent, self.run.config.checkpoint.keep, state["best"] and state["best"]["step"])
+            storage.prune(path.parent, self.run.config.checkpoint.keep, self.best and self.best["step"])
         except OSError as error:  # the next save tries again
             log.info(f"{error.filename or path.parent}: cannot be removed: {error.strerror or error}")
 

@@ -26,7 +26,7 @@ import safetensors.torch
 import torch
 from colossal_vit import typed_json
 from colossal_vit.checkpoint.contents import VERSION, Fingerprint, Manifest, State
-from colossal_vit.errors import UserError
+from colossal_vit.errors import UserError, reason
 from colossal_vit.files import exchange, free_name, sync
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -128,7 +128,7 @@ def _reading(path: Path) -> Iterator[None]:
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from None
     except (ValueError, SafetensorError) as error:
-        raise UserError(f"{path}: {str(error).splitlines()[0]}") from None
+        raise UserError(f"{path}: {reason(error)}") from None
 
 
 class Checkpoint:

@@ -1,5 +1,6 @@
 """A checkpoint as a model of timm, with the preprocessing and the class names of its run; and as a folder of one."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any, NotRequired
@@ -10,7 +11,7 @@ from colossal_vit import typed_json
 from colossal_vit.checkpoint.contents import State
 from colossal_vit.checkpoint.storage import EMA, MODEL, STATE, Checkpoint
 from colossal_vit.data.cropping import cache_size
-from colossal_vit.errors import UserError
+from colossal_vit.errors import UserError, reason
 from colossal_vit.files import atomic_folder
 from colossal_vit.models import SHAPE
 from colossal_vit.typed_json import RECORD, Count, Positive
@@ -101,8 +102,7 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, ema: 
             model = _build(config, "cpu")
             model.load_state_dict(weights, assign=True)
     except (RuntimeError, ValueError, TypeError, ArithmeticError, AssertionError) as error:
-        reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
-        raise UserError(f"{path / STATE}: config is not of a model with these weights: {reason[0]}") from None
+        raise UserError(f"{path / STATE}: config is not of a model with these weights: {reason(error)}") from None
     model.pretrained_cfg |= _preprocessing(state, config)
     if names := _label_names(state, config["NUM_CLASSES"]):
         model.pretrained_cfg["label_names"] = names
@@ -130,7 +130,11 @@ def export_timm(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype, ema: b
             # timm adds the model's arguments itself.
             preprocessing = timm.data.resolve_model_data_config(model)
             save_for_hf(model, str(scratch), {"label_names": names}, safe_serialization=True, data_config=preprocessing)
+            described = json.loads((scratch / "config.json").read_text())
+            # It is beside them, too, from where transformers takes it; with both it refuses to build the model.
+            described["model_args"].pop("num_classes", None)
+            (scratch / "config.json").write_text(json.dumps(described, indent=2))
             for file in scratch.iterdir():
                 file.chmod(0o644)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{folder}: cannot be written: {error}") from None
+        raise UserError(f"{folder}: cannot be written: {reason(error)}") from None

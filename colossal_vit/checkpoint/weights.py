@@ -2,8 +2,9 @@
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, NotRequired
 
 import psutil
@@ -13,20 +14,28 @@ from colossal_vit import typed_json
 from colossal_vit.checkpoint import lock, storage
 from colossal_vit.checkpoint.contents import UNTRAINED, Channels, State
 from colossal_vit.checkpoint.storage import MODEL, OPTIMIZER, STATE
-from colossal_vit.errors import UserError, multiples_near
+from colossal_vit.errors import UserError, multiples_near, reason
 from colossal_vit.typed_json import RECORD
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from timm.layers import Attention, build_sincos2d_pos_embed, resample_abs_pos_embed
 from timm.models import PretrainedCfg, get_pretrained_cfg, load_state_dict_from_hf
+from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor
 from typing_extensions import TypedDict
 
 PATCHES = "patch_embed.proj.weight"  # (width, 3, patch size, patch size)
 BIAS = "patch_embed.proj.bias"  # (width,)
 HEAD = "head.weight"  # (classes, width)
+CLIPS_PATCHES = "visual.conv1.weight"
+# Who else names a Vision Transformer's tensors, by how one of them ends.
+OTHER_NAMES = {
+    "embeddings.patch_embeddings.projection.weight": "transformers",
+    "conv_proj.weight": "torchvision",
+}
 OTHER_MODEL = "take weights of the same model, or set MODEL or its sizes to theirs"
+Log = Callable[[str], object]
 
 
 class Found(NamedTuple):
@@ -133,14 +142,59 @@ def _file(path: Path) -> Path:
     return path / MODEL if path.is_dir() else path
 
 
-def _in_fp32(source: Path | str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights in fp32.
+def _without_prefix(source: Path | str, tensors: Mapping[str, Tensor], log: Log) -> Mapping[str, Tensor]:
+    """The tensors without what wrappers such as DistributedDataParallel or torch.compile put before their names.
 
     Raises:
-        UserError: if they are not those of a Vision Transformer under timm's names.
+        UserError: if there are several models.
     """
+    prefixes = [name.removesuffix(PATCHES) for name in tensors if name.endswith(f".{PATCHES}")]
+    if PATCHES in tensors or not prefixes:
+        return tensors
+    if len(prefixes) > 1:
+        raise UserError(f"{source}: has several models, {', '.join(prefixes)}: keep the tensors of one of them")
+    (prefix,) = prefixes
+    ours = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    others = f"; its {len(tensors) - len(ours)} other tensors are left out" if len(ours) < len(tensors) else ""
+    log(f"{source}: {prefix} is taken off its names{others}")
+    return ours
+
+
+def _by_timms_names(source: Path | str, tensors: Mapping[str, Tensor], log: Log) -> Mapping[str, Tensor]:
+    """The tensors by timm's names, converted by timm itself where it knows the others, as those of CLIP and DINOv2.
+
+    Raises:
+        UserError: if they have names that it does not know, or those of a distilled model.
+    """
+    tensors = _without_prefix(source, tensors, log)
+    patches = next((tensor for name, tensor in tensors.items() if name.endswith((PATCHES, CLIPS_PATCHES))), None)
+    if patches is not None and patches.ndim == 4:
+        # A model of the weights' own sizes, so that nothing is resampled.
+        model = SimpleNamespace(pos_embed=None, patch_embed=SimpleNamespace(proj=SimpleNamespace(weight=patches)))
+        try:
+            tensors = checkpoint_filter_fn(dict(tensors), model, adapt_layer_scale=True)
+        except (LookupError, RuntimeError) as error:
+            raise UserError(f"{source}: timm cannot convert its names: {reason(error)}") from None
     if PATCHES not in tensors:
-        raise UserError(f"{source}: has no {PATCHES}: not a Vision Transformer with timm's names")
+        whose = next((who for end, who in OTHER_NAMES.items() if any(name.endswith(end) for name in tensors)), None)
+        said = f"its names are those of {whose}" if whose else "not a Vision Transformer with timm's names"
+        remedy = ": take the weights that timm has, see timm.list_pretrained('vit_*')" if whose else ""
+        raise UserError(f"{source}: has no {PATCHES}: {said}{remedy}")
+    if "dist_token" in tensors:
+        raise UserError(
+            f"{source}: has a dist_token: a distilled model has two class tokens and two heads, and none here does: "
+            f"take weights without it, see timm.list_pretrained('deit3_*')"
+        )
+    return tensors
+
+
+def _in_fp32(source: Path | str, tensors: Mapping[str, Tensor], log: Log) -> dict[str, Tensor]:
+    """The weights in fp32, by timm's names.
+
+    Raises:
+        UserError: if they are not those of a Vision Transformer, see `_by_timms_names`.
+    """
+    tensors = _by_timms_names(source, tensors, log)
     # What is computed with before shapes are held against a model's.
     shapes = {name: tuple(tensors[name].shape) for name in (PATCHES, BIAS, HEAD) if name in tensors}
     shape = shapes[PATCHES]
@@ -153,28 +207,30 @@ def _in_fp32(source: Path | str, tensors: Mapping[str, Tensor]) -> dict[str, Ten
     return {name: tensor.float() for name, tensor in tensors.items()}
 
 
-def read(found: Found) -> Weights:
-    """The weights themselves.
+def read(found: Found, log: Log = print) -> Weights:
+    """The weights themselves; `log` gets a line if names are changed.
 
     Raises:
         UserError: if there are none, they cannot be read, or are not those of a Vision Transformer.
     """
     if not found.path:
-        return _read_timm(found.named)
+        return _read_timm(found.named, log)
     if found.checkpoint:
         file = found.checkpoint.path / MODEL
-        return Weights(file, _in_fp32(file, found.checkpoint.tensors(MODEL)))
+        return Weights(file, _in_fp32(file, found.checkpoint.tensors(MODEL), log))
     file = _file(found.path)
     if file.suffix != ".safetensors":
         raise UserError(
             f"{file}: only .safetensors files are read, and folders with one: files of other formats (.bin, .pth, "
-            f".pt, .ckpt, .npz) can run code when they are opened"
+            f".pt, .ckpt, .npz) can run code when they are opened. Convert it: safetensors.torch.save_file(state, "
+            f"'{file.with_suffix('.safetensors').name}') of the state_dict in torch.load('{file.name}', "
+            f"weights_only=True)"
         )
     try:
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{file}: {getattr(error, 'strerror', None) or str(error).splitlines()[0]}") from None
-    return Weights(file, _in_fp32(file, tensors))
+        raise UserError(f"{file}: {getattr(error, 'strerror', None) or reason(error)}") from None
+    return Weights(file, _in_fp32(file, tensors, log))
 
 
 def _check_reachable(repository: str) -> None:
@@ -190,7 +246,7 @@ def _check_reachable(repository: str) -> None:
         try:
             get_hf_file_metadata(hf_hub_url(name, MODEL, revision=revision or None))
         except Exception as error:  # not an OSError if it is one of the HTTP client, of which the hub has had several
-            raise OSError(str(error) or type(error).__name__) from error
+            raise OSError(reason(error)) from error
 
 
 def _timm_weights(name: str) -> PretrainedCfg:
@@ -212,7 +268,7 @@ def _timm_weights(name: str) -> PretrainedCfg:
     return known
 
 
-def _read_timm(name: str) -> Weights:
+def _read_timm(name: str, log: Log) -> Weights:
     """The pretrained weights of a model of timm, from the Hugging Face Hub or its cache on this machine.
 
     Raises:
@@ -224,10 +280,10 @@ def _read_timm(name: str) -> Weights:
         tensors = load_state_dict_from_hf(known.hf_hub_id, MODEL)
     except (OSError, SafetensorError) as error:
         raise UserError(
-            f"{name}: cannot be fetched from {known.hf_hub_id} on the Hugging Face Hub ({str(error).splitlines()[0]}); "
+            f"{name}: cannot be fetched from {known.hf_hub_id} on the Hugging Face Hub ({reason(error)}); "
             f"without a network give the path of its model.safetensors"
         ) from None
-    return Weights(name, _in_fp32(name, tensors))
+    return Weights(name, _in_fp32(name, tensors, log))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -327,7 +383,7 @@ def _new_norm(weights: Weights) -> None:
 
 
 def read_fitted(
-    found: Found, head: str, shapes: Mapping[str, Sequence[int]], config: Mapping[str, Any]
+    found: Found, head: str, shapes: Mapping[str, Sequence[int]], config: Mapping[str, Any], log: Log = print
 ) -> dict[str, Tensor]:
     """The weights that `finetune.weights` names, fitted to a model.
 
@@ -336,12 +392,13 @@ def read_fitted(
         head: "keep" theirs, or start with a "new" one.
         shapes: of the model's full tensors, by name.
         config: has IMG_SIZE and NUM_CLASSES.
+        log: see `read`.
 
     Raises:
         UserError: if there are none, they cannot be read or are not of this model, naming what differs.
     """
     named = found.named
-    weights = read(found)._replace(source=named)
+    weights = read(found, log)._replace(source=named)
     theirs, ours = weights.tensors[PATCHES].shape[-1], shapes[PATCHES][-1]
     if theirs != ours:
         raise UserError(f"{named}: has patches of {theirs} px, but this model's are of {ours} px: {OTHER_MODEL}")

@@ -95,7 +95,7 @@ TRAINING: Settings = {
 }
 DATA: Settings = {
     "DATA": Free(TEXT, "folder of the data set; the environment's DATA, else the digits"),
-    "SYNTHETIC": Setting(BOOL, "train on random images, without data", False),
+    "SYNTHETIC": Setting(BOOL, "train on random images, without data; the same in every layout", False),
     "MEAN": Setting(
         CHANNELS,
         "mean of each channel, from 0 to 1, that images are normalised with; that of the weights of finetune, else of "

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from colossal_vit.data.augment import Augment
+from colossal_vit.data.devices import to_device
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.errors import UserError
 from colossalai.context import Config
@@ -114,7 +115,7 @@ class SampledLoader(Loader):
         return len(self.sampler)
 
     def seek(self, epoch: int, start: int) -> None:
-        self.sampler.epoch, self.sampler.start = epoch, start
+        self.sampler.seek(epoch, start)
 
     def in_order(self) -> "SampledLoader":
         other = copy.copy(self)
@@ -158,35 +159,43 @@ class LoaderWrapper(Loader):
 
 
 class SyntheticBatches(Loader):
-    """The same random images over and over, on the device: what training takes without its data.
+    """Random images on the device, the same few over and over: what training takes without its data.
 
-    Each batch has other labels than the one before, so that they are not memorised: gradients would become so small
-    that a CPU takes several times as long for a product.
+    A sampler says which image is where, so that each global batch is the same in every layout. An image's label
+    is not the same whenever it comes, so that labels are not memorised: gradients would become so small that a CPU
+    takes several times as long for a product.
 
     Args:
-        num_batches: in an epoch, on this rank.
-        shape: of a batch of images, (B, 3, H, W); normally distributed.
-        num_classes: labels are from 0 up to it.
-        device: where they are.
-        seed: of what is drawn.
+        sampler: of a data set of any size; image i has the pixels of image i modulo `DISTINCT`, and a label of its own.
+        config: of the run.
+        device: where images and labels are.
+
+    Attributes:
+        DISTINCT: how many different images there are.
     """
 
-    def __init__(self, num_batches: int, shape: tuple[int, ...], num_classes: int, device: torch.device, seed: int):
-        generator = torch.Generator().manual_seed(seed)
-        self.num_batches, self.num_classes, self.start = num_batches, num_classes, 0
-        self.images = torch.randn(shape, generator=generator, dtype=torch.float32).to(device)
-        self.labels = torch.randint(num_classes, shape[:1], generator=generator).to(device)
+    DISTINCT = 128
+
+    def __init__(self, sampler: GlobalBatchSampler | EvalSampler, config: Config, device: torch.device):
+        self.sampler, self.device, self.first_stage = sampler, device, sees_images()
+        generator = torch.Generator().manual_seed(config.SEED)
+        self.labels = torch.randint(config.NUM_CLASSES, (sampler.num_samples,), generator=generator).to(device)
+        if self.first_stage:
+            shape = self.DISTINCT, 3, config.IMG_SIZE, config.IMG_SIZE
+            self.images = torch.randn(shape, generator=generator, dtype=torch.float32).to(device)
 
     def __len__(self) -> int:
-        return self.num_batches
+        return len(self.sampler)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        start, self.start = self.start, 0
-        for number in range(start, self.num_batches):
-            yield self.images, (self.labels + number) % self.num_classes
+        for numbers in self.sampler:
+            indices = to_device(numbers, self.device)
+            images = indices % len(self.labels)  # a repeated one has another index
+            labels = torch.where(indices < 0, IGNORED, self.labels[images])
+            yield self.images[images % self.DISTINCT] if self.first_stage else indices, labels
 
     def seek(self, epoch: int, start: int) -> None:
-        self.start = start
+        self.sampler.seek(epoch, start)
 
 
 class FakeBatches(Loader):

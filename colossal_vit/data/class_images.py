@@ -35,7 +35,7 @@ from colossal_vit.data.folders import (
     say_omitted,
     say_untested,
 )
-from colossal_vit.errors import UserError, blame, in_one_line
+from colossal_vit.errors import UserError, blame, in_one_line, reason
 from colossal_vit.files import atomic_folder, write_bytes, write_text
 from colossal_vit.parallel.ranks import RankLogger
 from PIL import Image
@@ -303,11 +303,8 @@ def decode(images: Images, size: int, img_size: int, number: int) -> np.ndarray:
         # Two centre crops, each rounded, may be a pixel beside the one that timm's transform makes.
         top, left = middle(v2.functional.get_size(shrunk), img_size) - middle(size, img_size)
         return np.asarray(v2.functional.crop(shrunk, top, left, size, size))
-    except MemoryError:  # has no text
-        raise UserError(f"{path}: cannot be decoded: out of memory; scale it down or remove it") from None
     except Exception as error:  # decoders raise nearly any exception for a broken file
-        reason = str(error) or type(error).__name__
-        raise UserError(f"{path}: cannot be decoded: {reason}; repair or remove it") from None
+        raise UserError(f"{path}: cannot be decoded: {reason(error)}; repair or remove it") from None
 
 
 def find_damage(path: Path) -> str | None:

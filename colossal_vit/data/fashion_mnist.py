@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 from colossal_vit.data.digits import GreyImages
-from colossal_vit.errors import UserError
+from colossal_vit.errors import UserError, reason
 from colossal_vit.files import atomic_folder
 from PIL import Image
 
@@ -31,7 +31,7 @@ def _read_idx(path: Path) -> np.ndarray:
         content = gzip.decompress(path.read_bytes())
     except (OSError, EOFError, zlib.error) as error:
         hint = f"; Debian has the files: {PACKAGE}" if isinstance(error, FileNotFoundError) else ""
-        raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}{hint}") from None
+        raise UserError(f"{path}: {getattr(error, 'strerror', None) or reason(error)}{hint}") from None
     kind, num_dimensions = content[2:4] if len(content) >= 4 else (0, 0)
     values = 4 + 4 * num_dimensions
     shape = np.frombuffer(content[4:values], ">u4")

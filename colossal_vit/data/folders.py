@@ -8,7 +8,7 @@ from typing import NamedTuple
 from unicodedata import normalize
 
 from colossal_vit.data.decoding import endings
-from colossal_vit.errors import UserError, in_one_line
+from colossal_vit.errors import UserError, in_one_line, reason
 from colossal_vit.files import scratch_folder
 
 # What these scripts download. A folder may have several of them, and no other set is taken for the user's own images.
@@ -232,7 +232,6 @@ def download(root: Path, made: str, fetch: Callable[[Path], None], lacking: str,
             fetch(scratch)
             (scratch / made).rename(root / made)
     except (OSError, RuntimeError, ImportError) as error:
-        reason = str(error).splitlines()[0]
         raise UserError(
-            f"{asked}: {lacking} and it cannot be downloaded ({reason}); {by_hand}, or unset DATA for the sample"
+            f"{asked}: {lacking} and it cannot be downloaded ({reason(error)}); {by_hand}, or unset DATA for the sample"
         ) from None

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Collection, Iterator
 
 from colossal_vit.data.decoding import EXIF, ORIENTATION, SHORT, UPRIGHT, check_scan, exif_orientation, to_rgb
+from colossal_vit.errors import reason
 from PIL import Image, UnidentifiedImageError
 
 QUALITY = 95  # for JPEGs that are encoded again
@@ -125,8 +126,6 @@ def prepare_image(
             image.save(encoded := io.BytesIO(), "JPEG", quality=quality or QUALITY)
     except UnidentifiedImageError:
         raise ValueError(f"none of {', '.join(formats)}") from None
-    except MemoryError:  # has no text
-        raise ValueError("cannot be decoded: out of memory") from None
     except Exception as error:  # decoders raise nearly any exception for a broken file
-        raise ValueError(f"cannot be decoded: {error}") from None
+        raise ValueError(f"cannot be decoded: {reason(error)}") from None
     return encoded.getvalue()

@@ -370,7 +370,7 @@ def verify_images(source: Path) -> int:
     digests = class_images.digest_contents(images, log)
     for line in (*images.left_out, *class_images.say_copies(images, digests, *class_images.split_by_folder(images))):
         print(line)
-    damaged, odd = class_images.check_images(images, digests, CHECK_SIZE, log)
+    damaged, odd = class_images.check_images(images, digests, CHECK_SIZE, CHECK_SIZE, log)
     lines = damaged | {number: f"{source / images.paths[number]}: {what}" for number, what in odd.items()}
     for _, line in sorted(lines.items()):
         print(in_one_line(line))

@@ -75,6 +75,10 @@ class GlobalBatchSampler:
         """Micro-batches of this rank in an epoch; the last samples that fill no global batch are left out."""
         return self.num_samples // self.global_batch_size * self.accumulation
 
+    def seek(self, epoch: int, start: int) -> None:
+        """Go to micro-batch `start` of `epoch`."""
+        self.epoch, self.start = epoch, start
+
     def generator(self, epoch: int) -> torch.Generator:
         """Random numbers of an epoch, the same on every rank."""
         return torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)

@@ -11,6 +11,7 @@ from colossal_vit.data.batches import FakeBatches, Loader, SyntheticBatches
 from colossal_vit.data.decoding import endings
 from colossal_vit.data.folders import INDEX_FILES, class_folders, has_class_folders, list_files
 from colossal_vit.data.identity import differences, identify
+from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.ranks import all_gather_object, run_on_rank_0
 from colossal_vit.run import Run
@@ -117,14 +118,16 @@ def _write_sample(usual: Format) -> Path:
 def _without_data(run: Run, usual: Format) -> tuple[Loader, Loader | None]:
     """Training and test batches of a dry run, or with SYNTHETIC."""
     config = run.config
-    shape, global_batch = (config.BATCH_SIZE, 3, *[config.IMG_SIZE] * 2), config.BATCH_SIZE * run.layout.data
     if run.observe:
-        return FakeBatches(usual.num_images // global_batch, shape, run.device), None
-    run.data = identify("SYNTHETIC", (0, 0), config.NUM_CLASSES, "")
-    largest = FORMATS[-1]
-    run.log.info(f"SYNTHETIC: the same random images over and over, of the size of {largest.name} an epoch")
-    lengths = largest.num_images // global_batch, 1
-    train, test = (SyntheticBatches(n, shape, config.NUM_CLASSES, run.device, config.SEED) for n in lengths)
+        shape, batch = (config.BATCH_SIZE, 3, *[config.IMG_SIZE] * 2), config.BATCH_SIZE * run.layout.data
+        return FakeBatches(usual.num_images // batch, shape, run.device), None
+    largest, num_tested = FORMATS[-1], SyntheticBatches.DISTINCT
+    run.data = identify("SYNTHETIC", (largest.num_images, num_tested), config.NUM_CLASSES, "")
+    run.log.info(f"SYNTHETIC: {num_tested} random images over and over, of the size of {largest.name} an epoch")
+    size, accumulation = config.BATCH_SIZE, config.gradient_accumulation
+    train = GlobalBatchSampler(largest.num_images, size, accumulation, config.SEED, repeats=config.REPEATS)
+    samplers = train, EvalSampler(num_tested, size)
+    train, test = (SyntheticBatches(sampler, config, run.device) for sampler in samplers)
     return train, test
 
 

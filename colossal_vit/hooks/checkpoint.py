@@ -52,10 +52,10 @@ class CheckpointHook(BaseHook):
         """Seconds since the last checkpoint was saved, or training began."""
         return time.monotonic() - self.saved_at
 
-    def _save(self, epoch: int, start: int) -> Path:
-        """Save a checkpoint that resumes at micro-batch `start` of `epoch`; returns its path."""
+    def _save(self, epoch: int, start: int, accuracy: float | None = None) -> Path:
+        """Save a checkpoint, see `Checkpointer.save`; returns its path."""
         self.metrics.sync()
-        path = self.run.checkpointer.save(epoch, start)
+        path = self.run.checkpointer.save(epoch, start, accuracy)
         self.saved_at = time.monotonic()
         return path
 
@@ -101,12 +101,11 @@ class CheckpointHook(BaseHook):
             return  # --max-steps has ended the epoch early, and `after_train_iter` has saved
         checkpointer, epochs = self.run.checkpointer, trainer.cur_epoch + 1
         old = self._age() >= min(checkpointer.num_bytes / BYTES_PER_S, LONGEST_WAIT, self.every_s)
-        accuracies, olds = zip(*all_gather_object((self.metrics.accuracy, old)), strict=True)
-        best = checkpointer.best is None or max(accuracies) > checkpointer.best["accuracy"]
-        if best:
-            checkpointer.best = {"accuracy": max(accuracies), "step": trainer.engine.num_steps}
-        if self.due or best or epochs == self.run.config.NUM_EPOCHS or olds[0]:  # as rank 0 sees it
-            self._save(epochs, 0)
+        seen = all_gather_object((self.metrics.accuracy, old, checkpointer.best))
+        accuracy, (_, old, best) = max(accuracy for accuracy, *_ in seen), seen[0]  # rank 0 decides
+        better = best is None or accuracy > best["accuracy"]
+        if self.due or better or epochs == self.run.config.NUM_EPOCHS or old:
+            self._save(epochs, 0, accuracy)
 
     def after_train(self, trainer: Trainer) -> None:
         failure = self.run.checkpointer.finish()

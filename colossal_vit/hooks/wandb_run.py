@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from colossal_vit import config as configs
-from colossal_vit.errors import UserError
+from colossal_vit.errors import UserError, reason
 from colossal_vit.files import write_text
 from colossal_vit.parallel.ranks import RankLogger
 from colossalai.context import Config
@@ -77,11 +77,11 @@ class WandbRun:
                 self.run = wandb.init(mode=mode, **options)
                 break
             except Exception as error:  # whatever it is, training begins, unless the user can correct it
-                reason = " ".join(str(error).split())
-                refused = re.search(r"\berror 40[13]\b", reason)  # the server's answer to a key
+                said = " ".join(str(error).split()) or reason(error)
+                refused = re.search(r"\berror 40[13]\b", said)  # the server's answer to a key
                 if refused or isinstance(error, wandb.errors.UsageError | wandb.errors.AuthenticationError):
-                    raise UserError(f"--wandb: {reason} (WANDB_MODE=offline needs no login)") from None
-                self.log.info(f"Weights & Biases: {reason}; {otherwise}", ranks=None)
+                    raise UserError(f"--wandb: {said} (WANDB_MODE=offline needs no login)") from None
+                self.log.info(f"Weights & Biases: {said}; {otherwise}", ranks=None)
                 wandb.teardown()  # which makes the id free again
         else:
             return
@@ -98,7 +98,7 @@ class WandbRun:
                 self.run.log(record)
             except Exception as error:  # whatever it is, training continues
                 self.run = None
-                self.log.info(f"Weights & Biases: the records end here: {error}", ranks=None)
+                self.log.info(f"Weights & Biases: the records end here: {reason(error)}", ranks=None)
 
 
 def finish(code: int) -> None:

@@ -93,10 +93,6 @@ def run(main: Callable[[Arguments], Any], args: Arguments) -> None:
         TrainingError: if a layout differs or fails.
     """
     config, _ = read_config(args)
-    if config.get("SYNTHETIC"):
-        raise UserError(
-            "--parity compares layouts on the same images, and SYNTHETIC has others on each rank: leave it out"
-        )
     named = {name: parse_layout(name) for name in args.parity}
     with tempfile.TemporaryDirectory() as folder:
         comparison = Comparison(main, args, config, Path(folder))

@@ -14,8 +14,10 @@ second commands the run is damaged or forged. After each command:
 - two folders that are no runs, a project and a model, have all that they had;
 - a refused command has changed nothing, exit codes are those of docs/launching.md, and nothing had a traceback.
 
-Another case is Caltech101 whose first command is killed while it decodes the images: the second one leaves nothing of
-that.
+Other cases are runs whose saves fail at random, of which the newest and the best that are written stay; own images that
+are edited or renamed between two commands, of which the second is refused, or trains on no image of the test set and
+gives each its class's label; and Caltech101 whose first command is killed while it decodes the images: the second one
+leaves nothing of that.
 """
 
 import errno
@@ -36,13 +38,18 @@ from typing import Any
 
 import faults
 import pytest
+import torch
 from colossal_vit import config as configs
 from colossal_vit.checkpoint import __main__ as checkpoint_command
 from colossal_vit.checkpoint import checkpointer, lock, storage
 from colossal_vit.data.digits import write_caltech101
+from colossal_vit.engine.engine import Engine
 from colossal_vit.errors import UserError
 from colossal_vit.files import SCRATCH
+from colossal_vit.hooks.metrics import MetricsHook
 from colossal_vit.results import METRICS, read_metrics
+from colossalai.legacy.core import global_context as gpc
+from PIL import Image
 
 import conftest
 import fork_ranks
@@ -318,6 +325,141 @@ def test_a_command_killed_while_it_decodes_images_leaves_nothing_that_the_next_o
     left = sorted(path.name for path in folder.iterdir())
     names = ["101_ObjectCategories", "checked.json", "contents.json", "decoded"]
     assert [name.split("-")[0] for name in left] == names
+
+
+# ---- The best checkpoint ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.cases(2)
+def test_of_the_checkpoints_that_are_written_the_newest_and_the_best_stay(seed, few_test_images, tmp_path, monkeypatch):
+    """Random accuracies, writes that fail, `keep`, moments to save at and to stop at; the rule is applied by hand."""
+    draw, epochs = random.Random(seed), 6  # of two steps each
+    accuracies = [draw.choice([0.1, 0.2, 0.3, 0.4, 0.5]) for _ in range(epochs)]
+    failing = {step: draw.choice(list(SAVE_ERRORS.values())) for step in range(1, 2 * epochs) if draw.random() < 0.3}
+    keep, every_steps = draw.randint(1, 3), draw.choice([1, 2, 3, 100])
+    values = {"DEPTH": 1, "BATCH_SIZE": 512, "NUM_EPOCHS": epochs, **draw.choice([{}, {"ema.decay": 0.9}])}
+    values |= {"checkpoint.keep": keep, "checkpoint.every_steps": every_steps}
+    stops = [*sorted(draw.sample(range(1, 2 * epochs), draw.randint(0, 2))), 2 * epochs]
+    print(dict(accuracies=accuracies, failing=sorted(failing), keep=keep, every_steps=every_steps, stops=stops))
+    written, after_test, write = tmp_path / "written", MetricsHook.after_test, storage.write
+
+    def say(hook, trainer):
+        after_test(hook, trainer)
+        hook.accuracy = 1 - draw.random() if trainer.evaluating_ema else accuracies[trainer.cur_epoch]
+
+    def note_or_fail(path, tensors, state):
+        if state["step"] in failing:
+            raise failing[state["step"]]
+        write(path, tensors, state)
+        with open(written, "a") as file:
+            file.write(f"{state['step']} {state['epoch'] if state['images'] == 0 else 0}\n")
+
+    monkeypatch.setattr(MetricsHook, "after_test", say)
+    monkeypatch.setattr(storage, "write", note_or_fail)
+    for stop in stops:
+        argv = [*training.flags(**values), "--output", str(tmp_path / "run"), "--max-steps", str(stop)]
+        result = fork_ranks.run(training.HYBRID, argv)
+        assert result.codes == [int(stop in failing)], str(result)
+    there = {}  # steps, each with its accuracy; -1 if it was in an epoch
+    for line in written.read_text().splitlines():
+        step, epoch = map(int, line.split())
+        there[step] = accuracies[epoch - 1] if epoch else -1.0
+        best = max(sorted(there), key=there.get)
+        stay = {*sorted(there)[-keep:], *([best] if there[best] >= 0 else [])}
+        there = {step: there[step] for step in stay}
+    folder = tmp_path / "run" / storage.FOLDER
+    assert {storage.step_of(path) for path in storage.list_steps(folder)} == set(there)
+    expected = {"accuracy": there[best], "step": best} if there[best] >= 0 else None
+    assert storage.newest(folder)[0].state["best"] == expected
+
+
+# ---- Own images between two commands ---------------------------------------------------------------------------------
+
+
+def paint(path: Path, grey: int) -> None:
+    """Write an image of one grey level, in a file whose size does not depend on it."""
+    Image.new("RGB", (16, 16), (grey, grey, grey)).save(path)
+
+
+def change_own_images(root: Path, draw: random.Random, unused: list[int]) -> str:
+    """Do to class folders what leaves names or sizes and, by chance, times as they were."""
+    files, kind = sorted(root.rglob("*.bmp")), draw.choice(["nothing", "edit", "swap", "move", "rename", "exchange"])
+    times = {path: path.stat().st_mtime_ns for path in files}
+    if kind == "edit":
+        for path in draw.sample(files, draw.randint(1, len(files) // 2)):
+            paint(path, unused.pop())
+    elif kind in ("swap", "move"):  # the names of two files; or what two folders have below one name
+        one, other = draw.sample(files, 2) if kind == "swap" else draw.choice(list(zip(files, files[8:], strict=False)))
+        between = root / "between"
+        one.rename(between), other.rename(one), between.rename(other)
+    elif kind == "rename":
+        draw.choice(files).rename(draw.choice(files).with_name("new.bmp"))
+    elif kind == "exchange":
+        (root / "a").rename(root / "between"), (root / "b").rename(root / "a"), (root / "between").rename(root / "b")
+    if draw.random() < 0.5:
+        for path in root.rglob("*.bmp"):
+            os.utime(path, ns=(0, times.get(path, 0)))
+    return kind
+
+
+@pytest.mark.cases(3)
+def test_own_images_that_change_between_two_commands_are_refused_or_split_and_labelled_as_they_are(
+    seed, tmp_path, monkeypatch, report
+):
+    """Each image has a grey level of its own, by which it is known in the batches."""
+    draw, root, execute_schedule = random.Random(seed), tmp_path / "data", Engine.execute_schedule
+    greys = draw.sample(range(10, 250), 48)
+    for name in "abc":
+        (root / name).mkdir(parents=True)
+        for number in range(8):
+            paint(root / name / f"{number}.bmp", greys.pop())
+            os.utime(root / name / f"{number}.bmp", ns=(0, draw.choice([0, 10**18])))
+
+    def watch(engine, batches, forward_only=False, **options):
+        def look():
+            for images, labels in batches:
+                mean, std = (torch.tensor(gpc.config[key]).mean() for key in ("MEAN", "STD"))
+                middle = (images.mean(dim=(1, 2, 3)) * std + mean) * 255  # MEAN and STD are those of grey
+                with open(tmp_path / f"{command} {os.getpid()}", "a") as file:
+                    for grey, label in zip(middle.round().int().tolist(), labels.tolist(), strict=True):
+                        file.write(f"{int(forward_only)} {grey} {label}\n")
+                yield images, labels
+
+        return execute_schedule(engine, look(), forward_only, **options)
+
+    def seen(command: str) -> set[tuple[int, ...]]:
+        lines = {line for path in tmp_path.glob(f"{command} *") for line in path.read_text().splitlines()}
+        return {tuple(map(int, line.split())) for line in lines if not line.endswith(" -100")}
+
+    monkeypatch.setattr(Engine, "execute_schedule", watch)
+    values = {"DATA": str(root), "NUM_CLASSES": 3, "NUM_EPOCHS": 2, "TEST_FRACTION": 0.25, "MEAN": (0.5,) * 3}
+    values |= {"STD": (0.5,) * 3, "CACHE_SIZE": 16, "IMG_SIZE": 16, "DEPTH": 1, "CROP_AREA": (1.0, 1.0)}
+    values["KEEP_DECODED"] = draw.random() < 0.7
+    trained: set[int] = set()
+    change = ""
+    for command in ("first", "second"):
+        ranks, batch = draw.choice([(1, 4), (2, 2)])
+        output = "run" if command == "first" else draw.choice(["run", "run", "other"])
+        argv = training.flags(script=training.CALTECH101, **values, BATCH_SIZE=batch)
+        argv += ["--output", str(tmp_path / output)]
+        argv += ["--max-steps", str(draw.randint(1, 6))] if command == "first" else []
+        label_of = {Image.open(path).getpixel((0, 0))[0]: "abc".index(path.parent.name) for path in root.rglob("*.bmp")}
+        result = fork_ranks.run(training.CALTECH101, argv, ranks)
+        codes = set(result.codes)
+        if codes == {2}:
+            assert command == "second", str(result)
+            assert "was trained with other data" in str(result), str(result)
+            break
+        assert codes == {0}, str(result)
+        assert {label_of[grey] - label for _, grey, label in seen(command)} == {0}, "another class's label"
+        trained = trained if output == "run" else set()
+        trained |= {grey for evaluated, grey, _ in seen(command) if not evaluated}
+        tested = {grey for evaluated, grey, _ in seen(command) if evaluated}
+        assert tested
+        assert not trained & tested, "test images that the run has trained on"
+        if command == "first":
+            change = change_own_images(root, draw, greys)
+    report(f"seed {seed}: {change}, {output}: exit codes {sorted(codes)}")
 
 
 # ---- What is no valid run is found -----------------------------------------------------------------------------------
