@@ -411,7 +411,7 @@ def refuse_damaged(images: Images, faults: dict[int, str], log: RankLogger) -> N
 
 
 def cache_folder(images: Images, digests: Sequence[str], size: int, img_size: int) -> Path:
-    """The folder of the decoded images, see `decode`; its name depends on the sizes and on the contents of the files."""
+    """The folder of the decoded images, see `decode`; its name depends on the sizes and the contents of the files."""
     digest = hashlib.sha256(DECODER + "".join(digests).encode())
     return images.caches / f"decoded-{size}px-{img_size}px-{digest.hexdigest()[:12]}"
 
