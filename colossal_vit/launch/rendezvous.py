@@ -89,20 +89,32 @@ def _prefix(run: str) -> str:
     return f"{run}/{attempt}"
 
 
+def _wait_for_listener(host: str, port: int, timeout: float) -> None:
+    """Wait until something listens there: torch's store would wait too, and end with C++ stack frames on stderr."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            return socket.create_connection((host, port), timeout=max(deadline - time.monotonic(), 0.1)).close()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise dist.DistNetworkError(f"nothing listens there (--timeout {timeout:g})") from None
+        time.sleep(0.1)
+
+
 def _connect(rendezvous: Rendezvous, timeout: float, common: Mapping[str, Any]) -> dist.Store:
     """`join_store`, but errors of torch and of the operating system are not converted."""
     rank, place = rendezvous.rank, (rendezvous.host, rendezvous.port)
     common = {"--world_size": rendezvous.world_size, **common}
     options = {"timeout": timedelta(seconds=timeout), "wait_for_workers": False}
-    if rendezvous.launcher == "torch" and _agent_has_store():
-        store = dist.TCPStore(*place, is_master=False, **options)
-    elif rank == 0:
+    from_agent = rendezvous.launcher == "torch" and _agent_has_store()
+    if rank == 0 and not from_agent:
         listener = listen(*place).detach()  # the store closes it
         store = dist.TCPStore(*place, is_master=True, master_listen_fd=listener, **options)
         store.set("run", rendezvous.run)
     else:
+        _wait_for_listener(*place, timeout)
         store = dist.TCPStore(*place, is_master=False, **options)
-        if (found := store.get("run").decode()) != rendezvous.run:
+        if not from_agent and (found := store.get("run").decode()) != rendezvous.run:
             of_others, own = (run or "started by hand" for run in (found, rendezvous.run))
             raise UserError(
                 f"rank {rank} of this run ({own}) has met another run ({of_others}) at {place[0]}:{place[1]}: give "
