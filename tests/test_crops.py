@@ -35,10 +35,8 @@ def picture(width, height, random):
     return Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC)
 
 
-def write_pictures(folder):
+def write_pictures(folder, seed):
     """Pictures of random sizes: wide, high and square ones, smaller and larger than what is evaluated of them."""
-    seed = np.random.SeedSequence().entropy
-    print(f"seed {seed}")
     random = np.random.default_rng(seed)
     sides = random.integers(9, 140, (COUNT, 2))
     sides[: COUNT // 10, 1] = sides[: COUNT // 10, 0]
@@ -84,9 +82,10 @@ def expected(paths, kind, config):
 CLASS_FOLDERS = [(32, {}), (64, {}), (56, {}), *[(30, {"CACHE_SIZE": size}) for size in (30, 31, 32, 33, 34, 47)]]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("img_size", "more"), CLASS_FOLDERS)
-def test_class_folders_are_cropped_as_the_export_says(img_size, more, tmp_path):
-    paths, config = write_pictures(tmp_path), config_of(IMG_SIZE=img_size, **more)
+def test_class_folders_are_cropped_as_the_export_says(img_size, more, seed, tmp_path):
+    paths, config = write_pictures(tmp_path, seed), config_of(IMG_SIZE=img_size, **more)
     images, config.KEEP_DECODED = class_folders(paths), False
     size = image_folder.cache_size(img_size) if not more else config.CACHE_SIZE
     numbers = torch.arange(COUNT)
@@ -97,6 +96,7 @@ def test_class_folders_are_cropped_as_the_export_says(img_size, more, tmp_path):
     assert torch.equal(found, expected(paths, "class folders", config))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("kind", "values"),
     [
@@ -106,9 +106,9 @@ def test_class_folders_are_cropped_as_the_export_says(img_size, more, tmp_path):
         ("CIFAR-10", dict(IMG_SIZE=32)),
     ],
 )
-def test_predict_crops_as_the_run_whose_export_it_reads(kind, values, tmp_path, monkeypatch):
+def test_predict_crops_as_the_run_whose_export_it_reads(kind, values, seed, tmp_path, monkeypatch):
     (tmp_path / "images").mkdir()
-    paths, config, seen = write_pictures(tmp_path / "images"), config_of(**values), []
+    paths, config, seen = write_pictures(tmp_path / "images", seed), config_of(**values), []
     model = timm.create_model("test_vit", img_size=values["IMG_SIZE"], num_classes=1)
     model.pretrained_cfg |= exported(kind, config)
     monkeypatch.setattr(timm_model, "load_model", lambda *_: model)
@@ -123,10 +123,11 @@ TFRECORDS = [dict(IMG_SIZE=48), dict(IMG_SIZE=48, EVAL_CROP=0.9), dict(IMG_SIZE=
 TFRECORDS += [dict(IMG_SIZE=40, EVAL_CROP=1.0), dict(IMG_SIZE=24, EVAL_CROP=0.3)]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("values", TFRECORDS)
-def test_dali_crops_as_the_export_says(values, tmp_path):
+def test_dali_crops_as_the_export_says(values, seed, tmp_path):
     (tmp_path / "images").mkdir()
-    paths, config = write_pictures(tmp_path / "images"), config_of(**values)
+    paths, config = write_pictures(tmp_path / "images", seed), config_of(**values)
     of_paths = records(paths, tmp_path)
 
     def read():  # in a fork: once DALI has run in a process, its forks hang in it
@@ -137,11 +138,12 @@ def test_dali_crops_as_the_export_says(values, tmp_path):
     assert (found - expected(paths, "ImageNet", config)).abs().max() < 3, "rounding"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("values", TFRECORDS)
-def test_the_graph_for_gpus_crops_as_the_export_says(values, tmp_path):
+def test_the_graph_for_gpus_crops_as_the_export_says(values, seed, tmp_path):
     """Its operators on a CPU."""
     (tmp_path / "images").mkdir()
-    paths, config = write_pictures(tmp_path / "images"), config_of(**values)
+    paths, config = write_pictures(tmp_path / "images", seed), config_of(**values)
     of_paths = records(paths, tmp_path)
 
     def read():
