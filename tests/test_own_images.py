@@ -372,6 +372,7 @@ def test_an_accent_that_is_written_in_two_ways_is_the_same_class(train, val, tmp
     images = find_images(tmp_path, tmp_path / ".decoded", ["train", "val"])
     assert images.classes == ["cafz", COMPOSED]
     assert np.bincount(images.labels).tolist() == [6, 3 * (len(train) + len(val))]
+    assert expected_classes(Config({"DATA": str(tmp_path)}), "train_hybrid") == 2
 
 
 def test_data_that_went_through_macos_are_the_same(tmp_path):

@@ -35,7 +35,16 @@ def test_torch_is_one_without_known_holes_in_load(name):
 
 
 # Written by a command.
-ELSEWHERE = {"classes.txt", "skipped.txt", "`wandb/`", "`val/`", "`evaluation/`", "`runs/bench/amp/`"}
+ELSEWHERE = {
+    "classes.txt",
+    "skipped.txt",
+    "damaged.txt",
+    ".../damaged.txt",
+    "`wandb/`",
+    "`val/`",
+    "`evaluation/`",
+    "`runs/bench/amp/`",
+}
 EARLIER = re.compile(r"`(scripts/\w+\.py)` at ([0-9a-f]{7})")  # a script that is gone, and a commit that has it
 
 

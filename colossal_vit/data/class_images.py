@@ -321,14 +321,15 @@ def find_damage(path: Path) -> str | None:
 
 def _examine(images: Images, size: int, img_size: int, number: int) -> tuple[np.ndarray | None, str]:
     """What `decode` returns, None if it cannot, and what is to be said of the image; empty for nothing."""
+    path = images.root / images.paths[number]
     try:
         pixels = decode(images, size, img_size, number)
-        path = images.root / images.paths[number]
-        if damage := find_damage(path):
-            return pixels, damage
-        # What is cut off may have other colours.
-        plain = (pixels == pixels[0, 0]).all() and all(low == high for low, high in read_rgb(path).getextrema())
-        return pixels, ONE_COLOUR if plain else ""
+        with blame(path):
+            if damage := find_damage(path):
+                return pixels, damage
+            # What is cut off may have other colours.
+            plain = (pixels == pixels[0, 0]).all() and all(low == high for low, high in read_rgb(path).getextrema())
+            return pixels, ONE_COLOUR if plain else ""
     except UserError as error:
         return None, str(error)
 

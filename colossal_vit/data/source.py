@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from colossal_vit.config.settings import CALTECH101, DP, HYBRID, IMAGENET
 from colossal_vit.data.batches import FakeBatches, Loader, SyntheticBatches
 from colossal_vit.data.decoding import endings
-from colossal_vit.data.folders import INDEX_FILES, class_folders, has_class_folders, list_files
+from colossal_vit.data.folders import INDEX_FILES, by_class, class_folders, has_class_folders, list_files
 from colossal_vit.data.identity import differences, identify
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.errors import UserError
@@ -145,7 +145,7 @@ def _to_train_on(folder: Path) -> Path:
 def expected_classes(config: Config, script: str | None) -> int:
     """How many classes the data probably have, where none are read: a dry run or a plan needs the size of the model."""
     folder, found = _expected(config, script)
-    return found.num_classes if found else len(class_folders(_to_train_on(folder))[0])
+    return found.num_classes if found else len(by_class(class_folders(_to_train_on(folder))[0]))
 
 
 def expected_images(config: Config, script: str | None) -> int:
