@@ -116,9 +116,17 @@ def test_a_tensor_left_on_the_cpu_is_found(tmp_path):
         on_gpu(training.HYBRID, None, "--output", str(tmp_path), prepare=prepare)
 
 
-@pytest.mark.parametrize("wait", [None, lambda event: event, lambda event: SimpleNamespace(synchronize=lambda: None)])
-def test_a_value_that_is_read_before_it_is_there_is_found(wait, tmp_path):
-    """Without an event, with one that no copy comes before, and with one that is not waited for; else it is there."""
+WAITS = {  # what becomes of the event that a run waits for, and one from before what it is to wait for
+    "as it is": lambda event, before: event,
+    "none": lambda event, before: None,
+    "too early": lambda event, before: before,
+    "not waited for": lambda event, before: SimpleNamespace(synchronize=lambda: None),
+}
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_the_host_reads_loss_and_norm_once_they_are_there(wait, tmp_path):
+    """And would be found out if it did not."""
 
     def prepare():
         original = engine.Scalars.__init__
@@ -126,11 +134,12 @@ def test_a_value_that_is_read_before_it_is_there_is_found(wait, tmp_path):
         def init(self, tensors):
             before = fake_gpu.STREAM.record_event()
             original(self, tensors)
-            self.ready = wait and wait(before)
+            self.ready = WAITS[wait](self.ready, before)
 
         engine.Scalars.__init__ = init
 
-    with pytest.raises(AssertionError, match="the host reads what the device has not copied yet"):
+    found = pytest.raises(AssertionError, match="the host reads what the device has not copied yet")
+    with contextlib.nullcontext() if wait == "as it is" else found:
         on_gpu(training.HYBRID, None, "--output", str(tmp_path), "--max-steps", "2", prepare=prepare)
 
 
