@@ -35,8 +35,8 @@ def _code() -> str:
 def common(args: argparse.Namespace, config: Config, backend: str) -> dict[str, Any]:
     """What every rank of a run must have in common, beside the world size, by the names that messages give it.
 
-    Paths may differ from node to node: of DATA and --resume counts only whether there is one. The data are compared once
-    they are read, and rank 0 alone reads the checkpoint.
+    Paths may differ from node to node: of DATA and --resume it only counts whether there is one. The data are compared
+    once they are read, and rank 0 alone reads the checkpoint.
 
     Args:
         args: the command line.
