@@ -21,6 +21,7 @@ from colossal_vit.launch.flags import get_parser
 from colossal_vit.launch.launchers import Rendezvous
 from colossal_vit.launch.rendezvous import join_store
 from colossal_vit.results import read_metrics
+from colossalai.context import Config
 
 import fork_ranks
 import launchers
@@ -399,6 +400,19 @@ def test_every_flag_counts_or_is_of_one_rank():
     settled = {"config", "set", "compile", "backend", "world_size"}  # compared as what follows from them
     alone = {"rank", "local_rank", "host", "port", "launcher", "timeout", "output", "wandb"}
     assert vars(args).keys() & agreement.OF_A_RANK == settled | alone
+
+
+def test_paths_may_differ_from_node_to_node(monkeypatch):
+    monkeypatch.delenv("DATA", raising=False)
+
+    def of(*flags, **values):
+        args = get_parser().parse_args(["--output", "a", *flags])
+        return agreement.common(args, Config({"SEED": 1, **values}), "gloo")
+
+    one = of("--resume", "/a/step-00000002", DATA="/a")
+    assert one == of("--output", "b", "--resume", "/b/step-00000002", DATA="/b")
+    assert agreement.first_difference(one, of("--resume", "never", DATA="/a")) == ("--resume", "a path", "never")
+    assert agreement.first_difference(one, of("--resume", "/a")) == ("DATA", "set", "not set")
 
 
 def test_the_code_that_counts_is_the_librarys_the_scripts_and_what_it_imports_beside_it(tmp_path, monkeypatch):

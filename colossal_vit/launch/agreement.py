@@ -35,7 +35,8 @@ def _code() -> str:
 def common(args: argparse.Namespace, config: Config, backend: str) -> dict[str, Any]:
     """What every rank of a run must have in common, beside the world size, by the names that messages give it.
 
-    Of DATA only whether it is set: its path may differ from node to node, and the data are compared once they are read.
+    Paths may differ from node to node: of DATA and --resume it only counts whether there is one. The data are compared
+    once they are read, and rank 0 alone reads the checkpoint.
 
     Args:
         args: the command line.
@@ -48,6 +49,7 @@ def common(args: argparse.Namespace, config: Config, backend: str) -> dict[str, 
         "code": {"colossal_vit": _code(), "torch": torch.__version__},
         "backend": backend,
         **flags,
+        "--resume": args.resume if args.resume in ("auto", "never") else "a path",
         **configs.plain(config),
         "DATA": "set" if config.get("DATA") or os.environ.get("DATA") else "not set",
     }
