@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import hashlib
 import io
 import itertools
 import os
@@ -470,9 +471,8 @@ def test_copies_in_two_classes_are_said(raw, tmp_path, capfd):
     assert f"1 images are in another class too, the first is {WNIDS[0]}/" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("change", ["swapped files", "renamed folders"])
-def test_a_build_of_class_folders_does_not_resume_with_other_contents(change, raw, tmp_path, capfd):
-    """Which neither names nor sizes nor times tell."""
+def test_a_build_of_class_folders_does_not_resume_with_other_contents(tmp_path, capfd):
+    """Of two images for training that exchange their places, neither names nor sizes nor times tell."""
     folder = tmp_path / "flat"
     for label, name in enumerate("ab"):
         (folder / name).mkdir(parents=True)
@@ -480,9 +480,10 @@ def test_a_build_of_class_folders_does_not_resume_with_other_contents(change, ra
             Image.new("L", (9, 9), 20 * number + 100 * label).save(folder / name / f"{number}.bmp")
             os.utime(folder / name / f"{number}.bmp", ns=(0, 0))
     assert run(folder, tmp_path / "out", shards=()) == 0
-    one, other = ("a/0.bmp", "b/0.bmp") if change == "swapped files" else "ab"
-    for old, new in (one, "x"), (other, one), ("x", other):
-        (folder / old).rename(folder / new)
+    images = sorted((folder / "a").iterdir(), key=lambda path: hashlib.sha256(path.read_bytes()).digest())
+    one, other = images[-2:]  # the one with the smallest digest is for validation
+    for old, new in (one, folder / "x"), (other, one), (folder / "x", other):
+        old.rename(new)
     assert run(folder, tmp_path / "out", shards=()) == 2
     assert "(digest of names, sizes and contents) instead of " in error_line(capfd)
 
