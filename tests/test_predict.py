@@ -4,13 +4,16 @@ import csv
 import json
 import shutil
 
+import numpy as np
 import pytest
 import timm
 import torch
+from colossal_vit import config as configs
 from colossal_vit import predict
 from colossal_vit.checkpoint import __main__ as checkpoint
 from colossal_vit.checkpoint import storage, timm_model
-from colossal_vit.data import cifar10
+from colossal_vit.config import settings
+from colossal_vit.data import cifar10, class_images, image_folder
 from colossal_vit.data.digits import write_cifar10
 from colossal_vit.data.image_folder import MEAN, STD
 from colossal_vit.data.samplers import EvalSampler
@@ -18,10 +21,12 @@ from colossal_vit.models import build_timm_vit
 from colossalai.context import Config
 from PIL import Image
 from safetensors.torch import load_file
+from torchvision.transforms import v2
 
 import fork_ranks
 import training
 import vit
+from conftest import encode, photograph
 from layouts import tensor
 
 
@@ -72,6 +77,50 @@ def test_answers_are_those_of_the_models_evaluation(run, tmp_path, capsys):
     records = [json.loads(line) for line in (run / "run" / "metrics.jsonl").read_text().splitlines()]
     (*_, accuracy) = (record["eval_accuracy"] for record in records if "eval_accuracy" in record)
     assert correct / len(labels) == pytest.approx(accuracy)
+
+
+@pytest.mark.parametrize("size", [(96, 64), (64, 96)])
+@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+def test_a_photograph_is_answered_upright_and_in_its_colours(size, orientation, run, tmp_path):
+    """Resized to 32 pixels and cut in the middle by hand; turned or with swapped colours it is answered otherwise."""
+    picture = photograph(*size)
+    (tmp_path / "a.png").write_bytes(encode(picture, orientation))
+    model = predict.open_model(run / "run", ema=False)
+    (answer,) = predict.predict(model, [tmp_path / "a.png"], 10, torch.device("cpu"))
+    resized = picture.resize([side // 2 for side in size], Image.Resampling.BILINEAR)
+    left, top = ((side - 32) // 2 for side in resized.size)
+    pixels = torch.from_numpy(np.array(resized.crop((left, top, left + 32, top + 32)))).permute(2, 0, 1) / 255
+    shown = torch.stack([pixels, pixels.flip(0), pixels.rot90(1, (1, 2)), pixels.flip(1), pixels.flip(2)])
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (cifar10.MEAN, cifar10.STD))
+    with torch.inference_mode():
+        expected, *others = model((shown - mean) / std).softmax(dim=1)
+    found = dict(zip(answer.classes, answer.probabilities, strict=True))
+    torch.testing.assert_close(torch.tensor([found[str(digit)] for digit in range(10)]), expected, atol=1e-5, rtol=0)
+    assert answer.probabilities == sorted(answer.probabilities, reverse=True)
+    assert all((other - expected).abs().max() > 1e-3 for other in others)
+
+
+@pytest.mark.parametrize("images", ["class folders", "Caltech101", "CIFAR-10"])
+def test_exported_preprocessing_makes_the_pixels_of_the_evaluation(images, tmp_path):
+    """Of wide and high coloured images, normalised otherwise in each channel; test_dali.py has ImageNet's."""
+    sizes = [(32, 32)] * 2 if images == "CIFAR-10" else [(192, 128), (128, 192)]
+    pictures = [photograph(*size, number) for number, size in enumerate(sizes)]
+    own = dict(IMG_SIZE=32, CACHE_SIZE=64, MEAN=(0.1, 0.5, 0.7), STD=(0.2, 0.4, 0.8))
+    config = Config(configs.complete(own, settings.CALTECH101))
+    labels, sampler, cpu = torch.arange(2), EvalSampler(2, 2), torch.device("cpu")
+    if images == "CIFAR-10":
+        pixels = torch.stack(list(map(v2.functional.pil_to_tensor, pictures)))
+        batches = cifar10.Batches(pixels, labels, sampler, config, cpu)
+    else:
+        (tmp_path / "a").mkdir()
+        for number, picture in enumerate(pictures):
+            picture.save(tmp_path / "a" / f"{number}.png")
+        pixels = class_images.Decoded(class_images.find_images(tmp_path, tmp_path), 64)
+        batches = image_folder.Batches(pixels, labels, labels, sampler, config, cpu)
+    state = {"data": {"images": images}, "normalization": batches.normalization}
+    transform = timm.data.create_transform(**timm_model._preprocessing(state, config))
+    ((evaluated, _),) = batches
+    torch.testing.assert_close(evaluated, torch.stack(list(map(transform, pictures))))
 
 
 @pytest.mark.parametrize("model", ["vit_small_patch16_rope_224", "vit_small_patch16_rope_mixed_224"])
@@ -186,10 +235,12 @@ def test_a_mistake_gets_one_line(argv, line, run, capsys):
 
 
 def test_ctrl_c_gets_one_line(run, capsys, monkeypatch):
-    def interrupt(_):
+    """While images are read, whoever does."""
+
+    def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(predict, "read_rgb", interrupt)
+    monkeypatch.setattr(Image, "open", interrupt)
     code, lines, said = ask(capsys, run / "run", run / "images")
     assert (code, lines, said) == (130, [], "predict: error: interrupted\n")
 

@@ -34,6 +34,7 @@ from tensorboard.compat.tensorflow_stub import errors
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
 
 import launchers
+from conftest import encode, photograph
 
 FOLDER = Path(__file__).resolve().parents[1] / "vit_imagenet_dali"
 PATIENCE = 600  # seconds after which a build counts as hanging
@@ -354,6 +355,15 @@ def test_pixels_of_png_are_kept_in_eight_bits_on_white(content, expected):
     assert abs(decode(image_files.prepare_image(content, quality=100)) - pixels).max() <= 4
 
 
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
+def test_grey_of_16_bits_is_rounded(kind):
+    """Each of its 65,536 levels, to the nearest of 256."""
+    levels = np.arange(65536, dtype=np.uint16).reshape(256, 256)
+    Image.fromarray(levels).save(file := io.BytesIO(), kind)
+    pixels = np.asarray(decoding.to_rgb(Image.open(io.BytesIO(file.getvalue()))))
+    assert np.array_equal(pixels, np.rint(levels / 257)[..., None].repeat(3, 2))
+
+
 def test_resize_and_quality():
     large, small = jpeg(size=(300, 200)), jpeg(size=(90, 200))
     sizes = [Image.open(io.BytesIO(image_files.prepare_image(data, resize=100))).size for data in (large, small)]
@@ -365,6 +375,11 @@ def test_resize_and_quality():
         < len(large) * 4
     )
     assert image_files.prepare_image(large, check="decode") == large
+    picture = photograph(300, 200)
+    packed = decode(image_files.prepare_image(encode(picture), resize=100, quality=100))
+    for filtered, close in ((Image.Resampling.BICUBIC, True), (Image.Resampling.NEAREST, False)):
+        expected = np.asarray(picture.resize((150, 100), filtered)).astype(int)
+        assert (abs(packed - expected).mean() < 4) == close
 
 
 def test_a_turned_image_is_upright_once_its_exif_is_gone():
