@@ -92,6 +92,26 @@ def test_an_element_is_dropped_at_the_rate_exactly(rate, varied):
         assert sum(limits) == rate
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("kind", "options"), [("Dropout", {}), ("Dropout", {"gelu": True}), ("DropPath", {})])
+@pytest.mark.parametrize("rate", [0.25, 0.75])
+def test_what_is_kept_is_scaled_up_by_the_share_of_it(rate, kind, options, dtype):
+    """In plain torch, as are the gradients: x / (1 - rate) where the mask keeps x."""
+    layer = getattr(dropout, kind)(rate, **options)
+    dropout.name_layers(torch.nn.ModuleDict({"layer": layer}), 1024)
+    random, shape = torch.Generator().manual_seed(0), (8, TOKENS, CHANNELS)
+    x, grad, residual = (torch.randn(shape, generator=random, dtype=dtype) for _ in range(3))
+    x.requires_grad_(True)
+    more = {} if kind == "DropPath" else {"residual": residual}
+    with dropout.batch_of(torch.tensor([[3, place] for place in range(8)])):
+        y = layer(x, **more)
+    mask = torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)[0] != 0
+    assert 0 < mask.double().mean() < 1
+    expected = mask * (torch.nn.functional.gelu(x) if options else x) / (1 - rate) + more.get("residual", 0)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(output, x, grad)[0] for output in (y, expected)))
+
+
 def test_a_part_of_the_samples_or_channels_has_its_part_of_the_mask():
     whole = masks()
     assert 0.45 < whole.mean() < 0.55
