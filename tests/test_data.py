@@ -277,7 +277,10 @@ def test_random_images_are_not_learnt():
 
 
 def test_random_images_are_those_of_the_seed():
-    first, again, other = (SyntheticBatches(1, (8, 3, 4, 4), 10, torch.device("cpu"), seed) for seed in (1, 1, 2))
+    first, again, other = (
+        SyntheticBatches(EvalSampler(1000, 8), Config(dict(SEED=seed, NUM_CLASSES=10, IMG_SIZE=4)), torch.device("cpu"))
+        for seed in (1, 1, 2)
+    )
     assert torch.equal(first.images, again.images)
     assert not torch.equal(first.images, other.images)
     assert not torch.equal(first.labels, other.labels)

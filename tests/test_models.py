@@ -10,7 +10,7 @@ from colossal_vit import config as configs
 from colossal_vit.blocks import LeanBlock, LeanLinear, LeanMlp
 from colossal_vit.config.settings import IMAGENET
 from colossal_vit.engine import initialize
-from colossal_vit.errors import UserError
+from colossal_vit.errors import UserError, reason
 from colossal_vit.models import build_timm_vit, check_timm_vit
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.rng.dropout import Dropout, DropPath, batch_of
@@ -78,12 +78,25 @@ def test_a_model_that_timm_cannot_build_is_refused():
     [
         ("vit_relpos_small_patch16_224", {}, "timm's model has no pos_drop_rate, which DROP_RATE sets: take another m"),
         ("vit_srelpos_small_patch16_224", {"DROP_RATE": 0.1}, "timm's model has no pos_drop_rate, which DROP_RATE"),
-        ("vit_small_r26_s32_224", {"PATCH_SIZE": 3}, "cannot be built with these sizes: AssertionError"),
+        ("vit_small_r26_s32_224", {"PATCH_SIZE": 3}, "IMG_SIZE = 32 is not a multiple of the patch size of MODEL = "),
     ],
 )
 def test_why_a_model_cannot_be_built_is_said_in_words(model, values, words):
     with pytest.raises(UserError, match=re.escape(words)):
         check_timm_vit(config_of(model, **values), Layout(1, 1, 1, None, 1))
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (AssertionError(), "AssertionError"),
+        (KeyError("head"), "KeyError: 'head'"),
+        (MemoryError(), "out of memory"),
+        (ValueError("too long\nfor a line"), "too long"),
+    ],
+)
+def test_an_error_without_words_is_named(error, words):
+    assert reason(error) == words
 
 
 @pytest.mark.parametrize(
