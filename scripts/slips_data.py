@@ -151,7 +151,13 @@ SLIPS: list[Slip] = [
         PLACES,
     ),
     Slip("the largest rectangle in a corner", DRAWS, "(whole - shape) // 2)", "0)", PLACES),
-    Slip("the last try that fits", DRAWS, ".all(2).argmax(1)", ".all(2)[:, :TRIES][:, ::-1].argmax(1)", BY_HAND),
+    Slip(
+        "only the last try for a rectangle",
+        DRAWS,
+        ".all(2).argmax(1)",
+        ".all(2)[:, TRIES - 1 :].argmax(1) + TRIES - 1",
+        BY_HAND,
+    ),
     # ---- ImageNet: pixels ----
     Slip(
         "a GPU normalises values up to 255 as up to 1",

@@ -927,7 +927,13 @@ def test_a_run_directory_beside_train_and_val_is_left_alone(alone, tmp_path):
         write(tmp_path / "data" / part)
     shutil.copytree(alone.output, tmp_path / "data" / "run")
     shutil.copytree(alone.output, tmp_path / "data", dirs_exist_ok=True)
-    train(tmp_path / "run", tmp_path / "data", steps=1)
+    before = training.contents(tmp_path / "data")
+    run = train(tmp_path / "run", tmp_path / "data", steps=1)
+    count = sum(CLASSES.values())
+    assert f"{count} training and {count} test images from {tmp_path}/data" in run.said
+    assert storage.open_named(run.output).state["data"]["classes"] == sorted(CLASSES)
+    after = training.contents(tmp_path / "data")
+    assert {name: after[name] for name in after if not name.startswith(".decoded/")} == before
 
 
 def test_classes_that_the_model_has_not_learned_are_not_evaluated(alone, flat, tmp_path):

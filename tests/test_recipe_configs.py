@@ -1,9 +1,11 @@
 """The recipes with a published accuracy: what their files say holds, they can be planned, and they train."""
 
+import json
 import re
 
 import pytest
 from colossal_vit import config as configs
+from colossal_vit.checkpoint import storage
 from colossal_vit.models import build_timm_vit
 from colossal_vit.plan import __main__ as tables
 from safetensors.torch import save_file
@@ -74,3 +76,6 @@ def test_a_small_model_trains_as_the_recipe_says(name, tmp_path):
     assert [step["step"] for step in run.steps] == [1, 2]
     assert 0 < run.steps[0]["lr"] < run.steps[1]["lr"] < recipe(name).LEARNING_RATE
     assert run.evaluations[-1]["eval_images"] == 360
+    trained = storage.open_named(run.output).state["config"]
+    for key, value in recipe(name, *(f"{key}={value!r}" for key, value in {**TINY, **values}.items())).items():
+        assert trained[key] == json.loads(json.dumps(value)), key
