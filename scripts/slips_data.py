@@ -46,7 +46,7 @@ ORDER = (
     "tests/test_data.py::test_an_epoch_of_shards_is_the_one_worked_out_by_hand",
 )
 EVALUATED = ("tests/test_data.py::test_places_in_an_evaluation_are_those_worked_out_by_hand",)
-AHEAD = ("tests/test_data.py::test_batches_come_in_order_whichever_thread_is_the_first",)
+AHEAD = ("tests/test_data.py::test_a_batch_is_read_ahead_while_the_one_before_is_in_use",)
 RANDOM = ("tests/test_data.py::test_random_images_are_those_of_the_seed",)
 SCANNED = ("tests/test_data.py::test_digits_are_those_of_scikit_learn",)
 FASHIONABLE = ("tests/test_fashion_mnist.py::test_images_are_those_of_the_files",)
