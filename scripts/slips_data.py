@@ -513,7 +513,7 @@ SLIPS: list[Slip] = [
         "[names[label - 1] for label in labels]",
         PHOTOGRAPH,
     ),
-    Slip("bicubic exported", EXPORT, 'interpolation="bilinear"', 'interpolation="nearest"', EXPORTED),
+    Slip("the nearest pixel exported", EXPORT, 'interpolation="bilinear"', 'interpolation="nearest"', EXPORTED),
     Slip("mean and deviation exported swapped", EXPORT, "mean, std = state.get", "std, mean = state.get", EXPORTED),
     Slip("squashed as exported", EXPORT, 'crop_mode="center"', 'crop_mode="squash"', EXPORTED),
     Slip(
