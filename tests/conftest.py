@@ -188,10 +188,11 @@ def photograph(width, height, number=0):
 
 def encode(image, orientation=1, **options):
     """The bytes of an image file, by default a PNG, that its EXIF orientation turns into the image."""
-    exif = Image.Exif()
-    exif[ORIENTATION] = orientation
-    stored = image.transpose(STORED[orientation]) if orientation in STORED else image
-    stored.save(file := io.BytesIO(), **{"format": "PNG", "exif": exif, **options})
+    if orientation != 1:
+        options["exif"] = exif = Image.Exif()
+        exif[ORIENTATION] = orientation
+        image = image.transpose(STORED[orientation])
+    image.save(file := io.BytesIO(), **{"format": "PNG", **options})
     return file.getvalue()
 
 

@@ -481,8 +481,12 @@ def test_corrupt_image_ends_a_run_in_one_line_until_it_is_repaired(few, monkeypa
     path.write_bytes(whole[: len(whole) // 2])
     (line,) = "".join(step_on(few, monkeypatch, world_size=2, code=2).stderr).splitlines()
     assert "/1/two\\nlines.jpg: cannot be decoded: image file is truncated" in line
-    assert line.endswith("; repair or remove it")
-    assert [entry.name for entry in path.parents[2].iterdir()] == ["101_ObjectCategories"]
+    folder = path.parents[2]
+    assert line.endswith(f"; repair or remove it. Images that cannot be decoded: 1, listed in {folder / 'damaged.txt'}")
+    there = {entry.name for entry in folder.iterdir()}
+    assert there == {"101_ObjectCategories", "contents.json", "checked.json", "damaged.txt"}, (
+        "nothing is decoded in part"
+    )
     path.write_bytes(whole)
     assert step_on(few, monkeypatch, world_size=2).stderr == ["", ""]
 
