@@ -115,7 +115,7 @@ def test_exported_preprocessing_makes_the_pixels_of_the_evaluation(images, tmp_p
         (tmp_path / "a").mkdir()
         for number, picture in enumerate(pictures):
             picture.save(tmp_path / "a" / f"{number}.png")
-        pixels = class_images.Decoded(class_images.find_images(tmp_path, tmp_path), 64)
+        pixels = class_images.Decoded(class_images.find_images(tmp_path, tmp_path), 64, 32)
         batches = image_folder.Batches(pixels, labels, labels, sampler, config, cpu)
     state = {"data": {"images": images}, "normalization": batches.normalization}
     transform = timm.data.create_transform(**timm_model._preprocessing(state, config))
