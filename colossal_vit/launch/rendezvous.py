@@ -97,7 +97,7 @@ def _wait_for_listener(host: str, port: int, timeout: float) -> None:
             return socket.create_connection((host, port), timeout=max(deadline - time.monotonic(), 0.1)).close()
         except OSError:
             if time.monotonic() > deadline:
-                raise dist.DistNetworkError(f"nothing listens there (--timeout {timeout:g})") from None
+                raise TimeoutError(errno.ETIMEDOUT, f"nothing listens there (--timeout {timeout:g})") from None
         time.sleep(0.1)
 
 
