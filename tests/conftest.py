@@ -125,6 +125,16 @@ def nothing_left_running():
     fork_ranks.end_all()
 
 
+@pytest.fixture(autouse=True)
+def environment_as_found():
+    """Take back what a test has set in this process, such as the interface that a rendezvous in a thread has chosen."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
 def small_digits(root, num_test_images=NUM_TEST_IMAGES):
     """Write the digits with some of their test images, as CIFAR-10."""
     folder = write_cifar10(root)
