@@ -179,7 +179,7 @@ def dry_run(processes: int, values: dict[str, Any], config: str = CONFIG) -> lis
     """The plans of a layout of train_hybrid.py, by stage."""
     flags = ["--dry-run", "--world_size", str(processes), *set_flags(values)]
     argv = ["--config", str(FOLDER / config), "--output", tempfile.gettempdir(), *flags]
-    return report.plan(train_hybrid.main, launch.parse(argv, script="train_hybrid", check=train_hybrid.check_vit))
+    return report.plan(train_hybrid.build, launch.parse(argv, script="train_hybrid", check=train_hybrid.check_vit))
 
 
 def layout_example() -> Figure:

@@ -253,7 +253,7 @@ def run(
 
     def start_there(*args, **kwargs) -> Run:
         run = start(*args, **kwargs)
-        if not run.observe:
+        if not run.alone:
             enter(run.device)
         return run
 
@@ -268,7 +268,8 @@ def run(
     sys.argv = [script.__file__, *argv]
     args = training.arguments(main, argv)
     if args.dry_run:
-        main(args.replace(observer=fakes.on_fake_tensors(measure)))
+        built, batches, *_ = fakes.build_fake(script.build, args)
+        measure(built, batches)
     else:
         without_peers()
         main(args)

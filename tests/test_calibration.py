@@ -217,7 +217,7 @@ def test_gpus_are_asked_for_in_forks_and_each_process_has_its_own(tmp_path):
         calibration.work = lambda engine, batches, barrier: 1.0 + chosen.pop()
         calibration._messages = lambda *_: []
         calibration.ROUNDS, calibration.QUIET_WAIT_S = 1, 0.0
-        request = request_of(train_hybrid.main, training.arguments(train_hybrid.main, flags))
+        request = request_of(train_hybrid.build, training.arguments(train_hybrid.main, flags))
         choices = [choice for choice in enumerate_layouts(request.config, 2, 16, HYBRID, None) if choice.tensor == ONE]
         trace = functools.cache(request.trace)
         here = calibration.measured(request, choices, trace)
@@ -238,7 +238,7 @@ def test_layouts_that_do_not_fit_are_not_timed(tmp_path):
     flags = [*training.flags(**SIZE), "--plan", "here", "--world_size", "1", "--output", str(tmp_path)]
 
     def timed():
-        request = request_of(train_hybrid.main, training.arguments(train_hybrid.main, flags))
+        request = request_of(train_hybrid.build, training.arguments(train_hybrid.main, flags))
         choices, trace = request.choices(), functools.cache(request.trace)
         sizes = {choice: rank_memory(request.config, choice, trace(choice.tensor)) for choice in choices}
         limit = sorted(sizes.values())[len(sizes) // 2]

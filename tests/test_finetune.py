@@ -649,7 +649,7 @@ def test_parity_compares_what_is_behind_frozen_blocks(values, of_depth, small_sa
     """A later stage of a pipeline has gradients at the outputs of its frozen blocks, one process has none."""
     monkeypatch.setenv("DATA", str(small_sample))
     flags = training.flags(**{**frozen(of_depth, 4), "finetune.frozen_blocks": 0, **values})
-    command.run(train_hybrid.main, training.arguments(train_hybrid.main, flags).replace(parity=["PP 2"]))
+    command.run(train_hybrid.build, training.arguments(train_hybrid.main, flags).replace(parity=["PP 2"]))
     assert capsys.readouterr().out.startswith("PP 2: all ")
 
 

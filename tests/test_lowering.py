@@ -21,8 +21,10 @@ CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 TINY = {"DEPTH": 2, "BATCH_SIZE": 8, "COMPILE": "auto"}
 
 
-def request_for(main, argv, world_size="1"):
-    return request_of(main, training.arguments(main, [*argv, "--plan", "h100", "--world_size", world_size]))
+def request_for(script, argv, world_size="1"):
+    return request_of(
+        script.build, training.arguments(script.main, [*argv, "--plan", "h100", "--world_size", world_size])
+    )
 
 
 @functools.cache
@@ -32,7 +34,7 @@ def lowered_base(rate):
     argv = training.flags(script=training.DATA_PARALLEL, small=False, **values)
 
     def lowered():
-        request = request_for(train_dp.main, argv)
+        request = request_for(train_dp, argv)
         eager = request.trace((None, 1, None)).part("block", "forward", 64).operations
         return request.lower_layout((None, 1, None), by_block=False), eager
 
@@ -107,7 +109,7 @@ def test_a_block_stays_within_the_budget_of_its_layout(values, by_block, side, b
     argv, size = training.flags("NAIVE", **values), values.get("parallel.tensor.size", 1)
 
     def counted():
-        request = request_for(train_hybrid.main, argv, str(size))
+        request = request_for(train_hybrid, argv, str(size))
         split = own_layout(request.config, size).tensor
         eager = [request.trace(split).part("block", kind, 8 * size) for kind in ("forward", "backward")]
         return eager, request.lower(split, by_block, images=8 * size), request.config

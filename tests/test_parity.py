@@ -48,7 +48,7 @@ def outcome(tmp_path_factory):
     """Compares layouts with one process, which has trained once."""
     args = arguments(parity=[])
     comparison = command.Comparison(
-        train_hybrid.main, args, command.read_config(args)[0], tmp_path_factory.mktemp("one")
+        train_hybrid.build, args, command.read_config(args)[0], tmp_path_factory.mktemp("one")
     )
     return lambda name: comparison.outcome(command.parse_layout(name))
 
@@ -66,7 +66,7 @@ def test_in_the_config_s_own_precision_rounding_is_no_difference(capsys, monkeyp
     monkeypatch.setattr(vit, "full_vit", FULL_VIT)
     flags = training.flags("NAIVE", **VALUES, **{"fp16.dtype": "fp16"})
     args = training.arguments(train_hybrid.main, flags).replace(parity=["1D 2", "2D 9"], own_precision=True)
-    command.run(train_hybrid.main, args)
+    command.run(train_hybrid.build, args)
     agreeing, refused = capsys.readouterr().out.splitlines()
     assert re.fullmatch(
         r"1D 2: all 1\d\d\d tensors of 3 steps agree to \de-0\d, at most \d\.\d times as far .*", agreeing
@@ -77,7 +77,7 @@ def test_in_the_config_s_own_precision_rounding_is_no_difference(capsys, monkeyp
 @pytest.mark.parametrize("name", ["PP", "PP 2 × PP 2", "4D 2", "1D 2 × 2D 4", "DP 0"])
 def test_what_is_no_layout_is_refused(name):
     with pytest.raises(UserError, match=re.escape(f"--parity {name!r}: ")):
-        command.run(train_hybrid.main, arguments(parity=["PP 2", name]))
+        command.run(train_hybrid.build, arguments(parity=["PP 2", name]))
 
 
 # ---- Defects ----

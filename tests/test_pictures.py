@@ -58,7 +58,7 @@ def test_a_picture_that_cannot_be_written_is_a_line(tmp_path):
     (tmp_path / "file").touch()
     argv = [*training.flags(**{**LAYOUTS["PP 2"][1], "DEPTH": 2}), "--dry-run", "--world_size", "2"]
     args = launch.parse([*argv, "--output", str(tmp_path)], script="train_hybrid", check=vit.check_vit)
-    plans = report.plan(train_hybrid.main, args)
+    plans = report.plan(train_hybrid.build, args)
     said = pictures.write(report.draw_layout(plans), tmp_path / "file/run/layout.png")
     assert "layout.png cannot be written: Not a directory" in said
 

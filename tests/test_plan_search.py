@@ -34,7 +34,7 @@ def argv_of(**values):
 
 def request_for(argv, world_size):
     args = training.arguments(train_hybrid.main, [*argv, "--plan", "h100", "--world_size", str(world_size)])
-    return request_of(train_hybrid.main, args)
+    return request_of(train_hybrid.build, args)
 
 
 LAYOUTS = {
@@ -57,7 +57,7 @@ LAYOUTS = {
 def peaks_of_dry_run(argv, world_size):
     """Bytes, by stage."""
     args = training.arguments(train_hybrid.main, [*argv, "--dry-run", "--world_size", str(world_size)])
-    return [each.memory["peak"] for each in report.plan(train_hybrid.main, args)]
+    return [each.memory["peak"] for each in report.plan(train_hybrid.build, args)]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -255,9 +255,9 @@ def test_each_script_runs_on_real_tensors_up_to_what_is_observed(script):
 
     def observed():
         argv = [*flags_of(script, DEPTH=2, HIDDEN_SIZE=48, NUM_HEADS=4), "--plan", "here", "--world_size", "1"]
-        main = runpy.run_path(str(fork_ranks.ROOT / script))["main"]
+        build = runpy.run_path(str(fork_ranks.ROOT / script))["build"]
         (name,) = (name for name, path in PATHS.items() if path == script)
-        request = request_of(main, launch.parse(argv, script=name))
+        request = request_of(build, launch.parse(argv, script=name))
         return request.model((None, 1, None), lambda _, batches: tuple(next(iter(batches))[0].shape), 4)()
 
     assert fork_ranks.call(observed, launched=False) == [(4, 3, 32, 32)]
@@ -266,7 +266,7 @@ def test_each_script_runs_on_real_tensors_up_to_what_is_observed(script):
 def test_the_block_that_stands_for_all_of_timms_has_stochastic_depth():
     def num_operators(rate):
         argv = flags_of(training.DATA_PARALLEL, DEPTH=3, HIDDEN_SIZE=48, NUM_HEADS=4, DROP_PATH_RATE=rate)
-        request = request_of(train_dp.main, training.arguments(train_dp.main, [*argv, "--plan", "h100"]))
+        request = request_of(train_dp.build, training.arguments(train_dp.main, [*argv, "--plan", "h100"]))
         trace = request.trace((None, 1, None))
         return len(trace.part("block", "forward", 8).operations)
 
@@ -279,7 +279,7 @@ def test_the_block_that_stands_for_all_of_timms_has_stochastic_depth():
 def test_blocks_of_a_hybrids_embedding_belong_to_the_embedding():
     def parameters():
         argv = flags_of(training.DATA_PARALLEL, MODEL="vit_small_r26_s32_224", IMG_SIZE=64)
-        request = request_of(train_dp.main, training.arguments(train_dp.main, [*argv, "--plan", "h100"]))
+        request = request_of(train_dp.build, training.arguments(train_dp.main, [*argv, "--plan", "h100"]))
         return request.trace((None, 1, None)).parameters
 
     found = fork_ranks.call(parameters, launched=False)[0]

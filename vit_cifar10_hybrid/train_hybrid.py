@@ -8,16 +8,15 @@ The layout is in the config file: processes = data × parallel.pipeline × paral
 from colossal_vit import launch
 from colossal_vit.data.mixing import mixed
 from colossal_vit.data.source import build_data
-from colossal_vit.engine import Trainer, build_criterion, build_optimizer, build_scheduler, initialize
+from colossal_vit.engine import Trainer, Training, build_criterion, build_optimizer, build_scheduler, initialize
 from colossal_vit.engine.knn import evaluate_knn
 from colossal_vit.hooks import standard_hooks
 
 from vit import build_vit, check_vit
 
 
-def main(args: launch.Arguments) -> object:
-    # ---- Launch: flags, config file, process groups ----------------------------------------------------------------
-    run = launch.start(args)
+def build(run: launch.Run) -> Training:
+    """Build what trains. `main` calls it, and so does whatever looks at a training, such as `--dry-run`."""
     config = run.config
 
     # ---- Data: the same global batches in every layout -------------------------------------------------------------
@@ -34,11 +33,14 @@ def main(args: launch.Arguments) -> object:
     lr_scheduler = build_scheduler(config, optimizer, len(train_dataloader) // config.gradient_accumulation)
 
     # ---- Engine: precision, gradient reduction, pipeline schedule, as the config says ------------------------------
-    engine, train_dataloader, test_dataloader, lr_scheduler = initialize(
-        model, optimizer, criterion, train_dataloader, test_dataloader, lr_scheduler
-    )
-    if run.observe:  # --dry-run and --plan look at the engine, and train nothing
-        return run.observe(engine, train_dataloader)
+    return initialize(model, optimizer, criterion, train_dataloader, test_dataloader, lr_scheduler)
+
+
+def main(args: launch.Arguments) -> object:
+    # ---- Launch: colossalai.launch_from_torch, _slurm, _openmpi or launch, by launch_groups in launch/groups.py ----
+    run = launch.start(args)
+
+    engine, train_dataloader, test_dataloader, lr_scheduler = build(run)
 
     # ---- Train, from the newest checkpoint on if there is one ------------------------------------------------------
     trainer = Trainer(engine, lr_scheduler, run.log)
@@ -50,7 +52,7 @@ def main(args: launch.Arguments) -> object:
         return trainer.evaluate(test_dataloader, hooks=hooks)
     trainer.fit(
         train_dataloader,
-        epochs=config.NUM_EPOCHS,
+        epochs=run.config.NUM_EPOCHS,
         max_steps=args.max_steps,
         test_dataloader=test_dataloader,
         hooks=hooks,
@@ -59,4 +61,4 @@ def main(args: launch.Arguments) -> object:
 
 
 if __name__ == "__main__":
-    launch.run(main, __doc__, "train_hybrid", check_vit)
+    launch.run(main, build, __doc__, "train_hybrid", check_vit)

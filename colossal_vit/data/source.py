@@ -80,7 +80,7 @@ def build_data(run: Run) -> tuple[Loader, Loader | None]:
         UserError: on every rank, if any rank cannot get or read the data, or they do not fit the config.
     """
     usual = USUAL[run.args.script]
-    if run.observe or run.config.get("SYNTHETIC"):
+    if run.alone or run.config.get("SYNTHETIC"):
         return _without_data(run, usual)
     if folder := _named(run.config):
         found = run_on_rank_0(lambda: find_format(folder, usual))
@@ -118,7 +118,7 @@ def _write_sample(usual: Format) -> Path:
 def _without_data(run: Run, usual: Format) -> tuple[Loader, Loader | None]:
     """Training and test batches of a dry run, or with SYNTHETIC."""
     config = run.config
-    if run.observe:
+    if run.alone:
         shape, batch = (config.BATCH_SIZE, 3, *[config.IMG_SIZE] * 2), config.BATCH_SIZE * run.layout.data
         return FakeBatches(usual.num_images // batch, shape, run.device), None
     largest, num_tested = FORMATS[-1], SyntheticBatches.DISTINCT

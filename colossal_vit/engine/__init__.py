@@ -1,6 +1,6 @@
 """The training loop and its steps: engine, mixed precision, optimizers, schedules, gradient reduction."""
 
-from colossal_vit.engine.assembly import initialize
+from colossal_vit.engine.assembly import Training, initialize
 from colossal_vit.engine.criterion import build_criterion
 from colossal_vit.engine.lamb import Lamb
 from colossal_vit.engine.loop import Trainer
@@ -10,6 +10,7 @@ from colossal_vit.engine.schedules import build_scheduler
 __all__ = [
     "Lamb",
     "Trainer",
+    "Training",
     "build_criterion",
     "build_optimizer",
     "build_scheduler",

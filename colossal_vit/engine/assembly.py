@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from colossal_vit.compat.patches import set_pipeline_dtype
@@ -35,6 +35,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 SMALLEST_BUCKET = 1  # MB of gradients, as DistributedDataParallel's first bucket; torch.compile cuts at it, too
+
+
+class Training(NamedTuple):
+    """What trains: the engine, and what the loop feeds it with."""
+
+    engine: Engine
+    train_dataloader: MicroBatches | None
+    test_dataloader: Iterable | None
+    lr_scheduler: Any
 
 
 class OneForwardOneBackward(PipelineSchedule):
@@ -92,7 +101,7 @@ def initialize(
     train_dataloader: Iterable | None = None,
     test_dataloader: Iterable | None = None,
     lr_scheduler: Any = None,
-) -> tuple[Engine, Iterable | None, Iterable | None, Any]:
+) -> Training:
     """Build the engine from the components of a training, for the layout and the features in `gpc.config`.
 
     Args:
@@ -104,7 +113,7 @@ def initialize(
         lr_scheduler: returned unchanged, for `Trainer`, which steps it once per optimizer step.
 
     Returns:
-        `(engine, train_dataloader, test_dataloader, lr_scheduler)`, the second as `MicroBatches`.
+        The engine and what was given, the training batches as `MicroBatches`.
 
     Raises:
         UserError: if features in the config exclude each other, or this machine lacks what one needs.
@@ -216,4 +225,4 @@ def initialize(
     engine.schedule._logger = logging.getLogger(__name__)
     if train_dataloader is not None:
         train_dataloader = MicroBatches(train_dataloader, config.gradient_accumulation)
-    return engine, train_dataloader, test_dataloader, lr_scheduler
+    return Training(engine, train_dataloader, test_dataloader, lr_scheduler)

@@ -8,7 +8,6 @@ from colossal_vit.hooks.members import MembersHook
 from colossal_vit.hooks.metrics import MetricsHook
 from colossal_vit.hooks.profile import ProfileHook
 from colossal_vit.hooks.progress import ProgressHook
-from colossal_vit.hooks.record_tensors import RecordTensorsHook
 from colossal_vit.hooks.wandb_run import WandbRun
 from colossal_vit.run import Run
 from colossalai.legacy.trainer.hooks import BaseHook
@@ -25,8 +24,7 @@ def standard_hooks(run: Run, train_dataloader: MicroBatches) -> list[BaseHook]:
     if run.args.eval_only:
         return [MetricsHook(None, train_dataloader, run.log), AnswersHook(run), *debug]
     wandb = WandbRun(run.output, run.config, run.log) if run.args.wandb else None
-    is_compared = run.args.record is not None
-    metrics = MetricsHook(run.output, train_dataloader, run.log, wandb, curves=not is_compared)
+    metrics = MetricsHook(run.output, train_dataloader, run.log, wandb)
     hooks = [
         metrics,
         ProgressHook(run, train_dataloader),
@@ -36,6 +34,4 @@ def standard_hooks(run: Run, train_dataloader: MicroBatches) -> list[BaseHook]:
         hooks.append(MembersHook(run))
     if run.args.profile:
         hooks.append(ProfileHook(run.output, train_dataloader, run.log))
-    if is_compared:
-        hooks.append(RecordTensorsHook(run.args.record))
     return hooks + debug

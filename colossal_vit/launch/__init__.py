@@ -1,7 +1,7 @@
 """Starting and ending runs: command line, launchers, process groups, exit codes.
 
-A train script calls `launch.run(main, ...)`, and its `main` begins with `launch.start(args)`. It imports this package
-first: from then on Ctrl-C, which may come during slow imports, prints no traceback.
+A train script calls `launch.run(main, build, ...)`, and its `main` begins with `launch.start(args)`. It imports this
+package first: from then on Ctrl-C, which may come during slow imports, prints no traceback.
 """
 
 import sys
@@ -20,5 +20,6 @@ import numpy  # noqa: E402, F401 which torch would import, and go on without it 
 from colossal_vit.launch.exits import call, run  # noqa: E402
 from colossal_vit.launch.flags import Arguments, parse  # noqa: E402
 from colossal_vit.launch.startup import start  # noqa: E402
+from colossal_vit.run import Run  # noqa: E402
 
-__all__ = ["Arguments", "call", "parse", "run", "start"]
+__all__ = ["Arguments", "Run", "call", "parse", "run", "start"]

@@ -18,7 +18,7 @@ from colossal_vit.errors import Preempted, TrainingError, UserError, as_mistake,
 from colossal_vit.hooks import wandb_run
 from colossal_vit.hooks.signals import SIGNALS
 from colossal_vit.launch import elastic, watchdog
-from colossal_vit.launch.flags import Arguments, parse
+from colossal_vit.launch.flags import Arguments, Build, parse
 from colossal_vit.launch.launchers import launched_rank, rank_host_port
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.ranks import write_line
@@ -70,6 +70,7 @@ def _as_mistake(error: BaseException) -> BaseException:
 
 def run(
     main: Callable[[Arguments], Any],
+    build: Build,
     description: str | None = None,
     script: str | None = None,
     check: Callable[[Config, Layout], None] | None = None,
@@ -78,7 +79,8 @@ def run(
     """Parse the command line, and `call` the script's `main` with it, or what `--dry-run`, `--plan` or `--parity` need.
 
     Args:
-        main: of the script.
+        main: of the script; trains or evaluates.
+        build: of the script; builds what trains.
         description: for `--help`; usually the script's docstring.
         script, check, notes: see `Arguments`.
     """
@@ -89,12 +91,12 @@ def run(
         if args.parity is not None:
             from colossal_vit.parity import command
 
-            command.run(main, args)
+            command.run(build, args)
         elif args.dry_run or args.plan is not None:
             from colossal_vit.plan import command
 
             if launched_rank() == 0:  # under a launcher, one process answers for all
-                command.run(main, args)
+                command.run(build, args)
         else:
             main(args)
 

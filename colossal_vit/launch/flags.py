@@ -7,18 +7,17 @@ from typing import Any
 
 import colossalai.legacy as colossalai
 from colossal_vit.config.rules import POSITIVE_INT, TEXT, Rule, number, one_of, whole
+from colossal_vit.engine import Training
 from colossal_vit.errors import Interrupted, Parser, Preempted, TrainingError, UserError
 from colossal_vit.launch.launchers import LAUNCHERS
 from colossal_vit.parallel.layout import Layout
-from colossal_vit.run import Observer
+from colossal_vit.run import Run
 from colossalai.context import Config
 
 DEFAULT_TIMEOUT = 300.0  # seconds that a rank waits for the others, at the start and in collective operations
 MOST_RANKS = 2**20
 
 CODES = set(range(256)) - {TrainingError.exit_code, UserError.exit_code, Interrupted.exit_code}
-
-MODES = ("dry_run", "plan", "parity", "eval_only", "eval_knn")  # flags of which each does something else than train
 
 RULES = {
     **dict.fromkeys(("config", "host", "output", "resume", "plan"), TEXT),  # a shell variable may be unset
@@ -33,6 +32,9 @@ RULES = {
 }
 
 
+Build = Callable[[Run], Training]  # a train script's `build`
+
+
 class Arguments(argparse.Namespace):
     """A parsed command line, each flag under its name; and the script that it is of.
 
@@ -42,15 +44,11 @@ class Arguments(argparse.Namespace):
         script: one of `settings.SCRIPTS`, whose config keys and defaults apply; None allows any key.
         check: raises `UserError` if config and layout do not fit the script's model.
         notes: makes lines that the script adds to a dry run's report, of config, run directory and data parallel size.
-        observer: what looks at the engine in place of training.
-        record: what `RecordTensorsHook` appends to.
     """
 
     script: str | None = None
     check: Callable[[Config, Layout], None] | None = None
     notes: Callable[[Config, Path, int], list[str]] | None = None
-    observer: Observer | None = None
-    record: list | None = None
 
     def replace(self, **changes: Any) -> "Arguments":
         """A copy with other values."""
@@ -73,9 +71,6 @@ class TrainParser(Parser):
                 raise UserError(f"{_flag(name)} {repr(value) if value == '' else value}: must be {rule.expected}", own)
         parsed.output = parsed.output and Path(parsed.output)
         parsed.set = [*parsed.set, *["COMPILE=True"] * parsed.compile]
-        modes = [_flag(name) for name in MODES if getattr(parsed, name) not in (None, False)]
-        if len(modes) > 1:
-            raise UserError(f"{' and '.join(modes)} are given: each does something else, leave all but one out")
         if parsed.own_precision and parsed.parity is None:
             raise UserError("--own-precision is of --parity: give both")
         parsed.eval_only = parsed.eval_only or parsed.eval_knn
@@ -146,8 +141,9 @@ def get_parser(description: str | None = None) -> TrainParser:
         action="store_true",
         help="resume a checkpoint with other data, or other values that change what is learned; it is put on record",
     )
-    parser.add_argument("--eval-only", action="store_true", help="evaluate a checkpoint, and train nothing")
-    parser.add_argument(
+    instead = parser.add_mutually_exclusive_group()  # of training
+    instead.add_argument("--eval-only", action="store_true", help="evaluate a checkpoint, and train nothing")
+    instead.add_argument(
         "--eval-knn",
         action="store_true",
         help="evaluate the features of a checkpoint: classify test images by their nearest training images",
@@ -172,18 +168,18 @@ def get_parser(description: str | None = None) -> TrainParser:
     )
     parser.add_argument("--profile", action="store_true", help="time the parts of steps, and trace one")
     parser.add_argument("--debug-nan", action="store_true", help="name the first module whose output is not finite")
-    parser.add_argument(
+    instead.add_argument(
         "--dry-run",
         action="store_true",
         help="train nothing: print what each rank of the layout (on --world_size processes) would hold and send",
     )
-    parser.add_argument(
+    instead.add_argument(
         "--plan",
         metavar="MACHINE",
         help="train nothing: predict the fastest layouts for --world_size processes of a machine such as h100, of this "
         "one with `here`, or of the one in a calibration.json that `here` has written",
     )
-    parser.add_argument(
+    instead.add_argument(
         "--parity",
         nargs="*",
         metavar="LAYOUT",

@@ -3,10 +3,11 @@
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from colossal_vit import config as configs
 from colossal_vit import parent
 from colossal_vit.checkpoint import run_directory
@@ -20,7 +21,7 @@ from colossal_vit.launch import elastic, watchdog
 from colossal_vit.launch.agreement import common
 from colossal_vit.launch.flags import Arguments
 from colossal_vit.launch.groups import check_granted, choose_backend, choose_device, launch_groups
-from colossal_vit.launch.launchers import find_rendezvous, ignored_flags, planned_rendezvous
+from colossal_vit.launch.launchers import Rendezvous, find_rendezvous, ignored_flags, planned_rendezvous
 from colossal_vit.launch.rendezvous import join_store
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.ranks import RankLogger
@@ -48,7 +49,7 @@ def read_config(args: Arguments, more: Sequence[str] = ()) -> tuple[Config, dict
     idle = configs.idle_keys(config, args.script)
     for key in idle:
         del config[key]
-    if args.observer or args.dry_run or args.plan is not None or config.get("SYNTHETIC"):
+    if args.dry_run or args.plan is not None or config.get("SYNTHETIC"):
         config.setdefault("NUM_CLASSES", expected_classes(config, args.script))
     if args.eval_only and args.resume == "never" and not (config.finetune or {}).get("weights"):
         flag = "--eval-knn" if args.eval_knn else "--eval-only"
@@ -77,6 +78,54 @@ def find_output(args: Arguments) -> Path:
     return output
 
 
+def _choose_layout(args: Arguments, config: Config, size: int) -> tuple[Config, Layout]:
+    """The layout of `size` processes, and the config for it, which only ELASTIC changes.
+
+    Raises:
+        UserError: if they do not fit each other.
+    """
+    if config.ELASTIC:
+        return elastic.fit(config, size, lambda more: read_config(args, more)[0], args.check)
+    layout = Layout.of(config, size)
+    if args.check is not None:
+        args.check(config, layout)
+    return config, layout
+
+
+def _prepare_torch(config: Config, rendezvous: Rendezvous) -> torch.device:
+    """Correct and set what this process has of torch and Colossal-AI; returns its device."""
+    torch.set_default_dtype(getattr(torch, config.DTYPE))
+    if not torch.cuda.is_available():
+        cpu.enable()
+    patches.apply()
+    return choose_device(rendezvous)
+
+
+def start_alone(args: Arguments, rank: int, store: dist.Store, prepare: Callable[[torch.device], None]) -> Run:
+    """Start one rank of a layout whose other ranks do not exist: messages go nowhere, and there are no data.
+
+    Args:
+        args: of the train script.
+        rank: that this process plays.
+        store: of the process groups, whose backend is torch's "fake".
+        prepare: called with the device, once they exist.
+
+    Raises:
+        UserError: if flags, config or layout are not usable.
+    """
+    config, _ = read_config(args)
+    config.setdefault("NUM_CLASSES", expected_classes(config, args.script))
+    rendezvous = planned_rendezvous(args, config, rank)
+    config, layout = _choose_layout(args, config, rendezvous.world_size)
+    rendezvous.world_size = layout.world_size
+    choose_backend(args, rendezvous, layout)  # refuses what the run itself would
+    device = _prepare_torch(config, rendezvous)
+    config.COMPILE = False  # does not change memory and messages
+    config = launch_groups(config, rendezvous, "fake", store, args.timeout, device)
+    prepare(device)
+    return Run(args, config, layout, find_output(args), device, RankLogger(0), alone=True)
+
+
 def start(args: Arguments) -> Run:
     """Load and check the config, create the process groups, seed, lock the run directory.
 
@@ -86,40 +135,23 @@ def start(args: Arguments) -> Run:
     Raises:
         UserError: if flags, environment, config, layout, device or run directory are not usable.
     """
-    rendezvous = None if args.observer else find_rendezvous(args)
+    rendezvous = find_rendezvous(args)
     config, idle = read_config(args)
-    rendezvous = rendezvous or planned_rendezvous(args, config, args.observer.rank)
     output = find_output(args)
     wanted, size = config, rendezvous.world_size
-    if config.ELASTIC:
-        if args.resume == "never" and rendezvous.launcher == "torch":  # which counts no restart then
-            raise UserError(
-                "--resume never would start from scratch whenever a machine joins: give another --output instead"
-            )
-        config, layout = elastic.fit(config, size, lambda more: read_config(args, more)[0], args.check)
-    else:
-        layout = Layout.of(config, rendezvous.world_size)
-        if args.check is not None:
-            args.check(config, layout)
+    if config.ELASTIC and args.resume == "never" and rendezvous.launcher == "torch":  # which counts no restart then
+        raise UserError(
+            "--resume never would start from scratch whenever a machine joins: give another --output instead"
+        )
+    config, layout = _choose_layout(args, config, size)
     backend = choose_backend(args, rendezvous, layout)
-    if not args.observer:
-        check_granted(args)
-        parent.watch(rendezvous.launcher != "none", args.timeout)
-        store = join_store(rendezvous, args.timeout, common(args, wanted, backend))
-        if rendezvous.rank >= layout.world_size:
-            elastic.wait_without_work(store, rendezvous, args.timeout)
+    check_granted(args)
+    parent.watch(rendezvous.launcher != "none", args.timeout)
+    store = join_store(rendezvous, args.timeout, common(args, wanted, backend))
+    if rendezvous.rank >= layout.world_size:
+        elastic.wait_without_work(store, rendezvous, args.timeout)
     rendezvous.world_size = layout.world_size
-
-    torch.set_default_dtype(getattr(torch, config.DTYPE))
-    if not torch.cuda.is_available():
-        cpu.enable()
-    patches.apply()
-    device = choose_device(rendezvous)
-    if args.observer:
-        config.COMPILE = False  # does not change memory and messages
-        config = launch_groups(config, rendezvous, "fake", args.observer.store, args.timeout, device)
-        args.observer.prepare(device)
-        return Run(args, config, layout, output, device, RankLogger(0), args.observer.observe)
+    device = _prepare_torch(config, rendezvous)
     if config.ELASTIC and rendezvous.rank == 0:
         elastic.begin(store, range(layout.world_size, size))
     with watchdog.time_limit(2 * args.timeout):

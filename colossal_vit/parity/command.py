@@ -3,7 +3,7 @@
 import math
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from colossal_vit.checkpoint import storage
 from colossal_vit.config.settings import HYBRID
 from colossal_vit.errors import TrainingError, UserError
-from colossal_vit.launch.flags import Arguments
+from colossal_vit.launch.flags import Arguments, Build
 from colossal_vit.launch.startup import read_config
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parity.compare import Difference, compare, largest_of
@@ -85,7 +85,7 @@ def layout_values(factors: dict[str, int], config: Config) -> dict[str, Any]:
     return values
 
 
-def run(main: Callable[[Arguments], Any], args: Arguments) -> None:
+def run(build: Build, args: Arguments) -> None:
     """Train a few steps in one process and in each layout that `--parity` names, and print where they part.
 
     Raises:
@@ -95,7 +95,7 @@ def run(main: Callable[[Arguments], Any], args: Arguments) -> None:
     config, _ = read_config(args)
     named = {name: parse_layout(name) for name in args.parity}
     with tempfile.TemporaryDirectory() as folder:
-        comparison = Comparison(main, args, config, Path(folder))
+        comparison = Comparison(build, args, config, Path(folder))
         outcomes = {}
         for name, factors in (named or comparison.default_layouts()).items():
             outcomes[name], text = comparison.outcome(factors)
@@ -112,7 +112,7 @@ class Comparison:
     """One process, which has trained, and the layouts that are compared with it.
 
     Args:
-        main, args: of the train script.
+        build, args: of the train script.
         config: of the command line.
         folder: for run directories.
 
@@ -120,10 +120,10 @@ class Comparison:
         UserError: if the config cannot be trained in one process, or makes too few steps.
     """
 
-    def __init__(self, main: Callable[[Arguments], Any], args: Arguments, config: Config, folder: Path):
+    def __init__(self, build: Build, args: Arguments, config: Config, folder: Path):
         self.config, self.folder, self.is_hybrid = config, folder, args.script == HYBRID
         self.own_precision = args.own_precision
-        self.ranks = Ranks(main, args)
+        self.ranks = Ranks(build, args)
         double = {"fp16": None, "DTYPE": "float64"}
         self.alone = {
             "gradient_accumulation": 1,

@@ -17,14 +17,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from colossal_vit.engine import Trainer
 from colossal_vit.errors import TrainingError, UserError
-from colossal_vit.hooks.record_tensors import Record
+from colossal_vit.hooks.checkpoint import CheckpointHook
+from colossal_vit.hooks.metrics import MetricsHook
+from colossal_vit.hooks.record_tensors import Record, RecordTensorsHook
 from colossal_vit.launch import watchdog
 from colossal_vit.launch.exits import lost_connection
-from colossal_vit.launch.flags import Arguments
+from colossal_vit.launch.flags import Arguments, Build
 from colossal_vit.launch.groups import device_index
 from colossal_vit.launch.launchers import find_rendezvous, free_port
 from colossal_vit.launch.rendezvous import join_store
+from colossal_vit.launch.startup import start
 from colossal_vit.parallel.ranks import gather_object
 from colossal_vit.parity.records import Recorded, by_key, of_run_directory
 from colossalai.legacy.core import global_context as gpc
@@ -125,15 +129,15 @@ class Ranks:
     CUDA is started in forks only, since no fork of a process that has started it can use a GPU.
 
     Args:
-        main, args: of the train script.
+        build, args: of the train script.
 
     Attributes:
         launched: this process among those of a launcher.
         store: shared by these; None without a launcher.
     """
 
-    def __init__(self, main: Callable[[Arguments], Any], args: Arguments):
-        self.main, self.args, self.launched = main, args, find_rendezvous(args)
+    def __init__(self, build: Build, args: Arguments):
+        self.build, self.args, self.launched = build, args, find_rendezvous(args)
         self.store = join_store(self.launched, args.timeout, {}) if self.launched.world_size > 1 else None
         self._runs = self._exchanged = 0
 
@@ -176,13 +180,28 @@ class Ranks:
             local_rank = device_index(self.launched)
         args.output.mkdir(parents=True, exist_ok=True)  # where ranks of other machines write
         records: list[Record] = []
-        self.main(args.replace(rank=rank, local_rank=local_rank, record=records))
+        self._fit(args.replace(rank=rank, local_rank=local_rank), records)
         records += of_run_directory(args.output)
         records.sort(key=lambda record: record.key[0])
         of_all = gather_object(records)
         watchdog.current.leave()
         gpc.destroy()
         return of_all
+
+    def _fit(self, args: Arguments, records: list[Record]) -> None:
+        """Train as a script's `main` does, with a hook that appends to the records."""
+        run = start(args)
+        engine, train_dataloader, test_dataloader, lr_scheduler = self.build(run)
+        trainer = Trainer(engine, lr_scheduler, run.log)
+        run.checkpointer.load(trainer, train_dataloader)
+        metrics = MetricsHook(run.output, train_dataloader, run.log, curves=False)
+        trainer.fit(
+            train_dataloader,
+            epochs=run.config.NUM_EPOCHS,
+            max_steps=args.max_steps,
+            test_dataloader=test_dataloader,
+            hooks=[metrics, CheckpointHook(run, train_dataloader, metrics), RecordTensorsHook(records)],
+        )
 
     # ---- Among launched processes ----
 

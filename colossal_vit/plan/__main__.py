@@ -91,12 +91,12 @@ def module_of(path: Path) -> ModuleType:
 
 
 def request_for(script: str, config: Path, ranks: int, flags: list[str], values: dict[str, Any]) -> tuple:
-    """The `main` of a script, and its arguments with a config and some values."""
+    """The `build` of a script, and its arguments with a config and some values."""
     module = module_of(ROOT / PATHS[script])
     check = getattr(module, "check_vit", None) or module.check_timm_vit
     given = [word for key, value in values.items() for word in ("--set", f"{key}={value!r}")]
     argv = ["--config", str(config), "--world_size", str(ranks), "--output", "/nonexistent", *given, *flags]
-    return module.main, parse(argv, script=script, check=check)
+    return module.build, parse(argv, script=script, check=check)
 
 
 def hybrid(ranks: int, values: dict[str, Any], *flags: str) -> tuple:

@@ -1,13 +1,11 @@
 """What a train script does with `--plan` and `--dry-run`."""
 
-from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import torch
 from colossal_vit.config.settings import HYBRID
 from colossal_vit.errors import UserError, multiples_near
-from colossal_vit.launch.flags import Arguments
+from colossal_vit.launch.flags import Arguments, Build
 from colossal_vit.launch.startup import find_output
 from colossal_vit.plan import calibration, lowering, pictures, report
 from colossal_vit.plan.machines import HERE, Gpus, Machine
@@ -16,16 +14,16 @@ from colossal_vit.plan.search import LOWERED_WITHIN, Plan, Predictor, search
 from colossal_vit.results import format_table
 
 
-def run(main: Callable[[Arguments], Any], args: Arguments) -> None:
-    """Print what a script's command line asks for, and draw it; its `main` is called in forks.
+def run(build: Build, args: Arguments) -> None:
+    """Print what a script's command line asks for, and draw it; its `build` is called in forks.
 
     Raises:
         UserError: if flags or config are not usable, or no layout fits.
     """
     if args.plan is None:
-        report.report(main, args)
+        report.report(build, args)
         return
-    request, output = request_of(main, args), find_output(args)
+    request, output = request_of(build, args), find_output(args)
     plan, machine = make_plan(request)
     print(format_plan(plan, machine, request))
     layouts = {

@@ -1,9 +1,11 @@
-"""Fake tensors, with shapes but no data, and what looks at a script's engine with them."""
+"""Fake tensors, with shapes but no data, and one rank of a layout that is built of them."""
 
 from collections.abc import Callable
 
 import torch
-from colossal_vit.run import Observe, Observer
+from colossal_vit.engine import Training
+from colossal_vit.launch.flags import Arguments, Build
+from colossal_vit.launch.startup import start_alone
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _create_work_from_future
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -48,11 +50,11 @@ def fake_tensors(device: torch.device) -> None:
     _FakeValues().__enter__()
 
 
-def on_fake_tensors(observe: Observe, rank: int = 0) -> Observer:
-    """An observer of one rank of any layout, which computes nothing."""
-    return Observer(observe, rank, FakeStore(), fake_tensors)
+def build_fake(build: Build, args: Arguments, rank: int = 0) -> Training:
+    """What a script builds for one rank of any layout, on fake tensors, which compute nothing."""
+    return build(start_alone(args, rank, FakeStore(), fake_tensors))
 
 
-def on_real_tensors(observe: Observe) -> Observer:
-    """An observer of rank 0 of any layout, which computes its part; messages go nowhere."""
-    return Observer(observe, 0, FakeStore(), lambda device: None)
+def build_alone(build: Build, args: Arguments) -> Training:
+    """What a script builds for rank 0 of any layout, which computes its part; messages go nowhere."""
+    return build(start_alone(args, 0, FakeStore(), lambda device: None))

@@ -1,6 +1,6 @@
 """`--dry-run`: a report of the memory and communication of each rank in an optimizer step.
 
-The unchanged train script runs up to the end of the first optimizer step, for one rank of each pipeline stage. It uses
+What the train script builds makes its first optimizer step, for one rank of each pipeline stage. It uses
 PyTorch's fake tensors, which have a shape and a type but no data, and fake process groups, whose other members need not
 exist, so that a laptop can plan any model for any world size.
 """
@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from colossal_vit.config.load import num_model_chunks
 from colossal_vit.errors import TrainingError, UserError
-from colossal_vit.launch.flags import Arguments
+from colossal_vit.launch.flags import Arguments, Build
 from colossal_vit.launch.startup import find_output
 from colossal_vit.plan import pictures
-from colossal_vit.plan.fakes import on_fake_tensors
+from colossal_vit.plan.fakes import build_fake
 from colossal_vit.plan.meter import SENT_SHARE, StepPlan, measure
 from colossal_vit.plan.pictures import Piece
 from colossal_vit.results import format_table
@@ -69,15 +69,20 @@ def in_fork(function: Callable[[], Any]) -> Any:
     return in_forks([function])[0]
 
 
-def plan_rank(main: Callable[[Arguments], Any], args: Arguments, rank: int) -> StepPlan:
-    """The plan of a train script for one rank."""
-    return in_fork(lambda: main(args.replace(observer=on_fake_tensors(measure, rank))))
+def plan_rank(build: Build, args: Arguments, rank: int) -> StepPlan:
+    """The plan of what a train script builds, for one rank."""
+
+    def measured() -> StepPlan:
+        training = build_fake(build, args, rank)
+        return measure(training.engine, training.train_dataloader)
+
+    return in_fork(measured)
 
 
-def plan(main: Callable[[Arguments], Any], args: Arguments) -> list[StepPlan]:
+def plan(build: Build, args: Arguments) -> list[StepPlan]:
     """The plans for the first rank of each pipeline stage."""
-    first = plan_rank(main, args, 0)
-    return [first] + [plan_rank(main, args, rank) for rank in first.stage_ranks[1:]]
+    first = plan_rank(build, args, 0)
+    return [first] + [plan_rank(build, args, rank) for rank in first.stage_ranks[1:]]
 
 
 def _ranges(numbers: Iterable[int]) -> str:
@@ -171,9 +176,9 @@ def draw_layout(plans: list[StepPlan]) -> Figure:
     return pictures.draw_layout(str(layout), stages, layout.data, layout.tensor, matrices)
 
 
-def report(main: Callable[[Arguments], Any], args: Arguments) -> None:
+def report(build: Build, args: Arguments) -> None:
     """Print the report of a train script, and draw the layout in the run directory."""
-    plans, output = plan(main, args), find_output(args)
+    plans, output = plan(build, args), find_output(args)
     notes = args.notes(Config(plans[0].config), output, plans[0].layout.data) if args.notes else []
     print(format_report(plans, notes))
     print(f"\n{pictures.write(draw_layout(plans), output / 'layout.png')}")

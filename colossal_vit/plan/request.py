@@ -7,19 +7,18 @@ from typing import Any, NamedTuple
 
 import torch
 from colossal_vit.config.settings import HYBRID
-from colossal_vit.launch.flags import Arguments
+from colossal_vit.launch.flags import Arguments, Build
 from colossal_vit.launch.launchers import planned_rendezvous
 from colossal_vit.launch.startup import read_config
 from colossal_vit.models import build_timm_vit
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.plan import lowering
 from colossal_vit.plan.enumeration import Choice, enumerate_layouts
-from colossal_vit.plan.fakes import on_fake_tensors, on_real_tensors
+from colossal_vit.plan.fakes import build_alone, build_fake
 from colossal_vit.plan.lowering import Lowered, Lowering
 from colossal_vit.plan.machines import Gpus, find_machine
 from colossal_vit.plan.report import in_fork, in_forks
 from colossal_vit.plan.trace import TensorParallel, Trace, trace
-from colossal_vit.run import Observe
 from colossalai.context import Config
 
 TRACED_IMAGES = 8  # per part of a batch; traces have half of it, too
@@ -29,13 +28,13 @@ class Request(NamedTuple):
     """What a command line with `--plan` asks for.
 
     Attributes:
-        main: of the train script.
+        build: of the train script.
         args: its command line.
         config: loaded from it, with the DEPTH of the model.
         world_size: number of ranks.
     """
 
-    main: Callable[[Arguments], Any]
+    build: Build
     args: Arguments
     config: Config
     world_size: int
@@ -64,9 +63,14 @@ class Request(NamedTuple):
         return found
 
     def model(
-        self, tensor: TensorParallel, observe: Observe, images: int | None = None, device: int = 0, depth: int = 2
+        self,
+        tensor: TensorParallel,
+        observe: Callable[..., Any],
+        images: int | None = None,
+        device: int = 0,
+        depth: int = 2,
     ) -> Callable[[], Any]:
-        """A function, for a fork, that runs `main` up to its engine, and returns what is observed.
+        """A function, for a fork, that builds a small training, and returns what is observed of it.
 
         Args:
             tensor: tensor parallelism of the model, which has neither data parallelism nor a pipeline.
@@ -89,11 +93,10 @@ class Request(NamedTuple):
         args = self.args.replace(set=overrides, world_size=size, rank=None, local_rank=device, backend=None)
 
         def of_model() -> Any:
-            if images is None:
-                return self.main(args.replace(observer=on_fake_tensors(observe)))
-            if self.world_size > 1:
+            if images and self.world_size > 1:
                 torch.set_num_threads(1)  # as torchrun has it
-            return self.main(args.replace(observer=on_real_tensors(observe)))
+            training = (build_alone if images else build_fake)(self.build, args)
+            return observe(training.engine, training.train_dataloader)
 
         return of_model
 
@@ -133,7 +136,7 @@ class Request(NamedTuple):
         return self.lower(tensor, by_block, images if tensor[1] == 1 else TRACED_IMAGES * tensor[1])
 
 
-def request_of(main: Callable[[Arguments], Any], args: Arguments) -> Request:
+def request_of(build: Build, args: Arguments) -> Request:
     """What a script and its command line ask for.
 
     Raises:
@@ -147,4 +150,4 @@ def request_of(main: Callable[[Arguments], Any], args: Arguments) -> Request:
             args.check(config, own)
         with torch.device("meta"):
             config = Config({**config, "DEPTH": len(build_timm_vit(config).blocks)})
-    return Request(main, args, config, world_size)
+    return Request(build, args, config, world_size)

@@ -48,7 +48,7 @@ def predict(model: str, num_ranks: int, number: int) -> dict[str, float]:
         if size == num_ranks:
             argv = [*flags_of(model, layout), "--plan", "here", "--world_size", str(num_ranks)]
             args = launch.parse(argv, script="train_hybrid", check=train_hybrid.check_vit)
-            requests[layout] = request_of(train_hybrid.main, args)
+            requests[layout] = request_of(train_hybrid.build, args)
     choices = {layout: own_layout(request.config, num_ranks) for layout, request in requests.items()}
     request = next(iter(requests.values()))
     with tempfile.TemporaryDirectory() as folder:
