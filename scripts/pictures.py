@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from colossal_vit import launch
 from colossal_vit.drawing import COLORS, NEUTRAL, TEXT, styled
 from colossal_vit.plan import report
 from colossal_vit.plan.meter import StepPlan
@@ -179,7 +178,7 @@ def dry_run(processes: int, values: dict[str, Any], config: str = CONFIG) -> lis
     """The plans of a layout of train_hybrid.py, by stage."""
     flags = ["--dry-run", "--world_size", str(processes), *set_flags(values)]
     argv = ["--config", str(FOLDER / config), "--output", tempfile.gettempdir(), *flags]
-    return report.plan(train_hybrid.build, launch.parse(argv, script="train_hybrid", check=train_hybrid.check_vit))
+    return report.plan(train_hybrid.build, train_hybrid.SCRIPT.parse(argv))
 
 
 def layout_example() -> Figure:

@@ -52,11 +52,7 @@ TIMES = {"images_per_s", "data_s", "step_s", "memory_gb", "reserved_gb"}  # metr
 
 def arguments(main: Callable, argv: Sequence[str]) -> launch.Arguments:
     """What `launch.run` would give to a train script's `main` for a command line."""
-    module = sys.modules[main.__module__]
-    path = str(Path(module.__file__).relative_to(fork_ranks.ROOT))
-    script = next(name for name, known in settings.PATHS.items() if known == path)
-    check = getattr(module, "check_vit", None) or module.check_timm_vit
-    return launch.parse(argv, script=script, check=check)
+    return sys.modules[main.__module__].SCRIPT.parse(argv)
 
 
 @dataclass

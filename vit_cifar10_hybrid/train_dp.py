@@ -59,5 +59,7 @@ def main(args: launch.Arguments) -> object:
     run.log.info(f"metrics, curves and checkpoints are in {run.output}")
 
 
+SCRIPT = launch.Script(main, build, __doc__, "train_dp", check_timm_vit)
+
 if __name__ == "__main__":
-    launch.run(main, build, __doc__, "train_dp", check_timm_vit)
+    launch.run(SCRIPT)

@@ -63,5 +63,7 @@ def main(args: launch.Arguments) -> object:
     run.log.info(f"metrics, curves and checkpoints are in {run.output}")
 
 
+SCRIPT = launch.Script(main, build, __doc__, "imagenet", check_timm_vit, schedule)
+
 if __name__ == "__main__":
-    launch.run(main, build, __doc__, "imagenet", check_timm_vit, schedule)
+    launch.run(SCRIPT)

@@ -1,7 +1,8 @@
 """Starting and ending runs: command line, launchers, process groups, exit codes.
 
-A train script calls `launch.run(main, build, ...)`, and its `main` begins with `launch.start(args)`. It imports this
-package first: from then on Ctrl-C, which may come during slow imports, prints no traceback.
+A train script names its parts in `SCRIPT = launch.Script(main, build, ...)` and calls `launch.run(SCRIPT)`; its `main`
+begins with `launch.start(args)`. It imports this package first: from then on Ctrl-C, which may come during slow
+imports, prints no traceback.
 """
 
 import sys
@@ -18,8 +19,8 @@ sys.excepthook = _report  # Python then ends as SIGINT ends a process, which she
 
 import numpy  # noqa: E402, F401 which torch would import, and go on without it after a Ctrl-C
 from colossal_vit.launch.exits import call, run  # noqa: E402
-from colossal_vit.launch.flags import Arguments, parse  # noqa: E402
+from colossal_vit.launch.flags import Arguments, Script, parse  # noqa: E402
 from colossal_vit.launch.startup import start  # noqa: E402
 from colossal_vit.run import Run  # noqa: E402
 
-__all__ = ["Arguments", "Run", "call", "parse", "run", "start"]
+__all__ = ["Arguments", "Run", "Script", "call", "parse", "run", "start"]

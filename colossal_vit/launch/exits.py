@@ -7,7 +7,6 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -18,11 +17,9 @@ from colossal_vit.errors import Preempted, TrainingError, UserError, as_mistake,
 from colossal_vit.hooks import wandb_run
 from colossal_vit.hooks.signals import SIGNALS
 from colossal_vit.launch import elastic, watchdog
-from colossal_vit.launch.flags import Arguments, Build, parse
+from colossal_vit.launch.flags import Script
 from colossal_vit.launch.launchers import launched_rank, rank_host_port
-from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.ranks import write_line
-from colossalai.context import Config
 from colossalai.legacy.core import global_context as gpc
 
 WATCHDOG_GRACE = 5.0  # seconds that a rank which lost a connection waits for the watchdog to name the dead rank
@@ -68,37 +65,23 @@ def _as_mistake(error: BaseException) -> BaseException:
     return as_mistake(error)
 
 
-def run(
-    main: Callable[[Arguments], Any],
-    build: Build,
-    description: str | None = None,
-    script: str | None = None,
-    check: Callable[[Config, Layout], None] | None = None,
-    notes: Callable[[Config, Path, int], list[str]] | None = None,
-) -> None:
-    """Parse the command line, and `call` the script's `main` with it, or what `--dry-run`, `--plan` or `--parity` need.
-
-    Args:
-        main: of the script; trains or evaluates.
-        build: of the script; builds what trains.
-        description: for `--help`; usually the script's docstring.
-        script, check, notes: see `Arguments`.
-    """
+def run(script: Script) -> None:
+    """Parse the command line, and `call` a script's `main`, or what `--dry-run`, `--plan` or `--parity` ask for."""
 
     def parse_and_call() -> None:
-        args = parse(description=description, script=script, check=check, notes=notes)
+        args = script.parse()
         # No training needs what is imported here.
         if args.parity is not None:
             from colossal_vit.parity import command
 
-            command.run(build, args)
+            command.run(script.build, args)
         elif args.dry_run or args.plan is not None:
             from colossal_vit.plan import command
 
             if launched_rank() == 0:  # under a launcher, one process answers for all
-                command.run(build, args)
+                command.run(script.build, args)
         else:
-            main(args)
+            script.main(args)
 
     call(parse_and_call)
 

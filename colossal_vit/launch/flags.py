@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,6 @@ RULES = {
 }
 
 
-Build = Callable[[Run], Training]  # a train script's `build`
-
-
 class Arguments(argparse.Namespace):
     """A parsed command line, each flag under its name; and the script that it is of.
 
@@ -47,12 +45,44 @@ class Arguments(argparse.Namespace):
     """
 
     script: str | None = None
-    check: Callable[[Config, Layout], None] | None = None
-    notes: Callable[[Config, Path, int], list[str]] | None = None
+    check: "Check | None" = None
+    notes: "Notes | None" = None
 
     def replace(self, **changes: Any) -> "Arguments":
         """A copy with other values."""
         return Arguments(**{**vars(self), **changes})
+
+
+Build = Callable[[Run], Training]
+Check = Callable[[Config, Layout], None]
+Notes = Callable[[Config, Path, int], list[str]]
+
+
+@dataclass(frozen=True)
+class Script:
+    """A train script, for `launch.run` and for whatever else looks at what it trains.
+
+    Attributes:
+        main: trains or evaluates.
+        build: builds what trains.
+        description: for `--help`; usually the script's docstring.
+        name, check, notes: `script`, `check` and `notes` of its `Arguments`.
+    """
+
+    main: Callable[[Arguments], Any]
+    build: Build
+    description: str | None = None
+    name: str | None = None
+    check: Check | None = None
+    notes: Notes | None = None
+
+    def parse(self, words: Sequence[str] | None = None) -> Arguments:
+        """The arguments in a command line, by default this process's.
+
+        Raises:
+            UserError: if a flag is wrong.
+        """
+        return parse(words, self.description, script=self.name, check=self.check, notes=self.notes)
 
 
 class TrainParser(Parser):

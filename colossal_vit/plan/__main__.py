@@ -27,7 +27,7 @@ from typing import Any
 from colossal_vit import config as configs
 from colossal_vit.config.settings import HYBRID, IMAGENET, PATHS
 from colossal_vit.errors import Parser
-from colossal_vit.launch import call, parse
+from colossal_vit.launch import call
 from colossal_vit.plan.enumeration import Choice, own_layout
 from colossal_vit.plan.lowering import compile_kernel, num_bytes, num_flops, num_generated
 from colossal_vit.plan.machines import MACHINES, RESERVED_GB
@@ -92,11 +92,10 @@ def module_of(path: Path) -> ModuleType:
 
 def request_for(script: str, config: Path, ranks: int, flags: list[str], values: dict[str, Any]) -> tuple:
     """The `build` of a script, and its arguments with a config and some values."""
-    module = module_of(ROOT / PATHS[script])
-    check = getattr(module, "check_vit", None) or module.check_timm_vit
+    train = module_of(ROOT / PATHS[script]).SCRIPT
     given = [word for key, value in values.items() for word in ("--set", f"{key}={value!r}")]
     argv = ["--config", str(config), "--world_size", str(ranks), "--output", "/nonexistent", *given, *flags]
-    return module.build, parse(argv, script=script, check=check)
+    return train.build, train.parse(argv)
 
 
 def hybrid(ranks: int, values: dict[str, Any], *flags: str) -> tuple:

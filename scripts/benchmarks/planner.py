@@ -14,7 +14,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from colossal_vit import launch
 from colossal_vit.plan import calibration
 from colossal_vit.plan.enumeration import own_layout
 from colossal_vit.plan.request import request_of
@@ -47,7 +46,7 @@ def predict(model: str, num_ranks: int, number: int) -> dict[str, float]:
     for layout, (size, _) in ALL_LAYOUTS.items():
         if size == num_ranks:
             argv = [*flags_of(model, layout), "--plan", "here", "--world_size", str(num_ranks)]
-            args = launch.parse(argv, script="train_hybrid", check=train_hybrid.check_vit)
+            args = train_hybrid.SCRIPT.parse(argv)
             requests[layout] = request_of(train_hybrid.build, args)
     choices = {layout: own_layout(request.config, num_ranks) for layout, request in requests.items()}
     request = next(iter(requests.values()))
