@@ -109,8 +109,10 @@ def multiples_near(number: int, size: int) -> str:
 
 
 def error_line(error: Exception) -> str:
-    """The line to print for an error: script name and message."""
-    return f"{Path(sys.argv[0]).name}: error: {in_one_line(str(error))}"
+    """The line to print for an error: the name of the script, or of the package that `python -m` runs, and message."""
+    path = Path(sys.argv[0])
+    name = path.parent.name if path.name == "__main__.py" else path.name
+    return f"{name}: error: {in_one_line(str(error))}"
 
 
 def run_command(name: str, command: Callable[[], int], interrupted: str = "interrupted") -> int:

@@ -30,7 +30,6 @@ from colossal_vit.models import PatchProjection, build_timm_vit
 from colossal_vit.parallel import sharding
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.ranks import RankLogger, run_on_rank_0
-from colossal_vit.parity import command
 from colossal_vit.results import read_metrics
 from colossal_vit.run import Run
 from colossalai.context import Config
@@ -43,7 +42,6 @@ from safetensors.torch import load, load_file, save, save_file
 import conftest
 import fork_ranks
 import test_layouts
-import train_hybrid
 import training
 import vit
 from layouts import LAYOUTS, OPTIMIZERS
@@ -642,15 +640,6 @@ def test_blocks_trained_from_the_middle_on_resume_with_as_many_updates_as_they_h
     assert training.records(tmp_path / "parts") == training.records(tmp_path / "whole")
     state = storage.newest(tmp_path / "parts" / storage.FOLDER)[0].state
     assert (state["moments_step"], set(state["fewer_updates"].values())) == (6, {4})
-
-
-@pytest.mark.parametrize("values", [{"finetune.frozen_blocks": 3}, {"finetune.linear_probe": True}])
-def test_parity_compares_what_is_behind_frozen_blocks(values, of_depth, small_sample, capsys, monkeypatch):
-    """A later stage of a pipeline has gradients at the outputs of its frozen blocks, one process has none."""
-    monkeypatch.setenv("DATA", str(small_sample))
-    flags = training.flags(**{**frozen(of_depth, 4), "finetune.frozen_blocks": 0, **values})
-    command.run(train_hybrid.build, training.arguments(train_hybrid.main, flags).replace(parity=["PP 2"]))
-    assert capsys.readouterr().out.startswith("PP 2: all ")
 
 
 @pytest.mark.parametrize("layout", ["DP 2", "PP 2"])

@@ -66,16 +66,12 @@ def _as_mistake(error: BaseException) -> BaseException:
 
 
 def run(script: Script) -> None:
-    """Parse the command line, and `call` a script's `main`, or what `--dry-run`, `--plan` or `--parity` ask for."""
+    """Parse the command line, and `call` a script's `main`, or what `--dry-run` or `--plan` ask for."""
 
     def parse_and_call() -> None:
         args = script.parse()
         # No training needs what is imported here.
-        if args.parity is not None:
-            from colossal_vit.parity import command
-
-            command.run(script.build, args)
-        elif args.dry_run or args.plan is not None:
+        if args.dry_run or args.plan is not None:
             from colossal_vit.plan import command
 
             if launched_rank() == 0:  # under a launcher, one process answers for all

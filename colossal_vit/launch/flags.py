@@ -93,7 +93,14 @@ class TrainParser(Parser):
     """
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: None = None) -> Arguments:
-        parsed = super().parse_args(args, Arguments())
+        return self.check(super().parse_args(args, Arguments()))
+
+    def check(self, parsed: Arguments) -> Arguments:
+        """Check each flag's value by its rule, and settle what flags stand for.
+
+        Raises:
+            UserError: naming flag and value.
+        """
         for name, rule in RULES.items():
             value = getattr(parsed, name)
             if value is not None and not rule.allows(value):
@@ -101,8 +108,6 @@ class TrainParser(Parser):
                 raise UserError(f"{_flag(name)} {repr(value) if value == '' else value}: must be {rule.expected}", own)
         parsed.output = parsed.output and Path(parsed.output)
         parsed.set = [*parsed.set, *["COMPILE=True"] * parsed.compile]
-        if parsed.own_precision and parsed.parity is None:
-            raise UserError("--own-precision is of --parity: give both")
         parsed.eval_only = parsed.eval_only or parsed.eval_knn
         return parsed
 
@@ -208,15 +213,5 @@ def get_parser(description: str | None = None) -> TrainParser:
         metavar="MACHINE",
         help="train nothing: predict the fastest layouts for --world_size processes of a machine such as h100, of this "
         "one with `here`, or of the one in a calibration.json that `here` has written",
-    )
-    instead.add_argument(
-        "--parity",
-        nargs="*",
-        metavar="LAYOUT",
-        help="train three steps in one process and in each of these layouts, such as 'PP 2 × 1D 2', in float64: name "
-        "the first tensor that differs",
-    )
-    parser.add_argument(
-        "--own-precision", action="store_true", help="for --parity: the config's precision, not float64"
     )
     return parser

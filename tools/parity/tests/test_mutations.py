@@ -1,6 +1,6 @@
-"""Planted defects: each can still be planted, `--parity` names some, and tests notice some.
+"""Planted defects: each can still be planted, parity names some, and tests notice some.
 
-What `--parity` says of the others is in results/mutations.
+What parity says of the others is in results/mutations.
 """
 
 import os
@@ -22,7 +22,7 @@ CAUGHT = {
 
 def plant(root, *flags):
     """Run the command in a process of its own, since it imports the copies of modules that this one has imported."""
-    command = [sys.executable, "scripts/mutations.py", *flags]
+    command = [sys.executable, "-m", "tools.parity.planted", *flags]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
 
@@ -35,7 +35,7 @@ def test_each_defect_can_be_planted(judge):
 
 
 def test_a_defect_that_no_longer_fits_the_code_is_refused(tmp_path):
-    for name in ("colossal_vit", "vit_cifar10_hybrid", "scripts"):
+    for name in ("colossal_vit", "vit_cifar10_hybrid", "scripts", "tools"):
         shutil.copytree(fork_ranks.ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     path = tmp_path / "colossal_vit/data/samplers.py"
     path.write_text(path.read_text().replace("order[:, self.rank]", "order[:, self.rank + 0]"))
@@ -58,7 +58,7 @@ def test_some_are_caught_and_named_and_without_them_layouts_agree(tmp_path):
 
 
 SLIPS = """
-from slips import Slip
+from tools.parity.planted.slips import Slip
 
 TEST = "tests/test_optim.py::test_schedule_has_the_warm_up_in_epochs"
 PATH = "colossal_vit/engine/schedules.py"
@@ -72,12 +72,21 @@ SLIPS = [
 
 def test_slips_are_noticed_by_tests_that_fail_only(tmp_path):
     """Not by one that passes, nor by one that cannot run; and without a slip the tests pass."""
-    for name in ("colossal_vit", "vit_cifar10_hybrid", "vit_imagenet_dali", "vit_caltech101_amp", "scripts", "tests"):
+    for name in (
+        "colossal_vit",
+        "vit_cifar10_hybrid",
+        "vit_imagenet_dali",
+        "vit_caltech101_amp",
+        "scripts",
+        "tests",
+        "tools",
+    ):
         ignored = shutil.ignore_patterns("__pycache__", "old_checkpoints")
         shutil.copytree(fork_ranks.ROOT / name, tmp_path / name, ignore=ignored)
-    shutil.copy(fork_ranks.ROOT / "pyproject.toml", tmp_path)
-    (tmp_path / "scripts/slips_engine.py").write_text(SLIPS)
-    (tmp_path / "scripts/slips_data.py").write_text("SLIPS = []\n")
+    for name in ("conftest.py", "pyproject.toml"):
+        shutil.copy(fork_ranks.ROOT / name, tmp_path)
+    (tmp_path / "tools/parity/planted/slips_engine.py").write_text(SLIPS)
+    (tmp_path / "tools/parity/planted/slips_data.py").write_text("SLIPS = []\n")
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     result = plant(tmp_path, "tests", "--jobs", "2", "--log", str(tmp_path / "log.jsonl"))
     assert result.returncode == 1, result

@@ -5,8 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from colossal_vit.hooks.record_tensors import Record
-from colossal_vit.parity.records import Key, Recorded
+
+from tools.parity.record_tensors import Record
+from tools.parity.records import Key, Recorded
 
 
 class Difference(NamedTuple):

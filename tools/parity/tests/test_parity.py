@@ -1,4 +1,4 @@
-"""`--parity`: layouts agree with one process in float64, and the first tensor that a defect changes is named."""
+"""Parity: layouts agree with one process in float64, and the first tensor that a defect changes is named."""
 
 import os
 import re
@@ -12,20 +12,23 @@ from colossal_vit.checkpoint import tensors
 from colossal_vit.data.samplers import EvalSampler
 from colossal_vit.engine import amp_optimizer
 from colossal_vit.errors import UserError
-from colossal_vit.hooks.record_tensors import Record
 from colossal_vit.parallel.sharding import global_norm
-from colossal_vit.parity import command
-from colossal_vit.parity.compare import compare
-from colossal_vit.parity.records import by_key
 from colossal_vit.rng.dropout import DropPath
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
+from safetensors.torch import save_file
 
 import fork_ranks
 import train_hybrid
 import training
 import vit
 from conftest import random_start
+from tools.parity import command
+from tools.parity.compare import compare
+from tools.parity.record_tensors import Record
+from tools.parity.records import by_key
+
+COMMAND = "tools/parity/__main__.py"  # as `python -m tools.parity` in the root
 
 VALUES = {"DEPTH": 2, "IMG_SIZE": 16, "DROP_RATE": 0.1, "DROP_PATH_RATE": 0.1, "mix.mixup": 0.8, "ema.decay": 0.9}
 FULL_VIT = vit.full_vit
@@ -39,14 +42,16 @@ def small_and_random(small_sample):
         yield
 
 
-def arguments(**flags):
-    return training.arguments(train_hybrid.main, training.flags(**VALUES)).replace(**flags)
+def arguments(*words, amp=None, **values):
+    """What a command line with these layouts and flags says, but for its `build`."""
+    _, args = command.parse([training.HYBRID, *training.flags(amp, **{**VALUES, **values}), *words])
+    return args
 
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
     """Compares layouts with one process, which has trained once."""
-    args = arguments(parity=[])
+    args = arguments()
     comparison = command.Comparison(
         train_hybrid.build, args, command.read_config(args)[0], tmp_path_factory.mktemp("one")
     )
@@ -64,8 +69,7 @@ def test_a_layout_agrees(layout, outcome):
 def test_in_the_config_s_own_precision_rounding_is_no_difference(capsys, monkeypatch):
     """Weights start as usual here: those of the head are zeros, so that gradients are small, and Adam enlarges them."""
     monkeypatch.setattr(vit, "full_vit", FULL_VIT)
-    flags = training.flags("NAIVE", **VALUES, **{"fp16.dtype": "fp16"})
-    args = training.arguments(train_hybrid.main, flags).replace(parity=["1D 2", "2D 9"], own_precision=True)
+    args = arguments("1D 2", "--own-precision", "2D 9", amp="NAIVE", **{"fp16.dtype": "fp16"})
     command.run(train_hybrid.build, args)
     agreeing, refused = capsys.readouterr().out.splitlines()
     assert re.fullmatch(
@@ -74,10 +78,22 @@ def test_in_the_config_s_own_precision_rounding_is_no_difference(capsys, monkeyp
     assert refused.startswith("2D 9: not tried: MLP_RATIO = 4")
 
 
+def test_a_command_that_trains_nothing_is_refused():
+    with pytest.raises(UserError, match="leave out --dry-run, --eval-only and --eval-knn"):
+        arguments("--dry-run")
+
+
+@pytest.mark.parametrize(("path", "words"), [("none.py", "no such train script"), ("own.py", "has no SCRIPT = ")])
+def test_what_is_no_train_script_is_refused(path, words, tmp_path):
+    (tmp_path / "own.py").write_text("")
+    with pytest.raises(UserError, match=f"{path}: {words}"):
+        command.parse([str(tmp_path / path)])
+
+
 @pytest.mark.parametrize("name", ["PP", "PP 2 × PP 2", "4D 2", "1D 2 × 2D 4", "DP 0"])
 def test_what_is_no_layout_is_refused(name):
-    with pytest.raises(UserError, match=re.escape(f"--parity {name!r}: ")):
-        command.run(train_hybrid.build, arguments(parity=["PP 2", name]))
+    with pytest.raises(UserError, match=re.escape(f"layout {name!r}: ")):
+        command.run(train_hybrid.build, arguments("PP 2", name))
 
 
 # ---- Defects ----
@@ -144,9 +160,9 @@ def test_the_first_tensor_that_a_defect_changes_is_named(plant, found, outcome, 
     assert re.match(f"differs first in {found}", text), text
 
 
-def test_layouts_are_compared_on_random_images_too(tmp_path):
-    run = training.train(tmp_path / "run", 1, "--parity", "DP 2", steps=None, **VALUES, SYNTHETIC=True)
-    assert "DP 2: " in run.said
+def test_layouts_are_compared_on_random_images_too(capsys):
+    command.run(train_hybrid.build, arguments("DP 2", SYNTHETIC=True))
+    assert capsys.readouterr().out.startswith("DP 2: all ")
 
 
 def test_a_rank_that_raises_is_named_with_the_place(outcome, monkeypatch):
@@ -192,6 +208,16 @@ def test_what_one_side_has_or_another_shape_is_named():
     ]
 
 
+@pytest.mark.parametrize("values", [{"finetune.frozen_blocks": 3}, {"finetune.linear_probe": True}])
+def test_what_is_behind_frozen_blocks_is_compared(values, tmp_path, capsys):
+    """A later stage of a pipeline has gradients at the outputs of its frozen blocks, one process has none."""
+    start = tmp_path / "start.safetensors"
+    save_file(vit.full_vit(training.config_of(training.flags(**{**VALUES, "DEPTH": 4}))).state_dict(), start)
+    values = {"DEPTH": 4, "finetune.weights": str(start), "finetune.head": "keep", **values}
+    command.run(train_hybrid.build, arguments("PP 2", **values))
+    assert capsys.readouterr().out.startswith("PP 2: all ")
+
+
 # ---- Under a launcher ----
 
 
@@ -206,11 +232,12 @@ def test_launched_ranks_train_together(monkeypatch):
 
     monkeypatch.setattr(vit.MLP, "forward", fail)
     layouts = ["PP 2", "DP 2", "1D 4"]
-    done = fork_ranks.run(training.HYBRID, [*training.flags(**VALUES), "--parity", *layouts], 2)
+    words = [training.HYBRID, *training.flags(**VALUES), *layouts]
+    done = fork_ranks.run(COMMAND, words, 2, cwd=fork_ranks.ROOT)
     assert done.codes == [1, 1], str(done)
     failing, agreeing, other = done.stdout[0].splitlines()
     assert re.fullmatch(r"PP 2: fails on rank 1: ValueError: a defect \(\S*tests/test_parity\.py:\d+\)", failing)
     assert re.fullmatch(r"DP 2: all \d{4} tensors of 3 steps agree to \de-1\d", agreeing)
     assert other == "1D 4: not tried: has 4 processes, but 2 were started"
-    assert done.stderr == ["train_hybrid.py: error: not what one process computes: PP 2\n", ""]
+    assert done.stderr == ["parity: error: not what one process computes: PP 2\n", ""]
     assert done.stdout[1] == ""

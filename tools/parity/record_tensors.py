@@ -1,4 +1,4 @@
-"""What a rank computes in its first steps, for `--parity` to compare with one process."""
+"""What a rank computes in its first steps, to compare it with one process."""
 
 from collections.abc import Iterator
 from functools import partial

@@ -17,7 +17,7 @@ def checkout(tmp_path):
 
 
 def refusal(checkout):
-    result = fork_ranks.run("scripts/upstream_tests.py", [str(checkout)])
+    result = fork_ranks.run("tools/parity/upstream_tests.py", [str(checkout)])
     assert result.codes == [2], result
     (line,) = result.stderr[0].splitlines()
     return line

@@ -1,20 +1,20 @@
-"""Plant defects in the code, one at a time, and see whether `--parity`, or the tests, notice them.
+"""Plant defects in the code, one at a time, and see whether parity, or the tests, notice them.
 
-    python scripts/mutations.py [parity] [--only NAME ...] [--precision fp64|own] [--result results/mutations]
-    python scripts/mutations.py tests [--only NAME ...] [--result results/slips]
-    python scripts/mutations.py [parity|tests] --list
+    python -m tools.parity.planted [parity] [--only NAME ...] [--precision fp64|own] [--result results/mutations]
+    python -m tools.parity.planted tests [--only NAME ...] [--result results/slips]
+    python -m tools.parity.planted [parity|tests] --list
 
-Each is planted in a copy of the code. There, with `parity`, `train_hybrid.py --parity` trains a small model in one
-process and in the layout that should show the defect: in fp64, and with `--own-precision` in fp32, or in the half
-precision that the defect needs. The list is mutations_list.py. With `tests`, the tests run that should notice a defect
-that all layouts share; the lists are slips_engine.py and slips_data.py.
+Each is planted in a copy of the code. There, with `parity`, `python -m tools.parity` trains a small model with
+train_hybrid.py in one process and in the layout that should show the defect: in fp64, and with `--own-precision` in
+fp32, or in the half precision that the defect needs. The list is mutations.py. With `tests`, the tests run that should
+notice a defect that all layouts share; the lists are slips_engine.py and slips_data.py.
 
-Outcomes of `--parity`: "named" is a difference where the list expects it, "elsewhere" one at another place, "error" a
+Outcomes of `parity`: "named" is a difference where the list expects it, "elsewhere" one at another place, "error" a
 run that ends without a comparison, "escaped" no difference. Outcomes of tests: "noticed" if one fails, "escaped" if
 all pass, else "error". Controls see to it that without any defect every layout agrees and every test passes.
 
 What has run is in --log, a JSON object a line, and does not run again until the code, the defect or its values change.
-Exit code 1 if a control differs, if `--parity` does not name a defect rightly and the list does not say why, or says so
+Exit code 1 if a control differs, if parity does not name a defect rightly and the list does not say why, or says so
 wrongly, or if the tests notice fewer than 95 % of the defects.
 """
 
@@ -34,23 +34,24 @@ from pathlib import Path
 from colossal_vit.data.digits import write_cifar10
 from colossal_vit.provenance import ROOT, ResultFolder
 
-from mutations_list import FP64, MUTATIONS, OWN, Mutation
-from planting import CONTROL, Job, planted, run_jobs
-from slips import Slip
-from slips_data import SLIPS as DATA
-from slips_engine import SLIPS as ENGINE
+from tools.parity.planted.mutations import FP64, MUTATIONS, OWN, Mutation
+from tools.parity.planted.planting import CONTROL, Job, planted, run_jobs
+from tools.parity.planted.slips import Slip
+from tools.parity.planted.slips_data import SLIPS as DATA
+from tools.parity.planted.slips_engine import SLIPS as ENGINE
 
-sys.path.append(str(ROOT / "vit_cifar10_hybrid"))
+sys.path.append(str(ROOT / "scripts"))
 
 from layouts import CONFIG, MODEL, RANDOM, set_flags
 
 PACKAGES = ("colossalai.legacy", "timm", "torch.utils.tensorboard", "torchvision")
 
 # ---------------------------------------------------------------------------------------------------------------------
-# By --parity
+# By parity
 # ---------------------------------------------------------------------------------------------------------------------
 
-TREES = ("colossal_vit", "vit_cifar10_hybrid")  # what runs, of the repository
+RUNS = ("colossal_vit/**/*.py", "vit_cifar10_hybrid/**/*.py", "tools/*.py", "tools/parity/*.py")  # of the repository
+SCRIPT, CONFIG_FILE = "vit_cifar10_hybrid/train_hybrid.py", f"vit_cifar10_hybrid/{CONFIG}"
 VALUES = {**MODEL, **RANDOM, "DEPTH": 2, "IMG_SIZE": 16, "HIDDEN_SIZE": 32, "parallel.pipeline": 1}
 NUM_TEST_IMAGES = 90  # two batches of 32 and a part of one
 RECORD_BYTES = 1 + 3 * 32 * 32  # of an image in CIFAR-10's format
@@ -65,24 +66,22 @@ def controls(chosen: Iterable[Mutation]) -> Iterator[Mutation]:
         yield Mutation(CONTROL, "", "", "", "", layout, "", values, precisions)
 
 
-def train(flags: list[str], data: Path, folder: Path) -> None:
-    """Run the train script of a copy."""
-    script = folder / "vit_cifar10_hybrid/train_hybrid.py"
-    os.chdir(script.parent)
-    sys.path.insert(0, str(script.parent))
-    sys.argv = [str(script), *flags]
+def compare(words: list[str], data: Path, folder: Path) -> None:
+    """Run `python -m tools.parity` in a copy."""
+    os.chdir(folder)
+    sys.argv[1:] = words
     os.environ["DATA"] = str(data)
-    runpy.run_path(str(script), run_name="__main__")
+    runpy.run_module("tools.parity", run_name="__main__", alter_sys=True)
 
 
 def parity_job(mutation: Mutation, precision: str, files: Mapping[str, bytes], data: Path) -> Job:
-    """The run of a train script with a mutation, or of a control."""
+    """The comparison of a layout with a mutation, or of a control."""
     values = VALUES
     if any(value.startswith("fp16=") for value in mutation.values):
         values = {key: value for key, value in VALUES.items() if key != "fp16"}
-    flags = ["--config", CONFIG, *set_flags(values), *(f"--set={value}" for value in mutation.values)]
-    flags += ["--timeout", "20", "--parity", mutation.layout]
-    flags += ["--own-precision"] if precision == OWN else []
+    words = [SCRIPT, mutation.layout, "--config", CONFIG_FILE, *set_flags(values)]
+    words += [*(f"--set={value}" for value in mutation.values), "--timeout", "20"]
+    words += ["--own-precision"] if precision == OWN else []
     start = f"{mutation.layout}: "
 
     def said(out: list[str], err: list[str]) -> str | None:
@@ -91,7 +90,7 @@ def parity_job(mutation: Mutation, precision: str, files: Mapping[str, bytes], d
 
     defect = mutation if mutation.path else None
     conditions = f"{precision}, {mutation.layout}"
-    return Job(mutation.name, conditions, defect, files, partial(train, flags, data), said, flags, limit=300)
+    return Job(mutation.name, conditions, defect, files, partial(compare, words, data), said, words, limit=300)
 
 
 def parity_outcome(mutation: Mutation, said: str) -> str:
@@ -137,8 +136,8 @@ def parity_details(chosen: list[Mutation], found: Mapping[str, dict[str, str]]) 
 
 
 def by_parity(chosen: list[Mutation], args: argparse.Namespace, result: ResultFolder) -> list[str]:
-    """Judge mutations by `--parity`; returns what is not as the list says."""
-    paths = sorted(path for tree in TREES for path in (ROOT / tree).rglob("*.py"))
+    """Judge mutations by parity; returns what is not as the list says."""
+    paths = sorted(path for pattern in RUNS for path in ROOT.glob(pattern))
     files = {str(path.relative_to(ROOT)): path.read_bytes() for path in paths}
     found: dict[str, dict[str, str]] = defaultdict(dict)
     wrong = []
@@ -229,7 +228,7 @@ def tests_job(name: str, area: str, slip: Slip | None, ids: Iterable[str], files
 
 def tests_outcome(said: str) -> str:
     """One of TESTS_OUTCOMES."""
-    if re.match(r"tests/\S+?(\[.*?\])? failed: ", said):
+    if re.match(r"(\w+/)*tests/\S+?(\[.*?\])? failed: ", said):
         return "noticed"
     return "escaped" if PASSED.fullmatch(said) else "error"
 
@@ -238,7 +237,7 @@ def by_tests(chosen: list[Slip], args: argparse.Namespace, result: ResultFolder)
     """Judge slips by tests; returns what is not as it should be."""
     command = ["git", "ls-files", "-zco", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
-    names = [name for name in listed if not name.startswith(("results/", "scripts/slips_"))]
+    names = [name for name in listed if not name.startswith(("results/", "tools/parity/planted/slips_"))]
     files = {name: (ROOT / name).read_bytes() for name in names if (ROOT / name).is_file()}
     area_of = {slip.defect: area for area, slips in AREAS.items() for slip in slips}
     tests = defaultdict(dict)  # by file
@@ -273,7 +272,9 @@ def by_tests(chosen: list[Slip], args: argparse.Namespace, result: ResultFolder)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "python -m tools.parity.planted", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("judge", nargs="?", choices=("parity", "tests"), default="parity", help="default %(default)s")
     parser.add_argument("--list", action="store_true", help="check that each can be planted, list them, and run none")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these")

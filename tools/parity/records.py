@@ -1,4 +1,4 @@
-"""What the ranks of a run have recorded: tensors, see `hooks.record_tensors`, and the files of the run directory."""
+"""What the ranks of a run have recorded: tensors, see `record_tensors`, and the files of the run directory."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -7,8 +7,9 @@ import numpy as np
 import torch.distributed as dist
 from colossal_vit.checkpoint import storage
 from colossal_vit.hooks.metrics import writes_metrics
-from colossal_vit.hooks.record_tensors import Record
 from colossal_vit.results import read_metrics
+
+from tools.parity.record_tensors import Record
 
 Key = tuple[int, str, str]  # step, kind, name
 Recorded = dict[Key, list[tuple[int, Record]]]  # with the rank

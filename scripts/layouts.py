@@ -1,11 +1,11 @@
-"""The layouts that are tried, and the small model that is trained in them: for `scripts/`, and for the tests."""
+"""The layouts that are tried, and the small model that is trained in them: for `scripts/`, `tools/` and the tests."""
 
 import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).resolve().parent
+FOLDER = Path(__file__).resolve().parents[1] / "vit_cifar10_hybrid"
 CONFIG = "configs/config_pipeline_parallel.py"  # in FOLDER; it has every key of MODEL and LAYOUTS
 # Limits of the relative difference between a layout and one process, in fp32: in the first step, and in steps 1 to 20.
 FIRST_STEP, ANY_STEP = 1e-5, 1e-4

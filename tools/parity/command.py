@@ -1,23 +1,30 @@
-"""What a train script does with `--parity`."""
+"""Compare layouts with one process: train three steps in each, and name the first tensor that differs.
+
+    python -m tools.parity SCRIPT --config FILE [FLAG ...] [--own-precision] [LAYOUT ...]
+
+SCRIPT is a train script, FILE and FLAG are what it takes. A LAYOUT is a product such as "PP 2 × 1D 2"; without any, the
+commonest are tried. All train in float64, or with --own-precision in the precision of the config.
+"""
 
 import math
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from colossal_vit.checkpoint import storage
-from colossal_vit.config.settings import HYBRID
 from colossal_vit.errors import TrainingError, UserError
-from colossal_vit.launch.flags import Arguments, Build
+from colossal_vit.launch.flags import Arguments, Build, get_parser
 from colossal_vit.launch.startup import read_config
 from colossal_vit.parallel.layout import Layout
-from colossal_vit.parity.compare import Difference, compare, largest_of
-from colossal_vit.parity.ranks import Ranks
-from colossal_vit.parity.records import ACCURACIES
 from colossalai.context import Config
+
+from tools import scripts
+from tools.parity.compare import Difference, compare, largest_of
+from tools.parity.ranks import Ranks
+from tools.parity.records import ACCURACIES
 
 STEPS, RESUMED = 3, 2  # steps, and the one after which a run is resumed
 EXACT = 1e-11  # relative difference of any tensor in fp64
@@ -43,10 +50,10 @@ def parse_layout(name: str) -> dict[str, int]:
     for part in re.split(r"\s*[×x*]\s*", name):
         word, _, number = part.partition(" ")
         if word not in FACTORS or word in factors or not re.fullmatch("[1-9][0-9]*", number):
-            raise UserError(f"--parity {name!r}: must be like 'PP 2' or 'DP 2 × PP 2 × 1D 2', of {', '.join(FACTORS)}")
+            raise UserError(f"layout {name!r}: must be like 'PP 2' or 'DP 2 × PP 2 × 1D 2', of {', '.join(FACTORS)}")
         factors[word] = int(number)
     if len(factors.keys() & set(TENSOR)) > 1:
-        raise UserError(f"--parity {name!r}: only one kind of tensor parallelism at a time")
+        raise UserError(f"layout {name!r}: only one kind of tensor parallelism at a time")
     return factors
 
 
@@ -85,15 +92,38 @@ def layout_values(factors: dict[str, int], config: Config) -> dict[str, Any]:
     return values
 
 
+def parse(words: Sequence[str] | None = None) -> tuple[Build, Arguments]:
+    """The `build` of the train script that a command line names, and its arguments with `layouts` and `own_precision`.
+
+    Args:
+        words: the command line, by default this process's.
+
+    Raises:
+        UserError: if the script or a flag is wrong.
+    """
+    parser = get_parser(__doc__)
+    parser.prog = "python -m tools.parity"
+    parser.add_argument("path", metavar="SCRIPT", help="a train script")
+    parser.add_argument(
+        "layouts", nargs="*", default=[], metavar="LAYOUT", help="such as 'PP 2 × 1D 2' (default: the commonest)"
+    )
+    parser.add_argument("--own-precision", action="store_true", help="the config's precision instead of float64")
+    parsed = parser.check(parser.parse_intermixed_args(words, Arguments()))
+    if parsed.dry_run or parsed.eval_only:
+        raise UserError("parity compares layouts that train: leave out --dry-run, --eval-only and --eval-knn")
+    script = scripts.load(parsed.path)
+    return script.build, script.parse([]).replace(**vars(parsed))
+
+
 def run(build: Build, args: Arguments) -> None:
-    """Train a few steps in one process and in each layout that `--parity` names, and print where they part.
+    """Train a few steps in one process and in each of `args.layouts`, and print where they part.
 
     Raises:
         UserError: if flags or config are not usable, or no layout can be tried.
         TrainingError: if a layout differs or fails.
     """
     config, _ = read_config(args)
-    named = {name: parse_layout(name) for name in args.parity}
+    named = {name: parse_layout(name) for name in args.layouts}
     with tempfile.TemporaryDirectory() as folder:
         comparison = Comparison(build, args, config, Path(folder))
         outcomes = {}
@@ -105,7 +135,7 @@ def run(build: Build, args: Arguments) -> None:
     if wrong := [name for name, agrees in outcomes.items() if agrees is False]:
         raise TrainingError(f"not what one process computes: {', '.join(wrong)}")
     if not any(outcomes.values()):
-        raise UserError("--parity: no layout could be tried")
+        raise UserError("no layout could be tried")
 
 
 class Comparison:
@@ -121,7 +151,7 @@ class Comparison:
     """
 
     def __init__(self, build: Build, args: Arguments, config: Config, folder: Path):
-        self.config, self.folder, self.is_hybrid = config, folder, args.script == HYBRID
+        self.config, self.folder, self.is_hybrid = config, folder, "MODEL" not in config
         self.own_precision = args.own_precision
         self.ranks = Ranks(build, args)
         double = {"fp16": None, "DTYPE": "float64"}
@@ -135,7 +165,7 @@ class Comparison:
         self.alone |= {} if self.own_precision else double
         self.one = self.ranks.train(1, self.alone, folder / "one", STEPS)
         if self.one and (made := max(step for step, *_ in self.one)) < STEPS:
-            raise UserError(f"--parity compares {STEPS} steps, but this config makes {made}: raise NUM_EPOCHS")
+            raise UserError(f"parity compares {STEPS} steps, but this config makes {made}: raise NUM_EPOCHS")
         self.limits = dict.fromkeys(self.one, EXACT)
         if self.own_precision:
             exact = self.ranks.train(1, {**self.alone, **double}, folder / "exact", STEPS)

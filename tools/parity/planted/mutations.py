@@ -1,4 +1,4 @@
-"""The defects that `mutations.py` plants, one at a time, to see whether `--parity` finds them and names their place.
+"""The defects that are planted, one at a time, to see whether parity finds them and names their place.
 
 The fixes of docs/colossalai.md that concern numbers are undone, one by one. Those that are not here do not: how the
 groups, the store and the device are made, waits for the device, the functions of `torch.cuda`, torch 1.12's shape
@@ -15,7 +15,7 @@ micro-batches on, not with two.
 
 from dataclasses import dataclass
 
-FP64, OWN = "fp64", "own"  # `--parity` as it is, and with `--own-precision`
+FP64, OWN = "fp64", "own"  # parity as it is, and with `--own-precision`
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Mutation:
         path: the file that has it.
         old, new: the text that is replaced, which the file has exactly once, and what by.
         layout: the one that should show it.
-        named: a regular expression of what `--parity` is to name first: "step S, KIND LAYER".
+        named: a regular expression of what parity is to name first: "step S, KIND LAYER".
         values: of the config, as for `--set`, besides those that all mutations have.
         precisions: in which it is planted; the others do not run the text that is replaced, or it is right there.
         why: if it is not named rightly in each of them, the reason; else empty.
@@ -65,7 +65,7 @@ METRICS = "colossal_vit/hooks/metrics.py"
 FOUR_BLOCKS = ("DEPTH=4",)
 LAMB_OPTIMIZER = ("OPTIMIZER='lamb'", "LEARNING_RATE=1.8e-2", "WEIGHT_DECAY=0.1")
 # With SGD in half precision: AdamW makes full steps of gradients that are nearly 0, of whose rounding the sign may be
-# all that is left, and without any defect `--parity --own-precision` then finds other weights.
+# all that is left, and without any defect parity with `--own-precision` then finds other weights.
 SGD = ("OPTIMIZER='sgd'", "LEARNING_RATE=0.1")
 FP16 = ("fp16=dict(mode=AMP_TYPE.NAIVE, dtype='fp16')", *SGD)
 FP16_SMALL_SCALE = ("fp16=dict(mode=AMP_TYPE.NAIVE, dtype='fp16', initial_scale=256.0)", *SGD)

@@ -1,6 +1,6 @@
 """Check that dropout masks are random numbers: 3 × 10^8 draws, beside as many of torch's dropout.
 
-    python scripts/mask_statistics.py [--small] [--result results/mask_statistics]
+    python -m tools.parity.mask_statistics [--small] [--result results/mask_statistics]
 
 Draws masks as training does, for several layers, optimizer steps, samples and seeds of a ViT-Ti, with three rates. Each
 line of the table is a question whose answer is a p-value; the same is asked of torch's dropout. Exit code 1 if the

@@ -35,9 +35,11 @@ from colossal_vit.provenance import ResultFolder
 from PIL import Image
 
 import fork_ranks
-import train_dp  # noqa: F401
-import train_hybrid  # noqa: F401
-import vit
+
+with contextlib.suppress(ModuleNotFoundError):  # a clone may be without this folder
+    import train_dp  # noqa: F401
+    import train_hybrid  # noqa: F401
+    import vit
 
 with contextlib.suppress(ModuleNotFoundError):  # gpu_check.py's tests do without DALI
     from colossal_vit.data import imagenet  # noqa: F401

@@ -1,6 +1,6 @@
 """Slips in engine, optimizers, precision, hooks, evaluation, launch signals and the plan."""
 
-from slips import Slip
+from tools.parity.planted.slips import Slip
 
 SLIPS: list[Slip] = [
     Slip(

@@ -93,7 +93,7 @@ def _become(job: Job, folder: Path) -> None:
     os.setsid()
     for stream, name in enumerate(("out", "err"), start=1):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-    for name in [name for name in sys.modules if name.split(".")[0] in ("colossal_vit", "layouts")]:
+    for name in [name for name in sys.modules if name.split(".")[0] in ("colossal_vit", "layouts", "tools")]:
         del sys.modules[name]
     os.environ["PYTHONPATH"] = str(folder)
     sys.path.insert(0, str(folder))

@@ -1,7 +1,7 @@
 """Run Colossal-AI's own tests of its legacy API on CPU processes, with this repository's patches and without them.
 
     git clone --depth 1 --branch v0.5.0 https://github.com/hpcaitech/ColossalAI /tmp/ColossalAI
-    python scripts/upstream_tests.py /tmp/ColossalAI [--only TEXT ...] [--result results/upstream_tests]
+    python -m tools.parity.upstream_tests /tmp/ColossalAI [--only TEXT ...] [--result results/upstream_tests]
 
 Nothing has run these tests since April 2024, when `launch` lost the argument that they pass, and they want GPUs. What
 they lack is supplied from outside: a `launch` that finds the test's config, forks connected by gloo, random images in

@@ -21,7 +21,6 @@ from colossal_vit.engine import Trainer
 from colossal_vit.errors import TrainingError, UserError
 from colossal_vit.hooks.checkpoint import CheckpointHook
 from colossal_vit.hooks.metrics import MetricsHook
-from colossal_vit.hooks.record_tensors import Record, RecordTensorsHook
 from colossal_vit.launch import watchdog
 from colossal_vit.launch.exits import lost_connection
 from colossal_vit.launch.flags import Arguments, Build
@@ -30,8 +29,10 @@ from colossal_vit.launch.launchers import find_rendezvous, free_port
 from colossal_vit.launch.rendezvous import join_store
 from colossal_vit.launch.startup import start
 from colossal_vit.parallel.ranks import gather_object
-from colossal_vit.parity.records import Recorded, by_key, of_run_directory
 from colossalai.legacy.core import global_context as gpc
+
+from tools.parity.record_tensors import Record, RecordTensorsHook
+from tools.parity.records import Recorded, by_key, of_run_directory
 
 INSTALLED = (*(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")), "<")
 GRACE = 2.0  # seconds in which the cause may follow the failure of a rank that has lost its connection to another one

@@ -1,6 +1,6 @@
 """Slips in data, augmentation, packing, predictions and exports."""
 
-from slips import Slip
+from tools.parity.planted.slips import Slip
 
 AUGMENT, BATCHES, CIFAR10, DECODING, DIGITS, FASHION, FOLDER, IMAGENET, MIXING, SAMPLERS, TFRECORD = (
     f"colossal_vit/data/{name}.py"

@@ -1,1 +1,0 @@
-"""`--parity`: whether layouts compute what one process does, and where they do not."""

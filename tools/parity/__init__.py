@@ -1,0 +1,1 @@
+"""Whether layouts compute what one process does, and where they do not."""
