@@ -247,7 +247,7 @@ DECODE = """
 import sys, torch
 from pathlib import Path
 from colossal_vit import config as configs
-from colossal_vit.data import imagenet as loaders
+import imagenet_dali_dataloader as loaders
 data, kind, path = sys.argv[1:]
 device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
 records = loaders.find_records(Path(data), "validation")

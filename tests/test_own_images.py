@@ -19,12 +19,11 @@ from colossal_vit import predict
 from colossal_vit.checkpoint import storage
 from colossal_vit.checkpoint.timm_model import export_timm
 from colossal_vit.config import settings
-from colossal_vit.data import class_images, imagenet, packing
+from colossal_vit.data import class_images
 from colossal_vit.data.class_images import Images, find_images, split_by_content
 from colossal_vit.data.digits import write_caltech101, write_cifar10
 from colossal_vit.data.folders import has_class_folders
 from colossal_vit.data.identity import differences
-from colossal_vit.data.shards import find_shards
 from colossal_vit.data.source import USUAL, expected_classes, find_format
 from colossal_vit.errors import UserError
 from colossal_vit.hooks import answers as answers_hook
@@ -33,8 +32,11 @@ from colossalai.context import Config
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+import build_tfrecords
+import imagenet_dali_dataloader
 import training
 from layouts import LAYOUTS
+from tfrecord import find_shards
 
 CLASSES = {"cat": 20, "dog house": 15, "Ähre": 10}  # names, and how many images each has
 ORIENTATION = 0x0112  # tag of EXIF
@@ -569,7 +571,7 @@ def test_images_of_the_same_content_on_both_sides_or_in_two_classes_are_said(tmp
     shutil.copy(root / "train" / "dog" / "4 x.tif", root / "train" / "cat" / "4 x.tif")
     classes = "1 images are in another class too, the first is train/cat/4 x.tif and train/dog/4 x.tif"
     assert said() == [f"2 of 9 test images are training images too, {first}", classes]
-    assert packing.main(["--verify", str(root)]) == 0
+    assert build_tfrecords.main(["--verify", str(root)]) == 0
     assert said() == capfd.readouterr().out.splitlines()[-4:-2]
 
 
@@ -621,7 +623,7 @@ def test_each_image_is_checked_once_and_all_that_are_damaged_are_listed(tmp_path
     assert said[0].endswith(f"repair or remove it. Images that cannot be decoded: 3, listed in {listed}")
     lines = listed.read_text().splitlines()
     assert [line.split(": cannot be decoded")[0] for line in lines] == [f"{root}/{path}" for path in sorted(tried)]
-    assert packing.main(["--verify", str(root)]) == 1
+    assert build_tfrecords.main(["--verify", str(root)]) == 1
     out = capfd.readouterr().out.splitlines()
     assert [line for line in lines if line not in out] == []
     assert out[-1] == f"{root}: 3 faults in 11 images"
@@ -629,7 +631,7 @@ def test_each_image_is_checked_once_and_all_that_are_damaged_are_listed(tmp_path
         Path(line.split(": cannot be decoded")[0]).unlink()
     check()
     assert not listed.exists()
-    assert packing.main(["--verify", str(root)]) == 0
+    assert build_tfrecords.main(["--verify", str(root)]) == 0
     assert tried == []
 
 
@@ -776,7 +778,7 @@ def sample(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sample")
     write_cifar10(folder / "CIFAR-10")
     write_caltech101(folder / "Caltech101")
-    imagenet.write_sample(folder).rename(folder / "ImageNet")
+    imagenet_dali_dataloader.write_sample(folder).rename(folder / "ImageNet")
     return folder
 
 

@@ -1,6 +1,7 @@
 """Which data a run has: those in its folder DATA, of any format, the digits sample, random images, or none."""
 
 import os
+import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -25,7 +26,7 @@ class Format(NamedTuple):
 
     Attributes:
         name: of the data set that it is from.
-        module: beside this one. Its `build(run, root)` makes batches of what is in the folder `root`, its `fetch(root,
+        module: its name. Its `build(run, root)` makes batches of what is in the folder `root`, its `fetch(root,
             log)` downloads the data set to `root` or refuses, its `write_sample(folder)` writes the sample there.
         marks: a folder in which one of these patterns is found has this format.
         num_images: of the data set, for training: the length of an epoch where no data are read.
@@ -44,13 +45,17 @@ class Format(NamedTuple):
 
     def call(self, function: str, *arguments: Any) -> Any:
         """Call a function of the module, which is imported only then: DALI takes long to load."""
-        return getattr(import_module(f"colossal_vit.data.{self.module}"), function)(*arguments)
+        if (folder := str(SAMPLE.parents[1] / "vit_imagenet_dali")) not in sys.path:
+            sys.path.append(folder)
+        return getattr(import_module(self.module), function)(*arguments)
 
 
 FORMATS = (
-    Format("CIFAR-10", "cifar10", ("cifar-10-batches-bin", "cifar-10-batches-py"), 50_000, 10),
-    Format("Caltech101", "caltech101", ("caltech101/101_ObjectCategories",), 6_941, 101),  # four fifths of 8,677
-    Format("ImageNet", "imagenet", (INDEX_FILES, "train/train-*-of-*"), 1_281_167, 1000),
+    Format("CIFAR-10", "colossal_vit.data.cifar10", ("cifar-10-batches-bin", "cifar-10-batches-py"), 50_000, 10),
+    Format(
+        "Caltech101", "colossal_vit.data.caltech101", ("caltech101/101_ObjectCategories",), 6_941, 101
+    ),  # four fifths of 8,677
+    Format("ImageNet", "imagenet_dali_dataloader", (INDEX_FILES, "train/train-*-of-*"), 1_281_167, 1000),
 )
 USUAL = dict(zip((HYBRID, CALTECH101, IMAGENET), FORMATS, strict=True)) | {DP: FORMATS[0]}  # of each script
 

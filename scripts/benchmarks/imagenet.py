@@ -20,12 +20,13 @@ from pathlib import Path
 import torch
 from colossal_vit import config as configs
 from colossal_vit.config.settings import IMAGENET
-from colossal_vit.data.imagenet import DaliLoader, find_records
 from colossal_vit.data.source import USUAL
 
 from benchmarks import jpegs
 from benchmarks.harness import ROOT, Benchmark, Case, Rounds, Side, Values, positive
 from benchmarks.training import add_set, device, mfu, summary_of, train
+from imagenet_dali_dataloader import DaliLoader
+from tfrecord import find_records
 
 CONFIG = ROOT / "vit_imagenet_dali/config.py"
 SKIPPED = 2  # steps of a run that are not counted

@@ -21,19 +21,14 @@ import numpy as np
 import torch
 from colossal_vit.config.complete import complete
 from colossal_vit.config.schema import DATA
-from colossal_vit.data import dali_augmentation as augmentation
-from colossal_vit.data import packing
 from colossal_vit.data.augment import CROP_ASPECT, Erased, erase
 from colossal_vit.data.batches import IGNORED, Loader, SampledLoader, read_ahead, sees_images
 from colossal_vit.data.cropping import source, trim
 from colossal_vit.data.devices import to_device
 from colossal_vit.data.digits import write_imagenet
 from colossal_vit.data.image_files import is_plain, prepare_image, simplify_exif
-from colossal_vit.data.records import Records, filtered_index, find_records, leave_out, list_records
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
-from colossal_vit.data.shards import NUM_CLASSES, NUM_SHARDS, class_names
 from colossal_vit.data.source import describe_data, settle_classes
-from colossal_vit.data.tfrecord import parse_example, read_data
 from colossal_vit.errors import UserError
 from colossal_vit.files import atomic_folder
 from colossal_vit.jit import cached
@@ -45,6 +40,21 @@ from nvidia.dali.data_node import DataNode
 from nvidia.dali.pipeline import do_not_convert
 from torch import Tensor
 from torchvision.transforms import v2
+
+import build_tfrecords
+import dali_augmentation as augmentation
+from tfrecord import (
+    NUM_CLASSES,
+    NUM_SHARDS,
+    Records,
+    class_names,
+    filtered_index,
+    find_records,
+    leave_out,
+    list_records,
+    parse_example,
+    read_data,
+)
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # each channel's over ImageNet's training set
 OPEN_FILES = 128  # a process may mostly have 1,024
@@ -393,7 +403,7 @@ def write_sample(folder: Path) -> Path:
     output = folder / "imagenet_tfrecords"
     if not output.is_dir():
         with redirect_stdout(None), atomic_folder(output) as scratch:
-            packing.build(packing.parse([str(write_imagenet(folder)), str(scratch)]))
+            build_tfrecords.build(build_tfrecords.parse([str(write_imagenet(folder)), str(scratch)]))
     return output
 
 

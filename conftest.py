@@ -40,7 +40,7 @@ import train_hybrid  # noqa: F401
 import vit
 
 with contextlib.suppress(ModuleNotFoundError):  # gpu_check.py's tests do without DALI
-    from colossal_vit.data import imagenet  # noqa: F401
+    import imagenet_dali_dataloader  # noqa: F401
 
 NUM_TEST_IMAGES = 90  # for `few_test_images`: two full batches of 32 and a part of one
 MODULES = dict(sys.modules)  # what the train scripts import, and this file
