@@ -229,7 +229,7 @@ def tests_job(name: str, area: str, slip: Slip | None, ids: Iterable[str], files
 
 def tests_outcome(said: str) -> str:
     """One of TESTS_OUTCOMES."""
-    if re.match(r"tests/\S+?(\[.*?\])? failed: ", said):
+    if re.match(r"(\w+/)?tests/\S+?(\[.*?\])? failed: ", said):
         return "noticed"
     return "escaped" if PASSED.fullmatch(said) else "error"
 
