@@ -28,16 +28,17 @@ from colossal_vit.data.batches import IGNORED, Loader, SampledLoader, read_ahead
 from colossal_vit.data.cropping import source, trim
 from colossal_vit.data.devices import to_device
 from colossal_vit.data.digits import write_imagenet
+from colossal_vit.data.identity import describe_data, settle_classes
 from colossal_vit.data.image_files import is_plain, prepare_image, simplify_exif
+from colossal_vit.data.loaders import data_folder
 from colossal_vit.data.records import Records, filtered_index, find_records, leave_out, list_records
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.data.shards import NUM_CLASSES, NUM_SHARDS, class_names
-from colossal_vit.data.source import describe_data, settle_classes
 from colossal_vit.data.tfrecord import parse_example, read_data
 from colossal_vit.errors import UserError
 from colossal_vit.files import atomic_folder
 from colossal_vit.jit import cached
-from colossal_vit.parallel.ranks import RankLogger, all_gather_object, raise_on_all_ranks, run_on_rank_0
+from colossal_vit.parallel.ranks import all_gather_object, raise_on_all_ranks, run_on_rank_0
 from colossal_vit.run import Run
 from colossalai.context import Config
 from nvidia.dali import Pipeline, fn, pipeline_def, types
@@ -397,10 +398,6 @@ def write_sample(folder: Path) -> Path:
     return output
 
 
-def fetch(data: Path, log: RankLogger) -> None:
-    """ImageNet cannot be downloaded; `find_records` says what is missing."""
-
-
 def threads_per_rank() -> int:
     """This rank's share of the CPU cores that it may run on, divided by the ranks that may run on the same ones."""
     cores = sorted(os.sched_getaffinity(0))
@@ -408,13 +405,13 @@ def threads_per_rank() -> int:
     return max(1, len(cores) // all_gather_object(place).count(place))
 
 
-def build(run: Run, data: Path) -> tuple[Loader, Loader]:
-    """Training and test batches for a run of the records in `data`.
+def build(run: Run) -> tuple[Loader, Loader]:
+    """Training and test batches for a run.
 
     Raises:
         UserError: on every rank, if any rank cannot read the records, or they do not fit the config.
     """
-    config: Config = run.config
+    config, data = run.config, data_folder(run, "ImageNet", write_sample)
     with raise_on_all_ranks():
         splits = [find_records(data, split) for split in NUM_SHARDS]
         classes = class_names(data)
