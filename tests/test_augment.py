@@ -7,7 +7,7 @@ import pytest
 import torch
 from colossal_vit import config as configs
 from colossal_vit.config import settings
-from colossal_vit.data import augment, cifar10, image_folder
+from colossal_vit.data import augment, image_folder
 from colossal_vit.data.augment import Augment
 from colossal_vit.data.samplers import GlobalBatchSampler
 from colossalai.context import Config
@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchvision.transforms import v2
 
+import cifar10
 import training
 from layouts import LAYOUTS, errors
 

@@ -10,11 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from colossal_vit.checkpoint import tensors
-from colossal_vit.data import augment, cifar10
+from colossal_vit.data import augment
 from colossal_vit.engine import engine, initialize
 from colossal_vit.results import read_metrics
 from torchvision.transforms import v2
 
+import cifar10
 import fake_gpu
 import fork_ranks
 import layouts

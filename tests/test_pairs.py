@@ -10,11 +10,11 @@ import random
 
 import pytest
 import torch
-from colossal_vit.data import cifar10, source
+from colossal_vit.data import loaders
 from colossal_vit.data.batches import SyntheticBatches
-from colossal_vit.data.digits import write_cifar10
 from safetensors.torch import save_file
 
+import cifar10
 import conftest
 import fork_ranks
 import training
@@ -131,14 +131,13 @@ def no_kernels():
 def hundred_images(tmp_path_factory):
     """Epochs of three steps, so that two of them and their ends are cheap, of random images too."""
     root = tmp_path_factory.mktemp("hundred")
-    folder = write_cifar10(root)
+    folder = cifar10.write_images(root)
     for name in cifar10.TRAIN_FILES:
         os.truncate(folder / name, 20 * cifar10.RECORD_BYTES)
     os.truncate(folder / cifar10.TEST_FILES[0], conftest.NUM_TEST_IMAGES * cifar10.RECORD_BYTES)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DATA", str(root))
-        *others, largest = source.FORMATS
-        patch.setattr(source, "FORMATS", (*others, largest._replace(num_images=100)))
+        patch.setattr(loaders, "SYNTHETIC_IMAGES", 100)
         yield
 
 

@@ -95,6 +95,10 @@ TRAINING: Settings = {
 }
 DATA: Settings = {
     "DATA": Free(TEXT, "folder of the data set; the environment's DATA, else the digits"),
+    "LOADER": Setting(
+        TEXT,
+        "file that reads DATA, relative to the config, the script or the working directory; the script's own",
+    ),
     "SYNTHETIC": Setting(BOOL, "train on random images, without data; the same in every layout", False),
     "MEAN": Setting(
         CHANNELS,
