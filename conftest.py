@@ -10,6 +10,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import cifar10
+
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: ranks are forks, and thread pools do not survive a fork
 os.environ.pop("DATA", None)
 # Forks of a process that has initialised CUDA cannot use a GPU, and most tests start more ranks than there are GPUs.
@@ -27,8 +29,6 @@ import timm  # noqa: F401
 import torch
 import torch.utils.tensorboard
 from colossal_vit import results
-from colossal_vit.data import cifar10
-from colossal_vit.data.digits import write_cifar10
 from colossal_vit.engine.engine import Engine
 from colossal_vit.hooks import recorder
 from colossal_vit.provenance import ResultFolder
@@ -42,7 +42,7 @@ with contextlib.suppress(ModuleNotFoundError):  # a clone may be without this fo
     import vit
 
 with contextlib.suppress(ModuleNotFoundError):  # gpu_check.py's tests do without DALI
-    from colossal_vit.data import imagenet  # noqa: F401
+    import imagenet_dali_dataloader  # noqa: F401
 
 NUM_TEST_IMAGES = 90  # for `few_test_images`: two full batches of 32 and a part of one
 MODULES = dict(sys.modules)  # what the train scripts import, and this file
@@ -139,7 +139,7 @@ def environment_as_found():
 
 def small_digits(root, num_test_images=NUM_TEST_IMAGES):
     """Write the digits with some of their test images, as CIFAR-10."""
-    folder = write_cifar10(root)
+    folder = cifar10.write_images(root)
     os.truncate(folder / cifar10.TEST_FILES[0], num_test_images * cifar10.RECORD_BYTES)
 
 

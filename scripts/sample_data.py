@@ -15,17 +15,20 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from colossal_vit.data.digits import write_cifar10, write_imagenet
+from colossal_vit.data.digits import write_imagenet
 from colossal_vit.data.fashion_mnist import NAMES, SOURCE, read_images, write_class_folders
 from colossal_vit.errors import UserError, blame, run_command
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "vit_cifar10_hybrid"))
+
+import cifar10
 
 
 def write_fashion_mnist(root: Path, source: Path) -> int:
     """Write Fashion-MNIST in three formats; returns the exit code."""
     read = partial(read_images, source)
-    folder = write_cifar10(root, read, NAMES)
+    folder = cifar10.write_images(root, read, NAMES)
     names = folder / "batches.meta.txt"
     if not names.is_file() or names.read_text(errors="replace").splitlines() != list(NAMES):
         raise UserError(f"{folder}: has other images than Fashion-MNIST's; give another folder")
@@ -37,7 +40,7 @@ def write_fashion_mnist(root: Path, source: Path) -> int:
 
 def write_digits(root: Path, imagenet: bool) -> int:
     """Write the digits in one format; returns the exit code."""
-    print(f"ImageNet folders: {write_imagenet(root)}" if imagenet else f"CIFAR-10 format: {write_cifar10(root)}")
+    print(f"ImageNet folders: {write_imagenet(root)}" if imagenet else f"CIFAR-10 format: {cifar10.write_images(root)}")
     return 0
 
 

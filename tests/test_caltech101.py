@@ -11,8 +11,7 @@ import pytest
 import torch
 from colossal_vit import config as configs
 from colossal_vit.config.settings import CALTECH101
-from colossal_vit.data import caltech101, class_images, image_files, image_folder
-from colossal_vit.data.digits import write_caltech101
+from colossal_vit.data import class_images, image_files, image_folder
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.ranks import RankLogger
@@ -21,6 +20,7 @@ from PIL import Image
 from scipy.stats import ks_2samp
 from torchvision.transforms import v2
 
+import caltech101
 import fork_ranks
 import training
 from conftest import encode, photograph
@@ -39,7 +39,7 @@ SETTINGS = Config(configs.complete(dict(IMG_SIZE=32, SEED=0), CALTECH101))
 @pytest.fixture(scope="module")
 def sample(tmp_path_factory):
     root = tmp_path_factory.mktemp("sample")
-    write_caltech101(root)
+    caltech101.write_sample(root)
     return root
 
 

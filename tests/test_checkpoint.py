@@ -27,14 +27,14 @@ from colossal_vit import typed_json
 from colossal_vit.checkpoint import __main__, storage
 from colossal_vit.checkpoint.checkpointer import Checkpointer
 from colossal_vit.checkpoint.contents import UNTRAINED, Manifest, State
-from colossal_vit.data import cifar10, class_images
-from colossal_vit.data.digits import write_cifar10
+from colossal_vit.data import class_images
 from colossal_vit.errors import UserError
 from colossal_vit.hooks import checkpoint as checkpoint_hook
 from colossal_vit.hooks.metrics import MetricsHook
 from colossal_vit.results import read_metrics
 from colossalai.legacy.core import global_context as gpc
 
+import cifar10
 import fork_ranks
 import launchers
 import training
@@ -668,7 +668,7 @@ def trained(tmp_path_factory):
 def answers(trained, tmp_path_factory):
     """What timm's model with the trained weights answers about the test images: labels, answers, loss."""
     data = tmp_path_factory.mktemp("digits")
-    write_cifar10(data)
+    cifar10.write_images(data)
     logits, labels = training.timms_logits(trained.output / "checkpoints/step-00000044" / storage.MODEL, data, depth=2)
     return labels.numpy(), logits.argmax(1).numpy(), torch.nn.functional.cross_entropy(logits, labels).item()
 

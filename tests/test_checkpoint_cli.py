@@ -12,12 +12,12 @@ import pytest
 import timm
 import torch
 from colossal_vit.checkpoint import __main__, storage, timm_model
-from colossal_vit.data import cifar10
 from colossal_vit.models import build_timm_vit, skip_unused_tokens
 from colossalai.context import Config
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import cifar10
 import test_checkpoint
 import training
 import vit

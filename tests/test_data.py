@@ -20,9 +20,9 @@ import torch
 import torchvision
 from colossal_vit import config as configs
 from colossal_vit import files
-from colossal_vit.data import caltech101, cifar10, folders
+from colossal_vit.data import folders
 from colossal_vit.data.batches import IGNORED, SyntheticBatches, read_ahead
-from colossal_vit.data.digits import digits, write_caltech101, write_cifar10, write_imagenet
+from colossal_vit.data.digits import digits, write_imagenet
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.ranks import RankLogger, run_on_rank_0
@@ -32,6 +32,8 @@ from colossalai.legacy.core import global_context as gpc
 from torchvision.datasets.utils import download_and_extract_archive
 from torchvision.transforms.v2 import functional as F
 
+import caltech101
+import cifar10
 import fork_ranks
 from conftest import photograph
 
@@ -39,7 +41,7 @@ from conftest import photograph
 @pytest.fixture(scope="module")
 def sample(tmp_path_factory):
     root = tmp_path_factory.mktemp("sample")
-    write_cifar10(root)
+    cifar10.write_images(root)
     return root
 
 
@@ -346,7 +348,7 @@ def test_a_batch_is_read_ahead_while_the_one_before_is_in_use():
     ],
 )
 def test_damaged_files_are_named(tmp_path, damage, words):
-    write_cifar10(tmp_path)
+    cifar10.write_images(tmp_path)
     damage(tmp_path / cifar10.FOLDER)
     with pytest.raises(UserError) as error:
         cifar10.read(tmp_path, train=True), cifar10.read(tmp_path, train=False)
@@ -363,12 +365,13 @@ def test_python_files_that_are_incomplete_are_to_be_unpacked_again(tmp_path):
     assert str(error.value) == f"{tmp_path}/cifar-10-batches-py: {words}"
 
 
-@pytest.mark.parametrize("write", [write_cifar10, write_imagenet, write_caltech101])
+@pytest.mark.parametrize("write", [cifar10.write_images, write_imagenet, caltech101.write_sample])
 def test_sample_is_left_alone_when_it_is_there(tmp_path, write):
-    folder = write(tmp_path)
+    written = write(tmp_path)
+    [folder] = tmp_path.iterdir()
     (folder / "mark").touch()
     before = sorted(tmp_path.rglob("*"))
-    assert write(tmp_path) == folder
+    assert write(tmp_path) == written
     assert sorted(tmp_path.rglob("*")) == before
     assert list(tmp_path.iterdir()) == [folder]
 
@@ -413,9 +416,9 @@ def write_archive(module, folder):
     """The sample as the archive of a data set, packed as the official one."""
     made = folder / "made"
     if module is cifar10:
-        shutil.make_archive(folder / "archive", "gztar", write_cifar10(made).parent, cifar10.FOLDER)
+        shutil.make_archive(folder / "archive", "gztar", cifar10.write_images(made).parent, cifar10.FOLDER)
         return folder / "archive.tar.gz"
-    (write_caltech101(made) / "101_ObjectCategories" / caltech101.NO_CLASS).mkdir()
+    (caltech101.write_sample(made) / caltech101.FOLDER / caltech101.NO_CLASS).mkdir()
     (folder / "zip" / "caltech-101").mkdir(parents=True)
     inner = folder / "zip" / "caltech-101" / "101_ObjectCategories"
     shutil.make_archive(inner, "gztar", made / "caltech101", "101_ObjectCategories")
@@ -458,7 +461,7 @@ def test_download_is_taken_whole_or_leaves_nothing(download):
     with pytest.raises(UserError, match=words):
         fetch(0.5)
     assert not list(data.iterdir())
-    (write_cifar10 if module is caltech101 else write_caltech101)(data)
+    (cifar10.write_images if module is caltech101 else caltech101.write_sample)(data)
     (data / ".DS_Store").touch()
     fetch()
     assert sorted(path.name for path in data.iterdir()) == [".DS_Store", "caltech101", cifar10.FOLDER]

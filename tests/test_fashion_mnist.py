@@ -7,13 +7,14 @@ import sys
 
 import numpy as np
 import pytest
-from colossal_vit.data import cifar10, fashion_mnist, shards
-from colossal_vit.data.digits import write_cifar10
+from colossal_vit.data import fashion_mnist
 from colossal_vit.errors import UserError
 from PIL import Image
 
+import cifar10
 import fork_ranks
 import launchers
+import tfrecord
 
 COUNTS = {"train": 40, "t10k": 20}
 
@@ -59,7 +60,7 @@ def test_all_formats_have_the_same_images_and_labels(source, tmp_path):
         for number, label in enumerate(labels.tolist()):
             (path,) = folder.glob(f"{label} */{number:05d}.png")
             assert (np.asarray(Image.open(path)) == pixels[number, 0].numpy()).all()
-    assert shards.class_names(root / "imagenet_tfrecords") == cifar10_names(root)
+    assert tfrecord.class_names(root / "imagenet_tfrecords") == cifar10_names(root)
 
 
 def test_images_are_those_of_the_files(source):
@@ -115,7 +116,7 @@ def test_a_folder_that_cannot_be_made_is_told_in_one_line(what, source, tmp_path
 
 def test_a_folder_that_has_other_images_is_refused(source, tmp_path):
     """Training on them would look like training on Fashion-MNIST."""
-    write_cifar10(tmp_path)
+    cifar10.write_images(tmp_path)
     code, said = write(tmp_path, source)
     assert code == 2
     words = "has other images than Fashion-MNIST's; give another folder"

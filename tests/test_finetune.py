@@ -23,7 +23,6 @@ from colossal_vit.checkpoint import storage, tensors, weights
 from colossal_vit.checkpoint.checkpointer import Checkpointer
 from colossal_vit.checkpoint.tensors import parameter_slots
 from colossal_vit.checkpoint.weights import BIAS, PATCHES
-from colossal_vit.data import cifar10
 from colossal_vit.engine import Trainer, build_optimizer, initialize, optimizers
 from colossal_vit.errors import UserError
 from colossal_vit.models import PatchProjection, build_timm_vit
@@ -39,6 +38,7 @@ from colossalai.legacy.core import global_context as gpc
 from colossalai.legacy.nn.layer.parallel_3d import _utils as parallel_3d_utils
 from safetensors.torch import load, load_file, save, save_file
 
+import cifar10
 import conftest
 import fork_ranks
 import test_layouts

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from colossal_vit.data import cifar10
-from colossal_vit.data.digits import write_caltech101
 from colossal_vit.engine.knn import classify, gather_features
 from colossalai.context import Config
 from colossalai.legacy.core import global_context as gpc
 from safetensors.torch import save_file
 from sklearn.neighbors import KNeighborsClassifier
 
+import caltech101
+import cifar10
 import training
 from conftest import NUM_TEST_IMAGES
 from layouts import LAYOUTS
@@ -127,7 +127,7 @@ SMALL = dict(IMG_SIZE=32, PATCH_SIZE=8, HIDDEN_SIZE=32, DEPTH=4, NUM_HEADS=4, NU
 @pytest.mark.parametrize("script", [training.CALTECH101, training.IMAGENET])
 def test_other_data_are_evaluated_alike_by_one_and_two(script, weights, tmp_path, monkeypatch):
     if script == training.CALTECH101:
-        write_caltech101(tmp_path)
+        caltech101.write_sample(tmp_path)
         monkeypatch.setenv("DATA", str(tmp_path))
     else:
         monkeypatch.delenv("DATA", raising=False)

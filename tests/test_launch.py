@@ -14,8 +14,6 @@ import pytest
 import torch
 from colossal_vit import launch
 from colossal_vit.checkpoint import storage
-from colossal_vit.data import cifar10
-from colossal_vit.data.digits import write_cifar10
 from colossal_vit.errors import UserError
 from colossal_vit.hooks.metrics import MetricsHook
 from colossal_vit.launch import rendezvous
@@ -28,6 +26,7 @@ from colossalai.context import Config
 from colossalai.legacy import get_default_parser
 from colossalai.legacy.core import global_context as gpc
 
+import cifar10
 import fork_ranks
 import launchers
 import train_hybrid
@@ -164,7 +163,7 @@ def test_a_mistake_on_all_ranks_ends_them_with_one_line_and_exit_code_2(tmp_path
     occupant = socket.create_server(("127.0.0.1", 0))
     used, output = occupant.getsockname()[1], tmp_path / "output"
     (tmp_path / "file").touch()
-    os.truncate(write_cifar10(tmp_path / "cut") / "data_batch_2.bin", 10_000)
+    os.truncate(cifar10.write_images(tmp_path / "cut") / "data_batch_2.bin", 10_000)
     cases = {
         "unknown flag": (["--resum", "auto"], ["--resum"]),
         "unknown key": (sets("BATCHSIZE=3"), ["BATCHSIZE", "BATCH_SIZE"]),

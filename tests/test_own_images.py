@@ -18,14 +18,11 @@ import torch
 from colossal_vit import predict
 from colossal_vit.checkpoint import storage
 from colossal_vit.checkpoint.timm_model import export_timm
-from colossal_vit.config import settings
-from colossal_vit.data import class_images, imagenet, packing
+from colossal_vit.data import class_images
 from colossal_vit.data.class_images import Images, find_images, split_by_content
-from colossal_vit.data.digits import write_caltech101, write_cifar10
 from colossal_vit.data.folders import has_class_folders
 from colossal_vit.data.identity import differences
-from colossal_vit.data.shards import find_shards
-from colossal_vit.data.source import USUAL, expected_classes, find_format
+from colossal_vit.data.loaders import expected_classes, is_class_folders
 from colossal_vit.errors import UserError
 from colossal_vit.hooks import answers as answers_hook
 from colossal_vit.parallel.ranks import RankLogger
@@ -33,11 +30,17 @@ from colossalai.context import Config
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+import build_tfrecords
+import caltech101
+import cifar10
+import imagenet_dali_dataloader
 import training
 from layouts import LAYOUTS
+from tfrecord import find_shards
 
 CLASSES = {"cat": 20, "dog house": 15, "Ähre": 10}  # names, and how many images each has
 ORIENTATION = 0x0112  # tag of EXIF
+LOADERS = {"CIFAR-10": cifar10, "Caltech101": caltech101, "ImageNet": imagenet_dali_dataloader}
 ENDINGS = ("jpg", "png", "webp", "bmp", "tif", "gif", "JPEG")
 
 
@@ -111,9 +114,9 @@ def test_folders_that_are_no_classes_or_have_no_readable_image_are_refused(paths
     for path in paths:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).touch()
-    for usual in USUAL.values():
+    for loader in LOADERS.values():
         with pytest.raises(UserError, match=f"^{re.escape(f'{tmp_path}: {words}')}"):
-            find_format(tmp_path, usual)
+            is_class_folders(tmp_path, loader)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -320,7 +323,7 @@ def test_what_file_servers_and_systems_make_is_no_class_and_no_image(name, tmp_p
         count, first = 3 * len(parts), root / parts[0] / name
         words = f"{count} folders of file servers or operating systems are left out, the first is "
         assert images.left_out == [f"{words}{min(str(root / parts[0] / 'cat' / name), str(first))}"]
-    assert expected_classes(Config({"DATA": str(tmp_path)}), "train_hybrid") == 2
+    assert expected_classes(Config({"DATA": str(tmp_path)}), cifar10) == 2
     found, left_out = predict.find_images([tmp_path / "train"])
     assert len(found) == 6
     assert left_out[0].startswith("3 folders of file servers or operating systems are left out, the first is ")
@@ -372,7 +375,7 @@ def test_an_accent_that_is_written_in_two_ways_is_the_same_class(train, val, tmp
     images = find_images(tmp_path, tmp_path / ".decoded", ["train", "val"])
     assert images.classes == ["cafz", COMPOSED]
     assert np.bincount(images.labels).tolist() == [6, 3 * (len(train) + len(val))]
-    assert expected_classes(Config({"DATA": str(tmp_path)}), "train_hybrid") == 2
+    assert expected_classes(Config({"DATA": str(tmp_path)}), cifar10) == 2
 
 
 def test_data_that_went_through_macos_are_the_same(tmp_path):
@@ -569,7 +572,7 @@ def test_images_of_the_same_content_on_both_sides_or_in_two_classes_are_said(tmp
     shutil.copy(root / "train" / "dog" / "4 x.tif", root / "train" / "cat" / "4 x.tif")
     classes = "1 images are in another class too, the first is train/cat/4 x.tif and train/dog/4 x.tif"
     assert said() == [f"2 of 9 test images are training images too, {first}", classes]
-    assert packing.main(["--verify", str(root)]) == 0
+    assert build_tfrecords.main(["--verify", str(root)]) == 0
     assert said() == capfd.readouterr().out.splitlines()[-4:-2]
 
 
@@ -621,7 +624,7 @@ def test_each_image_is_checked_once_and_all_that_are_damaged_are_listed(tmp_path
     assert said[0].endswith(f"repair or remove it. Images that cannot be decoded: 3, listed in {listed}")
     lines = listed.read_text().splitlines()
     assert [line.split(": cannot be decoded")[0] for line in lines] == [f"{root}/{path}" for path in sorted(tried)]
-    assert packing.main(["--verify", str(root)]) == 1
+    assert build_tfrecords.main(["--verify", str(root)]) == 1
     out = capfd.readouterr().out.splitlines()
     assert [line for line in lines if line not in out] == []
     assert out[-1] == f"{root}: 3 faults in 11 images"
@@ -629,7 +632,7 @@ def test_each_image_is_checked_once_and_all_that_are_damaged_are_listed(tmp_path
         Path(line.split(": cannot be decoded")[0]).unlink()
     check()
     assert not listed.exists()
-    assert packing.main(["--verify", str(root)]) == 0
+    assert build_tfrecords.main(["--verify", str(root)]) == 0
     assert tried == []
 
 
@@ -774,17 +777,17 @@ def test_a_dry_run_has_a_class_for_each_folder(flag, flat, tmp_path):
 def sample(tmp_path_factory):
     """The digits in every format."""
     folder = tmp_path_factory.mktemp("sample")
-    write_cifar10(folder / "CIFAR-10")
-    write_caltech101(folder / "Caltech101")
-    imagenet.write_sample(folder).rename(folder / "ImageNet")
+    cifar10.write_images(folder / "CIFAR-10")
+    caltech101.write_sample(folder / "Caltech101")
+    imagenet_dali_dataloader.write_sample(folder).rename(folder / "ImageNet")
     return folder
 
 
-@pytest.mark.parametrize(("name", "classes"), [("CIFAR-10", 10), ("Caltech101", 101), ("ImageNet", 1000), (".", 10)])
-def test_a_dry_run_expects_the_classes_of_the_format_in_its_folder(name, classes, sample):
-    """Which is another script's, or class folders of one's own."""
-    folder = sample / name if name != "." else sample / "Caltech101" / "caltech101" / "101_ObjectCategories"
-    assert expected_classes(Config({"DATA": str(folder)}), "train_hybrid") == classes
+@pytest.mark.parametrize(("name", "classes"), [("CIFAR-10", 10), ("Caltech101", 101), ("ImageNet", 1000)])
+def test_expected_classes_are_those_of_the_loader_or_the_class_folders(name, classes, sample):
+    loader, own = LOADERS[name], sample / "Caltech101" / "caltech101" / "101_ObjectCategories"
+    assert expected_classes(Config({"DATA": str(sample / name)}), loader) == classes
+    assert expected_classes(Config({"DATA": str(own)}), loader) == 10
 
 
 @pytest.mark.parametrize(
@@ -800,25 +803,26 @@ def test_a_dry_run_expects_the_classes_of_the_format_in_its_folder(name, classes
         (training.IMAGENET, "Caltech101", None, "1438 training and 359 test"),
     ],
 )
-def test_every_script_takes_every_format(script, name, layout, counts, sample, tmp_path):
-    run = train(tmp_path / "run", sample / name, script=script, layout=layout, steps=1)
+def test_every_script_takes_the_loader_of_another_one(script, name, layout, counts, sample, tmp_path):
+    path = Path(LOADERS[name].__file__)
+    loader = f"../{path.parent.name}/{path.name}"  # from the script's folder
+    run = train(tmp_path / "run", sample / name, script=script, layout=layout, steps=1, LOADER=loader)
     assert f"{counts} images from {sample / name}" in run.said
     data = storage.open_named(run.output).state
     assert (data["data"]["images"], data["config"]["NUM_CLASSES"]) == (name, 10)
 
 
-def test_of_several_formats_the_own_one_is_taken(tmp_path):
+def test_data_sets_of_several_loaders_are_no_class_folders(tmp_path):
     for name in ("cifar-10-batches-bin", "caltech101/101_ObjectCategories", "idx_files", "cat"):
         (tmp_path / name).mkdir(parents=True)
-    for script, usual in USUAL.items():
-        assert find_format(tmp_path, usual) is usual, script
-    shutil.rmtree(tmp_path / "idx_files")
-    assert find_format(tmp_path, USUAL[settings.IMAGENET]).name == "CIFAR-10"
+    for loader in LOADERS.values():
+        assert not is_class_folders(tmp_path, loader)
 
 
 def test_records_without_an_index_are_named_in_every_script(sample, tmp_path):
     shutil.copytree(sample / "ImageNet", tmp_path / "data", ignore=shutil.ignore_patterns("idx_files"))
-    line = training.refused(tmp_path / "run", DATA=str(tmp_path / "data"))
+    loader = imagenet_dali_dataloader.__file__
+    line = training.refused(tmp_path / "run", DATA=str(tmp_path / "data"), LOADER=loader)
     assert "No such file or directory; run `python build_tfrecords.py --index-only" in line
 
 
@@ -967,14 +971,14 @@ def test_a_class_without_training_images_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("script", "own", "words"),
     [
-        (training.CALTECH101, True, "class folders, for which there is TEST_FRACTION"),
-        (training.HYBRID, False, "CIFAR-10's, which are split"),
+        (training.CALTECH101, True, "class folders, for which there is TEST_FRACTION, do"),
+        (training.HYBRID, False, "cifar10.py does"),
     ],
 )
 def test_a_number_of_training_images_is_for_caltech101_only(script, own, words, flat, tmp_path):
     values = {"DATA": str(flat)} if own else {}
     line = training.refused(tmp_path / "run", script=script, TRAIN_PER_CLASS=4, **values)
-    assert line.endswith(f"TRAIN_PER_CLASS = 4: is for Caltech101's images, but these are {words}: leave it out")
+    assert line.endswith(f"TRAIN_PER_CLASS = 4: {words} not use it: leave it out")
 
 
 def test_neighbours_are_no_more_than_the_training_images(tmp_path):

@@ -14,12 +14,13 @@ import pytest
 from colossal_vit import config
 from colossal_vit.checkpoint import __main__, lock, storage, weights
 from colossal_vit.config import settings
-from colossal_vit.data import cifar10, identity
-from colossal_vit.data.digits import write_caltech101, write_cifar10
+from colossal_vit.data import identity
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.results import read_metrics
 
+import caltech101
+import cifar10
 import fork_ranks
 import launchers
 import training
@@ -199,7 +200,7 @@ def test_the_published_data_parallel_config_trains(tmp_path):
     sizes = dict(IMG_SIZE=32, PATCH_SIZE=8, HIDDEN_SIZE=32, DEPTH=1, NUM_HEADS=2, BATCH_SIZE=16)
     options = dict(script=training.DATA_PARALLEL, config=path, small=False, steps=1)
     said = training.train(tmp_path / "run", **options, **sizes).said
-    assert "dali does nothing in this script: TFRecords are read as by default; Mixup is in the block mix" in said
+    assert "dali does nothing in this script: TFRecords are read as by default, and images are not mixed" in said
 
 
 def test_no_file_gets_the_number_of_a_missing_stderr():
@@ -238,7 +239,7 @@ def test_other_data_are_refused_or_put_on_record(trained, tmp_path, monkeypatch,
     shutil.copytree(small_sample, tmp_path / "copy")
     monkeypatch.setenv("DATA", str(tmp_path / "copy"))
     assert "resuming from" in run(trained, "--max-steps", "3")
-    folder = write_cifar10(tmp_path / "other")
+    folder = cifar10.write_images(tmp_path / "other")
     monkeypatch.setenv("DATA", str(folder.parent))
     line = refused(trained, "--max-steps", "4")
     assert "step-00000003: was trained with other data (content, test images 90 → 360): change that back" in line
@@ -254,7 +255,7 @@ def test_the_best_accuracy_is_one_on_the_same_images(tmp_path, monkeypatch):
     for steps in (2, 3):
         run(output, "--max-steps", str(steps), **values)
         assert state_of(output)["best"]["step"] == 2
-    monkeypatch.setenv("DATA", str(write_cifar10(tmp_path / "other").parent))
+    monkeypatch.setenv("DATA", str(cifar10.write_images(tmp_path / "other").parent))
     run(output, "--accept-changes", "--max-steps", "4", **values)
     assert state_of(output)["best"]["step"] == 4
 
@@ -298,7 +299,7 @@ def test_names_of_classes_that_were_numbers_before_are_no_difference():
 def test_a_class_that_is_gone_is_noticed(tmp_path, monkeypatch):
     """All labels after it are others then."""
     root = tmp_path / "data"
-    write_caltech101(root)
+    caltech101.write_sample(root)
     options = dict(script=training.CALTECH101, BATCH_SIZE=64, CACHE_SIZE=16, DATA=str(root))
     training.train(tmp_path / "run", steps=1, **options)
     shutil.rmtree(root / "caltech101/101_ObjectCategories/3")

@@ -24,12 +24,12 @@ import numpy as np
 import pytest
 from colossal_vit import config as configs
 from colossal_vit.checkpoint import storage
-from colossal_vit.data import packing
 from colossal_vit.data.digits import digits
 from colossal_vit.launch.flags import get_parser
 from colossal_vit.results import read_metrics
 from PIL import Image
 
+import build_tfrecords
 import fork_ranks
 import launchers
 import warm
@@ -305,7 +305,7 @@ def test_flags_of_a_command_that_cannot_run_here(page, command, folder):
         assert argv[0] == "fashion-mnist"  # test_fashion_mnist.py runs it
         return
     elif script == "build_tfrecords.py":
-        packing.parse(argv)
+        build_tfrecords.parse(argv)
         return
     elif Path(script).name in ("bench.py", "gpu_check.sh"):
         program = Path("scripts") / Path(script).with_suffix(".py").name

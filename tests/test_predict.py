@@ -13,8 +13,7 @@ from colossal_vit import predict
 from colossal_vit.checkpoint import __main__ as checkpoint
 from colossal_vit.checkpoint import storage, timm_model
 from colossal_vit.config import settings
-from colossal_vit.data import cifar10, class_images, image_folder
-from colossal_vit.data.digits import write_cifar10
+from colossal_vit.data import class_images, image_folder
 from colossal_vit.data.image_folder import MEAN, STD
 from colossal_vit.data.samplers import EvalSampler
 from colossal_vit.models import build_timm_vit
@@ -23,6 +22,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from torchvision.transforms import v2
 
+import cifar10
 import fork_ranks
 import training
 import vit
@@ -36,7 +36,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     values = {"parallel.pipeline": 2, "ema.decay": 0.5, "DEPTH": 2}
     training.train(folder / "run", 2, steps=60, **values)
-    images, labels, _ = cifar10.read(write_cifar10(folder / "data").parent, train=False)
+    images, labels, _ = cifar10.read(cifar10.write_images(folder / "data").parent, train=False)
     (folder / "images").mkdir()
     for number, (image, label) in enumerate(zip(images, labels.tolist(), strict=True)):
         Image.fromarray(image.permute(1, 2, 0).numpy()).save(folder / "images" / f"{number:03d} {label}.png")

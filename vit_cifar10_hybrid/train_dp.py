@@ -6,8 +6,7 @@ The first step of the tutorial: every process holds the whole model. `train_hybr
 """
 
 from colossal_vit import launch
-from colossal_vit.data.mixing import mixed
-from colossal_vit.data.source import build_data
+from colossal_vit.data.loaders import load_data
 from colossal_vit.engine import Trainer, Training, build_criterion, build_optimizer, build_scheduler, initialize
 from colossal_vit.engine.knn import evaluate_knn
 from colossal_vit.hooks import standard_hooks
@@ -19,8 +18,7 @@ def build(run: launch.Run) -> Training:
     config = run.config
 
     # ---- Data: the same global batches for any number of processes -------------------------------------------------
-    train_dataloader, test_dataloader = build_data(run)
-    train_dataloader = mixed(train_dataloader, config)  # Mixup and CutMix, with the block `mix`
+    train_dataloader, test_dataloader = load_data(run)
 
     # ---- Model -----------------------------------------------------------------------------------------------------
     model = build_timm_vit(config)
@@ -59,7 +57,7 @@ def main(args: launch.Arguments) -> object:
     run.log.info(f"metrics, curves and checkpoints are in {run.output}")
 
 
-SCRIPT = launch.Script(main, build, __doc__, "train_dp", check_timm_vit)
+SCRIPT = launch.Script(main, build, __doc__, "train_dp", check_timm_vit, loader="cifar10.py")
 
 if __name__ == "__main__":
     launch.run(SCRIPT)

@@ -4,15 +4,16 @@ import statistics
 from pathlib import Path
 
 from colossal_vit import typed_json
-from colossal_vit.config.settings import IMAGENET
-from colossal_vit.data.source import USUAL, expected_images
+from colossal_vit.data.loaders import expected_images
 from colossal_vit.models import SHAPE
 from colossal_vit.results import METRICS, format_table, read_metrics
 from colossal_vit.typed_json import Count
 from colossalai.context import Config
 from typing_extensions import TypedDict
 
-NUM_IMAGES = USUAL[IMAGENET].num_images  # ImageNet-1K's training set
+import imagenet_dali_dataloader
+from imagenet_dali_dataloader import NUM_IMAGES
+
 NUM_GPUS = {4, 64, 1024}
 PUBLISHED_HOURS = {  # what 300 epochs take on 4 A100s, as the tutorial says
     "vit_base_patch32_224": 14.58,
@@ -75,7 +76,7 @@ def schedule(config: Config, output: Path, num_gpus: int) -> list[str]:
         number: batch_and_accumulation(number, config.BATCH_SIZE, global_batch, even=bool(config.mix))
         for number in sorted(NUM_GPUS | {num_gpus})
     }
-    images = expected_images(config, IMAGENET)
+    images = expected_images(config, imagenet_dali_dataloader)
     steps = images // global_batch * config.NUM_EPOCHS
     rows = []
     for number, (micro_batch, accumulation) in ((n, found) for n, found in settings.items() if found):

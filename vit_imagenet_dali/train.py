@@ -6,13 +6,13 @@
 """
 
 from colossal_vit import launch
-from colossal_vit.data.mixing import mixed
-from colossal_vit.data.source import build_data
+from colossal_vit.data.loaders import load_data
 from colossal_vit.engine import Trainer, Training, build_criterion, build_optimizer, build_scheduler, initialize
 from colossal_vit.engine.knn import evaluate_knn
 from colossal_vit.hooks import standard_hooks
 from colossal_vit.models import build_timm_vit, check_timm_vit
 
+from mixup import with_mixup
 from myhooks import ThroughputHook
 from planning import schedule
 
@@ -22,8 +22,8 @@ def build(run: launch.Run) -> Training:
     config = run.config
 
     # ---- Data: DALI reads TFRecords --------------------------------------------------------------------------------
-    train_dataloader, test_dataloader = build_data(run)
-    train_dataloader = mixed(train_dataloader, config)  # Mixup and CutMix, with the block `mix`
+    train_dataloader, test_dataloader = load_data(run)
+    train_dataloader = with_mixup(train_dataloader, config)  # Mixup and CutMix, with the block `mix`
 
     # ---- Model -----------------------------------------------------------------------------------------------------
     model = build_timm_vit(config)
@@ -63,7 +63,7 @@ def main(args: launch.Arguments) -> object:
     run.log.info(f"metrics, curves and checkpoints are in {run.output}")
 
 
-SCRIPT = launch.Script(main, build, __doc__, "imagenet", check_timm_vit, schedule)
+SCRIPT = launch.Script(main, build, __doc__, "imagenet", check_timm_vit, schedule, loader="imagenet_dali_dataloader.py")
 
 if __name__ == "__main__":
     launch.run(SCRIPT)

@@ -5,7 +5,6 @@ grey; E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UC
 folder with them appears in one rename, and one that exists is left as it is.
 """
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,33 +46,6 @@ def digits(side: int) -> GreyImages:
     return GreyImages(train_images, train_labels, test_images, test_labels)
 
 
-def write_cifar10(root: Path, read: Callable[[int], GreyImages] = digits, names: Sequence[str] = DIGITS) -> Path:
-    """Write images in CIFAR-10's binary format to `root/cifar-10-batches-bin`; returns this folder.
-
-    Each record is a label byte and three planes of 32 x 32 bytes; the three are equal, since the images are grey.
-
-    Args:
-        root: where the folder is to be.
-        read: the images, of a side in pixels.
-        names: of the classes.
-    """
-    folder = root / "cifar-10-batches-bin"
-    if folder.is_dir():
-        return folder
-    train_images, train_labels, test_images, test_labels = read(32)
-
-    def records(images: np.ndarray, labels: np.ndarray) -> np.ndarray:
-        plane = images.reshape(len(images), -1)
-        return np.column_stack([labels.astype(np.uint8), plane, plane, plane])
-
-    with atomic_folder(folder) as scratch:
-        for number, part in enumerate(np.array_split(records(train_images, train_labels), 5), start=1):
-            part.tofile(scratch / f"data_batch_{number}.bin")
-        records(test_images, test_labels).tofile(scratch / "test_batch.bin")
-        (scratch / "batches.meta.txt").write_text("".join(f"{name}\n" for name in names))
-    return folder
-
-
 def write_imagenet(root: Path) -> Path:
     """Write the digits as ImageNet's folders to `root/imagenet`; returns this folder.
 
@@ -92,24 +64,4 @@ def write_imagenet(root: Path) -> Path:
                 path = scratch / split / wnid / f"{stem}.JPEG"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 Image.fromarray(image).convert("RGB").save(path, "JPEG", quality=95)
-    return folder
-
-
-def write_caltech101(root: Path) -> Path:
-    """Write the digits as Caltech101's folders to `root/caltech101`; returns this folder.
-
-    `101_ObjectCategories/<digit>/image_<number>.jpg`, grey, of 64 x 64 pixels, numbered from 1 in each class.
-    Caltech101 has no split of its own: this is all 1,797 of them.
-    """
-    folder = root / "caltech101"
-    if folder.is_dir():
-        return folder
-    train_images, train_labels, test_images, test_labels = digits(64)
-    images, labels = np.concatenate([train_images, test_images]), np.concatenate([train_labels, test_labels])
-    with atomic_folder(folder) as scratch:
-        for digit in range(10):
-            part = scratch / "101_ObjectCategories" / str(digit)
-            part.mkdir(parents=True)
-            for number, image in enumerate(images[labels == digit], start=1):
-                Image.fromarray(image).save(part / f"image_{number:04d}.jpg", "JPEG", quality=95)
     return folder

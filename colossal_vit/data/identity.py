@@ -1,9 +1,14 @@
-"""What a run's data are, so that no other data resume it."""
+"""What a run's data are: checked against its config, and recorded, so that no other data resume it."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from colossal_vit.data.folders import composed
+from colossal_vit.errors import UserError
+from colossal_vit.parallel.ranks import all_gather_object
+from colossal_vit.run import Run
+from colossalai.context import Config
 
 OWN = "class folders"  # what kind of files the user's own images are
 
@@ -65,3 +70,42 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
         else:
             said.append("content" if key == "content" else f"{key} {before} → {after}")
     return ", ".join(sorted(said))
+
+
+def settle_classes(config: Config, count: int, where: Path) -> None:
+    """Make NUM_CLASSES the number of classes of the data, unless the config says it.
+
+    Raises:
+        UserError: if the config has fewer.
+    """
+    if config.setdefault("NUM_CLASSES", count) < count:
+        raise UserError(
+            f"NUM_CLASSES = {config.NUM_CLASSES}, but {where} has {count} classes: leave NUM_CLASSES out, or raise it"
+        )
+
+
+def describe_data(
+    run: Run,
+    name: str,
+    counts: tuple[int, int],
+    classes: Sequence[str] | int,
+    digest: str,
+    folder: Path,
+    contents: tuple[str, str] | None = None,
+) -> None:
+    """Log how many images a run has, and keep their identity in `run.data`. Collective.
+
+    Args:
+        run: of which data.
+        name, counts, classes, digest, contents: see `identify`.
+        folder: where they are.
+
+    Raises:
+        UserError: on every rank, if not all read the same data, in whichever folder.
+    """
+    run.data = identify(name, counts, classes, digest, contents)
+    run.log.info(f"{counts[0]} training and {counts[1]} test images from {folder}")
+    of_rank_0, *others = all_gather_object(run.data)
+    for rank, data in enumerate(others, start=1):
+        if said := differences(of_rank_0, data):
+            raise UserError(f"rank 0 and rank {rank} read different data ({said}): DATA must be the same on all nodes")

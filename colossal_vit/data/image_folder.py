@@ -32,9 +32,8 @@ from colossal_vit.data.class_images import (
     split_by_folder,
 )
 from colossal_vit.data.cropping import cache_size
-from colossal_vit.data.identity import OWN
+from colossal_vit.data.identity import OWN, describe_data, settle_classes
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
-from colossal_vit.data.source import describe_data, settle_classes
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.ranks import raise_on_all_ranks, run_on_rank_0
 from colossal_vit.run import Run

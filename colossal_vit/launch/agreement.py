@@ -12,17 +12,25 @@ import colossal_vit
 import torch
 from colossal_vit import config as configs
 from colossal_vit.config.check import shown
+from colossal_vit.data.loaders import find_loader, import_file
 from colossalai.context import Config
 
 # Attributes of `Arguments` that may differ: a rank's place and paths, what rank 0 alone uses, and what the config has.
 OF_A_RANK = {"rank", "local_rank", "host", "port", "launcher", "timeout", "output", "wandb"}
-OF_A_RANK |= {"config", "set", "compile", "backend", "world_size", "script", "check", "notes"}
+OF_A_RANK |= {"config", "set", "compile", "backend", "world_size", "script", "check", "notes", "loader"}
 
 
-def _code() -> str:
-    """A digest of the source files of this library, and of the script and the modules beside it that it imports."""
+def _code(loader: Path | None) -> str:
+    """A digest of the source files of this library, and of script, loader and the modules beside them that they import.
+
+    Args:
+        loader: see `data.loaders.find_loader`.
+    """
     library, script = Path(colossal_vit.__file__).parent, Path(sys.argv[0]).absolute()
     folders = {script.parent, script.resolve().parent}
+    if loader:
+        import_file(loader)
+        folders.add(loader.parent)
     imported = [Path(file) for module in [*sys.modules.values()] if (file := getattr(module, "__file__", None))]
     files = {str(path.relative_to(library)): path for path in library.rglob("*.py")}
     files |= {f"../{path.name}": path for path in imported if path.parent in folders and path.is_file()}
@@ -46,7 +54,7 @@ def common(args: argparse.Namespace, config: Config, backend: str) -> dict[str, 
     flags = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items() if name not in OF_A_RANK}
     return {
         "script": Path(sys.argv[0]).name,
-        "code": {"colossal_vit": _code(), "torch": torch.__version__},
+        "code": {"colossal_vit": _code(find_loader(args, config)), "torch": torch.__version__},
         "backend": backend,
         **flags,
         "--resume": args.resume if args.resume in ("auto", "never") else "a path",

@@ -1,6 +1,7 @@
 """The command line that all train scripts share."""
 
 import argparse
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,11 +43,13 @@ class Arguments(argparse.Namespace):
         script: one of `settings.SCRIPTS`, whose config keys and defaults apply; None allows any key.
         check: raises `UserError` if config and layout do not fit the script's model.
         notes: makes lines that the script adds to a dry run's report, of config, run directory and data parallel size.
+        loader: the script's own file that reads data, which a config's LOADER replaces; see `data.loaders`.
     """
 
     script: str | None = None
     check: "Check | None" = None
     notes: "Notes | None" = None
+    loader: Path | None = None
 
     def replace(self, **changes: Any) -> "Arguments":
         """A copy with other values."""
@@ -67,6 +70,7 @@ class Script:
         build: builds what trains.
         description: for `--help`; usually the script's docstring.
         name, check, notes: `script`, `check` and `notes` of its `Arguments`.
+        loader: the file beside the script that reads data, unless the config has LOADER.
     """
 
     main: Callable[[Arguments], Any]
@@ -75,6 +79,7 @@ class Script:
     name: str | None = None
     check: Check | None = None
     notes: Notes | None = None
+    loader: str | None = None
 
     def parse(self, words: Sequence[str] | None = None) -> Arguments:
         """The arguments in a command line, by default this process's.
@@ -82,7 +87,9 @@ class Script:
         Raises:
             UserError: if a flag is wrong.
         """
-        return parse(words, self.description, script=self.name, check=self.check, notes=self.notes)
+        loader = Path(inspect.getfile(self.main)).resolve().with_name(self.loader) if self.loader else None
+        of_script = dict(script=self.name, check=self.check, notes=self.notes, loader=loader)
+        return parse(words, self.description, **of_script)
 
 
 class TrainParser(Parser):
@@ -123,7 +130,7 @@ def parse(words: Sequence[str] | None = None, description: str | None = None, **
     Args:
         words: the command line, by default this process's.
         description: for `--help`; usually the script's docstring.
-        of_script: `script`, `check` and `notes`, see `Arguments`.
+        of_script: `script`, `check`, `notes` and `loader`, see `Arguments`.
 
     Raises:
         UserError: if a flag is wrong.

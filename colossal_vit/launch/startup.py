@@ -13,7 +13,7 @@ from colossal_vit import parent
 from colossal_vit.checkpoint import run_directory
 from colossal_vit.checkpoint.checkpointer import Checkpointer
 from colossal_vit.compat import cpu, patches
-from colossal_vit.data.source import expected_classes
+from colossal_vit.data.loaders import expected_classes, find_loader, import_loader
 from colossal_vit.engine import precision
 from colossal_vit.errors import UserError
 from colossal_vit.hooks import wandb_run
@@ -49,8 +49,9 @@ def read_config(args: Arguments, more: Sequence[str] = ()) -> tuple[Config, dict
     idle = configs.idle_keys(config, args.script)
     for key in idle:
         del config[key]
+    find_loader(args, config)  # refuses what is no file
     if args.dry_run or args.plan is not None or config.get("SYNTHETIC"):
-        config.setdefault("NUM_CLASSES", expected_classes(config, args.script))
+        _settle_classes(args, config)
     if args.eval_only and args.resume == "never" and not (config.finetune or {}).get("weights"):
         flag = "--eval-knn" if args.eval_knn else "--eval-only"
         raise UserError(f"{flag} evaluates a checkpoint, and --resume never says to take none: leave one of them out")
@@ -61,6 +62,12 @@ def read_config(args: Arguments, more: Sequence[str] = ()) -> tuple[Config, dict
     if args.debug_nan and config.COMPILE:
         raise UserError("--debug-nan looks into the model, which COMPILE merges into one piece: leave one of them out")
     return config, idle
+
+
+def _settle_classes(args: Arguments, config: Config) -> None:
+    """Set NUM_CLASSES, unless the config has it, where no data say it."""
+    if "NUM_CLASSES" not in config:
+        config.NUM_CLASSES = expected_classes(config, import_loader(args, config))
 
 
 def find_output(args: Arguments) -> Path:
@@ -114,7 +121,7 @@ def start_alone(args: Arguments, rank: int, store: dist.Store, prepare: Callable
         UserError: if flags, config or layout are not usable.
     """
     config, _ = read_config(args)
-    config.setdefault("NUM_CLASSES", expected_classes(config, args.script))
+    _settle_classes(args, config)
     rendezvous = planned_rendezvous(args, config, rank)
     config, layout = _choose_layout(args, config, rendezvous.world_size)
     rendezvous.world_size = layout.world_size

@@ -17,9 +17,9 @@ from colossal_vit import config as configs
 from colossal_vit.compat import cpu
 
 try:
-    from colossal_vit.data import imagenet as loaders
-except ImportError:  # up to version 0.9
     import imagenet_dali_dataloader as loaders
+except ImportError:  # version 0.10
+    from colossal_vit.data import imagenet as loaders
 
 ON_GPU = torch.cuda.is_available()
 DEVICE, THREADS = (torch.device("cuda", 0), len(os.sched_getaffinity(0))) if ON_GPU else (torch.device("cpu"), 2)

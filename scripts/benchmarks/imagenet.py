@@ -19,13 +19,12 @@ from pathlib import Path
 
 import torch
 from colossal_vit import config as configs
-from colossal_vit.config.settings import IMAGENET
-from colossal_vit.data.imagenet import DaliLoader, find_records
-from colossal_vit.data.source import USUAL
 
 from benchmarks import jpegs
 from benchmarks.harness import ROOT, Benchmark, Case, Rounds, Side, Values, positive
 from benchmarks.training import add_set, device, mfu, summary_of, train
+from imagenet_dali_dataloader import DaliLoader
+from tfrecord import find_records
 
 CONFIG = ROOT / "vit_imagenet_dali/config.py"
 SKIPPED = 2  # steps of a run that are not counted
@@ -43,7 +42,7 @@ def train_steps(overrides: list[str], data: Path, args: argparse.Namespace, numb
 
 def drain(data: Path, batch_size: int, num_batches: int) -> float:
     """Images/s of DALI's training batches without training."""
-    values = [f"BATCH_SIZE={batch_size}", "gradient_accumulation=1", f"NUM_CLASSES={USUAL[IMAGENET].num_classes}"]
+    values = [f"BATCH_SIZE={batch_size}", "gradient_accumulation=1", "NUM_CLASSES=1000"]
     config = configs.load(CONFIG, values, "imagenet")
     loader = DaliLoader(find_records(data, "train"), True, config, device(), len(os.sched_getaffinity(0)))
 

@@ -9,8 +9,9 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-from colossal_vit.data import packing
 from PIL import Image
+
+import build_tfrecords
 
 WIDTH, HEIGHT = 500, 375  # ImageNet's most frequent size
 NOISE, QUALITY = 18, 90  # chosen to give about 100 KB per image
@@ -47,7 +48,7 @@ def pack(folder: Path) -> Path:
     """Pack the images of such a folder into TFRecords beside it."""
     packed = folder.with_name("tfrecords")
     with redirect_stdout(None):
-        packing.build(packing.parse([str(folder), str(packed)]))
+        build_tfrecords.build(build_tfrecords.parse([str(folder), str(packed)]))
     return packed
 
 

@@ -21,7 +21,6 @@ from pathlib import Path
 
 import torch
 from colossal_vit import config as configs
-from colossal_vit.data.imagenet import MEAN, STD, DaliLoader, find_records
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 from torchvision import transforms
@@ -29,6 +28,8 @@ from torchvision.datasets import ImageFolder
 
 from benchmarks import jpegs
 from benchmarks.harness import ROOT, Benchmark, Case, Side, Values, python_path
+from imagenet_dali_dataloader import MEAN, STD, DaliLoader
+from tfrecord import find_records
 
 NUM_IMAGES = 256
 IMG_SIZE, BATCH_SIZE, WORKERS = 224, 64, 2

@@ -16,8 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from colossal_vit import launch
-from colossal_vit.config.settings import CALTECH101
-from colossal_vit.data.source import USUAL
 from colossal_vit.engine import precision
 from colossal_vit.engine.engine import Engine
 from colossal_vit.mfu import peak_of, training_flops
@@ -38,6 +36,7 @@ from layouts import FOLDER as HYBRID
 from vit import check_vit
 
 CHECKED_STEPS, TOLERANCE = 3, 1e-4  # relative tolerance of losses; these steps are also the warm-up
+NUM_CLASSES = {"train_hybrid": 10, "caltech101": 101, "imagenet": 1000}  # of each script's data set
 OUT_OF_MEMORY = re.compile(r"out of memory|(not enough|allocate) memory|MemoryError|SIGKILL|exitcode *: *-9", re.I)
 
 Batch = tuple[Tensor, Tensor]
@@ -80,7 +79,7 @@ def start_run(args: argparse.Namespace, config: Path, values: Mapping[str, Any],
     flags = [*set_flags(values), *(f"--set={override}" for override in getattr(args, "set", ()))]
     argv = ["--config", str(config), "--output", f"{args.on_ranks[1]}/run", *flags]
     run = launch.start(launch.parse(argv, **how))
-    run.config.setdefault("NUM_CLASSES", USUAL[run.args.script].num_classes)
+    run.config.setdefault("NUM_CLASSES", NUM_CLASSES[run.args.script])
     return run
 
 
@@ -222,6 +221,6 @@ def mfu(config: Config, images_per_s: float) -> float | None:
     if not peak:
         return None
     with torch.device("meta"):
-        model = build_timm_vit(Config({"NUM_CLASSES": USUAL[CALTECH101].num_classes, **config}))
+        model = build_timm_vit(Config({"NUM_CLASSES": NUM_CLASSES["caltech101"], **config}))
         flops = training_flops(model, config.IMG_SIZE)
     return 100 * images_per_s * flops / peak

@@ -42,7 +42,6 @@ import torch
 from colossal_vit import config as configs
 from colossal_vit.checkpoint import __main__ as checkpoint_command
 from colossal_vit.checkpoint import checkpointer, lock, storage
-from colossal_vit.data.digits import write_caltech101
 from colossal_vit.engine.engine import Engine
 from colossal_vit.errors import UserError
 from colossal_vit.files import SCRATCH
@@ -51,6 +50,7 @@ from colossal_vit.results import METRICS, read_metrics
 from colossalai.legacy.core import global_context as gpc
 from PIL import Image
 
+import caltech101
 import conftest
 import fork_ranks
 import launchers
@@ -310,7 +310,7 @@ def test_two_random_commands_one_after_the_other_leave_valid_runs(seed, data, tm
 @pytest.mark.cases(1)
 def test_a_command_killed_while_it_decodes_images_leaves_nothing_that_the_next_one_does_not_remove(seed, tmp_path):
     draw, folder = random.Random(seed), tmp_path / "data" / "caltech101"
-    write_caltech101(tmp_path / "data")
+    caltech101.write_sample(tmp_path / "data")
     flags = training.flags(script=training.CALTECH101, CACHE_SIZE=64, DATA=str(tmp_path / "data"))
     argv = [*flags, "--output", str(tmp_path / "run"), "--max-steps", "1"]
     world = fork_ranks.start(training.CALTECH101, argv, [{}])

@@ -31,7 +31,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from colossal_vit.data.digits import write_cifar10
 from colossal_vit.provenance import ROOT, ResultFolder
 
 from tools.parity.planted.mutations import FP64, MUTATIONS, OWN, Mutation
@@ -40,8 +39,9 @@ from tools.parity.planted.slips import Slip
 from tools.parity.planted.slips_data import SLIPS as DATA
 from tools.parity.planted.slips_engine import SLIPS as ENGINE
 
-sys.path.append(str(ROOT / "scripts"))
+sys.path += [str(ROOT / "scripts"), str(ROOT / "vit_cifar10_hybrid")]
 
+import cifar10
 from layouts import CONFIG, MODEL, RANDOM, set_flags
 
 PACKAGES = ("colossalai.legacy", "timm", "torch.utils.tensorboard", "torchvision")
@@ -102,7 +102,7 @@ def parity_outcome(mutation: Mutation, said: str) -> str:
 
 def small_data(folder: Path) -> Path:
     """Write the digits in CIFAR-10's format with few test images; returns the folder."""
-    test = write_cifar10(folder) / "test_batch.bin"
+    test = cifar10.write_images(folder) / "test_batch.bin"
     test.write_bytes(test.read_bytes()[: NUM_TEST_IMAGES * RECORD_BYTES])
     return folder
 

@@ -2,7 +2,7 @@
 
 from tools.parity.planted.slips import Slip
 
-AUGMENT, BATCHES, CIFAR10, DECODING, DIGITS, FASHION, FOLDER, IMAGENET, MIXING, SAMPLERS, TFRECORD = (
+AUGMENT, BATCHES, CIFAR10, DECODING, DIGITS, FASHION, FOLDER, SAMPLERS = (
     f"colossal_vit/data/{name}.py"
     for name in (
         "augment",
@@ -12,30 +12,33 @@ AUGMENT, BATCHES, CIFAR10, DECODING, DIGITS, FASHION, FOLDER, IMAGENET, MIXING, 
         "digits",
         "fashion_mnist",
         "image_folder",
-        "imagenet",
-        "mixing",
         "samplers",
-        "tfrecord",
     )
 )
-CLASS_IMAGES, DRAWS, FILES = (
-    f"colossal_vit/data/{name}.py" for name in ("class_images", "dali_augmentation", "image_files")
+CLASS_IMAGES, FILES = (f"colossal_vit/data/{name}.py" for name in ("class_images", "image_files"))
+DRAWS, IMAGENET, MIXING, TFRECORD = (
+    f"vit_imagenet_dali/{name}.py" for name in ("dali_augmentation", "imagenet_dali_dataloader", "mixup", "tfrecord")
 )
 EXPORT, PREDICT = "colossal_vit/checkpoint/timm_model.py", "colossal_vit/predict.py"
 # Tests.
-BY_HAND = ("tests/test_dali.py::test_what_is_drawn_for_an_image_is_worked_out_from_seed_epoch_and_number",)
-PIXELS = ("tests/test_dali.py::test_training_images_are_what_torchvision_makes_of_their_crops",)
-ON_GPU = (
-    "tests/test_dali.py::test_evaluated_images_are_what_torchvision_makes_of_them",
-    "tests/test_dali.py::test_training_images_are_what_torchvision_makes_of_their_crops",
+BY_HAND = (
+    "vit_imagenet_dali/tests/test_dali.py::test_what_is_drawn_for_an_image_is_worked_out_from_seed_epoch_and_number",
 )
-OPERATIONS = ("tests/test_dali.py::test_operations_equal_torchvisions_image_by_image",)
-SHAPES = ("tests/test_dali.py::test_shapes_of_rectangles_are_distributed_as_torchvisions",)
-PLACES = ("tests/test_dali.py::test_crops_are_placed_as_torchvision_places_them",)
+PIXELS = ("vit_imagenet_dali/tests/test_dali.py::test_training_images_are_what_torchvision_makes_of_their_crops",)
+ON_GPU = (
+    "vit_imagenet_dali/tests/test_dali.py::test_evaluated_images_are_what_torchvision_makes_of_them",
+    "vit_imagenet_dali/tests/test_dali.py::test_training_images_are_what_torchvision_makes_of_their_crops",
+)
+OPERATIONS = ("vit_imagenet_dali/tests/test_dali.py::test_operations_equal_torchvisions_image_by_image",)
+SHAPES = ("vit_imagenet_dali/tests/test_dali.py::test_shapes_of_rectangles_are_distributed_as_torchvisions",)
+PLACES = ("vit_imagenet_dali/tests/test_dali.py::test_crops_are_placed_as_torchvision_places_them",)
 TORCHVISION = ("tests/test_augment.py::test_each_image_is_to_the_bit_what_torchvision_makes_of_it_alone",)
 COPIES = ("tests/test_augment.py::test_copies_of_an_image_are_augmented_each_in_its_own_way",)
-TIMMS = ("tests/test_mixing.py::test_images_and_targets_equal_timms_for_the_same_draws",)
-MIXED = ("tests/test_mixing.py::test_what_is_drawn_for_a_batch_is_that_of_the_seed_the_epoch_and_the_step",)
+TIMMS = ("vit_imagenet_dali/tests/test_mixup.py::test_images_and_targets_equal_timms_for_the_same_draws",)
+MIXED = (
+    "vit_imagenet_dali/tests/test_mixup.py::test_what_is_drawn_for_a_batch_is_that_of_the_seed_the_epoch_and_the_step",
+)
+LATER = ("vit_imagenet_dali/tests/test_mixup.py::test_a_later_pipeline_stage_has_the_same_targets",)
 RECORDS = ("tests/test_data.py::test_bytes_of_a_record_are_label_red_green_and_blue_row_by_row",)
 PYTHON = ("tests/test_data.py::test_python_files_are_read_as_torchvision_shows_them",)
 NORMALISED = ("tests/test_data.py::test_channels_are_normalised_each_by_its_own_mean_and_deviation",)
@@ -55,15 +58,15 @@ EPOCHS = ("tests/test_caltech101.py::test_an_epoch_has_every_image_once_and_anot
 DECODED = ("tests/test_caltech101.py::test_a_photograph_is_decoded_as_pillow_shows_it",)
 SPLIT = ("tests/test_caltech101.py::test_split_is_that_of_earlier_versions",)
 ANY_KIND = ("tests/test_caltech101.py::test_an_image_of_any_kind_is_the_same_in_all_scripts",)
-RESIZED = ("tests/test_tfrecords.py::test_resize_and_quality",)
-GREY = ("tests/test_tfrecords.py::test_grey_of_16_bits_is_rounded",)
-WHITE = ("tests/test_tfrecords.py::test_pixels_of_png_are_kept_in_eight_bits_on_white",)
-THEIRS = ("tests/test_tfrecords.py::test_tensorboard_reads_the_records",)
-SAME_BYTES = ("tests/test_tfrecords.py::test_the_same_image_and_label_make_the_same_bytes",)
-PARSED = ("tests/test_tfrecords.py::test_an_example_of_others_is_parsed",)
+RESIZED = ("vit_imagenet_dali/tests/test_tfrecords.py::test_resize_and_quality",)
+GREY = ("vit_imagenet_dali/tests/test_tfrecords.py::test_grey_of_16_bits_is_rounded",)
+WHITE = ("vit_imagenet_dali/tests/test_tfrecords.py::test_pixels_of_png_are_kept_in_eight_bits_on_white",)
+THEIRS = ("vit_imagenet_dali/tests/test_tfrecords.py::test_tensorboard_reads_the_records",)
+SAME_BYTES = ("vit_imagenet_dali/tests/test_tfrecords.py::test_the_same_image_and_label_make_the_same_bytes",)
+PARSED = ("vit_imagenet_dali/tests/test_tfrecords.py::test_an_example_of_others_is_parsed",)
 PHOTOGRAPH = ("tests/test_predict.py::test_a_photograph_is_answered_upright_and_in_its_colours",)
 EXPORTED = ("tests/test_predict.py::test_exported_preprocessing_makes_the_pixels_of_the_evaluation",)
-OF_IMAGENET = ("tests/test_dali.py::test_exported_preprocessing_makes_the_pixels_of_the_evaluation",)
+OF_IMAGENET = ("vit_imagenet_dali/tests/test_dali.py::test_exported_preprocessing_makes_the_pixels_of_the_evaluation",)
 
 SLIPS: list[Slip] = [
     # ---- ImageNet: what is drawn ----
@@ -91,7 +94,7 @@ SLIPS: list[Slip] = [
         IMAGENET,
         "draw(self.config, epoch, numbers.numpy())",
         "draw(self.config, epoch, records)",
-        ("tests/test_dali.py::test_copies_of_an_image_are_augmented_each_in_its_own_way",),
+        ("vit_imagenet_dali/tests/test_dali.py::test_copies_of_an_image_are_augmented_each_in_its_own_way",),
     ),
     Slip("3-Augment never blurs", DRAWS, "choice[:, 0] * 3", "choice[:, 0] * 2", BY_HAND),
     Slip("mirrored if the first crop is small", DRAWS, "mirror[:, 0] < 0.5", "crop[:, 0] < 0.5", BY_HAND),
@@ -123,7 +126,7 @@ SLIPS: list[Slip] = [
         DRAWS,
         "operations[number], images",
         "operations[0], images",
-        ("tests/test_dali.py::test_rand_augment_does_its_turns_in_their_order",),
+        ("vit_imagenet_dali/tests/test_dali.py::test_rand_augment_does_its_turns_in_their_order",),
     ),
     Slip("erased rectangles of another size", DRAWS, "(0.02, 0.33), (0.3, 3.3)", "(0.02, 0.4), (0.3, 3.3)", BY_HAND),
     # ---- ImageNet: rectangles ----
@@ -241,14 +244,14 @@ SLIPS: list[Slip] = [
         IMAGENET,
         "np.uint8), label - 1",
         "np.uint8), label % self.config.NUM_CLASSES",
-        ("tests/test_dali.py::test_labels_belong_to_their_images",),
+        ("vit_imagenet_dali/tests/test_dali.py::test_labels_belong_to_their_images",),
     ),
     Slip(
         "left-over places of an evaluation count",
         IMAGENET,
         "torch.where(numbers < 0, IGNORED",
         "torch.where(numbers < -1, IGNORED",
-        ("tests/test_dali.py::test_evaluation_counts_each_image_once",),
+        ("vit_imagenet_dali/tests/test_dali.py::test_evaluation_counts_each_image_once",),
     ),
     Slip("DALI's blur is narrower", DRAWS, "sigma=sigma, window_size", "sigma=sigma / 2, window_size", OPERATIONS),
     Slip("contrast about the middle grey", DRAWS, "contrast_center=middle.cpu()", "contrast_center=127.5", OPERATIONS),
@@ -474,6 +477,34 @@ SLIPS: list[Slip] = [
         MIXED,
     ),
     Slip("batches mixed alike for all seeds", MIXING, "(self.config.SEED, epoch, step)", "(epoch, step)", MIXED),
+    Slip(
+        "mixing drawn for each micro-batch",
+        MIXING,
+        "(self.config.SEED, epoch, step)",
+        "(self.config.SEED, epoch, micro_batch)",
+        MIXED,
+    ),
+    Slip(
+        "mixing without the replica",
+        MIXING,
+        "(part * self.num_ranks + self.rank) * size",
+        "part * self.num_ranks * size",
+        MIXED,
+    ),
+    Slip(
+        "mixing with the reversed batch",
+        MIXING,
+        "return batch.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)",
+        "return batch.flip(0)",
+        TIMMS,
+    ),
+    Slip(
+        "labels of later stages not mixed",
+        MIXING,
+        "    if images.ndim == 1:\n        return images, targets",
+        "    if images.ndim == 1:\n        return images, _swap(targets)",
+        LATER,
+    ),
     # ---- Packing ----
     Slip("packed by the nearest pixel", FILES, "Image.Resampling.BICUBIC", "Image.Resampling.NEAREST", RESIZED),
     Slip("packed at another quality", FILES, "quality=quality or QUALITY", "quality=QUALITY", RESIZED),

@@ -30,7 +30,7 @@ from tools.parity.records import by_key
 
 COMMAND = "tools/parity/__main__.py"  # as `python -m tools.parity` in the root
 
-VALUES = {"DEPTH": 2, "IMG_SIZE": 16, "DROP_RATE": 0.1, "DROP_PATH_RATE": 0.1, "mix.mixup": 0.8, "ema.decay": 0.9}
+VALUES = {"DEPTH": 2, "IMG_SIZE": 16, "DROP_RATE": 0.1, "DROP_PATH_RATE": 0.1, "ema.decay": 0.9}
 FULL_VIT = vit.full_vit
 
 

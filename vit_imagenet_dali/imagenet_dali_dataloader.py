@@ -11,7 +11,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from functools import cache, lru_cache, partial
 from itertools import chain, islice, pairwise
 from pathlib import Path
@@ -21,36 +21,51 @@ import numpy as np
 import torch
 from colossal_vit.config.complete import complete
 from colossal_vit.config.schema import DATA
-from colossal_vit.data import dali_augmentation as augmentation
-from colossal_vit.data import packing
 from colossal_vit.data.augment import CROP_ASPECT, Erased, erase
 from colossal_vit.data.batches import IGNORED, Loader, SampledLoader, read_ahead, sees_images
 from colossal_vit.data.cropping import source, trim
 from colossal_vit.data.devices import to_device
 from colossal_vit.data.digits import write_imagenet
+from colossal_vit.data.folders import INDEX_FILES
+from colossal_vit.data.identity import describe_data, settle_classes
 from colossal_vit.data.image_files import is_plain, prepare_image, simplify_exif
-from colossal_vit.data.records import Records, filtered_index, find_records, leave_out, list_records
+from colossal_vit.data.loaders import data_folder
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
-from colossal_vit.data.shards import NUM_CLASSES, NUM_SHARDS, class_names
-from colossal_vit.data.source import describe_data, settle_classes
-from colossal_vit.data.tfrecord import parse_example, read_data
 from colossal_vit.errors import UserError
 from colossal_vit.files import atomic_folder
 from colossal_vit.jit import cached
-from colossal_vit.parallel.ranks import RankLogger, all_gather_object, raise_on_all_ranks, run_on_rank_0
+from colossal_vit.parallel.ranks import all_gather_object, raise_on_all_ranks, run_on_rank_0
 from colossal_vit.run import Run
 from colossalai.context import Config
-from nvidia.dali import Pipeline, fn, pipeline_def, types
-from nvidia.dali.data_node import DataNode
-from nvidia.dali.pipeline import do_not_convert
 from torch import Tensor
 from torchvision.transforms import v2
 
+import build_tfrecords
+from tfrecord import (
+    NUM_CLASSES,
+    NUM_SHARDS,
+    Records,
+    class_names,
+    filtered_index,
+    find_records,
+    leave_out,
+    list_records,
+    parse_example,
+    read_data,
+)
+
+with suppress(ModuleNotFoundError):  # dry runs and random images do without DALI
+    from nvidia.dali import Pipeline, fn, pipeline_def, types
+    from nvidia.dali.data_node import DataNode
+    from nvidia.dali.pipeline import do_not_convert
+
+    import dali_augmentation as augmentation
+
+MARKS = (INDEX_FILES, "train/train-*-of-*")  # a data folder with one of them has TFRecords
+NUM_IMAGES = 1_281_167  # for training
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # each channel's over ImageNet's training set
 OPEN_FILES = 128  # a process may mostly have 1,024
 READERS, PREFETCH = 4, 3  # batches that are read at a time, each by a thread; batches that DALI works on
-DRAWN = [(types.FLOAT64, 1), (types.INT32, 0), (types.INT32, 0), (types.FLOAT, 0), (types.FLOAT, 1)]
-DRAWN += [(types.INT32, 1)] * 2  # type and dimensions of the fields of `augmentation.Draws`, for an image
 REMEDY = "to train without such records, set dali = dict(max_bad=...)"
 
 
@@ -92,7 +107,7 @@ class Batch(NamedTuple):
     buffer: np.ndarray
     encoded: list[np.ndarray]
     labels: Tensor
-    draws: augmentation.Draws | None = None
+    draws: "augmentation.Draws | None" = None
     erased: Erased | None = None
 
     @property
@@ -210,31 +225,52 @@ class DaliLoader(SampledLoader):
 
     # ---- Decode ----
 
-    def _graph(self, batches: Iterator[tuple[Any, ...]]) -> DataNode:
-        device = "gpu" if self.on_gpu else "cpu"
-        kinds = [(types.UINT8, 1), *(DRAWN if self.train else [])]
-        encoded, *draws = fn.external_source(
-            batches, len(kinds), dtype=[kind for kind, _ in kinds], ndim=[ndim for _, ndim in kinds], no_copy=True
-        )
-        # DALI 2.4.0 may crash the process if the decoder finds no header. This operator raises an error instead, and
-        # has to run before the decoder.
+    def _train_graph(self, batches: Iterator[tuple[Any, ...]]) -> "DataNode":
+        """Images to train on: of each file a random part is decoded, resized, mirrored and augmented."""
+        encoded, *draws = self._fed(batches, (types.UINT8, 1), *augmentation.KINDS)
+        draws = augmentation.Draws(*draws)
         header = fn.peek_image_shape(encoded, dtype=types.FLOAT)
-        options = dict(device="mixed" if self.on_gpu else "cpu", output_type=types.RGB)
-        if self.train:
-            draws = augmentation.Draws(*draws)
-            corner, shape = fn.python_function(
-                header, draws.crop, function=self._crops, batch_processing=True, num_outputs=2
-            )
-            images = fn.decoders.image_slice(encoded, corner, shape, axis_names="HW", **options)
-        else:
-            encoded = fn.reshape(encoded, rel_shape=header[:1] * 0.0 + 1.0)
-            images = fn.decoders.image(encoded, **options)
+        corner, shape = fn.python_function(
+            header, draws.crop, function=self._crops, batch_processing=True, num_outputs=2
+        )
+        images = fn.decoders.image_slice(encoded, corner, shape, axis_names="HW", **self._decoding)
         if self.augments or not self.for_cpu:
-            images = self._resize(images, header, draws.mirror if self.train else 0)
+            # In graphs with conditionals DALI would rewrite the Python functions in it, which makes them slow.
+            images = do_not_convert(self._resize)(images, header, draws.mirror)
         if self.augments:
             images = augmentation.augment(images, self.config, draws)
+        return self._normalized(images)
+
+    def _test_graph(self, batches: Iterator[tuple[Any, ...]]) -> "DataNode":
+        """Images to evaluate on: each file is decoded whole, resized, and cropped in its centre."""
+        (encoded,) = self._fed(batches, (types.UINT8, 1))
+        header = fn.peek_image_shape(encoded, dtype=types.FLOAT)
+        encoded = fn.reshape(encoded, rel_shape=header[:1] * 0.0 + 1.0)  # so that the decoder waits for the header
+        images = fn.decoders.image(encoded, **self._decoding)
+        if not self.for_cpu:
+            images = self._resize(images, header, 0)
+        return self._normalized(images)
+
+    def _fed(self, batches: Iterator[tuple[Any, ...]], *kinds: tuple[Any, int]) -> list["DataNode"]:
+        """What the graph is fed with, each of a type and with so many dimensions.
+
+        DALI 2.4.0 may crash the process if the decoder finds no header. `fn.peek_image_shape` raises an error instead,
+        and has to run before the decoder.
+        """
+        return fn.external_source(
+            batches, len(kinds), dtype=[kind for kind, _ in kinds], ndim=[ndim for _, ndim in kinds], no_copy=True
+        )
+
+    @property
+    def _decoding(self) -> dict[str, Any]:
+        """Options of a decoder."""
+        return dict(device="mixed" if self.on_gpu else "cpu", output_type=types.RGB)
+
+    def _normalized(self, images: "DataNode") -> "DataNode":
+        """The end of a graph: CHW, float32, on the device; for a CPU the images as they are, which `_finish` takes."""
         if self.for_cpu:
-            return images  # for `_finish`
+            return images
+        device = "gpu" if self.on_gpu else "cpu"
         mean, std = ([value * 255 for value in values] for values in self.normalization)
         images = fn.crop_mirror_normalize(images, device=device, mean=mean, std=std, output_layout="CHW")
         return images.gpu() if self.device.type == "cuda" else images
@@ -274,8 +310,7 @@ class DaliLoader(SampledLoader):
         parts = self.workers.map(lambda part: [function(number) for number in range(*part)], pairwise(bounds))
         return list(chain.from_iterable(parts))
 
-    @do_not_convert  # in graphs with conditionals DALI would rewrite the Python functions in it, which makes them slow
-    def _resize(self, images: DataNode, header: DataNode, mirror: DataNode | int) -> DataNode:
+    def _resize(self, images: "DataNode", header: "DataNode", mirror: "DataNode | int") -> "DataNode":
         """The same in the graph; on the GPU if possible."""
         if self.on_gpu:
             options = dict(size=[self.config.IMG_SIZE] * 2, interp_type=types.INTERP_LINEAR)
@@ -304,11 +339,11 @@ class DaliLoader(SampledLoader):
         self._map(finish, len(images))
         return finished
 
-    def _build(self, batches: Iterator[tuple[Any, ...]]) -> Pipeline:
+    def _build(self, batches: Iterator[tuple[Any, ...]]) -> "Pipeline":
         """A pipeline for what it is fed with, batch by batch."""
 
-        def graph() -> DataNode:
-            return self._graph(batches)
+        def graph() -> "DataNode":
+            return self._train_graph(batches) if self.train else self._test_graph(batches)
 
         with warnings.catch_warnings(record=True):  # DALI itself uses features that it deprecates
             conditional = self.train and bool((self.config.augment or {}).get("policy"))
@@ -388,17 +423,23 @@ class DaliLoader(SampledLoader):
         yield next(batches)
 
 
+def build_dali_train(records: Records, config: Config, device: torch.device, num_threads: int = 2) -> DaliLoader:
+    """Batches to train on: shuffled records, cropped at random and augmented; see `DaliLoader`."""
+    return DaliLoader(records, True, config, device, num_threads)
+
+
+def build_dali_test(records: Records, config: Config, device: torch.device, num_threads: int = 2) -> DaliLoader:
+    """Batches to evaluate on: all records in order, each once, cropped in the centre; see `DaliLoader`."""
+    return DaliLoader(records, False, config, device, num_threads)
+
+
 def write_sample(folder: Path) -> Path:
     """Make the digits sample's TFRecords in a folder, unless they exist; returns where they are."""
     output = folder / "imagenet_tfrecords"
     if not output.is_dir():
         with redirect_stdout(None), atomic_folder(output) as scratch:
-            packing.build(packing.parse([str(write_imagenet(folder)), str(scratch)]))
+            build_tfrecords.build(build_tfrecords.parse([str(write_imagenet(folder)), str(scratch)]))
     return output
-
-
-def fetch(data: Path, log: RankLogger) -> None:
-    """ImageNet cannot be downloaded; `find_records` says what is missing."""
 
 
 def threads_per_rank() -> int:
@@ -408,13 +449,18 @@ def threads_per_rank() -> int:
     return max(1, len(cores) // all_gather_object(place).count(place))
 
 
-def build(run: Run, data: Path) -> tuple[Loader, Loader]:
-    """Training and test batches for a run of the records in `data`.
+def count_images(folder: Path) -> int:
+    """Training images in a data folder, by its index files."""
+    return sum(index.read_bytes().count(b"\n") for index in (folder / INDEX_FILES / "train").glob("*.idx"))
+
+
+def build(run: Run) -> tuple[Loader, Loader]:
+    """Training and test batches for a run.
 
     Raises:
         UserError: on every rank, if any rank cannot read the records, or they do not fit the config.
     """
-    config: Config = run.config
+    config, data = run.config, data_folder(run, "ImageNet", write_sample)
     with raise_on_all_ranks():
         splits = [find_records(data, split) for split in NUM_SHARDS]
         classes = class_names(data)
@@ -430,7 +476,8 @@ def build(run: Run, data: Path) -> tuple[Loader, Loader]:
     with raise_on_all_ranks():
         if not all(records.num_images for records in splits):
             raise UserError(f"DATA = {data}: has no good record in train/ or in validation/")
-        train, test = (DaliLoader(records, records is splits[0], config, run.device, num_threads) for records in splits)
+        train = build_dali_train(splits[0], config, run.device, num_threads)
+        test = build_dali_test(splits[1], config, run.device, num_threads)
     counts, digest = [r.num_images for r in splits], " ".join(records.digest() for records in splits)
     describe_data(run, "ImageNet", tuple(counts), classes or config.NUM_CLASSES, digest, data)
     return train, test

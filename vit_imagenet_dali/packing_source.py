@@ -16,8 +16,9 @@ from colossal_vit.data.folders import (
     say_omitted,
     say_untested,
 )
-from colossal_vit.data.shards import NUM_SHARDS, read_lines
 from colossal_vit.errors import UserError, in_one_line
+
+from tfrecord import NUM_SHARDS, read_lines
 
 SCAN_THREADS = 16  # for folders on a network
 

@@ -11,12 +11,8 @@ from colossal_vit import predict
 from colossal_vit.checkpoint import timm_model
 from colossal_vit.config.settings import IMAGENET
 from colossal_vit.data import image_files, image_folder
-from colossal_vit.data import imagenet as loaders
 from colossal_vit.data.class_images import Decoded, Images
-from colossal_vit.data.packing import index_shard
-from colossal_vit.data.records import list_records
 from colossal_vit.data.samplers import EvalSampler
-from colossal_vit.data.tfrecord import encode_record
 from colossal_vit.errors import UserError
 from colossalai.context import Config
 from nvidia.dali import fn, pipeline_def, types
@@ -24,6 +20,9 @@ from PIL import Image
 from torchvision.transforms import v2
 
 import fork_ranks
+import imagenet_dali_dataloader as loaders
+from build_tfrecords import index_shard
+from tfrecord import encode_record, list_records
 
 COUNT, BATCH = 200, 20
 CPU = torch.device("cpu")

@@ -20,16 +20,11 @@ import torch
 from colossal_vit import config as configs
 from colossal_vit.checkpoint import timm_model
 from colossal_vit.config.settings import IMAGENET
-from colossal_vit.data import dali_augmentation as augmentation
-from colossal_vit.data import imagenet as loaders
-from colossal_vit.data import packing, tfrecord
 from colossal_vit.data.augment import CROP_ASPECT, erase
 from colossal_vit.data.batches import IGNORED
 from colossal_vit.data.decoding import read_rgb
 from colossal_vit.data.digits import write_imagenet
 from colossal_vit.data.image_files import is_plain, prepare_image
-from colossal_vit.data.records import Records, filtered_index, find_records, leave_out, list_records
-from colossal_vit.data.shards import NUM_SHARDS, find_shards, index_path, parse_index
 from colossal_vit.engine.micro_batches import MicroBatches
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.ranks import RankLogger
@@ -40,8 +35,23 @@ from scipy.stats import ks_2samp
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
+import build_tfrecords
+import dali_augmentation as augmentation
 import fork_ranks
+import imagenet_dali_dataloader as loaders
+import tfrecord
 from conftest import encode, photograph
+from tfrecord import (
+    NUM_SHARDS,
+    Records,
+    filtered_index,
+    find_records,
+    find_shards,
+    index_path,
+    leave_out,
+    list_records,
+    parse_index,
+)
 
 SIZE, NUM_CLASSES = 48, 10
 MEAN, STD = (torch.tensor(values).view(3, 1, 1) for values in (loaders.MEAN, loaders.STD))
@@ -74,7 +84,7 @@ def numbered(sample, tmp_path_factory):
                 number += 1
                 records.append(tfrecord.encode_record(image, number))
             path.write_bytes(b"".join(records))
-            packing.index_shard(path, index_path(root, split, path.name))
+            build_tfrecords.index_shard(path, index_path(root, split, path.name))
     return root
 
 
@@ -87,7 +97,7 @@ def copied(sample, tmp_path):
 def build(source, output, *num_shards):
     shards = zip(("--train-shards", "--validation-shards"), map(str, num_shards), strict=True)
     options = [part for pair in shards for part in pair]
-    packing.build(packing.parse([str(source), str(output), "--workers", "1", *options]))
+    build_tfrecords.build(build_tfrecords.parse([str(source), str(output), "--workers", "1", *options]))
 
 
 def lines(shard, data=None):
@@ -118,7 +128,7 @@ def records_of(folder, contents):
     """Records of image files in one shard, whose labels count them from 1."""
     shard, index = folder / "shard", folder / "index"
     shard.write_bytes(b"".join(tfrecord.encode_record(data, label) for label, data in enumerate(contents, start=1)))
-    packing.index_shard(shard, index)
+    build_tfrecords.index_shard(shard, index)
     return list_records([shard], [index], whole=True)
 
 
@@ -215,7 +225,7 @@ def test_evaluation_takes_the_centre_and_keeps_the_aspect(crop, shorter, longer,
         contents.append(encoded.getvalue())
     shard, index = tmp_path / "shard", tmp_path / "index"
     shard.write_bytes(b"".join(tfrecord.encode_record(content, 7) for content in contents))
-    packing.index_shard(shard, index)
+    build_tfrecords.index_shard(shard, index)
     records = list_records([shard], [index], whole=True)
     ((images, labels),) = loader(None, "validation", records, BATCH_SIZE=2, **crop)
     assert labels.tolist() == [6, 6]
@@ -314,7 +324,7 @@ def test_every_reader_turns_a_photograph_alike_whatever_its_exif_says_beside(nam
     shard, index = tmp_path / "shard", tmp_path / "index"
     for content in (data, packed):
         shard.write_bytes(tfrecord.encode_record(content, 7))
-        packing.index_shard(shard, index)
+        build_tfrecords.index_shard(shard, index)
         records = list_records([shard], [index], whole=True)
         ((images, _),) = loader(None, "validation", records, BATCH_SIZE=1)
         seen = images.mul(STD).add(MEAN)[0].permute(1, 2, 0)
@@ -817,7 +827,7 @@ def cut_last_image(shard, end_marker=b""):
     content, (offset, _) = shard.read_bytes(), lines(shard)[-1]
     image, label = list(examples(shard))[-1]
     shard.write_bytes(content[:offset] + tfrecord.encode_record(image[: len(image) // 2] + end_marker, label))
-    packing.index_shard(shard, index_path(shard.parents[1], "train", shard.name))
+    build_tfrecords.index_shard(shard, index_path(shard.parents[1], "train", shard.name))
     return offset
 
 
@@ -864,7 +874,7 @@ def test_a_sample_is_made_whole_or_not_at_all_and_left_as_it_is(sample, tmp_path
         raise KeyboardInterrupt
 
     monkeypatch.setattr(loaders, "write_imagenet", lambda folder: folder / "imagenet")
-    monkeypatch.setattr(packing, "build", stopped)
+    monkeypatch.setattr(build_tfrecords, "build", stopped)
     with pytest.raises(KeyboardInterrupt):
         loaders.write_sample(tmp_path)
     assert not os.listdir(tmp_path)
@@ -893,7 +903,7 @@ def test_a_run_gets_its_loaders_and_every_rank_its_mistakes(copied, tmp_path):
     def function():
         augment = dict(policy=None, n=1, m=5, color_jitter=0.3, erase=0.0)
         run = run_of(copied, tmp_path, dali=dict(max_bad=1), augment=augment, REPEATS=3, EVAL_CROP=1.0)
-        train, test = loaders.build(run, Path(run.config.DATA))
+        train, test = loaders.build(run)
         images, labels = next(iter(train))
         assert images.shape == (8, 3, SIZE, SIZE)
         counted = sum(int((labels != IGNORED).sum()) for _, labels in test)
@@ -902,11 +912,11 @@ def test_a_run_gets_its_loaders_and_every_rank_its_mistakes(copied, tmp_path):
             ("gradient_accumulation", 200, r"global batch of 3200 .*training set of 1437"),
         ):
             with pytest.raises(UserError, match=words):
-                loaders.build(run_of(copied, tmp_path, **{key: value}), copied)
+                loaders.build(run_of(copied, tmp_path, **{key: value}))
         if run.log.rank == 1:
             run.config.DATA = str(tmp_path / "nowhere")
         with pytest.raises(UserError, match=r"nowhere: has no TFRecords in train/"):
-            loaders.build(run, Path(run.config.DATA))
+            loaders.build(run)
         return train.records.num_images, len(train), counted, labels.tolist()
 
     first, second = fork_ranks.call(function, 2)

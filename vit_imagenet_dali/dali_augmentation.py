@@ -47,6 +47,10 @@ class Draws(NamedTuple):
     signs: np.ndarray
 
 
+KINDS = [(types.FLOAT64, 1), (types.INT32, 0), (types.INT32, 0), (types.FLOAT, 0), (types.FLOAT, 1)]
+KINDS += [(types.INT32, 1)] * 2  # type and dimensions of the fields of `Draws`, for an image
+
+
 def _between(low: float, high: float, share: np.ndarray) -> np.ndarray:
     return low + (high - low) * share
 

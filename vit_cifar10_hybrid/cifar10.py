@@ -6,7 +6,7 @@ layout trains on the same images.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +14,13 @@ import torch
 import torch.nn.functional as F
 from colossal_vit.data.batches import IGNORED, Loader, SampledLoader, sees_images
 from colossal_vit.data.devices import to_device
-from colossal_vit.data.digits import write_cifar10
+from colossal_vit.data.digits import DIGITS, GreyImages, digits
 from colossal_vit.data.folders import download
+from colossal_vit.data.identity import describe_data, settle_classes
+from colossal_vit.data.loaders import data_folder
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
-from colossal_vit.data.source import describe_data, settle_classes
 from colossal_vit.errors import UserError, blame
+from colossal_vit.files import atomic_folder
 from colossal_vit.parallel.ranks import RankLogger, raise_on_all_ranks
 from colossal_vit.run import Run
 from colossalai.context import Config
@@ -29,6 +31,8 @@ from torchvision.datasets.utils import download_and_extract_archive
 ARCHIVE = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 ARCHIVE_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
 FOLDER = "cifar-10-batches-bin"
+MARKS = (FOLDER, CIFAR10.base_folder)  # the latter is the Python version's
+NUM_IMAGES, NUM_CLASSES = 50_000, 10
 TRAIN_FILES = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 TEST_FILES = ("test_batch.bin",)
 IMAGE_SHAPE = (3, 32, 32)
@@ -49,7 +53,7 @@ def fetch(root: Path, log: RankLogger) -> None:
     Raises:
         UserError: if they cannot be downloaded.
     """
-    if any((root / folder).is_dir() for folder in (FOLDER, CIFAR10.base_folder)):
+    if any((root / folder).is_dir() for folder in MARKS):
         return
 
     def download_to(scratch: Path) -> None:
@@ -61,7 +65,34 @@ def fetch(root: Path, log: RankLogger) -> None:
 
 def write_sample(folder: Path) -> Path:
     """Write the digits sample to a folder, unless it is there; returns what DATA would be for it."""
-    return write_cifar10(folder).parent
+    return write_images(folder).parent
+
+
+def write_images(root: Path, read: Callable[[int], GreyImages] = digits, names: Sequence[str] = DIGITS) -> Path:
+    """Write images in the binary format to `root/cifar-10-batches-bin`, unless it exists; returns this folder.
+
+    Each record is a label byte and three planes of 32 x 32 bytes; the three are equal, since the images are grey.
+
+    Args:
+        root: where the folder is to be.
+        read: the images, of a side in pixels.
+        names: of the classes.
+    """
+    folder = root / FOLDER
+    if folder.is_dir():
+        return folder
+    train_images, train_labels, test_images, test_labels = read(32)
+
+    def records(images: np.ndarray, labels: np.ndarray) -> np.ndarray:
+        plane = images.reshape(len(images), -1)
+        return np.column_stack([labels.astype(np.uint8), plane, plane, plane])
+
+    with atomic_folder(folder) as scratch:
+        for name, part in zip(TRAIN_FILES, np.array_split(records(train_images, train_labels), 5), strict=True):
+            part.tofile(scratch / name)
+        records(test_images, test_labels).tofile(scratch / TEST_FILES[0])
+        (scratch / "batches.meta.txt").write_text("".join(f"{name}\n" for name in names))
+    return folder
 
 
 def read(root: Path, train: bool) -> tuple[Tensor, Tensor, str]:
@@ -192,13 +223,13 @@ class Batches(SampledLoader):
             yield images, labels
 
 
-def build(run: Run, root: Path) -> tuple[Loader, Loader]:
-    """Training and test batches for a run of what is in `root`.
+def build(run: Run) -> tuple[Loader, Loader]:
+    """Training and test batches for a run.
 
     Raises:
         UserError: on every rank, if any rank cannot read the images.
     """
-    config: Config = run.config
+    config, root = run.config, data_folder(run, "CIFAR-10", write_sample, fetch)
     with raise_on_all_ranks():
         images, labels, digest = read(root, train=True)
         test_images, test_labels, test_digest = read(root, train=False)

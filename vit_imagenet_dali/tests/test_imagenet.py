@@ -6,7 +6,6 @@ import statistics
 
 import pytest
 from colossal_vit import config as configs
-from colossal_vit.data.shards import index_path
 from colossal_vit.errors import UserError
 from colossal_vit.results import read_metrics
 from colossalai.legacy.amp import AMP_TYPE
@@ -14,6 +13,7 @@ from colossalai.legacy.amp import AMP_TYPE
 import fork_ranks
 import planning
 import training
+from tfrecord import index_path
 
 FOLDER = fork_ranks.ROOT / "vit_imagenet_dali"
 SAMPLE = dict(script=training.IMAGENET, small=False)  # the sample's config as it is

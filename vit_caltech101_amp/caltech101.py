@@ -2,17 +2,24 @@
 
 from pathlib import Path
 
+import numpy as np
 from colossal_vit.data.batches import Loader
 from colossal_vit.data.class_images import Images, digest_contents, split
 from colossal_vit.data.class_images import find_images as find_in_class_folders
-from colossal_vit.data.digits import write_caltech101
+from colossal_vit.data.digits import digits
 from colossal_vit.data.folders import download
 from colossal_vit.data.image_folder import build_batches
+from colossal_vit.data.loaders import data_folder
+from colossal_vit.files import atomic_folder
 from colossal_vit.parallel.ranks import RankLogger, raise_on_all_ranks, run_on_rank_0
 from colossal_vit.run import Run
+from PIL import Image
 from torchvision.datasets import Caltech101
 
 FOLDER = "caltech101/101_ObjectCategories"
+MARKS = (FOLDER,)
+NUM_IMAGES, NUM_CLASSES = 6_941, 101  # four fifths of 8,677
+SETTINGS = ("TRAIN_PER_CLASS",)
 NO_CLASS = "BACKGROUND_Google"  # images of no class, which torchvision leaves out, too
 
 
@@ -44,16 +51,32 @@ def find_images(data: Path) -> Images:
 
 
 def write_sample(folder: Path) -> Path:
-    """Write the digits sample to a folder, unless it is there; returns what DATA would be for it."""
-    return write_caltech101(folder).parent
+    """Write the digits sample to a folder, unless it is there; returns what DATA would be for it.
+
+    `caltech101/101_ObjectCategories/<digit>/image_<number>.jpg`, grey, of 64 x 64 pixels, numbered from 1 in each
+    class. Caltech101 has no split of its own: this is all 1,797 of them.
+    """
+    made = folder / Path(FOLDER).parts[0]
+    if made.is_dir():
+        return folder
+    train_images, train_labels, test_images, test_labels = digits(64)
+    images, labels = np.concatenate([train_images, test_images]), np.concatenate([train_labels, test_labels])
+    with atomic_folder(made) as scratch:
+        for digit in range(10):
+            part = scratch / Path(FOLDER).name / str(digit)
+            part.mkdir(parents=True)
+            for number, image in enumerate(images[labels == digit], start=1):
+                Image.fromarray(image).save(part / f"image_{number:04d}.jpg", "JPEG", quality=95)
+    return folder
 
 
-def build(run: Run, root: Path) -> tuple[Loader, Loader]:
-    """Training and test batches for a run of what is in `root`.
+def build(run: Run) -> tuple[Loader, Loader]:
+    """Training and test batches for a run.
 
     Raises:
         UserError: on every rank, if any rank cannot read the images, or they do not fit the config.
     """
+    root = data_folder(run, "Caltech101", write_sample, fetch)
     with raise_on_all_ranks():
         images = find_images(root)
         train, test = split(images, run.config.get("TRAIN_PER_CLASS"))

@@ -22,10 +22,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from colossal_vit.data import class_images, decoding, image_files, packing, tfrecord
+from colossal_vit.data import class_images, decoding, image_files
 from colossal_vit.data.digits import digits, write_imagenet
-from colossal_vit.data.packing_source import read_synset_map, scan
-from colossal_vit.data.shards import class_names, name_faults
 from colossal_vit.parallel.ranks import RankLogger
 from nvidia.dali import fn, pipeline_def
 from nvidia.dali import tfrecord as dali_tfrecord
@@ -33,10 +31,14 @@ from PIL import Image
 from tensorboard.compat.tensorflow_stub import errors
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
 
+import build_tfrecords
 import launchers
+import tfrecord
 from conftest import encode, photograph
+from packing_source import read_synset_map, scan
+from tfrecord import class_names, name_faults
 
-FOLDER = Path(__file__).resolve().parents[1] / "vit_imagenet_dali"
+FOLDER = Path(__file__).resolve().parents[1]
 PATIENCE = 600  # seconds after which a build counts as hanging
 
 WNIDS = [f"n{digit:08d}" for digit in range(10)]
@@ -90,15 +92,15 @@ def built(small_built, tmp_path):
 
 
 def run(*arguments, shards=SHARDS):
-    return packing.main([str(argument) for argument in (*arguments, *shards)])
+    return build_tfrecords.main([str(argument) for argument in (*arguments, *shards)])
 
 
 def start(*arguments, code=None, shards=SHARDS, **kwargs):
     """The command in a process of its own; `code` is Python that runs before."""
     script = [str(FOLDER / "build_tfrecords.py")]
     if code:
-        script = ["-c", f"import sys; from colossal_vit.data import packing\n{code}"]
-        script[1] += "\nsys.exit(packing.main(sys.argv[1:]))"
+        script = ["-c", f"import sys; sys.path[0] = {str(FOLDER)!r}; import build_tfrecords\n{code}"]
+        script[1] += "\nsys.exit(build_tfrecords.main(sys.argv[1:]))"
     kwargs = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **kwargs}
     return subprocess.Popen([sys.executable, *script, *map(str, (*arguments, *shards))], **kwargs)
 
@@ -537,7 +539,7 @@ def test_names_that_are_not_utf8_or_have_odd_characters_are_kept(raw, tmp_path, 
     assert run(raw, out, "--max-bad", 5) == 0
     assert "1 files beside the class folders are left out, the first is archive.tar" in capfd.readouterr().out
     assert class_names(out) == sorted([*odd, *WNIDS[4:]])
-    assert sorted(packing.read_skipped(out)) == sorted(
+    assert sorted(build_tfrecords.read_skipped(out)) == sorted(
         f"train/{odd[0]}/{name}" for name in (bad[0], r"of\ntwo lines\\", bad[2])
     )
     said, errors = start("--verify", out, shards=()).communicate(timeout=PATIENCE)
@@ -681,12 +683,12 @@ def test_killed_and_resumed_is_as_undisturbed(with_bad, tmp_path, renames, capfd
 # A worker makes a shard of 4 images and half of another, then waits to be killed.
 STUCK = f"""
 import time
-prepare, images = packing.prepare_image, iter(range(6))
+prepare, images = build_tfrecords.prepare_image, iter(range(6))
 def prepare_image(*arguments):
     if next(images, None) is None:
         time.sleep({PATIENCE})
     return prepare(*arguments)
-packing.prepare_image = prepare_image
+build_tfrecords.prepare_image = prepare_image
 """
 
 
@@ -797,7 +799,7 @@ def repack(shard, image=None, label=None, data=None):
     if data is not None:
         records[2] = tfrecord.wrap(data)
     shard.write_bytes(b"".join(records))
-    packing.index_shard(shard, index_of(shard))
+    build_tfrecords.index_shard(shard, index_of(shard))
 
 
 def keep_of_last(shard, size):
@@ -1112,7 +1114,7 @@ def test_too_little_space_is_said_in_units_that_fit_it(small_source, tmp_path, c
     """Rounded so that what is left is less than what is needed."""
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 1_280_000_000))
     images = [("a.jpg", 1, 645_000_000)]
-    monkeypatch.setattr(packing, "scan", lambda *_: (["a"], {"train": images, "validation": images}, ""))
+    monkeypatch.setattr(build_tfrecords, "scan", lambda *_: (["a"], {"train": images, "validation": images}, ""))
     assert run(small_source, tmp_path, shards=()) == 2
     assert "the disk has 1.2 GB left, and 1.3 GB are needed" in error_line(capfd)
 
@@ -1123,7 +1125,7 @@ def test_an_image_that_goes_away(raw, tmp_path, capfd, monkeypatch):
         (raw / scanned[1]["train"][5][0]).unlink()
         return scanned
 
-    monkeypatch.setattr(packing, "scan", scan_then_lose)
+    monkeypatch.setattr(build_tfrecords, "scan", scan_then_lose)
     assert run(raw, tmp_path / "out") == 2
     assert f"{raw}/train/n00000000/" in (line := error_line(capfd))
     assert line.endswith("No such file or directory")
