@@ -66,7 +66,7 @@ def _as_mistake(error: BaseException) -> BaseException:
 
 
 def run(script: Script) -> None:
-    """Parse the command line, and `call` a script's `main`, or what `--dry-run`, `--plan` or `--parity` ask for."""
+    """Parse the command line, and `call` a script's `main`, or what `--dry-run` or `--parity` ask for."""
 
     def parse_and_call() -> None:
         args = script.parse()
@@ -75,11 +75,11 @@ def run(script: Script) -> None:
             from colossal_vit.parity import command
 
             command.run(script.build, args)
-        elif args.dry_run or args.plan is not None:
-            from colossal_vit.plan import command
+        elif args.dry_run:
+            from colossal_vit.launch import dry_run
 
             if launched_rank() == 0:  # under a launcher, one process answers for all
-                command.run(script.build, args)
+                dry_run.run(script.build, args)
         else:
             script.main(args)
 

@@ -49,7 +49,7 @@ def read_config(args: Arguments, more: Sequence[str] = ()) -> tuple[Config, dict
     idle = configs.idle_keys(config, args.script)
     for key in idle:
         del config[key]
-    if args.dry_run or args.plan is not None or config.get("SYNTHETIC"):
+    if args.dry_run or config.get("SYNTHETIC"):
         config.setdefault("NUM_CLASSES", expected_classes(config, args.script))
     if args.eval_only and args.resume == "never" and not (config.finetune or {}).get("weights"):
         flag = "--eval-knn" if args.eval_knn else "--eval-only"

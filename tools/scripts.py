@@ -1,0 +1,26 @@
+"""Train scripts, for the tools that look at what they train."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+from colossal_vit.errors import UserError
+from colossal_vit.launch import Script
+
+
+def load(path: Path) -> Script:
+    """The `SCRIPT` of a train script, whose folder comes first on `sys.path`, as if Python ran it.
+
+    Raises:
+        UserError: if there is no such file, or it has no `SCRIPT`.
+    """
+    path = Path(path).resolve()
+    if not path.is_file():
+        raise UserError(f"{path}: no such train script")
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not isinstance(script := getattr(module, "SCRIPT", None), Script):
+        raise UserError(f"{path}: is no train script: it has no SCRIPT = launch.Script(main, build, ...)")
+    return script
