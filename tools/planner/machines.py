@@ -117,8 +117,8 @@ MACHINES = {
     name: Machine(_peak_tflops(name, torch.float16), _peak_tflops(name, torch.float32), **values)
     for name, values in _SPECIFICATIONS.items()
 }
-# A core of a CPU, roughly, and its share of the memory's bandwidth: enough to choose the layouts that are timed. Messages
-# take the core's time.
+# Roughly a core of a CPU, whose time messages take, and its share of the memory's bandwidth: enough to choose the
+# layouts that are timed.
 CORE = Machine(0.05, 0.05, 4, 5, 1, 1, 2**20, overlap=False, reserved_gb=0.5)
 # What may be said of a machine, by name.
 SPECS = ("half_tflops", "single_tflops", "memory_gb", "memory_gb_s", "link_gb_s", "network_gb_s", "gpus_per_node")

@@ -184,8 +184,8 @@ def search(predictor: Predictor, choices: Iterable[Choice], measure: Callable[[C
     machine = predictor.machine
     limit = (machine.memory_gb - machine.reserved_gb) * 1e9
     predictions = sorted(map(predictor.predict, choices), key=lambda each: each.seconds)
-    best, too_large, smallest, num_seen = [], {}, float("inf"), 0
-    for num_seen, prediction in enumerate(predictions, 1):
+    best, too_large, smallest, num_too_large = [], {}, float("inf"), 0
+    for prediction in predictions:
         choice = prediction.choice
         memory, alike = predictor.least_memory(choice), _alike(choice)
         # With as many images at a time, or more, than in a layout that is too large, this one is, too.
@@ -196,11 +196,12 @@ def search(predictor: Predictor, choices: Iterable[Choice], measure: Callable[[C
                 best.append(prediction._replace(memory=memory))
                 if len(best) == SHOWN:
                     break
-            else:
-                too_large.setdefault(alike, []).append((choice.batch, choice.images))
+                continue
+            too_large.setdefault(alike, []).append((choice.batch, choice.images))
+        num_too_large += 1
         if memory > limit:
             smallest = min(smallest, memory)
-    return Plan(best, len(predictions), num_seen - len(best), limit, smallest)
+    return Plan(best, len(predictions), num_too_large, limit, smallest)
 
 
 def _alike(choice: Choice) -> tuple:
