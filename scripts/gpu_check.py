@@ -104,7 +104,7 @@ CHECKS = {
         small=("--only", "ViT-Ti/16, 2 threads"),  # compiling is slow on a CPU
     ),
     "plan": bench(
-        "steps of shipped configs beside those that `--plan` predicts for this GPU, eager and compiled",
+        "steps of shipped configs, eager and compiled, beside those that the planner predicts for this GPU",
         *(12, "plan"),
         small=("--only", "Caltech101, NAIVE bf16"),
     ),

@@ -18,9 +18,10 @@ from typing import Any
 
 import numpy as np
 from colossal_vit.drawing import COLORS, NEUTRAL, TEXT, styled
-from colossal_vit.plan import report
-from colossal_vit.plan.meter import StepPlan
-from colossal_vit.plan.pictures import draw_pieces
+from colossal_vit.dry_run import report
+from colossal_vit.dry_run.meter import StepPlan
+from colossal_vit.dry_run.pictures import draw_pieces
+from colossal_vit.launch.dry_run import plan
 from colossal_vit.results import read_metrics
 from matplotlib.figure import Figure
 
@@ -178,7 +179,7 @@ def dry_run(processes: int, values: dict[str, Any], config: str = CONFIG) -> lis
     """The plans of a layout of train_hybrid.py, by stage."""
     flags = ["--dry-run", "--world_size", str(processes), *set_flags(values)]
     argv = ["--config", str(FOLDER / config), "--output", tempfile.gettempdir(), *flags]
-    return report.plan(train_hybrid.build, train_hybrid.SCRIPT.parse(argv))
+    return plan(train_hybrid.build, train_hybrid.SCRIPT.parse(argv))
 
 
 def layout_example() -> Figure:
@@ -204,11 +205,11 @@ def tensor_modes() -> Figure:
     )
     for part, (name, values) in zip(figure.subfigures(2, 2).flat, modes.items(), strict=True):
         ranks = range(values["parallel.tensor.size"])
-        (plan,) = dry_run(
+        (found,) = dry_run(
             len(ranks), {"parallel.pipeline": 1, "NUM_MICRO_BATCHES": 1, "DEPTH": 1, "fp16": None, **values}
         )
         part.suptitle(name, fontweight="bold", x=0.025, ha="left")
-        for axes, title, pieces in zip(part.subplots(1, 3), titles, report.tensor_pieces(plan).values(), strict=True):
+        for axes, title, pieces in zip(part.subplots(1, 3), titles, report.tensor_pieces(found).values(), strict=True):
             draw_pieces(axes, pieces, ranks, title)
     return figure
 

@@ -33,7 +33,7 @@ torchrun --standalone --nproc_per_node "$processes" train_hybrid.py --config ./c
     --set BATCH_SIZE=128 --set NUM_EPOCHS=60 --set WARMUP_EPOCHS=3 --set LEARNING_RATE=3e-3 --set WEIGHT_DECAY=0.05 \
     --set FLIP=False --set CROP_PADDING=2 --set fp16=None --set parallel.pipeline="$processes" --set NUM_MICRO_BATCHES=4 "$@"
 
-if [ ! -e "$output/metrics.jsonl" ]; then exit; fi # --dry-run and --plan train nothing
+if [ ! -e "$output/metrics.jsonl" ]; then exit; fi # --dry-run trains nothing
 
 python - "$output" << 'PYTHON'
 import sys

@@ -18,10 +18,11 @@ import torch.distributed as dist
 from colossal_vit import launch
 from colossal_vit.checkpoint import storage
 from colossal_vit.compat import cpu
+from colossal_vit.dry_run import fakes
+from colossal_vit.dry_run.meter import measure
 from colossal_vit.engine import engine
+from colossal_vit.launch import dry_run
 from colossal_vit.parallel import ranks
-from colossal_vit.plan import fakes
-from colossal_vit.plan.meter import measure
 from colossal_vit.run import Run
 from colossalai.accelerator import set_accelerator
 from colossalai.accelerator.cuda_accelerator import CudaAccelerator
@@ -264,11 +265,11 @@ def run(
     for module in list(sys.modules.values()):
         if getattr(module, "run_on_rank_0", None) is run_on_rank_0:
             module.run_on_rank_0 = lambda work: work()
-    launch.start, fakes.fake_tensors = start_there, enter
+    launch.start, dry_run.fake_tensors = start_there, enter
     sys.argv = [script.__file__, *argv]
     args = training.arguments(main, argv)
     if args.dry_run:
-        built, batches, *_ = fakes.build_fake(script.build, args)
+        built, batches, *_ = dry_run.build_fake(script.build, args)
         measure(built, batches)
     else:
         without_peers()

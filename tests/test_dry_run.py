@@ -3,12 +3,10 @@
 import pytest
 import torch
 from colossal_vit.data.batches import FakeBatches
+from colossal_vit.dry_run.meter import StepPlan, measure
 from colossal_vit.engine.assembly import initialize
+from colossal_vit.launch import dry_run
 from colossal_vit.parallel.layout import Layout
-from colossal_vit.plan import report
-from colossal_vit.plan.fakes import build_fake
-from colossal_vit.plan.meter import StepPlan, measure
-from colossal_vit.plan.report import plan_rank
 from colossalai.legacy import nn as col_nn
 from colossalai.legacy.core import global_context as gpc
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -56,11 +54,11 @@ def planned(argv: list[str], world_size: int) -> dict[int, StepPlan]:
 
     def plan():
         args = training.arguments(train_hybrid.main, [*argv, "--dry-run", "--world_size", str(world_size)])
-        plans = report.plan(train_hybrid.build, args)
+        plans = dry_run.plan(train_hybrid.build, args)
         ranks = plans[0].stage_ranks
         if plans[0].layout.batch_parts > 1 and len(plans) == 1:
             ranks = [0, 1, plans[0].layout.tensor - 2]  # in 2.5D and 3D also one that owns no piece of a head
-            plans += [plan_rank(train_hybrid.build, args, rank) for rank in ranks[1:]]
+            plans += [dry_run.plan_rank(train_hybrid.build, args, rank) for rank in ranks[1:]]
         return dict(zip(ranks, plans, strict=True))
 
     return fork_ranks.call(plan, launched=False)[0]
@@ -155,7 +153,7 @@ def test_under_a_launcher_one_process_reports():
 
 
 def test_help_is_printed_whatever_else_is_asked_for():
-    result = fork_ranks.run(training.HYBRID, ["--dry-run", "--plan", "h100", "--help"])
+    result = fork_ranks.run(training.HYBRID, ["--dry-run", "--help"])
     assert result.codes == [0]
     assert "--max-steps N" in result.stdout[0]
 
@@ -209,7 +207,7 @@ def test_timms_stochastic_depth_is_planned_with_its_own_rates(rate, draws):
     def plan():
         values = {"DEPTH": 3, "HIDDEN_SIZE": 48, "NUM_HEADS": 4, "DROP_PATH_RATE": rate, "DROP_RATE": 0.0}
         argv = ["--config", str(FOLDER / "configs/config_data_parallel.py"), *set_flags(values), "--set", "fp16=None"]
-        built = build_fake(train_dp.build, training.arguments(train_dp.main, argv))
+        built = dry_run.build_fake(train_dp.build, training.arguments(train_dp.main, argv))
         return observe(built.engine, built.train_dataloader)
 
     assert fork_ranks.call(plan, launched=False) == [draws]

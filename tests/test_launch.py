@@ -121,7 +121,6 @@ def in_one_process(tmp_path):
         (["--dry-run", "--parity"], ["--dry-run and --parity are given"]),
         (["--own-precision"], ["--own-precision is of --parity: give both"]),
         (["--resume", ""], ["--resume ''", "empty"]),
-        (["--plan", ""], ["--plan ''", "empty"]),
     ]
 
 

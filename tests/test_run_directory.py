@@ -140,7 +140,7 @@ CONFIG_FILE = '{"SEED": 0, "gradient_accumulation": 1}'
 RUN = ["config.json", "metrics.jsonl"]
 STEP = "checkpoints/step-00000002/state.json"
 LEFT_BY_RUNS = [".lock", ".config.json", ".metrics.jsonl", "wandb/id.txt", "profile-rank12.json"]
-LEFT_BY_RUNS += ["events.out.tfevents.1.h.2.0", "idx_files/train/a.idx", "calibration.json", "layout.png", "plan.png"]
+LEFT_BY_RUNS += ["events.out.tfevents.1.h.2.0", "idx_files/train/a.idx", "layout.png"]
 LEFT_BY_RUNS += ["checkpoints/damaged-step-00000001.1/a", "checkpoints/.step-00000003-x_/a"]
 
 

@@ -1,7 +1,7 @@
 """The train scripts that tools look at, by their paths."""
 
+import importlib.util
 import sys
-from importlib import import_module
 from pathlib import Path
 
 from colossal_vit.errors import UserError
@@ -9,7 +9,7 @@ from colossal_vit.launch import Script
 
 
 def load(path: str | Path) -> Script:
-    """The `SCRIPT` of a train script. Its folder comes first on `sys.path`, as when Python runs it.
+    """The `SCRIPT` of a train script, whose folder comes first on `sys.path`, as when Python runs it.
 
     Raises:
         UserError: if there is no such file, or it is no train script.
@@ -18,7 +18,9 @@ def load(path: str | Path) -> Script:
     if not path.is_file():
         raise UserError(f"{path}: no such train script")
     sys.path.insert(0, str(path.parent))
-    script = getattr(import_module(path.stem), "SCRIPT", None)
-    if not isinstance(script, Script):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not isinstance(script := getattr(module, "SCRIPT", None), Script):
         raise UserError(f"{path}: has no SCRIPT = launch.Script(...), as train scripts have")
     return script

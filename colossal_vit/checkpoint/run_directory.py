@@ -61,10 +61,10 @@ def _plain(value: Any) -> str:
 CONFIG = "config.json"
 # What a run writes into its directory, where a file of the same name would be overwritten or appended to.
 _WRITTEN = (CONFIG, METRICS, *CURVES)
-# All that may be in it besides: what runs add, and --dry-run, --plan and kills leave.
+# All that may be in it besides: what runs add, and --dry-run and kills leave.
 _OF_A_RUN = re.compile(
     rf"{re.escape(lock.NAME)}|{storage.FOLDER}|{INDEX_FILES}|wandb|events\.out\.tfevents\..*|profile-rank\d+\.json|"
-    rf"calibration\.json|members\.jsonl|evaluation|layout\.png|plan\.png|\.?({'|'.join(map(re.escape, _WRITTEN))})"
+    rf"members\.jsonl|evaluation|layout\.png|\.?({'|'.join(map(re.escape, _WRITTEN))})"
 )
 _OF_CHECKPOINTS = re.compile(r"(damaged-)?step-\d{8,}(\.\d+)?|\.step-\d{8,}-.*")
 

@@ -66,16 +66,16 @@ def _as_mistake(error: BaseException) -> BaseException:
 
 
 def run(script: Script) -> None:
-    """Parse the command line, and `call` a script's `main`, or what `--dry-run` or `--plan` ask for."""
+    """Parse the command line, and `call` a script's `main`, or what `--dry-run` asks for."""
 
     def parse_and_call() -> None:
         args = script.parse()
         # No training needs what is imported here.
-        if args.dry_run or args.plan is not None:
-            from colossal_vit.plan import command
+        if args.dry_run:
+            from colossal_vit.launch import dry_run
 
             if launched_rank() == 0:  # under a launcher, one process answers for all
-                command.run(script.build, args)
+                dry_run.run(script.build, args)
         else:
             script.main(args)
 

@@ -22,7 +22,7 @@ MOST_RANKS = 2**20
 CODES = set(range(256)) - {TrainingError.exit_code, UserError.exit_code, Interrupted.exit_code}
 
 RULES = {
-    **dict.fromkeys(("config", "host", "output", "resume", "plan"), TEXT),  # a shell variable may be unset
+    **dict.fromkeys(("config", "host", "output", "resume"), TEXT),  # a shell variable may be unset
     "port": whole(1, 65535),
     "world_size": whole(1, MOST_RANKS),
     "rank": whole(0, MOST_RANKS - 1),
@@ -214,11 +214,5 @@ def get_parser(description: str | None = None) -> TrainParser:
         "--dry-run",
         action="store_true",
         help="train nothing: print what each rank of the layout (on --world_size processes) would hold and send",
-    )
-    instead.add_argument(
-        "--plan",
-        metavar="MACHINE",
-        help="train nothing: predict the fastest layouts for --world_size processes of a machine such as h100, of this "
-        "one with `here`, or of the one in a calibration.json that `here` has written",
     )
     return parser

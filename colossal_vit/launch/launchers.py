@@ -199,7 +199,7 @@ def rank_host_port() -> tuple[int, str | None, str | None]:
 
 
 def planned_rendezvous(args: argparse.Namespace, config: Config, rank: int = 0) -> Rendezvous:
-    """The place of a process that plays a rank: `--dry-run` and `--plan` start no others.
+    """The place of a process that plays a rank: `--dry-run` starts no others.
 
     The world size is `--world_size`, or the launcher's, or the smallest that the layout allows.
 

@@ -50,7 +50,7 @@ def read_config(args: Arguments, more: Sequence[str] = ()) -> tuple[Config, dict
     for key in idle:
         del config[key]
     find_loader(args, config)  # refuses what is no file
-    if args.dry_run or args.plan is not None or config.get("SYNTHETIC"):
+    if args.dry_run or config.get("SYNTHETIC"):
         _settle_classes(args, config)
     if args.eval_only and args.resume == "never" and not (config.finetune or {}).get("weights"):
         flag = "--eval-knn" if args.eval_knn else "--eval-only"

@@ -1,9 +1,8 @@
-"""Steps of shipped configs on one GPU beside what `--plan` predicts from the GPU's data sheet, eager and compiled.
+"""Steps of shipped configs on one GPU, eager and compiled, beside the planner's prediction of eager ones.
 
 Each is a run of the train script in a new process on random images, with the config's own BATCH_SIZE and no
-accumulation; the median of its steps counts, without the wait for data. A compiled step is predicted where its kernels
-can be found, which takes the planner's version of PyTorch. Nothing is predicted for a GPU whose data sheet `--plan`
-does not know. On a machine without a GPU the predictions are an H100's.
+accumulation; the median of its steps counts, without the wait for data. Nothing is predicted of compiled steps, and
+for a GPU whose data sheet the planner does not know. On a machine without a GPU the predictions are an H100's.
 """
 
 import argparse
@@ -12,20 +11,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from colossal_vit.config.settings import CALTECH101, DP, IMAGENET, PATHS
-from colossal_vit.mfu import peak_flops
-from colossal_vit.plan import lowering
-from colossal_vit.plan.__main__ import request_for
-from colossal_vit.plan.enumeration import own_layout
-from colossal_vit.plan.machines import MACHINES
-from colossal_vit.plan.request import request_of
-from colossal_vit.plan.search import Predictor
 from colossal_vit.provenance import gpu_names
 
 from benchmarks.harness import ROOT, Benchmark, Case, Side, Values
 from benchmarks.training import train
 from layouts import set_flags
+from tools import scripts
+from tools.planner.enumeration import own_layout
+from tools.planner.machines import find_machine, name_of
+from tools.planner.request import request_of
+from tools.planner.search import Predictor
 
 CONFIGS = {
     "ImageNet, B/16": (IMAGENET, "vit_imagenet_dali/config.py"),
@@ -40,28 +36,18 @@ UNCOUNTED = 4  # first steps
 def machine() -> str | None:
     """The planner's name of the GPU here, None if it has none; an H100's without a GPU."""
     gpus = gpu_names()
-    if not gpus:
-        return "h100"
-    # An entry such as "h100" has the words of GPUs with other peaks too, such as the H100 PCIe.
-    words, peak = set(gpus[0].lower().replace("-", " ").split()), peak_flops(gpus[0], torch.float16)
-    names = [
-        name
-        for name in MACHINES
-        if words.issuperset(name.split("-")) and peak == peak_flops(name.upper(), torch.float16)
-    ]
-    return max(names, key=len, default=None)  # "a100-40gb" rather than "a100"
+    return name_of(gpus[0]) if gpus else "h100"
 
 
 def predict(name: str | None, script: str, config: Path, values: dict[str, Any]) -> float | None:
-    """Seconds of a step on a machine; None without one, or if it is compiled and its kernels cannot be found here."""
+    """Seconds of an eager step on a machine; None without one."""
     if name is None:
         return None
-    request = request_of(*request_for(script, config, 1, ["--plan", name], values))
-    compiled = request.config.COMPILE
-    if compiled and not lowering.can_lower(request.config):
-        return None
-    predictor = Predictor(request.config, request.machine(), request.trace, request.lower_layout if compiled else None)
-    return predictor.predict(own_layout(request.config, 1)).seconds
+    train = scripts.load(ROOT / PATHS[script])
+    flags = ["--config", str(config), "--world_size", "1", "--output", "/nonexistent", *set_flags(values), "--dry-run"]
+    request = request_of(train, train.parse(flags))
+    known = find_machine(name, {}, bool(request.config.fp16), request.config.TF32)
+    return Predictor(request.config, known, request.trace).predict(own_layout(request.config, 1)).seconds
 
 
 def compare(script: str, config: Path, values: dict[str, Any], steps: int, number: int) -> Values:
@@ -72,7 +58,7 @@ def compare(script: str, config: Path, values: dict[str, Any], steps: int, numbe
     return {
         "images/s": records[0]["images_per_s"] * records[0]["step_s"] / measured,
         "planned for": name,
-        "predicted, s": predict(name, script, config, values),
+        "predicted, s": None if values["COMPILE"] else predict(name, script, config, values),
         "measured, s": measured,
         "peak memory, GB": max(record["memory_gb"] for record in records),
     }

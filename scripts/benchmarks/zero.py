@@ -13,11 +13,11 @@ from functools import partial
 
 import torch
 from colossal_vit.data.batches import FakeBatches
+from colossal_vit.dry_run.meter import measure
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.engine import Engine
 from colossal_vit.engine.optimizers import build_optimizer
 from colossal_vit.parallel.ranks import all_gather_object
-from colossal_vit.plan.meter import measure
 from colossal_vit.run import Run
 from colossalai.legacy import nn as col_nn
 from colossalai.legacy.core import global_context as gpc

@@ -1,4 +1,4 @@
-"""Pictures of layouts: which rank holds what, and how long steps take."""
+"""Pictures of layouts: which rank holds what."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # and torch's
 
 MOST_REPLICAS = 4  # more replicas of a model are not drawn
 MOST_PIECES = 64  # more pieces of a matrix are not labelled
-SHARES = {"computing": COLORS[0], "communicating": COLORS[1], "bubble": NEUTRAL}  # a step's time, by what it is for
 
 
 def write(figure: Figure, path: Path) -> str:
@@ -147,34 +146,4 @@ def draw_layout(
             bottom[0].subplots(1, len(matrices), squeeze=False)[0], matrices.items(), strict=True
         ):
             draw_pieces(axes, pieces, range(tensor), name)
-    return figure
-
-
-# ---- How long steps take ---------------------------------------------------------------------------------------------
-
-
-@styled()
-def draw_plan(layouts: Mapping[str, Mapping[str, float]], images: int, title: str) -> Figure:
-    """A figure of the step times of layouts as stacked bars from top to bottom, each with its images/s.
-
-    Args:
-        layouts: by name: "seconds" of a step, and what shares of it are "computing", "communicating" and "bubble".
-        images: of a step.
-        title: of the figure.
-    """
-    figure = Figure(figsize=(9, 3.2))
-    axes = figure.subplots()
-    names, ends = list(layouts), [0.0] * len(layouts)
-    for part, color in SHARES.items():
-        seconds = [layout["seconds"] * layout[part] for layout in layouts.values()]
-        bars = axes.barh(names, seconds, 0.7, ends, color=color, label=part)
-        ends = [end + more for end, more in zip(ends, seconds, strict=True)]
-    rates = [f"{images / layout['seconds']:,.0f} images/s" for layout in layouts.values()]
-    axes.bar_label(bars, rates, padding=3)
-    axes.invert_yaxis()
-    axes.margins(x=0.2)
-    axes.grid(axis="y", visible=False)
-    axes.set(title=title, xlabel=f"seconds of a step of {images:,} images, predicted")
-    axes.tick_params(axis="y", length=0)
-    figure.legend(loc="outside upper right", ncols=3)
     return figure

@@ -1,4 +1,4 @@
-"""What one tensor-parallel rank computes, sends and keeps in each part of a model: the unit of the planner's sums.
+"""What one tensor-parallel rank computes and sends in each part of a model: the unit of the planner's sums.
 
 Recorded from the unchanged model and engine, on fake tensors, at two batch sizes. All figures are linear in the batch,
 with a constant part for weights.
@@ -6,13 +6,12 @@ with a constant part for weights.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from colossal_vit.dry_run.meter import StepMeter, copies_of_weights, count_bytes
 from colossal_vit.engine.engine import Engine
-from colossal_vit.plan.meter import StepMeter, copies_of_weights, count_bytes
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
@@ -43,25 +42,11 @@ class Pass:
 
     Attributes:
         operations: FLOPs and bytes read and written, by operator; (operators, 2).
-        live: bytes in tensors after each operator, since the beginning of the pass.
         messages: in order.
-        calls: number of operators that Python and autograd call, those included that run no kernel, such as views.
     """
 
     operations: np.ndarray
-    live: np.ndarray
     messages: list[Message]
-    calls: int = 0
-
-    @cached_property
-    def left(self) -> float:
-        """Bytes that the pass leaves in memory; negative if it frees more."""
-        return float(self.live[-1])
-
-    @cached_property
-    def peak(self) -> float:
-        """Bytes above those at its beginning."""
-        return float(max(self.live.max(), 0.0))
 
     def at(self, other: "Pass", weight: float) -> "Pass":
         """On the line from this pass to the same one with another batch."""
@@ -69,13 +54,11 @@ class Pass:
         def mix(here: Any, there: Any) -> Any:
             return here + (there - here) * weight
 
-        if len(self.live) != len(other.live) or len(self.messages) != len(other.messages):
+        if len(self.operations) != len(other.operations) or len(self.messages) != len(other.messages):
             raise RuntimeError("the model makes other operations with another batch size")
         return Pass(
             mix(self.operations, other.operations),
-            mix(self.live, other.live),
             [a._replace(nbytes=mix(a.nbytes, b.nbytes)) for a, b in zip(self.messages, other.messages, strict=True)],
-            self.calls,
         )
 
 
@@ -85,13 +68,11 @@ class Trace:
 
     Attributes:
         sizes: the two batch sizes, images of a micro-batch on all tensor-parallel ranks.
-        passes: by part, pass ("forward", "backward", "accumulate": a later backward pass) and batch size.
+        passes: by part, pass ("forward" or "backward") and batch size.
         parameters: elements of each parameter, by part.
         weight_bytes: bytes of weights ÷ elements.
-        copied: whether the optimizer updates fp32 copies of the weights, with gradients of their own.
         optimizer_bytes: bytes of what the optimizer and the moving average keep ÷ elements.
         update_bytes: read and written in the update ÷ elements.
-        update_peak: bytes that the update takes at its peak, weights and gradients and state included ÷ elements.
         boundary: bytes of activations between blocks ÷ images.
     """
 
@@ -99,10 +80,8 @@ class Trace:
     passes: dict[tuple[str, str, int], Pass]
     parameters: dict[str, list[int]]
     weight_bytes: float
-    copied: bool
     optimizer_bytes: float
     update_bytes: float
-    update_peak: float
     boundary: float
     _parts: dict[tuple[str, str, int], Pass] = field(default_factory=dict, repr=False)
 
@@ -140,25 +119,22 @@ def flops_of(function: Any, args: tuple, kwargs: dict, result: Any) -> float:
 
 
 class _Recorder(StepMeter):
-    """Records operators, memory and messages, in `passes` by the name of the current one."""
+    """Records operators and messages, in `passes` by the name of the current one."""
 
     def __init__(self, existing: Iterable[Tensor]):
         super().__init__(existing)
         self.passes: dict[Any, Pass] = {}
         self._key: Any = None
-        self._calls = 0
 
     def begin(self, key: Any) -> None:
         """End the current pass, and begin another one; None records nothing."""
         self.end()
-        self._key, self._from = key, self.live
-        self._operations, self._live, self._messages, self._calls = [], [], [], 0
+        self._key, self._operations, self._messages = key, [], []
 
     def end(self) -> None:
         if self._key is not None:
-            live = np.array([*self._live, self.live - self._from], dtype=float)
             operations = np.array(self._operations, dtype=float).reshape(-1, 2)
-            self.passes[self._key] = Pass(operations, live, self._messages, self._calls)
+            self.passes[self._key] = Pass(operations, self._messages)
         self._key = None
 
     def _record(self, kind: str, size: int, nbytes: int) -> None:
@@ -168,11 +144,9 @@ class _Recorder(StepMeter):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = super().__torch_dispatch__(function, types, args, kwargs)
-        self._calls += function.namespace not in _NO_KERNELS
         if self._key is not None and launches(function):
             flops = flops_of(function, args, kwargs or {}, result)
             self._operations.append((flops, count_bytes([args, kwargs, result])))
-            self._live.append(self.live - self._from)
         return result
 
 
@@ -234,23 +208,20 @@ def trace(engine: Engine, batches: Iterable) -> Trace:
     sizes = (len(images) // 2, len(images))
     engine.train()
     with _Recorder([*model.parameters(), *model.buffers(), *copies, images, labels]) as recorder:
-        size, accumulating = 0, False
+        size = 0
 
-        def begin(part: str, kind: str) -> None:  # with the current `size` and `accumulating`
-            if kind == "forward" and accumulating:
-                return recorder.begin(None)
-            recorder.begin((part, "accumulate" if accumulating else kind, size))
+        def begin(part: str, kind: str) -> None:  # with the current `size`
+            recorder.begin((part, kind, size))
 
         handles = mark_parts(model, begin)
         for size in sizes:
-            for accumulating in (False, True):  # noqa: B007 begin reads it
-                begin("embed", "forward")
-                loss = engine.criterion(engine(images[:size]), labels[:size])
-                recorder.end()
-                begin("head", "backward")
-                engine.backward(loss)
-                recorder.end()
-                del loss
+            begin("embed", "forward")
+            loss = engine.criterion(engine(images[:size]), labels[:size])
+            recorder.end()
+            begin("head", "backward")
+            engine.backward(loss)
+            recorder.end()
+            del loss
             engine.optimizer.zero_grad()
         for handle in handles:
             handle.remove()
@@ -260,7 +231,6 @@ def trace(engine: Engine, batches: Iterable) -> Trace:
         handle = first.register_forward_hook(lambda m, i, o: seen.append(count_bytes(o)))
         engine.backward(engine.criterion(engine(images), labels))
         handle.remove()
-        recorder.peak = recorder.live
         recorder.begin("update")
         engine.step()
         recorder.end()
@@ -270,15 +240,12 @@ def trace(engine: Engine, batches: Iterable) -> Trace:
     parameters: dict[str, list[int]] = {part: [] for part in PARTS}
     for name, parameter in model.named_parameters():
         parameters[_part_of(name)].append(parameter.numel())
-    constant = count_bytes([images, labels]) + count_bytes([*model.buffers()])
     return Trace(
         sizes,
         {key: record for key, record in recorder.passes.items() if key[0] in PARTS},
         parameters,
         count_bytes(weights) / elements,
-        bool(engine.optimizer.working_to_master_map),
         (moments + count_bytes(copies)) / elements,
         update.operations[:, 1].sum() / elements,
-        (recorder.peak - constant) / elements,
         seen[0] / len(images),
     )

@@ -1,15 +1,11 @@
-"""Fake tensors, with shapes but no data, and one rank of a layout that is built of them."""
+"""Fake tensors, with shapes but no data, and fake process groups."""
 
 from collections.abc import Callable
 
 import torch
-from colossal_vit.engine import Training
-from colossal_vit.launch.flags import Arguments, Build
-from colossal_vit.launch.startup import start_alone
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _create_work_from_future
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore  # and torch's backend "fake"
 from torch.utils._python_dispatch import TorchDispatchMode
 
 if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::broadcast_", "Meta"):
@@ -48,13 +44,3 @@ def fake_tensors(device: torch.device) -> None:
         module.get_rng_state = lambda *_: torch.empty(0)
         module.set_rng_state = lambda *_: None
     _FakeValues().__enter__()
-
-
-def build_fake(build: Build, args: Arguments, rank: int = 0) -> Training:
-    """What a script builds for one rank of any layout, on fake tensors, which compute nothing."""
-    return build(start_alone(args, rank, FakeStore(), fake_tensors))
-
-
-def build_alone(build: Build, args: Arguments) -> Training:
-    """What a script builds for rank 0 of any layout, which computes its part; messages go nowhere."""
-    return build(start_alone(args, 0, FakeStore(), lambda device: None))

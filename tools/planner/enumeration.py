@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from colossal_vit.config.load import num_model_chunks
-from colossal_vit.config.settings import HYBRID
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.layout import Layout
 from colossalai.context import Config
@@ -44,21 +43,9 @@ class Choice:
         return self.accumulation * self.micro_batches
 
     @property
-    def by_block(self) -> bool:
-        """Whether COMPILE compiles the blocks one by one."""
-        return self.layout.pipeline * self.layout.tensor > 1
-
-    @property
     def images(self) -> int:
         """Of a micro-batch."""
         return self.batch // self.micro_batches
-
-    @property
-    def complexity(self) -> tuple[int, ...]:
-        """Sorts layouts that are equally fast: the first one has the fewest parts and features."""
-        layout = self.layout
-        split = (layout.tensor, layout.pipeline, self.chunks)
-        return *split, int(self.checkpoint), self.zero, self.accumulation, self.micro_batches
 
     @property
     def tensor(self) -> tuple[str | None, int, int | None]:
@@ -103,13 +90,13 @@ class Choice:
             words.append(f"zero {self.zero}")
         return words
 
-    @property
-    def short(self) -> str:
-        """With `Layout.short`, for tables."""
-        return ", ".join([self.layout.short, *self._options()])
-
     def __str__(self) -> str:
         return ", ".join([str(self.layout), *self._options()])
+
+
+def is_hybrid(config: Config) -> bool:
+    """Whether the script of a config splits models, too: those that train models of timm are data parallel only."""
+    return "MODEL" not in config
 
 
 def divisors(number: int) -> list[int]:
@@ -132,7 +119,7 @@ def _tensor_options(world_size: int) -> Iterator[tuple[str | None, int, int]]:
                     yield "3d", size, side
 
 
-def enumerate_layouts(config: Config, world_size: int, images: int, script: str, check: Check | None) -> list[Choice]:
+def enumerate_layouts(config: Config, world_size: int, images: int, check: Check | None) -> list[Choice]:
     """Every layout in which a step has `images` images, and that the config's checks allow.
 
     Without a pipeline, micro-batches are those of gradient accumulation; with one, the schedule makes them, since more
@@ -142,10 +129,9 @@ def enumerate_layouts(config: Config, world_size: int, images: int, script: str,
         config: of the run; all but the layout is kept.
         world_size: number of ranks.
         images: of an optimizer step.
-        script: one of `settings.SCRIPTS`.
         check: raises `UserError` for a config and layout that do not fit the model.
     """
-    hybrid = script == HYBRID
+    hybrid = is_hybrid(config)
     mode, ddp = config.fp16 and config.fp16.mode, config.torch_ddp
     pipelines = hybrid and mode in (None, AMP_TYPE.NAIVE)
     found: list[Choice] = []

@@ -1,4 +1,4 @@
-"""`--dry-run`: a report of the memory and communication of each rank in an optimizer step.
+"""A report of the memory and communication of each rank in an optimizer step.
 
 What the train script builds makes its first optimizer step, for one rank of each pipeline stage. It uses
 PyTorch's fake tensors, which have a shape and a type but no data, and fake process groups, whose other members need not
@@ -16,16 +16,16 @@ from typing import Any
 
 import torch
 from colossal_vit.config.load import num_model_chunks
+from colossal_vit.dry_run import pictures
+from colossal_vit.dry_run.meter import SENT_SHARE, StepPlan, measure
+from colossal_vit.dry_run.pictures import Piece
+from colossal_vit.engine import Training
 from colossal_vit.errors import TrainingError, UserError
-from colossal_vit.launch.flags import Arguments, Build
-from colossal_vit.launch.startup import find_output
-from colossal_vit.plan import pictures
-from colossal_vit.plan.fakes import build_fake
-from colossal_vit.plan.meter import SENT_SHARE, StepPlan, measure
-from colossal_vit.plan.pictures import Piece
 from colossal_vit.results import format_table
 from colossalai.context import Config
 from matplotlib.figure import Figure
+
+BuildRank = Callable[[int], Training]  # what a train script builds for one rank of a layout, on fake tensors
 
 
 def in_forks(functions: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -69,20 +69,20 @@ def in_fork(function: Callable[[], Any]) -> Any:
     return in_forks([function])[0]
 
 
-def plan_rank(build: Build, args: Arguments, rank: int) -> StepPlan:
-    """The plan of what a train script builds, for one rank."""
+def plan_rank(build_rank: BuildRank, rank: int) -> StepPlan:
+    """The plan of what is built for one rank."""
 
     def measured() -> StepPlan:
-        training = build_fake(build, args, rank)
+        training = build_rank(rank)
         return measure(training.engine, training.train_dataloader)
 
     return in_fork(measured)
 
 
-def plan(build: Build, args: Arguments) -> list[StepPlan]:
+def plan_stages(build_rank: BuildRank) -> list[StepPlan]:
     """The plans for the first rank of each pipeline stage."""
-    first = plan_rank(build, args, 0)
-    return [first] + [plan_rank(build, args, rank) for rank in first.stage_ranks[1:]]
+    first = plan_rank(build_rank, 0)
+    return [first] + [plan_rank(build_rank, rank) for rank in first.stage_ranks[1:]]
 
 
 def _ranges(numbers: Iterable[int]) -> str:
@@ -174,11 +174,3 @@ def draw_layout(plans: list[StepPlan]) -> Figure:
         stages = [f"stage {number}; {layers}" for number, layers in enumerate(stages)]
     matrices = tensor_pieces(plans[0]) if layout.tensor > 1 else {}
     return pictures.draw_layout(str(layout), stages, layout.data, layout.tensor, matrices)
-
-
-def report(build: Build, args: Arguments) -> None:
-    """Print the report of a train script, and draw the layout in the run directory."""
-    plans, output = plan(build, args), find_output(args)
-    notes = args.notes(Config(plans[0].config), output, plans[0].layout.data) if args.notes else []
-    print(format_report(plans, notes))
-    print(f"\n{pictures.write(draw_layout(plans), output / 'layout.png')}")

@@ -1,4 +1,4 @@
-"""Colossal-AI's pipeline schedules: in which order a stage computes, and how long a step takes.
+"""Colossal-AI's pipeline schedules: how long a step takes.
 
 Without chunks, that is 1F1B (`PipelineSchedule`), with chunks the interleaved schedule of D. Narayanan et al.,
 arXiv:2104.04473 (`InterleavedPipelineSchedule`). Messages between stages block both sides until they are there.
@@ -15,22 +15,6 @@ def warm_up(stage: int, num_stages: int, num_micro_batches: int, num_chunks: int
     if num_micro_batches == num_stages:
         return total
     return min(2 * (num_stages - stage - 1) + (num_chunks - 1) * num_stages, total)
-
-
-def order(stage: int, num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> list[tuple[str, int]]:
-    """The passes of a stage in a step, each as "forward" or "backward" and the number of the chunk."""
-    total = num_micro_batches * num_chunks
-    ahead = warm_up(stage, num_stages, num_micro_batches, num_chunks)
-
-    def chunk(number: int) -> int:
-        return number % (num_stages * num_chunks) // num_stages
-
-    steps = [("forward", chunk(number)) for number in range(ahead)]
-    for number in range(total):
-        if number < total - ahead:
-            steps.append(("forward", chunk(ahead + number)))
-        steps.append(("backward", num_chunks - 1 - chunk(number)))
-    return steps
 
 
 def num_exchanges(stage: int, num_stages: int, num_micro_batches: int, num_chunks: int) -> int:

@@ -1,58 +1,29 @@
-"""What `--plan` knows of machines: how fast they compute, and how fast they send."""
+"""What the planner knows of machines: how fast they compute, and how fast they send."""
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
 
 import numpy as np
+import psutil
 import torch
 from colossal_vit.config.check import nearest
+from colossal_vit.dry_run.meter import SENT_SHARE
+from colossal_vit.dry_run.report import in_fork
 from colossal_vit.errors import UserError
 from colossal_vit.mfu import peak_flops
-from colossal_vit.plan.meter import SENT_SHARE
-from colossal_vit.plan.trace import Message, Pass, TensorParallel
+from colossal_vit.provenance import gpu_names
+
+from tools.planner.trace import Message, Pass
 
 HERE = "here"  # the name of this machine
 RESERVED_GB = 2.0  # CUDA's context, NCCL's buffers, workspaces of cuBLAS: nothing of PyTorch's allocator
 
 
-class Machine(Protocol):
-    """What the planner asks. Times in seconds; groups of ranks are given by size, and ranks of them on a node.
-
-    Attributes:
-        memory_gb: for each rank.
-        reserved_gb: of that, what a rank takes beside its tensors.
-        overlap: whether messages are sent while a rank computes.
-        ranks_per_node: at most.
-        noise: share by which predicted times have to differ, or else they may be equal.
-        warning: a line about how the machine was measured, or None.
-    """
-
-    memory_gb: float
-    reserved_gb: float
-    overlap: bool
-    ranks_per_node: int
-    noise: float
-    warning: str | None
-
-    def compute(self, part: tuple, record: Pass) -> float:
-        """A pass of a part of the model; `part` is (mode, size and depth of tensor parallelism, part, pass, batch)."""
-
-    def send(self, message: Message, on_node: int) -> float:
-        """A collective, or a message between two ranks (kind "send")."""
-
-    def update(self, tensor: TensorParallel, num_bytes: float, elements: float) -> float:
-        """An optimizer step of so many elements, that reads and writes so many bytes."""
-
-    def speed(self, num_active: int) -> float:
-        """Of one of so many processes that compute at a time on one node, relative to one that is alone."""
-
-
 @dataclass(frozen=True)
-class Gpus:
-    """A machine by its data sheet.
+class Machine:
+    """A machine by its data sheet. Times in seconds; groups of ranks are given by size, and ranks of them on a node.
 
     Attributes:
         half_tflops, single_tflops: peaks of dense matrix products, in fp16 or bf16, and in fp32.
@@ -66,6 +37,7 @@ class Gpus:
         link_us, network_us: latency of a message, on a node and between nodes.
         half: whether matrix products are in fp16 or bf16.
         overlap: whether messages are sent while the device computes.
+        reserved_gb: of the memory, what a rank takes beside its tensors.
     """
 
     half_tflops: float
@@ -83,21 +55,17 @@ class Gpus:
     network_us: float = 20.0
     half: bool = True
     overlap: bool = True
-    reserved_gb: ClassVar[float] = RESERVED_GB
-    noise: ClassVar[float] = 0.0
-    warning: ClassVar[str | None] = None
+    reserved_gb: float = RESERVED_GB
 
-    @property
-    def ranks_per_node(self) -> int:
-        return self.gpus_per_node
-
-    def compute(self, part: tuple, record: Pass) -> float:
+    def compute(self, record: Pass) -> float:
+        """A pass of a part of the model."""
         flops, moved = record.operations.T
         peak = (self.half_tflops if self.half else self.single_tflops) * self.matmul_share * 1e12
         device = np.maximum(flops / peak, moved / (self.memory_gb_s * self.memory_share * 1e9))
         return float(np.maximum(device, self.operator_us * 1e-6).sum())
 
     def send(self, message: Message, on_node: int) -> float:
+        """A collective, or a message between two ranks (kind "send")."""
         if message.size == 1:
             return 0.0
         if message.size <= on_node:
@@ -107,11 +75,9 @@ class Gpus:
         sent = message.nbytes * SENT_SHARE[message.kind](message.size)
         return latency * 1e-6 * math.ceil(math.log2(message.size)) + sent / (bandwidth * self.link_share * 1e9)
 
-    def update(self, tensor: TensorParallel, num_bytes: float, elements: float) -> float:
+    def update(self, num_bytes: float) -> float:
+        """An optimizer step that reads and writes so many bytes."""
         return num_bytes / (self.memory_gb_s * self.memory_share * 1e9)
-
-    def speed(self, num_active: int) -> float:
-        return 1.0
 
 
 # Peaks are those of `mfu.PEAK_TFLOPS`. Memory, its bandwidth and NVLink (half of the sum of both directions) are from
@@ -148,33 +114,93 @@ def _peak_tflops(name: str, dtype: torch.dtype, tf32: bool = False) -> float:
 
 
 MACHINES = {
-    name: Gpus(_peak_tflops(name, torch.float16), _peak_tflops(name, torch.float32), **values)
+    name: Machine(_peak_tflops(name, torch.float16), _peak_tflops(name, torch.float32), **values)
     for name, values in _SPECIFICATIONS.items()
 }
+# Roughly a core of a CPU, whose time messages take, and its share of the memory's bandwidth: enough to choose the
+# layouts that are timed.
+CORE = Machine(0.05, 0.05, 4, 5, 1, 1, 2**20, overlap=False, reserved_gb=0.5)
+# What may be said of a machine, by name.
+SPECS = ("half_tflops", "single_tflops", "memory_gb", "memory_gb_s", "link_gb_s", "network_gb_s", "gpus_per_node")
+SPECS += ("matmul_share",)
 
 
-def find_machine(name: str, changes: Mapping[str, Any] | None, half: bool, tf32: bool) -> Gpus:
-    """A machine of the table, with the changes of the config block `machine`, or a new one made of that block.
+def name_of(gpu: str) -> str | None:
+    """The name in `MACHINES` of a GPU as its driver calls it; None if it has none."""
+    # An entry such as "h100" has the words of GPUs with other peaks too, such as the H100 PCIe.
+    words, peak = set(gpu.lower().replace("-", " ").split()), peak_flops(gpu, torch.float16)
+    names = [
+        name
+        for name in MACHINES
+        if words.issuperset(name.split("-")) and peak == peak_flops(name.upper(), torch.float16)
+    ]
+    return max(names, key=len, default=None)  # "a100-40gb" rather than "a100"
+
+
+def parse_specs(words: Sequence[str]) -> dict[str, float]:
+    """The values of `--spec KEY=NUMBER`.
+
+    Raises:
+        UserError: for another key, or what is no positive number.
+    """
+    values: dict[str, float] = {}
+    for word in words:
+        key, _, text = word.partition("=")
+        if key not in SPECS:
+            raise UserError(f"--spec {word}: no such key{nearest(key, SPECS)}; the keys are {', '.join(SPECS)}")
+        try:
+            values[key] = float(text)
+        except ValueError:
+            values[key] = math.nan
+        if not 0 < values[key] < math.inf or (key == "matmul_share" and values[key] > 1):
+            limit = "a number above 0 and up to 1" if key == "matmul_share" else "a number above 0"
+            raise UserError(f"--spec {word}: must be {limit}")
+    return values
+
+
+def find_machine(name: str, specs: Mapping[str, float], half: bool, tf32: bool) -> Machine:
+    """A machine of the table, with other specs, or a new one made of these.
 
     Args:
         name: any case.
-        changes: the block, or None.
+        specs: see `parse_specs`.
         half: whether matrix products are in fp16 or bf16.
         tf32: whether those in fp32 use TensorFloat-32.
 
     Raises:
-        UserError: if it is not in the table and the block does not describe it.
+        UserError: if it is not in the table and the specs do not describe it.
     """
-    changes = dict(changes or {})
+    specs = dict(specs)
     known = MACHINES.get(name.lower())
-    if known and tf32 and "single_tflops" not in changes:
-        changes["single_tflops"] = _peak_tflops(name, torch.float32, tf32)
+    if known and tf32:
+        specs.setdefault("single_tflops", _peak_tflops(name, torch.float32, tf32))
     try:
-        return dataclasses.replace(known, half=half, **changes) if known else Gpus(half=half, **changes)
+        return dataclasses.replace(known, half=half, **specs) if known else Machine(half=half, **specs)
     except TypeError:
-        needed = [f.name for f in dataclasses.fields(Gpus) if f.default is dataclasses.MISSING]
-        missing = [key for key in needed if key not in changes]
+        needed = [f.name for f in dataclasses.fields(Machine) if f.default is dataclasses.MISSING]
+        missing = [key for key in needed if key not in specs]
         raise UserError(
-            f"--plan {name}: no such machine{nearest(name, [*MACHINES, HERE])} (or describe it in a config block "
-            f"machine: {', '.join(missing)})"
+            f"--machine {name}: no such machine{nearest(name, [*MACHINES, HERE])} (or describe it with --spec: "
+            f"{', '.join(missing)})"
         ) from None
+
+
+def this_machine(world_size: int, half: bool, tf32: bool) -> Machine:
+    """What ranks the layouts that are to be timed here: this machine's GPU, an H100 if it is unknown, or its cores.
+
+    Its memory is what each process can have.
+
+    Raises:
+        UserError: if it has fewer GPUs than ranks.
+    """
+    gpus = gpu_names()
+    if not gpus:
+        return dataclasses.replace(CORE, memory_gb=psutil.virtual_memory().total / 1e9 / world_size)
+    if world_size > len(gpus):
+        raise UserError(
+            f"--machine {HERE}: --world_size {world_size}, but this machine has {len(gpus)} GPU(s): at most one "
+            f"process per GPU can be timed here"
+        )
+    # Who asks for a GPU's memory starts CUDA, and no fork of a process that has done so can use a GPU.
+    total = in_fork(lambda: torch.cuda.mem_get_info(0)[1])
+    return find_machine(name_of(gpus[0]) or "h100", {"memory_gb": total / 1e9}, half, tf32)
