@@ -453,14 +453,14 @@ SLIPS: list[Slip] = [
     ),
     Slip(
         "a second signal at once kills",
-        "colossal_vit/hooks/signals.py",
+        "colossal_vit/launch/signals.py",
         "elif now - self._heard_at > SAME_SIGNAL:",
         "else:",
         ("tests/test_hooks.py::test_a_signal_that_comes_twice_at_once_stops_a_run_once",),
     ),
     Slip(
         "a second signal is never obeyed",
-        "colossal_vit/hooks/signals.py",
+        "colossal_vit/launch/signals.py",
         "elif now - self._heard_at > SAME_SIGNAL:",
         "elif False:",
         ("tests/test_hooks.py::test_a_signal_that_comes_twice_at_once_stops_a_run_once",),

@@ -213,7 +213,7 @@ def test_gpus_are_asked_for_in_forks_and_each_process_has_its_own(tmp_path):
         torch.cuda.is_available = only_in_forks(lambda: False)
         torch.cuda.mem_get_info = only_in_forks(lambda index: (80e9 - index * 1e9, 85e9))
         calibration.hardware = lambda: {"gpus": names}
-        sys.modules["colossal_vit.launch.startup"].choose_device = choose
+        sys.modules["colossal_vit.launch.groups"].choose_device = choose
         calibration.work = lambda engine, batches, barrier: 1.0 + chosen.pop()
         calibration._messages = lambda *_: []
         calibration.ROUNDS, calibration.QUIET_WAIT_S = 1, 0.0

@@ -12,7 +12,6 @@ from pathlib import Path
 import colossalai.legacy as colossalai
 import pytest
 import torch
-from colossal_vit import launch
 from colossal_vit.checkpoint import storage
 from colossal_vit.data import cifar10
 from colossal_vit.data.digits import write_cifar10
@@ -23,6 +22,7 @@ from colossal_vit.launch.flags import get_parser
 from colossal_vit.launch.groups import launch_groups
 from colossal_vit.launch.launchers import Rendezvous, find_rendezvous, first_slurm_host, ignored_flags
 from colossal_vit.launch.watchdog import Watchdog, time_limit
+from colossal_vit.main import start
 from colossal_vit.results import read_metrics
 from colossalai.context import Config
 from colossalai.legacy import get_default_parser
@@ -129,7 +129,7 @@ def in_one_process(tmp_path):
 def test_a_mistake_is_refused_in_one_line_before_ranks_meet(tmp_path):
     def refused(argv):
         try:
-            return str(launch.start(training.arguments(train_hybrid.main, argv)))
+            return str(start(training.arguments(train_hybrid.main, argv)))
         except UserError as error:
             return f"refused: {error}"
 
@@ -147,7 +147,7 @@ def test_a_run_and_colossalai_have_one_config(tmp_path):
     """Benchmarks and hooks change it after the launch, and the engine reads it."""
 
     def is_one():
-        run = launch.start(training.arguments(train_hybrid.main, [*training.flags(), "--output", str(tmp_path)]))
+        run = start(training.arguments(train_hybrid.main, [*training.flags(), "--output", str(tmp_path)]))
         return run.config is gpc.config
 
     assert fork_ranks.call(is_one, launched=False) == [True]
@@ -155,7 +155,7 @@ def test_a_run_and_colossalai_have_one_config(tmp_path):
 
 def test_a_command_without_a_config_is_told_of_it():
     with pytest.raises(UserError, match="--config FILE is missing"):
-        launch.start(training.arguments(train_hybrid.main, []))
+        start(training.arguments(train_hybrid.main, []))
 
 
 def test_a_mistake_on_all_ranks_ends_them_with_one_line_and_exit_code_2(tmp_path, monkeypatch):
@@ -216,7 +216,9 @@ ON_A_GPU = "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB 
 )
 def test_too_little_memory_is_one_line(tmp_path, failing, said):
     script = tmp_path / "fails.py"
-    script.write_text(f"import torch\nfrom colossal_vit import launch\ndef main():\n    {failing}\nlaunch.call(main)\n")
+    script.write_text(
+        f"import torch\nfrom colossal_vit.launch.exits import Exits\ndef main():\n    {failing}\nExits().call(main)\n"
+    )
     result = fork_ranks.run(script, [])
     assert result.codes == [2], result
     (line,) = "".join(result.stderr).splitlines()
@@ -500,7 +502,9 @@ def test_training_goes_on_where_rank_0_cannot_listen():
     """The host may be an address that is not the machine's own, behind a router for example."""
 
     def function():
-        peers = Watchdog(torch.distributed.get_rank(), 2, "192.0.2.1")  # reserved for documentation: nobody's address
+        peers = Watchdog(
+            torch.distributed.get_rank(), 2, "192.0.2.1", end=None
+        )  # reserved for documentation: nobody's address
         peers.leave()
         torch.distributed.barrier()  # rank 0 keeps the store that the other still asks
         return peers.connections

@@ -398,7 +398,7 @@ def test_every_flag_counts_or_is_of_one_rank():
     """What a rank alone may have is listed: its place and its paths. A new flag counts until somebody lists it."""
     args = get_parser().parse_args([])
     settled = {"config", "set", "compile", "backend", "world_size"}  # compared as what follows from them
-    alone = {"rank", "local_rank", "host", "port", "launcher", "timeout", "output", "wandb"}
+    alone = {"rank", "local_rank", "host", "port", "launcher", "timeout", "output", "wandb", "exits"}
     assert vars(args).keys() & agreement.OF_A_RANK == settled | alone
 
 

@@ -96,7 +96,7 @@ def test_a_checkpoint_is_not_imported_into_a_run_that_is_training(tmp_path, monk
     command = ["import", str(tmp_path / "other"), str(target)]
 
     def function():
-        lock.acquire(tmp_path / "run")
+        lock.DirectoryLock().acquire(tmp_path / "run")
         pid = os.fork()
         if pid == 0:
             os._exit(__main__.main(command))

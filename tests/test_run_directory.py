@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from colossal_vit.checkpoint import lock, storage
+from colossal_vit.checkpoint.lock import DirectoryLock
 from colossal_vit.checkpoint.run_directory import MAX_NAME, default, has_earlier_run
 from colossal_vit.compat.stand_ins import STAND_INS
 from colossal_vit.errors import UserError
@@ -302,11 +303,12 @@ def test_the_second_of_two_refused_runs_leaves_nothing(monkeypatch, tmp_path):
 
     def second():
         ready, go = os.pipe(), os.pipe()
+        own = DirectoryLock()
         if not (first := os.fork()):
-            lock.acquire(directory)
+            own.acquire(directory)
             os.write(ready[1], b"1")
             os.read(go[0], 1)
-            lock.remove_unused()
+            own.remove_unused()
             os._exit(0)
         os.read(ready[0], 1)
 
@@ -315,9 +317,9 @@ def test_the_second_of_two_refused_runs_leaves_nothing(monkeypatch, tmp_path):
             os.waitpid(first, 0)
 
         monkeypatch.setattr(lock.time, "sleep", wait)
-        assert lock.acquire(directory) is None
+        assert own.acquire(directory) is None
         assert directory.exists()
-        lock.remove_unused()
+        own.remove_unused()
 
     fork_ranks.call(second, launched=False)
     assert not directory.parent.exists()
@@ -331,10 +333,11 @@ def test_what_another_run_removes_in_this_moment_is_made_and_removed_again(tmp_p
         exists, is_dir, first = Path.exists, Path.is_dir, [True]
         monkeypatch.setattr(Path, "exists", lambda path: path.parent in (tmp_path, directory) or exists(path))
         monkeypatch.setattr(Path, "is_dir", lambda path: first.pop() if first else is_dir(path))
-        lock.acquire(directory)
+        own = DirectoryLock()
+        own.acquire(directory)
         monkeypatch.undo()
         assert (directory / lock.NAME).exists()
-        lock.remove_unused()
+        own.remove_unused()
 
     fork_ranks.call(acquire_and_leave, launched=False)
     assert not directory.exists()

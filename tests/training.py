@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 from colossal_vit import config as configs
-from colossal_vit import launch
 from colossal_vit.checkpoint import lock
 from colossal_vit.config import settings
+from colossal_vit.launch.flags import Arguments
 from colossal_vit.results import METRICS, read_metrics
 from colossalai.context import Config
 from safetensors.torch import load_file
@@ -50,8 +50,8 @@ SMALL: dict[str, dict[str, Any]] = {
 TIMES = {"images_per_s", "data_s", "step_s", "memory_gb", "reserved_gb"}  # metrics that may differ between equal runs
 
 
-def arguments(main: Callable, argv: Sequence[str]) -> launch.Arguments:
-    """What `launch.run` would give to a train script's `main` for a command line."""
+def arguments(main: Callable, argv: Sequence[str]) -> Arguments:
+    """What a train script's `main` gets for a command line."""
     return sys.modules[main.__module__].SCRIPT.parse(argv)
 
 

@@ -5,16 +5,16 @@
 The first step of the tutorial: every process holds the whole model. `train_hybrid.py` splits it.
 """
 
-from colossal_vit import launch
 from colossal_vit.data.mixing import mixed
 from colossal_vit.data.source import build_data
 from colossal_vit.engine import Trainer, Training, build_criterion, build_optimizer, build_scheduler, initialize
 from colossal_vit.engine.knn import evaluate_knn
 from colossal_vit.hooks import standard_hooks
+from colossal_vit.main import Arguments, Run, Script, start
 from colossal_vit.models import build_timm_vit, check_timm_vit
 
 
-def build(run: launch.Run) -> Training:
+def build(run: Run) -> Training:
     """Build what trains. `main` calls it, and so does whatever looks at a training, such as `--dry-run`."""
     config = run.config
 
@@ -35,9 +35,9 @@ def build(run: launch.Run) -> Training:
     return initialize(model, optimizer, criterion, train_dataloader, test_dataloader, lr_scheduler)
 
 
-def main(args: launch.Arguments) -> object:
+def main(args: Arguments) -> object:
     # ---- Launch: colossalai.launch_from_torch, _slurm, _openmpi or launch, by launch_groups in launch/groups.py ----
-    run = launch.start(args)
+    run = start(args)
 
     engine, train_dataloader, test_dataloader, lr_scheduler = build(run)
 
@@ -59,7 +59,7 @@ def main(args: launch.Arguments) -> object:
     run.log.info(f"metrics, curves and checkpoints are in {run.output}")
 
 
-SCRIPT = launch.Script(main, build, __doc__, "train_dp", check_timm_vit)
+SCRIPT = Script(main, build, __doc__, "train_dp", check_timm_vit)
 
 if __name__ == "__main__":
-    launch.run(SCRIPT)
+    SCRIPT.run()

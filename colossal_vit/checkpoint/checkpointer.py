@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from colossal_vit import config, typed_json
-from colossal_vit.checkpoint import lock, run_directory, storage, tensors, weights
+from colossal_vit.checkpoint import run_directory, storage, tensors, weights
 from colossal_vit.checkpoint.contents import State
+from colossal_vit.checkpoint.lock import DirectoryLock
 from colossal_vit.checkpoint.storage import Checkpoint
 from colossal_vit.config.check import nearest
 from colossal_vit.data.batches import Normalization
@@ -21,12 +22,14 @@ from colossal_vit.engine.loop import Trainer
 from colossal_vit.engine.micro_batches import MicroBatches
 from colossal_vit.errors import TrainingError, UserError
 from colossal_vit.files import write_text
+from colossal_vit.launch.exits import Ending
 from colossal_vit.parallel.ranks import all_gather_object, run_on_rank_0
 from colossal_vit.results import read_metrics
 from colossal_vit.run import Run
 from torch import Tensor
 
 OTHER_SHAPE = "change the config back, or fit the weights with `python -m colossal_vit.checkpoint import`"
+WRITER_GRACE = 60.0  # seconds that a checkpoint may still take to be written when the run ends with an error
 _PACKAGES = ("torch", "colossalai", "timm")  # whose versions are on record
 
 
@@ -50,23 +53,14 @@ def _writes_to(output: Path) -> Iterator[None]:
         raise UserError(f"--output {output}: cannot be written: {error.strerror or error}") from None
 
 
-WRITER_GRACE = 60.0  # seconds that a checkpoint may still take to be written when the run ends with an error
-_writes: list[Future] = []  # the last one of this process
-
-
-def wait_for_writer() -> None:
-    """Wait up to `WRITER_GRACE` until the last checkpoint is written: for a process about to end with an error."""
-    wait(_writes, WRITER_GRACE)
-
-
 class Checkpointer:
     """Prepares the run directory, loads the checkpoint that a run resumes, and saves others.
 
-    `launch.start` calls `prepare`, the train script `load`, `CheckpointHook` the others. All methods are collective;
+    `main.start` calls `prepare`, the train script `load`, `CheckpointHook` the others. All methods are collective;
     rank 0 alone reads and writes.
 
     Args:
-        run: from `launch.start`.
+        run: from `main.start`.
 
     Attributes:
         path: the checkpoint that the run resumes, or None.
@@ -86,6 +80,13 @@ class Checkpointer:
         self._changes: list[dict[str, Any]] = []  # that `--accept-changes` has accepted
         self._writer = ThreadPoolExecutor(1)
         self._writing: Future[str | None] | None = None  # the last save: why it failed, or None
+        self._lock = DirectoryLock()
+        run.exits.add_cleanup(self._lock.remove_unused)
+        run.exits.add(self._wait_for_writer)
+
+    def _wait_for_writer(self, ending: Ending) -> None:
+        if self._writing and not ending.interrupted:
+            wait([self._writing], WRITER_GRACE)
 
     # ---- Prepare ----
 
@@ -106,7 +107,7 @@ class Checkpointer:
         args, output = self.run.args, self.run.output
         if not args.eval_only:
             with _writes_to(output):
-                if reason := lock.acquire(output):
+                if reason := self._lock.acquire(output):
                     self.run.log.info(
                         f"{output}: cannot be locked ({reason}): see to it that no other run writes there"
                     )
@@ -408,8 +409,8 @@ class Checkpointer:
                 for newer in self._newer_than(self.path):
                     log.info(f"{newer} is {storage.rename_damaged(newer).name} now")
             elif run_directory.has_earlier_run(output):
-                log.info(f"an earlier run was in {output}; it is in {run_directory.set_aside(output)} now")
-            lock.keep()
+                log.info(f"an earlier run was in {output}; it is in {run_directory.set_aside(output, self._lock)} now")
+            self._lock.keep()
             self.folder.mkdir(exist_ok=True)
             if not complete or not (output / run_directory.CONFIG).exists():
                 write_text(output / run_directory.CONFIG, config.to_json(self.run.config) + "\n")
@@ -443,7 +444,6 @@ class Checkpointer:
         if files is not None:
             self.num_bytes = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
             self._writing = self._writer.submit(self._write, path, files, state)
-            _writes[:] = [self._writing]
         return path
 
     def state(self, epoch: int, start: int) -> dict[str, Any]:

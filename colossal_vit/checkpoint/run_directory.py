@@ -12,7 +12,9 @@ from typing import Any
 
 from colossal_vit import config as configs
 from colossal_vit import typed_json
-from colossal_vit.checkpoint import lock, storage
+from colossal_vit.checkpoint import storage
+from colossal_vit.checkpoint.lock import NAME as LOCK
+from colossal_vit.checkpoint.lock import DirectoryLock
 from colossal_vit.data.folders import INDEX_FILES
 from colossal_vit.errors import UserError
 from colossal_vit.files import free_name
@@ -63,7 +65,7 @@ CONFIG = "config.json"
 _WRITTEN = (CONFIG, METRICS, *CURVES)
 # All that may be in it besides: what runs add, and --dry-run, --plan and kills leave.
 _OF_A_RUN = re.compile(
-    rf"{re.escape(lock.NAME)}|{storage.FOLDER}|{INDEX_FILES}|wandb|events\.out\.tfevents\..*|profile-rank\d+\.json|"
+    rf"{re.escape(LOCK)}|{storage.FOLDER}|{INDEX_FILES}|wandb|events\.out\.tfevents\..*|profile-rank\d+\.json|"
     rf"calibration\.json|members\.jsonl|evaluation|layout\.png|plan\.png|\.?({'|'.join(map(re.escape, _WRITTEN))})"
 )
 _OF_CHECKPOINTS = re.compile(r"(damaged-)?step-\d{8,}(\.\d+)?|\.step-\d{8,}-.*")
@@ -117,10 +119,14 @@ def has_earlier_run(directory: Path) -> bool:
     return True
 
 
-def set_aside(directory: Path) -> Path:
+def set_aside(directory: Path, lock: DirectoryLock) -> Path:
     """Rename the directory of an earlier run to `<name>.1`, `<name>.2`, ..., and create an empty one.
 
     This run's index files move to the new directory.
+
+    Args:
+        directory: of the earlier run.
+        lock: that this process holds of it, and then of the empty one.
 
     Returns:
         The earlier run's new directory.
@@ -128,7 +134,7 @@ def set_aside(directory: Path) -> Path:
     older = directory.rename(free_name(directory))
     directory.mkdir()
     lock.acquire(directory)
-    (older / lock.NAME).unlink(missing_ok=True)  # which this process holds, and writes nothing there
+    (older / LOCK).unlink(missing_ok=True)  # which this process holds, and writes nothing there
     if (older / INDEX_FILES).exists():
         (older / INDEX_FILES).rename(directory / INDEX_FILES)
     return older

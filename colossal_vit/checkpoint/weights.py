@@ -11,8 +11,9 @@ import psutil
 import timm
 import torch
 from colossal_vit import typed_json
-from colossal_vit.checkpoint import lock, storage
+from colossal_vit.checkpoint import storage
 from colossal_vit.checkpoint.contents import UNTRAINED, Channels, State
+from colossal_vit.checkpoint.lock import DirectoryLock
 from colossal_vit.checkpoint.storage import MODEL, OPTIMIZER, STATE
 from colossal_vit.errors import UserError, multiples_near, reason
 from colossal_vit.typed_json import RECORD
@@ -466,7 +467,7 @@ def import_timm(source: Path, path: Path, img_size: int | None, num_classes: int
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.resolve().parent.name == storage.FOLDER:  # a run may be writing there
-            lock.acquire(path.resolve().parents[1])
+            DirectoryLock().acquire(path.resolve().parents[1])
         state = {**UNTRAINED, **_kept(known, head=num_classes in (None, there))}
         storage.write(path, {MODEL: weights.tensors, OPTIMIZER: {}}, state)
     except OSError as error:

@@ -2,18 +2,14 @@
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import colossalai.legacy as colossalai
 from colossal_vit.config.rules import POSITIVE_INT, TEXT, Rule, number, one_of, whole
-from colossal_vit.engine import Training
 from colossal_vit.errors import Interrupted, Parser, Preempted, TrainingError, UserError
+from colossal_vit.launch.exits import Exits
 from colossal_vit.launch.launchers import LAUNCHERS
-from colossal_vit.parallel.layout import Layout
-from colossal_vit.run import Run
-from colossalai.context import Config
 
 DEFAULT_TIMEOUT = 300.0  # seconds that a rank waits for the others, at the start and in collective operations
 MOST_RANKS = 2**20
@@ -42,47 +38,19 @@ class Arguments(argparse.Namespace):
         script: one of `settings.SCRIPTS`, whose config keys and defaults apply; None allows any key.
         check: raises `UserError` if config and layout do not fit the script's model.
         notes: makes lines that the script adds to a dry run's report, of config, run directory and data parallel size.
+        exits: what is left to do when the process ends.
     """
 
     script: str | None = None
-    check: "Check | None" = None
-    notes: "Notes | None" = None
+    check: Callable[..., None] | None = None
+    notes: Callable[..., list[str]] | None = None
+
+    def __init__(self, **values: Any):
+        super().__init__(**{"exits": Exits(), **values})
 
     def replace(self, **changes: Any) -> "Arguments":
         """A copy with other values."""
         return Arguments(**{**vars(self), **changes})
-
-
-Build = Callable[[Run], Training]
-Check = Callable[[Config, Layout], None]
-Notes = Callable[[Config, Path, int], list[str]]
-
-
-@dataclass(frozen=True)
-class Script:
-    """A train script, for `launch.run` and for whatever else looks at what it trains.
-
-    Attributes:
-        main: trains or evaluates.
-        build: builds what trains.
-        description: for `--help`; usually the script's docstring.
-        name, check, notes: `script`, `check` and `notes` of its `Arguments`.
-    """
-
-    main: Callable[[Arguments], Any]
-    build: Build
-    description: str | None = None
-    name: str | None = None
-    check: Check | None = None
-    notes: Notes | None = None
-
-    def parse(self, words: Sequence[str] | None = None) -> Arguments:
-        """The arguments in a command line, by default this process's.
-
-        Raises:
-            UserError: if a flag is wrong.
-        """
-        return parse(words, self.description, script=self.name, check=self.check, notes=self.notes)
 
 
 class TrainParser(Parser):

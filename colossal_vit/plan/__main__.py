@@ -27,7 +27,6 @@ from typing import Any
 from colossal_vit import config as configs
 from colossal_vit.config.settings import HYBRID, IMAGENET, PATHS
 from colossal_vit.errors import Parser
-from colossal_vit.launch import call
 from colossal_vit.plan.enumeration import Choice, own_layout
 from colossal_vit.plan.lowering import compile_kernel, num_bytes, num_flops, num_generated
 from colossal_vit.plan.machines import MACHINES, RESERVED_GB
@@ -347,4 +346,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    call(main)
+    Exits().call(main)

@@ -27,7 +27,7 @@ from colossal_vit.engine.engine import Engine
 from colossal_vit.engine.reduction import reduce_to_owner
 from colossal_vit.errors import UserError
 from colossal_vit.files import write_text
-from colossal_vit.launch.startup import find_output
+from colossal_vit.main import find_output
 from colossal_vit.plan.enumeration import Choice, divisors
 from colossal_vit.plan.machines import HERE, RESERVED_GB
 from colossal_vit.plan.memory import rank_memory

@@ -1,10 +1,12 @@
-"""`launch.start`: how every train script begins."""
+"""How every train script is run: `Script`, `start`. The only module that knows all others."""
 
 import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,21 +14,76 @@ from colossal_vit import config as configs
 from colossal_vit import parent
 from colossal_vit.checkpoint import run_directory
 from colossal_vit.checkpoint.checkpointer import Checkpointer
-from colossal_vit.compat import cpu, patches
+from colossal_vit.compat import cpu
 from colossal_vit.data.source import expected_classes
-from colossal_vit.engine import precision
+from colossal_vit.engine import Training, precision
 from colossal_vit.errors import UserError
 from colossal_vit.hooks import wandb_run
-from colossal_vit.launch import elastic, watchdog
 from colossal_vit.launch.agreement import common
-from colossal_vit.launch.flags import Arguments
-from colossal_vit.launch.groups import check_granted, choose_backend, choose_device, launch_groups
-from colossal_vit.launch.launchers import Rendezvous, find_rendezvous, ignored_flags, planned_rendezvous
+from colossal_vit.launch.elastic import ExitStore, wait_without_work
+from colossal_vit.launch.exits import Exits
+from colossal_vit.launch.flags import Arguments, parse
+from colossal_vit.launch.groups import check_granted, choose_backend, launch_groups, prepare_device
+from colossal_vit.launch.launchers import find_rendezvous, ignored_flags, launched_rank, planned_rendezvous
 from colossal_vit.launch.rendezvous import join_store
+from colossal_vit.launch.watchdog import time_limit
+from colossal_vit.parallel import elastic
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.ranks import RankLogger
 from colossal_vit.run import Run
 from colossalai.context import Config
+
+__all__ = ["Arguments", "Run", "Script", "start"]
+
+Build = Callable[[Run], Training]
+Check = Callable[[Config, Layout], None]
+Notes = Callable[[Config, Path, int], list[str]]
+
+
+@dataclass(frozen=True)
+class Script:
+    """A train script, for its own command line and for whatever else looks at what it trains.
+
+    Attributes:
+        main: trains or evaluates.
+        build: builds what trains.
+        description: for `--help`; usually the script's docstring.
+        name, check, notes: `script`, `check` and `notes` of its `Arguments`.
+    """
+
+    main: Callable[[Arguments], Any]
+    build: Build
+    description: str | None = None
+    name: str | None = None
+    check: Check | None = None
+    notes: Notes | None = None
+
+    def parse(self, words: Sequence[str] | None = None) -> Arguments:
+        """The arguments in a command line, by default this process's.
+
+        Raises:
+            UserError: if a flag is wrong.
+        """
+        return parse(words, self.description, script=self.name, check=self.check, notes=self.notes)
+
+    def run(self) -> None:
+        """Do what this process's command line says, and end the process if it fails, see `Exits.call`."""
+        exits = Exits()
+        exits.call(lambda: self._run(self.parse().replace(exits=exits)))
+
+    def _run(self, args: Arguments) -> None:
+        # No training needs what is imported here.
+        if args.parity is not None:
+            from colossal_vit.parity import command
+
+            command.run(self.build, args)
+        elif args.dry_run or args.plan is not None:
+            from colossal_vit.plan import command
+
+            if launched_rank() == 0:  # under a launcher, one process answers for all
+                command.run(self.build, args)
+        else:
+            self.main(args)
 
 
 def read_config(args: Arguments, more: Sequence[str] = ()) -> tuple[Config, dict[str, str]]:
@@ -85,20 +142,11 @@ def _choose_layout(args: Arguments, config: Config, size: int) -> tuple[Config, 
         UserError: if they do not fit each other.
     """
     if config.ELASTIC:
-        return elastic.fit(config, size, lambda more: read_config(args, more)[0], args.check)
+        return elastic.choose_layout(config, size, lambda more: read_config(args, more)[0], args.check)
     layout = Layout.of(config, size)
     if args.check is not None:
         args.check(config, layout)
     return config, layout
-
-
-def _prepare_torch(config: Config, rendezvous: Rendezvous) -> torch.device:
-    """Correct and set what this process has of torch and Colossal-AI; returns its device."""
-    torch.set_default_dtype(getattr(torch, config.DTYPE))
-    if not torch.cuda.is_available():
-        cpu.enable()
-    patches.apply()
-    return choose_device(rendezvous)
 
 
 def start_alone(args: Arguments, rank: int, store: dist.Store, prepare: Callable[[torch.device], None]) -> Run:
@@ -119,18 +167,18 @@ def start_alone(args: Arguments, rank: int, store: dist.Store, prepare: Callable
     config, layout = _choose_layout(args, config, rendezvous.world_size)
     rendezvous.world_size = layout.world_size
     choose_backend(args, rendezvous, layout)  # refuses what the run itself would
-    device = _prepare_torch(config, rendezvous)
+    device = prepare_device(config.DTYPE, rendezvous)
     config.COMPILE = False  # does not change memory and messages
     config = launch_groups(config, rendezvous, "fake", store, args.timeout, device)
     prepare(device)
-    return Run(args, config, layout, find_output(args), device, RankLogger(0), alone=True)
+    return Run(args, config, layout, find_output(args), device, RankLogger(0), args.exits, alone=True)
 
 
 def start(args: Arguments) -> Run:
     """Load and check the config, create the process groups, seed, lock the run directory.
 
     Args:
-        args: as `launch.run` gives them to `main`.
+        args: as a script's `main` gets them.
 
     Raises:
         UserError: if flags, environment, config, layout, device or run directory are not usable.
@@ -149,14 +197,14 @@ def start(args: Arguments) -> Run:
     parent.watch(rendezvous.launcher != "none", args.timeout)
     store = join_store(rendezvous, args.timeout, common(args, wanted, backend))
     if rendezvous.rank >= layout.world_size:
-        elastic.wait_without_work(store, rendezvous, args.timeout)
+        wait_without_work(store, rendezvous, args.timeout)
     rendezvous.world_size = layout.world_size
-    device = _prepare_torch(config, rendezvous)
+    device = prepare_device(config.DTYPE, rendezvous)
     if config.ELASTIC and rendezvous.rank == 0:
-        elastic.begin(store, range(layout.world_size, size))
-    with watchdog.time_limit(2 * args.timeout):
+        args.exits.add(ExitStore(store, range(layout.world_size, size)).announce)
+    with time_limit(2 * args.timeout):
         config = launch_groups(config, rendezvous, backend, store, args.timeout, device)
-    watchdog.current = watchdog.Watchdog(rendezvous.rank, rendezvous.world_size, rendezvous.host)
+    args.exits.watch(rendezvous.rank, rendezvous.world_size, rendezvous.host)
     log = RankLogger(rendezvous.rank)
     log.info(
         f"rank {rendezvous.rank} of {rendezvous.world_size} on {socket.gethostname()} ({device}, {backend}), started "
@@ -183,7 +231,7 @@ def start(args: Arguments) -> Run:
     if config.fp16:
         log.info(f"mixed precision: {precision.describe(config.fp16, device)} on this device")
 
-    run = Run(args, config, layout, output, device, log)
+    run = Run(args, config, layout, output, device, log, args.exits)
     run.checkpointer = Checkpointer(run)
     run.checkpointer.prepare()
     return run
