@@ -502,9 +502,8 @@ def test_training_goes_on_where_rank_0_cannot_listen():
     """The host may be an address that is not the machine's own, behind a router for example."""
 
     def function():
-        peers = Watchdog(
-            torch.distributed.get_rank(), 2, "192.0.2.1", end=None
-        )  # reserved for documentation: nobody's address
+        nobodys = "192.0.2.1"  # reserved for documentation
+        peers = Watchdog(torch.distributed.get_rank(), 2, nobodys, end=None)
         peers.leave()
         torch.distributed.barrier()  # rank 0 keeps the store that the other still asks
         return peers.connections

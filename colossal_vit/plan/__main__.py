@@ -27,6 +27,7 @@ from typing import Any
 from colossal_vit import config as configs
 from colossal_vit.config.settings import HYBRID, IMAGENET, PATHS
 from colossal_vit.errors import Parser
+from colossal_vit.launch.exits import Exits
 from colossal_vit.plan.enumeration import Choice, own_layout
 from colossal_vit.plan.lowering import compile_kernel, num_bytes, num_flops, num_generated
 from colossal_vit.plan.machines import MACHINES, RESERVED_GB
