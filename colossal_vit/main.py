@@ -109,8 +109,9 @@ def read_config(args: Arguments, more: Sequence[str] = ()) -> tuple[Config, dict
     if args.dry_run or args.plan is not None or config.get("SYNTHETIC"):
         config.setdefault("NUM_CLASSES", expected_classes(config, args.script))
     if args.eval_only and args.resume == "never" and not (config.finetune or {}).get("weights"):
-        flag = "--eval-knn" if args.eval_knn else "--eval-only"
-        raise UserError(f"{flag} evaluates a checkpoint, and --resume never says to take none: leave one of them out")
+        raise UserError(
+            "--eval-only evaluates a checkpoint, and --resume never says to take none: leave one of them out"
+        )
     if args.eval_only:
         config.gradient_accumulation = 1  # so many images may be more than the training set has, on more processes
     if config.COMPILE == "auto" and (args.debug_nan or args.eval_only):

@@ -519,7 +519,6 @@ def removed_when_found(monkeypatch):
     "more",
     [
         ("{run}", "--eval-only"),
-        ("{run}", "--eval-knn"),
         ("{other}", "--eval-only", "--set", "finetune.weights='{run}'", "--set", "finetune.head='keep'"),
         ("{other}", "--resume", "{run}"),
     ],

@@ -83,7 +83,7 @@ def build_engine():
     model = build_timm_vit(config) if "MODEL" in config else vit.build_vit(config, layout)
     engine, *_ = initialize(model, build_optimizer(config, model), col_nn.CrossEntropyLoss())
     log = RankLogger(torch.distributed.get_rank())
-    return engine, Run(parse(["--eval-knn"]), config, layout, Path(), torch.device("cpu"), log)
+    return engine, Run(parse(["--eval-only"]), config, layout, Path(), torch.device("cpu"), log)
 
 
 def read_config(output):

@@ -8,7 +8,6 @@ The first step of the tutorial: every process holds the whole model. `train_hybr
 from colossal_vit.data.mixing import mixed
 from colossal_vit.data.source import build_data
 from colossal_vit.engine import Trainer, Training, build_criterion, build_optimizer, build_scheduler, initialize
-from colossal_vit.engine.knn import evaluate_knn
 from colossal_vit.hooks import standard_hooks
 from colossal_vit.main import Arguments, Run, Script, start
 from colossal_vit.models import build_timm_vit, check_timm_vit
@@ -44,8 +43,6 @@ def main(args: Arguments) -> object:
     # ---- Train, from the newest checkpoint on if there is one ------------------------------------------------------
     trainer = Trainer(engine, lr_scheduler, run.log)
     run.checkpointer.load(trainer, train_dataloader)
-    if args.eval_knn:
-        return evaluate_knn(engine, train_dataloader, test_dataloader, run.log)
     hooks = standard_hooks(run, train_dataloader)
     if args.eval_only:
         return trainer.evaluate(test_dataloader, hooks=hooks)

@@ -114,8 +114,9 @@ class Checkpointer:
                 tempfile.TemporaryFile(dir=output).close()
         self._found = found = self._find()
         if args.eval_only and found is None and not (self.run.config.finetune or {}).get("weights"):
-            flag = "--eval-knn" if args.eval_knn else "--eval-only"
-            raise UserError(f"{flag}: no checkpoint in {self.folder}; name one with --resume PATH, or its --output")
+            raise UserError(
+                f"--eval-only: no checkpoint in {self.folder}; name one with --resume PATH, or its --output"
+            )
         path = found and found.path
         continues = self._is_own(path)
         if not continues and not args.eval_only:
@@ -371,10 +372,10 @@ class Checkpointer:
                 "finetune is given, but there are no weights to start from: set finetune.weights, --resume a "
                 "checkpoint, or leave the block out"
             )
-        if run.args.eval_only and not run.args.eval_knn and head == "new":
+        if run.args.eval_only and head == "new":
             raise UserError(
                 f"--eval-only evaluates the head of finetune.weights = {named!r}, but finetune.head = 'new' starts "
-                f"with one of zeros: set it to 'keep', or give --eval-knn, which needs no head"
+                f"with one of zeros: set it to 'keep'"
             )
         shapes = {name: shape for own in all_gather_object(tensors.own_shapes(engine)) for name, shape in own.items()}
 

@@ -32,7 +32,7 @@ RULES = {
 class Arguments(argparse.Namespace):
     """A parsed command line, each flag under its name; and the script that it is of.
 
-    `set` includes what `--compile` stands for, and `eval_only` is true with `--eval-knn`, too.
+    `set` includes what `--compile` stands for.
 
     Attributes:
         script: one of `settings.SCRIPTS`, whose config keys and defaults apply; None allows any key.
@@ -71,7 +71,6 @@ class TrainParser(Parser):
         parsed.set = [*parsed.set, *["COMPILE=True"] * parsed.compile]
         if parsed.own_precision and parsed.parity is None:
             raise UserError("--own-precision is of --parity: give both")
-        parsed.eval_only = parsed.eval_only or parsed.eval_knn
         return parsed
 
 
@@ -141,11 +140,6 @@ def get_parser(description: str | None = None) -> TrainParser:
     )
     instead = parser.add_mutually_exclusive_group()  # of training
     instead.add_argument("--eval-only", action="store_true", help="evaluate a checkpoint, and train nothing")
-    instead.add_argument(
-        "--eval-knn",
-        action="store_true",
-        help="evaluate the features of a checkpoint: classify test images by their nearest training images",
-    )
     parser.add_argument("--max-steps", type=int, metavar="N", help="stop after N optimizer steps, with a checkpoint")
     parser.add_argument(
         "--on-save-error",
