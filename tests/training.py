@@ -47,6 +47,9 @@ SMALL: dict[str, dict[str, Any]] = {
     CALTECH101: {**TINY, "CACHE_SIZE": 18},
     IMAGENET: TINY,
 }
+# The state of a checkpoint that has made no step, beside its weights.
+UNTRAINED = dict(step=0, epoch=0, images=0, global_batch=0, optimizer=None, moments_step=0, scaler={}, best=None)
+UNTRAINED |= dict(config={}, normalization=None)
 TIMES = {"images_per_s", "data_s", "step_s", "memory_gb", "reserved_gb"}  # metrics that may differ between equal runs
 
 

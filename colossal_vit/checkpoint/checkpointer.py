@@ -28,7 +28,7 @@ from colossal_vit.results import read_metrics
 from colossal_vit.run import Run
 from torch import Tensor
 
-OTHER_SHAPE = "change the config back, or fit the weights with `python -m colossal_vit.checkpoint import`"
+OTHER_SHAPE = "change the config back, or start from its weights with finetune.weights"
 WRITER_GRACE = 60.0  # seconds that a checkpoint may still take to be written when the run ends with an error
 _PACKAGES = ("torch", "colossalai", "timm")  # whose versions are on record
 
@@ -236,27 +236,25 @@ class Checkpointer:
         run, path, engine = self.run, self.path, self.trainer.engine
         state = run_on_rank_0(lambda: self._found.state)
         own = type(engine.optimizer.optim).__name__
-        trained = state["optimizer"] is not None and not run.args.eval_only
-        if trained and state["optimizer"] != own:
-            raise UserError(
-                f"{path}: was trained with {state['optimizer']}, but this run's optimizer is {own}: change it back, or "
-                f"start from its weights alone: `python -m colossal_vit.checkpoint import`"
-            )
-        if trained:
-            self._check_continues(state)
-        else:
-            self._check_answers(state)
-        if not run.args.eval_only:
-            images = (run.config.BATCH_SIZE, 3, run.config.IMG_SIZE, run.config.IMG_SIZE)
-            engine.rebuild_ddp_buckets(images, state["step"])
-        self._load_tensors(state if trained else None)
-        engine.num_steps = state["step"]
         if run.args.eval_only:
+            self._check_answers(state)
+            self._load_tensors(None)
+            engine.num_steps = state["step"]
             run.log.info(f"the weights are those of {path}, step {state['step']}")
             return
+        if state["optimizer"] != own:
+            raise UserError(
+                f"{path}: was trained with {state['optimizer']}, but this run's optimizer is {own}: change it back, or "
+                f"start from its weights alone with finetune.weights"
+            )
+        self._check_continues(state)
+        images = (run.config.BATCH_SIZE, 3, run.config.IMG_SIZE, run.config.IMG_SIZE)
+        engine.rebuild_ddp_buckets(images, state["step"])
+        self._load_tensors(state)
+        engine.num_steps = state["step"]
         self.trainer.cur_epoch = state["epoch"]
         # An accuracy on other images is not comparable, and a best checkpoint elsewhere is none of this run's.
-        if self._is_own(self.path) and not (trained and self._other_data(state)):
+        if self._is_own(self.path) and not self._other_data(state):
             self.best = run_on_rank_0(lambda: self._best_there(state["step"]))
         engine.optimizer.load_scaler_state(state["scaler"])
         self._seek(state)
@@ -272,15 +270,14 @@ class Checkpointer:
         return None
 
     def _check_answers(self, state: State) -> None:
-        """Check that the model has as many heads, and that an evaluation's classes are those that it has learned.
+        """Check that an evaluated model has as many heads, and that the classes are those that it has learned.
 
         Raises:
             UserError: naming what differs, unless `--accept-changes` is given.
         """
-        if self.run.args.eval_only:
-            self._check_classes(state, str(self.path), "set DATA to images of its classes")
-            if other := self._other_data(state):
-                self.run.log.info(f"this run's data are others than those of the checkpoint ({other})")
+        self._check_classes(state, str(self.path), "set DATA to images of its classes")
+        if other := self._other_data(state):
+            self.run.log.info(f"this run's data are others than those of the checkpoint ({other})")
         said = weights.other_heads(state["config"], self.run.config)
         if said and not self.run.args.accept_changes:
             raise UserError(f"{self.path}: {said}: set it back")
