@@ -11,8 +11,8 @@ from typing import Any
 from colossal_vit.checkpoint import storage
 from colossal_vit.config.settings import HYBRID
 from colossal_vit.errors import TrainingError, UserError
-from colossal_vit.launch.flags import Arguments, Build
-from colossal_vit.main import read_config
+from colossal_vit.launch.flags import Arguments
+from colossal_vit.main import Build, read_config
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parity.compare import Difference, compare, largest_of
 from colossal_vit.parity.ranks import Ranks

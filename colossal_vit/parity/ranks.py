@@ -23,11 +23,11 @@ from colossal_vit.hooks.checkpoint import CheckpointHook
 from colossal_vit.hooks.metrics import MetricsHook
 from colossal_vit.hooks.record_tensors import Record, RecordTensorsHook
 from colossal_vit.launch.exits import Ending, lost_connection
-from colossal_vit.launch.flags import Arguments, Build
+from colossal_vit.launch.flags import Arguments
 from colossal_vit.launch.groups import device_index
 from colossal_vit.launch.launchers import find_rendezvous, free_port
 from colossal_vit.launch.rendezvous import join_store
-from colossal_vit.main import start
+from colossal_vit.main import Build, start
 from colossal_vit.parallel.ranks import gather_object
 from colossal_vit.parity.records import Recorded, by_key, of_run_directory
 from colossalai.legacy.core import global_context as gpc

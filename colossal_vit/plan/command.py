@@ -5,8 +5,8 @@ from functools import cache
 import torch
 from colossal_vit.config.settings import HYBRID
 from colossal_vit.errors import UserError, multiples_near
-from colossal_vit.launch.flags import Arguments, Build
-from colossal_vit.main import find_output
+from colossal_vit.launch.flags import Arguments
+from colossal_vit.main import Build, find_output
 from colossal_vit.plan import calibration, lowering, pictures, report
 from colossal_vit.plan.machines import HERE, Gpus, Machine
 from colossal_vit.plan.request import Request, request_of

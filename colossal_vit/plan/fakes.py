@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import torch
 from colossal_vit.engine import Training
-from colossal_vit.launch.flags import Arguments, Build
-from colossal_vit.main import start_alone
+from colossal_vit.launch.flags import Arguments
+from colossal_vit.main import Build, start_alone
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _create_work_from_future
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from colossal_vit.config.load import num_model_chunks
 from colossal_vit.errors import TrainingError, UserError
-from colossal_vit.launch.flags import Arguments, Build
-from colossal_vit.main import find_output
+from colossal_vit.launch.flags import Arguments
+from colossal_vit.main import Build, find_output
 from colossal_vit.plan import pictures
 from colossal_vit.plan.fakes import build_fake
 from colossal_vit.plan.meter import SENT_SHARE, StepPlan, measure

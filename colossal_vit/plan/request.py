@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 from colossal_vit.config.settings import HYBRID
-from colossal_vit.launch.flags import Arguments, Build
+from colossal_vit.launch.flags import Arguments
 from colossal_vit.launch.launchers import planned_rendezvous
-from colossal_vit.main import read_config
+from colossal_vit.main import Build, read_config
 from colossal_vit.models import build_timm_vit
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.plan import lowering
