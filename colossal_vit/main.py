@@ -128,7 +128,7 @@ def find_output(args: Arguments) -> Path:
         UserError: if its name is not in UTF-8.
     """
     output = args.output or run_directory.default(Path(sys.argv[0]), Path(args.config), args.set, args.resume)
-    output = Path(os.path.realpath(output))  # relative, it would lead elsewhere once an earlier run there is renamed
+    output = Path(os.path.realpath(output))  # has a name, whatever way leads to it
     try:
         str(output).encode()
     except UnicodeEncodeError:  # TensorBoard would crash once training begins

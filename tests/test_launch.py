@@ -415,7 +415,7 @@ def test_processes_started_by_hand(tmp_path):
     assert len(read_metrics(tmp_path / "run")[0]) == 2
 
 
-def test_an_earlier_run_is_set_aside(tmp_path):
+def test_a_new_run_takes_the_next_free_directory(tmp_path):
     for _ in range(3):
         argv = [*training.flags(), "--output", str(tmp_path / "run"), "--max-steps", "1", "--resume", "never"]
         assert fork_ranks.run(training.HYBRID, argv).codes == [0]

@@ -66,7 +66,7 @@ def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path, monkeypatch):
     more = {**LONG, "checkpoint.every_steps": 2}
     ranks = fork_ranks.start(training.HYBRID, argv(output, **more), [{}])
     begun(output, ranks)
-    line = fork_ranks.run(training.HYBRID, argv(output, "--resume", "never", **more)).stderr[0]
+    line = fork_ranks.run(training.HYBRID, argv(output, **more)).stderr[0]
     assert f"{output}: process {ranks.pids[0]} on " in line
     assert line.count("\n") == 1
     assert line.endswith(" is writing here: wait until it has ended, or give another --output\n")

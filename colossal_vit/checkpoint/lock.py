@@ -90,6 +90,12 @@ class DirectoryLock:
         self._made.extend(path for path in reversed(paths) if path in made)
         return None
 
+    def release(self) -> None:
+        """Unlock the directory, and remove what `acquire` has created there."""
+        self.remove_unused()
+        while self._files:
+            os.close(self._files.pop())
+
     def keep(self) -> None:
         """Leave what `acquire` has created: something is about to be written beside it."""
         self._made.clear()
