@@ -1,14 +1,28 @@
 """What the three examples share: launching, configs, the training engine, data, checkpoints, hooks, reports.
 
 Import this package before `colossalai`: it replaces modules that Colossal-AI imports and the examples never use by
-stubs, and filters warnings. docs/architecture.md lists the subpackages.
+stubs, and filters warnings. From then on Ctrl-C, which may come during slow imports, prints
+no traceback. docs/architecture.md lists the subpackages.
 """
 
+import sys
 import warnings
+from typing import Any
 
 import colossal_vit.parent  # noqa: F401 records the parent process before the slow imports
-from colossal_vit import streams
-from colossal_vit.compat.stand_ins import install
+
+
+def _report(kind: type[BaseException], *rest: Any) -> None:
+    """Print the traceback of an error that nothing has caught, but not of Ctrl-C."""
+    if kind is not KeyboardInterrupt:
+        sys.__excepthook__(kind, *rest)
+
+
+sys.excepthook = _report  # Python then ends as SIGINT ends a process, which shells call exit code 130
+
+import numpy  # noqa: E402, F401 which torch would import, and go on without it after a Ctrl-C
+from colossal_vit import streams  # noqa: E402
+from colossal_vit.compat.stand_ins import install  # noqa: E402
 
 for _module in (r"colossalai\.", r"torch\.jit\._script"):
     warnings.filterwarnings("ignore", module=_module)

@@ -14,16 +14,16 @@ zero_plan      memory and messages of a rank with and without split optimizer st
 import re
 import sys
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from colossal_vit import config as configs
 from colossal_vit.dry_run.meter import StepPlan
-from colossal_vit.dry_run.report import format_report
+from colossal_vit.dry_run.report import BuildRank, format_report, plan_rank, plan_stages
 from colossal_vit.errors import Parser
-from colossal_vit.launch import Script, call
-from colossal_vit.launch.dry_run import plan, plan_rank
+from colossal_vit.launch.exits import Exits
+from colossal_vit.main import Script
 from colossal_vit.provenance import ROOT, ResultFolder
 
 sys.path.append(str(ROOT))
@@ -60,17 +60,17 @@ def script_at(path: Path) -> Script:
     return scripts.load(path)
 
 
-def arguments(path: Path, config: Path, ranks: int, values: dict[str, Any]) -> tuple:
-    """The `build` of a train script, and its arguments with a config and some values."""
+def builder(path: Path, config: Path, ranks: int, *more: str, **values: Any) -> BuildRank:
+    """What a train script with a config and some values builds for a rank, on fake tensors."""
     script = script_at(path)
     given = [word for key, value in values.items() for word in ("--set", f"{key}={value!r}")]
-    flags = ["--config", str(config), "--world_size", str(ranks), "--output", "/nonexistent", *given, "--dry-run"]
-    return script.build, script.parse(flags)
+    flags = ["--config", str(config), "--world_size", str(ranks), "--output", "/nonexistent", "--dry-run"]
+    return partial(script.build_fake, script.parse([*flags, *given, *more]))
 
 
 def dry_run(result: ResultFolder, script: Path, config: Path, ranks: int, values: dict[str, Any]) -> list[StepPlan]:
     """The plans of a config's stages, which the log gets, too."""
-    plans = plan(*arguments(script, config, ranks, values))
+    plans = plan_stages(builder(script, config, ranks, **values))
     result.log += f"===== {config.relative_to(ROOT)}, {ranks} ranks, {values} =====\n{format_report(plans)}\n\n"
     return plans
 
@@ -135,9 +135,8 @@ def zero(result: ResultFolder) -> None:
         for ranks in RANKS:
             plans = {}
             for kind, more in {"not split": {}, "stage 1": {"zero.stage": 1}}.items():
-                build, args = arguments(HYBRID, config, ranks, {**COMMON, **values, **more})
-                args = args.replace(set=[*args.set, "fp16.mode=AMP_TYPE.NAIVE"])
-                plans[kind] = plan_rank(build, args, 0)
+                given = {**COMMON, **values, **more}
+                plans[kind] = plan_rank(builder(HYBRID, config, ranks, "--set", "fp16.mode=NAIVE", **given), 0)
             sent = [sum(each.sent.values()) for each in plans.values()]
             cells = [f"{each.memory[part] / 1e9:.2f}" for each in plans.values() for part in ("optimizer", "peak")]
             millions = f"{plans['not split'].parameters / 1e6:,.0f} M"
@@ -167,4 +166,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    call(main)
+    Exits().call(main)

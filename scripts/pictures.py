@@ -13,6 +13,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from colossal_vit.drawing import COLORS, NEUTRAL, TEXT, styled
 from colossal_vit.dry_run import report
 from colossal_vit.dry_run.meter import StepPlan
 from colossal_vit.dry_run.pictures import draw_pieces
-from colossal_vit.launch.dry_run import plan
 from colossal_vit.results import read_metrics
 from matplotlib.figure import Figure
 
@@ -179,7 +179,7 @@ def dry_run(processes: int, values: dict[str, Any], config: str = CONFIG) -> lis
     """The plans of a layout of train_hybrid.py, by stage."""
     flags = ["--dry-run", "--world_size", str(processes), *set_flags(values)]
     argv = ["--config", str(FOLDER / config), "--output", tempfile.gettempdir(), *flags]
-    return plan(train_hybrid.build, train_hybrid.SCRIPT.parse(argv))
+    return report.plan_stages(partial(train_hybrid.SCRIPT.build_fake, train_hybrid.SCRIPT.parse(argv)))
 
 
 def layout_example() -> Figure:

@@ -15,13 +15,12 @@ from unittest.mock import MagicMock
 
 import torch
 import torch.distributed as dist
-from colossal_vit import launch
 from colossal_vit.checkpoint import storage
 from colossal_vit.compat import cpu
 from colossal_vit.dry_run import fakes
 from colossal_vit.dry_run.meter import measure
 from colossal_vit.engine import engine
-from colossal_vit.launch import dry_run
+from colossal_vit.launch.flags import Arguments
 from colossal_vit.parallel import ranks
 from colossal_vit.run import Run
 from colossalai.accelerator import set_accelerator
@@ -202,7 +201,7 @@ def without_peers(noted: Callable[..., object] = lambda **_: None) -> None:
 
 
 def run(
-    main: Callable[[launch.Arguments], object], argv: list[str], device: torch.device = CUDA, overflows: float = 0.0
+    main: Callable[[Arguments], object], argv: list[str], device: torch.device = CUDA, overflows: float = 0.0
 ) -> list[dict[str, Tensor]]:
     """Call a train script's `main` on a fake GPU or `meta`. Patches this process irreversibly, so call it in a fork.
 
@@ -230,10 +229,10 @@ def run(
         _pretend(mode)
     else:
         cpu.HostAccelerator.current_device = cpu.HostAccelerator.get_current_device = lambda _: device
-        sys.modules["colossal_vit.launch.startup"].choose_device = lambda _: device
+        sys.modules["colossal_vit.launch.groups"].choose_device = lambda _: device
         adamw = torch.optim.AdamW
         torch.optim.AdamW = lambda groups, fused, **options: adamw(groups, **options)  # it has no fused kernels
-    start = launch.start
+    start = script.start
 
     def enter(chosen: torch.device) -> None:
         assert chosen == device
@@ -265,11 +264,11 @@ def run(
     for module in list(sys.modules.values()):
         if getattr(module, "run_on_rank_0", None) is run_on_rank_0:
             module.run_on_rank_0 = lambda work: work()
-    launch.start, dry_run.fake_tensors = start_there, enter
+    script.start, fakes.fake_tensors = start_there, enter
     sys.argv = [script.__file__, *argv]
     args = training.arguments(main, argv)
     if args.dry_run:
-        built, batches, *_ = dry_run.build_fake(script.build, args)
+        built, batches, *_ = script.SCRIPT.build_fake(args)
         measure(built, batches)
     else:
         without_peers()

@@ -11,7 +11,8 @@ import sys
 import pytest
 import timm
 import torch
-from colossal_vit.checkpoint import __main__, storage, timm_model
+from colossal_vit.checkpoint import __main__, storage, timm_model, weights
+from colossal_vit.errors import UserError
 from colossal_vit.models import build_timm_vit, skip_unused_tokens
 from colossalai.context import Config
 from safetensors.torch import load_file, save_file
@@ -131,38 +132,42 @@ def test_export_writes_the_precision_that_is_asked_for(dtype, expected, runs, tm
     assert saved["pos_embed"].dtype == expected
 
 
-def test_weights_evaluate_the_same_after_export_and_import(runs, exported, tmp_path, capsys):
-    assert verb(capsys, "import", exported / "plain", tmp_path / "new" / "same")[0] == 0
-
-    def evaluate(path):
-        run = training.train(tmp_path / "output", 1, "--eval-only", "--resume", str(path), **PLAIN)
+def test_weights_evaluate_the_same_after_export(runs, exported, tmp_path):
+    def evaluate(*flags, **values):
+        run = training.train(tmp_path / "output", 1, "--eval-only", *flags, **PLAIN, **values)
         return re.findall(r"test accuracy .*", run.said)
 
-    assert evaluate(tmp_path / "new" / "same") == evaluate(newest(runs / "plain")) != []
+    after = {"finetune.weights": str(exported / "plain"), "finetune.head": "keep"}
+    assert evaluate(**after) == evaluate("--resume", str(newest(runs / "plain"))) != []
 
 
 @pytest.mark.parametrize("form", ["run", "file", "folder"])
-def test_imported_weights_of_a_run_keep_what_no_shape_tells(form, runs, exported, tmp_path, capsys):
-    """Their number of heads, for an evaluation and a training; and their classes, unless the head is a new one."""
+def test_weights_of_a_run_keep_what_no_shape_tells(form, runs, exported, tmp_path):
+    """Their number of heads, for an evaluation and a training."""
     source = {"run": runs / "plain", "file": newest(runs / "plain") / "model.safetensors"}.get(form, exported / "plain")
-    for name, *more in (("same",), ("new", "--num-classes", 12)):
-        assert verb(capsys, "import", source, tmp_path / name, *more)[0] == 0
-    given = ["--resume", str(tmp_path / "same")]
+    values = {**PLAIN, "NUM_HEADS": 8, "finetune.weights": str(source), "finetune.head": "keep"}
     for flags in (["--eval-only"], ["--max-steps", "1"]):
-        line = training.refused(tmp_path / "run", 1, *given, *flags, steps=None, **{**PLAIN, "NUM_HEADS": 8})
-        assert f"{tmp_path / 'same'}: was trained with NUM_HEADS = 4, not 8: set it back" in line
-    trained = storage.Checkpoint(newest(runs / "plain")).state["data"]
-    kept = storage.Checkpoint(tmp_path / "same").state["data"]
-    assert kept == (trained if form != "folder" else {"classes": trained["classes"]})
-    assert storage.Checkpoint(tmp_path / "new").state["data"] is None
+        line = training.refused(tmp_path / "run", 1, *flags, steps=None, **values)
+        assert f"{source}: was trained with NUM_HEADS = 4, not 8: set it to theirs" in line
 
 
-def test_a_run_from_imported_weights_begins_with_a_head_of_zeros_and_learns(exported, tmp_path, capsys):
+def test_a_run_from_exported_weights_begins_with_a_head_of_zeros_and_learns(exported, tmp_path):
     """On larger images and for other classes: the loss begins at that of a head of zeros, and falls."""
-    source, start = exported / "plain" / "model.safetensors", tmp_path / "start"
-    assert verb(capsys, "import", source, start, "--img-size", "48", "--num-classes", "12")[0] == 0
-    model, given = load_file(start / "model.safetensors"), load_file(source)
-    resized = timm.create_model(f"local-dir:{exported / 'plain'}", pretrained=True, img_size=48)  # as timm does it
+    values = dict(IMG_SIZE=48, NUM_CLASSES=12, LEARNING_RATE=1e-3)
+    values["finetune.weights"] = str(exported / "plain")
+    steps = training.train(tmp_path / "run", steps=8, **{**PLAIN, **values}).steps
+    assert [record["step"] for record in steps] == list(range(1, 9))
+    assert steps[0]["loss"] == pytest.approx(math.log(12), rel=1e-6)
+    assert steps[-1]["loss"] < steps[0]["loss"] - 1e-2
+
+
+def test_weights_of_a_run_are_fitted_to_larger_images_as_timm_does(exported):
+    source = exported / "plain"
+    given = load_file(source / "model.safetensors")
+    shapes = {name: list(tensor.shape) for name, tensor in given.items()}
+    shapes["pos_embed"][1] = 1 + 6**2
+    model = weights.read_fitted(weights.find(str(source)), "new", shapes, {"IMG_SIZE": 48, "NUM_CLASSES": 12})
+    resized = timm.create_model(f"local-dir:{source}", pretrained=True, img_size=48)
     assert torch.equal(model["pos_embed"], resized.pos_embed)
     assert model["head.weight"].shape == (12, 32)
     assert not model["head.weight"].any()
@@ -170,30 +175,34 @@ def test_a_run_from_imported_weights_begins_with_a_head_of_zeros_and_learns(expo
     assert len(same) > 20
     assert all(torch.equal(model[name], given[name]) for name in same)
 
-    values = dict(IMG_SIZE=48, NUM_CLASSES=12, LEARNING_RATE=1e-3)
-    steps = training.train(tmp_path / "run", 1, "--resume", str(start), steps=8, **{**PLAIN, **values}).steps
-    assert [record["step"] for record in steps] == list(range(1, 9))
-    assert steps[0]["loss"] == pytest.approx(math.log(12), rel=1e-6)
-    assert steps[-1]["loss"] < steps[0]["loss"] - 1e-2
+
+EMBEDDING = {"patch_embed.proj.weight": torch.ones(8, 3, 4, 4)}
+
+
+def fitted(path, tensors, num_tokens):
+    """What becomes of tensors in a file, for images of 16 px and 5 classes."""
+    save_file(tensors, path)
+    shapes = {"patch_embed.proj.weight": [8, 3, 4, 4], "pos_embed": [1, num_tokens, 8]}
+    return weights.read_fitted(weights.find(str(path)), "new", shapes, {"IMG_SIZE": 16, "NUM_CLASSES": 5})
 
 
 @pytest.mark.parametrize("prefix", [0, 1])
-def test_import_makes_fp32_and_a_head_of_weights_that_have_neither(prefix, tmp_path, capsys):
+def test_fitted_weights_are_fp32_and_have_a_head_where_theirs_had_neither(prefix, tmp_path):
     """Half precision, no head, with a class token's position or without."""
-    weights = {"patch_embed.proj.weight": torch.ones(8, 3, 4, 4), "pos_embed": torch.ones(1, 9 + prefix, 8)}
-    save_file({name: tensor.half() for name, tensor in weights.items()}, tmp_path / "some.safetensors")
-    flags = ["--img-size", "16", "--num-classes", "5"]
-    assert verb(capsys, "import", tmp_path / "some.safetensors", tmp_path / "start", *flags)[0] == 0
-    assert storage.Checkpoint(tmp_path / "start").state["step"] == 0
-    model = load_file(tmp_path / "start" / "model.safetensors")
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.items()}
-    assert shapes == {
+    given = {**EMBEDDING, "pos_embed": torch.ones(1, 9 + prefix, 8)}
+    model = fitted(tmp_path / "some.safetensors", {name: x.half() for name, x in given.items()}, 16 + prefix)
+    assert {name: tuple(tensor.shape) for name, tensor in model.items()} == {
         "patch_embed.proj.weight": (8, 3, 4, 4),
         "pos_embed": (1, 16 + prefix, 8),
         "head.weight": (5, 8),
         "head.bias": (5,),
     }
     assert {tensor.dtype for tensor in model.values()} == {torch.float32}
+
+
+def test_positions_that_are_no_square_are_not_resampled(tmp_path):
+    with pytest.raises(UserError, match=r"pos_embed of .* is of shape \(1, 12, 8\), which is not \(1, N, width\)"):
+        fitted(tmp_path / "oblong.safetensors", {**EMBEDDING, "pos_embed": torch.ones(1, 12, 8)}, 16)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -265,15 +274,11 @@ def test_verify_in_a_new_process_imports_neither_colossalai_nor_timm(damaged):
 
 def mistakes(runs, exported, damaged, tmp_path):
     """What is given, and what the line must say."""
-    good, weights = newest(runs / "plain"), exported / "plain" / "model.safetensors"
+    good, file = newest(runs / "plain"), exported / "plain" / "model.safetensors"
     new = tmp_path / "new"
     (tmp_path / "nothing").mkdir()
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "pytorch_model.bin").touch()
-    embedding = {"patch_embed.proj.weight": torch.ones(8, 3, 4, 4)}
-    save_file({**embedding, "head.weight": torch.ones(2, 8)}, tmp_path / "no-positions.safetensors")
-    save_file({**embedding, "pos_embed": torch.ones(1, 12, 8)}, tmp_path / "oblong.safetensors")
-    __main__.main(["import", str(weights), str(tmp_path / "imported")])
     return [
         ([], ["required: verb"]),
         (["show", runs], ["show", "ls"]),
@@ -282,29 +287,13 @@ def mistakes(runs, exported, damaged, tmp_path):
         (["ls", tmp_path / "nothing"], ["nothing: is no checkpoint"]),
         (["ls", tmp_path / ("long" * 100)], ["longlong: "]),
         (["verify", good, tmp_path / "nowhere"], ["nowhere: no such file"]),
-        (["verify", weights], ["model.safetensors: is no checkpoint"]),
+        (["verify", file], ["model.safetensors: is no checkpoint"]),
         (["verify", exported / "plain"], ["plain: is no checkpoint"]),
         (["export", good, new, "--dtype", "int8"], ["--dtype", "int8", "bf16"]),
         (["export", newest(damaged), new], ["model.safetensors: has 1000 bytes"]),
         (["export", good, tmp_path / "old"], ["old: exists already"]),
-        (["export", good, weights], ["model.safetensors: exists already"]),
-        (["export", good, weights / "below"], ["below: cannot be written: ", "File exists", "model.safetensors'"]),
-        (["export", tmp_path / "imported", new], ["imported: was imported"]),
-        (["import", tmp_path / "nowhere.safetensors", new], ["nowhere.safetensors: no such file"]),
-        (["import", tmp_path / "old", new], ["old: is no checkpoint"]),
-        (["import", newest(damaged), new], ["model.safetensors: has 1000 bytes"]),
-        (["import", weights, good], [f"{good}: exists already"]),
-        (["import", weights, new.with_name("step-00000100")], ["step-00000100: is a name for step 100, but weights"]),
-        (["import", weights, weights / "below"], ["below: cannot be written: ", "File exists", "model.safetensors'"]),
-        (["import", weights, new, "--img-size", "large"], ["--img-size", "large"]),
-        (["import", weights, new, "--img-size", "50"], ["--img-size 50", "patch size 8", "use 48 or 56"]),
-        (["import", weights, new, "--img-size", "0"], ["--img-size 0", "use 8"]),
-        (["import", weights, new, "--num-classes", "0"], ["--num-classes 0", "at least 1"]),
-        (["import", weights, new, "--num-classes", "1000000000000"], ["--num-classes 1000000000000", " GB, and this"]),
-        (["import", weights, new, "--img-size", "800000000"], ["--img-size 800000000", " GB, and this machine has"]),
-        (["import", tmp_path / "no-positions.safetensors", new, "--img-size", "8"], ["pos_embed", "(0,)"]),
-        (["import", tmp_path / "oblong.safetensors", new, "--img-size", "8"], ["pos_embed", "(1, 12, 8)"]),
-        (["import", tmp_path / "oblong.safetensors", new], ["no head", "--num-classes"]),
+        (["export", good, file], ["model.safetensors: exists already"]),
+        (["export", good, file / "below"], ["below: cannot be written: ", "File exists", "model.safetensors'"]),
     ]
 
 

@@ -8,9 +8,9 @@ import sys
 import psutil
 import pytest
 import yaml
-from colossal_vit import launch
 from colossal_vit.config.settings import PATHS
-from colossal_vit.launch.startup import read_config
+from colossal_vit.launch.flags import parse
+from colossal_vit.main import read_config
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.results import read_metrics
 from kubeflow_trainer_api import models
@@ -67,7 +67,7 @@ def test_the_command_in_a_file_fits_its_gpus(name, gpus, batch):
     config = argv.index("--config") + 1
     argv[config] = str(path.parent / argv[config])
     (script,) = (name for name, known in PATHS.items() if fork_ranks.ROOT / known == path)
-    resolved, _ = read_config(launch.parse(argv, script=script))
+    resolved, _ = read_config(parse(argv, script=script))
     assert Layout.of(resolved, gpus).global_batch(resolved) == batch
 
 

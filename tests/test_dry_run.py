@@ -1,11 +1,13 @@
 """A dry run says, on one process, what really happens on many."""
 
+from functools import partial
+
 import pytest
 import torch
 from colossal_vit.data.batches import FakeBatches
+from colossal_vit.dry_run import report
 from colossal_vit.dry_run.meter import StepPlan, measure
 from colossal_vit.engine.assembly import initialize
-from colossal_vit.launch import dry_run
 from colossal_vit.parallel.layout import Layout
 from colossalai.legacy import nn as col_nn
 from colossalai.legacy.core import global_context as gpc
@@ -54,11 +56,12 @@ def planned(argv: list[str], world_size: int) -> dict[int, StepPlan]:
 
     def plan():
         args = training.arguments(train_hybrid.main, [*argv, "--dry-run", "--world_size", str(world_size)])
-        plans = dry_run.plan(train_hybrid.build, args)
+        build_rank = partial(train_hybrid.SCRIPT.build_fake, args)
+        plans = report.plan_stages(build_rank)
         ranks = plans[0].stage_ranks
         if plans[0].layout.batch_parts > 1 and len(plans) == 1:
             ranks = [0, 1, plans[0].layout.tensor - 2]  # in 2.5D and 3D also one that owns no piece of a head
-            plans += [dry_run.plan_rank(train_hybrid.build, args, rank) for rank in ranks[1:]]
+            plans += [report.plan_rank(build_rank, rank) for rank in ranks[1:]]
         return dict(zip(ranks, plans, strict=True))
 
     return fork_ranks.call(plan, launched=False)[0]
@@ -207,7 +210,7 @@ def test_timms_stochastic_depth_is_planned_with_its_own_rates(rate, draws):
     def plan():
         values = {"DEPTH": 3, "HIDDEN_SIZE": 48, "NUM_HEADS": 4, "DROP_PATH_RATE": rate, "DROP_RATE": 0.0}
         argv = ["--config", str(FOLDER / "configs/config_data_parallel.py"), *set_flags(values), "--set", "fp16=None"]
-        built = dry_run.build_fake(train_dp.build, training.arguments(train_dp.main, argv))
+        built = train_dp.SCRIPT.build_fake(training.arguments(train_dp.main, argv))
         return observe(built.engine, built.train_dataloader)
 
     assert fork_ranks.call(plan, launched=False) == [draws]

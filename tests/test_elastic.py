@@ -6,10 +6,10 @@ import signal
 import time
 
 import pytest
-from colossal_vit.checkpoint import lock
 from colossal_vit.checkpoint.checkpointer import Checkpointer
 from colossal_vit.errors import UserError
-from colossal_vit.launch import elastic
+from colossal_vit.launch.exits import Exits
+from colossal_vit.parallel import elastic
 from colossalai.context import Config
 
 import fork_ranks
@@ -33,7 +33,7 @@ def fit(world_size, model, global_batch, check=None, others=(), **values):
         given = (text.split("=") for text in overrides)
         return Config({**values, **{key: ast.literal_eval(value) for key, value in given}})
 
-    return elastic.fit(Config(values), world_size, load, check)
+    return elastic.choose_layout(Config(values), world_size, load, check)
 
 
 @pytest.mark.parametrize(
@@ -144,9 +144,9 @@ def test_a_process_without_work_finds_a_mistake_as_the_ranks_do(tmp_path):
 @pytest.mark.parametrize(("values", "code"), [({"NUM_CLASSES": 5}, 2), ({"LEARNING_RATE": 1e30}, 1)])
 def test_a_process_without_work_ends_as_the_ranks_that_fail(values, code, last, tmp_path, few_test_images):
     def enter(rank):
-        remove = lock.remove_unused
+        clean_up = Exits.clean_up
         if rank == last:
-            lock.remove_unused = lambda: (time.sleep(1), remove())
+            Exits.clean_up = lambda exits: (time.sleep(1), clean_up(exits))
 
     argv = [*training.flags(**{**ELASTIC, **values}), "--output", str(tmp_path / "run")]
     run = fork_ranks.start(training.HYBRID, argv, fork_ranks.by_torchrun(3), enter=enter).wait()

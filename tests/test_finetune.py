@@ -17,7 +17,6 @@ import timm
 import torch
 import torch.nn.functional as F
 from colossal_vit import config as configs
-from colossal_vit import launch
 from colossal_vit.checkpoint import __main__ as cli
 from colossal_vit.checkpoint import storage, tensors, weights
 from colossal_vit.checkpoint.checkpointer import Checkpointer
@@ -25,6 +24,7 @@ from colossal_vit.checkpoint.tensors import parameter_slots
 from colossal_vit.checkpoint.weights import BIAS, PATCHES
 from colossal_vit.engine import Trainer, build_optimizer, initialize, optimizers
 from colossal_vit.errors import UserError
+from colossal_vit.launch.flags import parse
 from colossal_vit.models import PatchProjection, build_timm_vit
 from colossal_vit.parallel import sharding
 from colossal_vit.parallel.layout import Layout
@@ -81,7 +81,7 @@ def build_engine():
     model = build_timm_vit(config) if "MODEL" in config else vit.build_vit(config, layout)
     engine, *_ = initialize(model, build_optimizer(config, model), col_nn.CrossEntropyLoss())
     log = RankLogger(torch.distributed.get_rank())
-    return engine, Run(launch.parse(["--eval-knn"]), config, layout, Path(), torch.device("cpu"), log)
+    return engine, Run(parse(["--eval-only"]), config, layout, Path(), torch.device("cpu"), log)
 
 
 def read_config(output):

@@ -21,18 +21,18 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from colossal_vit import results
+from colossal_vit import main, results
 from colossal_vit.checkpoint import lock, storage
 from colossal_vit.data.batches import IGNORED, SampledLoader
 from colossal_vit.engine import engine
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.loop import Trainer
 from colossal_vit.errors import TrainingError
-from colossal_vit.hooks import signals, wandb_run
+from colossal_vit.hooks import wandb_run
 from colossal_vit.hooks.answers import AnswersHook
 from colossal_vit.hooks.debug_nan import DebugNanHook
 from colossal_vit.hooks.recorder import Recorder
-from colossal_vit.launch import watchdog
+from colossal_vit.launch import exits, signals, watchdog
 from colossal_vit.results import CURVES, METRICS, draw
 from matplotlib.figure import Figure
 from sklearn.metrics import confusion_matrix, recall_score
@@ -473,7 +473,7 @@ def test_a_signal_that_comes_twice_at_once_stops_a_run_once(number, monkeypatch)
 def test_a_rank_that_leaves_ends_the_others_only_if_they_do_not_leave_too(rank, code, all_leave, told, monkeypatch):
     """Rank 0 has the store, and so waits for them if all end."""
     monkeypatch.setattr(watchdog, "END_TIMEOUT", fork_ranks.PATIENCE)
-    own = watchdog.Watchdog(rank, 1, "localhost")
+    own = watchdog.Watchdog(rank, 1, "localhost", end=None)
     here, there = socket.socketpair()
     own.connections, waits, left, found = [here], rank == 0 and code > 0, threading.Event(), []
 
@@ -496,13 +496,18 @@ def test_another_signal_does_not_interrupt_the_last_upload_of_a_run_that_stops(t
     """As torchrun sends one to all once a rank has ended."""
     uploading, told, done = (tmp_path / name for name in ("uploading", "told", "done"))
 
-    def finish(code):
-        uploading.touch()
-        launchers.wait_until(told.exists, "no signal")
-        done.touch()
+    class Exits(exits.Exits):
+        def __init__(self):
+            super().__init__()
+            self.add(self.upload)
+
+        def upload(self, ending):
+            uploading.touch()
+            launchers.wait_until(told.exists, "no signal")
+            done.touch()
 
     monkeypatch.setattr(signals, "SAME_SIGNAL", 0.0)
-    monkeypatch.setattr(wandb_run, "finish", finish)
+    monkeypatch.setattr(main, "Exits", Exits)
     argv = [*training.flags(DEPTH=1, NUM_EPOCHS=1000), "--output", str(tmp_path / "run")]
     rank = fork_ranks.start(training.HYBRID, argv, [{}])
     launchers.wait_until(lambda: launchers.steps_on_record(tmp_path / "run") >= 1, lambda: rank.output(0, "err"))

@@ -12,7 +12,6 @@ from pathlib import Path
 import colossalai.legacy as colossalai
 import pytest
 import torch
-from colossal_vit import launch
 from colossal_vit.checkpoint import storage
 from colossal_vit.errors import UserError
 from colossal_vit.hooks.metrics import MetricsHook
@@ -21,6 +20,7 @@ from colossal_vit.launch.flags import get_parser
 from colossal_vit.launch.groups import launch_groups
 from colossal_vit.launch.launchers import Rendezvous, find_rendezvous, first_slurm_host, ignored_flags
 from colossal_vit.launch.watchdog import Watchdog, time_limit
+from colossal_vit.main import start
 from colossal_vit.results import read_metrics
 from colossalai.context import Config
 from colossalai.legacy import get_default_parser
@@ -117,7 +117,7 @@ def in_one_process(tmp_path):
         (["--rank"], ["--rank", "expected one argument"]),
         (["--max-steps=3", "--max-steps", "0"], ["--max-steps 0", "at least 1"]),  # of two, the last one counts
         (["--resume=nowhere", "--eval-only", "--resume=never"], ["--eval-only evaluates", "--resume never"]),
-        (["--eval-only", "--eval-knn"], ["--eval-only and --eval-knn are given: each does something else"]),
+        (["--eval-only", "--dry-run"], ["--eval-only and --dry-run are given: each does something else"]),
         (["--dry-run", "--parity"], ["--dry-run and --parity are given"]),
         (["--own-precision"], ["--own-precision is of --parity: give both"]),
         (["--resume", ""], ["--resume ''", "empty"]),
@@ -127,7 +127,7 @@ def in_one_process(tmp_path):
 def test_a_mistake_is_refused_in_one_line_before_ranks_meet(tmp_path):
     def refused(argv):
         try:
-            return str(launch.start(training.arguments(train_hybrid.main, argv)))
+            return str(start(training.arguments(train_hybrid.main, argv)))
         except UserError as error:
             return f"refused: {error}"
 
@@ -145,7 +145,7 @@ def test_a_run_and_colossalai_have_one_config(tmp_path):
     """Benchmarks and hooks change it after the launch, and the engine reads it."""
 
     def is_one():
-        run = launch.start(training.arguments(train_hybrid.main, [*training.flags(), "--output", str(tmp_path)]))
+        run = start(training.arguments(train_hybrid.main, [*training.flags(), "--output", str(tmp_path)]))
         return run.config is gpc.config
 
     assert fork_ranks.call(is_one, launched=False) == [True]
@@ -153,7 +153,7 @@ def test_a_run_and_colossalai_have_one_config(tmp_path):
 
 def test_a_command_without_a_config_is_told_of_it():
     with pytest.raises(UserError, match="--config FILE is missing"):
-        launch.start(training.arguments(train_hybrid.main, []))
+        start(training.arguments(train_hybrid.main, []))
 
 
 def test_a_mistake_on_all_ranks_ends_them_with_one_line_and_exit_code_2(tmp_path, monkeypatch):
@@ -214,7 +214,9 @@ ON_A_GPU = "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB 
 )
 def test_too_little_memory_is_one_line(tmp_path, failing, said):
     script = tmp_path / "fails.py"
-    script.write_text(f"import torch\nfrom colossal_vit import launch\ndef main():\n    {failing}\nlaunch.call(main)\n")
+    script.write_text(
+        f"import torch\nfrom colossal_vit.launch.exits import Exits\ndef main():\n    {failing}\nExits().call(main)\n"
+    )
     result = fork_ranks.run(script, [])
     assert result.codes == [2], result
     (line,) = "".join(result.stderr).splitlines()
@@ -411,7 +413,7 @@ def test_processes_started_by_hand(tmp_path):
     assert len(read_metrics(tmp_path / "run")[0]) == 2
 
 
-def test_an_earlier_run_is_set_aside(tmp_path):
+def test_a_new_run_takes_the_next_free_directory(tmp_path):
     for _ in range(3):
         argv = [*training.flags(), "--output", str(tmp_path / "run"), "--max-steps", "1", "--resume", "never"]
         assert fork_ranks.run(training.HYBRID, argv).codes == [0]
@@ -498,7 +500,8 @@ def test_training_goes_on_where_rank_0_cannot_listen():
     """The host may be an address that is not the machine's own, behind a router for example."""
 
     def function():
-        peers = Watchdog(torch.distributed.get_rank(), 2, "192.0.2.1")  # reserved for documentation: nobody's address
+        nobodys = "192.0.2.1"  # reserved for documentation
+        peers = Watchdog(torch.distributed.get_rank(), 2, nobodys, end=None)
         peers.leave()
         torch.distributed.barrier()  # rank 0 keeps the store that the other still asks
         return peers.connections

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from colossal_vit import launch
 from colossal_vit.checkpoint import storage
 from colossal_vit.data.digits import digits
 from colossal_vit.data.loaders import expected_classes, expected_images, find_loader, import_file
 from colossal_vit.errors import UserError
 from colossal_vit.launch.agreement import _code
+from colossal_vit.launch.flags import parse
 from colossalai.context import Config
 
 import cifar10
@@ -136,6 +136,7 @@ def test_classes_and_images_are_expected_as_the_loader_says(tmp_path):
 
 def test_ranks_with_different_loaders_notice(tmp_path):
     (tmp_path / "arrays_of_a_rank.py").write_text("def build(run): pass\n")
+    import_file(tmp_path / "arrays_of_a_rank.py")
     before = _code(tmp_path / "arrays_of_a_rank.py")
     (tmp_path / "arrays_of_a_rank.py").write_text("def build(run): return 1\n")
     assert _code(tmp_path / "arrays_of_a_rank.py") != before
@@ -145,4 +146,4 @@ def test_ranks_with_different_loaders_notice(tmp_path):
 def test_a_script_names_the_loader_beside_it():
     args = train_hybrid.SCRIPT.parse(["--config", "config.py"])
     assert args.loader == fork_ranks.ROOT / "vit_cifar10_hybrid/cifar10.py"
-    assert launch.parse([]).loader is None
+    assert parse([]).loader is None

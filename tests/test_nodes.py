@@ -398,7 +398,7 @@ def test_every_flag_counts_or_is_of_one_rank():
     """What a rank alone may have is listed: its place and its paths. A new flag counts until somebody lists it."""
     args = get_parser().parse_args([])
     settled = {"config", "set", "compile", "backend", "world_size"}  # compared as what follows from them
-    alone = {"rank", "local_rank", "host", "port", "launcher", "timeout", "output", "wandb"}
+    alone = {"rank", "local_rank", "host", "port", "launcher", "timeout", "output", "wandb", "exits"}
     assert vars(args).keys() & agreement.OF_A_RANK == settled | alone
 
 
@@ -427,7 +427,7 @@ def test_the_code_that_counts_is_the_librarys_the_scripts_and_what_it_imports_be
         module = types.ModuleType(name)
         module.__file__ = str(folder / f"{name}.py")
         monkeypatch.setitem(sys.modules, f"{name} of a test", module)
-    digests = [agreement._code()]
+    digests = [agreement._code(None)]
     for path, counts in (
         (library / "launch/new.py", True),
         (folder / "vit.py", True),
@@ -437,7 +437,7 @@ def test_the_code_that_counts_is_the_librarys_the_scripts_and_what_it_imports_be
         (folder / "configs/config.py", False),
     ):
         path.write_text("pass")
-        digests.append(agreement._code())
+        digests.append(agreement._code(None))
         assert (digests[-1] != digests[-2]) == counts, path
 
 

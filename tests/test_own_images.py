@@ -981,13 +981,6 @@ def test_a_number_of_training_images_is_for_caltech101_only(script, own, words, 
     assert line.endswith(f"TRAIN_PER_CLASS = 4: {words} not use it: leave it out")
 
 
-def test_neighbours_are_no_more_than_the_training_images(tmp_path):
-    folder = write(tmp_path / "data", {"cat": 10, "dog": 5})
-    train(tmp_path / "run", folder, steps=1, BATCH_SIZE=4)
-    said = train(tmp_path / "run", folder, "--eval-knn", steps=None, BATCH_SIZE=4).said
-    assert " of 3 images), 12 neighbours of 12 training images" in said
-
-
 def test_what_is_left_out_is_said(flat, tmp_path):
     root = shutil.copytree(flat, tmp_path / "data", ignore=shutil.ignore_patterns(".decoded"))
     (root / "cat" / "notes.txt").touch()

@@ -12,7 +12,7 @@ import time
 
 import pytest
 from colossal_vit import config
-from colossal_vit.checkpoint import __main__, lock, storage, weights
+from colossal_vit.checkpoint import lock, storage, weights
 from colossal_vit.config import settings
 from colossal_vit.data import identity
 from colossal_vit.errors import UserError
@@ -67,7 +67,7 @@ def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path, monkeypatch):
     more = {**LONG, "checkpoint.every_steps": 2}
     ranks = fork_ranks.start(training.HYBRID, argv(output, **more), [{}])
     begun(output, ranks)
-    line = fork_ranks.run(training.HYBRID, argv(output, "--resume", "never", **more)).stderr[0]
+    line = fork_ranks.run(training.HYBRID, argv(output, **more)).stderr[0]
     assert f"{output}: process {ranks.pids[0]} on " in line
     assert line.count("\n") == 1
     assert line.endswith(" is writing here: wait until it has ended, or give another --output\n")
@@ -87,26 +87,6 @@ def test_a_file_system_that_cannot_lock_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "lockf", cannot)
     said = run(tmp_path, "--max-steps", "1")
     assert f"{tmp_path}: cannot be locked (No locks available): see to it that no other run writes there" in said
-
-
-def test_a_checkpoint_is_not_imported_into_a_run_that_is_training(tmp_path, monkeypatch):
-    """Into others it is."""
-    run(tmp_path / "other", "--max-steps", "1")
-    target = tmp_path / "run" / storage.FOLDER / "step-00000000"
-    monkeypatch.setattr(lock, "PATIENCE", 0.5)
-    command = ["import", str(tmp_path / "other"), str(target)]
-
-    def function():
-        lock.acquire(tmp_path / "run")
-        pid = os.fork()
-        if pid == 0:
-            os._exit(__main__.main(command))
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-    assert fork_ranks.call(function, launched=False) == [2]
-    assert not target.exists()
-    assert fork_ranks.call(lambda: __main__.main(command), launched=False) == [0]
-    assert storage.Checkpoint(target).state["step"] == 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ SMALLER = {
     "train.py --config ./config/config_finetune.py $SMALL": [],
     "config_sample.py --max-steps 6": [],
     "config_sample.py": flags({}),
-    "--resume ../runs/start": flags({}),
+    "--set finetune.weights=../runs/exported": flags({}),
     "train.py --config ./config/config_AMP_bf16.py --set IMG_SIZE=32": flags({}),
     "train.py --config ./config/": flags(TIMM),
     "train_slurm.sh ./config/": flags(TIMM),

@@ -1,15 +1,14 @@
 """Pictures show what ranks really hold, and those in docs/ are what their script draws."""
 
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import matplotlib
 import numpy as np
 import pytest
 import torch
-from colossal_vit import launch
 from colossal_vit.dry_run import pictures, report
-from colossal_vit.launch import dry_run
 from colossal_vit.parallel.layout import Layout
 from colossalai.legacy.core import global_context as gpc
 from PIL import Image
@@ -58,8 +57,8 @@ def test_pieces_are_what_ranks_hold(layout):
 def test_a_picture_that_cannot_be_written_is_a_line(tmp_path):
     (tmp_path / "file").touch()
     argv = [*training.flags(**{**LAYOUTS["PP 2"][1], "DEPTH": 2}), "--dry-run", "--world_size", "2"]
-    args = launch.parse([*argv, "--output", str(tmp_path)], script="train_hybrid", check=vit.check_vit)
-    plans = dry_run.plan(train_hybrid.build, args)
+    args = train_hybrid.SCRIPT.parse([*argv, "--output", str(tmp_path)])
+    plans = report.plan_stages(partial(train_hybrid.SCRIPT.build_fake, args))
     said = pictures.write(report.draw_layout(plans), tmp_path / "file/run/layout.png")
     assert "layout.png cannot be written: Not a directory" in said
 

@@ -13,7 +13,6 @@ from hashlib import sha256
 import pytest
 import safetensors.torch
 import torch
-from colossal_vit import launch
 from colossal_vit.checkpoint import storage
 from colossal_vit.checkpoint.checkpointer import Checkpointer
 from colossal_vit.checkpoint.tensors import parameter_slots
@@ -23,8 +22,9 @@ from colossal_vit.engine.engine import Engine
 from colossal_vit.engine.loop import Trainer
 from colossal_vit.engine.schedules import CosineAnnealingWarmupLR
 from colossal_vit.hooks.metrics import MetricsHook
-from colossal_vit.hooks.signals import StopRequests
 from colossal_vit.launch import exits
+from colossal_vit.launch.flags import parse
+from colossal_vit.launch.signals import StopRequests
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.ranks import RankLogger
 from colossal_vit.results import read_metrics
@@ -251,7 +251,7 @@ def launched_layout():
 
 def load(trainer, loader, output, resume="auto"):
     """Begin a run in `output`, from a checkpoint if one is given; returns its checkpointer."""
-    args = launch.parse(["--accept-changes", "--on-save-error", "stop", "--resume", str(resume)])
+    args = parse(["--accept-changes", "--on-save-error", "stop", "--resume", str(resume)])
     run = Run(args, gpc.config, launched_layout(), output, torch.device("cpu"), trainer.logger)
     checkpointer = Checkpointer(run)
     checkpointer.prepare()

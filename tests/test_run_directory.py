@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import re
 import shutil
 import subprocess
 import sys
@@ -10,10 +9,9 @@ from pathlib import Path
 
 import pytest
 from colossal_vit.checkpoint import lock, storage
-from colossal_vit.checkpoint.run_directory import MAX_NAME, default, has_earlier_run
+from colossal_vit.checkpoint.lock import DirectoryLock
+from colossal_vit.checkpoint.run_directory import ASKED_FOR, MAX_NAME, default, is_taken, latest
 from colossal_vit.compat.stand_ins import STAND_INS
-from colossal_vit.errors import UserError
-from colossal_vit.results import CURVES
 
 import fork_ranks
 import training
@@ -136,100 +134,105 @@ def test_a_quickstart_that_trains_nothing_ends_without_an_accuracy(tmp_path):
 
 # ---- What is in it already ----
 
-CONFIG_FILE = '{"SEED": 0, "gradient_accumulation": 1}'
-RUN = ["config.json", "metrics.jsonl"]
+RUN = ["config.json", "metrics.jsonl", ".lock"]
 STEP = "checkpoints/step-00000002/state.json"
-LEFT_BY_RUNS = [".lock", ".config.json", ".metrics.jsonl", "wandb/id.txt", "profile-rank12.json"]
-LEFT_BY_RUNS += ["events.out.tfevents.1.h.2.0", "idx_files/train/a.idx", "layout.png"]
-LEFT_BY_RUNS += ["checkpoints/damaged-step-00000001.1/a", "checkpoints/.step-00000003-x_/a"]
 
 
 def fill(directory, names):
-    """Make files, each with its name in it, and config.json as a run's."""
+    """Make files, each with its name in it."""
     for name in names:
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
-        (directory / name).write_text(CONFIG_FILE if name == "config.json" else name)
+        (directory / name).write_text(name)
 
 
 @pytest.mark.parametrize(
-    ("names", "there"),
+    ("names", "taken"),
     [
         ([], False),
         (["src/a.py", "checkpoints/mine.pt", "model.safetensors", "classes.txt"], False),  # is beside a run, untouched
-        (["config.json"], False),  # a run that made no step
+        (["config.json", ".lock"], False),  # a run that made no step
+        (["config.json"], True),  # another program's
         (RUN, True),
-        ([STEP], True),  # imported
-        ([*RUN, *CURVES, STEP, *LEFT_BY_RUNS], True),
-        ([*RUN, "notes.txt"], "has an earlier run, and notes.txt, which is no part of it"),
-        ([*RUN, "checkpoints/mine.pt"], "has an earlier run, and checkpoints/mine.pt, which is no part of it"),
-        ([*RUN, "other/config.json"], "has an earlier run, and other, which is no part of it"),
-        ([STEP, "model.safetensors"], "has an earlier run, and model.safetensors, which is no part of it"),
-        (["metrics.jsonl"], "has a metrics.jsonl that is no run's, and that a run would overwrite"),
-        (["loss.png"], "has a loss.png that is no run's"),
+        ([STEP], True),
+        (["metrics.jsonl"], True),
+        (["loss.png"], True),
     ],
 )
-def test_a_run_is_told_from_what_nobody_asked_to_touch(names, there, tmp_path):
+def test_a_directory_is_taken_if_a_run_would_overwrite_or_continue_what_is_there(names, taken, tmp_path):
     fill(tmp_path, names)
-    if isinstance(there, bool):
-        assert has_earlier_run(tmp_path) == there
-    else:
-        with pytest.raises(UserError, match=f"^--output {tmp_path}: {re.escape(there)}"):
-            has_earlier_run(tmp_path)
+    assert is_taken(tmp_path) == taken
+    assert not is_taken(tmp_path / "run")
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", "null", '{"model_type": "vit"}', "\xff", '{"SEED": 1'])
-def test_another_program_s_config_is_not_overwritten(text, tmp_path):
-    (tmp_path / "config.json").write_text(text, encoding="latin-1")
-    with pytest.raises(UserError, match=r"has a config\.json that is no run's"):
-        has_earlier_run(tmp_path)
-
-
-def test_no_directory_is_no_run(tmp_path):
-    assert not has_earlier_run(tmp_path / "run")
+def test_the_latest_directory_is_one_that_was_taken_for_the_one_asked_for(tmp_path):
+    """Numbers alone say nothing: `lr0.1` need not be the second run of `lr0`."""
+    asked = tmp_path / "lr0"
+    assert latest(asked) == asked
+    for number in range(1, 4):
+        fill(tmp_path / f"lr0.{number}", RUN)
+    assert latest(asked) == asked
+    (tmp_path / "lr0.2" / ASKED_FOR).write_text("lr0")
+    (tmp_path / "lr0.3" / ASKED_FOR).write_text("lr0.3")
+    assert latest(asked) == tmp_path / "lr0.2"
+    assert latest(Path("/")) == Path("/")
 
 
 @pytest.mark.parametrize(
-    ("output", "inside"), [(".", ""), ("../run", ""), ("checkpoints/..", ""), ("..", "checkpoints"), ("../link", "")]
+    ("output", "inside"),
+    [("run", ".."), ("run/../run", ".."), ("link/", ".."), (".", ""), ("../link", ""), ("..", "checkpoints")],
 )
-def test_the_working_directory_is_not_renamed(output, inside, tmp_path):
-    """Nor one above it: the new run would go on in the earlier one's."""
+def test_a_new_run_takes_the_next_directory_whatever_way_leads_to_an_earlier_one(output, inside, tmp_path):
+    """All that was there is as it was; the same command then continues the new run, and evaluates it."""
     run = tmp_path / "run"
-    fill(run, [*RUN, STEP])
-    (tmp_path / "link").symlink_to(run)
-    before = contents(tmp_path)
-    argv = [*SHORT, "--output", output, "--resume", "never"]
-    result = fork_ranks.run(training.HYBRID, argv, cwd=run / inside)
-    assert result.codes == [2], str(result)
-    (line,) = result.stderr[0].splitlines()
-    assert f"--output {run}: has an earlier run, and cannot be renamed, since the working directory is in it" in line
-    assert contents(tmp_path) == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "run"]
-    assert not (run / lock.NAME).exists()
-
-
-@pytest.mark.parametrize("output", ["run", "run/../run", "run/checkpoints/..", "link/"])
-def test_an_earlier_run_is_set_aside_whatever_way_leads_to_it(output, tmp_path):
-    """All that was there is under the new name, and the new run under the old one; a link leads to the new one."""
-    run = tmp_path / "run"
-    fill(run, [*RUN, STEP])
+    fill(run, [*RUN, STEP, "notes.txt"])
     (tmp_path / "link").symlink_to(run)
     before = contents(run)
-    result = fork_ranks.run(training.HYBRID, [*SHORT, "--output", output, "--resume", "never"], cwd=tmp_path)
-    assert result.codes == [0], str(result)
-    assert f"an earlier run was in {run}; it is in {run}.1 now" in result.stdout[0]
-    assert not Path(f"{run}.1/.lock").exists(), "the new run does not write there"
-    assert contents(tmp_path / "run.1") == before
-    assert (tmp_path / "link").readlink() == run
-    assert storage.Checkpoint(run / "checkpoints/step-00000001").state["step"] == 1
-    assert (run / lock.NAME).exists()
+
+    def train(*more):
+        result = fork_ranks.run(training.HYBRID, [*SHORT, "--output", output, *more], cwd=run / inside)
+        assert result.codes == [0], str(result)
+        return result.stdout[0]
+
+    assert f"{run} has an earlier run: this one is in {run}.1" in train("--resume", "never")
+    assert f"resuming from {run}.1/checkpoints/step-00000001" in train("--max-steps", "2")
+    assert f"the weights are those of {run}.1/checkpoints/step-00000002, step 2" in train("--eval-only")
+    assert f"this one is in {run}.2" in train("--resume", "never")
+    assert contents(run) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "run", "run.1", "run.2"]
+    assert storage.Checkpoint(Path(f"{run}.1/checkpoints/step-00000002")).state["step"] == 2
 
 
-def test_a_folder_that_is_no_run_is_neither_moved_nor_changed(tmp_path):
+def test_a_run_that_a_launcher_starts_again_resumes_where_it_began(tmp_path):
+    """By the same command, with `--resume never`."""
+    run = tmp_path / "run"
+    fill(run, [*RUN, STEP])
+    argv = [*SHORT, "--output", str(run), "--resume", "never"]
+    for count, said in (("0", f"this one is in {run}.1"), ("1", f"resuming from {run}.1/checkpoints/step-00000001")):
+        result = fork_ranks.start(training.HYBRID, argv, [{"TORCHELASTIC_RESTART_COUNT": count}]).wait()
+        assert result.codes == [0], str(result)
+        assert said in result.stdout[0]
+    assert not Path(f"{run}.2").exists()
+
+
+def test_damaged_checkpoints_alone_are_left_to_the_earlier_run(tmp_path):
+    fill(tmp_path / "run", [*RUN, STEP])
+    before = contents(tmp_path / "run")
+    said = training.train(tmp_path / "run", steps=1, DEPTH=1, BATCH_SIZE=128).said
+    assert f"skipped: {tmp_path}/run/checkpoints/step-00000002" in said
+    assert f"{tmp_path}/run has an earlier run: this one is in {tmp_path}/run.1" in said
+    assert contents(tmp_path / "run") == before
+
+
+def test_what_is_beside_a_run_is_not_changed(tmp_path):
     fill(tmp_path, names := ["src/a.py", "checkpoints/mine.pt"])
     training.train(tmp_path, steps=1, DEPTH=1, BATCH_SIZE=128)
     assert {name: (tmp_path / name).read_text() for name in names} == {name: name for name in names}
-    line = training.refused(tmp_path, 1, "--resume", "never", DEPTH=1, BATCH_SIZE=128)
-    assert "has an earlier run, and checkpoints/mine.pt, which is no part of it: give another --output" in line
+
+
+def test_a_refused_new_run_leaves_nothing(tmp_path):
+    fill(tmp_path / "run", RUN)
+    training.refused(tmp_path / "run", 1, "--resume", "never", NUM_CLASSES=5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
 # ---- What is not imported ----
@@ -302,11 +305,12 @@ def test_the_second_of_two_refused_runs_leaves_nothing(monkeypatch, tmp_path):
 
     def second():
         ready, go = os.pipe(), os.pipe()
+        own = DirectoryLock()
         if not (first := os.fork()):
-            lock.acquire(directory)
+            own.acquire(directory)
             os.write(ready[1], b"1")
             os.read(go[0], 1)
-            lock.remove_unused()
+            own.remove_unused()
             os._exit(0)
         os.read(ready[0], 1)
 
@@ -315,9 +319,9 @@ def test_the_second_of_two_refused_runs_leaves_nothing(monkeypatch, tmp_path):
             os.waitpid(first, 0)
 
         monkeypatch.setattr(lock.time, "sleep", wait)
-        assert lock.acquire(directory) is None
+        assert own.acquire(directory) is None
         assert directory.exists()
-        lock.remove_unused()
+        own.remove_unused()
 
     fork_ranks.call(second, launched=False)
     assert not directory.parent.exists()
@@ -331,10 +335,11 @@ def test_what_another_run_removes_in_this_moment_is_made_and_removed_again(tmp_p
         exists, is_dir, first = Path.exists, Path.is_dir, [True]
         monkeypatch.setattr(Path, "exists", lambda path: path.parent in (tmp_path, directory) or exists(path))
         monkeypatch.setattr(Path, "is_dir", lambda path: first.pop() if first else is_dir(path))
-        lock.acquire(directory)
+        own = DirectoryLock()
+        own.acquire(directory)
         monkeypatch.undo()
         assert (directory / lock.NAME).exists()
-        lock.remove_unused()
+        own.remove_unused()
 
     fork_ranks.call(acquire_and_leave, launched=False)
     assert not directory.exists()

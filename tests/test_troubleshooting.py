@@ -53,7 +53,7 @@ def damaged(tmp_path, monkeypatch):
 
 def locked(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "PATIENCE", 0.5)
-    assert lock.acquire(tmp_path / "run") is None
+    assert lock.DirectoryLock().acquire(tmp_path / "run") is None
     return said(*small(tmp_path))
 
 

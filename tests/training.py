@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 from colossal_vit import config as configs
-from colossal_vit import launch
 from colossal_vit.checkpoint import lock
 from colossal_vit.config import settings
+from colossal_vit.launch.flags import Arguments
 from colossal_vit.results import METRICS, read_metrics
 from colossalai.context import Config
 from safetensors.torch import load_file
@@ -54,11 +54,14 @@ MIX: dict[str, Any] = {"mix.mixup": 0.8, "mix.cutmix": 1.0, "mix.mode": "elem"}
 MIXED_CIFAR10: dict[str, Any] = {**MIX, "LOADER": str(fork_ranks.ROOT / "tests/mixed_cifar10.py")}
 MIXED = {HYBRID: MIXED_CIFAR10, DATA_PARALLEL: MIXED_CIFAR10, CALTECH101: {}, IMAGENET: MIX}
 RANDOM = {**layouts.RANDOM, **MIXED[HYBRID]}  # all that a training of train_hybrid.py may draw at random
+# The state of a checkpoint that has made no step, beside its weights.
+UNTRAINED = dict(step=0, epoch=0, images=0, global_batch=0, optimizer=None, moments_step=0, scaler={}, best=None)
+UNTRAINED |= dict(config={}, normalization=None)
 TIMES = {"images_per_s", "data_s", "step_s", "memory_gb", "reserved_gb"}  # metrics that may differ between equal runs
 
 
-def arguments(main: Callable, argv: Sequence[str]) -> launch.Arguments:
-    """What `launch.run` would give to a train script's `main` for a command line."""
+def arguments(main: Callable, argv: Sequence[str]) -> Arguments:
+    """What a train script's `main` gets for a command line."""
     return sys.modules[main.__module__].SCRIPT.parse(argv)
 
 

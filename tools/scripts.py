@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from colossal_vit.errors import UserError
-from colossal_vit.launch import Script
+from colossal_vit.main import Script
 
 
 def load(path: str | Path) -> Script:
@@ -22,5 +22,5 @@ def load(path: str | Path) -> Script:
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     if not isinstance(script := getattr(module, "SCRIPT", None), Script):
-        raise UserError(f"{path}: has no SCRIPT = launch.Script(...), as train scripts have")
+        raise UserError(f"{path}: has no SCRIPT = Script(...), as train scripts have")
     return script

@@ -5,15 +5,14 @@
 Data parallel: every process holds the whole model.
 """
 
-from colossal_vit import launch
 from colossal_vit.data.loaders import load_data
 from colossal_vit.engine import Trainer, Training, build_criterion, build_optimizer, build_scheduler, initialize
-from colossal_vit.engine.knn import evaluate_knn
 from colossal_vit.hooks import standard_hooks
+from colossal_vit.main import Arguments, Run, Script, start
 from colossal_vit.models import build_timm_vit, check_timm_vit
 
 
-def build(run: launch.Run) -> Training:
+def build(run: Run) -> Training:
     """Build what trains. `main` calls it, and so does whatever looks at a training, such as `--dry-run`."""
     config = run.config
 
@@ -33,17 +32,15 @@ def build(run: launch.Run) -> Training:
     return initialize(model, optimizer, criterion, train_dataloader, test_dataloader, lr_scheduler)
 
 
-def main(args: launch.Arguments) -> object:
+def main(args: Arguments) -> object:
     # ---- Launch: colossalai.launch_from_torch, _slurm, _openmpi or launch, by launch_groups in launch/groups.py ----
-    run = launch.start(args)
+    run = start(args)
 
     engine, train_dataloader, test_dataloader, lr_scheduler = build(run)
 
     # ---- Train, from the newest checkpoint on if there is one ------------------------------------------------------
     trainer = Trainer(engine, lr_scheduler, run.log)
     run.checkpointer.load(trainer, train_dataloader)
-    if args.eval_knn:
-        return evaluate_knn(engine, train_dataloader, test_dataloader, run.log)
     hooks = standard_hooks(run, train_dataloader)
     if args.eval_only:
         return trainer.evaluate(test_dataloader, hooks=hooks)
@@ -57,7 +54,7 @@ def main(args: launch.Arguments) -> object:
     run.log.info(f"metrics, curves and checkpoints are in {run.output}")
 
 
-SCRIPT = launch.Script(main, build, __doc__, "caltech101", check_timm_vit, loader="caltech101.py")
+SCRIPT = Script(main, build, __doc__, "caltech101", check_timm_vit, loader="caltech101.py")
 
 if __name__ == "__main__":
-    launch.run(SCRIPT)
+    SCRIPT.run()

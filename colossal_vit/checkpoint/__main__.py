@@ -3,7 +3,6 @@
 python -m colossal_vit.checkpoint ls RUN_DIRECTORY
 python -m colossal_vit.checkpoint verify RUN_DIRECTORY|CHECKPOINT ...
 python -m colossal_vit.checkpoint export CHECKPOINT FOLDER [--dtype fp16] [--ema]
-python -m colossal_vit.checkpoint import WEIGHTS.safetensors CHECKPOINT [--img-size 384] [--num-classes 10]
 """
 
 import argparse
@@ -56,14 +55,6 @@ def _export(args: argparse.Namespace) -> int:
     return 0
 
 
-def _import(args: argparse.Namespace) -> int:
-    from colossal_vit.checkpoint.weights import import_timm
-
-    source = import_timm(args.source, args.checkpoint, args.img_size, args.num_classes)
-    print(f"{source} is in {args.checkpoint}: start from it with --resume {args.checkpoint}")
-    return 0
-
-
 def _get_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m colossal_vit.checkpoint",
@@ -85,15 +76,6 @@ def _get_parser() -> argparse.ArgumentParser:
     verb.add_argument("--dtype", choices=_DTYPES, default="fp32", help="of the weights (default %(default)s)")
     verb.add_argument("--ema", action="store_true", help="take the moving averages of the weights")
     verb.set_defaults(act=_export)
-
-    verb = verbs.add_parser("import", help="make a checkpoint to start from of weights that timm has")
-    verb.add_argument("source", type=Path, metavar="SOURCE", help="a .safetensors file, a folder with one, or a run")
-    verb.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="must not exist")
-    verb.add_argument("--img-size", type=int, metavar="N", help="resample the position embedding for images of N px")
-    verb.add_argument(
-        "--num-classes", type=int, metavar="N", help="start with a head of zeros, unless it has N already"
-    )
-    verb.set_defaults(act=_import)
     return parser
 
 

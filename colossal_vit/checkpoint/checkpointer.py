@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from colossal_vit import config, typed_json
-from colossal_vit.checkpoint import lock, run_directory, storage, tensors, weights
+from colossal_vit.checkpoint import run_directory, storage, tensors, weights
 from colossal_vit.checkpoint.contents import State
+from colossal_vit.checkpoint.lock import DirectoryLock
 from colossal_vit.checkpoint.storage import Checkpoint
 from colossal_vit.config.check import nearest
 from colossal_vit.data.batches import Normalization
@@ -20,13 +21,15 @@ from colossal_vit.data.identity import differences
 from colossal_vit.engine.loop import Trainer
 from colossal_vit.engine.micro_batches import MicroBatches
 from colossal_vit.errors import TrainingError, UserError
-from colossal_vit.files import write_text
+from colossal_vit.files import free_name, write_text
+from colossal_vit.launch.exits import Ending
 from colossal_vit.parallel.ranks import all_gather_object, run_on_rank_0
 from colossal_vit.results import read_metrics
 from colossal_vit.run import Run
 from torch import Tensor
 
-OTHER_SHAPE = "change the config back, or fit the weights with `python -m colossal_vit.checkpoint import`"
+OTHER_SHAPE = "change the config back, or start from its weights with finetune.weights"
+WRITER_GRACE = 60.0  # seconds that a checkpoint may still take to be written when the run ends with an error
 _PACKAGES = ("torch", "colossalai", "timm")  # whose versions are on record
 
 
@@ -50,23 +53,14 @@ def _writes_to(output: Path) -> Iterator[None]:
         raise UserError(f"--output {output}: cannot be written: {error.strerror or error}") from None
 
 
-WRITER_GRACE = 60.0  # seconds that a checkpoint may still take to be written when the run ends with an error
-_writes: list[Future] = []  # the last one of this process
-
-
-def wait_for_writer() -> None:
-    """Wait up to `WRITER_GRACE` until the last checkpoint is written: for a process about to end with an error."""
-    wait(_writes, WRITER_GRACE)
-
-
 class Checkpointer:
     """Prepares the run directory, loads the checkpoint that a run resumes, and saves others.
 
-    `launch.start` calls `prepare`, the train script `load`, `CheckpointHook` the others. All methods are collective;
+    `main.start` calls `prepare`, the train script `load`, `CheckpointHook` the others. All methods are collective;
     rank 0 alone reads and writes.
 
     Args:
-        run: from `launch.start`.
+        run: from `main.start`.
 
     Attributes:
         path: the checkpoint that the run resumes, or None.
@@ -76,7 +70,7 @@ class Checkpointer:
     """
 
     def __init__(self, run: Run):
-        self.run, self.folder = run, run.output / storage.FOLDER
+        self.run, self.folder, self._asked = run, run.output / storage.FOLDER, run.output
         self.path: Path | None = None
         self.best: dict[str, Any] | None = None
         self.num_bytes = 0
@@ -86,6 +80,13 @@ class Checkpointer:
         self._changes: list[dict[str, Any]] = []  # that `--accept-changes` has accepted
         self._writer = ThreadPoolExecutor(1)
         self._writing: Future[str | None] | None = None  # the last save: why it failed, or None
+        self._lock = DirectoryLock()
+        run.exits.add_cleanup(self._lock.remove_unused)
+        run.exits.add(self._wait_for_writer)
+
+    def _wait_for_writer(self, ending: Ending) -> None:
+        if self._writing and not ending.interrupted:
+            wait([self._writing], WRITER_GRACE)
 
     # ---- Prepare ----
 
@@ -95,34 +96,54 @@ class Checkpointer:
         A run normalises its images like the checkpoint, or else the weights, that it begins with.
 
         Raises:
-            UserError: if the checkpoint is missing or not valid, the directory is not writable, another run holds it,
-                or it holds what a run there would overwrite or move.
+            UserError: if the checkpoint is missing or not valid, the directory cannot be written, or another run has
+                it.
         """
-        self.path, self._started_from, normalization = run_on_rank_0(self._prepare)
+        self.path, self._started_from, normalization, self.run.output = run_on_rank_0(self._prepare)
+        self.folder = self.run.output / storage.FOLDER
         for key, values in zip(("MEAN", "STD"), normalization or (), strict=False):
             self.run.config.setdefault(key, values)
 
-    def _prepare(self) -> tuple[Path | None, str | None, Normalization | None]:
-        args, output = self.run.args, self.run.output
-        if not args.eval_only:
-            with _writes_to(output):
-                if reason := lock.acquire(output):
-                    self.run.log.info(
-                        f"{output}: cannot be locked ({reason}): see to it that no other run writes there"
-                    )
-                tempfile.TemporaryFile(dir=output).close()
-        self._found = found = self._find()
+    def _prepare(self) -> tuple[Path | None, str | None, Normalization | None, Path]:
+        args = self.run.args
+        self._found = found = self._find_there()
         if args.eval_only and found is None and not (self.run.config.finetune or {}).get("weights"):
-            flag = "--eval-knn" if args.eval_knn else "--eval-only"
-            raise UserError(f"{flag}: no checkpoint in {self.folder}; name one with --resume PATH, or its --output")
+            raise UserError(
+                f"--eval-only: no checkpoint in {self.folder}; name one with --resume PATH, or its --output"
+            )
         path = found and found.path
-        continues = self._is_own(path)
-        if not continues and not args.eval_only:
-            with _writes_to(output):
-                # Refuses before minutes of preparations what `_begin` would refuse after them.
-                run_directory.has_earlier_run(output)
-        inherited = found.state.get("started_from") if continues else None
-        return path, str(self._given.resolve()) if self._given else inherited, self._normalization()
+        inherited = found.state.get("started_from") if self._is_own(path) else None
+        given = str(self._given.resolve()) if self._given else inherited
+        return path, given, self._normalization(), self.run.output
+
+    def _find_there(self) -> Checkpoint | None:
+        """Enter the run directory, and find the checkpoint that the run begins with.
+
+        What is in the directory of an earlier run stays as it is: a new run takes `<name>.1`, `<name>.2`, ...
+        """
+        last = run_directory.latest(self._asked)
+        begins_anew = self.run.args.resume == "never" and not self._is_restarted
+        found = None
+        if self.run.args.eval_only or not (begins_anew and run_directory.is_taken(last)):
+            self._enter(last)
+            found = self._find()
+            if self.run.args.eval_only or self._is_own(found and found.path) or not run_directory.is_taken(last):
+                return found
+            self._lock.release()
+        self._enter(free_name(self._asked))
+        self.run.log.info(f"{last} has an earlier run: this one is in {self.run.output}")
+        return found
+
+    def _enter(self, directory: Path) -> None:
+        """Make a directory that of the run, and lock it unless the run only reads there."""
+        self.run.output, self.folder = directory, directory / storage.FOLDER
+        if not self.run.args.eval_only:
+            with _writes_to(directory):
+                if reason := self._lock.acquire(directory):
+                    self.run.log.info(
+                        f"{directory}: cannot be locked ({reason}): see to it that no other run writes there"
+                    )
+                tempfile.TemporaryFile(dir=directory).close()
 
     def _normalization(self) -> Normalization | None:
         """How the images were normalised that the checkpoint, or else the weights of `finetune`, were trained with."""
@@ -141,6 +162,12 @@ class Checkpointer:
         """The path that `--resume` names."""
         return None if self.run.args.resume in ("auto", "never") else Path(self.run.args.resume)
 
+    @property
+    def _is_restarted(self) -> bool:
+        """Whether torchrun or SLURM has started the run again, by the command that it was started with."""
+        counts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+        return not self.run.args.eval_only and any(count.isdigit() and int(count) for count in counts)
+
     def _is_own(self, path: Path | None) -> bool:
         """Whether a checkpoint is one of those in the run directory."""
         return path is not None and path.resolve().parent == self.folder.resolve()
@@ -158,15 +185,12 @@ class Checkpointer:
             UserError: if the checkpoint at `--resume PATH` is not valid, or the run directory has newer ones.
         """
         args = self.run.args
-        restarts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
-        restarted = any(count.isdigit() and int(count) for count in restarts)  # by torchrun or SLURM, as it was started
-        restarted &= not args.eval_only  # it writes nothing that could be resumed
-        if args.resume == "never" and not restarted:
+        if args.resume == "never" and not self._is_restarted:
             return None
         newest, skipped = storage.newest(self.folder)
         # An evaluation takes the given path; a run that began with it resumes from its own checkpoints.
         began_there = newest and self._given and newest.state.get("started_from") == str(self._given.resolve())
-        if args.resume == "auto" or restarted or (began_there and not args.eval_only):
+        if args.resume == "auto" or self._is_restarted or (began_there and not args.eval_only):
             for reason in skipped:
                 self.run.log.info(f"skipped: {reason}")
             if newest or args.resume == "auto":
@@ -234,27 +258,25 @@ class Checkpointer:
         run, path, engine = self.run, self.path, self.trainer.engine
         state = run_on_rank_0(lambda: self._found.state)
         own = type(engine.optimizer.optim).__name__
-        trained = state["optimizer"] is not None and not run.args.eval_only
-        if trained and state["optimizer"] != own:
-            raise UserError(
-                f"{path}: was trained with {state['optimizer']}, but this run's optimizer is {own}: change it back, or "
-                f"start from its weights alone: `python -m colossal_vit.checkpoint import`"
-            )
-        if trained:
-            self._check_continues(state)
-        else:
-            self._check_answers(state)
-        if not run.args.eval_only:
-            images = (run.config.BATCH_SIZE, 3, run.config.IMG_SIZE, run.config.IMG_SIZE)
-            engine.rebuild_ddp_buckets(images, state["step"])
-        self._load_tensors(state if trained else None)
-        engine.num_steps = state["step"]
         if run.args.eval_only:
+            self._check_answers(state)
+            self._load_tensors(None)
+            engine.num_steps = state["step"]
             run.log.info(f"the weights are those of {path}, step {state['step']}")
             return
+        if state["optimizer"] != own:
+            raise UserError(
+                f"{path}: was trained with {state['optimizer']}, but this run's optimizer is {own}: change it back, or "
+                f"start from its weights alone with finetune.weights"
+            )
+        self._check_continues(state)
+        images = (run.config.BATCH_SIZE, 3, run.config.IMG_SIZE, run.config.IMG_SIZE)
+        engine.rebuild_ddp_buckets(images, state["step"])
+        self._load_tensors(state)
+        engine.num_steps = state["step"]
         self.trainer.cur_epoch = state["epoch"]
         # An accuracy on other images is not comparable, and a best checkpoint elsewhere is none of this run's.
-        if self._is_own(self.path) and not (trained and self._other_data(state)):
+        if self._is_own(self.path) and not self._other_data(state):
             self.best = run_on_rank_0(lambda: self._best_there(state["step"]))
         engine.optimizer.load_scaler_state(state["scaler"])
         self._seek(state)
@@ -270,15 +292,14 @@ class Checkpointer:
         return None
 
     def _check_answers(self, state: State) -> None:
-        """Check that the model has as many heads, and that an evaluation's classes are those that it has learned.
+        """Check that an evaluated model has as many heads, and that the classes are those that it has learned.
 
         Raises:
             UserError: naming what differs, unless `--accept-changes` is given.
         """
-        if self.run.args.eval_only:
-            self._check_classes(state, str(self.path), "set DATA to images of its classes")
-            if other := self._other_data(state):
-                self.run.log.info(f"this run's data are others than those of the checkpoint ({other})")
+        self._check_classes(state, str(self.path), "set DATA to images of its classes")
+        if other := self._other_data(state):
+            self.run.log.info(f"this run's data are others than those of the checkpoint ({other})")
         said = weights.other_heads(state["config"], self.run.config)
         if said and not self.run.args.accept_changes:
             raise UserError(f"{self.path}: {said}: set it back")
@@ -370,10 +391,10 @@ class Checkpointer:
                 "finetune is given, but there are no weights to start from: set finetune.weights, --resume a "
                 "checkpoint, or leave the block out"
             )
-        if run.args.eval_only and not run.args.eval_knn and head == "new":
+        if run.args.eval_only and head == "new":
             raise UserError(
                 f"--eval-only evaluates the head of finetune.weights = {named!r}, but finetune.head = 'new' starts "
-                f"with one of zeros: set it to 'keep', or give --eval-knn, which needs no head"
+                f"with one of zeros: set it to 'keep'"
             )
         shapes = {name: shape for own in all_gather_object(tensors.own_shapes(engine)) for name, shape in own.items()}
 
@@ -394,9 +415,7 @@ class Checkpointer:
         run.log.info(f"starting from the weights of {named}, with {'a new head' if head == 'new' else 'their head'}")
 
     def _begin(self, complete: bool) -> None:
-        """Prepare the run directory for the steps to come: write config.json, set aside what conflicts with them.
-
-        That is an earlier run of which the loaded checkpoint is no part, or else the damaged checkpoints after it.
+        """Prepare the run directory for the steps to come: write config.json, rename damaged checkpoints after them.
 
         Args:
             complete: whether no step is left; config.json then stays that of the steps made.
@@ -407,10 +426,10 @@ class Checkpointer:
                 storage.clean(self.folder)
                 for newer in self._newer_than(self.path):
                     log.info(f"{newer} is {storage.rename_damaged(newer).name} now")
-            elif run_directory.has_earlier_run(output):
-                log.info(f"an earlier run was in {output}; it is in {run_directory.set_aside(output)} now")
-            lock.keep()
+            self._lock.keep()
             self.folder.mkdir(exist_ok=True)
+            if output != self._asked:
+                write_text(output / run_directory.ASKED_FOR, self._asked.name)
             if not complete or not (output / run_directory.CONFIG).exists():
                 write_text(output / run_directory.CONFIG, config.to_json(self.run.config) + "\n")
 
@@ -443,7 +462,6 @@ class Checkpointer:
         if files is not None:
             self.num_bytes = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
             self._writing = self._writer.submit(self._write, path, files, state)
-            _writes[:] = [self._writing]
         return path
 
     def state(self, epoch: int, start: int) -> dict[str, Any]:

@@ -84,18 +84,3 @@ class State(TypedDict):
     data: NotRequired[Data | None]
     started_from: NotRequired[str | None]
     changes: NotRequired[list[Change]]
-
-
-# The state beside weights that no run here has trained.
-UNTRAINED: State = {
-    "step": 0,
-    "epoch": 0,
-    "images": 0,
-    "global_batch": 0,
-    "optimizer": None,  # and no moments
-    "moments_step": 0,
-    "scaler": {},
-    "best": None,
-    "config": {},
-    "normalization": None,
-}

@@ -1,21 +1,16 @@
-"""The run directory: its default name, and what it holds before a run begins in it.
-
-That is nothing, an earlier run, or what nobody asked to touch.
-"""
+"""The run directory: its default name, and where a new run begins if it holds an earlier one."""
 
 import hashlib
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from colossal_vit import config as configs
-from colossal_vit import typed_json
-from colossal_vit.checkpoint import lock, storage
-from colossal_vit.data.folders import INDEX_FILES
-from colossal_vit.errors import UserError
-from colossal_vit.files import free_name
+from colossal_vit.checkpoint import storage
+from colossal_vit.checkpoint.lock import NAME as LOCK
 from colossal_vit.results import CURVES, METRICS
 
 MAX_NAME = 200  # bytes of a folder's name; file systems allow 255
@@ -59,76 +54,24 @@ def _plain(value: Any) -> str:
 
 
 CONFIG = "config.json"
-# What a run writes into its directory, where a file of the same name would be overwritten or appended to.
-_WRITTEN = (CONFIG, METRICS, *CURVES)
-# All that may be in it besides: what runs add, and --dry-run and kills leave.
-_OF_A_RUN = re.compile(
-    rf"{re.escape(lock.NAME)}|{storage.FOLDER}|{INDEX_FILES}|wandb|events\.out\.tfevents\..*|profile-rank\d+\.json|"
-    rf"members\.jsonl|evaluation|layout\.png|\.?({'|'.join(map(re.escape, _WRITTEN))})"
-)
-_OF_CHECKPOINTS = re.compile(r"(damaged-)?step-\d{8,}(\.\d+)?|\.step-\d{8,}-.*")
+ASKED_FOR = ".asked-for"  # in the directory of a run that had to take another one: the name of that which was asked for
 
 
-def _is_ours(config: Path) -> bool:
-    """Whether a config.json has two of the keys that it has in every run, and that of another program has not."""
-    try:
-        return typed_json.read(config, dict).keys() >= {"SEED", "gradient_accumulation"}
-    except UserError:
-        return False
+def latest(asked: Path) -> Path:
+    """The directory of the last run with this one as `--output`: itself, or `<name>.1`, `<name>.2`, ... beside it."""
+    found, number = asked, 1
+    while asked.name and (other := asked.with_name(f"{asked.name}.{number}")).exists():
+        with suppress(OSError, UnicodeError):  # somebody else's
+            found = other if (other / ASKED_FOR).read_text() == asked.name else found
+        number += 1
+    return found
 
 
-def _foreign(directory: Path) -> list[str]:
-    """Names of what is in a directory, or in its folder of checkpoints, and is no part of a run."""
-    folder = directory / storage.FOLDER
-    inside = folder.iterdir() if folder.is_dir() else ()
-    found = [path.name for path in directory.iterdir() if not _OF_A_RUN.fullmatch(path.name)]
-    return sorted(found + [f"{folder.name}/{path.name}" for path in inside if not _OF_CHECKPOINTS.fullmatch(path.name)])
+def is_taken(directory: Path) -> bool:
+    """Whether a new run in a directory would overwrite or continue what is there.
 
-
-def has_earlier_run(directory: Path) -> bool:
-    """Whether a directory, which need not exist, holds an earlier run, to be set aside by `set_aside`.
-
-    Raises:
-        UserError: if a new run cannot begin there: it would overwrite what is no run's, or what is no run's would be
-            renamed with the earlier run, or the working directory would.
+    A config.json alone is of a run that ended before its first step, if a run has left its lock file, too.
     """
-    if not directory.is_dir():
-        return False
-    ours = _is_ours(directory / CONFIG)
-    written = [name for name in _WRITTEN if (directory / name).exists()]
-    if not storage.list_steps(directory / storage.FOLDER):
-        if written and not ours:
-            raise UserError(
-                f"--output {directory}: has a {written[0]} that is no run's, and that a run would overwrite: give "
-                f"another --output"
-            )
-        if METRICS not in written:
-            return False
-    if foreign := _foreign(directory):
-        raise UserError(
-            f"--output {directory}: has an earlier run, and {foreign[0]}, which is no part of it: give another "
-            f"--output, or move one of them away"
-        )
-    if Path.cwd().is_relative_to(directory):
-        raise UserError(
-            f"--output {directory}: has an earlier run, and cannot be renamed, since the working directory is in it: "
-            f"give another --output"
-        )
-    return True
-
-
-def set_aside(directory: Path) -> Path:
-    """Rename the directory of an earlier run to `<name>.1`, `<name>.2`, ..., and create an empty one.
-
-    This run's index files move to the new directory.
-
-    Returns:
-        The earlier run's new directory.
-    """
-    older = directory.rename(free_name(directory))
-    directory.mkdir()
-    lock.acquire(directory)
-    (older / lock.NAME).unlink(missing_ok=True)  # which this process holds, and writes nothing there
-    if (older / INDEX_FILES).exists():
-        (older / INDEX_FILES).rename(directory / INDEX_FILES)
-    return older
+    written = any((directory / name).exists() for name in (METRICS, *CURVES))
+    foreign = (directory / CONFIG).exists() and not (directory / LOCK).exists()
+    return written or foreign or bool(storage.list_steps(directory / storage.FOLDER))

@@ -86,8 +86,6 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, ema: 
         UserError: if the checkpoint has no config or no averages, or its config is not of a model with these weights.
     """
     path, state = checkpoint.path, checkpoint.state
-    if state["optimizer"] is None:
-        raise UserError(f"{path}: was imported and has no config, which says what model it is: take a trained one")
     if ema and EMA not in checkpoint.files:
         raise UserError(f"{path}: has no {EMA}, which a run with the block ema writes: leave --ema out")
     tensors = checkpoint.tensors(MODEL)

@@ -7,14 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, NotRequired
 
-import psutil
 import timm
 import torch
 from colossal_vit import typed_json
-from colossal_vit.checkpoint import lock, storage
-from colossal_vit.checkpoint.contents import UNTRAINED, Channels, State
-from colossal_vit.checkpoint.storage import MODEL, OPTIMIZER, STATE
-from colossal_vit.errors import UserError, multiples_near, reason
+from colossal_vit.checkpoint import storage
+from colossal_vit.checkpoint.contents import Channels, State
+from colossal_vit.checkpoint.storage import MODEL, STATE
+from colossal_vit.errors import UserError, reason
 from colossal_vit.typed_json import RECORD
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from safetensors import SafetensorError
@@ -291,29 +290,14 @@ def _read_timm(name: str, log: Log) -> Weights:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _check_memory(asked: str, numel: int) -> None:
-    """Check that this machine can hold a tensor of so many elements.
-
-    Raises:
-        UserError: if not, since the allocator would end the process, by a traceback or a signal.
-    """
-    needed, there = 4 * numel, psutil.virtual_memory().total
-    if needed > there:
-        raise UserError(f"{asked}: would take {needed / 1e9:,.0f} GB, and this machine has {there / 1e9:,.0f}")
-
-
 def _resample(weights: Weights, img_size: int, asked: str) -> None:
     """Resample the position embedding for images of `img_size` px; the class token's embedding is kept.
 
     Raises:
-        UserError: naming what the user `asked`, if `img_size` is not a multiple of the patch size, or the embedding
-            is not a square grid.
+        UserError: naming what the user `asked`, if the embedding is not a square grid.
     """
     source, tensors = weights
     width, _, _, patch = tensors[PATCHES].shape
-    if img_size < patch or img_size % patch:
-        nearest = multiples_near(img_size, patch)
-        raise UserError(f"{asked}: is not a multiple of the patch size {patch} of {source}: use {nearest}")
     position = tensors.get("pos_embed", torch.empty(0))  # (1, N, C)
     num_tokens = position.shape[1] if position.ndim == 3 else 0
     num_prefix = num_tokens - math.isqrt(num_tokens) ** 2  # tokens that are not patches
@@ -323,7 +307,6 @@ def _resample(weights: Weights, img_size: int, asked: str) -> None:
             f"N a square, or a square and the class token"
         )
     grid = [img_size // patch] * 2
-    _check_memory(asked, math.prod(grid) * width)
     tensors["pos_embed"] = resample_abs_pos_embed(position, grid, num_prefix_tokens=num_prefix)
 
 
@@ -362,14 +345,9 @@ def _num_classes(weights: Weights) -> int | None:
     return len(weights.tensors[HEAD]) if HEAD in weights.tensors else None
 
 
-def _new_head(weights: Weights, num_classes: int, asked: str) -> None:
-    """Start with a head of zeros, as the ViT paper does for fine-tuning (arXiv:2010.11929, section 3.2).
-
-    Raises:
-        UserError: naming what the user `asked`, if this machine cannot hold it.
-    """
+def _new_head(weights: Weights, num_classes: int) -> None:
+    """Start with a head of zeros, as the ViT paper does for fine-tuning (arXiv:2010.11929, section 3.2)."""
     width = len(weights.tensors[PATCHES])
-    _check_memory(asked, num_classes * width)
     weights.tensors.update({HEAD: torch.zeros(num_classes, width), "head.bias": torch.zeros(num_classes)})
 
 
@@ -412,63 +390,10 @@ def read_fitted(
         _new_norm(weights)
     num_classes = config["NUM_CLASSES"]
     if head == "new":
-        _new_head(weights, num_classes, f"NUM_CLASSES = {num_classes}")
+        _new_head(weights, num_classes)
     elif (there := _num_classes(weights)) != num_classes:
         raise UserError(
             f"{named}: has {'no head' if there is None else f'one for {there} classes'}, but finetune.head = 'keep' "
             f"needs one for NUM_CLASSES = {num_classes}: set it to 'new'"
         )
     return weights.tensors
-
-
-def _kept(state: Mapping[str, Any], head: bool) -> dict[str, Any]:
-    """What a state says of weights, and no shape tells: how many heads, and with the `head` its classes."""
-    heads = _num_heads(state["config"])
-    return {
-        "config": {"NUM_HEADS": heads} if heads else {},
-        "data": state.get("data") if head else None,
-        "normalization": state.get("normalization"),
-    }
-
-
-def import_timm(source: Path, path: Path, img_size: int | None, num_classes: int | None) -> Path:
-    """Write weights under timm's names as a checkpoint at step 0, which `--resume` starts from.
-
-    Args:
-        source: a path as for `find`.
-        path: of the checkpoint, which must not exist.
-        img_size: image size in pixels to resample the position embedding for, or None to keep it.
-        num_classes: number of classes of the head, or None to keep it.
-
-    Returns:
-        The file that the weights are from.
-
-    Raises:
-        UserError: if the weights cannot be read or do not fit, or the checkpoint cannot be written.
-    """
-    if path.exists():
-        raise UserError(f"{path}: exists already")
-    if (name := storage.STEP_NAME.fullmatch(path.name)) and int(name[1]):
-        raise UserError(f"{path}: is a name for step {int(name[1])}, but weights are imported as step 0: use another")
-    if not source.exists():
-        raise UserError(f"{source}: no such file or directory")
-    found = find(str(source))
-    known, weights = find_state(found), read(found)
-    if img_size is not None:
-        _resample(weights, img_size, f"--img-size {img_size}")
-    there = _num_classes(weights)
-    if num_classes is None and there is None:
-        raise UserError(f"{weights.source}: has no head: say with --num-classes how many classes there are to be")
-    if num_classes is not None and num_classes < 1:
-        raise UserError(f"--num-classes {num_classes}: must be at least 1")
-    if num_classes not in (None, there):
-        _new_head(weights, num_classes, f"--num-classes {num_classes}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.resolve().parent.name == storage.FOLDER:  # a run may be writing there
-            lock.acquire(path.resolve().parents[1])
-        state = {**UNTRAINED, **_kept(known, head=num_classes in (None, there))}
-        storage.write(path, {MODEL: weights.tensors, OPTIMIZER: {}}, state)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error}") from None
-    return weights.source

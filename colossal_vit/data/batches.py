@@ -11,7 +11,6 @@ import torch
 from colossal_vit.data.augment import Augment
 from colossal_vit.data.devices import to_device
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
-from colossal_vit.errors import UserError
 from colossalai.context import Config
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
@@ -65,14 +64,6 @@ class Loader:
     def seek(self, epoch: int, start: int) -> None:
         """Go to batch `start` of `epoch`. All that is drawn for a batch depends on them and the seed only."""
 
-    def in_order(self) -> "Loader":
-        """The same images for evaluation: in order, each once, unaugmented; see `EvalSampler`.
-
-        Raises:
-            UserError: if they cannot be had so.
-        """
-        raise UserError("--eval-knn needs the images of a data set, which this run has not")
-
 
 class SampledLoader(Loader):
     """A loader whose batches are those of a sampler.
@@ -119,11 +110,6 @@ class SampledLoader(Loader):
     def seek(self, epoch: int, start: int) -> None:
         self.sampler.seek(epoch, start)
 
-    def in_order(self) -> "SampledLoader":
-        other = copy.copy(self)
-        other.sampler = EvalSampler(self.sampler.num_samples, self.sampler.batch_size)
-        return other
-
     def pick(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Images and labels with these numbers (B,), as in an evaluation; on a rank of the first pipeline stage."""
         other = copy.copy(self)
@@ -159,9 +145,6 @@ class LoaderWrapper(Loader):
 
     def seek(self, epoch: int, start: int) -> None:
         self.loader.seek(epoch, start)
-
-    def in_order(self) -> Loader:
-        return self.loader.in_order()
 
 
 class SyntheticBatches(Loader):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stdout
 from multiprocessing import connection
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -174,3 +175,17 @@ def draw_layout(plans: list[StepPlan]) -> Figure:
         stages = [f"stage {number}; {layers}" for number, layers in enumerate(stages)]
     matrices = tensor_pieces(plans[0]) if layout.tensor > 1 else {}
     return pictures.draw_layout(str(layout), stages, layout.data, layout.tensor, matrices)
+
+
+def run(build_rank: BuildRank, output: Path, notes: Callable[[Config, Path, int], list[str]] | None) -> None:
+    """Print the report of what is built, and draw the layout.
+
+    Args:
+        build_rank: builds what a rank trains, on fake tensors.
+        output: the run directory.
+        notes: makes further lines, see `launch.flags.Arguments`.
+    """
+    plans = plan_stages(build_rank)
+    more = notes(Config(plans[0].config), output, plans[0].layout.data) if notes else []
+    print(format_report(plans, more))
+    print(f"\n{pictures.write(draw_layout(plans), output / 'layout.png')}")

@@ -94,6 +94,90 @@ def _schedule(config: Any, dtype: torch.dtype) -> NonPipelineSchedule | Pipeline
     return OneForwardOneBackward(config.NUM_MICRO_BATCHES, **options)
 
 
+def _set_switches(config: Any) -> None:
+    """Set torch's switches for kernels and their precision, which are of the whole process."""
+    torch.backends.cudnn.benchmark = config.cudnn_benchmark
+    torch.backends.cudnn.deterministic = config.cudnn_deterministic
+    # Backward passes of fused attention add up in any order, cuDNN's and the others alike, and torch's own switch for
+    # determinism leaves them so unless it makes errors of all that cannot be deterministic.
+    for kernel in ("flash", "mem_efficient", "cudnn"):
+        getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(not config.cudnn_deterministic)
+    # torch's default is TF32 in cuDNN but not in matrix products: "fp32" would be two precisions in one model.
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.TF32
+
+
+def _check(config: Any, model: nn.Module) -> None:
+    """Refuse features that exclude each other, and layers whose result depends on the layout.
+
+    Raises:
+        UserError: naming them.
+    """
+    fp16 = config.fp16
+    if config.torch_ddp.get("static_graph") and config.gradient_accumulation > 1:
+        raise UserError(
+            f"torch_ddp.static_graph = True does not work with gradient_accumulation = {config.gradient_accumulation}: "
+            f"PyTorch takes the first backward pass, which reduces nothing, for the pattern of all"
+        )
+    if fp16 and config.DTYPE == "float64":
+        raise UserError(f"DTYPE = 'float64' does not work with fp16.mode = {fp16.mode}: leave one of them out")
+    if is_using_pp() and fp16 and fp16.mode != AMP_TYPE.NAIVE:
+        raise UserError(f"fp16.mode = {fp16.mode} does not work with a pipeline: use AMP_TYPE.NAIVE or None")
+    if gpc.tensor_parallel_size > 1 and fp16 and fp16.get("half_residual"):
+        raise UserError(
+            "fp16.half_residual = True does not work with tensor parallelism, whose layers add biases in fp32: "
+            "use AMP_TYPE.NAIVE, or leave it out"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, _DropoutNd) and module.p:
+            raise UserError(
+                f"the model's {name!r} is torch's {type(module).__name__}, which drops other elements in each layout "
+                f"and after resuming: use colossal_vit.rng.dropout.Dropout, and name_layers at the end"
+            )
+        if isinstance(module, _BatchNorm):
+            raise UserError(
+                f"the model's {name!r} is a {type(module).__name__}, which normalises over a rank's micro-batch, so "
+                f"that each layout computes something else: use a model without one"
+            )
+    if config.zero and config.torch_ddp:
+        raise UserError("torch_ddp has no effect with zero, which reduces gradients by itself: leave one of them out")
+
+
+def _reduce_gradients(
+    config: Any, model: nn.Module, zero: Zero | None, is_compiled: bool, device: torch.device
+) -> tuple[nn.Module, list[Any]]:
+    """Have gradients averaged over data-parallel ranks: by ZeRO, in a pipeline by buckets, otherwise by PyTorch's DDP.
+
+    Returns:
+        The model to call, and the engine's gradient handlers.
+
+    Raises:
+        UserError: if the buckets are too small for a compiled model.
+    """
+    num_passes = (config.NUM_MICRO_BATCHES if is_using_pp() else 1) * config.gradient_accumulation
+    if zero:
+        return model, [zero.reducer(model, num_passes, overlap=not is_compiled)]
+    if not is_using_ddp():
+        return model, []
+    group = gpc.get_group(ParallelMode.DATA)
+    if is_using_pp():
+        return model, [GradientReducer(make_buckets(model.parameters(), group, {}), num_passes)]
+    bucket = config.torch_ddp.get("bucket_cap_mb", SMALLEST_BUCKET)
+    if is_compiled and bucket < SMALLEST_BUCKET:
+        raise UserError(
+            f"torch_ddp.bucket_cap_mb = {bucket} does not work with COMPILE = {config.COMPILE!r}, which takes at "
+            f"least {SMALLEST_BUCKET}: raise it, or set COMPILE = False"
+        )
+    replica = DistributedDataParallel(
+        model,
+        process_group=group,
+        device_ids=[device] if device.type == "cuda" else None,
+        init_sync=False,  # done by sync_model_param
+        gradient_as_bucket_view=True,  # saves a second copy of the gradients
+        **config.torch_ddp,
+    )
+    return replica, []
+
+
 def initialize(
     model: nn.Module,
     optimizer: Optimizer,
@@ -122,44 +206,10 @@ def initialize(
     if config.get("mix") and train_dataloader is not None and not getattr(train_dataloader, "is_mixed", False):
         raise UserError(f"mix = {dict(config.mix)}: neither this script nor its LOADER mixes images: leave it out")
     device = get_accelerator().get_current_device()
-    torch.backends.cudnn.benchmark = config.cudnn_benchmark
-    torch.backends.cudnn.deterministic = config.cudnn_deterministic
-    # Backward passes of fused attention add up in any order, cuDNN's and the others alike, and torch's own switch for
-    # determinism leaves them so unless it makes errors of all that cannot be deterministic.
-    for kernel in ("flash", "mem_efficient", "cudnn"):
-        getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(not config.cudnn_deterministic)
-    # torch's default is TF32 in cuDNN but not in matrix products: "fp32" would be two precisions in one model.
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.TF32
+    _set_switches(config)
+    _check(config, model)
     fp16 = config.fp16
     dtype = precision.compute_dtype(fp16, device)
-    if config.torch_ddp.get("static_graph") and config.gradient_accumulation > 1:
-        raise UserError(
-            f"torch_ddp.static_graph = True does not work with gradient_accumulation = {config.gradient_accumulation}: "
-            f"PyTorch takes the first backward pass, which reduces nothing, for the pattern of all"
-        )
-    if fp16 and config.DTYPE == "float64":
-        raise UserError(f"DTYPE = 'float64' does not work with fp16.mode = {fp16.mode}: leave one of them out")
-    if is_using_pp() and fp16 and fp16.mode != AMP_TYPE.NAIVE:
-        raise UserError(f"fp16.mode = {fp16.mode} does not work with a pipeline: use AMP_TYPE.NAIVE or None")
-    if gpc.tensor_parallel_size > 1 and fp16 and fp16.get("half_residual"):
-        raise UserError(
-            "fp16.half_residual = True does not work with tensor parallelism, whose layers add biases in fp32: "
-            "use AMP_TYPE.NAIVE, or leave it out"
-        )
-
-    for name, module in model.named_modules():
-        if isinstance(module, _DropoutNd) and module.p:
-            raise UserError(
-                f"the model's {name!r} is torch's {type(module).__name__}, which drops other elements in each layout "
-                f"and after resuming: use colossal_vit.rng.dropout.Dropout, and name_layers at the end"
-            )
-        if isinstance(module, _BatchNorm):
-            raise UserError(
-                f"the model's {name!r} is a {type(module).__name__}, which normalises over a rank's micro-batch, so "
-                f"that each layout computes something else: use a model without one"
-            )
-    if config.zero and config.torch_ddp:
-        raise UserError("torch_ddp has no effect with zero, which reduces gradients by itself: leave one of them out")
 
     bare_model = model = model.to(device)
     name_parameters(model)
@@ -177,30 +227,9 @@ def initialize(
 
     # Before DDP, so that the compiled backward pass has breaks at its gradient buckets.
     is_compiled = compilation.compile_if_chosen(model, config.COMPILE, device)
-
-    gradient_handlers = []
-    num_passes = (config.NUM_MICRO_BATCHES if is_using_pp() else 1) * config.gradient_accumulation
+    model, gradient_handlers = _reduce_gradients(config, model, zero, is_compiled, device)
     if zero:
-        gradient_handlers = [zero.reducer(model, num_passes, overlap=not is_compiled)]
         optimizer.norm_group = ParallelMode.GLOBAL
-    elif is_using_ddp() and is_using_pp():
-        buckets = make_buckets(model.parameters(), gpc.get_group(ParallelMode.DATA), {})
-        gradient_handlers = [GradientReducer(buckets, num_passes)]
-    elif is_using_ddp():
-        bucket = config.torch_ddp.get("bucket_cap_mb", SMALLEST_BUCKET)
-        if is_compiled and bucket < SMALLEST_BUCKET:
-            raise UserError(
-                f"torch_ddp.bucket_cap_mb = {bucket} does not work with COMPILE = {config.COMPILE!r}, which takes at "
-                f"least {SMALLEST_BUCKET}: raise it, or set COMPILE = False"
-            )
-        model = DistributedDataParallel(
-            model,
-            process_group=gpc.get_group(ParallelMode.DATA),
-            device_ids=[device] if device.type == "cuda" else None,
-            init_sync=False,  # done by sync_model_param
-            gradient_as_bucket_view=True,  # saves a second copy of the gradients
-            **config.torch_ddp,
-        )
 
     ema = None
     if config.ema:

@@ -40,7 +40,7 @@ class AnswersHook(BaseHook):
     """Writes `classes.csv`, `confusion.png` and `mistakes.png` into `evaluation` in the run directory, if there is one.
 
     Args:
-        run: from `launch.start`.
+        run: from `main.start`.
     """
 
     def __init__(self, run: Run):

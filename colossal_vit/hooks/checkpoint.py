@@ -9,7 +9,7 @@ from colossal_vit.engine.micro_batches import MicroBatches
 from colossal_vit.errors import Interrupted, Preempted, TrainingError
 from colossal_vit.hooks.metrics import MetricsHook
 from colossal_vit.hooks.priority import Priority
-from colossal_vit.hooks.signals import StopRequests
+from colossal_vit.launch.signals import StopRequests
 from colossal_vit.parallel.ranks import all_gather_object
 from colossal_vit.run import Run
 from colossalai.legacy.core import global_context as gpc
@@ -30,7 +30,7 @@ class CheckpointHook(BaseHook):
     SIGINT to any rank, all ranks stop after the same step or batch of an evaluation, with a checkpoint.
 
     Args:
-        run: from `launch.start`.
+        run: from `main.start`.
         train_dataloader: as `engine.initialize` returned it; has the position in the epoch.
         metrics: has the test accuracy.
 

@@ -17,7 +17,7 @@ class MembersHook(BaseHook):
     """Appends a line to `members.jsonl` whenever the run begins or resumes: steps made, layout, processes by host.
 
     Args:
-        run: from `launch.start`.
+        run: from `main.start`.
     """
 
     def __init__(self, run: Run):

@@ -14,7 +14,7 @@ class ProgressHook(BaseHook):
     """A progress bar over the optimizer steps of the run, with the time left, if stderr is a terminal.
 
     Args:
-        run: from `launch.start`.
+        run: from `main.start`.
         train_dataloader: as `engine.initialize` returned it.
     """
 

@@ -17,13 +17,16 @@ def standard_hooks(run: Run, train_dataloader: MicroBatches) -> list[BaseHook]:
     """The hooks of every train script: `MetricsHook`, and for training the others, as the command line asks.
 
     Args:
-        run: from `launch.start`.
+        run: from `main.start`.
         train_dataloader: as `engine.initialize` returned it.
     """
     debug = [DebugNanHook()] if run.args.debug_nan else []
     if run.args.eval_only:
         return [MetricsHook(None, train_dataloader, run.log), AnswersHook(run), *debug]
-    wandb = WandbRun(run.output, run.config, run.log) if run.args.wandb else None
+    wandb = None
+    if run.args.wandb:
+        wandb = WandbRun(run.output, run.config, run.log)
+        run.exits.add(wandb.finish, last=True)
     metrics = MetricsHook(run.output, train_dataloader, run.log, wandb)
     hooks = [
         metrics,

@@ -12,6 +12,7 @@ from typing import Any
 from colossal_vit import config as configs
 from colossal_vit.errors import UserError, reason
 from colossal_vit.files import write_text
+from colossal_vit.launch.exits import Ending
 from colossal_vit.parallel.ranks import RankLogger
 from colossalai.context import Config
 
@@ -49,7 +50,7 @@ class WandbRun:
 
     def __init__(self, directory: Path, config: Config, log: RankLogger):
         self.directory, self.config, self.log = directory, config, log
-        self.run = None
+        self.run = self._opened = None
 
     def open(self) -> None:
         """Begin or resume the run; if the server does not answer, offline.
@@ -74,7 +75,7 @@ class WandbRun:
         for mode, otherwise in ((None, "this run is recorded offline"), ("offline", "this run is not recorded there")):
             try:
                 wandb.setup(settings)  # silent from here on: nobody can answer a question on all ranks
-                self.run = wandb.init(mode=mode, **options)
+                self.run = self._opened = wandb.init(mode=mode, **options)
                 break
             except Exception as error:  # whatever it is, training begins, unless the user can correct it
                 said = " ".join(str(error).split()) or reason(error)
@@ -100,10 +101,8 @@ class WandbRun:
                 self.run = None
                 self.log.info(f"Weights & Biases: the records end here: {reason(error)}", ranks=None)
 
-
-def finish(code: int) -> None:
-    """End this process's run of Weights & Biases, if there is one, with an exit code, within `FINISH_TIMEOUT`."""
-    wandb = sys.modules.get("wandb")
-    if run := getattr(wandb, "run", None):
-        with suppress(Exception):
-            run.finish(exit_code=code)
+    def finish(self, ending: Ending) -> None:
+        """End the run with an exit code, within `FINISH_TIMEOUT`."""
+        if self._opened and not ending.after_another:
+            with suppress(Exception):
+                self._opened.finish(exit_code=ending.code)

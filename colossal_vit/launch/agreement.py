@@ -12,24 +12,22 @@ import colossal_vit
 import torch
 from colossal_vit import config as configs
 from colossal_vit.config.check import shown
-from colossal_vit.data.loaders import find_loader, import_file
 from colossalai.context import Config
 
 # Attributes of `Arguments` that may differ: a rank's place and paths, what rank 0 alone uses, and what the config has.
 OF_A_RANK = {"rank", "local_rank", "host", "port", "launcher", "timeout", "output", "wandb"}
-OF_A_RANK |= {"config", "set", "compile", "backend", "world_size", "script", "check", "notes", "loader"}
+OF_A_RANK |= {"config", "set", "compile", "backend", "world_size", "script", "check", "notes", "loader", "exits"}
 
 
 def _code(loader: Path | None) -> str:
     """A digest of the source files of this library, and of script, loader and the modules beside them that they import.
 
     Args:
-        loader: see `data.loaders.find_loader`.
+        loader: the file of the loader, which is imported.
     """
     library, script = Path(colossal_vit.__file__).parent, Path(sys.argv[0]).absolute()
     folders = {script.parent, script.resolve().parent}
     if loader:
-        import_file(loader)
         folders.add(loader.parent)
     imported = [Path(file) for module in [*sys.modules.values()] if (file := getattr(module, "__file__", None))]
     files = {str(path.relative_to(library)): path for path in library.rglob("*.py")}
@@ -40,7 +38,7 @@ def _code(loader: Path | None) -> str:
     return digest.hexdigest()[:12]
 
 
-def common(args: argparse.Namespace, config: Config, backend: str) -> dict[str, Any]:
+def common(args: argparse.Namespace, config: Config, backend: str, loader: Path | None = None) -> dict[str, Any]:
     """What every rank of a run must have in common, beside the world size, by the names that messages give it.
 
     Paths may differ from node to node: of DATA and --resume it only counts whether there is one. The data are compared
@@ -50,11 +48,12 @@ def common(args: argparse.Namespace, config: Config, backend: str) -> dict[str, 
         args: the command line.
         config: as resolved.
         backend: of the process groups.
+        loader: the file of the loader, which is imported.
     """
     flags = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items() if name not in OF_A_RANK}
     return {
         "script": Path(sys.argv[0]).name,
-        "code": {"colossal_vit": _code(find_loader(args, config)), "torch": torch.__version__},
+        "code": {"colossal_vit": _code(loader), "torch": torch.__version__},
         "backend": backend,
         **flags,
         "--resume": args.resume if args.resume in ("auto", "never") else "a path",

@@ -1,20 +1,15 @@
 """The command line that all train scripts share."""
 
 import argparse
-import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import colossalai.legacy as colossalai
 from colossal_vit.config.rules import POSITIVE_INT, TEXT, Rule, number, one_of, whole
-from colossal_vit.engine import Training
 from colossal_vit.errors import Interrupted, Parser, Preempted, TrainingError, UserError
+from colossal_vit.launch.exits import Exits
 from colossal_vit.launch.launchers import LAUNCHERS
-from colossal_vit.parallel.layout import Layout
-from colossal_vit.run import Run
-from colossalai.context import Config
 
 DEFAULT_TIMEOUT = 300.0  # seconds that a rank waits for the others, at the start and in collective operations
 MOST_RANKS = 2**20
@@ -37,59 +32,27 @@ RULES = {
 class Arguments(argparse.Namespace):
     """A parsed command line, each flag under its name; and the script that it is of.
 
-    `set` includes what `--compile` stands for, and `eval_only` is true with `--eval-knn`, too.
+    `set` includes what `--compile` stands for.
 
     Attributes:
         script: one of `settings.SCRIPTS`, whose config keys and defaults apply; None allows any key.
         check: raises `UserError` if config and layout do not fit the script's model.
         notes: makes lines that the script adds to a dry run's report, of config, run directory and data parallel size.
         loader: the script's own file that reads data, which a config's LOADER replaces; see `data.loaders`.
+        exits: what is left to do when the process ends.
     """
 
     script: str | None = None
-    check: "Check | None" = None
-    notes: "Notes | None" = None
+    check: Callable[..., None] | None = None
+    notes: Callable[..., list[str]] | None = None
     loader: Path | None = None
+
+    def __init__(self, **values: Any):
+        super().__init__(**{"exits": Exits(), **values})
 
     def replace(self, **changes: Any) -> "Arguments":
         """A copy with other values."""
         return Arguments(**{**vars(self), **changes})
-
-
-Build = Callable[[Run], Training]
-Check = Callable[[Config, Layout], None]
-Notes = Callable[[Config, Path, int], list[str]]
-
-
-@dataclass(frozen=True)
-class Script:
-    """A train script, for `launch.run` and for whatever else looks at what it trains.
-
-    Attributes:
-        main: trains or evaluates.
-        build: builds what trains.
-        description: for `--help`; usually the script's docstring.
-        name, check, notes: `script`, `check` and `notes` of its `Arguments`.
-        loader: the file beside the script that reads data, unless the config has LOADER.
-    """
-
-    main: Callable[[Arguments], Any]
-    build: Build
-    description: str | None = None
-    name: str | None = None
-    check: Check | None = None
-    notes: Notes | None = None
-    loader: str | None = None
-
-    def parse(self, words: Sequence[str] | None = None) -> Arguments:
-        """The arguments in a command line, by default this process's.
-
-        Raises:
-            UserError: if a flag is wrong.
-        """
-        loader = Path(inspect.getfile(self.main)).resolve().with_name(self.loader) if self.loader else None
-        of_script = dict(script=self.name, check=self.check, notes=self.notes, loader=loader)
-        return parse(words, self.description, **of_script)
 
 
 class TrainParser(Parser):
@@ -115,7 +78,6 @@ class TrainParser(Parser):
                 raise UserError(f"{_flag(name)} {repr(value) if value == '' else value}: must be {rule.expected}", own)
         parsed.output = parsed.output and Path(parsed.output)
         parsed.set = [*parsed.set, *["COMPILE=True"] * parsed.compile]
-        parsed.eval_only = parsed.eval_only or parsed.eval_knn
         return parsed
 
 
@@ -185,11 +147,6 @@ def get_parser(description: str | None = None) -> TrainParser:
     )
     instead = parser.add_mutually_exclusive_group()  # of training
     instead.add_argument("--eval-only", action="store_true", help="evaluate a checkpoint, and train nothing")
-    instead.add_argument(
-        "--eval-knn",
-        action="store_true",
-        help="evaluate the features of a checkpoint: classify test images by their nearest training images",
-    )
     parser.add_argument("--max-steps", type=int, metavar="N", help="stop after N optimizer steps, with a checkpoint")
     parser.add_argument(
         "--on-save-error",

@@ -62,6 +62,20 @@ def check_granted(args: argparse.Namespace) -> None:
         )
 
 
+def prepare_device(dtype: str, rendezvous: Rendezvous) -> torch.device:
+    """Correct and set what this process has of torch and Colossal-AI; returns its device.
+
+    Args:
+        dtype: name of torch's default type.
+        rendezvous: this process.
+    """
+    torch.set_default_dtype(getattr(torch, dtype))
+    if not torch.cuda.is_available():
+        cpu.enable()
+    patches.apply()
+    return choose_device(rendezvous)
+
+
 def choose_device(rendezvous: Rendezvous) -> torch.device:
     """This rank's device."""
     return torch.device("cuda", device_index(rendezvous)) if torch.cuda.is_available() else torch.device("cpu")

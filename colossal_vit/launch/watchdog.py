@@ -8,21 +8,17 @@ lines of text: `hello <rank> <host> <pid>`, then `bye` or `end <code>` from a ra
 import os
 import selectors
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import NoReturn
 
 import torch.distributed as dist
-from colossal_vit.checkpoint import checkpointer, lock
 from colossal_vit.errors import end_process
-from colossal_vit.launch import elastic
 from colossal_vit.launch.rendezvous import is_own, listen
 
 CONNECT_TIMEOUT = 10.0  # seconds
 END_TIMEOUT = 2.0  # seconds that rank 0 waits for each of the others to end
-
-current: "Watchdog | None" = None  # this process's, set once the process groups exist
 
 
 @contextmanager
@@ -57,14 +53,15 @@ class Watchdog:
         rank: of this process.
         world_size: number of processes.
         host: rank 0's host, as the other ranks address it.
+        end: ends this process with an exit code and, unless it is None, a line: another rank has ended.
 
     Attributes:
         leaving: set when this rank ends by itself; other ranks' messages are ignored from then on.
         connections: to rank 0, or on rank 0 to all others.
     """
 
-    def __init__(self, rank: int, world_size: int, host: str):
-        self.rank = rank
+    def __init__(self, rank: int, world_size: int, host: str, end: Callable[[int, str | None], NoReturn]):
+        self.rank, self._end = rank, end
         self.leaving = threading.Event()
         self.connections: list[socket.socket] = []
         if world_size == 1:
@@ -121,14 +118,8 @@ class Watchdog:
                 selector.unregister(connection)
                 if word == "bye":
                     continue
-                lock.remove_unused()  # held by this rank, while the error is another's
-                if word != "end":
-                    print(f"{names[connection]} died; the other ranks end too", file=sys.stderr, flush=True)
                 self._tell(f"end {code}")
-                checkpointer.wait_for_writer()
-                with suppress(dist.DistError):
-                    elastic.end(code)
-                end_process(code)
+                self._end(code, None if word == "end" else f"{names[connection]} died; the other ranks end too")
 
     def _watch_first(self) -> None:
         """Wait for a message from rank 0, or for its end (other ranks)."""
@@ -136,7 +127,7 @@ class Watchdog:
         if self.leaving.is_set() or word == "bye":
             return
         said = "rank 0 died; the other ranks end too" if word == "died" and self.rank == 1 else None
-        end_process(code, said)
+        self._end(code, said)
 
     def _tell(self, message: str) -> None:
         for connection in self.connections:

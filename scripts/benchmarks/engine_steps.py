@@ -20,11 +20,12 @@ from typing import IO, Any
 import timm
 import torch
 from colossal_vit import config as configs
-from colossal_vit import launch
 from colossal_vit.data.batches import Loader
 from colossal_vit.engine import build_criterion, build_optimizer, initialize
 from colossal_vit.engine.loop import Trainer
 from colossal_vit.hooks.standard import standard_hooks
+from colossal_vit.launch.flags import parse
+from colossal_vit.main import start
 from colossal_vit.models import SHAPE, build_timm_vit
 from colossalai.context import Config
 from colossalai.legacy.trainer.hooks import BaseHook
@@ -106,7 +107,7 @@ class Products(TorchDispatchMode):
 
 def train_ours(argv: list[str], answers: IO[str], products_only: bool) -> None:
     """Launch, engine, loop and hooks of the train scripts; or the products of a step only, again and again."""
-    run = launch.start(launch.parse(argv, script="caltech101"))
+    run = start(parse(argv, script="caltech101"))
     turns = Turns(run.config, run.device, answers)
     model = build_timm_vit(run.config).to(run.device)
     optimizer = build_optimizer(run.config, model)

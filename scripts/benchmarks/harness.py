@@ -242,7 +242,7 @@ def start_ranks(name: str, case: Case, result: ResultFolder) -> tuple[Rounds, di
 
 def measure_as_rank(case: Case, args: argparse.Namespace) -> int:
     """Measure a case as one of the ranks of `start_ranks`, to which rank 0 reports."""
-    from colossal_vit import launch  # only ranks need it
+    from colossal_vit.launch.exits import Exits  # only ranks need it
 
     first = os.environ["RANK"] == "0"
 
@@ -251,5 +251,5 @@ def measure_as_rank(case: Case, args: argparse.Namespace) -> int:
         if first:
             (Path(args.on_ranks[1]) / "found.json").write_text(json.dumps(found))
 
-    launch.call(report)
+    Exits().call(report)
     return 0

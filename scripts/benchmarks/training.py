@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from colossal_vit import launch
 from colossal_vit.engine import precision
 from colossal_vit.engine.engine import Engine
+from colossal_vit.launch.flags import parse
+from colossal_vit.main import start
 from colossal_vit.mfu import peak_of, training_flops
 from colossal_vit.models import build_timm_vit
 from colossal_vit.parallel.ranks import all_gather_object
@@ -73,11 +74,11 @@ def start_run(args: argparse.Namespace, config: Path, values: Mapping[str, Any],
         args: the command line of the benchmark.
         config: the file.
         values: config values, before those of `--set`.
-        how: which script and its check, see `launch.parse`.
+        how: which script and its check, see `launch.flags.parse`.
     """
     flags = [*set_flags(values), *(f"--set={override}" for override in getattr(args, "set", ()))]
     argv = ["--config", str(config), "--output", f"{args.on_ranks[1]}/run", *flags]
-    run = launch.start(launch.parse(argv, **how))
+    run = start(parse(argv, **how))
     run.config.setdefault("NUM_CLASSES", NUM_CLASSES[run.args.script])
     return run
 

@@ -32,7 +32,6 @@ import psutil
 import pytest
 import torch
 from colossal_vit.checkpoint import storage
-from colossal_vit.checkpoint.contents import UNTRAINED
 from colossal_vit.errors import UserError
 from colossal_vit.results import METRICS
 
@@ -384,7 +383,7 @@ def test_a_relay_of_layouts_comes_to_the_losses_of_one_process(pytestconfig, tmp
 def save(folder, step):
     path = folder / f"step-{step:08d}"
     weights = {"weight": torch.full((2,), float(step))}
-    storage.write(path, dict.fromkeys(LEARNED, weights), {**UNTRAINED, "step": step})
+    storage.write(path, dict.fromkeys(LEARNED, weights), {**training.UNTRAINED, "step": step})
     return path
 
 

@@ -41,7 +41,7 @@ import pytest
 import torch
 from colossal_vit import config as configs
 from colossal_vit.checkpoint import __main__ as checkpoint_command
-from colossal_vit.checkpoint import checkpointer, lock, storage
+from colossal_vit.checkpoint import checkpointer, lock, run_directory, storage
 from colossal_vit.engine.engine import Engine
 from colossal_vit.errors import UserError
 from colossal_vit.files import SCRATCH
@@ -103,7 +103,7 @@ def draw_command(draw: random.Random) -> Command:
 
 def run_of(command: Command, folder: Path) -> Path:
     """The run directory of a command."""
-    return Path(os.path.realpath(folder.joinpath(*command["place"])))
+    return run_directory.latest(Path(os.path.realpath(folder.joinpath(*command["place"]))))
 
 
 def flags_of(command: Command, folder: Path) -> list[str]:
@@ -176,12 +176,12 @@ def execute(command: Command, folder: Path, data: dict[str, Path], known: set[st
     ranks = command["layout"][0]
     environments = fork_ranks.by_torchrun(ranks) if ranks > 1 else [{}]
     environments = [{**environment, "DATA": str(data[command["data"]])} for environment in environments]
-    output, cwd = run_of(command, folder), folder / command["place"][0]
+    cwd = folder / command["place"][0]
     cwd.mkdir(parents=True, exist_ok=True)
-    before, enter = launchers.steps_on_record(output), functools.partial(prepare_rank, command)
+    before, enter = launchers.steps_on_record(run_of(command, folder)), functools.partial(prepare_rank, command)
     world = fork_ranks.start(training.HYBRID, flags_of(command, folder), environments, cwd=cwd, enter=enter)
     deadline = time.monotonic() + (5 if command["signal"] or command["beside"] else 0)
-    while time.monotonic() < deadline and launchers.steps_on_record(output) < before + command["at"]:
+    while time.monotonic() < deadline and launchers.steps_on_record(run_of(command, folder)) < before + command["at"]:
         if all(map(has_ended, world.pids)):
             break
         time.sleep(0.01)

@@ -1,6 +1,6 @@
-from colossal_vit import launch
+from colossal_vit.launch.exits import Exits
 
 from tools.parity.command import parse, run
 
 if __name__ == "__main__":
-    launch.call(lambda: run(*parse()))
+    Exits().call(lambda: run(*parse()))

@@ -16,8 +16,8 @@ from typing import Any
 
 from colossal_vit.checkpoint import storage
 from colossal_vit.errors import TrainingError, UserError
-from colossal_vit.launch.flags import Arguments, Build, get_parser
-from colossal_vit.launch.startup import read_config
+from colossal_vit.launch.flags import Arguments, get_parser
+from colossal_vit.main import Build, read_config
 from colossal_vit.parallel.layout import Layout
 from colossalai.context import Config
 

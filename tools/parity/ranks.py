@@ -21,13 +21,12 @@ from colossal_vit.engine import Trainer
 from colossal_vit.errors import TrainingError, UserError
 from colossal_vit.hooks.checkpoint import CheckpointHook
 from colossal_vit.hooks.metrics import MetricsHook
-from colossal_vit.launch import watchdog
-from colossal_vit.launch.exits import lost_connection
-from colossal_vit.launch.flags import Arguments, Build
+from colossal_vit.launch.exits import Ending, lost_connection
+from colossal_vit.launch.flags import Arguments
 from colossal_vit.launch.groups import device_index
 from colossal_vit.launch.launchers import find_rendezvous, free_port
 from colossal_vit.launch.rendezvous import join_store
-from colossal_vit.launch.startup import start
+from colossal_vit.main import Build, start
 from colossal_vit.parallel.ranks import gather_object
 from colossalai.legacy.core import global_context as gpc
 
@@ -185,7 +184,7 @@ class Ranks:
         records += of_run_directory(args.output)
         records.sort(key=lambda record: record.key[0])
         of_all = gather_object(records)
-        watchdog.current.leave()
+        args.exits.close(Ending(0))
         gpc.destroy()
         return of_all
 

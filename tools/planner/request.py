@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from colossal_vit.dry_run.meter import measure
 from colossal_vit.dry_run.report import in_fork, in_forks
-from colossal_vit.launch import Arguments, Script, dry_run
+from colossal_vit.launch.flags import Arguments
 from colossal_vit.launch.launchers import planned_rendezvous
-from colossal_vit.launch.startup import read_config
+from colossal_vit.main import Script, read_config
 from colossal_vit.models import build_timm_vit
 from colossal_vit.parallel.layout import Layout
 from colossalai.context import Config
@@ -76,7 +76,7 @@ class Request(NamedTuple):
             values["DROP_PATH_UNIFORM"] = True  # the first of two blocks would have none, and it stands for all
 
         def traced() -> Trace:
-            training = dry_run.build_fake(self.script.build, self.with_values(values, size))
+            training = self.script.build_fake(self.with_values(values, size))
             return trace(training.engine, training.train_dataloader)
 
         return in_fork(traced)
@@ -96,7 +96,7 @@ class Request(NamedTuple):
 
 def _measure(script: Script, args: Arguments, rank: int) -> int:
     """Peak bytes of a rank; called in a fork."""
-    training = dry_run.build_fake(script.build, args, rank)
+    training = script.build_fake(args, rank)
     return measure(training.engine, training.train_dataloader).memory["peak"]
 
 

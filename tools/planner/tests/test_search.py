@@ -3,11 +3,12 @@
 import re
 import runpy
 import shlex
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from colossal_vit import launch
 from colossal_vit.config.settings import PATHS
+from colossal_vit.launch.flags import parse
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.partition import partition_blocks
 from colossal_vit.plan import command, memory, report, search
@@ -57,7 +58,7 @@ LAYOUTS = {
 def peaks_of_dry_run(argv, world_size):
     """Bytes, by stage."""
     args = training.arguments(train_hybrid.main, [*argv, "--dry-run", "--world_size", str(world_size)])
-    return [each.memory["peak"] for each in report.plan(train_hybrid.build, args)]
+    return [each.memory["peak"] for each in report.plan_stages(partial(train_hybrid.SCRIPT.build_fake, args))]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -257,7 +258,7 @@ def test_each_script_runs_on_real_tensors_up_to_what_is_observed(script):
         argv = [*flags_of(script, DEPTH=2, HIDDEN_SIZE=48, NUM_HEADS=4), "--plan", "here", "--world_size", "1"]
         build = runpy.run_path(str(fork_ranks.ROOT / script))["build"]
         (name,) = (name for name, path in PATHS.items() if path == script)
-        request = request_of(build, launch.parse(argv, script=name))
+        request = request_of(build, parse(argv, script=name))
         return request.model((None, 1, None), lambda _, batches: tuple(next(iter(batches))[0].shape), 4)()
 
     assert fork_ranks.call(observed, launched=False) == [(4, 3, 32, 32)]

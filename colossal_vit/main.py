@@ -1,10 +1,14 @@
-"""`launch.start`: how every train script begins."""
+"""How every train script is run: `Script`, `start`. The only module that knows all others."""
 
+import inspect
 import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,21 +16,88 @@ from colossal_vit import config as configs
 from colossal_vit import parent
 from colossal_vit.checkpoint import run_directory
 from colossal_vit.checkpoint.checkpointer import Checkpointer
-from colossal_vit.compat import cpu, patches
-from colossal_vit.data.loaders import expected_classes, find_loader, import_loader
-from colossal_vit.engine import precision
+from colossal_vit.compat import cpu
+from colossal_vit.data.loaders import expected_classes, find_loader, import_file, import_loader
+from colossal_vit.engine import Training, precision
 from colossal_vit.errors import UserError
 from colossal_vit.hooks import wandb_run
-from colossal_vit.launch import elastic, watchdog
 from colossal_vit.launch.agreement import common
-from colossal_vit.launch.flags import Arguments
-from colossal_vit.launch.groups import check_granted, choose_backend, choose_device, launch_groups
-from colossal_vit.launch.launchers import Rendezvous, find_rendezvous, ignored_flags, planned_rendezvous
+from colossal_vit.launch.elastic import ExitStore, wait_without_work
+from colossal_vit.launch.exits import Exits
+from colossal_vit.launch.flags import Arguments, parse
+from colossal_vit.launch.groups import check_granted, choose_backend, launch_groups, prepare_device
+from colossal_vit.launch.launchers import find_rendezvous, ignored_flags, launched_rank, planned_rendezvous
 from colossal_vit.launch.rendezvous import join_store
+from colossal_vit.launch.watchdog import time_limit
+from colossal_vit.parallel import elastic
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.ranks import RankLogger
 from colossal_vit.run import Run
 from colossalai.context import Config
+
+__all__ = ["Arguments", "Run", "Script", "start"]
+
+Build = Callable[[Run], Training]
+Check = Callable[[Config, Layout], None]
+Notes = Callable[[Config, Path, int], list[str]]
+
+
+@dataclass(frozen=True)
+class Script:
+    """A train script, for its own command line and for whatever else looks at what it trains.
+
+    Attributes:
+        main: trains or evaluates.
+        build: builds what trains.
+        description: for `--help`; usually the script's docstring.
+        name, check, notes: `script`, `check` and `notes` of its `Arguments`.
+        loader: the file beside the script that reads data, unless the config has LOADER.
+    """
+
+    main: Callable[[Arguments], Any]
+    build: Build
+    description: str | None = None
+    name: str | None = None
+    check: Check | None = None
+    notes: Notes | None = None
+    loader: str | None = None
+
+    def parse(self, words: Sequence[str] | None = None) -> Arguments:
+        """The arguments in a command line, by default this process's.
+
+        Raises:
+            UserError: if a flag is wrong.
+        """
+        loader = Path(inspect.getfile(self.main)).resolve().with_name(self.loader) if self.loader else None
+        of_script = dict(script=self.name, check=self.check, notes=self.notes, loader=loader)
+        return parse(words, self.description, **of_script)
+
+    def run(self) -> None:
+        """Do what this process's command line says, and end the process if it fails, see `Exits.call`."""
+        exits = Exits()
+
+        def act() -> None:
+            args = self.parse().replace(exits=exits)
+            if not args.dry_run:
+                self.main(args)
+            elif launched_rank() == 0:  # under a launcher, one process answers for all
+                self._dry_run(args)
+
+        exits.call(act)
+
+    def build_fake(self, args: Arguments, rank: int = 0) -> Training:
+        """What the script builds for one rank of any layout, on fake tensors, which compute nothing."""
+        # No training needs these.
+        from colossal_vit.dry_run.fakes import fake_tensors
+        from torch.testing._internal.distributed.fake_pg import FakeStore  # and torch's backend "fake"
+
+        return self.build(start_alone(args, rank, FakeStore(), fake_tensors))
+
+    def _dry_run(self, args: Arguments) -> None:
+        """Print what each rank would hold and send, and draw the layout in the run directory."""
+        from colossal_vit.dry_run import report  # no training needs it
+
+        report.run(partial(self.build_fake, args), find_output(args), args.notes)
 
 
 def read_config(args: Arguments, more: Sequence[str] = ()) -> tuple[Config, dict[str, str]]:
@@ -53,8 +124,9 @@ def read_config(args: Arguments, more: Sequence[str] = ()) -> tuple[Config, dict
     if args.dry_run or config.get("SYNTHETIC"):
         _settle_classes(args, config)
     if args.eval_only and args.resume == "never" and not (config.finetune or {}).get("weights"):
-        flag = "--eval-knn" if args.eval_knn else "--eval-only"
-        raise UserError(f"{flag} evaluates a checkpoint, and --resume never says to take none: leave one of them out")
+        raise UserError(
+            "--eval-only evaluates a checkpoint, and --resume never says to take none: leave one of them out"
+        )
     if args.eval_only:
         config.gradient_accumulation = 1  # so many images may be more than the training set has, on more processes
     if config.COMPILE == "auto" and (args.debug_nan or args.eval_only):
@@ -77,7 +149,7 @@ def find_output(args: Arguments) -> Path:
         UserError: if its name is not in UTF-8.
     """
     output = args.output or run_directory.default(Path(sys.argv[0]), Path(args.config), args.set, args.resume)
-    output = Path(os.path.realpath(output))  # relative, it would lead elsewhere once an earlier run there is renamed
+    output = Path(os.path.realpath(output))  # has a name, whatever way leads to it
     try:
         str(output).encode()
     except UnicodeEncodeError:  # TensorBoard would crash once training begins
@@ -92,20 +164,11 @@ def _choose_layout(args: Arguments, config: Config, size: int) -> tuple[Config, 
         UserError: if they do not fit each other.
     """
     if config.ELASTIC:
-        return elastic.fit(config, size, lambda more: read_config(args, more)[0], args.check)
+        return elastic.choose_layout(config, size, lambda more: read_config(args, more)[0], args.check)
     layout = Layout.of(config, size)
     if args.check is not None:
         args.check(config, layout)
     return config, layout
-
-
-def _prepare_torch(config: Config, rendezvous: Rendezvous) -> torch.device:
-    """Correct and set what this process has of torch and Colossal-AI; returns its device."""
-    torch.set_default_dtype(getattr(torch, config.DTYPE))
-    if not torch.cuda.is_available():
-        cpu.enable()
-    patches.apply()
-    return choose_device(rendezvous)
 
 
 def start_alone(args: Arguments, rank: int, store: dist.Store, prepare: Callable[[torch.device], None]) -> Run:
@@ -126,18 +189,18 @@ def start_alone(args: Arguments, rank: int, store: dist.Store, prepare: Callable
     config, layout = _choose_layout(args, config, rendezvous.world_size)
     rendezvous.world_size = layout.world_size
     choose_backend(args, rendezvous, layout)  # refuses what the run itself would
-    device = _prepare_torch(config, rendezvous)
+    device = prepare_device(config.DTYPE, rendezvous)
     config.COMPILE = False  # does not change memory and messages
     config = launch_groups(config, rendezvous, "fake", store, args.timeout, device)
     prepare(device)
-    return Run(args, config, layout, find_output(args), device, RankLogger(0), alone=True)
+    return Run(args, config, layout, find_output(args), device, RankLogger(0), args.exits, alone=True)
 
 
 def start(args: Arguments) -> Run:
     """Load and check the config, create the process groups, seed, lock the run directory.
 
     Args:
-        args: as `launch.run` gives them to `main`.
+        args: as a script's `main` gets them.
 
     Raises:
         UserError: if flags, environment, config, layout, device or run directory are not usable.
@@ -154,16 +217,18 @@ def start(args: Arguments) -> Run:
     backend = choose_backend(args, rendezvous, layout)
     check_granted(args)
     parent.watch(rendezvous.launcher != "none", args.timeout)
-    store = join_store(rendezvous, args.timeout, common(args, wanted, backend))
+    if loader := find_loader(args, wanted):
+        import_file(loader)
+    store = join_store(rendezvous, args.timeout, common(args, wanted, backend, loader))
     if rendezvous.rank >= layout.world_size:
-        elastic.wait_without_work(store, rendezvous, args.timeout)
+        wait_without_work(store, rendezvous, args.timeout)
     rendezvous.world_size = layout.world_size
-    device = _prepare_torch(config, rendezvous)
+    device = prepare_device(config.DTYPE, rendezvous)
     if config.ELASTIC and rendezvous.rank == 0:
-        elastic.begin(store, range(layout.world_size, size))
-    with watchdog.time_limit(2 * args.timeout):
+        args.exits.add(ExitStore(store, range(layout.world_size, size)).announce)
+    with time_limit(2 * args.timeout):
         config = launch_groups(config, rendezvous, backend, store, args.timeout, device)
-    watchdog.current = watchdog.Watchdog(rendezvous.rank, rendezvous.world_size, rendezvous.host)
+    args.exits.watch(rendezvous.rank, rendezvous.world_size, rendezvous.host)
     log = RankLogger(rendezvous.rank)
     log.info(
         f"rank {rendezvous.rank} of {rendezvous.world_size} on {socket.gethostname()} ({device}, {backend}), started "
@@ -190,7 +255,7 @@ def start(args: Arguments) -> Run:
     if config.fp16:
         log.info(f"mixed precision: {precision.describe(config.fp16, device)} on this device")
 
-    run = Run(args, config, layout, output, device, log)
+    run = Run(args, config, layout, output, device, log, args.exits)
     run.checkpointer = Checkpointer(run)
     run.checkpointer.prepare()
     return run
