@@ -10,8 +10,6 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import cifar10
-
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: ranks are forks, and thread pools do not survive a fork
 os.environ.pop("DATA", None)
 # Forks of a process that has initialised CUDA cannot use a GPU, and most tests start more ranks than there are GPUs.
@@ -34,6 +32,7 @@ from colossal_vit.hooks import recorder
 from colossal_vit.provenance import ResultFolder
 from PIL import Image
 
+import cifar10
 import fork_ranks
 import train_dp  # noqa: F401
 import train_hybrid  # noqa: F401

@@ -47,7 +47,7 @@ class Mutation:
 
 
 VIT, TRAIN = (f"vit_cifar10_hybrid/{name}.py" for name in ("vit", "train_hybrid"))
-CIFAR10 = "colossal_vit/data/cifar10.py"
+CIFAR10 = "vit_cifar10_hybrid/cifar10.py"
 SHARDING = "colossal_vit/parallel/sharding.py"
 BATCHES, SAMPLERS = (f"colossal_vit/data/{name}.py" for name in ("batches", "samplers"))
 AMP, ASSEMBLY, EMA = (f"colossal_vit/engine/{name}.py" for name in ("amp_optimizer", "assembly", "ema"))

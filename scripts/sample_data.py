@@ -15,32 +15,34 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from colossal_vit.data.digits import write_imagenet
-from colossal_vit.data.fashion_mnist import NAMES, SOURCE, read_images, write_class_folders
+from colossal_vit.data.loaders import import_file
 from colossal_vit.errors import UserError, blame, run_command
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "vit_cifar10_hybrid"))
+CIFAR10, FASHION_MNIST = (ROOT / "vit_cifar10_hybrid" / f"{name}.py" for name in ("cifar10", "fashion_mnist"))
+IMAGENET = ROOT / "vit_imagenet_dali" / "imagenet_dali_dataloader.py"
 
-import cifar10
 
-
-def write_fashion_mnist(root: Path, source: Path) -> int:
+def write_fashion_mnist(root: Path, source: Path | None) -> int:
     """Write Fashion-MNIST in three formats; returns the exit code."""
-    read = partial(read_images, source)
-    folder = cifar10.write_images(root, read, NAMES)
+    cifar10, fashion_mnist = import_file(CIFAR10), import_file(FASHION_MNIST)
+    read = partial(fashion_mnist.read_images, source or fashion_mnist.SOURCE)
+    folder = cifar10.write_images(root, read, fashion_mnist.NAMES)
     names = folder / "batches.meta.txt"
-    if not names.is_file() or names.read_text(errors="replace").splitlines() != list(NAMES):
+    if not names.is_file() or names.read_text(errors="replace").splitlines() != list(fashion_mnist.NAMES):
         raise UserError(f"{folder}: has other images than Fashion-MNIST's; give another folder")
     print(f"CIFAR-10 format: {folder}")
-    print(f"class folders: {write_class_folders(root / 'images', read(32))}")
+    print(f"class folders: {fashion_mnist.write_class_folders(root / 'images', read(32))}")
     pack = [sys.executable, str(ROOT / "vit_imagenet_dali" / "build_tfrecords.py")]
     return subprocess.run([*pack, str(root / "images"), str(root / "imagenet_tfrecords")]).returncode
 
 
 def write_digits(root: Path, imagenet: bool) -> int:
     """Write the digits in one format; returns the exit code."""
-    print(f"ImageNet folders: {write_imagenet(root)}" if imagenet else f"CIFAR-10 format: {cifar10.write_images(root)}")
+    if imagenet:
+        print(f"ImageNet folders: {import_file(IMAGENET).write_imagenet(root)}")
+    else:
+        print(f"CIFAR-10 format: {import_file(CIFAR10).write_images(root)}")
     return 0
 
 
@@ -48,7 +50,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("arguments", nargs="*", metavar="[fashion-mnist] FOLDER")
     parser.add_argument("--imagenet", action="store_true", help="the folders of ImageNet instead of CIFAR-10's files")
-    parser.add_argument("--source", type=Path, default=SOURCE, help="of Fashion-MNIST's files (default %(default)s)")
+    parser.add_argument("--source", type=Path, help="of Fashion-MNIST's files (default: that of Debian's package)")
     args = parser.parse_args()
     names, fashion_mnist = args.arguments, args.arguments[:1] == ["fashion-mnist"]
     if fashion_mnist:

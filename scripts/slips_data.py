@@ -2,19 +2,18 @@
 
 from slips import Slip
 
-AUGMENT, BATCHES, CIFAR10, DECODING, DIGITS, FASHION, FOLDER, SAMPLERS = (
+AUGMENT, BATCHES, DECODING, DIGITS, FOLDER, SAMPLERS = (
     f"colossal_vit/data/{name}.py"
     for name in (
         "augment",
         "batches",
-        "cifar10",
         "decoding",
         "digits",
-        "fashion_mnist",
         "image_folder",
         "samplers",
     )
 )
+CIFAR10, FASHION = (f"vit_cifar10_hybrid/{name}.py" for name in ("cifar10", "fashion_mnist"))
 CLASS_IMAGES, FILES = (f"colossal_vit/data/{name}.py" for name in ("class_images", "image_files"))
 DRAWS, IMAGENET, MIXING, TFRECORD = (
     f"vit_imagenet_dali/{name}.py" for name in ("dali_augmentation", "imagenet_dali_dataloader", "mixup", "tfrecord")
@@ -39,11 +38,13 @@ MIXED = (
     "vit_imagenet_dali/tests/test_mixup.py::test_what_is_drawn_for_a_batch_is_that_of_the_seed_the_epoch_and_the_step",
 )
 LATER = ("vit_imagenet_dali/tests/test_mixup.py::test_a_later_pipeline_stage_has_the_same_targets",)
-RECORDS = ("tests/test_data.py::test_bytes_of_a_record_are_label_red_green_and_blue_row_by_row",)
-PYTHON = ("tests/test_data.py::test_python_files_are_read_as_torchvision_shows_them",)
-NORMALISED = ("tests/test_data.py::test_channels_are_normalised_each_by_its_own_mean_and_deviation",)
-ENLARGED = ("tests/test_data.py::test_images_of_another_size_are_resized_as_torchvision_does",)
-SHIFTED = ("tests/test_data.py::test_augmentation_shifts_and_mirrors_each_epoch_anew",)
+RECORDS = ("vit_cifar10_hybrid/tests/test_cifar10.py::test_bytes_of_a_record_are_label_red_green_and_blue_row_by_row",)
+PYTHON = ("vit_cifar10_hybrid/tests/test_cifar10.py::test_python_files_are_read_as_torchvision_shows_them",)
+NORMALISED = (
+    "vit_cifar10_hybrid/tests/test_cifar10.py::test_channels_are_normalised_each_by_its_own_mean_and_deviation",
+)
+ENLARGED = ("vit_cifar10_hybrid/tests/test_cifar10.py::test_images_of_another_size_are_resized_as_torchvision_does",)
+SHIFTED = ("vit_cifar10_hybrid/tests/test_cifar10.py::test_augmentation_shifts_and_mirrors_each_epoch_anew",)
 ORDER = (
     "tests/test_data.py::test_places_in_an_epoch_are_those_worked_out_by_hand",
     "tests/test_data.py::test_an_epoch_of_shards_is_the_one_worked_out_by_hand",
@@ -52,12 +53,14 @@ EVALUATED = ("tests/test_data.py::test_places_in_an_evaluation_are_those_worked_
 AHEAD = ("tests/test_data.py::test_a_batch_is_read_ahead_while_the_one_before_is_in_use",)
 RANDOM = ("tests/test_data.py::test_random_images_are_those_of_the_seed",)
 SCANNED = ("tests/test_data.py::test_digits_are_those_of_scikit_learn",)
-FASHIONABLE = ("tests/test_fashion_mnist.py::test_images_are_those_of_the_files",)
-CROPS = ("tests/test_caltech101.py::test_crops_are_distributed_as_torchvisions",)
-EPOCHS = ("tests/test_caltech101.py::test_an_epoch_has_every_image_once_and_another_augmentation_each_time",)
-DECODED = ("tests/test_caltech101.py::test_a_photograph_is_decoded_as_pillow_shows_it",)
-SPLIT = ("tests/test_caltech101.py::test_split_is_that_of_earlier_versions",)
-ANY_KIND = ("tests/test_caltech101.py::test_an_image_of_any_kind_is_the_same_in_all_scripts",)
+FASHIONABLE = ("vit_cifar10_hybrid/tests/test_fashion_mnist.py::test_images_are_those_of_the_files",)
+CROPS = ("vit_caltech101_amp/tests/test_caltech101.py::test_crops_are_distributed_as_torchvisions",)
+EPOCHS = (
+    "vit_caltech101_amp/tests/test_caltech101.py::test_an_epoch_has_every_image_once_and_another_augmentation_each_time",
+)
+DECODED = ("vit_caltech101_amp/tests/test_caltech101.py::test_a_photograph_is_decoded_as_pillow_shows_it",)
+SPLIT = ("vit_caltech101_amp/tests/test_caltech101.py::test_split_is_that_of_earlier_versions",)
+ANY_KIND = ("vit_caltech101_amp/tests/test_caltech101.py::test_an_image_of_any_kind_is_the_same_in_all_scripts",)
 RESIZED = ("vit_imagenet_dali/tests/test_tfrecords.py::test_resize_and_quality",)
 GREY = ("vit_imagenet_dali/tests/test_tfrecords.py::test_grey_of_16_bits_is_rounded",)
 WHITE = ("vit_imagenet_dali/tests/test_tfrecords.py::test_pixels_of_png_are_kept_in_eight_bits_on_white",)

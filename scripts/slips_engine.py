@@ -484,21 +484,21 @@ SLIPS: list[Slip] = [
         "vit_cifar10_hybrid/vit.py",
         "attention(q, k, v)",
         "attention(q, k, v, scale=1.0)",
-        ("tests/test_vit.py::test_equals_timm[one process]",),
+        ("vit_cifar10_hybrid/tests/test_vit.py::test_equals_timm[one process]",),
     ),
     Slip(
         "average pooling with the class token",
         "vit_cifar10_hybrid/vit.py",
         "x[:, 1:].mean(1)",
         "x.mean(1)",
-        ("tests/test_vit.py::test_equals_timm[1D 2]",),
+        ("vit_cifar10_hybrid/tests/test_vit.py::test_equals_timm[1D 2]",),
     ),
     Slip(
         "drop path that begins above 0",
         "vit_cifar10_hybrid/vit.py",
         "number / max(config.DEPTH - 1, 1)",
         "(number + 1) / config.DEPTH",
-        ("tests/test_vit.py::test_equals_timm[one process]",),
+        ("vit_cifar10_hybrid/tests/test_vit.py::test_equals_timm[one process]",),
     ),
     Slip(
         "drop path that begins above 0 in timm's models",
@@ -519,7 +519,7 @@ SLIPS: list[Slip] = [
         "vit_cifar10_hybrid/vit.py",
         "            pos_drop_rate=config.DROP_RATE,\n",
         "",
-        ("tests/test_vit.py::test_equals_timm[one process]",),
+        ("vit_cifar10_hybrid/tests/test_vit.py::test_equals_timm[one process]",),
     ),
     Slip(
         "kept elements not scaled up by dropout",

@@ -22,7 +22,7 @@ if [ "${1:-}" = --fast ]; then
         tests/test_devices.py::test_setup_knows_for_which_gpus_torch_has_kernels \
         "tests/test_zero.py::test_two_replicas_make_the_bits_of_ddp[fp32, AdamW]" \
         tests/test_dry_run.py::test_a_report_is_of_any_world_size \
-        "tests/test_vit.py::test_equals_timm["{"1D 2","2D 4"}"]" \
+        "vit_cifar10_hybrid/tests/test_vit.py::test_equals_timm["{"1D 2","2D 4"}"]" \
         "tests/test_resume.py::test_stopped_and_resumed_runs_record_the_same_bits[hybrid, 1 process]" \
         tests/test_launch.py::test_{a_rendezvous_is_read_from_flags_and_environment,processes_started_by_hand} \
         tests/test_launch.py::test_a_bug_on_one_rank_ends_the_others \

@@ -18,12 +18,12 @@ from pathlib import Path
 import pytest
 import torch
 from colossal_vit.checkpoint import storage
-from colossal_vit.data.digits import write_imagenet
 from colossal_vit.results import read_metrics
 from safetensors.torch import load_file, save_file
 
 import conftest
 import fork_ranks
+import imagenet_dali_dataloader
 import launchers
 import layouts
 import training
@@ -263,7 +263,12 @@ def packed(programs, tmp_path_factory):
     """The digits as TFRecords."""
     pytest.importorskip("nvidia.dali")
     root = tmp_path_factory.mktemp("packed")
-    command = ["python", "build_tfrecords.py", str(write_imagenet(root)), str(root / "tfrecords")]
+    command = [
+        "python",
+        "build_tfrecords.py",
+        str(imagenet_dali_dataloader.write_imagenet(root)),
+        str(root / "tfrecords"),
+    ]
     code, said = launchers.run(command, cwd=ROOT / "vit_imagenet_dali", **programs)
     assert code == 0, said
     return root / "tfrecords"

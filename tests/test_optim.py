@@ -23,7 +23,7 @@ from timm.optim import param_groups_layer_decay
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from test_vit import build, call, settings
+from vit_layouts import build, call, settings
 
 SHAPES = [(24, 16), (16,), (4, 3, 5, 5), (1, 7, 8), ()]
 OPTIONS = dict(lr=0.02, weight_decay=0.1)

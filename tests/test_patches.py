@@ -43,7 +43,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import profile
 
 import fork_ranks
-from test_vit import call
+from vit_layouts import call
 
 # Patches are applied in forks only, so these are upstream's.
 UPSTREAM_NORMS = {

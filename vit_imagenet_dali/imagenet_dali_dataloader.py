@@ -25,7 +25,7 @@ from colossal_vit.data.augment import CROP_ASPECT, Erased, erase
 from colossal_vit.data.batches import IGNORED, Loader, SampledLoader, read_ahead, sees_images
 from colossal_vit.data.cropping import source, trim
 from colossal_vit.data.devices import to_device
-from colossal_vit.data.digits import write_imagenet
+from colossal_vit.data.digits import digits
 from colossal_vit.data.folders import INDEX_FILES
 from colossal_vit.data.identity import describe_data, settle_classes
 from colossal_vit.data.image_files import is_plain, prepare_image, simplify_exif
@@ -37,6 +37,7 @@ from colossal_vit.jit import cached
 from colossal_vit.parallel.ranks import all_gather_object, raise_on_all_ranks, run_on_rank_0
 from colossal_vit.run import Run
 from colossalai.context import Config
+from PIL import Image
 from torch import Tensor
 from torchvision.transforms import v2
 
@@ -431,6 +432,27 @@ def build_dali_train(records: Records, config: Config, device: torch.device, num
 def build_dali_test(records: Records, config: Config, device: torch.device, num_threads: int = 2) -> DaliLoader:
     """Batches to evaluate on: all records in order, each once, cropped in the centre; see `DaliLoader`."""
     return DaliLoader(records, False, config, device, num_threads)
+
+
+def write_imagenet(root: Path) -> Path:
+    """Write the digits as ImageNet's folders to `root/imagenet`; returns this folder.
+
+    `train/<wnid>/<wnid>_<number>.JPEG` and `val/<wnid>/ILSVRC2012_val_<number>.JPEG`, RGB of 64 x 64 pixels, with the
+    wnids n00000000 to n00000009 for the digits 0 to 9; the split is that of `digits`.
+    """
+    folder = root / "imagenet"
+    if folder.is_dir():
+        return folder
+    train_images, train_labels, test_images, test_labels = digits(64)
+    with atomic_folder(folder) as scratch:
+        for split, images, labels in (("train", train_images, train_labels), ("val", test_images, test_labels)):
+            for number, (image, label) in enumerate(zip(images, labels, strict=True), start=1):
+                wnid = f"n{label:08d}"
+                stem = f"{wnid}_{number}" if split == "train" else f"ILSVRC2012_val_{number:08d}"
+                path = scratch / split / wnid / f"{stem}.JPEG"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(image).convert("RGB").save(path, "JPEG", quality=95)
+    return folder
 
 
 def write_sample(folder: Path) -> Path:

@@ -23,7 +23,6 @@ from colossal_vit.config.settings import IMAGENET
 from colossal_vit.data.augment import CROP_ASPECT, erase
 from colossal_vit.data.batches import IGNORED
 from colossal_vit.data.decoding import read_rgb
-from colossal_vit.data.digits import write_imagenet
 from colossal_vit.data.image_files import is_plain, prepare_image
 from colossal_vit.engine.micro_batches import MicroBatches
 from colossal_vit.errors import UserError
@@ -66,7 +65,7 @@ def in_fork(test):
 def sample(tmp_path_factory):
     """The digits as TFRecords, in 4 and 2 shards."""
     root = tmp_path_factory.mktemp("sample")
-    build(write_imagenet(root), root / "tfrecords", 4, 2)
+    build(loaders.write_imagenet(root), root / "tfrecords", 4, 2)
     return root / "tfrecords"
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from colossal_vit.data import class_images, decoding, image_files
-from colossal_vit.data.digits import digits, write_imagenet
+from colossal_vit.data.digits import digits
 from colossal_vit.parallel.ranks import RankLogger
 from nvidia.dali import fn, pipeline_def
 from nvidia.dali import tfrecord as dali_tfrecord
@@ -35,6 +35,7 @@ import build_tfrecords
 import launchers
 import tfrecord
 from conftest import encode, photograph
+from imagenet_dali_dataloader import write_imagenet
 from packing_source import read_synset_map, scan
 from tfrecord import class_names, name_faults
 

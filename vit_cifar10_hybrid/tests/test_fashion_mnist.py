@@ -7,11 +7,11 @@ import sys
 
 import numpy as np
 import pytest
-from colossal_vit.data import fashion_mnist
 from colossal_vit.errors import UserError
 from PIL import Image
 
 import cifar10
+import fashion_mnist
 import fork_ranks
 import launchers
 import tfrecord

@@ -1,4 +1,4 @@
-"""Fashion-MNIST from its own files, for `scripts/sample_data.py`: a real data set that Debian has as a package.
+"""Fashion-MNIST from its own files: a real data set that Debian has as a package. `scripts/sample_data.py` writes it.
 
 H. Xiao, K. Rasul, R. Vollgraf, "Fashion-MNIST: a novel image dataset for benchmarking machine learning algorithms",
 arXiv:1708.07747; MIT licence: 60,000 training and 10,000 test images of 28 x 28 grey pixels in 10 classes.
