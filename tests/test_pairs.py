@@ -49,7 +49,7 @@ MOST_FEATURES = 7  # with all in one run, a failure would say little
 APART = {"mix", "SYNTHETIC"}  # images are mixed by a loader of CIFAR-10
 # What three features together have broken: each is in some run, too.
 TRIPLES = [{"data": "zero", "pipeline": "1F1B", "COMPILE": True}]
-SEED = 0  # a short table that compiles little, of those of 90 seeds
+SEED = 26  # a short table that compiles little, of those of 90 seeds
 
 
 def num_processes(row):
