@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from colossal_vit import parent
 from colossal_vit.checkpoint import run_directory
 from colossal_vit.checkpoint.checkpointer import Checkpointer
 from colossal_vit.compat import cpu
+from colossal_vit.config.schema import SCHEMA
+from colossal_vit.config.settings import Settings
 from colossal_vit.data.loaders import expected_classes, find_loader, import_file, import_loader
 from colossal_vit.engine import Training, precision
 from colossal_vit.errors import UserError
@@ -50,14 +53,14 @@ class Script:
         main: trains or evaluates.
         build: builds what trains.
         description: for `--help`; usually the script's docstring.
-        name, check, notes: `script`, `check` and `notes` of its `Arguments`.
+        settings, check, notes: those of its `Arguments`.
         loader: the file beside the script that reads data, unless the config has LOADER.
     """
 
     main: Callable[[Arguments], Any]
     build: Build
     description: str | None = None
-    name: str | None = None
+    settings: Settings = MappingProxyType({})
     check: Check | None = None
     notes: Notes | None = None
     loader: str | None = None
@@ -69,8 +72,17 @@ class Script:
             UserError: if a flag is wrong.
         """
         loader = Path(inspect.getfile(self.main)).resolve().with_name(self.loader) if self.loader else None
-        of_script = dict(script=self.name, check=self.check, notes=self.notes, loader=loader)
+        of_script = dict(settings=self.settings, check=self.check, notes=self.notes, loader=loader)
         return parse(words, self.description, **of_script)
+
+    def load(self, path: str | Path, overrides: Sequence[str] = ()) -> Config:
+        """The config in a file, as the script resolves it.
+
+        Raises:
+            UserError: if it is not usable, see `config.load`.
+        """
+        args = self.parse(["--config", str(path), *(f"--set={text}" for text in overrides)])
+        return configs.load(path, overrides, schema_of(args))
 
     def run(self) -> None:
         """Do what this process's command line says, and end the process if it fails, see `Exits.call`."""
@@ -100,6 +112,21 @@ class Script:
         report.run(partial(self.build_fake, args), find_output(args), args.notes)
 
 
+def schema_of(args: Arguments, more: Sequence[str] = ()) -> Settings:
+    """All keys that the config of a command line may have: common ones, those of the script and those of its loaders.
+
+    Args:
+        args, more: as of `read_config`.
+
+    Raises:
+        UserError: if there is no file that LOADER names.
+    """
+    named = configs.written(args.config, [*args.set, *more], "LOADER")
+    loaders = [args.loader, find_loader(args, {"LOADER": named} if named else {})]
+    found = [getattr(import_file(path), "SETTINGS", {}) for path in loaders if path]
+    return {key: setting for settings in (SCHEMA, args.settings, *found) for key, setting in settings.items()}
+
+
 def read_config(args: Arguments, more: Sequence[str] = ()) -> tuple[Config, dict[str, str]]:
     """The config of a command line, checked against its other flags; and the keys that it leaves out, with reasons.
 
@@ -116,11 +143,15 @@ def read_config(args: Arguments, more: Sequence[str] = ()) -> tuple[Config, dict
         )
     if args.wandb:
         wandb_run.check_installed()
-    config = configs.load(args.config, [*args.set, *more], args.script)
-    idle = configs.idle_keys(config, args.script)
+    schema = schema_of(args, more)
+    config = configs.load(args.config, [*args.set, *more], schema)
+    if config.get("LOADER") != configs.written(args.config, [*args.set, *more], "LOADER"):
+        raise UserError(
+            f"LOADER = {config.get('LOADER')}: must be written as a string, since it brings keys of its own"
+        )
+    idle = configs.idle_keys(config, schema)
     for key in idle:
         del config[key]
-    find_loader(args, config)  # refuses what is no file
     if args.dry_run or config.get("SYNTHETIC"):
         _settle_classes(args, config)
     if args.eval_only and args.resume == "never" and not (config.finetune or {}).get("weights"):
@@ -255,7 +286,7 @@ def start(args: Arguments) -> Run:
     if config.fp16:
         log.info(f"mixed precision: {precision.describe(config.fp16, device)} on this device")
 
-    run = Run(args, config, layout, output, device, log, args.exits)
+    run = Run(args, config, layout, output, device, log, args.exits, schema_of(args))
     run.checkpointer = Checkpointer(run)
     run.checkpointer.prepare()
     return run

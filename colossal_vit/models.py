@@ -6,6 +6,9 @@ import timm
 import torch
 from colossal_vit.blocks import make_lean
 from colossal_vit.compat.patch_embedding import embed_patches
+from colossal_vit.config.rules import BOOL, POSITIVE, TEXT, one_of, whole
+from colossal_vit.config.schema import SIDE
+from colossal_vit.config.settings import Setting, Settings
 from colossal_vit.errors import UserError, multiples_near, reason
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.rng.dropout import Dropout, DropPath, name_layers
@@ -16,6 +19,22 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 MODELS = ["vit_*", "deit3_*"]  # timm's models that the examples take
+SETTINGS: Settings = {
+    "MODEL": Setting(TEXT, "a Vision Transformer of timm", "vit_base_patch16_224"),
+    "PATCH_SIZE": Setting(SIDE, "side of a patch, in pixels; that of MODEL"),
+    "HIDDEN_SIZE": Setting(whole(1, 2**16), "width; that of MODEL"),
+    "DEPTH": Setting(whole(1, 256), "transformer blocks; those of MODEL"),
+    "NUM_HEADS": Setting(whole(1, 2**16), "attention heads; those of MODEL"),
+    "POOL": Setting(
+        one_of("token", "avg"),
+        "what the head sees: the class token, or the mean of the patches' tokens; that of MODEL",
+    ),
+    "POSITIONS": Setting(
+        one_of("learned", "sincos2d"), "position embedding: learned, or fixed sines and cosines", "learned"
+    ),
+    "LAYER_SCALE": Setting(POSITIVE, "what each branch is multiplied by at the start (LayerScale); that of MODEL"),
+    "DROP_PATH_UNIFORM": Setting(BOOL, "every block has the rate of the last one", False, {"DROP_PATH_RATE": ()}),
+}
 LARGEST_STEM = 1024  # pixels, a power of two: more than any convolutional stem makes a feature of
 # Config keys that override how MODEL is built, and timm's names of them.
 SHAPE = {
@@ -127,8 +146,8 @@ def check_timm_vit(config: Config, layout: Layout) -> None:
     """
     if layout.pipeline * layout.tensor > 1:
         raise UserError(
-            f"this script is data parallel only, but the config asks for {layout}: "
-            f"use vit_cifar10_hybrid/train_hybrid.py"
+            f"this script is data parallel only, but the config asks for {layout}: leave parallel out, or take a "
+            f"script whose model has other layouts"
         )
     if config.MODEL not in timm.list_models(MODELS):
         raise UserError(f"MODEL = {config.MODEL!r} is not a Vision Transformer of timm: see timm.list_models({MODELS})")

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from colossal_vit.config.schema import SCHEMA
+from colossal_vit.config.settings import Settings
 from colossal_vit.launch.exits import Exits
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.ranks import RankLogger
@@ -24,6 +26,7 @@ class Run:
         device: this rank's device.
         log: see `RankLogger`.
         exits: what is left to do when this process ends, see `launch.exits.Exits`.
+        schema: all keys that the config may have.
         alone: whether there are neither data nor other ranks, see `main.start_alone`.
         data: identity of the data set, once it is read; see `data.identity.identify`.
         checkpointer: prepares, loads and saves, see `checkpoint.checkpointer.Checkpointer`; None if `alone`.
@@ -36,6 +39,7 @@ class Run:
     device: torch.device
     log: RankLogger
     exits: Exits = field(default_factory=Exits)
+    schema: Settings = field(default_factory=lambda: SCHEMA)
     alone: bool = False
     data: dict[str, Any] | None = None
     checkpointer: Any = None

@@ -18,7 +18,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from colossal_vit import config as configs
 from colossal_vit.dry_run.meter import StepPlan
 from colossal_vit.dry_run.report import BuildRank, format_report, plan_rank, plan_stages
 from colossal_vit.errors import Parser
@@ -89,7 +88,7 @@ def memory(result: ResultFolder) -> None:
     header = "| config | GPUs | `BATCH_SIZE` | peak, GB | with 24 GB add | peak, GB |"
     table, details = [header, "| --- | ---: | ---: | ---: | --- | ---: |"], []
     for script, path, processes in shipped():
-        config, values, peaks = configs.load(path), {}, []
+        config, values, peaks = script_at(script).load(path), {}, []
         batch, accumulation = config.BATCH_SIZE, config.get("gradient_accumulation", 1)
         while True:
             plans = dry_run(result, script, path, processes, values)
@@ -114,7 +113,7 @@ def recipes(result: ResultFolder) -> None:
     for name, (epochs, hours, gpus, what) in TIMED.items():
         rate = epochs * NUM_IMAGES / (hours * 3600 * gpus)
         path = IMAGENET.parent / "configs" / f"config_{name}.py"
-        config = configs.load(path, script=script_at(IMAGENET).name)
+        config = script_at(IMAGENET).load(path)
         for number in (4, 8):
             accumulation = config.GLOBAL_BATCH // (config.BATCH_SIZE * number)
             values = {"gradient_accumulation": accumulation, "IMAGES_PER_S": round(rate)}

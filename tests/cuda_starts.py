@@ -19,14 +19,14 @@ import colossalai.legacy  # noqa: F401 so that programs need not import it, nor 
 import timm  # noqa: F401
 import torch
 from colossal_vit import provenance
-from colossal_vit.config.settings import PATHS
 
 import fork_ranks
+import schemas
 
 
 def unneeded_modules() -> list[str]:
     """The modules that a train script needs for `--dry-run`, `--plan` or curves only, and imports nevertheless."""
-    for path in PATHS.values():
+    for path in schemas.SCRIPTS:
         sys.path.insert(0, str((fork_ranks.ROOT / path).parent))
         runpy.run_path(str(fork_ranks.ROOT / path))
     return [name for name in sys.modules if name.startswith(("colossal_vit.plan", "matplotlib"))]

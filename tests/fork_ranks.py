@@ -31,6 +31,8 @@ from colossal_vit.launch.rendezvous import join_store
 from colossal_vit.rng import cpu_kernel
 from colossalai.context import Config
 
+import schemas
+
 ROOT = Path(__file__).resolve().parents[1]
 # Seconds after which a process counts as hanging. Generous, since it is no speed limit: tests of runs that end by
 # themselves use a longer --timeout, so that the timeout cannot be what ends them.
@@ -188,8 +190,8 @@ def _launch(rank: int, world_size: int, port: int, config: Mapping) -> None:
     patches.apply()
     layout = {"pipeline": 1, "tensor": {"mode": None, "size": 1}}
     always = {"SEED": 0, "parallel": layout, "fp16": None, "gradient_accumulation": 1, "clip_grad_norm": 0.0}
-    script = "imagenet" if "MODEL" in config else "train_hybrid"
-    settings = Config(configs.complete({**always, **config}, script))
+    script = schemas.IMAGENET if "MODEL" in config else schemas.HYBRID
+    settings = Config(configs.complete({**always, **config}, schemas.schema(script)))
     rendezvous = Rendezvous("none", rank, rank, world_size, "localhost", port)
     store = join_store(rendezvous, PATIENCE, {})
     groups.launch_groups(settings, rendezvous, "gloo", store, PATIENCE, torch.device("cpu"))

@@ -9,8 +9,11 @@ from colossal_vit.run import Run
 sys.path += [str(Path(__file__).resolve().parents[1] / name) for name in ("vit_cifar10_hybrid", "vit_imagenet_dali")]
 
 import cifar10
+import mixup
 from cifar10 import MARKS, NUM_CLASSES, NUM_IMAGES  # noqa: F401 of this loader, too
 from mixup import with_mixup
+
+SETTINGS = {**cifar10.SETTINGS, **mixup.SETTINGS}
 
 
 def build(run: Run) -> tuple[Loader, Loader]:

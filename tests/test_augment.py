@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from colossal_vit import config as configs
-from colossal_vit.config import settings
 from colossal_vit.data import augment, image_folder
 from colossal_vit.data.augment import Augment
 from colossal_vit.data.samplers import GlobalBatchSampler
@@ -16,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torchvision.transforms import v2
 
 import cifar10
+import schemas
 import training
 from layouts import LAYOUTS, errors
 
@@ -145,15 +145,15 @@ def of_class_folders(config, sampler):
 @pytest.mark.parametrize(
     ("make", "script", "values"),
     [
-        (of_cifar10, settings.HYBRID, dict(CROP_PADDING=4, FLIP=False)),
-        (of_cifar10, settings.HYBRID, dict(CROP_PADDING=0, FLIP=False, augment=dict(erase=1.0))),
-        (of_class_folders, settings.CALTECH101, dict(CROP_AREA=(0.2, 0.5), FLIP=False)),
-        (of_class_folders, settings.CALTECH101, dict(CROP_AREA=(1.0, 1.0), FLIP=False, augment=dict(erase=1.0))),
+        (of_cifar10, schemas.HYBRID, dict(CROP_PADDING=4, FLIP=False)),
+        (of_cifar10, schemas.HYBRID, dict(CROP_PADDING=0, FLIP=False, augment=dict(erase=1.0))),
+        (of_class_folders, schemas.CALTECH101, dict(CROP_AREA=(0.2, 0.5), FLIP=False)),
+        (of_class_folders, schemas.CALTECH101, dict(CROP_AREA=(1.0, 1.0), FLIP=False, augment=dict(erase=1.0))),
     ],
 )
 def test_copies_of_an_image_are_augmented_each_in_its_own_way(make, script, values):
     """By the crop, and by what comes after it."""
-    config = Config(configs.complete(dict(IMG_SIZE=32, SEED=1, REPEATS=3, **values), script))
+    config = Config(configs.complete(dict(IMG_SIZE=32, SEED=1, REPEATS=3, **values), schemas.schema(script)))
     batches = make(config, GlobalBatchSampler(12, 12, seed=1, repeats=3))
     ((made, labels),) = batches
     assert labels.bincount().unique().tolist() == [0, 3]

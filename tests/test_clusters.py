@@ -8,8 +8,6 @@ import sys
 import psutil
 import pytest
 import yaml
-from colossal_vit.config.settings import PATHS
-from colossal_vit.launch.flags import parse
 from colossal_vit.main import read_config
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.results import read_metrics
@@ -17,6 +15,7 @@ from kubeflow_trainer_api import models
 
 import fork_ranks
 import launchers
+import schemas
 import training
 
 FOLDER = fork_ranks.ROOT / "scripts/clusters"
@@ -66,8 +65,8 @@ def test_the_command_in_a_file_fits_its_gpus(name, gpus, batch):
     path, argv = fork_ranks.ROOT / folder.split("/")[-1] / words[start], words[start + 1 :]
     config = argv.index("--config") + 1
     argv[config] = str(path.parent / argv[config])
-    (script,) = (name for name, known in PATHS.items() if fork_ranks.ROOT / known == path)
-    resolved, _ = read_config(parse(argv, script=script))
+    script = schemas.script(str(path.relative_to(fork_ranks.ROOT)))
+    resolved, _ = read_config(script.parse(argv))
     assert Layout.of(resolved, gpus).global_batch(resolved) == batch
 
 

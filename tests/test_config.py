@@ -12,9 +12,8 @@ import torch
 from colossal_vit import config as configs
 from colossal_vit.checkpoint.checkpointer import changed_values
 from colossal_vit.config import schema
-from colossal_vit.config.__main__ import reference
 from colossal_vit.config.complete import older_names
-from colossal_vit.config.settings import CALTECH101, DP, HYBRID, IMAGENET, OPTIONAL, SCRIPTS, Block, Setting
+from colossal_vit.config.settings import OPTIONAL, Block, Ignored, Setting
 from colossal_vit.data.cifar10 import Batches
 from colossal_vit.data.image_folder import draw_crops
 from colossal_vit.data.samplers import GlobalBatchSampler
@@ -27,7 +26,10 @@ from colossalai.context import Config
 from colossalai.legacy.amp import AMP_TYPE
 
 import fork_ranks
+import schemas
+from configuration import reference
 from mixup import with_mixup
+from schemas import CALTECH101, DP, HYBRID, IMAGENET, SCRIPTS
 from vit import check_vit
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -78,10 +80,10 @@ dali = dict(gpu_aug=True, mixup_alpha=0.2)
 
 @pytest.fixture
 def load(tmp_path):
-    def load(text, *overrides, **kwargs):
+    def load(text, *overrides, script=None):
         path = tmp_path / "config.py"
         path.write_text(text)
-        return configs.load(path, overrides, **kwargs)
+        return configs.load(path, overrides, schemas.schema(script) if script else schemas.any_key())
 
     return load
 
@@ -99,7 +101,7 @@ def test_published_files_load_unchanged(load):
     assert config.fp16.mode is AMP_TYPE.NAIVE
     assert config.TENSOR_SHAPE == (128, 197, 768)
     config = load(TUTORIAL_DATA_PARALLEL, script=DP)
-    assert set(configs.idle_keys(config, DP)) == {"dali", "model"}
+    assert set(configs.idle_keys(config, schemas.schema(DP))) == {"dali", "model"}
     assert "NUM_CLASSES" not in config, "the data say it"
     assert config.fp16.mode is AMP_TYPE.TORCH
     assert config.parallel == {"pipeline": 1, "tensor": {"mode": None, "size": 1}}
@@ -109,13 +111,13 @@ def test_shipped_configs_have_the_published_values(load):
     """The hybrid file is the tutorial's, but for what makes it faster and changes nothing that is learned; the pipeline
     file is that without tensor parallelism."""
     published = load(TUTORIAL, script=HYBRID)
-    hybrid = configs.load(CONFIGS / "config_hybrid_parallel.py", script=HYBRID)
+    hybrid = schemas.script(HYBRID).load(CONFIGS / "config_hybrid_parallel.py")
     faster = {"CHECKPOINT": False, "NUM_MICRO_BATCHES": 4, "TENSOR_SHAPE": (64, 197, 768)}
     del published["NUM_CLASSES"]  # the data say it
     assert hybrid == {**published, **faster}
-    pipeline = configs.load(CONFIGS / "config_pipeline_parallel.py", script=HYBRID)
+    pipeline = schemas.script(HYBRID).load(CONFIGS / "config_pipeline_parallel.py")
     assert pipeline == {**hybrid, "parallel": {"pipeline": 2, "tensor": {"mode": None, "size": 1}}}
-    data_parallel = configs.load(CONFIGS / "config_data_parallel.py", script=DP)
+    data_parallel = schemas.script(DP).load(CONFIGS / "config_data_parallel.py")
     published = load(TUTORIAL_DATA_PARALLEL, script=DP)
     same = named_in(TUTORIAL_DATA_PARALLEL) - {"NUM_CHUNKS", "dali"}
     assert {key: data_parallel[key] for key in same} == {key: published[key] for key in same}
@@ -127,7 +129,7 @@ def test_a_shipped_config_names_what_it_learns_by(path):
     recipe = {"OPTIMIZER", "LEARNING_RATE", "WEIGHT_DECAY", "SCHEDULE", "WARMUP_EPOCHS", "NUM_EPOCHS", "BATCH_SIZE"}
     recipe |= {"LABEL_SMOOTHING", "FLIP", "fp16", "CROP_PADDING" if path.parent == CONFIGS else "CROP_AREA"}
     assert not recipe - named
-    if configs.load(path).OPTIMIZER == "sgd":
+    if configs.load(path, (), schemas.any_key()).OPTIMIZER == "sgd":
         assert "MOMENTUM" in named
 
 
@@ -295,12 +297,13 @@ def test_an_earlier_runs_record_is_compared_as_it_would_be_now(load):
         del before[key]
     before |= {"LAMB_EXCLUDE_VECTORS": True, "dali": {"gpu_aug": True, "mixup_alpha": 0.2}, "ema": {"decay": 0.9999}}
     before["fp16"] = {"mode": "AMP_TYPE.TORCH"}
-    assert changed_values(before, now) == {}
+    schema = schemas.schema(IMAGENET)
+    assert changed_values(before, now, schema) == {}
     before |= {"ema": {"decay": 0.9}, "REPEATS": 3, "dali": {"gpu_aug": True}, "parallel": {"pipeline": 2}}
-    changed = changed_values(before, now)
+    changed = changed_values(before, now, schema)
     assert changed.keys() == {"ema", "REPEATS", "mix", "parallel"}
     assert changed["REPEATS"] == [3, 1]
-    assert [key for key in changed if not configs.is_learned(key)] == ["parallel"]
+    assert [key for key in changed if not configs.is_learned(key, schema)] == ["parallel"]
 
 
 def test_a_value_in_a_file_may_stay_when_the_command_line_takes_its_need_away(load):
@@ -337,7 +340,7 @@ def test_a_file_may_begin_with_a_byte_order_mark(load):
 def test_helpers_are_not_settings(load):
     text = "import math\nfrom math import sqrt\n_side = 4\ndef f(): return 2\nBATCH_SIZE = int(sqrt(16)) * _side"
     text += "\nfrom colossalai.amp import AMP_TYPE as AMP\nF = math\nclass MLP: pass\nscale = lambda x: x"
-    assert set(load(text)) == {"BATCH_SIZE", *configs.complete({})}
+    assert set(load(text)) == {"BATCH_SIZE", *configs.complete({}, schemas.any_key())}
 
 
 @pytest.mark.parametrize(
@@ -430,26 +433,26 @@ def test_mistakes_are_named(load, text, overrides, words):
 
 
 def test_missing_keys_and_defaults(load):
-    """Defaults are the same in all scripts, in blocks too; only `train_hybrid` needs sizes, since it has no MODEL."""
+    """Defaults are the same in all scripts, in blocks too; a model of one's own needs sizes, since it has no MODEL."""
     with pytest.raises(UserError, match="NUM_EPOCHS is missing; it must be a whole number of at least 1"):
-        load("BATCH_SIZE = 1", script="imagenet")
+        load("BATCH_SIZE = 1", script=IMAGENET)
     with pytest.raises(UserError, match="PATCH_SIZE is missing; it must be a whole number from 1 to 8192"):
         load("BATCH_SIZE = 1\nNUM_EPOCHS = 2", script=HYBRID)
-    loaded = {script: load(with_value(script, ("mix",), "dict(mixup=0.5)"), script=script) for script in SCRIPTS}
+    loaded = {script: load(with_value(script, ("ema",), "dict(decay=0.5)"), script=script) for script in SCRIPTS}
     shared = set.intersection(*map(set, loaded.values())) - set.union(*map(set, COMPLETE.values()))
     assert len(shared) > 30
     for config in loaded.values():
         assert {key: config[key] for key in shared} == {key: loaded[DP][key] for key in shared}
-        assert config.mix == {"mixup": 0.5, "cutmix": 0.0, "prob": 1.0, "mode": "batch"}
+        assert config.ema == {"decay": 0.5, "warmup": False}
         assert config.checkpoint == {"every_minutes": 30, "keep": 3}
     assert "MLP_RATIO" not in loaded[CALTECH101]
     assert loaded[HYBRID].POOL == "token"
 
 
 def test_the_page_of_all_keys_is_what_the_schema_says():
-    """`python -m colossal_vit.config > docs/configuration.md` writes it."""
+    """`python scripts/configuration.py > docs/configuration.md` writes it."""
     assert (ROOT / "docs/configuration.md").read_text() == reference()
-    assert all(f"| `{key}` |" in reference() for key in [*schema.SCHEMA, *schema.OLDER_NAMES])
+    assert all(f"| `{key}` |" in reference() for key in [*schemas.any_key(), *schema.OLDER_NAMES])
 
 
 @pytest.mark.parametrize(
@@ -494,17 +497,19 @@ WRONG = ["''", r"'a\0b'", "None", "[]", "float('nan')", "float('inf')", "-float(
 WRONG += ["10**400", "-(10**400)", "2**63"]
 
 
-def settings_of(script, settings=schema.SCHEMA, path=()):
+def settings_of(settings, path=()):
     """Every setting and block that a script takes, by its path."""
     for key, setting in settings.items():
-        if script in setting.scripts:
+        if not isinstance(setting, Ignored):
             yield (*path, key), setting
             if isinstance(setting, Block):
-                yield from settings_of(script, setting.settings, (*path, key))
+                yield from settings_of(setting.settings, (*path, key))
     if not path:
         for name in schema.OLDER_NAMES:
-            if script in schema.setting_at(name.split(".")[0]).scripts:
-                yield tuple(name.split(".")), schema.setting_at(name)
+            if not isinstance(settings.get(name.split(".")[0]), Ignored) and (
+                found := schema.setting_at(name, settings)
+            ):
+                yield tuple(name.split(".")), found
 
 
 def with_value(script, path, value):
@@ -517,7 +522,7 @@ def with_value(script, path, value):
 
 def test_values_that_no_setting_may_have_are_refused_in_one_line(load):
     """In a file, and on the command line as far as they are literals."""
-    takers = {path: (script, setting) for script in SCRIPTS for path, setting in settings_of(script)}
+    takers = {path: (script, setting) for script in SCRIPTS for path, setting in settings_of(schemas.schema(script))}
     assert len(takers) > 100
     wrong = []
     for path, (script, setting) in takers.items():
@@ -554,7 +559,7 @@ def test_the_ends_of_every_range_work_or_are_refused(load, script):
 
     def try_all():
         wrong = []
-        for path, setting in settings_of(script):
+        for path, setting in settings_of(schemas.schema(script)):
             for value in (isinstance(setting, Setting) and setting.rule.ends) or ():
                 try:
                     use(load(with_value(script, path, repr(value)), script=script), script)

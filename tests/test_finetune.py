@@ -41,6 +41,7 @@ from safetensors.torch import load, load_file, save, save_file
 import cifar10
 import conftest
 import fork_ranks
+import schemas
 import test_layouts
 import training
 import vit
@@ -60,7 +61,7 @@ LABELS = torch.arange(8)
 
 
 def full_vit(**values):
-    return vit.full_vit(Config(configs.complete({**MODEL, **values}, "train_hybrid")))
+    return vit.full_vit(Config(configs.complete({**MODEL, **values}, schemas.schema(schemas.HYBRID))))
 
 
 def full_weights(**values):
@@ -726,7 +727,7 @@ def test_learned_positions_do_not_take_the_place_of_fixed_ones(tmp_path):
     """Weights with sines and cosines are taken, at any image size."""
     for positions in ("learned", "sincos2d"):
         values = {**MODEL, **TINY, "MODEL": "vit_tiny_patch16_224", "DEPTH": 1, "POSITIONS": positions}
-        model = build_timm_vit(Config(configs.complete(values, "train_dp")))
+        model = build_timm_vit(Config(configs.complete(values, schemas.schema(schemas.DP))))
         save_file(model.state_dict(), tmp_path / f"{positions}.safetensors")
 
     def fitted(positions, **values):

@@ -251,7 +251,7 @@ import imagenet_dali_dataloader as loaders
 data, kind, path = sys.argv[1:]
 device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
 records = loaders.find_records(Path(data), "validation")
-config = configs.load("config_sample.py", ["BATCH_SIZE=64", "SEED=1", "NUM_CLASSES=10"], "imagenet")
+config = train.SCRIPT.load("config_sample.py", ["BATCH_SIZE=64", "SEED=1", "NUM_CLASSES=10"])
 images, labels = next(iter(loaders.DaliLoader(records, False, config, device)))
 assert images.device.type == labels.device.type == kind
 torch.save([images.float().cpu(), labels.cpu()], path)

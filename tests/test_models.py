@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from colossal_vit import config as configs
 from colossal_vit.blocks import LeanBlock, LeanLinear, LeanMlp
-from colossal_vit.config.settings import IMAGENET
 from colossal_vit.engine import initialize
 from colossal_vit.errors import UserError, reason
 from colossal_vit.models import build_timm_vit, check_timm_vit
@@ -20,13 +19,14 @@ from timm.models.vision_transformer import Block
 from torch import nn
 
 import fork_ranks
+import schemas
 import training
 
 TINY = dict(SEED=1, NUM_CLASSES=5, IMG_SIZE=32, PATCH_SIZE=8, HIDDEN_SIZE=16, DEPTH=2, NUM_HEADS=2, DROP_RATE=0.0)
 
 
 def config_of(model, **values):
-    return Config(configs.complete({**TINY, "MODEL": model, **values}, IMAGENET))
+    return Config(configs.complete({**TINY, "MODEL": model, **values}, schemas.schema(schemas.IMAGENET)))
 
 
 def build(model="vit_tiny_patch16_224", **values):

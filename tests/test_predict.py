@@ -12,7 +12,6 @@ from colossal_vit import config as configs
 from colossal_vit import predict
 from colossal_vit.checkpoint import __main__ as checkpoint
 from colossal_vit.checkpoint import storage, timm_model
-from colossal_vit.config import settings
 from colossal_vit.data import class_images, image_folder
 from colossal_vit.data.image_folder import MEAN, STD
 from colossal_vit.data.samplers import EvalSampler
@@ -24,6 +23,7 @@ from torchvision.transforms import v2
 
 import cifar10
 import fork_ranks
+import schemas
 import training
 import vit
 from conftest import encode, photograph
@@ -106,7 +106,7 @@ def test_exported_preprocessing_makes_the_pixels_of_the_evaluation(images, tmp_p
     sizes = [(32, 32)] * 2 if images == "CIFAR-10" else [(192, 128), (128, 192)]
     pictures = [photograph(*size, number) for number, size in enumerate(sizes)]
     own = dict(IMG_SIZE=32, CACHE_SIZE=64, MEAN=(0.1, 0.5, 0.7), STD=(0.2, 0.4, 0.8))
-    config = Config(configs.complete(own, settings.CALTECH101))
+    config = Config(configs.complete(own, schemas.schema(schemas.CALTECH101)))
     labels, sampler, cpu = torch.arange(2), EvalSampler(2, 2), torch.device("cpu")
     if images == "CIFAR-10":
         pixels = torch.stack(list(map(v2.functional.pil_to_tensor, pictures)))

@@ -18,9 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from colossal_vit import config as configs
 from colossal_vit.checkpoint import lock
-from colossal_vit.config import settings
 from colossal_vit.launch.flags import Arguments
 from colossal_vit.results import METRICS, read_metrics
 from colossalai.context import Config
@@ -29,10 +27,11 @@ from timm.models.vision_transformer import VisionTransformer
 
 import fork_ranks
 import layouts
+import schemas
 from layouts import CONFIG, MODEL, set_flags
+from schemas import CALTECH101, HYBRID, IMAGENET
+from schemas import DP as DATA_PARALLEL
 
-HYBRID, DATA_PARALLEL = settings.PATHS[settings.HYBRID], settings.PATHS[settings.DP]
-CALTECH101, IMAGENET = settings.PATHS[settings.CALTECH101], settings.PATHS[settings.IMAGENET]
 CONFIGS = {  # the config of each script, unless another one is given
     HYBRID: CONFIG,
     DATA_PARALLEL: "configs/config_data_parallel.py",
@@ -140,8 +139,7 @@ def flags(
 def config_of(argv: Sequence[str], script: str = HYBRID) -> Config:
     """The resolved config of a command line from `flags`."""
     _, file, *rest = argv
-    (name,) = (name for name, path in settings.PATHS.items() if path == script)
-    return configs.load(file, rest[1::2], name)
+    return schemas.script(script).load(file, rest[1::2])
 
 
 def call(function: Callable, world_size: int = 1, amp: str | None = None, **values: Any) -> list:

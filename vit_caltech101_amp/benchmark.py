@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from colossal_vit import config as configs
 from colossal_vit.engine import precision
 from colossal_vit.errors import UserError
 
@@ -28,6 +27,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts"))
 
 from benchmarks.harness import Benchmark, Case, Failed, Side, Values, positive
 from benchmarks.training import add_set, device, mfu, summary_of, train
+from train import SCRIPT
 
 FOLDER = Path(__file__).resolve().parent
 SMALL = ["IMG_SIZE=32", "CACHE_SIZE=36", "PATCH_SIZE=8", "HIDDEN_SIZE=32", "DEPTH=1", "NUM_HEADS=2"]
@@ -84,7 +84,7 @@ def measure(config: Path, overrides: list[str], args: argparse.Namespace, number
         return True
 
     try:
-        resolved = configs.load(config, overrides, "caltech101")
+        resolved = SCRIPT.load(config, overrides)
     except UserError as error:
         raise Failed(str(error)) from None
     batch_size = args.batch_size or resolved.BATCH_SIZE

@@ -9,7 +9,7 @@ from colossal_vit.data.loaders import load_data
 from colossal_vit.engine import Trainer, Training, build_criterion, build_optimizer, build_scheduler, initialize
 from colossal_vit.hooks import standard_hooks
 from colossal_vit.main import Arguments, Run, Script, start
-from colossal_vit.models import build_timm_vit, check_timm_vit
+from colossal_vit.models import SETTINGS, build_timm_vit, check_timm_vit
 
 
 def build(run: Run) -> Training:
@@ -54,7 +54,7 @@ def main(args: Arguments) -> object:
     run.log.info(f"metrics, curves and checkpoints are in {run.output}")
 
 
-SCRIPT = Script(main, build, __doc__, "caltech101", check_timm_vit, loader="caltech101.py")
+SCRIPT = Script(main, build, __doc__, SETTINGS, check_timm_vit, loader="caltech101.py")
 
 if __name__ == "__main__":
     SCRIPT.run()

@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from colossal_vit.config.rules import whole
+from colossal_vit.config.settings import Setting, Settings
 from colossal_vit.data.batches import IGNORED, Loader, SampledLoader, sees_images
 from colossal_vit.data.devices import to_device
 from colossal_vit.data.digits import DIGITS, GreyImages, digits
@@ -31,6 +33,9 @@ from torchvision.datasets.utils import download_and_extract_archive
 ARCHIVE = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 ARCHIVE_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
 FOLDER = "cifar-10-batches-bin"
+SETTINGS: Settings = {
+    "CROP_PADDING": Setting(whole(0, 32), "pixels of border, of 32, that a random crop may reach into", 4),
+}
 MARKS = (FOLDER, CIFAR10.base_folder)  # the latter is the Python version's
 NUM_IMAGES, NUM_CLASSES = 50_000, 10
 TRAIN_FILES = tuple(f"data_batch_{number}.bin" for number in range(1, 6))

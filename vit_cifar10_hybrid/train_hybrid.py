@@ -11,6 +11,7 @@ from colossal_vit.hooks import standard_hooks
 from colossal_vit.main import Arguments, Run, Script, start
 
 from vit import build_vit, check_vit
+from vit_settings import SETTINGS
 
 
 def build(run: Run) -> Training:
@@ -55,7 +56,7 @@ def main(args: Arguments) -> object:
     run.log.info(f"metrics, curves and checkpoints are in {run.output}")
 
 
-SCRIPT = Script(main, build, __doc__, "train_hybrid", check_vit, loader="cifar10.py")
+SCRIPT = Script(main, build, __doc__, SETTINGS, check_vit, loader="cifar10.py")
 
 if __name__ == "__main__":
     SCRIPT.run()

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from colossal_vit.config.complete import complete
-from colossal_vit.config.schema import DATA
+from colossal_vit.config import rules
+from colossal_vit.config.rules import BOOL, NON_NEGATIVE_INT, POSITIVE_INT
+from colossal_vit.config.settings import Block, Setting, Settings
 from colossal_vit.data.augment import CROP_ASPECT, Erased, erase
 from colossal_vit.data.batches import IGNORED, Loader, SampledLoader, read_ahead, sees_images
 from colossal_vit.data.cropping import source, trim
@@ -64,15 +65,28 @@ with suppress(ModuleNotFoundError):  # dry runs and random images do without DAL
 
 MARKS = (INDEX_FILES, "train/train-*-of-*")  # a data folder with one of them has TFRecords
 NUM_IMAGES = 1_281_167  # for training
+SETTINGS: Settings = {
+    "EVAL_CROP": Setting(
+        rules.number(0.1, 1), "side of the centre that is evaluated ÷ image's shorter side", 224 / 256
+    ),
+    "dali": Block(
+        "the pipeline that reads TFRecords",
+        {
+            "gpu_aug": Setting(BOOL, "decode and augment on the GPU, where there is one", True),
+            "max_bad": Setting(NON_NEGATIVE_INT, "check all records first, and leave out up to so many damaged ones"),
+            "window": Setting(
+                POSITIVE_INT,
+                "training images are shuffled within so many shards at a time, which are in random order",
+                32,
+            ),
+        },
+        {},
+    ),
+}
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # each channel's over ImageNet's training set
 OPEN_FILES = 128  # a process may mostly have 1,024
 READERS, PREFETCH = 4, 3  # batches that are read at a time, each by a thread; batches that DALI works on
 REMEDY = "to train without such records, set dali = dict(max_bad=...)"
-
-
-def _dali(config: Config) -> Config:
-    """The block `dali`, with its defaults in train_dp, which has none."""
-    return config.get("dali") or Config(complete({}, None, DATA["dali"].settings))
 
 
 @cache
@@ -155,7 +169,7 @@ class DaliLoader(SampledLoader):
     ):
         count, size = records.num_images, config.BATCH_SIZE
         if train:
-            order = dict(repeats=config.REPEATS, shards=records.counts, window=_dali(config).window)
+            order = dict(repeats=config.REPEATS, shards=records.counts, window=config.dali.window)
             sampler = GlobalBatchSampler(
                 count, size, config.gradient_accumulation, config.SEED, rank, num_ranks, **order
             )
@@ -165,7 +179,7 @@ class DaliLoader(SampledLoader):
         self.records, self.num_threads = records, num_threads
         self.ends = np.cumsum(records.counts)  # of the shards, in records
         self.with_images = sees_images() if with_images is None else with_images
-        self.on_gpu = device.type == "cuda" and _dali(config).gpu_aug
+        self.on_gpu = device.type == "cuda" and config.dali.gpu_aug
         self.for_cpu = device.type == "cpu"  # whose threads normalise faster than DALI, see `_finish`
         self.augments = train and augmentation.changes_pixels(config)
         self.workers = ThreadPoolExecutor(num_threads)
@@ -489,7 +503,7 @@ def build(run: Run) -> tuple[Loader, Loader]:
         if classes:
             settle_classes(config, len(classes), data / "classes.txt")
         config.setdefault("NUM_CLASSES", NUM_CLASSES)
-    if (max_bad := _dali(config).get("max_bad")) is not None:
+    if (max_bad := config.dali.get("max_bad")) is not None:
         run_on_rank_0(lambda: leave_out(splits, run.output, config.NUM_CLASSES, max_bad, run.log))
         filtered = partial(filtered_index, run.output)
         with raise_on_all_ranks():

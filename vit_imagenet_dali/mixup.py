@@ -11,12 +11,30 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from colossal_vit.config.rules import NON_NEGATIVE, SHARE, SHARE_ABOVE_0, one_of
+from colossal_vit.config.settings import Block, Setting, Settings
 from colossal_vit.data.batches import Loader, LoaderWrapper
 from colossal_vit.data.devices import to_device
 from colossal_vit.data.samplers import data_place
 from colossal_vit.errors import UserError
 from colossalai.context import Config
 from torch import Tensor
+
+SETTINGS: Settings = {
+    "mix": Block(
+        "Mixup and CutMix: each training image with its neighbour in the batch",
+        {
+            "mixup": Setting(NON_NEGATIVE, "α of Mixup's Beta distribution; 0 is off", 0.0),
+            "cutmix": Setting(NON_NEGATIVE, "α of CutMix's Beta distribution; 0 is off", 0.0),
+            "prob": Setting(SHARE_ABOVE_0, "how often it mixes", 1.0),
+            "switch_prob": Setting(
+                SHARE, "how often it is CutMix, where both are on", 0.5, needs={"mixup": (), "cutmix": ()}
+            ),
+            "mode": Setting(one_of("batch", "pair", "elem"), "scope of one random draw: batch, pair or image", "batch"),
+        },
+        switches=("mixup", "cutmix"),
+    ),
+}
 
 
 class Draws(NamedTuple):

@@ -5,12 +5,15 @@
 `build_tfrecords.py` makes the TFRecords. Data parallel: every process holds the whole model.
 """
 
+from colossal_vit import models
 from colossal_vit.data.loaders import load_data
 from colossal_vit.engine import Trainer, Training, build_criterion, build_optimizer, build_scheduler, initialize
 from colossal_vit.hooks import standard_hooks
 from colossal_vit.main import Arguments, Run, Script, start
 from colossal_vit.models import build_timm_vit, check_timm_vit
 
+import mixup
+import planning
 from mixup import with_mixup
 from myhooks import ThroughputHook
 from planning import schedule
@@ -60,7 +63,8 @@ def main(args: Arguments) -> object:
     run.log.info(f"metrics, curves and checkpoints are in {run.output}")
 
 
-SCRIPT = Script(main, build, __doc__, "imagenet", check_timm_vit, schedule, loader="imagenet_dali_dataloader.py")
+SETTINGS = {**models.SETTINGS, **mixup.SETTINGS, **planning.SETTINGS}
+SCRIPT = Script(main, build, __doc__, SETTINGS, check_timm_vit, schedule, loader="imagenet_dali_dataloader.py")
 
 if __name__ == "__main__":
     SCRIPT.run()

@@ -16,6 +16,7 @@ from colossal_vit.checkpoint.contents import State
 from colossal_vit.checkpoint.lock import DirectoryLock
 from colossal_vit.checkpoint.storage import Checkpoint
 from colossal_vit.config.check import nearest
+from colossal_vit.config.settings import Settings
 from colossal_vit.data.batches import Normalization
 from colossal_vit.data.identity import differences
 from colossal_vit.engine.loop import Trainer
@@ -33,9 +34,9 @@ WRITER_GRACE = 60.0  # seconds that a checkpoint may still take to be written wh
 _PACKAGES = ("torch", "colossalai", "timm")  # whose versions are on record
 
 
-def changed_values(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list[Any]]:
+def changed_values(old: Mapping[str, Any], new: Mapping[str, Any], schema: Settings) -> dict[str, list[Any]]:
     """The values that differ between a recorded config and a run's: key -> [before, after]."""
-    before, after = config.plain(config.recorded(old, new)), config.plain(new)
+    before, after = config.plain(config.recorded(old, new, schema)), config.plain(new)
     keys = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
     return {key: [before.get(key), after.get(key)] for key in keys}
 
@@ -325,8 +326,8 @@ class Checkpointer:
         """
         run = self.run
         seen = dict(zip(("MEAN", "STD"), state.get("normalization") or (), strict=False))
-        changes = changed_values({**seen, **state["config"]}, run.config)
-        learned = {key: change for key, change in changes.items() if config.is_learned(key)}
+        changes = changed_values({**seen, **state["config"]}, run.config, run.schema)
+        learned = {key: change for key, change in changes.items() if config.is_learned(key, run.schema)}
         global_batch = run.layout.global_batch(run.config)
         if state["global_batch"] != global_batch:
             learned["global batch"] = [state["global_batch"], global_batch]

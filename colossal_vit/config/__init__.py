@@ -7,7 +7,7 @@ follow the override. `python -m colossal_vit.config` prints all keys.
 
 from colossal_vit.config.check import idle_keys
 from colossal_vit.config.complete import complete, is_learned, recorded
-from colossal_vit.config.load import load, plain, to_json
+from colossal_vit.config.load import load, plain, to_json, written
 from colossal_vit.config.overrides import parse_override
 
 __all__ = [
@@ -19,4 +19,5 @@ __all__ = [
     "plain",
     "recorded",
     "to_json",
+    "written",
 ]

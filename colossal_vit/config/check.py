@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any
 
-from colossal_vit.config.schema import IDLE, OLDER_NAMES, SCHEMA, setting_at
-from colossal_vit.config.settings import PATHS, REQUIRED, Block, Setting, default_for, unmet_need
+from colossal_vit.config.schema import OLDER_NAMES, setting_at
+from colossal_vit.config.settings import REQUIRED, Block, Ignored, Setting, Settings, unmet_need
 from colossal_vit.errors import UserError
 
 SHOWN = 200  # a message shows so many characters of a value
@@ -32,21 +32,24 @@ def shown(value: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
-def check(values: Mapping[str, Any], source: str, settings: Mapping[str, Setting | Block] = SCHEMA, prefix: str = ""):
+def check(
+    values: Mapping[str, Any], source: str, schema: Settings, prefix: str = "", settings: Settings | None = None
+) -> None:
     """Refuse unknown keys, and values that break their rules.
 
     Args:
         values: of a config file, or of a block in it.
         source: the file.
-        settings: what is allowed.
-        prefix: of the block.
+        schema: all keys that a config may have.
+        prefix, settings: of the block.
 
     Raises:
         UserError: naming the key, the value and what would be right.
     """
+    settings = schema if settings is None else settings
     for key, value in values.items():
         name = f"{prefix}{key}"
-        setting = setting_at(name) if name in OLDER_NAMES else settings.get(key)
+        setting = setting_at(name, schema) if name in OLDER_NAMES else settings.get(key)
         if setting is None:
             helper = "" if prefix else " (a helper's name starts with _)"
             raise UserError(f"{source}: unknown key {name}{nearest(str(key), settings)}{helper}")
@@ -54,62 +57,59 @@ def check(values: Mapping[str, Any], source: str, settings: Mapping[str, Setting
             if not setting.rule.allows(value):
                 meant = _did_you_mean(value, setting.rule.names) if isinstance(value, str) else ""
                 raise UserError(f"{source}: {name} = {shown(value)}, but it must be {setting.rule.expected}{meant}")
-        elif value is not None:
+        elif isinstance(setting, Block) and value is not None:
             if not isinstance(value, Mapping):
                 keys = ", ".join(setting.settings)
                 raise UserError(f"{source}: {name} = {shown(value)}, but it must be a dict({keys}) or None")
-            check(value, source, setting.settings, f"{name}.")
+            check(value, source, schema, f"{name}.", setting.settings)
 
 
-def check_script(values: Mapping[str, Any], script: str, source: str) -> None:
-    """Refuse keys that one of SCRIPTS would ignore, and missing ones.
+def check_complete(values: Mapping[str, Any], source: str, schema: Settings) -> None:
+    """Refuse a config without a key that it must have.
 
     Raises:
         UserError: naming the key.
     """
-    for key in values:
-        if script not in (users := SCHEMA[key].scripts) and key not in IDLE.get(script, ()):
-            others = " and ".join(PATHS[user] for user in users)
-            raise UserError(f"{source}: {key} is not used by {PATHS[script]}, only by {others}: leave it out")
-    for key, setting in SCHEMA.items():
-        if key not in values and default_for(setting, script) is REQUIRED:
+    for key, setting in schema.items():
+        if isinstance(setting, Setting) and setting.default is REQUIRED and key not in values:
             raise UserError(f"{source}: {key} is missing; it must be {setting.rule.expected}")
 
 
 def check_effect(
     values: Mapping[str, Any],
-    script: str | None,
     source: str,
+    settings: Settings,
     overridden: Iterable[str] = (),
-    settings: Mapping[str, Setting | Block] = SCHEMA,
     prefix: str = "",
 ) -> None:
     """Refuse values, other than defaults, that do nothing without another one, and blocks that lack what they need.
 
     Args:
         values: that `check` allows, without defaults.
-        script: one of SCRIPTS, or None.
-        source, settings, prefix: as of `check`.
+        source, prefix: as of `check`.
+        settings: all keys, or those of the block.
         overridden: paths of keys set on the command line. Values in the file that need another one of them may stay
             there: `--set OPTIMIZER='adamw'` is no mistake in a file that has SGD's MOMENTUM.
 
     Raises:
         UserError: naming both keys.
     """
-    beside = {key: default_for(setting, script) for key, setting in settings.items()}
+    beside = {key: getattr(setting, "default", None) for key, setting in settings.items()}
     beside = {key: default for key, default in beside.items() if isinstance(default, (bool, int, float, str))} | values
     for key, value in values.items():
         name, setting = f"{prefix}{key}", settings[key]
         if isinstance(setting, Block):
-            if value is not None and key not in IDLE.get(script, ()):
+            if value is not None:
                 for inner, needed in setting.settings.items():
                     if needed.default is REQUIRED and inner not in value:
                         raise UserError(f"{source}: {name}.{inner} is missing; it must be {needed.rule.expected}")
                 if setting.switches and not value.keys() & setting.switches:
                     switches = " or ".join(f"{name}.{switch}" for switch in setting.switches)
                     raise UserError(f"{source}: {name} = {shown(value)} does nothing: set {switches}, or {name} = None")
-                check_effect(value, None, source, overridden, setting.settings, f"{name}.")
-        elif value != setting.default and (other := unmet_need(setting, beside)) is not None:
+                check_effect(value, source, setting.settings, overridden, f"{name}.")
+        elif isinstance(setting, Ignored) or value == setting.default:
+            continue
+        elif (other := unmet_need(setting, beside)) is not None:
             if f"{prefix}{other}" in overridden and name not in overridden:
                 continue
             fitting = setting.needs[other]
@@ -120,6 +120,6 @@ def check_effect(
             )
 
 
-def idle_keys(values: Mapping[str, Any], script: str | None) -> dict[str, str]:
+def idle_keys(values: Mapping[str, Any], schema: Settings) -> dict[str, str]:
     """The keys that a script takes and does nothing with, with the reason."""
-    return {key: why for key, why in IDLE.get(script, {}).items() if key in values}
+    return {key: found.reason for key in values if isinstance(found := schema.get(key), Ignored)}

@@ -5,36 +5,38 @@ from typing import Any
 
 from colossal_vit.config.check import shown
 from colossal_vit.config.overrides import Override, override
-from colossal_vit.config.schema import IDLE, OLDER_NAMES, SCHEMA, meant_by
-from colossal_vit.config.settings import HYBRID, OPTIONAL, REQUIRED, Block, Setting, default_for, unmet_need
+from colossal_vit.config.schema import OLDER_NAMES, SCHEMA, meant_by
+from colossal_vit.config.settings import OPTIONAL, REQUIRED, Block, Ignored, Settings, unmet_need
 from colossal_vit.errors import UserError
 
 # Before these keys existed, train scripts had what they say; the optimizer's state tells which optimizer it was.
 ONCE_IN_SCRIPTS = ("OPTIMIZER", "SCHEDULE", "MOMENTUM")
+# Every run recorded these keys, until their loaders and scripts brought them. In other runs they did nothing.
+ONCE_IN_ALL = ("CROP_PADDING", "EVAL_CROP", "IMAGES_PER_S", "TRAIN_PER_CLASS", "dali")
 
 
-def complete(
-    values: Mapping[str, Any], script: str | None = None, settings: Mapping[str, Setting | Block] = SCHEMA
-) -> dict[str, Any]:
-    """The values with the defaults of one of SCRIPTS, or of settings that all have in common; the same for blocks.
+def complete(values: Mapping[str, Any], schema: Settings = SCHEMA, in_block: bool = False) -> dict[str, Any]:
+    """The values with the defaults of a schema, also in blocks; without keys that are ignored.
 
     In a block, what would do nothing is left out. A block whose switches are all off is None.
     """
     filled: dict[str, Any] = {}
-    for key, setting in settings.items():
-        value = values.get(key, default_for(setting, script))
+    for key, setting in schema.items():
+        if isinstance(setting, Ignored):
+            continue
+        value = values.get(key, setting.default)
         if value is OPTIONAL or value is REQUIRED:
             continue
         if isinstance(setting, Block):
             value = setting.default if value is None else value
             if isinstance(value, Mapping):
-                value = complete(value, None, setting.settings)
+                value = complete(value, setting.settings, in_block=True)
                 if setting.switches and not any(map(value.get, setting.switches)):
                     value = None
-        elif settings is not SCHEMA and unmet_need(setting, filled) is not None:
+        elif in_block and unmet_need(setting, filled) is not None:
             continue
         filled[key] = value
-    return filled | {key: value for key, value in values.items() if key not in settings}
+    return filled | {key: value for key, value in values.items() if key not in schema}
 
 
 def _find(values: Any, path: str) -> Any:
@@ -49,11 +51,11 @@ def _remove(values: Mapping[str, Any], path: str) -> dict[str, Any]:
     return {**kept, first: _remove(values[first], rest)} if rest else kept
 
 
-def older_names(values: Mapping[str, Any], script: str | None = None) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """The older names in a config that its script does not ignore: name, value, and the settings that it stands for."""
+def older_names(values: Mapping[str, Any], schema: Settings = SCHEMA) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """The older names in a config that are not ignored: name, value, and the settings that it stands for."""
     for name, newer in OLDER_NAMES.items():
         given = _find(values, name)
-        if given is OPTIONAL or name.split(".")[0] in IDLE.get(script, ()):
+        if given is OPTIONAL or isinstance(schema.get(name.split(".")[0]), Ignored):
             continue
         meant = meant_by(name, given)
         if isinstance(meant, Mapping):
@@ -63,13 +65,13 @@ def older_names(values: Mapping[str, Any], script: str | None = None) -> Iterato
 
 
 def replace_older_names(
-    values: Mapping[str, Any], script: str | None = None, overridden: Iterable[str] = (), source: str | None = None
+    values: Mapping[str, Any], schema: Settings = SCHEMA, overridden: Iterable[str] = (), source: str | None = None
 ) -> dict[str, Any]:
     """The values, with the settings that older names stand for in place of these.
 
     Args:
         values: that `check` allows.
-        script: one of SCRIPTS, or None.
+        schema: all keys.
         overridden: paths of settings that the command line sets; their values count.
         source: the file, or --set; None for an earlier run's values, of which those of the newer names count.
 
@@ -79,7 +81,7 @@ def replace_older_names(
     """
     meant: list[Override] = []
     kept = dict(values)
-    for name, given, settings in older_names(values, script):
+    for name, given, settings in older_names(values, schema):
         kept = _remove(kept, name)
         for key, value in settings.items():
             found = _find(values, key)
@@ -95,21 +97,21 @@ def replace_older_names(
     return dict(override(kept, meant))
 
 
-def recorded(values: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+def recorded(values: Mapping[str, Any], now: Mapping[str, Any], schema: Settings) -> dict[str, Any]:
     """The config that an earlier run has recorded as JSON, as it would be recorded now.
 
     Args:
         values: of the earlier run.
         now: the resolved config of a run of the same script, whose keys the earlier one need not have had.
+        schema: all keys of that run.
     """
     before = replace_older_names(values)
-    for key in now.keys() & SCHEMA.keys() - before.keys():
-        setting = SCHEMA[key]
-        default = default_for(setting, setting.scripts[-1] if "MODEL" in now else HYBRID)
-        before[key] = now[key] if key in ONCE_IN_SCRIPTS else default
-    return complete({key: value for key, value in before.items() if value not in (OPTIONAL, REQUIRED)})
+    before = {key: value for key, value in before.items() if key in schema or key not in ONCE_IN_ALL}
+    for key in now.keys() & schema.keys() - before.keys():
+        before[key] = now[key] if key in ONCE_IN_SCRIPTS else schema[key].default
+    return complete({key: value for key, value in before.items() if value not in (OPTIONAL, REQUIRED)}, schema)
 
 
-def is_learned(key: str) -> bool:
+def is_learned(key: str, schema: Settings) -> bool:
     """Whether another value of a key changes what is learned, see `Setting`."""
-    return key not in SCHEMA or SCHEMA[key].learned
+    return key not in schema or schema[key].learned

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from colossal_vit.compat.patches import restore_amp_type
-from colossal_vit.config.check import check, check_effect, check_script
+from colossal_vit.config.check import check, check_complete, check_effect, idle_keys
 from colossal_vit.config.complete import complete, older_names, replace_older_names
 from colossal_vit.config.overrides import Overridden, Override, override, parse_override, read
 from colossal_vit.config.schema import OLDER_NAMES, SCHEMA
-from colossal_vit.config.settings import OPTIONAL, Block, Setting
+from colossal_vit.config.settings import OPTIONAL, Block, Setting, Settings
 from colossal_vit.errors import UserError
 from colossalai.context import Config
 
 
-def _leave_out(values: Mapping[str, Any], settings: Mapping[str, Setting | Block] = SCHEMA) -> dict[str, Any]:
+def _leave_out(values: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     """The values without settings that are None and have no default, so that the command line can take them away."""
     kept = {}
     for key, value in values.items():
@@ -33,7 +33,7 @@ def _leave_out(values: Mapping[str, Any], settings: Mapping[str, Setting | Block
     return kept
 
 
-def _parse(texts: Iterable[str], script: str | None) -> list[Override]:
+def _parse(texts: Iterable[str], schema: Settings) -> list[Override]:
     """The overrides parsed, and checked before a file computes with them; an older name sets what it stands for, too.
 
     A block that is always there, such as `parallel`, is given as a whole with all its defaults, for the file to read.
@@ -42,21 +42,21 @@ def _parse(texts: Iterable[str], script: str | None) -> list[Override]:
         UserError: if an override is malformed, its key unknown or its value wrong, or an older name and the setting
             that it stands for have different values.
     """
-    given = [parse_override(text) for text in texts]
+    given = [parse_override(text, schema) for text in texts]
     parsed = []
     for path, value in given:
         if not path[0].startswith("_"):
-            check(_leave_out(override({}, [(path, value)])), "--set")
-            if len(path) == 1 and isinstance(block := SCHEMA.get(path[0]), Block) and block.default is not None:
-                value = complete(value or {}, None, block.settings)
+            check(_leave_out(override({}, [(path, value)]), schema), "--set", schema)
+            if len(path) == 1 and isinstance(block := schema.get(path[0]), Block) and block.default is not None:
+                value = complete(value or {}, block.settings, in_block=True)
         parsed.append((path, value))
     values = override({}, given)
-    replace_older_names(values, script, (), "--set")  # refuses two names with different values
-    meant = [setting.items() for *_, setting in older_names(values, script)]
+    replace_older_names(values, schema, (), "--set")  # refuses two names with different values
+    meant = [setting.items() for *_, setting in older_names(values, schema)]
     return [(tuple(key.split(".")), value) for items in meant for key, value in items] + parsed
 
 
-def _evaluate(path: Path, overrides: list[Override]) -> dict[str, Any]:
+def _evaluate(path: Path, overrides: list[Override], schema: Settings) -> dict[str, Any]:
     """The values that a config file assigns, overridden; without helpers, unless they are written like a setting.
 
     Raises:
@@ -88,7 +88,7 @@ def _evaluate(path: Path, overrides: list[Override]) -> dict[str, Any]:
     written |= {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
 
     def is_helper(key: str, value: Any) -> bool:
-        if key in SCHEMA or key in OLDER_NAMES:
+        if key in schema or key in OLDER_NAMES:
             return False
         meant = key.isupper() and key in written  # neither imported nor a class: a key that is misspelled
         return key.startswith("_") or isinstance(value, types.ModuleType) or (callable(value) and not meant)
@@ -96,17 +96,13 @@ def _evaluate(path: Path, overrides: list[Override]) -> dict[str, Any]:
     return {key: value for key, value in namespace.items() if not is_helper(key, value)}
 
 
-def load(
-    path: str | Path,
-    overrides: Iterable[str] = (),
-    script: str | None = None,
-) -> Config:
+def load(path: str | Path, overrides: Iterable[str] = (), schema: Settings = SCHEMA) -> Config:
     """Evaluate a config file.
 
     Args:
         path: the Python file.
         overrides: `KEY=VALUE` strings, see `parse_override`.
-        script: one of `settings.SCRIPTS`, which must use every key; None for any other one.
+        schema: all keys that the file may have, those of model and loader, too.
 
     Returns:
         Colossal-AI's `Config`: a dict whose items are attributes too. It has all defaults (see `schema`), also in its
@@ -116,19 +112,35 @@ def load(
         UserError: if the file is missing or fails, a key is unknown or missing, or a value has the wrong type.
     """
     path = Path(path)
-    parsed = _parse(overrides, script)
+    parsed = _parse(overrides, schema)
     overridden = [".".join(keys) for keys, _ in parsed]
-    values = {key: read(value, SCHEMA.get(key)) for key, value in _leave_out(_evaluate(path, parsed)).items()}
-    check(values, str(path))
-    values = replace_older_names(values, script, overridden, str(path))
-    if script is not None:
-        check_script(values, script, str(path))
-    check_effect(values, script, str(path), overridden)
-    values = complete(values, script)
+    evaluated = _leave_out(_evaluate(path, parsed, schema), schema)
+    values = {key: read(value, schema.get(key)) for key, value in evaluated.items()}
+    check(values, str(path), schema)
+    values = replace_older_names(values, schema, overridden, str(path))
+    check_complete(values, str(path), schema)
+    check_effect(values, str(path), schema, overridden)
+    values = complete(values, schema) | {key: values[key] for key in idle_keys(values, schema)}
     warm_up, epochs = values["WARMUP_EPOCHS"], values.get("NUM_EPOCHS", math.inf)
     if warm_up >= epochs:
         raise UserError(f"{path}: WARMUP_EPOCHS = {warm_up} must be less than NUM_EPOCHS = {epochs}")
     return Config(values)
+
+
+def written(path: str | Path, overrides: Iterable[str], key: str) -> str | None:
+    """The string that an override or a config file gives for a key, without evaluating the file; None for any other."""
+    for text in reversed(list(overrides)):
+        if text.partition("=")[0].strip() == key:
+            found = parse_override(text)[1]
+            return found if isinstance(found, str) else None
+    try:
+        tree = ast.parse(Path(path).read_bytes()) if Path(path).is_file() else ast.Module([], [])
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # which `load` says
+        return None
+    for node in reversed(tree.body):
+        if isinstance(node, ast.Assign) and any(isinstance(to, ast.Name) and to.id == key for to in node.targets):
+            return node.value.value if isinstance(node.value, ast.Constant) else None
+    return None
 
 
 def plain(config: Mapping[str, Any]) -> dict[str, Any]:

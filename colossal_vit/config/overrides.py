@@ -5,8 +5,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from colossal_vit.config.schema import setting_at
-from colossal_vit.config.settings import Block, Setting
+from colossal_vit.config.schema import SCHEMA, setting_at
+from colossal_vit.config.settings import Block, Ignored, Setting, Settings
 from colossal_vit.errors import UserError
 from colossalai.legacy.amp import AMP_TYPE
 
@@ -34,7 +34,7 @@ class _Literals(ast.NodeTransformer):
         return ast.Dict(keys, [ast.Constant(value.id) if isinstance(value, ast.Name) else value for value in values])
 
 
-def read(value: Any, setting: Setting | Block | None) -> Any:
+def read(value: Any, setting: Setting | Block | Ignored | None) -> Any:
     """The value that is meant by one as written, also inside a block, see `Rule.read`; an unknown key's as it is."""
     if isinstance(setting, Setting):
         return setting.rule.read(value)
@@ -43,12 +43,13 @@ def read(value: Any, setting: Setting | Block | None) -> Any:
     return value
 
 
-def parse_override(text: str) -> Override:
+def parse_override(text: str, schema: Settings = SCHEMA) -> Override:
     """Parse one `--set` argument.
 
     Args:
         text: `KEY=VALUE`; KEY may be nested with dots. VALUE is a Python literal, in which AMP_TYPE.<NAME> may stand,
             or else a string without its quotes.
+        schema: all keys.
 
     Returns:
         The path of the key and the value.
@@ -69,7 +70,7 @@ def parse_override(text: str) -> Override:
         if not re.fullmatch(r"[^'\"\[({][^'\"]*", literal):  # a literal that is cut off, say
             raise UserError(f"--set {text}: {literal!r} is not a Python literal") from None
         value = literal
-    return path, read(value, setting_at(".".join(path)))
+    return path, read(value, setting_at(".".join(path), schema))
 
 
 class Overridden(dict):

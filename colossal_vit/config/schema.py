@@ -1,6 +1,6 @@
-"""Every key that a config file may have: what it means, what it must be, its default, and which scripts use it.
+"""The keys that every config file may have: what they mean, what they must be, their defaults.
 
-The defaults are those of the tutorials' ViT on CIFAR-10; a config that is to be read alone names what it learns by.
+A model and a loader bring others, their `SETTINGS`. A config that is to be read alone names what it learns by.
 """
 
 from collections.abc import Mapping
@@ -26,16 +26,14 @@ from colossal_vit.config.rules import (
     one_of,
     whole,
 )
-from colossal_vit.config.settings import CALTECH101, DP, HYBRID, IMAGENET, REQUIRED, Block, Setting
+from colossal_vit.config.settings import REQUIRED, Block, Ignored, Setting, Settings
 from colossalai.legacy.amp import AMP_TYPE
 
-TIMM = (DP, CALTECH101, IMAGENET)  # scripts that train a model of timm
 SIDE = whole(1, 8192)  # an image or a patch has so many pixels
 # The precisions in which the loss has a scale that can be set.
 SCALED = {"mode": (AMP_TYPE.TORCH, AMP_TYPE.NAIVE), "dtype": (None, "fp16")}
 NAIVE = {**SCALED, "mode": (AMP_TYPE.NAIVE,)}
 
-Settings = dict[str, Setting | Block]
 Free = partial(Setting, learned=False)  # a run may go on with another value
 
 TRAINING: Settings = {
@@ -91,7 +89,6 @@ TRAINING: Settings = {
         "other values of `parallel`: ELASTIC takes the first, after `parallel` itself, with work for most processes",
         needs={"ELASTIC": ()},
     ),
-    "IMAGES_PER_S": Free(POSITIVE, "images/s of one GPU, from which `--dry-run` computes hours", scripts=(IMAGENET,)),
 }
 DATA: Settings = {
     "DATA": Free(TEXT, "folder of the data set; the environment's DATA, else the digits"),
@@ -113,19 +110,12 @@ DATA: Settings = {
     "TEST_FRACTION": Setting(
         number(0.001, 0.999), "share of each class to test on, of your own images without a folder for that", 0.2
     ),
-    "TRAIN_PER_CLASS": Setting(POSITIVE_INT, "training images of each class of Caltech101; four fifths"),
-    "CROP_PADDING": Setting(
-        whole(0, 32), "pixels of border, of 32, that a random crop may reach into; of CIFAR-10's", 4
-    ),
     "CROP_AREA": Setting(
         AREA, "smallest and largest share of an image that a random crop is; not of CIFAR-10's", (0.08, 1.0)
     ),
     "FLIP": Setting(BOOL, "mirror training images at random", True),
     "REPEATS": Setting(
         whole(1, 100), "repeated augmentation: how often an image comes in an epoch, which has as many fewer images", 1
-    ),
-    "EVAL_CROP": Setting(
-        number(0.1, 1), "side of the centre that is evaluated ÷ image's shorter side; of TFRecords", 224 / 256
     ),
     "augment": Block(
         "what is done to training images once they are cropped and mirrored",
@@ -137,33 +127,6 @@ DATA: Settings = {
             "erase": Setting(SHARE, "how often a part of an image is replaced by noise", 0.0),
         },
         switches=("policy", "color_jitter", "erase"),
-    ),
-    "mix": Block(
-        "Mixup and CutMix: each training image with its neighbour in the batch; an error where nothing mixes",
-        {
-            "mixup": Setting(NON_NEGATIVE, "α of Mixup's Beta distribution; 0 is off", 0.0),
-            "cutmix": Setting(NON_NEGATIVE, "α of CutMix's Beta distribution; 0 is off", 0.0),
-            "prob": Setting(SHARE_ABOVE_0, "how often it mixes", 1.0),
-            "switch_prob": Setting(
-                SHARE, "how often it is CutMix, where both are on", 0.5, needs={"mixup": (), "cutmix": ()}
-            ),
-            "mode": Setting(one_of("batch", "pair", "elem"), "scope of one random draw: batch, pair or image", "batch"),
-        },
-        switches=("mixup", "cutmix"),
-    ),
-    "dali": Block(
-        "the pipeline that reads TFRecords; train_dp takes it and does nothing with it",
-        {
-            "gpu_aug": Setting(BOOL, "decode and augment on the GPU, where there is one", True),
-            "max_bad": Setting(NON_NEGATIVE_INT, "check all records first, and leave out up to so many damaged ones"),
-            "window": Setting(
-                POSITIVE_INT,
-                "training images are shuffled within so many shards at a time, which are in random order",
-                32,
-            ),
-        },
-        {},
-        (HYBRID, CALTECH101, IMAGENET),
     ),
 }
 FINE_TUNING: Settings = {
@@ -182,34 +145,10 @@ FINE_TUNING: Settings = {
     )
 }
 MODEL: Settings = {
-    "MODEL": Setting(TEXT, "a Vision Transformer of timm", "vit_base_patch16_224", TIMM),
     "IMG_SIZE": Setting(SIDE, "side of the images, in pixels; a multiple of the side of a patch", 224),
-    "PATCH_SIZE": Setting(SIDE, "side of a patch, in pixels; that of MODEL", without_model=REQUIRED),
-    "HIDDEN_SIZE": Setting(whole(1, 2**16), "width; that of MODEL", without_model=REQUIRED),
-    "DEPTH": Setting(whole(1, 256), "transformer blocks; those of MODEL", without_model=REQUIRED),
-    "NUM_HEADS": Setting(whole(1, 2**16), "attention heads; those of MODEL", without_model=REQUIRED),
-    "MLP_RATIO": Setting(number(0.001, 100), "hidden units of an MLP ÷ HIDDEN_SIZE", 4, (HYBRID,)),
     "NUM_CLASSES": Setting(whole(1, 10**6), "classes; those of the data"),
-    "POOL": Setting(
-        one_of("token", "avg"),
-        "what the head sees: the class token, or the mean of the patches' tokens; that of MODEL",
-        without_model="token",
-    ),
-    "POSITIONS": Setting(
-        one_of("learned", "sincos2d"), "position embedding: learned, or fixed sines and cosines", "learned", TIMM
-    ),
-    "LAYER_SCALE": Setting(
-        POSITIVE, "what each branch is multiplied by at the start (LayerScale); that of MODEL", scripts=TIMM
-    ),
     "DROP_RATE": Setting(FRACTION, "dropout", 0.0),
     "DROP_PATH_RATE": Setting(FRACTION, "stochastic depth of the last block; linear from 0", 0.0),
-    "DROP_PATH_UNIFORM": Setting(
-        BOOL, "every block has the rate of the last one", False, TIMM, needs={"DROP_PATH_RATE": ()}
-    ),
-    "CHECKPOINT": Free(
-        BOOL, "compute activations again in the backward pass instead of keeping them", False, (HYBRID,)
-    ),
-    "SEQ_LENGTH": Free(POSITIVE_INT, "tokens, checked against the model", scripts=(HYBRID,)),
 }
 LAYOUT: Settings = {
     "parallel": Block(
@@ -229,19 +168,17 @@ LAYOUT: Settings = {
         {},
         learned=False,
     ),
-    "NUM_MICRO_BATCHES": Free(
-        POSITIVE_INT, "micro-batches that a pipeline makes of BATCH_SIZE images", scripts=(HYBRID,)
-    ),
+}
+# Of a model that can be cut into pipeline stages.
+PIPELINE: Settings = {
+    "NUM_MICRO_BATCHES": Free(POSITIVE_INT, "micro-batches that a pipeline makes of BATCH_SIZE images"),
     "model": Block(
         "interleaved pipeline",
         {"num_chunks": Setting(POSITIVE_INT, "parts of the model on each stage", 1)},
         {},
-        (HYBRID,),
         learned=False,
     ),
-    "TENSOR_SHAPE": Free(
-        SHAPE, "what a stage hands to the next, (micro-batch, tokens, width), checked", scripts=(HYBRID,)
-    ),
+    "TENSOR_SHAPE": Free(SHAPE, "what a stage hands to the next, (micro-batch, tokens, width), checked"),
 }
 FEATURES: Settings = {
     "gradient_accumulation": Free(POSITIVE_INT, "batches of BATCH_SIZE in an optimizer step", 1),
@@ -328,14 +265,6 @@ GROUPS = {
 }
 SCHEMA = {key: setting for group in GROUPS.values() for key, setting in group.items()}
 
-# Keys of published configs that a script takes and does nothing with, and why.
-IDLE = {
-    DP: {
-        "dali": "TFRecords are read as by default, and images are not mixed; RandAugment is in the block augment",
-        "model": "each process has the whole model",
-    }
-}
-
 # Names that published configs and earlier versions have for a setting, or for the settings in a block.
 OLDER_NAMES = {
     "TENSOR_PARALLEL_SIZE": "parallel.tensor.size",
@@ -355,10 +284,10 @@ def meant_by(name: str, value: Any) -> Any:
     return {"policy": "rand", **value} if name == "dali.rand_augment" and isinstance(value, Mapping) else value
 
 
-def setting_at(path: str) -> Setting | Block | None:
+def setting_at(path: str, schema: Settings = SCHEMA) -> Setting | Block | Ignored | None:
     """The setting or block with a path, or with an older name; None if there is none."""
-    found: Setting | Block | None = None
-    settings: Settings = SCHEMA
+    found: Setting | Block | Ignored | None = None
+    settings = schema
     for key in OLDER_NAMES.get(path, path).split("."):
         found = settings.get(key)
         settings = found.settings if isinstance(found, Block) else {}

@@ -10,7 +10,7 @@ and may have
     NUM_CLASSES           classes of the data set: the size of the model where no data are read
     MARKS                 patterns of which a DATA folder of this format has one; class folders without them are read
                           by `image_folder`. Without MARKS, the loader reads any folder
-    SETTINGS              config keys that no other loader uses
+    SETTINGS              config keys of the loader, see `config.settings`
     count_images(folder)  returns the training images in a folder, without reading them; 0 if it cannot
 
 The module is imported wherever one of these is asked for, so in dry runs, too: an import that takes long, or that needs
@@ -21,11 +21,13 @@ import argparse
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+from colossal_vit.config.settings import OPTIONAL
 from colossal_vit.data import image_folder
 from colossal_vit.data.batches import FakeBatches, Loader, SyntheticBatches
 from colossal_vit.data.decoding import endings
@@ -39,7 +41,6 @@ from colossalai.context import Config
 
 SAMPLE = Path(__file__).resolve().parents[2] / "data" / "sample"
 SYNTHETIC_IMAGES = 1_281_167  # of an epoch with SYNTHETIC: as many as the largest of the usual data sets has
-OWNED = ("TRAIN_PER_CLASS",)  # keys of the schema that only a loader with them in its SETTINGS uses
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -47,7 +48,7 @@ OWNED = ("TRAIN_PER_CLASS",)  # keys of the schema that only a loader with them 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def find_loader(args: argparse.Namespace, config: Config) -> Path | None:
+def find_loader(args: argparse.Namespace, config: Mapping[str, Any]) -> Path | None:
     """The file that LOADER names, else the train script's own; None if it has none.
 
     Raises:
@@ -115,9 +116,9 @@ def load_data(run: Run) -> tuple[Loader, Loader | None]:
         return _without_data(run)
     loader, folder = import_loader(run.args, run.config), named_folder(run.config)
     if folder and run_on_rank_0(lambda: is_class_folders(folder, loader)):
-        _refuse_unused(run.config, (), "class folders, for which there is TEST_FRACTION, do")
+        _refuse_unused(run, (), "class folders, for which there is TEST_FRACTION, do")
         return image_folder.build_own_images(run, folder)
-    _refuse_unused(run.config, getattr(loader, "SETTINGS", ()), f"{Path(loader.__file__).name} does")
+    _refuse_unused(run, getattr(loader, "SETTINGS", ()), f"{Path(loader.__file__).name} does")
     return loader.build(run)
 
 
@@ -139,20 +140,23 @@ def is_class_folders(folder: Path, loader: ModuleType) -> bool:
     return has_class_folders(folder)
 
 
-def _refuse_unused(config: Config, used: Collection[str], who: str) -> None:
-    """Refuse keys that only another loader uses.
+def _refuse_unused(run: Run, used: Collection[str], who: str) -> None:
+    """Refuse keys of the script's own loader that another reader of data does not know.
+
+    Those with a default say nothing: a config may have them for other data.
 
     Args:
-        config: of the run.
+        run: of which data.
         used: keys that are used here.
         who: does not use the others, with its verb.
 
     Raises:
         UserError: if one of them is set all the same.
     """
-    for key in OWNED:
-        if key in config and key not in used:
-            raise UserError(f"{key} = {config[key]}: {who} not use it: leave it out")
+    own = getattr(import_file(run.args.loader), "SETTINGS", {}) if run.args.loader else {}
+    for key in own.keys() & run.config.keys() - set(used):
+        if own[key].default is OPTIONAL:
+            raise UserError(f"{key} = {run.config[key]}: {who} not use it: leave it out")
 
 
 def data_folder(

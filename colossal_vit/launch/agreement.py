@@ -16,7 +16,7 @@ from colossalai.context import Config
 
 # Attributes of `Arguments` that may differ: a rank's place and paths, what rank 0 alone uses, and what the config has.
 OF_A_RANK = {"rank", "local_rank", "host", "port", "launcher", "timeout", "output", "wandb"}
-OF_A_RANK |= {"config", "set", "compile", "backend", "world_size", "script", "check", "notes", "loader", "exits"}
+OF_A_RANK |= {"config", "set", "compile", "backend", "world_size", "settings", "check", "notes", "loader", "exits"}
 
 
 def _code(loader: Path | None) -> str:

@@ -3,10 +3,12 @@
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import colossalai.legacy as colossalai
 from colossal_vit.config.rules import POSITIVE_INT, TEXT, Rule, number, one_of, whole
+from colossal_vit.config.settings import Settings
 from colossal_vit.errors import Interrupted, Parser, Preempted, TrainingError, UserError
 from colossal_vit.launch.exits import Exits
 from colossal_vit.launch.launchers import LAUNCHERS
@@ -35,14 +37,14 @@ class Arguments(argparse.Namespace):
     `set` includes what `--compile` stands for.
 
     Attributes:
-        script: one of `settings.SCRIPTS`, whose config keys and defaults apply; None allows any key.
+        settings: config keys of the script, beside those that every config may have.
         check: raises `UserError` if config and layout do not fit the script's model.
         notes: makes lines that the script adds to a dry run's report, of config, run directory and data parallel size.
         loader: the script's own file that reads data, which a config's LOADER replaces; see `data.loaders`.
         exits: what is left to do when the process ends.
     """
 
-    script: str | None = None
+    settings: Settings = MappingProxyType({})
     check: Callable[..., None] | None = None
     notes: Callable[..., list[str]] | None = None
     loader: Path | None = None
@@ -92,7 +94,7 @@ def parse(words: Sequence[str] | None = None, description: str | None = None, **
     Args:
         words: the command line, by default this process's.
         description: for `--help`; usually the script's docstring.
-        of_script: `script`, `check`, `notes` and `loader`, see `Arguments`.
+        of_script: `settings`, `check`, `notes` and `loader`, see `Arguments`.
 
     Raises:
         UserError: if a flag is wrong.

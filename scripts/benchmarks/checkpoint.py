@@ -46,7 +46,7 @@ def forget(path: Path) -> None:
 
 
 def sides(model_name: str, args: argparse.Namespace) -> dict[str, Side]:
-    run = start_run(args, CONFIG, {**SETTINGS, "MODEL": model_name}, script="imagenet")
+    run = start_run(args, CONFIG.with_name("train.py"), CONFIG, {**SETTINGS, "MODEL": model_name})
     config, device = run.config, run.device
     model = build_timm_vit(config).to(device)
     optimizer = Lamb(model.parameters(), lr=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY)

@@ -18,8 +18,11 @@ from colossal_vit.compat import cpu
 
 try:
     import imagenet_dali_dataloader as loaders
+    import train
 except ImportError:  # version 0.10
     from colossal_vit.data import imagenet as loaders
+
+    train = None
 
 ON_GPU = torch.cuda.is_available()
 DEVICE, THREADS = (torch.device("cuda", 0), len(os.sched_getaffinity(0))) if ON_GPU else (torch.device("cpu"), 2)
@@ -33,7 +36,8 @@ def main() -> None:
     records = loaders.find_records(Path(data), "train")
     values = [f"BATCH_SIZE={batch_size}", "NUM_CLASSES=8", "gradient_accumulation=1", *overrides]
     root = Path(colossal_vit.__path__[0]).parent
-    config = configs.load(root / "vit_imagenet_dali/config.py", values, "imagenet")
+    path = root / "vit_imagenet_dali/config.py"
+    config = train.SCRIPT.load(path, values) if train else configs.load(path, values, "imagenet")
     loader = loaders.DaliLoader(records, True, config, DEVICE, THREADS)
 
     def endless() -> Iterator:

@@ -38,7 +38,10 @@ class Steps:
 
     def __init__(self, which: str, checkout: Path, threads: int, values: list[str]):
         command = [sys.executable, str(Path(__file__).parent / "engine_steps.py"), which, str(checkout), *values]
-        variables = {"PYTHONPATH": python_path(checkout), "OMP_NUM_THREADS": str(threads)}
+        variables = {
+            "PYTHONPATH": python_path(checkout, checkout / "vit_caltech101_amp"),
+            "OMP_NUM_THREADS": str(threads),
+        }
         variables["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # without worker processes, which stay in memory
         options = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.process = subprocess.Popen(command, env={**os.environ, **variables}, cwd=checkout, **options)

@@ -19,12 +19,10 @@ from typing import IO, Any
 
 import timm
 import torch
-from colossal_vit import config as configs
 from colossal_vit.data.batches import Loader
 from colossal_vit.engine import build_criterion, build_optimizer, initialize
 from colossal_vit.engine.loop import Trainer
 from colossal_vit.hooks.standard import standard_hooks
-from colossal_vit.launch.flags import parse
 from colossal_vit.main import start
 from colossal_vit.models import SHAPE, build_timm_vit
 from colossalai.context import Config
@@ -33,6 +31,8 @@ from timm.loss import LabelSmoothingCrossEntropy
 from timm.optim import create_optimizer_v2
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from train import SCRIPT
 
 Batch = tuple[Tensor, Tensor]
 LEARNING_RATE = 1e-9
@@ -107,7 +107,7 @@ class Products(TorchDispatchMode):
 
 def train_ours(argv: list[str], answers: IO[str], products_only: bool) -> None:
     """Launch, engine, loop and hooks of the train scripts; or the products of a step only, again and again."""
-    run = start(parse(argv, script="caltech101"))
+    run = start(SCRIPT.parse(argv))
     turns = Turns(run.config, run.device, answers)
     model = build_timm_vit(run.config).to(run.device)
     optimizer = build_optimizer(run.config, model)
@@ -162,7 +162,7 @@ def main(which: str, checkout: str, *values: str) -> None:
             argv = ["--config", path, "--output", f"{folder}/run", *(f"--set={value}" for value in values)]
             train_ours(argv, answers, which == "products")
     else:
-        train_plainly(configs.load(path, values, "caltech101"), answers, which == "timm")
+        train_plainly(SCRIPT.load(path, values), answers, which == "timm")
 
 
 if __name__ == "__main__":

@@ -18,13 +18,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from colossal_vit import config as configs
 
 from benchmarks import jpegs
 from benchmarks.harness import ROOT, Benchmark, Case, Rounds, Side, Values, positive
 from benchmarks.training import add_set, device, mfu, summary_of, train
 from imagenet_dali_dataloader import DaliLoader
 from tfrecord import find_records
+from tools.scripts import load
 
 CONFIG = ROOT / "vit_imagenet_dali/config.py"
 SKIPPED = 2  # steps of a run that are not counted
@@ -37,13 +37,13 @@ def train_steps(overrides: list[str], data: Path, args: argparse.Namespace, numb
     flags += [f"--set={override}" for override in overrides]
     steps = train("vit_imagenet_dali/train.py", flags, DATA=str(data))
     found = summary_of(steps[SKIPPED:])
-    return {**found, "MFU, %": mfu(configs.load(CONFIG, overrides, "imagenet"), found["images/s"])}
+    return {**found, "MFU, %": mfu(load(CONFIG.with_name("train.py")).load(CONFIG, overrides), found["images/s"])}
 
 
 def drain(data: Path, batch_size: int, num_batches: int) -> float:
     """Images/s of DALI's training batches without training."""
     values = [f"BATCH_SIZE={batch_size}", "gradient_accumulation=1", "NUM_CLASSES=1000"]
-    config = configs.load(CONFIG, values, "imagenet")
+    config = load(CONFIG.with_name("train.py")).load(CONFIG, values)
     loader = DaliLoader(find_records(data, "train"), True, config, device(), len(os.sched_getaffinity(0)))
 
     def endless():

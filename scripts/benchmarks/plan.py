@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from colossal_vit.config.settings import CALTECH101, DP, IMAGENET, PATHS
 from colossal_vit.provenance import gpu_names
 
 from benchmarks.harness import ROOT, Benchmark, Case, Side, Values
@@ -23,6 +22,7 @@ from tools.planner.machines import find_machine, name_of
 from tools.planner.request import request_of
 from tools.planner.search import Predictor
 
+IMAGENET, DP, CALTECH101 = "vit_imagenet_dali/train.py", "vit_cifar10_hybrid/train_dp.py", "vit_caltech101_amp/train.py"
 CONFIGS = {
     "ImageNet, B/16": (IMAGENET, "vit_imagenet_dali/config.py"),
     "ImageNet, DeiT III B/16": (IMAGENET, "vit_imagenet_dali/configs/config_deit3_b16.py"),
@@ -43,7 +43,7 @@ def predict(name: str | None, script: str, config: Path, values: dict[str, Any])
     """Seconds of an eager step on a machine; None without one."""
     if name is None:
         return None
-    train = scripts.load(ROOT / PATHS[script])
+    train = scripts.load(ROOT / script)
     flags = ["--config", str(config), "--world_size", "1", "--output", "/nonexistent", *set_flags(values), "--dry-run"]
     request = request_of(train, train.parse(flags))
     known = find_machine(name, {}, bool(request.config.fp16), request.config.TF32)
@@ -52,7 +52,7 @@ def predict(name: str | None, script: str, config: Path, values: dict[str, Any])
 
 def compare(script: str, config: Path, values: dict[str, Any], steps: int, number: int) -> Values:
     flags = ["--config", str(config), *set_flags({**values, "SYNTHETIC": True})]
-    records = train(PATHS[script], [*flags, "--max-steps", str(UNCOUNTED + steps)])[UNCOUNTED:]
+    records = train(script, [*flags, "--max-steps", str(UNCOUNTED + steps)])[UNCOUNTED:]
     measured = statistics.median(record["step_s"] - record["data_s"] for record in records)
     name = machine()
     return {

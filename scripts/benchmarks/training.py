@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from colossal_vit.data.loaders import import_loader
 from colossal_vit.engine import precision
 from colossal_vit.engine.engine import Engine
-from colossal_vit.launch.flags import parse
 from colossal_vit.main import start
 from colossal_vit.mfu import peak_of, training_flops
 from colossal_vit.models import build_timm_vit
@@ -34,9 +34,9 @@ from torch.optim import Optimizer
 from benchmarks.harness import ROOT, Failed, Side
 from layouts import CONFIG, set_flags
 from layouts import FOLDER as HYBRID
+from tools.scripts import load
 
 CHECKED_STEPS, TOLERANCE = 3, 1e-4  # relative tolerance of losses; these steps are also the warm-up
-NUM_CLASSES = {"train_hybrid": 10, "caltech101": 101, "imagenet": 1000}  # of each script's data set
 OUT_OF_MEMORY = re.compile(r"out of memory|(not enough|allocate) memory|MemoryError|SIGKILL|exitcode *: *-9", re.I)
 
 Batch = tuple[Tensor, Tensor]
@@ -67,27 +67,25 @@ def add_set(parser: argparse.ArgumentParser) -> None:
 # ---- Steps, on each rank ---------------------------------------------------------------------------------------------
 
 
-def start_run(args: argparse.Namespace, config: Path, values: Mapping[str, Any], **how: Any) -> Run:
+def start_run(args: argparse.Namespace, script: Path, config: Path, values: Mapping[str, Any]) -> Run:
     """Start this process as a rank of a training, in a folder that ends with the benchmark.
 
     Args:
         args: the command line of the benchmark.
+        script: the train script.
         config: the file.
         values: config values, before those of `--set`.
-        how: which script and its check, see `launch.flags.parse`.
     """
     flags = [*set_flags(values), *(f"--set={override}" for override in getattr(args, "set", ()))]
     argv = ["--config", str(config), "--output", f"{args.on_ranks[1]}/run", *flags]
-    run = start(parse(argv, **how))
-    run.config.setdefault("NUM_CLASSES", NUM_CLASSES[run.args.script])
+    run = start(load(script).parse(argv))
+    run.config.setdefault("NUM_CLASSES", import_loader(run.args, run.config).NUM_CLASSES)
     return run
 
 
 def start_hybrid(args: argparse.Namespace, values: Mapping[str, Any]) -> Run:
     """Start a rank of train_hybrid.py."""
-    from vit import check_vit  # here, so that benchmarks of other examples do without this one
-
-    return start_run(args, HYBRID / CONFIG, values, script="train_hybrid", check=check_vit)
+    return start_run(args, HYBRID / "train_hybrid.py", HYBRID / CONFIG, values)
 
 
 def engine_step(engine: Engine) -> Step:
@@ -223,6 +221,6 @@ def mfu(config: Config, images_per_s: float) -> float | None:
     if not peak:
         return None
     with torch.device("meta"):
-        model = build_timm_vit(Config({"NUM_CLASSES": NUM_CLASSES["caltech101"], **config}))
+        model = build_timm_vit(Config({"NUM_CLASSES": 101, **config}))
         flops = training_flops(model, config.IMG_SIZE)
     return 100 * images_per_s * flops / peak

@@ -54,6 +54,7 @@ import caltech101
 import conftest
 import fork_ranks
 import launchers
+import schemas
 import training
 
 LAYOUTS = [(1, {}), (2, {"BATCH_SIZE": 32}), (2, {"parallel.pipeline": 2})]
@@ -253,8 +254,9 @@ def check_run(run: Path, known: Container[str] = ()) -> None:
         on_record = saved["step"] in [*steps, steps[0] - 1 if steps else saved["step"]]
         assert on_record, f"{path.name}, but {len(steps)} steps on record, up to {steps[-1:]}"
         assert saved["started_from"] or not steps or steps[0] == 1, f"begins with step {steps[0]}"
-        changed = filter(configs.is_learned, checkpointer.changed_values(saved["config"], config))
-        changed = set(changed) - accepted
+        schema = schemas.schema(schemas.HYBRID)
+        changed = checkpointer.changed_values(saved["config"], config, schema)
+        changed = {key for key in changed if configs.is_learned(key, schema)} - accepted
         assert not config or not changed, f"{path.name}: {changed} is not the run's"  # {} is "another config"
 
 

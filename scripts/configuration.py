@@ -1,15 +1,41 @@
-"""The reference of all config keys as Markdown: `python -m colossal_vit.config > docs/configuration.md`."""
+"""The reference of all config keys as Markdown: `python scripts/configuration.py > docs/configuration.md`."""
 
 import re
-from collections.abc import Mapping
+import sys
 
-from colossal_vit.config.schema import GROUPS, OLDER_NAMES, SCHEMA
-from colossal_vit.config.settings import HYBRID, OPTIONAL, PATHS, REQUIRED, SCRIPTS, Block, Setting
+from colossal_vit import models
+from colossal_vit.config.schema import GROUPS, OLDER_NAMES
+from colossal_vit.config.settings import OPTIONAL, REQUIRED, Block, Setting, Settings
+from colossal_vit.provenance import ROOT
 
+sys.path += [str(ROOT / name) for name in ("vit_cifar10_hybrid", "vit_caltech101_amp", "vit_imagenet_dali")]
+
+import caltech101
+import cifar10
+import imagenet_dali_dataloader
+import mixup
+import planning
+import vit_settings
+
+OWNERS = {  # the keys of each group, and who has them
+    **{title: (settings, "every script") for title, settings in GROUPS.items()},
+    "A model of timm": (
+        models.SETTINGS,
+        "`train_dp.py`, `vit_caltech101_amp/train.py`, `vit_imagenet_dali/train.py`",
+    ),
+    "A model in any layout": (vit_settings.SETTINGS, "`train_hybrid.py`"),
+    "CIFAR-10": (cifar10.SETTINGS, "the loader `vit_cifar10_hybrid/cifar10.py`"),
+    "Caltech101": (caltech101.SETTINGS, "the loader `vit_caltech101_amp/caltech101.py`"),
+    "TFRecords": (
+        imagenet_dali_dataloader.SETTINGS,
+        "the loader `vit_imagenet_dali/imagenet_dali_dataloader.py`",
+    ),
+    "ImageNet": ({**mixup.SETTINGS, **planning.SETTINGS}, "`vit_imagenet_dali/train.py`"),
+}
 INTRODUCTION = """\
 # Configuration
 
-<!-- Written by `python -m colossal_vit.config`; edit `colossal_vit/config/schema.py`. -->
+<!-- Written by `python scripts/configuration.py`; edit `colossal_vit/config/schema.py`, and SETTINGS of models and loaders. -->
 
 A config is a Python file. UPPERCASE names are hyper-parameters, lowercase ones switch features on. `--set KEY=VALUE`
 overrides a value; keys in a block have a dot: `--set parallel.tensor.size=2`. VALUE is a Python literal, or a string
@@ -17,10 +43,9 @@ without quotes: `--set OPTIMIZER=lamb`, `--set fp16.mode=naive`. Of two override
 without a default is left out by `KEY=None`. AMP modes may be strings in a file too: `fp16 = dict(mode='naive')`. Names
 that start with `_` are free for your own use.
 
-Unknown keys, wrong values and keys that the script at hand does not use are errors. A default is the same in all
-scripts: {scripts}. `train_hybrid` has no `MODEL`, and needs the sizes of its model instead. An older name works as
-what it stands for, `LAMB_EXCLUDE_VECTORS` as its opposite, and `dali.rand_augment` with the policy `'rand'`; both names
-with different values are an error.
+Unknown keys and wrong values are errors. The library has the keys of every script; a script's model and the loader that
+reads its data bring others. An older name works as what it stands for, `LAMB_EXCLUDE_VECTORS` as its opposite, and
+`dali.rand_augment` with the policy `'rand'`; setting both names to different values is an error.
 
 A run resumes with the values that it began with. Other values are allowed for these keys: {free}.
 `NUM_EPOCHS` stretches the learning-rate schedule from the next step on. The others change what is learned by rounding
@@ -54,22 +79,15 @@ def _expected(setting: Setting | Block) -> str:
     return expected
 
 
-def _default(setting: Setting | Block) -> str:
-    if isinstance(setting, Setting) and setting.without_model is not None:
-        return f"{_value(setting.without_model)} {HYBRID}"
-    return _value(setting.default)
-
-
-def _rows(settings: Mapping[str, Setting | Block], prefix: str = "") -> list[str]:
+def _rows(settings: Settings, prefix: str = "") -> list[str]:
     rows = []
     for key, setting in settings.items():
-        used = "" if setting.scripts == SCRIPTS else f" ({', '.join(setting.scripts)} only)"
         # Where the default is not one value, the meaning ends with it.
         meaning, _, computed = (
             setting.meaning.partition("; ") if setting.default is OPTIONAL else (setting.meaning, "", "")
         )
-        default = _default(setting) or computed
-        rows.append(f"| `{prefix}{key}` | {_expected(setting)} | {default} | {meaning}{used} |")
+        default = _value(setting.default) or computed
+        rows.append(f"| `{prefix}{key}` | {_expected(setting)} | {default} | {meaning} |")
         if isinstance(setting, Block):
             rows += _rows(setting.settings, f"{prefix}{key}.")
     return rows
@@ -77,11 +95,18 @@ def _rows(settings: Mapping[str, Setting | Block], prefix: str = "") -> list[str
 
 def reference() -> str:
     """The page."""
-    scripts = ", ".join(f"{name} (`{path}`)" for name, path in PATHS.items())
-    free = ", ".join(f"`{key}`" for key, setting in SCHEMA.items() if not setting.learned)
-    lines = [INTRODUCTION.format(scripts=scripts, free=free)]
-    for title, settings in GROUPS.items():
-        lines += [f"## {title}", "", "| key | must be | default | meaning |", "| --- | --- | --- | --- |"]
+    keys = {key: setting for settings, _ in OWNERS.values() for key, setting in settings.items()}
+    free = ", ".join(f"`{key}`" for key, setting in keys.items() if not setting.learned)
+    lines = [INTRODUCTION.format(free=free)]
+    for title, (settings, who) in OWNERS.items():
+        lines += [
+            f"## {title}",
+            "",
+            f"Of {who}.",
+            "",
+            "| key | must be | default | meaning |",
+            "| --- | --- | --- | --- |",
+        ]
         lines += [*_rows(settings), ""]
     lines += ["## Older names", "", "| name | stands for |", "| --- | --- |"]
     lines += [f"| `{name}` | `{newer}` |" for name, newer in OLDER_NAMES.items()]
