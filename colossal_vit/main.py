@@ -5,10 +5,9 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -60,7 +59,7 @@ class Script:
     main: Callable[[Arguments], Any]
     build: Build
     description: str | None = None
-    settings: Settings = MappingProxyType({})
+    settings: Settings = field(default_factory=dict)
     check: Check | None = None
     notes: Notes | None = None
     loader: str | None = None

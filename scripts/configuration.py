@@ -35,7 +35,7 @@ OWNERS = {  # the keys of each group, and who has them
 INTRODUCTION = """\
 # Configuration
 
-<!-- Written by `python scripts/configuration.py`; edit `colossal_vit/config/schema.py`, and SETTINGS of models and loaders. -->
+<!-- Written by `python scripts/configuration.py`; the keys are in config/schema.py and in SETTINGS of their owners. -->
 
 A config is a Python file. UPPERCASE names are hyper-parameters, lowercase ones switch features on. `--set KEY=VALUE`
 overrides a value; keys in a block have a dot: `--set parallel.tensor.size=2`. VALUE is a Python literal, or a string
@@ -99,15 +99,8 @@ def reference() -> str:
     free = ", ".join(f"`{key}`" for key, setting in keys.items() if not setting.learned)
     lines = [INTRODUCTION.format(free=free)]
     for title, (settings, who) in OWNERS.items():
-        lines += [
-            f"## {title}",
-            "",
-            f"Of {who}.",
-            "",
-            "| key | must be | default | meaning |",
-            "| --- | --- | --- | --- |",
-        ]
-        lines += [*_rows(settings), ""]
+        header = ["| key | must be | default | meaning |", "| --- | --- | --- | --- |"]
+        lines += [f"## {title}", "", f"For {who}.", "", *header, *_rows(settings), ""]
     lines += ["## Older names", "", "| name | stands for |", "| --- | --- |"]
     lines += [f"| `{name}` | `{newer}` |" for name, newer in OLDER_NAMES.items()]
     return "\n".join(lines).rstrip("\n") + "\n"
