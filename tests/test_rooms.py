@@ -17,7 +17,7 @@ SCRIPTS = [training.IMAGENET, training.HYBRID, training.DATA_PARALLEL, training.
 def room(request, tmp_path_factory):
     """A copy of the repository with one tutorial, without `tools/`; and the name of the tutorial's folder."""
     root = tmp_path_factory.mktemp("rooms")
-    checkout.copy(root, "tools", "results", *({*checkout.FOLDERS} - {request.param}))
+    checkout.copy(root, "tools", *({*checkout.FOLDERS} - {request.param}))
     return root, request.param
 
 
