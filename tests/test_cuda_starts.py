@@ -23,8 +23,10 @@ PROGRAMS = {  # those that fork, and need CUDA in their forks
     "--plan h100": [*PLAN, "h100"],
     "--plan here": [*PLAN, "here"],
     "bench.py plan": ["scripts/bench.py", "plan", "--small", "--only", "Caltech101, NAIVE bf16"],
-    "--parity": [training.HYBRID, *training.flags(DEPTH=2, IMG_SIZE=16), "--parity", "DP 2"],
 }
+if (ROOT / "tools").exists():
+    PROGRAMS["parity"] = ["tools/parity/__main__.py", str(ROOT / training.HYBRID), "DP 2"]
+    PROGRAMS["parity"] += training.flags(DEPTH=2, IMG_SIZE=16)
 
 
 SCRIPTS = ["vit_cifar10_hybrid/train_hybrid.py", "vit_cifar10_hybrid/train_dp.py", "vit_caltech101_amp/train.py"]

@@ -6,7 +6,8 @@ from functools import cache
 from colossal_vit.launch.flags import get_parser
 from PIL import Image
 
-from test_repository import FILES, PAGES, ROOT, pages
+from checkout import FILES, PAGES, pages
+from fork_ranks import ROOT
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 IMAGE = re.compile(r'<img (?:align="right" )?src="([^"]+)" width="(\d+)" alt="([^"]+)">')
@@ -78,6 +79,8 @@ OTHERS = {  # flags of other programs that the pages name, by who has them
     "python -m colossal_vit.checkpoint": {"--dtype", "--img-size", "--num-classes", "--ema"},
     "python -m colossal_vit.predict": {"--top", "--ema"},
     "scripts": {"--only", "--write", "--accumulation"},
+    "python -m tools.parity": {"--own-precision"},
+    "earlier versions": {"--parity"},
     "tests/stress": {"--cases", "--seed", "--ignore"},
     "torchrun": {"--standalone", "--nnodes", "--rdzv_backend", "--rdzv_endpoint", "--max-restarts", "--nproc_per_node"},
     "its rendezvous": {"--rdzv_conf"},
