@@ -58,8 +58,15 @@ def tests(words: str, workers: int) -> list[str]:
     return ["-m", "pytest", "tests/test_gpu.py", "-k", words, "-p", "no:cacheprovider", "-n", str(workers)]
 
 
-def bench(shows: str, minutes: float, *arguments: str, small: tuple[str, ...] = (), **needs: Any) -> Check:
-    command = ["scripts/bench.py", *arguments, "--output", "{output}"]
+def bench(
+    shows: str,
+    minutes: float,
+    *arguments: str,
+    script: str = "scripts/bench.py",
+    small: tuple[str, ...] = (),
+    **needs: Any,
+) -> Check:
+    command = [script, *arguments, "--output", "{output}"]
     return Check(shows, command, minutes, small=["--small", *small], **needs)
 
 
@@ -84,7 +91,9 @@ CHECKS = {
         small=["--only", "DP 2", "--world", "2", "--steps", "2"],
     ),
     "amp": bench(
-        "memory and speed of the AMP modes, compiled and with TF32 too", 15, "amp", "--synthetic", "--compile", "--tf32"
+        "memory and speed of the AMP modes, compiled and with TF32 too",
+        *(15, "--synthetic", "--compile", "--tf32"),
+        script="vit_caltech101_amp/benchmark.py",
     ),
     "imagenet": bench(
         "images/s of the ImageNet models, with and without DALI", 15, "imagenet", "--rounds", "1", package="nvidia.dali"

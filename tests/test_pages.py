@@ -307,8 +307,8 @@ def test_flags_of_a_command_that_cannot_run_here(page, command, folder):
     elif script == "build_tfrecords.py":
         build_tfrecords.parse(argv)
         return
-    elif Path(script).name in ("bench.py", "gpu_check.sh"):
-        program = Path("scripts") / Path(script).with_suffix(".py").name
+    elif Path(script).name in ("bench.py", "benchmark.py", "gpu_check.sh"):
+        program = (folder / script).with_suffix(".py").resolve()
         enter = partial(sys.path.insert, 0, str(ROOT / "scripts"))  # as python does
         done = fork_ranks.run(program, [*argv, "--list"], enter=lambda rank: enter())
         assert done.codes == [0], str(done)

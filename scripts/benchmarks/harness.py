@@ -173,8 +173,11 @@ class Benchmark:
     summary: Callable[[Mapping[str, Rounds]], list[str]] = lambda found: []
 
     def parser(self, name: str, description: str | None) -> argparse.ArgumentParser:
+        program = Path(sys.argv[0]).name
         parser = argparse.ArgumentParser(
-            f"bench.py {name}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+            f"{program} {name}" if program == "bench.py" else program,
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         parser.add_argument("--rounds", type=positive, default=self.rounds, help="default %(default)s")
         if self.steps:

@@ -33,7 +33,6 @@ from torch.optim import Optimizer
 from benchmarks.harness import ROOT, Failed, Side
 from layouts import CONFIG, set_flags
 from layouts import FOLDER as HYBRID
-from vit import check_vit
 
 CHECKED_STEPS, TOLERANCE = 3, 1e-4  # relative tolerance of losses; these steps are also the warm-up
 NUM_CLASSES = {"train_hybrid": 10, "caltech101": 101, "imagenet": 1000}  # of each script's data set
@@ -85,6 +84,8 @@ def start_run(args: argparse.Namespace, config: Path, values: Mapping[str, Any],
 
 def start_hybrid(args: argparse.Namespace, values: Mapping[str, Any]) -> Run:
     """Start a rank of train_hybrid.py."""
+    from vit import check_vit  # here, so that benchmarks of other examples do without this one
+
     return start_run(args, HYBRID / CONFIG, values, script="train_hybrid", check=check_vit)
 
 
@@ -175,11 +176,11 @@ def step_sides(
 # ---- Runs, in new processes ------------------------------------------------------------------------------------------
 
 
-def train(script: str, flags: Sequence[str], ranks: int = 1, **variables: str) -> list[dict]:
+def train(script: str | Path, flags: Sequence[str], ranks: int = 1, **variables: str) -> list[dict]:
     """Run a train script; returns the records of its steps.
 
     Args:
-        script: its path from the root.
+        script: its path, absolute or from the root.
         flags: all but `--output`.
         ranks: number of processes.
         variables: of the environment.

@@ -4,7 +4,7 @@
 
 Processes: any number; `--set parallel.pipeline=2` and so on for other layouts. DATA is what `scripts/sample_data.py
 fashion-mnist` has written. Expected accuracy: 87.7 % ± 0.3 %, with 5 seeds, in 24 to 123 minutes each on a busy CPU;
-measured by scripts/fashion_mnist.py, in results/fashion_mnist.
+measured by scripts/train_fashion_mnist.py, in results/fashion_mnist.
 """
 
 # ---- Training ----

@@ -1,7 +1,7 @@
 """Train on Fashion-MNIST: five seeds, four layouts, and all three examples.
 
     python scripts/sample_data.py fashion-mnist DATA
-    python scripts/fashion_mnist.py DATA RUNS [--result results/fashion_mnist] [--only NAME ...]
+    python scripts/train_fashion_mnist.py DATA RUNS [--result results/fashion_mnist] [--only NAME ...]
 
 About two hours on 2 CPU cores. Each training has a run directory in RUNS, so that a second call resumes where the first
 was stopped. Model and training are those of vit_cifar10_hybrid/configs/config_fashion_mnist.py. The scripts that train

@@ -1,12 +1,16 @@
-"""Memory, speed and loss of every mixed-precision mode of the Caltech101 example on this machine.
+"""Memory, speed and loss of every mixed-precision mode on this machine.
 
-Each config is trained by vit_caltech101_amp/train.py in processes of its own, so that no mode affects another's memory.
+    python benchmark.py [--help]
+
+Each config is trained by train.py in processes of its own, so that no mode affects another's memory.
 The warm-up steps are not counted; it/s and images/s are those of the median step after them, on all processes together.
 Memory is the peak of one process: allocated and reserved by torch on a GPU, resident (RSS) on a CPU, Python and
 libraries included. A mode that fails is a row with its reason. With --find-batch-size, each mode runs with the largest
 BATCH_SIZE that fits, found by doubling the config's (or --batch-size) until memory is exhausted or --max-batch-size is
 reached, and then by bisection. --compile adds a row for each mode, or each named, with torch.compile, --tf32 one for
 fp32 with TensorFloat-32; all rows are compared with the first: config_fp32 unchanged, eager and in strict fp32.
+
+Writes amp.md (the table), amp.json, amp.png, log.txt and provenance.json into runs/bench/amp, or where --output says.
 """
 
 import argparse
@@ -20,10 +24,12 @@ from colossal_vit import config as configs
 from colossal_vit.engine import precision
 from colossal_vit.errors import UserError
 
-from benchmarks.harness import ROOT, Benchmark, Case, Failed, Side, Values, positive
+sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts"))
+
+from benchmarks.harness import Benchmark, Case, Failed, Side, Values, positive
 from benchmarks.training import add_set, device, mfu, summary_of, train
 
-FOLDER = ROOT / "vit_caltech101_amp"
+FOLDER = Path(__file__).resolve().parent
 SMALL = ["IMG_SIZE=32", "CACHE_SIZE=36", "PATCH_SIZE=8", "HIDDEN_SIZE=32", "DEPTH=1", "NUM_HEADS=2"]
 
 
@@ -66,7 +72,7 @@ def measure(config: Path, overrides: list[str], args: argparse.Namespace, number
     def steps(batch_size: int, warm_up: int, counted: int) -> list[dict]:
         command = ["--config", str(config.resolve()), "--max-steps", str(warm_up + counted)]
         command += [f"--set={override}" for override in (*overrides, f"BATCH_SIZE={batch_size}")]
-        return train("vit_caltech101_amp/train.py", command, ranks=args.nproc_per_node)
+        return train(FOLDER / "train.py", command, ranks=args.nproc_per_node)
 
     def fits(batch_size: int) -> bool:
         try:
@@ -114,3 +120,6 @@ def sides(args: argparse.Namespace) -> dict[str, Side]:
 
 
 BENCHMARK = Benchmark(lambda args: {"AMP": Case(sides, once=True)}, rounds=1, steps=20, flags=flags, compared=2)
+
+if __name__ == "__main__":
+    sys.exit(BENCHMARK.run("amp", __doc__, sys.argv[1:]))
