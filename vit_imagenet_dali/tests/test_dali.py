@@ -23,7 +23,6 @@ from colossal_vit.config.settings import IMAGENET
 from colossal_vit.data.augment import CROP_ASPECT, erase
 from colossal_vit.data.batches import IGNORED
 from colossal_vit.data.decoding import read_rgb
-from colossal_vit.data.image_files import is_plain, prepare_image
 from colossal_vit.engine.micro_batches import MicroBatches
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.ranks import RankLogger
@@ -40,6 +39,7 @@ import fork_ranks
 import imagenet_dali_dataloader as loaders
 import tfrecord
 from conftest import encode, photograph
+from image_files import is_plain, prepare_image
 from tfrecord import (
     NUM_SHARDS,
     Records,
