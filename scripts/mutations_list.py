@@ -49,7 +49,7 @@ class Mutation:
 VIT, TRAIN = (f"vit_cifar10_hybrid/{name}.py" for name in ("vit", "train_hybrid"))
 CIFAR10 = "vit_cifar10_hybrid/cifar10.py"
 SHARDING = "colossal_vit/parallel/sharding.py"
-BATCHES, MIXING, SAMPLERS = (f"colossal_vit/data/{name}.py" for name in ("batches", "mixing", "samplers"))
+BATCHES, SAMPLERS = (f"colossal_vit/data/{name}.py" for name in ("batches", "samplers"))
 AMP, ASSEMBLY, EMA = (f"colossal_vit/engine/{name}.py" for name in ("amp_optimizer", "assembly", "ema"))
 ENGINE, LAMB, LOOP = (f"colossal_vit/engine/{name}.py" for name in ("engine", "lamb", "loop"))
 OPTIMIZER, PRECISION, REDUCTION = (
@@ -833,42 +833,6 @@ DATA = [
         "images = self._crop(images, shifts[indices], mirrored[indices])",
         "images = self._crop(images, shifts[: len(indices)], mirrored[: len(indices)])",
         "DP 2",
-        r"step 1, input images",
-    ),
-    Mutation(
-        "mixing without the replica",
-        "Each replica mixes with the shares that the first one has drawn.",
-        MIXING,
-        "(part * self.num_ranks + self.rank) * size",
-        "part * self.num_ranks * size",
-        "DP 2",
-        r"step 1, input images",
-    ),
-    Mutation(
-        "mixing with the reversed batch",
-        "An image's partner is the one as far from the batch's end, as in timm, which depends on the batch's size.",
-        MIXING,
-        "return batch.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)",
-        "return batch.flip(0)",
-        "DP 2",
-        r"step 1, input images",
-    ),
-    Mutation(
-        "labels of later stages not mixed",
-        "Pipeline stages that have no images keep the labels as they are.",
-        MIXING,
-        "    if images.ndim == 1:\n        return images, targets",
-        "    if images.ndim == 1:\n        return images, _swap(targets)",
-        "PP 2",
-        r"step 1, labels",
-    ),
-    Mutation(
-        "mixing drawn for each micro-batch",
-        "The draws of mixing are seeded by the number of the micro-batch, not of the optimizer step.",
-        MIXING,
-        "generator = np.random.default_rng((self.config.SEED, epoch, step))",
-        "generator = np.random.default_rng((self.config.SEED, epoch, micro_batch))",
-        "accumulation 2",
         r"step 1, input images",
     ),
 ]

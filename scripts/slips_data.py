@@ -2,7 +2,7 @@
 
 from slips import Slip
 
-AUGMENT, BATCHES, DECODING, DIGITS, FOLDER, MIXING, SAMPLERS = (
+AUGMENT, BATCHES, DECODING, DIGITS, FOLDER, SAMPLERS = (
     f"colossal_vit/data/{name}.py"
     for name in (
         "augment",
@@ -10,14 +10,13 @@ AUGMENT, BATCHES, DECODING, DIGITS, FOLDER, MIXING, SAMPLERS = (
         "decoding",
         "digits",
         "image_folder",
-        "mixing",
         "samplers",
     )
 )
 CIFAR10, FASHION = (f"vit_cifar10_hybrid/{name}.py" for name in ("cifar10", "fashion_mnist"))
 CLASS_IMAGES, FILES = (f"colossal_vit/data/{name}.py" for name in ("class_images", "image_files"))
-DRAWS, IMAGENET, TFRECORD = (
-    f"vit_imagenet_dali/{name}.py" for name in ("dali_augmentation", "imagenet_dali_dataloader", "tfrecord")
+DRAWS, IMAGENET, MIXING, TFRECORD = (
+    f"vit_imagenet_dali/{name}.py" for name in ("dali_augmentation", "imagenet_dali_dataloader", "mixup", "tfrecord")
 )
 EXPORT, PREDICT = "colossal_vit/checkpoint/timm_model.py", "colossal_vit/predict.py"
 # Tests.
@@ -34,8 +33,11 @@ SHAPES = ("vit_imagenet_dali/tests/test_dali.py::test_shapes_of_rectangles_are_d
 PLACES = ("vit_imagenet_dali/tests/test_dali.py::test_crops_are_placed_as_torchvision_places_them",)
 TORCHVISION = ("tests/test_augment.py::test_each_image_is_to_the_bit_what_torchvision_makes_of_it_alone",)
 COPIES = ("tests/test_augment.py::test_copies_of_an_image_are_augmented_each_in_its_own_way",)
-TIMMS = ("tests/test_mixing.py::test_images_and_targets_equal_timms_for_the_same_draws",)
-MIXED = ("tests/test_mixing.py::test_what_is_drawn_for_a_batch_is_that_of_the_seed_the_epoch_and_the_step",)
+TIMMS = ("vit_imagenet_dali/tests/test_mixup.py::test_images_and_targets_equal_timms_for_the_same_draws",)
+MIXED = (
+    "vit_imagenet_dali/tests/test_mixup.py::test_what_is_drawn_for_a_batch_is_that_of_the_seed_the_epoch_and_the_step",
+)
+LATER = ("vit_imagenet_dali/tests/test_mixup.py::test_a_later_pipeline_stage_has_the_same_targets",)
 RECORDS = ("vit_cifar10_hybrid/tests/test_cifar10.py::test_bytes_of_a_record_are_label_red_green_and_blue_row_by_row",)
 PYTHON = ("vit_cifar10_hybrid/tests/test_cifar10.py::test_python_files_are_read_as_torchvision_shows_them",)
 NORMALISED = (
@@ -478,6 +480,34 @@ SLIPS: list[Slip] = [
         MIXED,
     ),
     Slip("batches mixed alike for all seeds", MIXING, "(self.config.SEED, epoch, step)", "(epoch, step)", MIXED),
+    Slip(
+        "mixing drawn for each micro-batch",
+        MIXING,
+        "(self.config.SEED, epoch, step)",
+        "(self.config.SEED, epoch, micro_batch)",
+        MIXED,
+    ),
+    Slip(
+        "mixing without the replica",
+        MIXING,
+        "(part * self.num_ranks + self.rank) * size",
+        "part * self.num_ranks * size",
+        MIXED,
+    ),
+    Slip(
+        "mixing with the reversed batch",
+        MIXING,
+        "return batch.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)",
+        "return batch.flip(0)",
+        TIMMS,
+    ),
+    Slip(
+        "labels of later stages not mixed",
+        MIXING,
+        "    if images.ndim == 1:\n        return images, targets",
+        "    if images.ndim == 1:\n        return images, _swap(targets)",
+        LATER,
+    ),
     # ---- Packing ----
     Slip("packed by the nearest pixel", FILES, "Image.Resampling.BICUBIC", "Image.Resampling.NEAREST", RESIZED),
     Slip("packed at another quality", FILES, "quality=quality or QUALITY", "quality=QUALITY", RESIZED),

@@ -260,14 +260,14 @@ SLIPS: list[Slip] = [
         "colossal_vit/engine/criterion.py",
         "losses.sum(1) if self.sum_classes",
         "losses.mean(1) if self.sum_classes",
-        ("tests/test_mixing.py::test_binary_cross_entropy_equals_timms",),
+        ("tests/test_criterion.py::test_binary_cross_entropy_equals_timms",),
     ),
     Slip(
         "binary smoothing not divided",
         "colossal_vit/engine/criterion.py",
         "self.smoothing / logits.shape[1]",
         "self.smoothing",
-        ("tests/test_mixing.py::test_binary_cross_entropy_equals_timms",),
+        ("tests/test_criterion.py::test_binary_cross_entropy_equals_timms",),
     ),
     Slip(
         "EMA's warm-up too slow",

@@ -19,7 +19,6 @@ from colossal_vit.results import read_metrics
 
 import fork_ranks
 import training
-from layouts import RANDOM
 
 FOLDER = fork_ranks.ROOT / "vit_cifar10_hybrid"
 PYTHON_FOLDER = os.path.dirname(sys.executable)
@@ -65,7 +64,7 @@ def num_gpus():
 
 def small(output, stages=2, steps=STEPS, **values):
     """Flags of a run of the pipeline config that takes about a second."""
-    settings = {**training.MODEL, **RANDOM, "BATCH_SIZE": 16, "parallel.pipeline": stages, **values}
+    settings = {**training.MODEL, **training.RANDOM, "BATCH_SIZE": 16, "parallel.pipeline": stages, **values}
     return ["--output", str(output), "--max-steps", str(steps), *training.set_flags(settings)]
 
 

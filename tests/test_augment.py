@@ -21,7 +21,7 @@ from layouts import LAYOUTS, errors
 
 MEAN, STD = torch.zeros(3, 1, 1), torch.full((3, 1, 1), 255.0)
 ALL = {"augment.policy": "three", "augment.color_jitter": 0.3, "augment.erase": 0.5, "REPEATS": 3}
-ALL |= {"mix.mixup": 0.8, "mix.cutmix": 1.0, "mix.mode": "elem", "bce.threshold": 0.2, "ema.decay": 0.9}
+ALL |= {"bce.threshold": 0.2, "ema.decay": 0.9}
 
 
 def images(count=64, size=24):
@@ -164,7 +164,7 @@ def test_copies_of_an_image_are_augmented_each_in_its_own_way(make, script, valu
 
 @pytest.mark.usefixtures("random_weights", "few_test_images")
 def test_every_layout_trains_on_the_same_augmented_batches(tmp_path):
-    values = {**ALL, "DEPTH": 2}
+    values = {**ALL, **training.MIXED[training.HYBRID], "DEPTH": 2}
     expected = training.train(tmp_path / "one", steps=5, **values).steps
     for name in ("DP 2", "PP 2", "1D 2"):  # loaders know of replicas and stages only
         world_size, layout = LAYOUTS[name]
@@ -175,7 +175,7 @@ def test_every_layout_trains_on_the_same_augmented_batches(tmp_path):
 
 @pytest.mark.usefixtures("few_test_images")
 def test_stop_and_resume_to_the_bit_with_all_of_it(tmp_path):
-    values = {**ALL, "DROP_RATE": 0.1, "DROP_PATH_RATE": 0.1, "BATCH_SIZE": 64, "NUM_EPOCHS": 2, "DEPTH": 2}
+    values = {**ALL, **training.RANDOM, "BATCH_SIZE": 64, "NUM_EPOCHS": 2, "DEPTH": 2}
     last = 2 * math.ceil(1437 / 64)
     whole = training.train(tmp_path / "whole", 2, steps=last, **values)
     for steps in (3, 15, last):
@@ -190,6 +190,7 @@ def test_the_other_examples_have_it_too(script, tmp_path):
     def train(name, steps, world_size=1):
         values = {
             **ALL,
+            **training.MIXED[script],
             "DROP_RATE": 0.1,
             "DROP_PATH_RATE": 0.2,
             "DEPTH": 2,

@@ -17,7 +17,6 @@ from colossal_vit.config.complete import older_names
 from colossal_vit.config.settings import CALTECH101, DP, HYBRID, IMAGENET, OPTIONAL, SCRIPTS, Block, Setting
 from colossal_vit.data.cifar10 import Batches
 from colossal_vit.data.image_folder import draw_crops
-from colossal_vit.data.mixing import mixed
 from colossal_vit.data.samplers import GlobalBatchSampler
 from colossal_vit.engine import build_criterion, build_optimizer, build_scheduler
 from colossal_vit.engine.precision import wrap_for_precision
@@ -28,6 +27,7 @@ from colossalai.context import Config
 from colossalai.legacy.amp import AMP_TYPE
 
 import fork_ranks
+from mixup import with_mixup
 from vit import check_vit
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -579,7 +579,7 @@ def use(config, script):
     if script in (DP, HYBRID):
         little = Config({**config, "IMG_SIZE": min(config.IMG_SIZE, 64)})
         loader = Batches(images, labels, sampler, little, torch.device("cpu"))
-        assert next(iter(mixed(loader, config)))[0].isfinite().all()
+        assert next(iter(with_mixup(loader, config)))[0].isfinite().all()
     if script == CALTECH101:
         assert draw_crops(8, config.CROP_AREA, config.FLIP, torch.Generator()).isfinite().all()
     model = torch.nn.Linear(4, min(config.NUM_CLASSES, 100))

@@ -15,9 +15,9 @@ from colossalai.context import Config
 import fork_ranks
 import launchers
 import training
-from layouts import ANY_STEP, RANDOM, errors
+from layouts import ANY_STEP, errors
 
-ELASTIC = {**RANDOM, "DEPTH": 2, "ELASTIC": True, "GLOBAL_BATCH": 32, "BATCH_SIZE": 12}
+ELASTIC = {**training.RANDOM, "DEPTH": 2, "ELASTIC": True, "GLOBAL_BATCH": 32, "BATCH_SIZE": 12}
 
 
 def parallel(pipeline):

@@ -23,13 +23,13 @@ import training
 import waits
 
 MODES = [None, "TORCH", "NAIVE", "APEX"]
-RECIPE = {"mix.mixup": 0.8, "mix.cutmix": 1.0, "bce.threshold": 0.2, "ema.decay": 0.9}
+RECIPE = {"bce.threshold": 0.2, "ema.decay": 0.9}
 SMALL = dict(IMG_SIZE=32, HIDDEN_SIZE=32, DEPTH=2, NUM_HEADS=4, DROP_RATE=0.1, BATCH_SIZE=16)
 SCRIPTS = {  # what each trains with
     training.HYBRID: {**SMALL, **RECIPE, "parallel.pipeline": 1, "DROP_PATH_RATE": 0.1},
     training.DATA_PARALLEL: {**SMALL, "gradient_accumulation": 2},
     training.CALTECH101: {**SMALL, "CACHE_SIZE": 36, "OPTIMIZER": "adamw"},
-    training.IMAGENET: {**SMALL, "gradient_accumulation": 2, "SYNTHETIC": True},
+    training.IMAGENET: {**SMALL, **training.MIX, "gradient_accumulation": 2, "SYNTHETIC": True},
 }
 
 

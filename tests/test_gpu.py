@@ -35,7 +35,7 @@ EXPECTED = os.environ.get("GPU_CHECK_GPUS")  # what gpu_check has found, 0 in a 
 REHEARSAL = not int(EXPECTED or launchers.num_gpus())
 MODEL = {"DROP_RATE": 0.1, "DROP_PATH_RATE": 0.1, **({"DEPTH": 2} if REHEARSAL else {})}
 SIZE = dict(IMG_SIZE=16, PATCH_SIZE=8) if REHEARSAL else dict(IMG_SIZE=224, PATCH_SIZE=16)  # 197 tokens
-RECIPE = {"mix.mixup": 0.8, "mix.cutmix": 1.0, "bce.threshold": 0.2, "ema.decay": 0.9, "augment.policy": "three"}
+RECIPE = {"bce.threshold": 0.2, "ema.decay": 0.9, "augment.policy": "three"}
 RECIPE |= {"augment.color_jitter": 0.3, "augment.erase": 0.5}
 MODES = [("TORCH", "fp16"), ("TORCH", "bf16"), ("NAIVE", "fp16"), ("NAIVE", "bf16"), ("APEX", "fp16")]
 # Those that are compiled, too; test_compile.py compiles on the CPU.
@@ -192,7 +192,7 @@ def test_layouts_agree_tensor_by_tensor(programs, start):
 @pytest.mark.parametrize(("amp", "dtype", "compiled"), SOME)
 def test_resumes_to_the_bit(amp, dtype, compiled, on_gpu, tmp_path):
     """With dropout, augmentation, EMA, and a loss scale that changes."""
-    values = {**SIZE, **RECIPE, "COMPILE": compiled}
+    values = {**SIZE, **RECIPE, **training.MIXED[training.HYBRID], "COMPILE": compiled}
     values |= {"cudnn_deterministic": True, "checkpoint.keep": 2}
     if dtype == "fp16":
         values |= {"fp16.growth_interval": 2, "fp16.initial_scale": 2.0**22}
@@ -287,7 +287,7 @@ def test_dali_decodes_as_on_the_cpu(packed, programs, tmp_path):
     assert (images - others).abs().mean().item() < 0.02  # pixels have a deviation of 1
 
 
-@pytest.mark.parametrize("recipe", [{}, RECIPE], ids=["published", "all of it"])
+@pytest.mark.parametrize("recipe", [{}, {**training.MIX, **RECIPE}], ids=["published", "all of it"])
 def test_dali_trains_and_resumes(recipe, packed, on_gpu, tmp_path):
     """Mixup and evaluation included; the stream of images resumes where it stopped."""
     values = dict(BATCH_SIZE=16, gradient_accumulation=2, DATA=str(packed), **recipe)

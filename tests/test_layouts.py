@@ -20,7 +20,7 @@ import fork_ranks
 import training
 import vit
 from conftest import NUM_TEST_IMAGES
-from layouts import LAYOUTS, MODEL, OPTIMIZERS, RANDOM
+from layouts import LAYOUTS, MODEL, OPTIMIZERS
 
 pytestmark = pytest.mark.usefixtures("few_test_images")
 
@@ -31,7 +31,9 @@ def reference(tmp_path_factory):
 
     @functools.cache
     def curves(optimizer="adamw", depth=4):
-        return training.train(tmp_path_factory.mktemp("reference"), DEPTH=depth, **RANDOM, **OPTIMIZERS[optimizer])
+        return training.train(
+            tmp_path_factory.mktemp("reference"), DEPTH=depth, **training.RANDOM, **OPTIMIZERS[optimizer]
+        )
 
     return curves
 
@@ -44,7 +46,7 @@ def small(layout, **more):
     world_size, values = LAYOUTS[layout]
     split = values.get("parallel.tensor.mode") in ("2d", "2.5d", "3d")
     depth = 4 if "PP" in layout and not split else 1 if world_size == 8 and "PP" not in layout else 2
-    return world_size, {"DEPTH": depth, **RANDOM, **values, **more}
+    return world_size, {"DEPTH": depth, **training.RANDOM, **values, **more}
 
 
 def one_block(layout):
@@ -163,7 +165,7 @@ def test_bf16_follows_fp32(layout, amp, reference, tmp_path, random_weights):
         assert here["loss"] != there["loss"]
 
 
-FP16 = dict(RANDOM, IMG_SIZE=16)  # half precision is slow on a CPU
+FP16 = dict(training.RANDOM, IMG_SIZE=16)  # half precision is slow on a CPU
 
 
 @pytest.fixture(scope="module")

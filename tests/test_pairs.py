@@ -17,8 +17,9 @@ from safetensors.torch import save_file
 import cifar10
 import conftest
 import fork_ranks
+import layouts
 import training
-from layouts import OPTIMIZERS, RANDOM, tensor
+from layouts import OPTIMIZERS, tensor
 from test_compile import GRAPHS
 from test_finetune import full_weights
 from test_layouts import assert_same_curve
@@ -45,9 +46,10 @@ FEATURES = {  # what each may be besides off; tests of its own try a feature alo
 LAYOUT = ("data", "pipeline", "tensor")  # each doubles the number of processes
 MOST_PROCESSES = 4
 MOST_FEATURES = 7  # with all in one run, a failure would say little
+APART = {"mix", "SYNTHETIC"}  # images are mixed by a loader of CIFAR-10
 # What three features together have broken: each is in some run, too.
 TRIPLES = [{"data": "zero", "pipeline": "1F1B", "COMPILE": True}]
-SEED = 0  # a short table that compiles little, of those of 90 seeds
+SEED = 26  # a short table that compiles little, of those of 90 seeds
 
 
 def num_processes(row):
@@ -64,6 +66,7 @@ def all_pairs():
     return {
         tuple(zip(names, values, strict=True))
         for names in itertools.combinations(sorted(FEATURES), 2)
+        if set(names) != APART
         for values in itertools.product(*(FEATURES[name] for name in names))
     }
 
@@ -81,6 +84,7 @@ def covering_array(seed):
             for feature in draw.sample(sorted(FEATURES), len(FEATURES)):
                 options = [{**row, feature: value} for value in FEATURES[feature] if feature not in row]
                 options = [m for m in options if num_processes(m) <= MOST_PROCESSES and len(m) <= MOST_FEATURES]
+                options = [m for m in options if not m.keys() >= APART]
                 row = max([row, *options], key=lambda more: len(pairs(more) & missing))
             candidates.append(row)
         # Compiling takes longest: of two that are as good, the one without it.
@@ -159,7 +163,7 @@ def references():
 def settings(row, depth, weights):
     """The arguments of `training.train` for some features; a global batch of 32 and dropout in any case."""
     values = {"DEPTH": depth, "NUM_EPOCHS": NUM_EPOCHS, "BATCH_SIZE": 32 // (1 + ("data" in row))}
-    values |= {key: value for key, value in RANDOM.items() if "mix" in row or not key.startswith("mix.")}
+    values |= training.RANDOM if "mix" in row else layouts.RANDOM
     if row.get("data") == "zero":
         values |= {"zero.stage": 2 if "accumulation" in row else 1}
     if "pipeline" in row:

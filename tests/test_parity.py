@@ -27,7 +27,7 @@ import training
 import vit
 from conftest import random_start
 
-VALUES = {"DEPTH": 2, "IMG_SIZE": 16, "DROP_RATE": 0.1, "DROP_PATH_RATE": 0.1, "mix.mixup": 0.8, "ema.decay": 0.9}
+VALUES = {"DEPTH": 2, "IMG_SIZE": 16, "DROP_RATE": 0.1, "DROP_PATH_RATE": 0.1, "ema.decay": 0.9}
 FULL_VIT = vit.full_vit
 
 

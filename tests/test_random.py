@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from colossal_vit.data.batches import SyntheticBatches
-from colossal_vit.data.mixing import mixed
 from colossal_vit.data.samplers import GlobalBatchSampler
 from colossal_vit.engine import build_criterion, build_optimizer, initialize
 from colossal_vit.models import build_timm_vit
@@ -27,6 +26,7 @@ import fork_ranks
 import training
 import vit
 from layouts import LAYOUTS
+from mixup import with_mixup
 
 MICRO_STEPS = 4
 RANDOM = {"DROP_RATE": 0.5, "DROP_PATH_RATE": 0.5, "DEPTH": 2, "mix.mixup": 0.8, "mix.cutmix": 1.0}
@@ -60,7 +60,7 @@ def recorded(model):
                 module.register_forward_hook(record, with_kwargs=True)
     num_images = MICRO_STEPS * config.BATCH_SIZE * gpc.get_world_size(ParallelMode.DATA)
     sampler = GlobalBatchSampler(num_images, config.BATCH_SIZE, config.gradient_accumulation)
-    batches = mixed(SyntheticBatches(sampler, config, torch.device("cpu")), config)
+    batches = with_mixup(SyntheticBatches(sampler, config, torch.device("cpu")), config)
     engine, batches, *_ = initialize(model, build_optimizer(config, model), build_criterion(config), batches)
     engine.train()
     before, batches = states(), iter(batches)
@@ -146,7 +146,7 @@ def test_replicas_of_a_timm_model_drop_their_parts_of_the_mask():
 @pytest.mark.parametrize("script", [training.HYBRID, training.CALTECH101, training.IMAGENET])
 def test_runs_in_float64_draw_the_images_and_weights_of_runs_in_float32(script, tmp_path):
     """PyTorch's generator would draw others."""
-    values = {"augment.policy": "rand", "augment.erase": 0.5, "mix.mixup": 0.8, "DROP_RATE": 0.1}
+    values = {"augment.policy": "rand", "augment.erase": 0.5, **training.MIXED[script], "DROP_RATE": 0.1}
     runs = [
         training.train(tmp_path / dtype, steps=2, script=script, DTYPE=dtype, **values)
         for dtype in ("float32", "float64")

@@ -36,23 +36,24 @@ from colossalai.legacy.utils import is_using_pp
 
 import fork_ranks
 import launchers
+import layouts
 import training
 import vit
 from conftest import random_start
-from layouts import LAYOUTS, MODEL, RANDOM
+from layouts import LAYOUTS, MODEL
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The same layout: to the bit
 # ---------------------------------------------------------------------------------------------------------------------
 
-HYBRID = {**MODEL, **RANDOM, "DEPTH": 2, "BATCH_SIZE": 128, "NUM_EPOCHS": 2, "WARMUP_EPOCHS": 1}
+HYBRID = {**MODEL, **training.RANDOM, "DEPTH": 2, "BATCH_SIZE": 128, "NUM_EPOCHS": 2, "WARMUP_EPOCHS": 1}
 PLAIN = dict(IMG_SIZE=16, PATCH_SIZE=4, HIDDEN_SIZE=32, DEPTH=1, NUM_HEADS=4, NUM_EPOCHS=2, WARMUP_EPOCHS=1)
-PLAIN |= dict(RANDOM, NUM_CLASSES=10, BATCH_SIZE=64)
+PLAIN |= dict(layouts.RANDOM, NUM_CLASSES=10, BATCH_SIZE=64)
 NAIVE = {"fp16.mode": "NAIVE", "IMG_SIZE": 16}  # half precision is slow on a CPU
 FP16 = {"fp16.dtype": "fp16", "fp16.growth_interval": 3}  # the loss scale changes all the time
 
 HYBRID_RUN = (training.HYBRID, HYBRID)
-DALI_RUN = (training.IMAGENET, PLAIN | dict(gradient_accumulation=4, BATCH_SIZE=16))
+DALI_RUN = (training.IMAGENET, PLAIN | training.MIX | dict(gradient_accumulation=4, BATCH_SIZE=16))
 CALTECH_RUN = (training.CALTECH101, PLAIN | dict(CACHE_SIZE=18))
 RUNS = {  # script and its values; processes; what else
     "hybrid, 1 process": (HYBRID_RUN, 1, {"parallel.pipeline": 1}),
@@ -204,7 +205,7 @@ def test_a_run_that_is_stopped_in_its_last_evaluation_and_resumed_knows_its_best
 # ---------------------------------------------------------------------------------------------------------------------
 
 PAIRED = {name: LAYOUTS[name] for name in ("DP 2", "PP 2", "1D 2", "1D 4", "2D 4", "2.5D 8", "3D 8", "PP 2 × 1D 2")}
-LEARNED = {**RANDOM, "DEPTH": 2}
+LEARNED = {**training.RANDOM, "DEPTH": 2}
 MODES = {name: (size, {**LEARNED, **values}, None) for name, (size, values) in PAIRED.items()}
 MODES["DP 2, NAIVE"] = (2, {**LEARNED, "BATCH_SIZE": 16}, "NAIVE")
 MODES["DP 4, split state"] = (4, {**LEARNED, "BATCH_SIZE": 8, "zero.stage": 1}, None)

@@ -11,7 +11,7 @@ from colossalai.legacy.core import global_context as gpc
 from safetensors.torch import load_file
 
 import training
-from layouts import LAYOUTS, MODEL, OPTIMIZERS, PIPELINE, RANDOM, tensor
+from layouts import LAYOUTS, MODEL, OPTIMIZERS, PIPELINE, tensor
 from test_dry_run import planned
 from test_layouts import assert_same_curve
 
@@ -36,7 +36,7 @@ def reference(tmp_path_factory):
 
     @functools.cache
     def curve(optimizer, depth):
-        values = {"DEPTH": depth, **RANDOM, **OPTIMIZERS[optimizer]}
+        values = {"DEPTH": depth, **training.RANDOM, **OPTIMIZERS[optimizer]}
         return training.train(tmp_path_factory.mktemp("reference"), **values).steps
 
     return curve
@@ -64,7 +64,13 @@ def test_same_curve_as_one_process(layout, optimizer, reference, tmp_path, monke
     if optimizer == "sgd":
         monkeypatch.setattr(reduction, "DIRECT_SIZE", 0)
     world_size, values = SPLITS[layout]
-    values = {"DEPTH": 4 if "interleaved" in layout else 2, **RANDOM, **values, **OPTIMIZERS[optimizer], **SPLIT}
+    values = {
+        "DEPTH": 4 if "interleaved" in layout else 2,
+        **training.RANDOM,
+        **values,
+        **OPTIMIZERS[optimizer],
+        **SPLIT,
+    }
     if optimizer == "lamb":
         values |= {"zero.stage": 2, "gradient_accumulation": 2, "BATCH_SIZE": values["BATCH_SIZE"] // 2}
     num_steps = 20 if optimizer == "adamw" and values["DEPTH"] == 4 else 6 if world_size < 8 else 3
@@ -86,7 +92,7 @@ def test_compiled_model_has_all_weights_before_its_forward_pass(layout, average,
     monkeypatch.setattr(compilation, "compile_model", lambda *_: None)
     small_buckets(monkeypatch, 2**13)
     world_size, values = SPLITS[layout]
-    common = {"DEPTH": 4 if "interleaved" in layout else 2, **RANDOM, **average, **OPTIMIZERS["sgd"]}
+    common = {"DEPTH": 4 if "interleaved" in layout else 2, **training.RANDOM, **average, **OPTIMIZERS["sgd"]}
     expected = training.train(tmp_path / "one", steps=4, **common)
     run = training.train(tmp_path / "split", world_size, steps=4, **common, **values, **SPLIT, COMPILE=True)
     assert_same_curve(run.steps, expected.steps)
@@ -108,7 +114,7 @@ PRECISIONS = {
 def test_two_replicas_make_the_bits_of_ddp(precision, tmp_path):
     """A sum of two has no order. Nor is there a norm over all in it, whose sum has: nothing is clipped."""
     amp, optimizer, more = PRECISIONS[precision]
-    values = {"DEPTH": 1, "IMG_SIZE": 16, "clip_grad_norm": 0.0, **RANDOM, **HALF, **OPTIMIZERS[optimizer]}
+    values = {"DEPTH": 1, "IMG_SIZE": 16, "clip_grad_norm": 0.0, **training.RANDOM, **HALF, **OPTIMIZERS[optimizer]}
     values |= {**SPLIT, **more}
     split = training.train(tmp_path / "split", 2, steps=4, amp=amp, **values)
     del values["zero.stage"]
@@ -168,7 +174,7 @@ def test_layers_whose_weights_are_used_without_calling_them():
 def test_more_ranks_than_parameters_of_a_size(tmp_path, monkeypatch):
     """Ranks that own nothing take part in all collectives."""
     monkeypatch.setattr(zero, "assign_owners", lambda parameters, ranks: dict.fromkeys(parameters, 1))
-    learned = {"DEPTH": 1, **RANDOM, **OPTIMIZERS["lamb"]}
+    learned = {"DEPTH": 1, **training.RANDOM, **OPTIMIZERS["lamb"]}
     expected = training.train(tmp_path / "one", steps=3, **learned)
     values = {**learned, **SPLITS["DP 2 × 1D 2"][1], **SPLIT, "ema.decay": 0.9}
     run = training.train(tmp_path / "split", 4, steps=3, **values)
@@ -196,7 +202,7 @@ def unsent_weights(monkeypatch):
 @pytest.mark.parametrize("fault", [wrong_owner, unsent_weights])
 def test_fault_changes_the_curve(fault, reference, tmp_path, monkeypatch):
     fault(monkeypatch)
-    run = training.train(tmp_path, 2, steps=3, DEPTH=2, **RANDOM, **HALF, **SPLIT)
+    run = training.train(tmp_path, 2, steps=3, DEPTH=2, **training.RANDOM, **HALF, **SPLIT)
     with pytest.raises(AssertionError):
         assert_same_curve(run.steps, reference("adamw", 2)[:3])
 

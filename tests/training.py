@@ -28,6 +28,7 @@ from safetensors.torch import load_file
 from timm.models.vision_transformer import VisionTransformer
 
 import fork_ranks
+import layouts
 from layouts import CONFIG, MODEL, set_flags
 
 HYBRID, DATA_PARALLEL = settings.PATHS[settings.HYBRID], settings.PATHS[settings.DP]
@@ -47,6 +48,12 @@ SMALL: dict[str, dict[str, Any]] = {
     CALTECH101: {**TINY, "CACHE_SIZE": 18},
     IMAGENET: TINY,
 }
+# Mixing, with draws for each image, so that the wrong place in a batch shows; and by script. Only one example mixes: in
+# others a loader of the tests does, since what is mixed has to be the same in every layout.
+MIX: dict[str, Any] = {"mix.mixup": 0.8, "mix.cutmix": 1.0, "mix.mode": "elem"}
+MIXED_CIFAR10: dict[str, Any] = {**MIX, "LOADER": str(fork_ranks.ROOT / "tests/mixed_cifar10.py")}
+MIXED = {HYBRID: MIXED_CIFAR10, DATA_PARALLEL: MIXED_CIFAR10, CALTECH101: {}, IMAGENET: MIX}
+RANDOM = {**layouts.RANDOM, **MIXED[HYBRID]}  # all that a training of train_hybrid.py may draw at random
 TIMES = {"images_per_s", "data_s", "step_s", "memory_gb", "reserved_gb"}  # metrics that may differ between equal runs
 
 

@@ -7,7 +7,6 @@ Data parallel: every process holds the whole model.
 
 from colossal_vit import launch
 from colossal_vit.data.loaders import load_data
-from colossal_vit.data.mixing import mixed
 from colossal_vit.engine import Trainer, Training, build_criterion, build_optimizer, build_scheduler, initialize
 from colossal_vit.engine.knn import evaluate_knn
 from colossal_vit.hooks import standard_hooks
@@ -20,7 +19,6 @@ def build(run: launch.Run) -> Training:
 
     # ---- Data: the same global batches for any number of processes -------------------------------------------------
     train_dataloader, test_dataloader = load_data(run)
-    train_dataloader = mixed(train_dataloader, config)  # Mixup and CutMix, with the block `mix`
 
     # ---- Model -----------------------------------------------------------------------------------------------------
     model = build_timm_vit(config)

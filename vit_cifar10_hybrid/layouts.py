@@ -29,13 +29,7 @@ MODEL: dict[str, Any] = dict(
     COMPILE=False,
 )
 # All that training may draw at random, besides the crops and mirror images that CONFIG has.
-RANDOM: dict[str, Any] = {
-    "DROP_RATE": 0.1,
-    "DROP_PATH_RATE": 0.1,
-    "mix.mixup": 0.8,
-    "mix.cutmix": 1.0,
-    "mix.mode": "elem",  # draws for each image, so that the wrong place in a batch shows
-}
+RANDOM: dict[str, Any] = {"DROP_RATE": 0.1, "DROP_PATH_RATE": 0.1}
 STEPS_PER_EPOCH = 44  # on the digits, with MODEL's batch
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {

@@ -7,12 +7,12 @@
 
 from colossal_vit import launch
 from colossal_vit.data.loaders import load_data
-from colossal_vit.data.mixing import mixed
 from colossal_vit.engine import Trainer, Training, build_criterion, build_optimizer, build_scheduler, initialize
 from colossal_vit.engine.knn import evaluate_knn
 from colossal_vit.hooks import standard_hooks
 from colossal_vit.models import build_timm_vit, check_timm_vit
 
+from mixup import with_mixup
 from myhooks import ThroughputHook
 from planning import schedule
 
@@ -23,7 +23,7 @@ def build(run: launch.Run) -> Training:
 
     # ---- Data: DALI reads TFRecords --------------------------------------------------------------------------------
     train_dataloader, test_dataloader = load_data(run)
-    train_dataloader = mixed(train_dataloader, config)  # Mixup and CutMix, with the block `mix`
+    train_dataloader = with_mixup(train_dataloader, config)  # Mixup and CutMix, with the block `mix`
 
     # ---- Model -----------------------------------------------------------------------------------------------------
     model = build_timm_vit(config)

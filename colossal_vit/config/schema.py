@@ -139,7 +139,7 @@ DATA: Settings = {
         switches=("policy", "color_jitter", "erase"),
     ),
     "mix": Block(
-        "Mixup and CutMix: each training image with its neighbour in the batch",
+        "Mixup and CutMix: each training image with its neighbour in the batch; an error where nothing mixes",
         {
             "mixup": Setting(NON_NEGATIVE, "α of Mixup's Beta distribution; 0 is off", 0.0),
             "cutmix": Setting(NON_NEGATIVE, "α of CutMix's Beta distribution; 0 is off", 0.0),
@@ -345,7 +345,7 @@ SCHEMA = {key: setting for group in GROUPS.values() for key, setting in group.it
 # Keys of published configs that a script takes and does nothing with, and why.
 IDLE = {
     DP: {
-        "dali": "TFRecords are read as by default; Mixup is in the block mix, RandAugment in augment",
+        "dali": "TFRecords are read as by default, and images are not mixed; RandAugment is in the block augment",
         "model": "each process has the whole model",
     }
 }

@@ -48,9 +48,11 @@ class Loader:
 
     Attributes:
         normalization: mean and standard deviation of each channel, which images were normalised with; None for none.
+        is_mixed: whether images are mixed as the block `mix` of the config says.
     """
 
     normalization: Normalization | None = None
+    is_mixed = False
 
     def __len__(self) -> int:
         """Batches of an epoch, on this rank."""
@@ -147,6 +149,10 @@ class LoaderWrapper(Loader):
     @property
     def normalization(self):
         return self.loader.normalization
+
+    @property
+    def is_mixed(self):
+        return self.loader.is_mixed
 
     def __len__(self) -> int:
         return len(self.loader)

@@ -39,14 +39,14 @@ from colossal_vit.results import METRICS
 import fork_ranks
 import training
 from fork_ranks import PATIENCE
-from layouts import ANY_STEP, FIRST_STEP, LAYOUTS, RANDOM
+from layouts import ANY_STEP, FIRST_STEP, LAYOUTS
 
 LAUNCHER = "launcher"
 EVERY_STEPS = 2
 SAVES = {"checkpoint.every_steps": EVERY_STEPS, "checkpoint.keep": 3}
 LEARNED = (storage.MODEL, storage.OPTIMIZER, storage.EMA)
 SPLIT = {"zero.stage": 1}
-ALL_ON = {**RANDOM, "augment.policy": "rand", "augment.erase": 0.3, "ema.decay": 0.9}
+ALL_ON = {**training.RANDOM, "augment.policy": "rand", "augment.erase": 0.3, "ema.decay": 0.9}
 STARTUP_EVERY, SAVE_EVERY = 5, 2  # rounds
 STEP_DELAY = 0.15  # most seconds from a round's first step to its kill
 SAVE_LIMIT, SAVE_POLL, SAVE_DELAY = 1.0, 0.0005, 0.03  # seconds; a save takes 10 to 50 ms

@@ -113,6 +113,8 @@ def draw_case(seed: int) -> Case:
             "bce": draw.choice([None, None, 0.2]),
             "SYNTHETIC": draw.random() < 0.15,
         }
+        if case["SYNTHETIC"]:
+            case["mix"] = None  # the loader that mixes reads CIFAR-10
         if large:
             mode, size, more = large
             case["first"] = {**ONE_PROCESS, "mode": mode, "size": size, **more, "accumulation": draw.randint(1, 2)}
@@ -131,7 +133,7 @@ def arguments(case: Case, layout: Case) -> tuple[int, dict[str, Any]]:
         raise UserError("the batch cannot be split")
     values = {key: value for key, value in case.items() if key.isupper() or key in ("clip_grad_norm", "amp")}
     values |= OPTIMIZERS[case["optimizer"]]
-    values |= {"mix.mode": case["mix"], "mix.mixup": 0.8, "mix.cutmix": 1.0} if case["mix"] else {}
+    values |= {**training.MIXED[training.HYBRID], "mix.mode": case["mix"]} if case["mix"] else {}
     values |= {"augment.policy": case["augment"], "augment.erase": 0.3} if case["augment"] else {}
     values |= {"bce.threshold": case["bce"]} if case["bce"] else {}
     values |= {"ema.decay": case["ema"]} if case["ema"] else {}

@@ -41,14 +41,21 @@ import fork_ranks
 import launchers
 import training
 from launchers import ip
-from layouts import ANY_STEP, LAYOUTS, RANDOM, errors
+from layouts import ANY_STEP, LAYOUTS, errors
 
 KINDS = {"DP": {}, "PP 2": LAYOUTS["PP 2"][1], "1D 2": LAYOUTS["1D 2"][1]}
 OTHERS = [dict(tensor=dict(mode="1d", size=2))]
 KINDS["PP 2 × 1D 2 or 1D 2"] = {**LAYOUTS["PP 2 × 1D 2"][1], "ELASTIC_LAYOUTS": OTHERS}
 MOST, RANKS = 4, 2  # agents, ranks of an agent
 BATCH = 48  # images of a step, which any number of agents can share, in pairs that are mixed
-VALUES = {**RANDOM, "DEPTH": 2, "DTYPE": "float64", "NUM_EPOCHS": 10_000, "ELASTIC": True, "GLOBAL_BATCH": BATCH}
+VALUES = {
+    **training.RANDOM,
+    "DEPTH": 2,
+    "DTYPE": "float64",
+    "NUM_EPOCHS": 10_000,
+    "ELASTIC": True,
+    "GLOBAL_BATCH": BATCH,
+}
 VALUES |= {"BATCH_SIZE": BATCH, "ema.decay": 0.9, "zero.stage": 1, "checkpoint.every_steps": 10}
 QUICK = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
 UNDISTURBED = {"parallel.pipeline": 1, "parallel.tensor.mode": None, "parallel.tensor.size": 1}

@@ -902,7 +902,7 @@ def test_a_run_gets_its_loaders_and_every_rank_its_mistakes(copied, tmp_path):
     def function():
         augment = dict(policy=None, n=1, m=5, color_jitter=0.3, erase=0.0)
         run = run_of(copied, tmp_path, dali=dict(max_bad=1), augment=augment, REPEATS=3, EVAL_CROP=1.0)
-        train, test = loaders.build(run, Path(run.config.DATA))
+        train, test = loaders.build(run)
         images, labels = next(iter(train))
         assert images.shape == (8, 3, SIZE, SIZE)
         counted = sum(int((labels != IGNORED).sum()) for _, labels in test)
@@ -911,11 +911,11 @@ def test_a_run_gets_its_loaders_and_every_rank_its_mistakes(copied, tmp_path):
             ("gradient_accumulation", 200, r"global batch of 3200 .*training set of 1437"),
         ):
             with pytest.raises(UserError, match=words):
-                loaders.build(run_of(copied, tmp_path, **{key: value}), copied)
+                loaders.build(run_of(copied, tmp_path, **{key: value}))
         if run.log.rank == 1:
             run.config.DATA = str(tmp_path / "nowhere")
         with pytest.raises(UserError, match=r"nowhere: has no TFRecords in train/"):
-            loaders.build(run, Path(run.config.DATA))
+            loaders.build(run)
         return train.records.num_images, len(train), counted, labels.tolist()
 
     first, second = fork_ranks.call(function, 2)

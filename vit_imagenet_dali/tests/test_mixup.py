@@ -1,4 +1,4 @@
-"""Mixup, CutMix and binary cross entropy equal timm's, and are the same in every layout and after a resume."""
+"""Mixup and CutMix equal timm's, and are the same on any number of processes and after a resume."""
 
 from unittest import mock
 
@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 import torch
 from colossal_vit import config as configs
-from colossal_vit.data import mixing
-from colossal_vit.data.batches import IGNORED, Loader
+from colossal_vit.data.batches import Loader
 from colossal_vit.data.samplers import GlobalBatchSampler
-from colossal_vit.engine.criterion import BinaryCrossEntropy, build_criterion
 from colossal_vit.errors import UserError
 from colossalai.context import Config
 from timm.data import mixup as timm_mixup
-from timm.loss import BinaryCrossEntropy as TimmBinaryCrossEntropy
 
+import mixup
 import training
+from layouts import errors
+from mixup import with_mixup
 
 SIZE, CLASSES = 12, 5
 
@@ -27,17 +27,17 @@ def batch(size=8):
 
 def mix_as_timm(images, labels, mode, shares, pasted, middles):
     """What timm's `Mixup` makes of a batch whose neighbours it takes for partners, with these draws."""
-    mixup = timm_mixup.Mixup(0.8, 1.0, mode=mode, label_smoothing=0.0, num_classes=CLASSES)
+    theirs = timm_mixup.Mixup(0.8, 1.0, mode=mode, label_smoothing=0.0, num_classes=CLASSES)
     order = torch.cat([torch.arange(0, len(labels), 2), torch.arange(1, len(labels), 2).flip(0)])
     numbers = {"batch": [0], "pair": order[: len(order) // 2] // 2, "elem": order}[mode]
     shares, pasted, middles = shares[numbers].astype(np.float32), pasted[numbers], middles[:, numbers]
     sides = middles[:, (shares < 1) & pasted].T.ravel()  # row and column of one box after the other
     each, all_alike = lambda size: (shares, pasted), lambda: (float(shares[0]), bool(pasted[0]))
     with (
-        mock.patch.multiple(mixup, _params_per_elem=each, _params_per_batch=all_alike),
+        mock.patch.multiple(theirs, _params_per_elem=each, _params_per_batch=all_alike),
         mock.patch.object(np.random, "randint", side_effect=sides),
     ):
-        mixed, targets = mixup(images[order].clone(), labels[order])
+        mixed, targets = theirs(images[order].clone(), labels[order])
     back = order.argsort()
     return mixed[back], targets[back]
 
@@ -48,40 +48,28 @@ def test_images_and_targets_equal_timms_for_the_same_draws(mode):
     count, seen = 8 // every, set()
     for seed in range(20):
         images, labels = batch()
-        drawn = mixing.draw(np.random.default_rng(seed), count, SIZE, mixup=0.8, cutmix=1.0, prob=0.5)
+        drawn = mixup.draw(np.random.default_rng(seed), count, SIZE, mixup=0.8, cutmix=1.0, prob=0.5)
         again = np.random.default_rng(seed)
         pasted = again.random(count) < 0.5
         blended, cut = again.beta(0.8, 0.8, count), again.beta(1.0, 1.0, count)
         applied = again.random(count) < 0.5
         shares = np.where(applied, np.where(pasted, cut, blended), 1.0)
         expected = mix_as_timm(images, labels, mode, shares, pasted, again.integers(SIZE, size=(2, count)))
-        draws = mixing.Draws(*(values[np.arange(8) // every] for values in drawn))
-        found = mixing.mix(images, labels, CLASSES, draws)
+        draws = mixup.Draws(*(values[np.arange(8) // every] for values in drawn))
+        found = mixup.mix(images, labels, CLASSES, draws)
         torch.testing.assert_close(found[0], expected[0])
         torch.testing.assert_close(found[1], expected[1])
         seen |= set(zip(applied.tolist(), pasted.tolist(), strict=True))
     assert len(seen) == 4, "mixed and not, pasted and blended"
 
 
-@pytest.mark.parametrize("options", [{}, dict(threshold=0.2), dict(threshold=0.2, sum_classes=True)])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("soft", [False, True])
-def test_binary_cross_entropy_equals_timms(options, smoothing, soft):
-    """timm leaves the smoothing of soft targets to its Mixup."""
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(6, CLASSES, generator=generator)
-    labels = torch.randint(CLASSES, (6,), generator=generator)
-    theirs = dict(smoothing=smoothing, sum_classes=options.get("sum_classes", False))
-    expected = TimmBinaryCrossEntropy(**theirs, target_threshold=options.get("threshold"))
-    if soft:
-        smoothed = timm_mixup.mixup_target(labels, CLASSES, lam=0.7, smoothing=smoothing)
-        labels = timm_mixup.mixup_target(labels, CLASSES, lam=0.7)
-        torch.testing.assert_close(BinaryCrossEntropy(smoothing, **options)(logits, labels), expected(logits, smoothed))
-    else:
-        torch.testing.assert_close(BinaryCrossEntropy(smoothing, **options)(logits, labels), expected(logits, labels))
-        filled = torch.cat([labels, torch.tensor([IGNORED, IGNORED])])
-        more = torch.cat([logits, torch.randn(2, CLASSES)])
-        torch.testing.assert_close(BinaryCrossEntropy(smoothing, **options)(more, filled), expected(logits, labels))
+def test_a_later_pipeline_stage_has_the_same_targets():
+    """Without images: it gets labels in their place, and keeps these."""
+    images, labels = batch()
+    draws = mixup.draw(np.random.default_rng(0), len(labels), SIZE, mixup=0.8, cutmix=1.0)
+    kept, targets = mixup.mix(labels, labels, CLASSES, draws)
+    assert torch.equal(kept, labels)
+    assert torch.equal(targets, mixup.mix(images, labels, CLASSES, draws)[1])
 
 
 class Same(Loader):
@@ -109,7 +97,7 @@ def test_a_global_batch_is_mixed_alike_however_it_is_shared(mode):
     def whole(batch_size, accumulation, num_ranks, epoch=0, step=0):
         settings = config(batch_size, accumulation, mixup=0.8, cutmix=1.0, mode=mode)
         parts = [
-            mixing.MixedBatches(Same(1), settings, rank, num_ranks).draws(epoch, step * accumulation + part)
+            mixup.MixedBatches(Same(1), settings, rank, num_ranks).draws(epoch, step * accumulation + part)
             for part in range(accumulation)
             for rank in range(num_ranks)
         ]
@@ -124,7 +112,7 @@ def test_a_global_batch_is_mixed_alike_however_it_is_shared(mode):
 
 def test_what_is_drawn_for_a_batch_is_that_of_the_seed_the_epoch_and_the_step():
     """By hand for the second of two ranks with two micro-batches of four: places 4 to 7, then 12 to 15."""
-    mixed = mixing.MixedBatches(Same(1), config(mixup=0.8, cutmix=1.0, mode="elem", prob=0.7, switch_prob=0.3), 1, 2)
+    mixed = mixup.MixedBatches(Same(1), config(mixup=0.8, cutmix=1.0, mode="elem", prob=0.7, switch_prob=0.3), 1, 2)
     mixed.config.SEED = 5
     for epoch, step in ((0, 0), (0, 1), (1, 0)):
         generator = np.random.default_rng((5, epoch, step))
@@ -141,20 +129,12 @@ def test_a_loader_that_resumes_mixes_as_one_that_did_not_stop():
     def stream(loader, count):
         return [torch.cat([part.flatten() for part in mixed]) for _, mixed in zip(range(count), loader, strict=False)]
 
-    through = mixing.MixedBatches(Same(6), config(mixup=0.8, cutmix=1.0))
+    through = mixup.MixedBatches(Same(6), config(mixup=0.8, cutmix=1.0))
     first, second = stream(through, 6), stream(through, 6)
-    resumed = mixing.MixedBatches(Same(2), config(mixup=0.8, cutmix=1.0))
+    resumed = mixup.MixedBatches(Same(2), config(mixup=0.8, cutmix=1.0))
     resumed.seek(1, 4)
     assert all(map(torch.equal, stream(resumed, 2), second[4:]))
     assert not any(map(torch.equal, first, second))
-
-
-@pytest.mark.parametrize(("smoothing", "threshold"), [(0.0, 0.0), (0.1, 0.01), (0.1, 0.9099)])
-def test_a_threshold_that_is_accepted_tells_the_classes_apart(smoothing, threshold):
-    settings = Config(dict(LABEL_SMOOTHING=smoothing, NUM_CLASSES=10, bce={"threshold": threshold}))
-    labels, logits = torch.arange(10), 20 * torch.eye(10) - 10
-    assert build_criterion(settings)(logits, labels) < 1e-4
-    assert build_criterion(settings)(logits, labels.flip(0)) > 1
 
 
 @pytest.mark.parametrize("repeats", [2, 3, 4, 5, 8])
@@ -166,15 +146,46 @@ def test_an_image_is_not_mixed_with_its_copies(size, repeats):
     settings = Config({**config(size, 1, mixup=0.8), "REPEATS": repeats})
     if repeats > size // 2:
         with pytest.raises(UserError, match="are mixed with their own copies"):
-            mixing.MixedBatches(Same(1), settings)
+            mixup.MixedBatches(Same(1), settings)
     else:
         assert not (one == other).any()
-        mixing.MixedBatches(Same(1), settings)
+        mixup.MixedBatches(Same(1), settings)
 
 
 def test_a_loader_without_mix_is_left_alone():
     off = Same(1)
-    assert mixing.mixed(off, config(3)) is off
+    assert with_mixup(off, config(3)) is off
+
+
+@pytest.mark.parametrize("images", ["records", "random"])
+def test_replicas_mix_as_one_process(images, tmp_path):
+    """And a run that stops resumes to the bit."""
+
+    def train(name, steps, world_size=1):
+        values = {**training.MIX, "SYNTHETIC": images == "random", "BATCH_SIZE": 16 // world_size}
+        return training.train(
+            tmp_path / name, world_size, steps=steps, script=training.IMAGENET, gradient_accumulation=2, **values
+        )
+
+    one, two = train("one", 4), train("two", 4, 2)
+    assert max(errors(two.steps, one.steps)) < 1e-4
+    train("parts", 2)
+    assert train("parts", 4).records == one.records
+
+
+def test_an_epoch_that_is_not_mixed_is_another_one(tmp_path):
+    runs = [
+        training.train(tmp_path / str(len(mix)), steps=1, script=training.IMAGENET, **mix) for mix in ({}, training.MIX)
+    ]
+    assert runs[0].steps[0]["loss"] != runs[1].steps[0]["loss"]
+
+
+@pytest.mark.parametrize("flags", [[], ["--dry-run"]])
+@pytest.mark.parametrize("script", [training.HYBRID, training.DATA_PARALLEL, training.CALTECH101])
+def test_a_script_that_does_not_mix_refuses_it(script, flags, tmp_path):
+    line = training.refused(tmp_path / "run", 1, *flags, script=script, **training.MIX)
+    assert "mix = {'mixup': 0.8, 'cutmix': 1.0, " in line
+    assert line.endswith("neither this script nor its LOADER mixes images: leave it out")
 
 
 @pytest.mark.parametrize(
@@ -183,11 +194,8 @@ def test_a_loader_without_mix_is_left_alone():
         ({"mix.mixup": 0.8, "mix.mode": "half"}, "mix.mode = 'half', but it must be one of 'batch', 'pair', 'elem'"),
         ({"mix.mixup": 0.8, "BATCH_SIZE": 15}, "BATCH_SIZE = 15: must be even for mix"),
         ({"mix.mixup": 0.8, "REPEATS": 17}, "REPEATS = 17: must be at most 16 with mix, half of the global batch"),
-        ({"bce.threshold": 0.0}, "bce.threshold = 0.0: all targets would be 1"),
-        ({"bce.threshold": 0.91}, "bce.threshold = 0.91: all targets would be 0"),
-        ({"bce.threshold": 1.0, "LABEL_SMOOTHING": 0.0}, "set it to at least 0 and below 1"),
     ],
 )
 def test_mistakes_are_one_line(values, words, tmp_path):
-    assert words in training.refused(tmp_path / "run", **values)
+    assert words in training.refused(tmp_path / "run", script=training.IMAGENET, **values)
     assert not (tmp_path / "run").exists()

@@ -105,6 +105,8 @@ class MixedBatches(LoaderWrapper):
             may be copies of one image, which leaves some with none but their own copies.
     """
 
+    is_mixed = True
+
     def __init__(self, loader: Loader, config: Config, rank: int | None = None, num_ranks: int | None = None):
         super().__init__(loader)
         if config.BATCH_SIZE % 2:
@@ -142,8 +144,8 @@ class MixedBatches(LoaderWrapper):
             yield mix(images, labels, self.config.NUM_CLASSES, self.draws(epoch, number))
 
 
-def mixed(loader: Loader, config: Config) -> Loader:
-    """The loader, with its batches mixed if the config says so.
+def with_mixup(loader: Loader, config: Config) -> Loader:
+    """The loader, with its batches mixed if the config has the block `mix`.
 
     Raises:
         UserError: see `MixedBatches`.
