@@ -504,3 +504,11 @@ def test_damaged_records_are_left_out_and_named_and_the_run_resumes(trained):
     ]
     assert path.read_bytes().splitlines(keepends=True)[:2] == [first, second]
     assert [record["step"] for record in read_metrics(trained)[0]] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("flags", [[], ["--dry-run"]])
+@pytest.mark.parametrize("script", [training.HYBRID, training.DATA_PARALLEL, training.CALTECH101])
+def test_a_script_that_does_not_mix_refuses_it(script, flags, tmp_path):
+    line = training.refused(tmp_path / "run", 1, *flags, script=script, **training.MIX)
+    assert "mix = {'mixup': 0.8, 'cutmix': 1.0, " in line
+    assert line.endswith("neither this script nor its LOADER mixes images: leave it out")

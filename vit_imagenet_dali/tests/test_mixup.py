@@ -182,14 +182,6 @@ def test_an_epoch_that_is_not_mixed_is_another_one(tmp_path):
     assert runs[0].steps[0]["loss"] != runs[1].steps[0]["loss"]
 
 
-@pytest.mark.parametrize("flags", [[], ["--dry-run"]])
-@pytest.mark.parametrize("script", [training.HYBRID, training.DATA_PARALLEL, training.CALTECH101])
-def test_a_script_that_does_not_mix_refuses_it(script, flags, tmp_path):
-    line = training.refused(tmp_path / "run", 1, *flags, script=script, **training.MIX)
-    assert "mix = {'mixup': 0.8, 'cutmix': 1.0, " in line
-    assert line.endswith("neither this script nor its LOADER mixes images: leave it out")
-
-
 @pytest.mark.parametrize(
     ("values", "words"),
     [
