@@ -482,6 +482,8 @@ def build(run: Run) -> tuple[Loader, Loader]:
     Raises:
         UserError: on every rank, if any rank cannot read the records, or they do not fit the config.
     """
+    import nvidia.dali  # noqa: F401 whose absence is an error from here on
+
     config, data = run.config, data_folder(run, "ImageNet", write_sample)
     with raise_on_all_ranks():
         splits = [find_records(data, split) for split in NUM_SHARDS]
