@@ -15,7 +15,6 @@ from colossal_vit.config import schema
 from colossal_vit.config.__main__ import reference
 from colossal_vit.config.complete import older_names
 from colossal_vit.config.settings import CALTECH101, DP, HYBRID, IMAGENET, OPTIONAL, SCRIPTS, Block, Setting
-from colossal_vit.data.cifar10 import Batches
 from colossal_vit.data.image_folder import draw_crops
 from colossal_vit.data.samplers import GlobalBatchSampler
 from colossal_vit.engine import build_criterion, build_optimizer, build_scheduler
@@ -27,6 +26,7 @@ from colossalai.context import Config
 from colossalai.legacy.amp import AMP_TYPE
 
 import fork_ranks
+from cifar10 import Batches
 from mixup import with_mixup
 from vit import check_vit
 

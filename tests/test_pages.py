@@ -297,7 +297,7 @@ def test_flags_of_a_command_that_cannot_run_here(page, command, folder):
     elif script.endswith("train_slurm.sh"):
         argv = ["--config", *argv]
     elif script == "scripts/sample_data.py":
-        assert argv[0] == "fashion-mnist"  # test_fashion_mnist.py runs it
+        assert argv[0] == "fashion-mnist"  # test_sample_data.py runs it
         return
     elif script == "build_tfrecords.py":
         build_tfrecords.parse(argv)
