@@ -52,6 +52,7 @@ def flags(values, steps=1):
 
 # Appended to the first train command that holds the words, in this order.
 SMALLER = {
+    "python -m tools.planner": flags(HYBRID, steps=None),
     "--parity": [],  # small as it is
     "train_hybrid.py --config ./configs/config_hybrid_parallel.py --set IMG_SIZE=32": flags({}),
     "train_dp.py": flags(TIMM),
@@ -307,6 +308,8 @@ def test_flags_of_a_command_that_cannot_run_here(page, command, folder):
     elif script == "build_tfrecords.py":
         packing.parse(argv)
         return
+    elif "tools.planner" in words:
+        argv = argv[: argv.index("--machine")]
     elif Path(script).name in ("bench.py", "gpu_check.sh"):
         program = Path("scripts") / Path(script).with_suffix(".py").name
         enter = partial(sys.path.insert, 0, str(ROOT / "scripts"))  # as python does
