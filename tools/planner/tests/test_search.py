@@ -147,7 +147,7 @@ OWN = dict(half_tflops=100, single_tflops=10, memory_gb=24, memory_gb_s=900, lin
 
 
 def test_a_plan_for_timms_model_and_a_machine_of_ones_own_is_data_parallel():
-    argv = training.flags(script=training.DATA_PARALLEL, small=False, **TIMM, DEPTH=2)
+    argv = training.flags(script=training.DATA_PARALLEL, small=False, **TIMM, DEPTH=2, gradient_accumulation=1)
     specs = [word for key, value in OWN.items() for word in ("--spec", f"{key}={value}")]
     result = run_planner(training.DATA_PARALLEL, argv, 4, "mine", *specs)
     assert result.codes == [0], str(result)
