@@ -51,6 +51,7 @@ def flags(values, steps=1):
 # Appended to the first train command that holds the words, in this order.
 SMALLER = {
     "tools.parity": [],  # small as it is
+    "python -m tools.planner": flags(HYBRID, steps=None),
     "train_hybrid.py --config ./configs/config_hybrid_parallel.py --set IMG_SIZE=32": flags({}),
     "train_dp.py": flags(TIMM),
     "train_hybrid.py --config ./configs/config_tensor_3d.py --dry-run": [],
@@ -302,6 +303,8 @@ def test_flags_of_a_command_that_cannot_run_here(page, command, folder):
     elif script == "build_tfrecords.py":
         build_tfrecords.parse(argv)
         return
+    elif "tools.planner" in words:
+        argv = argv[: argv.index("--machine")]
     elif Path(script).name in ("bench.py", "benchmark.py", "gpu_check.sh"):
         program = (folder / script).with_suffix(".py").resolve()
         enter = partial(sys.path.insert, 0, str(ROOT / "scripts"))  # as python does

@@ -73,6 +73,8 @@ def test_every_flag_is_on_the_page():
 
 
 OTHERS = {  # flags of other programs that the pages name, by who has them
+    "earlier versions": {"--plan"},
+    "tools/planner": {"--machine", "--spec"},
     "bash": {"--cu12", "--fast", "--minutes", "--rehearse", "--check", "--cases", "--seed", "--torchrun"},
     "build_tfrecords.py": {"--verify", "--check", "--index-only", "--synset-map", "--test-fraction"},
     "scripts/bench.py": {"--before", "--tf32", "--synthetic", "--find-batch-size"},

@@ -7,7 +7,6 @@ import pytest
 from colossal_vit import config as configs
 from colossal_vit.checkpoint import storage
 from colossal_vit.models import build_timm_vit
-from colossal_vit.plan import __main__ as tables
 from safetensors.torch import save_file
 
 import fork_ranks
@@ -32,13 +31,9 @@ def test_global_batch_on_eight_and_on_four_gpus(name):
     (flag,) = re.findall(r"on 4 with\s+`--set (\S+)`", text)
     four = recipe(name, flag)
     assert four.BATCH_SIZE * four.gradient_accumulation * 4 == config.GLOBAL_BATCH
-    path = FOLDER / "configs" / f"config_{name}.py"
-    assert f"gradient_accumulation={tables.accumulation_of(path, 4)}" == flag
-    assert tables.accumulation_of(path, 8) == config.gradient_accumulation
 
 
 def test_every_recipe_is_planned_and_on_the_page():
-    assert set(NAMES) == set(tables.TIMED)
     page = (fork_ranks.ROOT / "docs" / "recipes.md").read_text()
     plan = (fork_ranks.ROOT / "results" / "recipes_plan" / "plan.md").read_text()
     for name in NAMES:
