@@ -73,7 +73,6 @@ def test_every_flag_is_on_the_page():
 
 
 OTHERS = {  # flags of other programs that the pages name, by who has them
-    "earlier versions": {"--plan"},
     "tools/planner": {"--machine", "--spec"},
     "bash": {"--cu12", "--fast", "--minutes", "--rehearse", "--check", "--cases", "--seed", "--torchrun"},
     "build_tfrecords.py": {"--verify", "--check", "--index-only", "--synset-map", "--test-fraction"},
@@ -82,7 +81,7 @@ OTHERS = {  # flags of other programs that the pages name, by who has them
     "python -m colossal_vit.predict": {"--top", "--ema"},
     "scripts": {"--only", "--write", "--accumulation"},
     "python -m tools.parity": {"--own-precision"},
-    "earlier versions": {"--parity"},
+    "earlier versions": {"--plan", "--parity", "--eval-knn"},
     "tests/stress": {"--cases", "--seed", "--ignore"},
     "torchrun": {"--standalone", "--nnodes", "--rdzv_backend", "--rdzv_endpoint", "--max-restarts", "--nproc_per_node"},
     "its rendezvous": {"--rdzv_conf"},

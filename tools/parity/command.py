@@ -111,7 +111,7 @@ def parse(words: Sequence[str] | None = None) -> tuple[Build, Arguments]:
     parser.add_argument("--own-precision", action="store_true", help="the config's precision instead of float64")
     parsed = parser.check(parser.parse_intermixed_args(words, Arguments()))
     if parsed.dry_run or parsed.eval_only:
-        raise UserError("parity compares layouts that train: leave out --dry-run, --eval-only and --eval-knn")
+        raise UserError("parity compares layouts that train: leave out --dry-run and --eval-only")
     script = scripts.load(parsed.path)
     return script.build, script.parse([]).replace(**vars(parsed))
 
