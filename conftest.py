@@ -32,14 +32,13 @@ from colossal_vit.hooks import recorder
 from colossal_vit.provenance import ResultFolder
 from PIL import Image
 
-import cifar10
 import fork_ranks
 
-with contextlib.suppress(ModuleNotFoundError):  # a clone may be without this folder
+with contextlib.suppress(ModuleNotFoundError):  # tests of another example do without this one
+    import cifar10
     import train_dp  # noqa: F401
     import train_hybrid  # noqa: F401
     import vit
-
 with contextlib.suppress(ModuleNotFoundError):  # gpu_check.py's tests do without DALI
     import imagenet_dali_dataloader  # noqa: F401
 

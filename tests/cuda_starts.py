@@ -4,7 +4,7 @@
 
 Each program is a fork of this process, which must not have started CUDA: for that reason it is no test process. Prints
 a line of JSON: by name, the exit code, what was said on stderr, the number of the program's process, and the numbers of
-those that have started CUDA, in order. "modules" has the modules of the planner and of matplotlib that train scripts
+those that have started CUDA, in order. "modules" has the modules of the dry run and of matplotlib that train scripts
 import.
 """
 
@@ -25,19 +25,16 @@ import schemas
 
 
 def unneeded_modules() -> list[str]:
-    """The modules that a train script needs for `--dry-run`, `--plan` or curves only, and imports nevertheless."""
+    """The modules that a train script needs for `--dry-run` or curves only, and imports nevertheless."""
     for path in schemas.SCRIPTS:
         sys.path.insert(0, str((fork_ranks.ROOT / path).parent))
         runpy.run_path(str(fork_ranks.ROOT / path))
-    return [name for name in sys.modules if name.startswith(("colossal_vit.plan", "matplotlib"))]
+    return [name for name in sys.modules if name.startswith(("colossal_vit.dry_run", "matplotlib"))]
 
 
 modules = fork_ranks.call(unneeded_modules, launched=False)[0]
 
-from colossal_vit.plan import calibration  # noqa: E402 later than what would have imported it, too
-
 torch.set_num_threads(1)
-calibration.QUIET_WAIT_S, calibration.ROUNDS = 0.0, 1
 provenance.DRIVERS = (__file__,)  # as on a machine that has a driver
 found = {}
 for name, (script, *argv) in json.loads(sys.argv[1]).items():

@@ -14,7 +14,6 @@ from colossal_vit.checkpoint.checkpointer import changed_values
 from colossal_vit.config import schema
 from colossal_vit.config.complete import older_names
 from colossal_vit.config.settings import OPTIONAL, Block, Ignored, Setting
-from colossal_vit.data.cifar10 import Batches
 from colossal_vit.data.image_folder import draw_crops
 from colossal_vit.data.samplers import GlobalBatchSampler
 from colossal_vit.engine import build_criterion, build_optimizer, build_scheduler
@@ -27,6 +26,7 @@ from colossalai.legacy.amp import AMP_TYPE
 
 import fork_ranks
 import schemas
+from cifar10 import Batches
 from configuration import reference
 from mixup import with_mixup
 from schemas import CALTECH101, DP, HYBRID, IMAGENET, SCRIPTS

@@ -13,18 +13,16 @@ from layouts import set_flags
 
 IMAGENET = dict(IMG_SIZE=32, PATCH_SIZE=8, HIDDEN_SIZE=32, DEPTH=1, NUM_HEADS=4)
 DRY_RUN = [training.HYBRID, *training.flags(**{"parallel.pipeline": 2}), "--dry-run", "--world_size", "2"]
-PLAN = [training.HYBRID, *training.flags(DEPTH=2), "--world_size", "2", "--plan"]
 PROGRAMS = {  # those that fork, and need CUDA in their forks
     "--dry-run": DRY_RUN,
     "--dry-run, with DALI imported": [
         "vit_imagenet_dali/train.py",
         *("--config", "config.py", *set_flags(IMAGENET), "--dry-run", "--world_size", "2"),
     ],
-    "--plan h100": [*PLAN, "h100"],
-    "--plan here": [*PLAN, "here"],
-    "bench.py plan": ["scripts/bench.py", "plan", "--small", "--only", "Caltech101, NAIVE bf16"],
-    "--parity": [training.HYBRID, *training.flags(DEPTH=2, IMG_SIZE=16), "--parity", "DP 2"],
 }
+if (ROOT / "tools").exists():
+    PROGRAMS["parity"] = ["tools/parity/__main__.py", str(ROOT / training.HYBRID), "DP 2"]
+    PROGRAMS["parity"] += training.flags(DEPTH=2, IMG_SIZE=16)
 
 
 SCRIPTS = ["vit_cifar10_hybrid/train_hybrid.py", "vit_cifar10_hybrid/train_dp.py", "vit_caltech101_amp/train.py"]
@@ -63,7 +61,7 @@ def test_cuda_is_started_in_forks_only(name, starts):
     assert program not in started
 
 
-def test_train_scripts_import_neither_planner_nor_matplotlib(starts):
+def test_train_scripts_import_neither_dry_run_nor_matplotlib(starts):
     assert starts["modules"][1] == []
 
 

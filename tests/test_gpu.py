@@ -169,11 +169,12 @@ def test_losses_of_the_other_examples(script, values, on_gpu, tmp_path):
     assert losses(on_gpu, tmp_path / "gpu") == pytest.approx(losses(on_cpu, tmp_path / "cpu"), rel=1e-4)
 
 
+@pytest.mark.skipif(not (ROOT / "tools").exists(), reason="without tools/")
 def test_layouts_agree_tensor_by_tensor(programs, start):
     """In float64, each rank a fork on a GPU of its own; also two micro-steps on one, where there is no other."""
     values = {**MODEL, **start(layouts.MODEL["IMG_SIZE"])}
-    command = ["python", "train_hybrid.py", *training.flags(**values), "--parity", "accumulation 2", "DP 2"]
-    code, said = launchers.run(command, cwd=ROOT / "vit_cifar10_hybrid", gpus=True, **programs)
+    command = ["python", "-m", "tools.parity", training.HYBRID, *training.flags(**values), "accumulation 2", "DP 2"]
+    code, said = launchers.run(command, cwd=ROOT, gpus=True, **programs)
     assert code == 0, said
     alone, replicas = said.splitlines()
     agrees = r": all \d+ tensors of 3 steps agree to "

@@ -118,8 +118,6 @@ def in_one_process(tmp_path):
         (["--max-steps=3", "--max-steps", "0"], ["--max-steps 0", "at least 1"]),  # of two, the last one counts
         (["--resume=nowhere", "--eval-only", "--resume=never"], ["--eval-only evaluates", "--resume never"]),
         (["--eval-only", "--dry-run"], ["--eval-only and --dry-run are given: each does something else"]),
-        (["--dry-run", "--parity"], ["--dry-run and --parity are given"]),
-        (["--own-precision"], ["--own-precision is of --parity: give both"]),
         (["--resume", ""], ["--resume ''", "empty"]),
     ]
 

@@ -365,6 +365,14 @@ def test_a_key_that_the_script_does_not_use_is_refused(script, override, tmp_pat
         schemas.script(script).load(tmp_path / "config.py", [override])
 
 
+@pytest.mark.parametrize("flags", [[], ["--dry-run"]])
+@pytest.mark.parametrize("script", [training.HYBRID, training.DATA_PARALLEL, training.CALTECH101])
+def test_a_script_that_does_not_mix_refuses_it(script, flags, tmp_path):
+    line = training.refused(tmp_path / "run", 1, *flags, script=script, **training.MIX)
+    assert "mix = {'mixup': 0.8, 'cutmix': 1.0, " in line
+    assert line.endswith("neither this script nor its LOADER mixes images: leave it out")
+
+
 @pytest.mark.parametrize("name", ["config_pipeline_parallel.py", "config_tensor_1d.py"])
 def test_the_tutorials_names_set_the_layout_whether_a_file_computes_it_from_them_or_not(name):
     path = fork_ranks.ROOT / "vit_cifar10_hybrid/configs" / name

@@ -30,15 +30,13 @@ from colossal_vit.results import read_metrics
 from PIL import Image
 
 import build_tfrecords
+import checkout
 import fork_ranks
 import launchers
 import schemas
 import warm
+from checkout import PAGES
 from fork_ranks import ROOT
-
-TRACKED = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
-FILES = [ROOT / name for name in TRACKED.stdout.split("\n") if name and (ROOT / name).exists()]
-PAGES = [path for path in FILES if path.suffix == ".md" and "results" not in path.parts]
 
 FENCE = re.compile(
     r"(?:^<!-- not typed: (?P<reason>.+?) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
@@ -53,7 +51,8 @@ def flags(values, steps=1):
 
 # Appended to the first train command that holds the words, in this order.
 SMALLER = {
-    "--parity": [],  # small as it is
+    "tools.parity": [],  # small as it is
+    "python -m tools.planner": flags(HYBRID, steps=None),
     "train_hybrid.py --config ./configs/config_hybrid_parallel.py --set IMG_SIZE=32": flags({}),
     "train_dp.py": flags(TIMM),
     "train_hybrid.py --config ./configs/config_tensor_3d.py --dry-run": [],
@@ -180,10 +179,7 @@ def test_what_agrees_and_what_does_not():
 def clone(tmp_path_factory):
     """The tracked and new files in an empty folder whose name has a space, with this environment."""
     root = tmp_path_factory.mktemp("pages") / "a clone"
-    for path in FILES:
-        target = root / path.relative_to(ROOT)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(path, target)
+    checkout.copy(root)
     (root / ".venv").symlink_to(sys.prefix)
     write_own_images(root)
     return root
@@ -303,11 +299,13 @@ def test_flags_of_a_command_that_cannot_run_here(page, command, folder):
     elif script.endswith("train_slurm.sh"):
         argv = ["--config", *argv]
     elif script == "scripts/sample_data.py":
-        assert argv[0] == "fashion-mnist"  # test_fashion_mnist.py runs it
+        assert argv[0] == "fashion-mnist"  # test_sample_data.py runs it
         return
     elif script == "build_tfrecords.py":
         build_tfrecords.parse(argv)
         return
+    elif "tools.planner" in words:
+        argv = argv[: argv.index("--machine")]
     elif Path(script).name in ("bench.py", "benchmark.py", "gpu_check.sh"):
         program = (folder / script).with_suffix(".py").resolve()
         enter = partial(sys.path.insert, 0, str(ROOT / "scripts"))  # as python does

@@ -6,7 +6,8 @@ from functools import cache
 from colossal_vit.launch.flags import get_parser
 from PIL import Image
 
-from test_repository import FILES, PAGES, ROOT, pages
+from checkout import FILES, PAGES, pages
+from fork_ranks import ROOT
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 IMAGE = re.compile(r'<img (?:align="right" )?src="([^"]+)" width="(\d+)" alt="([^"]+)">')
@@ -72,12 +73,15 @@ def test_every_flag_is_on_the_page():
 
 
 OTHERS = {  # flags of other programs that the pages name, by who has them
+    "tools/planner": {"--machine", "--spec"},
     "bash": {"--cu12", "--fast", "--minutes", "--rehearse", "--check", "--cases", "--seed", "--torchrun"},
     "build_tfrecords.py": {"--verify", "--check", "--index-only", "--synset-map", "--test-fraction"},
     "scripts/bench.py": {"--before", "--tf32", "--synthetic", "--find-batch-size"},
     "python -m colossal_vit.checkpoint": {"--dtype", "--img-size", "--num-classes", "--ema"},
     "python -m colossal_vit.predict": {"--top", "--ema"},
     "scripts": {"--only", "--write", "--accumulation"},
+    "python -m tools.parity": {"--own-precision"},
+    "earlier versions": {"--plan", "--parity", "--eval-knn"},
     "tests/stress": {"--cases", "--seed", "--ignore"},
     "torchrun": {"--standalone", "--nnodes", "--rdzv_backend", "--rdzv_endpoint", "--max-restarts", "--nproc_per_node"},
     "its rendezvous": {"--rdzv_conf"},

@@ -1,7 +1,7 @@
 """The train scripts that tools look at, by their paths."""
 
-import importlib.util
 import sys
+from importlib import util
 from pathlib import Path
 
 from colossal_vit.errors import UserError
@@ -9,7 +9,7 @@ from colossal_vit.main import Script
 
 
 def load(path: str | Path) -> Script:
-    """The `SCRIPT` of a train script, whose folder comes first on `sys.path`, as when Python runs it.
+    """The `SCRIPT` of a train script. Its folder comes first on `sys.path`, as when Python runs it.
 
     Raises:
         UserError: if there is no such file, or it is no train script.
@@ -18,9 +18,12 @@ def load(path: str | Path) -> Script:
     if not path.is_file():
         raise UserError(f"{path}: no such train script")
     sys.path.insert(0, str(path.parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not isinstance(script := getattr(module, "SCRIPT", None), Script):
+    module = sys.modules.get(path.stem)
+    if getattr(module, "__file__", None) != str(path):  # train.py is a name that several have
+        spec = util.spec_from_file_location(path.stem, path)
+        module = sys.modules[path.stem] = util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    script = getattr(module, "SCRIPT", None)
+    if not isinstance(script, Script):
         raise UserError(f"{path}: has no SCRIPT = Script(...), as train scripts have")
     return script

@@ -34,12 +34,11 @@ from typing import Any, NamedTuple, NotRequired
 from colossal_vit import typed_json
 from colossal_vit.data.decoding import FORMATS
 from colossal_vit.data.folders import INDEX_FILES, TEST, VALIDATION, has_class_folders
-from colossal_vit.data.image_files import prepare_image
-from colossal_vit.data.worker_pool import run_all, worker_pool
 from colossal_vit.errors import Parser, TrainingError, UserError, blame, in_one_line, run_command
 from colossal_vit.files import sync
 from typing_extensions import TypedDict
 
+from image_files import prepare_image
 from packing_source import scan, scan_unsplit
 from tfrecord import (
     NUM_CLASSES,
@@ -54,6 +53,7 @@ from tfrecord import (
     record_faults,
     record_size,
 )
+from worker_pool import run_all, worker_pool
 
 NAME = "build_tfrecords.py"
 TEST_FRACTION = 0.2

@@ -29,7 +29,6 @@ from colossal_vit.data.devices import to_device
 from colossal_vit.data.digits import digits
 from colossal_vit.data.folders import INDEX_FILES
 from colossal_vit.data.identity import describe_data, settle_classes
-from colossal_vit.data.image_files import is_plain, prepare_image, simplify_exif
 from colossal_vit.data.loaders import data_folder
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.errors import UserError
@@ -43,6 +42,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 import build_tfrecords
+from image_files import is_plain, prepare_image, simplify_exif
 from tfrecord import (
     NUM_CLASSES,
     NUM_SHARDS,
@@ -496,6 +496,8 @@ def build(run: Run) -> tuple[Loader, Loader]:
     Raises:
         UserError: on every rank, if any rank cannot read the records, or they do not fit the config.
     """
+    import nvidia.dali  # noqa: F401 whose absence is an error from here on
+
     config, data = run.config, data_folder(run, "ImageNet", write_sample)
     with raise_on_all_ranks():
         splits = [find_records(data, split) for split in NUM_SHARDS]

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import google_crc32c
 from colossal_vit.data.folders import INDEX_FILES, SYSTEM_FOLDERS, refuse_run
-from colossal_vit.data.image_files import prepare_image
-from colossal_vit.data.worker_pool import run_all, worker_pool
 from colossal_vit.errors import UserError, blame
 from colossal_vit.files import write_text
+
+from image_files import prepare_image
+from worker_pool import run_all, worker_pool
 
 if TYPE_CHECKING:
     from colossal_vit.parallel.ranks import RankLogger

@@ -4,4 +4,6 @@ import sys
 from pathlib import Path
 
 # The modules of the examples, which benchmarks measure. No two have the same name but `train`, which none imports.
-sys.path += [str(Path(__file__).resolve().parents[2] / name) for name in ("vit_cifar10_hybrid", "vit_imagenet_dali")]
+# The last folder is the root, for tools/.
+FOLDERS = ("vit_cifar10_hybrid", "vit_imagenet_dali", "")
+sys.path += [str(Path(__file__).resolve().parents[2] / name) for name in FOLDERS]

@@ -24,8 +24,9 @@ from colossalai.context import Config
 from tools import scripts
 from tools.parity.compare import Difference, compare, largest_of
 from tools.parity.ranks import Ranks
-from tools.parity.records import ACCURACIES
+from tools.parity.records import ACCURACIES, Key
 
+DOUBLE = {"fp16": None, "DTYPE": "float64"}  # the config values of float64
 STEPS, RESUMED = 3, 2  # steps, and the one after which a run is resumed
 EXACT = 1e-11  # relative difference of any tensor in fp64
 # In the config's own precision a tensor may differ by so many times what it differs by from fp64, in one process.
@@ -58,7 +59,7 @@ def parse_layout(name: str) -> dict[str, int]:
 
 
 def num_processes(factors: dict[str, int]) -> int:
-    """Of a layout."""
+    """How many processes a layout has."""
     return math.prod(number for word, number in factors.items() if word in PROCESSES)
 
 
@@ -110,7 +111,7 @@ def parse(words: Sequence[str] | None = None) -> tuple[Build, Arguments]:
     parser.add_argument("--own-precision", action="store_true", help="the config's precision instead of float64")
     parsed = parser.check(parser.parse_intermixed_args(words, Arguments()))
     if parsed.dry_run or parsed.eval_only:
-        raise UserError("parity compares layouts that train: leave out --dry-run, --eval-only and --eval-knn")
+        raise UserError("parity compares layouts that train: leave out --dry-run and --eval-only")
     script = scripts.load(parsed.path)
     return script.build, script.parse([]).replace(**vars(parsed))
 
@@ -154,7 +155,6 @@ class Comparison:
         self.config, self.folder, self.is_hybrid = config, folder, "MODEL" not in config
         self.own_precision = args.own_precision
         self.ranks = Ranks(build, args)
-        double = {"fp16": None, "DTYPE": "float64"}
         self.alone = {
             "gradient_accumulation": 1,
             "zero": None,
@@ -162,23 +162,24 @@ class Comparison:
             "checkpoint": {"every_steps": 1, "keep": STEPS},
         }
         self.alone |= {"parallel": None, "model": None} if self.is_hybrid else {}
-        self.alone |= {} if self.own_precision else double
+        self.alone |= {} if self.own_precision else DOUBLE
         self.one = self.ranks.train(1, self.alone, folder / "one", STEPS)
         if self.one and (made := max(step for step, *_ in self.one)) < STEPS:
             raise UserError(f"parity compares {STEPS} steps, but this config makes {made}: raise NUM_EPOCHS")
-        self.limits = dict.fromkeys(self.one, EXACT)
-        if self.own_precision:
-            exact = self.ranks.train(1, {**self.alone, **double}, folder / "exact", STEPS)
-            apart = {key: error for key, error, _ in compare(exact, self.one) if key in exact and key in self.one}
-            self.limits = dict.fromkeys(self.one, ROUNDINGS * EPSILON)
-            self.limits |= {key: ROUNDINGS * max(error, EPSILON) for key, error in largest_of(apart, self.one).items()}
-            last = {key[:2]: limit for key, limit in self.limits.items()}
-            for step, kind, _ in self.one:
-                if kind in COMPUTED_FROM:
-                    limit = max(last[step, kind], last[step, COMPUTED_FROM[kind]] / ROUNDINGS)
-                    self.limits[step, kind, ""] = limit
-            # Rounding may put an image into another class.
-            self.limits |= {key: math.inf for key in self.one if key[1] in ACCURACIES}
+        self.limits = self._limits_of_rounding() if self.own_precision else dict.fromkeys(self.one, EXACT)
+
+    def _limits_of_rounding(self) -> dict[Key, float]:
+        """How much each tensor may differ in the config's own precision, relative to its largest value."""
+        exact = self.ranks.train(1, {**self.alone, **DOUBLE}, self.folder / "exact", STEPS)
+        apart = {key: error for key, error, _ in compare(exact, self.one) if key in exact and key in self.one}
+        limits = dict.fromkeys(self.one, ROUNDINGS * EPSILON)
+        limits |= {key: ROUNDINGS * max(error, EPSILON) for key, error in largest_of(apart, self.one).items()}
+        last = {key[:2]: limit for key, limit in limits.items()}
+        for step, kind, _ in self.one:
+            if kind in COMPUTED_FROM:
+                limits[step, kind, ""] = max(last[step, kind], last[step, COMPUTED_FROM[kind]] / ROUNDINGS)
+        # Rounding may put an image into another class.
+        return limits | {key: math.inf for key in self.one if key[1] in ACCURACIES}
 
     def default_layouts(self) -> dict[str, dict[str, int]]:
         """The layouts that are tried if none is named; under a launcher, those with as many processes as it started."""

@@ -1,6 +1,5 @@
 """Caltech101: found, split, decoded once, augmented as torchvision would, and learnt."""
 
-import io
 import os
 import shutil
 import time
@@ -10,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 from colossal_vit import config as configs
-from colossal_vit.config.settings import CALTECH101
-from colossal_vit.data import class_images, image_files, image_folder
+from colossal_vit.data import class_images, image_folder
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.ranks import RankLogger
@@ -22,6 +20,7 @@ from torchvision.transforms import v2
 
 import caltech101
 import fork_ranks
+import schemas
 import training
 from conftest import encode, photograph
 
@@ -33,7 +32,7 @@ SMALL = dict(
 )
 SMALL |= dict(OPTIMIZER="adamw", LEARNING_RATE=5e-4, WEIGHT_DECAY=0.05, CROP_AREA=(0.7, 1.0), FLIP=False)
 SMALL |= dict(NUM_EPOCHS=12, TRAIN_PER_CLASS=110, NUM_CLASSES=101)
-SETTINGS = Config(configs.complete(dict(IMG_SIZE=32, SEED=0), CALTECH101))
+SETTINGS = Config(configs.complete(dict(IMG_SIZE=32, SEED=0), schemas.schema(schemas.CALTECH101)))
 
 
 @pytest.fixture(scope="module")
@@ -83,47 +82,6 @@ def test_images_of_every_format_are_read_and_what_is_none_is_said(few):
     assert images.left_out == [
         f"5 files that are no images are left out (.txt 3, .mp4 1, no ending 1), the first is {root}/readme.txt"
     ]
-
-
-def in_mode(image, mode):
-    """A grey image in another mode; with alpha, black that shows where the image is light."""
-    if mode == "I;16":
-        return Image.fromarray(np.asarray(image).astype(np.uint16) * 257)
-    if mode in ("RGBA", "LA"):
-        return Image.merge("RGBA", [*Image.new("RGB", image.size).split(), image]).convert(mode)
-    return image.convert(mode)
-
-
-MODES = {"I;16": "png tif pgm", "RGBA": "png tif webp", "LA": "png", "CMYK": "jpg tif", "1": "png gif bmp pbm"}
-MODES |= {"P": "png", "L": "png tif"}
-
-
-@pytest.mark.parametrize(("mode", "ending"), [(mode, ending) for mode in MODES for ending in MODES[mode].split()])
-@pytest.mark.parametrize("orientation", [1, 3, 6])
-def test_an_image_of_any_kind_is_the_same_in_all_scripts(tmp_path, mode, ending, orientation):
-    """Upright and with all its shades, as Pillow shows its pixels; and as build_tfrecords.py packs what it takes."""
-    rows, columns = (np.linspace(0, 255, side).round().astype(np.uint8) for side in (24, 36))
-    image = Image.fromarray(np.add.outer(rows // 4, columns // 2))
-    changed = in_mode(image, mode)
-    expected = np.asarray(image if changed.mode not in ("1", "RGBA", "LA") else changed.convert("L")).astype(int)
-    if changed.mode in ("RGBA", "LA"):
-        expected = 255 - np.asarray(image).astype(int)
-    turns = {1: 0, 3: 2, 6: 3}[orientation]
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    turned = ending in ("jpg", "png", "tif", "webp")
-    path = tmp_path / caltech101.FOLDER / "a" / f"1.{ending}"
-    path.parent.mkdir(parents=True)
-    options = {"webp": dict(lossless=True, exact=True), "jpg": dict(quality=100)}.get(ending, {})
-    changed.save(path, **(options | dict(exif=exif) if turned else options))
-    pixels = class_images.decode(caltech101.find_images(tmp_path), 24, 24, 0).astype(int)
-    expected = np.rot90(expected, turns if turned else 0)
-    top, left = ((side - 24) // 2 for side in expected.shape)
-    middle = slice(top, top + 24), slice(left, left + 24)
-    assert abs(pixels - expected[middle][..., None]).max() <= 3
-    if ending in ("jpg", "png"):
-        packed = Image.open(io.BytesIO(image_files.prepare_image(path.read_bytes(), quality=100)))
-        assert abs(np.asarray(packed).astype(int)[middle] - pixels).max() <= 4
 
 
 @pytest.mark.parametrize(("mode", "ending"), [("F", "tif"), ("I", "tif"), ("F", "pfm")])

@@ -1,5 +1,6 @@
 """Whatever reads an image for evaluation takes the same pixels of it: those of timm's transform for the export."""
 
+import io
 import resource
 
 import numpy as np
@@ -9,8 +10,7 @@ import torch
 from colossal_vit import config as configs
 from colossal_vit import predict
 from colossal_vit.checkpoint import timm_model
-from colossal_vit.config.settings import IMAGENET
-from colossal_vit.data import image_files, image_folder
+from colossal_vit.data import class_images, image_folder
 from colossal_vit.data.class_images import Decoded, Images
 from colossal_vit.data.samplers import EvalSampler
 from colossal_vit.errors import UserError
@@ -20,7 +20,9 @@ from PIL import Image
 from torchvision.transforms import v2
 
 import fork_ranks
+import image_files
 import imagenet_dali_dataloader as loaders
+import schemas
 from build_tfrecords import index_shard
 from tfrecord import encode_record, list_records
 
@@ -58,7 +60,7 @@ def records(paths, folder):
 
 def config_of(**values):
     always = dict(BATCH_SIZE=BATCH, NUM_CLASSES=1, SEED=0, MEAN=(0.5, 0.4, 0.3), STD=(0.2, 0.3, 0.4))
-    return Config(configs.complete({**always, **values}, IMAGENET))
+    return Config(configs.complete({**always, **values}, schemas.schema(schemas.IMAGENET)))
 
 
 def pixels(images, config):
@@ -223,3 +225,44 @@ def test_too_little_memory_is_named(read, tmp_path, monkeypatch):
     monkeypatch.setattr(Image.Image, "convert", exhausted)
     with pytest.raises((UserError, ValueError), match="cannot be decoded: out of memory"):
         read(path)
+
+
+def in_mode(image, mode):
+    """A grey image in another mode; with alpha, black that shows where the image is light."""
+    if mode == "I;16":
+        return Image.fromarray(np.asarray(image).astype(np.uint16) * 257)
+    if mode in ("RGBA", "LA"):
+        return Image.merge("RGBA", [*Image.new("RGB", image.size).split(), image]).convert(mode)
+    return image.convert(mode)
+
+
+MODES = {"I;16": "png tif pgm", "RGBA": "png tif webp", "LA": "png", "CMYK": "jpg tif", "1": "png gif bmp pbm"}
+MODES |= {"P": "png", "L": "png tif"}
+
+
+@pytest.mark.parametrize(("mode", "ending"), [(mode, ending) for mode in MODES for ending in MODES[mode].split()])
+@pytest.mark.parametrize("orientation", [1, 3, 6])
+def test_an_image_of_any_kind_is_the_same_in_all_scripts(tmp_path, mode, ending, orientation):
+    """Upright and with all its shades, as Pillow shows its pixels; and as build_tfrecords.py packs what it takes."""
+    rows, columns = (np.linspace(0, 255, side).round().astype(np.uint8) for side in (24, 36))
+    image = Image.fromarray(np.add.outer(rows // 4, columns // 2))
+    changed = in_mode(image, mode)
+    expected = np.asarray(image if changed.mode not in ("1", "RGBA", "LA") else changed.convert("L")).astype(int)
+    if changed.mode in ("RGBA", "LA"):
+        expected = 255 - np.asarray(image).astype(int)
+    turns = {1: 0, 3: 2, 6: 3}[orientation]
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    turned = ending in ("jpg", "png", "tif", "webp")
+    path = tmp_path / "a" / f"1.{ending}"
+    path.parent.mkdir()
+    options = {"webp": dict(lossless=True, exact=True), "jpg": dict(quality=100)}.get(ending, {})
+    changed.save(path, **(options | dict(exif=exif) if turned else options))
+    pixels = class_images.decode(class_images.find_images(tmp_path, tmp_path / ".decoded"), 24, 24, 0).astype(int)
+    expected = np.rot90(expected, turns if turned else 0)
+    top, left = ((side - 24) // 2 for side in expected.shape)
+    middle = slice(top, top + 24), slice(left, left + 24)
+    assert abs(pixels - expected[middle][..., None]).max() <= 3
+    if ending in ("jpg", "png"):
+        packed = Image.open(io.BytesIO(image_files.prepare_image(path.read_bytes(), quality=100)))
+        assert abs(np.asarray(packed).astype(int)[middle] - pixels).max() <= 4

@@ -1,6 +1,7 @@
 """Which records the DALI loader gives to whom, what it makes of them, and what becomes of bad ones."""
 
 import functools
+import importlib
 import io
 import itertools
 import math
@@ -19,11 +20,9 @@ import timm
 import torch
 from colossal_vit import config as configs
 from colossal_vit.checkpoint import timm_model
-from colossal_vit.config.settings import IMAGENET
 from colossal_vit.data.augment import CROP_ASPECT, erase
 from colossal_vit.data.batches import IGNORED
 from colossal_vit.data.decoding import read_rgb
-from colossal_vit.data.image_files import is_plain, prepare_image
 from colossal_vit.engine.micro_batches import MicroBatches
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.ranks import RankLogger
@@ -38,8 +37,10 @@ import build_tfrecords
 import dali_augmentation as augmentation
 import fork_ranks
 import imagenet_dali_dataloader as loaders
+import schemas
 import tfrecord
 from conftest import encode, photograph
+from image_files import is_plain, prepare_image
 from tfrecord import (
     NUM_SHARDS,
     Records,
@@ -114,7 +115,7 @@ def examples(shard):
 def config_of(**values):
     """Some values in place of the defaults of a config."""
     always = dict(BATCH_SIZE=32, IMG_SIZE=SIZE, NUM_CLASSES=2000, SEED=1, NUM_EPOCHS=300, gradient_accumulation=1)
-    return Config(configs.complete({**always, **values}, IMAGENET))
+    return Config(configs.complete({**always, **values}, schemas.schema(schemas.IMAGENET)))
 
 
 def loader(data, split="train", records=None, rank=None, num_ranks=None, with_images=None, **values):
@@ -922,6 +923,17 @@ def test_a_run_gets_its_loaders_and_every_rank_its_mistakes(copied, tmp_path):
     assert first[:2] == second[:2] == (1436, 1436 // 2 // 8)
     assert first[2] + second[2] == 360
     assert first[3] != second[3]
+
+
+def test_a_dry_run_does_without_dali(monkeypatch):
+    """And so do random images."""
+    monkeypatch.setitem(sys.modules, "nvidia.dali", None)
+    for name in ("imagenet_dali_dataloader", "dali_augmentation"):
+        monkeypatch.delitem(sys.modules, name)
+    loader = importlib.import_module("imagenet_dali_dataloader")
+    assert loader.NUM_IMAGES == 1_281_167
+    with pytest.raises(ModuleNotFoundError, match="dali"):
+        loader.build(None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

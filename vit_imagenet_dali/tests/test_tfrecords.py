@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from colossal_vit.data import class_images, decoding, image_files
+from colossal_vit.data import class_images, decoding
 from colossal_vit.data.digits import digits
 from colossal_vit.parallel.ranks import RankLogger
 from nvidia.dali import fn, pipeline_def
@@ -32,6 +32,7 @@ from tensorboard.compat.tensorflow_stub import errors
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
 
 import build_tfrecords
+import image_files
 import launchers
 import tfrecord
 from conftest import encode, photograph

@@ -1,4 +1,4 @@
-"""Slips in engine, optimizers, precision, hooks, evaluation, launch signals and the plan."""
+"""Slips in engine, optimizers, precision, hooks, evaluation, launch signals and the planner."""
 
 from tools.parity.planted.slips import Slip
 
@@ -418,10 +418,10 @@ SLIPS: list[Slip] = [
     ),
     Slip(
         "owners taken as even",
-        "colossal_vit/plan/memory.py",
+        "tools/planner/stages.py",
         "max(loads) / sum(sizes)",
         "1 / num_ranks",
-        ("tests/test_plan.py::test_the_share_of_the_fullest_owner_is_that_of_the_engine",),
+        ("tools/planner/tests/test_schedule.py::test_the_share_of_the_fullest_owner_is_that_of_the_engine",),
     ),
     Slip(
         "a second signal at once kills",

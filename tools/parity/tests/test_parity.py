@@ -79,7 +79,7 @@ def test_in_the_config_s_own_precision_rounding_is_no_difference(capsys, monkeyp
 
 
 def test_a_command_that_trains_nothing_is_refused():
-    with pytest.raises(UserError, match="leave out --dry-run, --eval-only and --eval-knn"):
+    with pytest.raises(UserError, match="leave out --dry-run and --eval-only"):
         arguments("--dry-run")
 
 

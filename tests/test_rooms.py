@@ -1,0 +1,56 @@
+"""Rooms that can be removed: without `tools/` and the other tutorials a tutorial trains, and its tests pass."""
+
+import subprocess
+import sys
+
+import pytest
+
+import checkout
+import fork_ranks
+import launchers
+import training
+
+SCRIPTS = [training.IMAGENET, training.HYBRID, training.DATA_PARALLEL, training.CALTECH101]
+
+
+@pytest.fixture(scope="module", params=checkout.FOLDERS)
+def room(request, tmp_path_factory):
+    """A copy of the repository with one tutorial, without `tools/`; and the name of the tutorial's folder."""
+    root = tmp_path_factory.mktemp("rooms")
+    checkout.copy(root, "tools", *({*checkout.FOLDERS} - {request.param}))
+    return root, request.param
+
+
+def python(root, *words, cwd="."):
+    """Run Python with the modules of a copy."""
+    variables = launchers.environment(PYTHONPATH=str(root))
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd=root / cwd, env=variables, capture_output=True, text=True)
+
+
+def test_a_tutorial_trains_alone(room):
+    root, folder = room
+    for script in [script for script in SCRIPTS if script.startswith(folder)]:
+        _, config, *values = training.flags(script=script)
+        config = config.replace(str(fork_ranks.ROOT), str(root))
+        output = root / "runs" / script
+        done = python(root, root / script, "--config", config, *values, "--output", output, "--max-steps", "2")
+        assert done.returncode == 0, done.stderr
+        assert [step["step"] for step in training.lines_of(output / "metrics.jsonl") if "loss" in step] == [1, 2]
+
+
+def test_tests_of_a_tutorial_pass_alone(room):
+    root, folder = room
+    if not (root / folder / "tests").exists():
+        pytest.skip("has no tests of its own")
+    done = python(root, "-m", "pytest", "-q", "-x", f"{folder}/tests")
+    assert done.returncode == 0, done.stdout[-6000:]
+
+
+WORDS = ("parity", "planted")  # names of tools
+
+
+def test_the_library_names_no_tool():
+    library = [path for path in checkout.FILES if path.is_relative_to(fork_ranks.ROOT / "colossal_vit")]
+    found = {path for path in library if any(word in path.read_text().lower() for word in WORDS)}
+    assert not found
