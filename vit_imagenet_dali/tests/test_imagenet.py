@@ -16,13 +16,14 @@ import training
 from tfrecord import index_path
 
 FOLDER = fork_ranks.ROOT / "vit_imagenet_dali"
+load = schemas.script(schemas.IMAGENET).load
 SAMPLE = dict(script=training.IMAGENET, small=False)  # the sample's config as it is
 RECIPES = {"config.py": "B/16 78.58 h", "config_vit_b32.py": "B/32 14.58 h", "config_vit_l32.py": "L/32 37.83 h"}
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_configs_are_the_recipe_of_the_readme(name):
-    config = schemas.script(schemas.IMAGENET).load(FOLDER / name)
+    config = load(FOLDER / name)
     rows = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|", (FOLDER / "README.md").read_text(), re.MULTILINE)
     readme = {what: (published, here) for what, published, here in rows}
     assert config.BATCH_SIZE * config.gradient_accumulation * 4 == config.GLOBAL_BATCH == 32_768
@@ -55,7 +56,7 @@ def test_plan_has_pairs_of_images_for_mix():
 
 
 def test_plan_says_that_the_gpus_cannot_share_the_global_batch(tmp_path):
-    config = schemas.script(schemas.IMAGENET).load(FOLDER / "config_vit_b32.py", ["GLOBAL_BATCH=32768"])
+    config = load(FOLDER / "config_vit_b32.py", ["GLOBAL_BATCH=32768"])
     *rows, last = planning.schedule(config, tmp_path, 3)
     assert [row.split()[0] for row in rows[2:]] == ["4", "64", "1024"]
     assert last == "as it is, the config makes a global batch of 24,576 on 3 GPU(s): 3 cannot make 32,768"
@@ -63,9 +64,7 @@ def test_plan_says_that_the_gpus_cannot_share_the_global_batch(tmp_path):
 
 def test_hours_as_published(tmp_path):
     """And for the number of GPUs at hand."""
-    header, _, *rows = planning.schedule(
-        schemas.script(schemas.IMAGENET).load(FOLDER / "config_vit_b32.py"), tmp_path, 8
-    )
+    header, _, *rows = planning.schedule(load(FOLDER / "config_vit_b32.py"), tmp_path, 8)
     assert "published, for an A100" in header
     assert [" ".join(row.split()) for row in rows[:2]] == ["4 256 32 11,700 14.58", "8 256 16 11,700 7.29"]
 
@@ -75,7 +74,7 @@ def test_hours_of_an_earlier_run_and_of_a_damaged_one(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         "null\n" + "".join(f'{{"step": {n}, "epoch": 0, "loss": 1.0, "step_s": {s}}}\n' for n, s in ((1, 0.5), (2, 0)))
     )
-    config = schemas.script(schemas.IMAGENET).load(FOLDER / "config_vit_b32.py")
+    config = load(FOLDER / "config_vit_b32.py")
     for content, words in (
         ('{"BATCH_SIZE": 64, "gradient_accumulation": 2}', None),
         ("{}", "config.json: lacks BATCH_SIZE, gradient_accumulation"),
@@ -91,7 +90,7 @@ def test_hours_of_an_earlier_run_and_of_a_damaged_one(tmp_path):
 
 def test_another_global_batch_is_kept_and_said(tmp_path):
     """What the config makes on the GPUs at hand, unless it names another one. No published hours for other models."""
-    config = schemas.script(schemas.IMAGENET).load(FOLDER / "config_vit_b32.py", ["GLOBAL_BATCH=1024", "DEPTH=6"])
+    config = load(FOLDER / "config_vit_b32.py", ["GLOBAL_BATCH=1024", "DEPTH=6"])
     header, _, *rows, last = planning.schedule(config, tmp_path, 8)
     assert header == "a global batch of 1,024, 1,281,167 images an epoch; set IMAGES_PER_S for hours"
     assert [" ".join(row.split()[:3]) for row in rows] == ["4 256 1", "8 128 1", "64 16 1"]  # mix needs pairs
@@ -103,7 +102,7 @@ def test_another_global_batch_is_kept_and_said(tmp_path):
 
 
 def test_hours_of_a_rate_that_is_given(tmp_path):
-    config = schemas.script(schemas.IMAGENET).load(FOLDER / "config_vit_l32.py", ["IMAGES_PER_S=4300"])
+    config = load(FOLDER / "config_vit_l32.py", ["IMAGES_PER_S=4300"])
     assert re.fullmatch(r"64 +256 +2 +11,700 +0\.39", planning.schedule(config, tmp_path, 4)[3])
 
 
@@ -112,9 +111,7 @@ def test_steps_and_hours_of_other_tfrecords(tmp_path):
         index = index_path(tmp_path, "train", f"train-{shard:05d}-of-00002")
         index.parent.mkdir(parents=True, exist_ok=True)
         index.write_text("0 9\n9 9\n" * 32_768)
-    config = schemas.script(schemas.IMAGENET).load(
-        FOLDER / "config_vit_l32.py", ["IMAGES_PER_S=4096", f"DATA={str(tmp_path)!r}"]
-    )
+    config = load(FOLDER / "config_vit_l32.py", ["IMAGES_PER_S=4096", f"DATA={str(tmp_path)!r}"])
     header, _, row, *_ = planning.schedule(config, tmp_path, 4)
     assert header.startswith("a global batch of 32,768, 131,072 images an epoch; ")
     assert " ".join(row.split()) == "4 256 32 1,200 0.67"
@@ -127,9 +124,7 @@ def test_an_epoch_of_other_data_has_their_images(made, count, tmp_path):
         (tmp_path / folder).mkdir(parents=True)
         for name in ("notes.txt", *(f"{number}.jpg" for number in range(20))):
             (tmp_path / folder / name).touch()
-    config = schemas.script(schemas.IMAGENET).load(
-        FOLDER / "config_vit_l32.py", ["GLOBAL_BATCH=8", f"DATA={str(tmp_path)!r}"]
-    )
+    config = load(FOLDER / "config_vit_l32.py", ["GLOBAL_BATCH=8", f"DATA={str(tmp_path)!r}"])
     assert planning.schedule(config, tmp_path, 4)[0].startswith(f"a global batch of 8, {count:,} images an epoch; ")
 
 
