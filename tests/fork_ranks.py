@@ -190,8 +190,7 @@ def _launch(rank: int, world_size: int, port: int, config: Mapping) -> None:
     patches.apply()
     layout = {"pipeline": 1, "tensor": {"mode": None, "size": 1}}
     always = {"SEED": 0, "parallel": layout, "fp16": None, "gradient_accumulation": 1, "clip_grad_norm": 0.0}
-    script = schemas.IMAGENET if "MODEL" in config else schemas.HYBRID
-    settings = Config(configs.complete({**always, **config}, schemas.schema(script)))
+    settings = Config(configs.complete({**always, **config}, schemas.schema_for(config)))
     rendezvous = Rendezvous("none", rank, rank, world_size, "localhost", port)
     store = join_store(rendezvous, PATIENCE, {})
     groups.launch_groups(settings, rendezvous, "gloo", store, PATIENCE, torch.device("cpu"))

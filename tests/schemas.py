@@ -2,9 +2,11 @@
 
 import importlib.util
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from colossal_vit.config.schema import SCHEMA
 from colossal_vit.config.settings import OPTIONAL, REQUIRED, Ignored, Settings
@@ -33,6 +35,13 @@ def script(path: str) -> Script:
 def schema(path: str) -> Settings:
     """All keys that a train script's config may have, with the script's own loader."""
     return schema_of(script(path).parse(["--config", "/nonexistent"]))
+
+
+def schema_for(config: Mapping[str, Any]) -> Settings:
+    """The keys of a script that trains a model of timm, if the config names one, or another."""
+    found = [path for path in (IMAGENET, CALTECH101, DP, HYBRID) if (ROOT / path).exists()]
+    found = [path for path in found if (path == HYBRID) != ("MODEL" in config)]
+    return schema(found[0]) if found else SCHEMA
 
 
 @cache

@@ -224,6 +224,17 @@ def test_too_little_memory_is_one_line(tmp_path, failing, said):
 # ---- Launchers -------------------------------------------------------------------------------------------------------
 
 
+COLOSSALAIS = {"config", "host", "port", "backend", "world_size", "rank", "local_rank"}
+OURS = {"accept-changes", "compile", "debug-nan", "dry-run", "eval-only", "exit-code-stopped", "launcher", "max-steps"}
+OURS |= {"on-save-error", "output", "profile", "resume", "set", "timeout", "wandb"}
+
+
+def test_there_are_these_flags_and_no_others():
+    """A new knob is a config key beside its owner."""
+    found = {flag for action in get_parser()._actions for flag in action.option_strings}
+    assert found == {f"--{name}" for name in {*COLOSSALAIS, *OURS, "local-rank", "help"}} | {"-h"}
+
+
 def test_takes_every_flag_of_colossalai():
     ours = {flag for action in get_parser()._actions for flag in action.option_strings}
     theirs = {flag for action in get_default_parser()._actions for flag in action.option_strings}

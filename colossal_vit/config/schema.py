@@ -110,9 +110,7 @@ DATA: Settings = {
     "TEST_FRACTION": Setting(
         number(0.001, 0.999), "share of each class to test on, of your own images without a folder for that", 0.2
     ),
-    "CROP_AREA": Setting(
-        AREA, "smallest and largest share of an image that a random crop is; not of CIFAR-10's", (0.08, 1.0)
-    ),
+    "CROP_AREA": Setting(AREA, "smallest and largest share of an image that a random crop is", (0.08, 1.0)),
     "FLIP": Setting(BOOL, "mirror training images at random", True),
     "REPEATS": Setting(
         whole(1, 100), "repeated augmentation: how often an image comes in an epoch, which has as many fewer images", 1

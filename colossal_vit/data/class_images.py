@@ -46,7 +46,6 @@ from tqdm import tqdm
 DECODER = b"4"  # differs for caches that another version of `decode` made
 CONTENTS, CHECKED, DAMAGED = "contents.json", "checked.json", "damaged.txt"  # files beside the decoded images
 ONE_COLOUR = "is of one colour"
-TRAIN_FRACTION, SPLIT_SEED = 0.8, 0
 
 
 class Images(NamedTuple):
@@ -160,33 +159,6 @@ def _say_left_out(root: Path, files: list[str]) -> list[str]:
     counts = ", ".join(f"{kind} {count}" for kind, count in kinds.most_common())
     first = in_one_line(str(root / files[0]))
     return [f"{len(files)} files that are no images are left out ({counts}), the first is {first}"]
-
-
-def split(images: Images, per_class: int | None = None) -> tuple[Tensor, Tensor]:
-    """Indices for training and for testing, the same in every run.
-
-    Caltech101 comes without a split. By default four fifths of each class are for training; the paper of the data set
-    takes `per_class` = 30 (L. Fei-Fei et al., CVPR 2004 workshop). The rest is for testing. The split is random with a
-    fixed seed, independent of SEED.
-
-    Raises:
-        UserError: if a class has no image left to test.
-    """
-    generator, train, test = np.random.default_rng(SPLIT_SEED), [], []
-    for label, name in enumerate(images.classes):
-        own = generator.permutation(np.flatnonzero(images.labels == label))
-        count = round(len(own) * TRAIN_FRACTION) if per_class is None else per_class
-        if not 0 < count < len(own):
-            there = f"{images.root / name}: has {len(own)} image{'s'[: len(own) > 1]}"
-            if per_class is None:
-                raise UserError(f"{there}, but 3 are the fewest to train and to test on: add some, or leave it out")
-            raise UserError(
-                f"{there}, but TRAIN_PER_CLASS = {per_class} needs {per_class + 1}, so that one is left to test: lower "
-                f"TRAIN_PER_CLASS, or leave it out"
-            )
-        train.append(own[:count])
-        test.append(own[count:])
-    return torch.from_numpy(np.sort(np.concatenate(train))), torch.from_numpy(np.sort(np.concatenate(test)))
 
 
 def split_by_folder(images: Images) -> tuple[Tensor, Tensor]:

@@ -60,7 +60,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
         if key == "classes":
             before, after = map(_composed, (before, after))
         if before == after or (isinstance(before, int) and isinstance(after, list) and before == len(after)):
-            continue  # earlier checkpoints of CIFAR-10 have the number of classes only
+            continue  # earlier checkpoints may have the number of classes only
         if key == "classes" and isinstance(before, list) and isinstance(after, list):
             gone, came = ([name for name in a if name not in b][:3] for a, b in ((before, after), (after, before)))
             words = [f"{len(before)} classes → {len(after)}"] if len(before) != len(after) else []

@@ -387,7 +387,7 @@ SLIPS: list[Slip] = [
     ),
     Slip(
         "another split",
-        CLASS_IMAGES,
+        "vit_caltech101_amp/caltech101.py",
         "TRAIN_FRACTION, SPLIT_SEED = 0.8, 0",
         "TRAIN_FRACTION, SPLIT_SEED = 0.8, 1",
         SPLIT,
