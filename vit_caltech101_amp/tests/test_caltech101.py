@@ -133,10 +133,10 @@ def of_sizes(*sizes):
 def test_split_is_stratified_and_always_the_same(per_class, expected):
     images = of_sizes(10, 50) if per_class is None else of_sizes(31, 60)
     labels = images.labels
-    train, test = class_images.split(images, per_class)
+    train, test = caltech101.split(images, per_class)
     assert np.bincount(labels[train]).tolist() == expected
     assert sorted([*train.tolist(), *test.tolist()]) == list(range(len(labels)))
-    assert all(torch.equal(a, b) for a, b in zip(class_images.split(images, per_class), (train, test), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(caltech101.split(images, per_class), (train, test), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_split_is_stratified_and_always_the_same(per_class, expected):
 )
 def test_classes_that_are_too_small_to_split_are_named_with_a_remedy(sizes, per_class, words):
     with pytest.raises(UserError, match=f"^{words}"):
-        class_images.split(of_sizes(*sizes), per_class)
+        caltech101.split(of_sizes(*sizes), per_class)
 
 
 def fill_cache(folder, size):
@@ -162,7 +162,7 @@ def fill_cache(folder, size):
 
 def test_split_is_that_of_earlier_versions():
     """Or a resumed run would train on images that it was tested on."""
-    train, test = class_images.split(of_sizes(10, 50))
+    train, test = caltech101.split(of_sizes(10, 50))
     generator = np.random.default_rng(0)
     first, second = generator.permutation(10), 10 + generator.permutation(50)
     assert test.tolist() == sorted([*first[8:], *second[40:]])
