@@ -1,7 +1,7 @@
 """The train scripts that tools look at, by their paths."""
 
 import sys
-from importlib import import_module
+from importlib import util
 from pathlib import Path
 
 from colossal_vit.errors import UserError
@@ -18,7 +18,12 @@ def load(path: str | Path) -> Script:
     if not path.is_file():
         raise UserError(f"{path}: no such train script")
     sys.path.insert(0, str(path.parent))
-    script = getattr(import_module(path.stem), "SCRIPT", None)
+    module = sys.modules.get(path.stem)
+    if getattr(module, "__file__", None) != str(path):  # train.py is a name that several have
+        spec = util.spec_from_file_location(path.stem, path)
+        module = sys.modules[path.stem] = util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    script = getattr(module, "SCRIPT", None)
     if not isinstance(script, Script):
         raise UserError(f"{path}: has no SCRIPT = launch.Script(...), as train scripts have")
     return script
