@@ -117,7 +117,7 @@ def in_one_process(tmp_path):
         (["--rank"], ["--rank", "expected one argument"]),
         (["--max-steps=3", "--max-steps", "0"], ["--max-steps 0", "at least 1"]),  # of two, the last one counts
         (["--resume=nowhere", "--eval-only", "--resume=never"], ["--eval-only evaluates", "--resume never"]),
-        (["--eval-only", "--dry-run"], ["--eval-only and --dry-run are given: each does something else"]),
+        (["--eval-only", "--dry-run"], ["--dry-run: not allowed with argument --eval-only"]),
         (["--resume", ""], ["--resume ''", "empty"]),
     ]
 
