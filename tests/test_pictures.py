@@ -7,7 +7,6 @@ import matplotlib
 import numpy as np
 import pytest
 import torch
-from colossal_vit import launch
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.plan import pictures, report
 from colossalai.legacy.core import global_context as gpc
@@ -57,7 +56,7 @@ def test_pieces_are_what_ranks_hold(layout):
 def test_a_picture_that_cannot_be_written_is_a_line(tmp_path):
     (tmp_path / "file").touch()
     argv = [*training.flags(**{**LAYOUTS["PP 2"][1], "DEPTH": 2}), "--dry-run", "--world_size", "2"]
-    args = launch.parse([*argv, "--output", str(tmp_path)], script="train_hybrid", check=vit.check_vit)
+    args = train_hybrid.SCRIPT.parse([*argv, "--output", str(tmp_path)])
     plans = report.plan(train_hybrid.build, args)
     said = pictures.write(report.draw_layout(plans), tmp_path / "file/run/layout.png")
     assert "layout.png cannot be written: Not a directory" in said
