@@ -17,7 +17,7 @@ ruff format --check .
 lint-imports --no-logo
 if [ "${1:-}" = --fast ]; then
     set -- "${@:2}" tests/test_{config,criterion,data,mfu,patches,run_directory,signatures}.py \
-        vit_imagenet_dali/tests/test_mixup.py \
+        vit_cifar10_hybrid/tests/test_cifar10.py vit_imagenet_dali/tests/test_mixup.py \
         "tests/test_layouts.py::test_same_curve_as_one_process["{"DP 2","PP 2","1D 2"}"]" \
         tests/test_devices.py::test_setup_knows_for_which_gpus_torch_has_kernels \
         "tests/test_zero.py::test_two_replicas_make_the_bits_of_ddp[fp32, AdamW]" \

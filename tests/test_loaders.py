@@ -139,7 +139,7 @@ def test_ranks_with_different_loaders_notice(tmp_path):
     before = _code(tmp_path / "arrays_of_a_rank.py")
     (tmp_path / "arrays_of_a_rank.py").write_text("def build(run): return 1\n")
     assert _code(tmp_path / "arrays_of_a_rank.py") != before
-    assert _code(None) == _code(None) != before
+    assert _code() == _code() != before
 
 
 def test_a_script_names_the_loader_beside_it():

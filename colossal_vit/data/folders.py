@@ -226,7 +226,7 @@ def download(root: Path, made: str, fetch: Callable[[Path], None], lacking: str,
         if other := [name for name in there if name not in DOWNLOADED or name == made]:
             raise UserError(
                 f"{asked}: {lacking}; it is downloaded to an empty or a new folder only, but {other[0]} is in this "
-                f"one: set DATA to another folder, or {by_hand}"
+                f"one: set DATA to another folder, or {by_hand}; a LOADER reads other formats"
             )
         with scratch_folder(root) as scratch:
             fetch(scratch)

@@ -205,7 +205,8 @@ def _without_data(run: Run) -> tuple[Loader, Loader | None]:
     config = run.config
     if run.alone:
         shape, batch = (config.BATCH_SIZE, 3, *[config.IMG_SIZE] * 2), config.BATCH_SIZE * run.layout.data
-        num_images = getattr(import_loader(run.args, config), "NUM_IMAGES", SYNTHETIC_IMAGES)
+        loader = find_loader(run.args, config)
+        num_images = getattr(loader and import_file(loader), "NUM_IMAGES", SYNTHETIC_IMAGES)
         return FakeBatches(num_images // batch, shape, run.device), None
     num_tested = SyntheticBatches.DISTINCT
     run.data = identify("SYNTHETIC", (SYNTHETIC_IMAGES, num_tested), config.NUM_CLASSES, "")

@@ -19,7 +19,7 @@ OF_A_RANK = {"rank", "local_rank", "host", "port", "launcher", "timeout", "outpu
 OF_A_RANK |= {"config", "set", "compile", "backend", "world_size", "settings", "check", "notes", "loader", "exits"}
 
 
-def _code(loader: Path | None) -> str:
+def _code(loader: Path | None = None) -> str:
     """A digest of the source files of this library, and of script, loader and the modules beside them that they import.
 
     Args:
