@@ -40,7 +40,7 @@ from tools.parity.planted.slips import Slip
 from tools.parity.planted.slips_data import SLIPS as DATA
 from tools.parity.planted.slips_engine import SLIPS as ENGINE
 
-sys.path.append(str(ROOT / "scripts"))
+sys.path += [str(ROOT / name) for name in ("scripts", "vit_cifar10_hybrid")]
 
 from layouts import CONFIG, MODEL, RANDOM, set_flags
 
