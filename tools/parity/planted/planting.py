@@ -18,6 +18,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
+from colossal_vit.provenance import ROOT
+
 CONTROL = "no defect"
 
 
@@ -85,6 +87,11 @@ class Job:
         return digest.hexdigest()
 
 
+def _is_own(path: str | None) -> bool:
+    """Whether a file or folder is this repository's, and not of an environment in it."""
+    return bool(path) and Path(path).is_relative_to(ROOT) and not Path(path).is_relative_to(sys.prefix)
+
+
 def _become(job: Job, folder: Path) -> None:
     """Run the program of a job in this fork.
 
@@ -93,10 +100,11 @@ def _become(job: Job, folder: Path) -> None:
     os.setsid()
     for stream, name in enumerate(("out", "err"), start=1):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-    for name in [name for name in sys.modules if name.split(".")[0] in ("colossal_vit", "layouts", "tools")]:
+    own = [name for name, module in sys.modules.items() if _is_own(getattr(module, "__file__", None))]
+    for name in set(own) - {"__main__"}:
         del sys.modules[name]
     os.environ["PYTHONPATH"] = str(folder)
-    sys.path.insert(0, str(folder))
+    sys.path[:] = [str(folder), *(path for path in sys.path if not _is_own(path))]
     if not Path(importlib.import_module("colossal_vit").__file__).is_relative_to(folder):
         sys.exit("this is not the code with the defect")
     job.program(folder)
