@@ -77,7 +77,8 @@ def test_two_commands_do_not_continue_each_other(tmp_path):
     """Through the command line: one is repeated and resumes, the other one begins."""
     script = tmp_path / "example" / "train_hybrid.py"
     script.parent.mkdir()
-    shutil.copy(SCRIPT, script)
+    for name in (SCRIPT.name, "vit.py", "vit_settings.py", "cifar10.py"):
+        shutil.copy(FOLDER / name, script.parent)
 
     def run(*more):
         result = fork_ranks.run(script, [*SHORT, *more])

@@ -283,10 +283,12 @@ def meant_by(name: str, value: Any) -> Any:
 
 
 def setting_at(path: str, schema: Settings = SCHEMA) -> Setting | Block | Ignored | None:
-    """The setting or block with a path, or with an older name; None if there is none."""
+    """The setting or block with a path, or with an older name, or the ignored key above it; None if there is none."""
     found: Setting | Block | Ignored | None = None
     settings = schema
     for key in OLDER_NAMES.get(path, path).split("."):
         found = settings.get(key)
+        if isinstance(found, Ignored):
+            break
         settings = found.settings if isinstance(found, Block) else {}
     return found
