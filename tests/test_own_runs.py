@@ -367,7 +367,8 @@ def test_a_key_that_the_script_does_not_use_is_refused(script, override, tmp_pat
 
 @pytest.mark.parametrize("flags", [[], ["--dry-run"]])
 @pytest.mark.parametrize("script", [training.HYBRID, training.DATA_PARALLEL, training.CALTECH101])
-def test_a_script_that_does_not_mix_refuses_it(script, flags, tmp_path):
+def test_a_script_that_does_not_mix_refuses_it(script, flags, tmp_path, monkeypatch):
+    monkeypatch.delenv("DATA", raising=False)  # each has its own sample
     line = training.refused(tmp_path / "run", 1, *flags, script=script, **training.MIX)
     assert "mix = {'mixup': 0.8, 'cutmix': 1.0, " in line
     assert line.endswith("neither this script nor its LOADER mixes images: leave it out")
