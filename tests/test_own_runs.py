@@ -354,7 +354,7 @@ def test_nothing_is_left_of_a_command_that_is_refused(tmp_path, monkeypatch):
         (training.DATA_PARALLEL, "MLP_RATIO=8"),
         (training.DATA_PARALLEL, "IMAGES_PER_S=1.0"),
         (training.HYBRID, "POSITIONS='sincos2d'"),
-        (training.HYBRID, "mix.mixup=0.2"),
+        *((script, "mix.mixup=0.2") for script in (training.HYBRID, training.DATA_PARALLEL, training.CALTECH101)),
         (training.CALTECH101, "MLP_RATIO=2"),
         (training.IMAGENET, "CHECKPOINT=True"),
     ],
@@ -363,15 +363,6 @@ def test_a_key_that_the_script_does_not_use_is_refused(script, override, tmp_pat
     (tmp_path / "config.py").touch()
     with pytest.raises(UserError, match=rf"^--set: unknown key {override.split('=')[0].split('.')[0]}"):
         schemas.script(script).load(tmp_path / "config.py", [override])
-
-
-@pytest.mark.parametrize("flags", [[], ["--dry-run"]])
-@pytest.mark.parametrize("script", [training.HYBRID, training.DATA_PARALLEL, training.CALTECH101])
-def test_a_script_that_does_not_mix_refuses_it(script, flags, tmp_path, monkeypatch):
-    monkeypatch.delenv("DATA", raising=False)  # each has its own sample
-    line = training.refused(tmp_path / "run", 1, *flags, script=script, **training.MIX)
-    assert "mix = {'mixup': 0.8, 'cutmix': 1.0, " in line
-    assert line.endswith("neither this script nor its LOADER mixes images: leave it out")
 
 
 @pytest.mark.parametrize("name", ["config_pipeline_parallel.py", "config_tensor_1d.py"])

@@ -123,8 +123,6 @@ class MixedBatches(LoaderWrapper):
             may be copies of one image, which leaves some with none but their own copies.
     """
 
-    is_mixed = True
-
     def __init__(self, loader: Loader, config: Config, rank: int | None = None, num_ranks: int | None = None):
         super().__init__(loader)
         if config.BATCH_SIZE % 2:

@@ -47,11 +47,9 @@ class Loader:
 
     Attributes:
         normalization: mean and standard deviation of each channel, which images were normalised with; None for none.
-        is_mixed: whether images are mixed as the block `mix` of the config says.
     """
 
     normalization: Normalization | None = None
-    is_mixed = False
 
     def __len__(self) -> int:
         """Batches of an epoch, on this rank."""
@@ -135,10 +133,6 @@ class LoaderWrapper(Loader):
     @property
     def normalization(self):
         return self.loader.normalization
-
-    @property
-    def is_mixed(self):
-        return self.loader.is_mixed
 
     def __len__(self) -> int:
         return len(self.loader)

@@ -203,8 +203,6 @@ def initialize(
         UserError: if features in the config exclude each other, or this machine lacks what one needs.
     """
     config = gpc.config
-    if config.get("mix") and train_dataloader is not None and not getattr(train_dataloader, "is_mixed", False):
-        raise UserError(f"mix = {dict(config.mix)}: neither this script nor its LOADER mixes images: leave it out")
     device = get_accelerator().get_current_device()
     _set_switches(config)
     _check(config, model)
