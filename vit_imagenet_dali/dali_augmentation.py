@@ -8,13 +8,16 @@ from math import log
 from typing import NamedTuple
 
 import numpy as np
-from colossal_vit.data.augment import BLUR, SOLARIZED, Erased
+import torch
+from colossal_vit.data.augment import BLUR, SOLARIZED
+from colossal_vit.data.devices import to_device
 from colossal_vit.rng import philox
 from colossalai.context import Config
 from nvidia.dali import fn, types
 from nvidia.dali.auto_aug.core import select, signed_bin
 from nvidia.dali.auto_aug.rand_augment import get_rand_augment_suite
 from nvidia.dali.data_node import DataNode
+from torch import Tensor
 
 ERASED_AREA, ERASED_ASPECT = (0.02, 0.33), (0.3, 3.3)  # as in torchvision's RandomErasing
 TRIES = 10  # to place a rectangle, as in torchvision
@@ -45,6 +48,20 @@ class Draws(NamedTuple):
     factors: np.ndarray
     operations: np.ndarray
     signs: np.ndarray
+
+
+class Erased(NamedTuple):
+    """Rectangles of a batch that noise replaces.
+
+    Attributes:
+        images: (E,), places in the batch.
+        rectangles: (E, 4), top, left, height and width in pixels.
+        noise: float32, normally distributed, of all rectangles one after the other, each (3, height, width).
+    """
+
+    images: np.ndarray
+    rectangles: np.ndarray
+    noise: np.ndarray
 
 
 KINDS = [(types.FLOAT64, 1), (types.INT32, 0), (types.INT32, 0), (types.FLOAT, 0), (types.FLOAT, 1)]
@@ -187,3 +204,13 @@ def augment(images: DataNode, config: Config, draws: Draws) -> DataNode:
     if how.get("color_jitter"):
         images = jitter(images, draws.factors[0], draws.factors[1], draws.factors[2])
     return images
+
+
+def erase(images: Tensor, erased: Erased) -> None:
+    """Replace parts of normalised images (B, 3, H, W) by noise, in place."""
+    chosen, rectangles, noise = (to_device(torch.from_numpy(part), images.device) for part in erased)
+    corner, size = rectangles[:, :2, None], rectangles[:, 2:, None]
+    pixels = torch.arange(max(images.shape[2:]), device=images.device)
+    rows, columns = ((corner <= pixels) & (pixels < corner + size)).unbind(1)  # (E, pixels)
+    mask = rows[:, None, : images.shape[2], None] & columns[:, None, None, : images.shape[3]]
+    images[chosen] = images[chosen].masked_scatter_(mask, noise.to(images.dtype))

@@ -22,7 +22,7 @@ import torch
 from colossal_vit.config import rules
 from colossal_vit.config.rules import BOOL, NON_NEGATIVE_INT, POSITIVE_INT
 from colossal_vit.config.settings import Block, Setting, Settings
-from colossal_vit.data.augment import CROP_ASPECT, Erased, erase
+from colossal_vit.data.augment import CROP_ASPECT
 from colossal_vit.data.batches import IGNORED, Loader, SampledLoader, read_ahead, sees_images
 from colossal_vit.data.cropping import source, trim
 from colossal_vit.data.devices import to_device
@@ -123,7 +123,7 @@ class Batch(NamedTuple):
     encoded: list[np.ndarray]
     labels: Tensor
     draws: "augmentation.Draws | None" = None
-    erased: Erased | None = None
+    erased: "augmentation.Erased | None" = None
 
     @property
     def inputs(self) -> tuple[Any, ...]:
@@ -397,7 +397,7 @@ class DaliLoader(SampledLoader):
             else:
                 images = torch.from_dlpack(images.as_tensor())
             if batch.erased:
-                erase(images, batch.erased)
+                augmentation.erase(images, batch.erased)
             self.unused.append(batch.buffer)
             yield images, batch.labels
 

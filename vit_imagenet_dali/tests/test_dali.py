@@ -20,7 +20,7 @@ import timm
 import torch
 from colossal_vit import config as configs
 from colossal_vit.checkpoint import timm_model
-from colossal_vit.data.augment import CROP_ASPECT, erase
+from colossal_vit.data.augment import CROP_ASPECT
 from colossal_vit.data.batches import IGNORED
 from colossal_vit.data.decoding import read_rgb
 from colossal_vit.engine.micro_batches import MicroBatches
@@ -708,7 +708,7 @@ def test_erasing_replaces_a_rectangle_by_noise_drawn_by_image():
         _, drawn = augmentation.draw(config_of(augment=dict(erase=probability)), 2, numbers)
         images = torch.full((len(numbers), 3, SIZE, SIZE), -40.0)
         if drawn:
-            erase(images, drawn)
+            augmentation.erase(images, drawn)
         return images
 
     assert (erased(0.0, np.arange(64)) == -40).all()
