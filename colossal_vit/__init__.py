@@ -20,7 +20,6 @@ def _report(kind: type[BaseException], *rest: Any) -> None:
 
 sys.excepthook = _report  # Python then ends as SIGINT ends a process, which shells call exit code 130
 
-import numpy  # noqa: E402, F401 which torch would import, and go on without it after a Ctrl-C
 from colossal_vit import streams  # noqa: E402
 from colossal_vit.compat.stand_ins import install  # noqa: E402
 

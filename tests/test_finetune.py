@@ -82,7 +82,7 @@ def build_engine():
     model = build_timm_vit(config) if "MODEL" in config else vit.build_vit(config, layout)
     engine, *_ = initialize(model, build_optimizer(config, model), col_nn.CrossEntropyLoss())
     log = RankLogger(torch.distributed.get_rank())
-    return engine, Run(parse(["--eval-only"]), config, layout, Path(), torch.device("cpu"), log)
+    return engine, Run(parse([]), config, layout, Path(), torch.device("cpu"), log)
 
 
 def read_config(output):
@@ -93,7 +93,8 @@ def start_from(run, engine):
     """Load the weights of the block `finetune`."""
     checkpointer = Checkpointer(run)
     run_on_rank_0(checkpointer._normalization)  # finds them; `prepare` does so, and locks a run directory
-    checkpointer.load(Trainer(engine), SimpleNamespace())
+    checkpointer.trainer = Trainer(engine)
+    checkpointer._start_from_weights()  # `load` does so, and begins in the run directory
 
 
 def start():

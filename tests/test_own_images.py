@@ -967,15 +967,15 @@ def test_a_class_without_training_images_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("script", "own", "words"),
+    ("values", "words"),
     [
-        (training.CALTECH101, True, "class folders, for which there is TEST_FRACTION, do"),
-        (training.HYBRID, False, "cifar10.py does"),
+        ({"DATA": "{}"}, "class folders, for which there is TEST_FRACTION, do"),
+        ({"LOADER": "../vit_cifar10_hybrid/cifar10.py"}, "cifar10.py does"),
     ],
 )
-def test_a_number_of_training_images_is_for_caltech101_only(script, own, words, flat, tmp_path):
-    values = {"DATA": str(flat)} if own else {}
-    line = training.refused(tmp_path / "run", script=script, TRAIN_PER_CLASS=4, **values)
+def test_a_key_of_the_scripts_own_loader_is_refused_where_other_data_are_read(values, words, flat, tmp_path):
+    values = {key: value.format(flat) for key, value in values.items()}
+    line = training.refused(tmp_path / "run", script=training.CALTECH101, TRAIN_PER_CLASS=4, **values)
     assert line.endswith(f"TRAIN_PER_CLASS = 4: {words} not use it: leave it out")
 
 

@@ -2,9 +2,12 @@
 
 UPPERCASE names are hyper-parameters, lowercase ones switch features of Colossal-AI (`parallel`, `fp16`, ...). A file
 is evaluated once, with every `--set KEY=VALUE` applied whenever KEY is assigned, so that values computed further down
-follow the override. `python -m colossal_vit.config` prints all keys.
+follow the override.
 """
 
+import numpy  # noqa: F401 before torch, which would go on without it after a Ctrl-C
+
+# isort: split
 from colossal_vit.config.check import idle_keys
 from colossal_vit.config.complete import complete, is_learned, recorded
 from colossal_vit.config.load import load, plain, to_json, written
