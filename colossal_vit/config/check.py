@@ -51,7 +51,7 @@ def check(
         name = f"{prefix}{key}"
         setting = setting_at(name, schema) if name in OLDER_NAMES else settings.get(key)
         if setting is None:
-            helper = "" if prefix else " (a helper's name starts with _)"
+            helper = "" if prefix else " (of another script? a helper's name starts with _)"
             raise UserError(f"{source}: unknown key {name}{nearest(str(key), settings)}{helper}")
         if isinstance(setting, Setting):
             if not setting.rule.allows(value):
