@@ -74,7 +74,7 @@ def make_plan(request: Request, name: str, specs: Mapping[str, float]) -> Plan:
         )
     choices = request.choices()
     if not choices:
-        fits = request.world_size * (2 if config.mix else 1)  # images are mixed in pairs
+        fits = request.world_size * (2 if config.get("mix") else 1)  # images are mixed in pairs
         key = "GLOBAL_BATCH" if config.get("GLOBAL_BATCH") else "BATCH_SIZE × gradient_accumulation × data parallel"
         raise UserError(
             f"no layout of {request.world_size} ranks makes {key} = {images} images per step: make them "

@@ -137,7 +137,7 @@ def enumerate_layouts(config: Config, world_size: int, images: int, check: Check
     found: list[Choice] = []
 
     def allowed(choice: Choice) -> bool:
-        if config.mix and choice.batch % 2:  # images are mixed in pairs
+        if config.get("mix") and choice.batch % 2:  # images are mixed in pairs
             return False
         if choice.accumulation > 1 and ddp.get("static_graph"):
             return False
