@@ -180,7 +180,7 @@ def test_the_published_data_parallel_config_trains(tmp_path):
     sizes = dict(IMG_SIZE=32, PATCH_SIZE=8, HIDDEN_SIZE=32, DEPTH=1, NUM_HEADS=2, BATCH_SIZE=16)
     options = dict(script=training.DATA_PARALLEL, config=path, small=False, steps=1)
     said = training.train(tmp_path / "run", **options, **sizes).said
-    assert "dali does nothing in this script: TFRecords are read as by default, and images are not mixed" in said
+    assert "dali does nothing in this script: TFRecords are read by another LOADER, and images are not mixed" in said
 
 
 def test_no_file_gets_the_number_of_a_missing_stderr():
