@@ -132,9 +132,11 @@ def test_stopped_and_resumed_runs_record_the_same_bits(name, tmp_path, request):
         "imagenet, 2 processes, bf16",
     ],
 )
-def test_results_that_are_read_a_step_late_as_on_a_gpu_change_nothing(name, few_test_images, tmp_path, monkeypatch):
+def test_results_that_are_read_a_step_late_as_on_a_gpu_change_nothing(name, tmp_path, monkeypatch, request):
     """The same records and checkpoints, one of them in the middle of an epoch."""
     (script, values), processes, more = RUNS[name]
+    if script == training.HYBRID:
+        request.getfixturevalue("few_test_images")
     values = options({**values, **more, "checkpoint.every_steps": 3, "WARMUP_EPOCHS": 0, "NUM_EPOCHS": 1})
     values["checkpoint.keep"] = 99
     found = {}
@@ -160,12 +162,12 @@ def test_results_that_are_read_a_step_late_as_on_a_gpu_change_nothing(name, few_
     ],
 )
 def test_a_run_that_is_stopped_before_or_in_an_epochs_evaluation_goes_on_to_the_bit(
-    name, batches, few_test_images, tmp_path, monkeypatch
+    name, batches, tmp_path, monkeypatch, request
 ):
     """All steps of the first epoch are made then, and so many batches of its evaluation, first of the average."""
     (script, values), processes, more = RUNS[name]
-    if script == training.IMAGENET:
-        monkeypatch.delenv("DATA")
+    if script == training.HYBRID:
+        request.getfixturevalue("few_test_images")
     train = functools.partial(training.train, world_size=processes, script=script, **options({**values, **more}))
     expected = train(tmp_path / "whole", steps=None).records
     per_epoch = next(line["step"] for line in expected if "eval_loss" in line)
