@@ -58,7 +58,7 @@ def test_every_layout_is_one_that_the_scripts_accept():
     ("values", "allowed"),
     [
         ({}, lambda choice: True),
-        ({"mix.mixup": 0.8}, lambda choice: choice.batch % 2 == 0),
+        (training.MIXED_CIFAR10, lambda choice: choice.batch % 2 == 0),
         ({"torch_ddp.static_graph": True}, lambda choice: choice.accumulation == 1 and not choice.zero),
         ({"amp": "TORCH"}, lambda choice: choice.layout.pipeline == 1),
         ({"amp": "APEX"}, lambda choice: choice.layout.pipeline == 1),
