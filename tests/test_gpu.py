@@ -247,8 +247,8 @@ def test_no_step_waits_for_the_device(amp, dtype, compiled, on_gpu, tmp_path):
 DECODE = """
 import sys, torch
 from pathlib import Path
-from colossal_vit import config as configs
 import imagenet_dali_dataloader as loaders
+import train
 data, kind, path = sys.argv[1:]
 device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
 records = loaders.find_records(Path(data), "validation")

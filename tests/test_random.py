@@ -29,7 +29,7 @@ from layouts import LAYOUTS
 from mixup import with_mixup
 
 MICRO_STEPS = 4
-RANDOM = {"DROP_RATE": 0.5, "DROP_PATH_RATE": 0.5, "DEPTH": 2, "mix.mixup": 0.8, "mix.cutmix": 1.0}
+RANDOM = {"DROP_RATE": 0.5, "DROP_PATH_RATE": 0.5, "DEPTH": 2, **training.MIXED_CIFAR10, "mix.mode": "batch"}
 KINDS = {  # name: processes, values, into how many parts the tensor-parallel ranks split a batch
     "DP 2, accumulation": (2, {"BATCH_SIZE": 8, "gradient_accumulation": 2}, 1),
     "PP 2, accumulation": (2, {**LAYOUTS["PP 2"][1], "BATCH_SIZE": 16, "gradient_accumulation": 2}, 1),

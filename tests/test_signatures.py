@@ -241,7 +241,7 @@ def test_every_call_fits_the_installed_versions():
     assert not wrong, "\n".join(wrong)
     assert not unknown, f"{len(unknown)} calls cannot be checked: {sorted(set(unknown))}"
     assert len(right) > 300, "most of the calls are found"
-    hardest = {DistributedDataParallel, dist.reduce, dist.broadcast, dist.init_process_group, dist.new_group}
+    hardest = {DistributedDataParallel, dist.reduce, dist.broadcast}
     assert hardest | {fn.external_source, Pipeline, timm.create_model, torch.optim.AdamW} <= set(right)
 
 
