@@ -39,11 +39,13 @@ def test_a_tutorial_trains_alone(room):
         assert [step["step"] for step in training.lines_of(output / "metrics.jsonl") if "loss" in step] == [1, 2]
 
 
-def test_tests_of_a_tutorial_pass_alone(room):
+def test_a_tenth_of_a_tutorials_tests_passes_alone(room):
+    """All are collected, which imports what they need."""
     root, folder = room
-    if not (root / folder / "tests").exists():
-        pytest.skip("has no tests of its own")
-    done = python(root, "-m", "pytest", "-q", "-x", f"{folder}/tests")
+    listed = python(root, "-m", "pytest", "-q", "--collect-only", f"{folder}/tests")
+    tests = [line for line in listed.stdout.splitlines() if "::" in line]
+    assert len(tests) > 5, listed.stdout
+    done = python(root, "-m", "pytest", "-q", "-x", *tests[::10])
     assert done.returncode == 0, done.stdout[-6000:]
 
 
