@@ -361,7 +361,7 @@ REDUCTIONS = [
         "With split optimizer state, gradients are clipped by the norm of those that a rank owns.",
         ASSEMBLY,
         "        optimizer.norm_group = ParallelMode.GLOBAL\n",
-        "",
+        "        pass\n",
         "DP 2 × zero 1",
         r"step 1, grad_norm",
     ),
