@@ -1,8 +1,8 @@
 """What the three examples share: launching, configs, the training engine, data, checkpoints, hooks, reports.
 
 Import this package before `colossalai`: it replaces modules that Colossal-AI imports and the examples never use by
-stubs, and filters warnings. From then on Ctrl-C, which may come during slow imports, prints
-no traceback. docs/architecture.md lists the subpackages.
+stubs, and filters warnings. From then on Ctrl-C, which may come during slow imports, prints no traceback.
+docs/architecture.md lists the subpackages.
 """
 
 import sys

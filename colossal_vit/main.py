@@ -81,7 +81,7 @@ class Script:
             UserError: if it is not usable, see `config.load`.
         """
         args = self.parse(["--config", str(path), *(f"--set={text}" for text in overrides)])
-        return configs.load(path, overrides, schema_of(args))
+        return configs.load(path, overrides, schema_of(args, configs.written(path, overrides, "LOADER")))
 
     def run(self) -> None:
         """Do what this process's command line says, and end the process if it fails, see `Exits.call`."""
@@ -111,17 +111,17 @@ class Script:
         report.run(partial(self.build_fake, args), find_output(args), args.notes)
 
 
-def schema_of(args: Arguments, more: Sequence[str] = ()) -> Settings:
+def schema_of(args: Arguments, loader: str | None = None) -> Settings:
     """All keys that the config of a command line may have: common ones, those of the script and those of its loaders.
 
     Args:
-        args, more: as of `read_config`.
+        args: the command line.
+        loader: the value of LOADER, if it has one.
 
     Raises:
         UserError: if there is no file that LOADER names.
     """
-    named = configs.written(args.config, [*args.set, *more], "LOADER")
-    loaders = [args.loader, find_loader(args, {"LOADER": named} if named else {})]
+    loaders = [args.loader, find_loader(args, {"LOADER": loader})]
     found = [getattr(import_file(path), "SETTINGS", {}) for path in loaders if path]
     return {key: setting for settings in (SCHEMA, args.settings, *found) for key, setting in settings.items()}
 
@@ -142,9 +142,11 @@ def read_config(args: Arguments, more: Sequence[str] = ()) -> tuple[Config, dict
         )
     if args.wandb:
         wandb_run.check_installed()
-    schema = schema_of(args, more)
-    config = configs.load(args.config, [*args.set, *more], schema)
-    if config.get("LOADER") != configs.written(args.config, [*args.set, *more], "LOADER"):
+    overrides = [*args.set, *more]
+    loader = configs.written(args.config, overrides, "LOADER")
+    schema = schema_of(args, loader)
+    config = configs.load(args.config, overrides, schema)
+    if config.get("LOADER") != loader:
         raise UserError(
             f"LOADER = {config.get('LOADER')}: must be written as a string, since it brings keys of its own"
         )
@@ -247,9 +249,7 @@ def start(args: Arguments) -> Run:
     backend = choose_backend(args, rendezvous, layout)
     check_granted(args)
     parent.watch(rendezvous.launcher != "none", args.timeout)
-    if loader := find_loader(args, wanted):
-        import_file(loader)
-    store = join_store(rendezvous, args.timeout, common(args, wanted, backend, loader))
+    store = join_store(rendezvous, args.timeout, common(args, wanted, backend, find_loader(args, wanted)))
     if rendezvous.rank >= layout.world_size:
         wait_without_work(store, rendezvous, args.timeout)
     rendezvous.world_size = layout.world_size
@@ -285,7 +285,7 @@ def start(args: Arguments) -> Run:
     if config.fp16:
         log.info(f"mixed precision: {precision.describe(config.fp16, device)} on this device")
 
-    run = Run(args, config, layout, output, device, log, args.exits, schema_of(args))
+    run = Run(args, config, layout, output, device, log, args.exits, schema_of(args, config.get("LOADER")))
     run.checkpointer = Checkpointer(run)
     run.checkpointer.prepare()
     return run

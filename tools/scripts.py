@@ -1,9 +1,9 @@
 """The train scripts that tools look at, by their paths."""
 
 import sys
-from importlib import util
 from pathlib import Path
 
+from colossal_vit.data.loaders import import_file
 from colossal_vit.errors import UserError
 from colossal_vit.main import Script
 
@@ -18,12 +18,7 @@ def load(path: str | Path) -> Script:
     if not path.is_file():
         raise UserError(f"{path}: no such train script")
     sys.path.insert(0, str(path.parent))
-    module = sys.modules.get(path.stem)
-    if getattr(module, "__file__", None) != str(path):  # train.py is a name that several have
-        spec = util.spec_from_file_location(path.stem, path)
-        module = sys.modules[path.stem] = util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    script = getattr(module, "SCRIPT", None)
+    script = getattr(import_file(path), "SCRIPT", None)
     if not isinstance(script, Script):
         raise UserError(f"{path}: has no SCRIPT = Script(...), as train scripts have")
     return script
