@@ -37,7 +37,7 @@ from colossal_vit.parallel.ranks import RankLogger
 from colossal_vit.run import Run
 from colossalai.context import Config
 
-__all__ = ["Arguments", "Run", "Script", "start"]
+__all__ = ["Arguments", "Run", "Script", "load_script", "start"]
 
 Build = Callable[[Run], Training]
 Check = Callable[[Config, Layout], None]
@@ -109,6 +109,22 @@ class Script:
         from colossal_vit.dry_run import report  # no training needs it
 
         report.run(partial(self.build_fake, args), find_output(args), args.notes)
+
+
+def load_script(path: str | Path) -> Script:
+    """The `SCRIPT` of a train script. Its folder comes first on `sys.path`, as when Python runs it.
+
+    Raises:
+        UserError: if there is no such file, or it is no train script.
+    """
+    path = Path(path).resolve()
+    if not path.is_file():
+        raise UserError(f"{path}: no such train script")
+    sys.path.insert(0, str(path.parent))
+    script = getattr(import_file(path), "SCRIPT", None)
+    if not isinstance(script, Script):
+        raise UserError(f"{path}: has no SCRIPT = Script(...), as train scripts have")
+    return script
 
 
 def schema_of(args: Arguments, loader: str | None = None) -> Settings:

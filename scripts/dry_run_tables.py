@@ -14,7 +14,7 @@ zero_plan      memory and messages of a rank with and without split optimizer st
 import re
 import sys
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,11 @@ from colossal_vit.dry_run.meter import StepPlan
 from colossal_vit.dry_run.report import BuildRank, format_report, plan_rank, plan_stages
 from colossal_vit.errors import Parser
 from colossal_vit.launch.exits import Exits
-from colossal_vit.main import Script
+from colossal_vit.main import load_script
 from colossal_vit.provenance import ROOT, ResultFolder
 
 sys.path.append(str(ROOT))
 
-from tools import scripts
 
 LIMIT = 22  # GB that a rank may take of a GPU with 24
 RANKS = (4, 8, 64)
@@ -54,14 +53,9 @@ TIMED = {
 NUM_IMAGES = 1_281_167  # ImageNet-1K's training set
 
 
-@cache
-def script_at(path: Path) -> Script:
-    return scripts.load(path)
-
-
 def builder(path: Path, config: Path, ranks: int, *more: str, **values: Any) -> BuildRank:
     """What a train script with a config and some values builds for a rank, on fake tensors."""
-    script = script_at(path)
+    script = load_script(path)
     given = [word for key, value in values.items() for word in ("--set", f"{key}={value!r}")]
     flags = ["--config", str(config), "--world_size", str(ranks), "--output", "/nonexistent", "--dry-run"]
     return partial(script.build_fake, script.parse([*flags, *given, *more]))
@@ -88,7 +82,7 @@ def memory(result: ResultFolder) -> None:
     header = "| config | GPUs | `BATCH_SIZE` | peak, GB | with 24 GB add | peak, GB |"
     table, details = [header, "| --- | ---: | ---: | ---: | --- | ---: |"], []
     for script, path, processes in shipped():
-        config, values, peaks = script_at(script).load(path), {}, []
+        config, values, peaks = load_script(script).load(path), {}, []
         batch, accumulation = config.BATCH_SIZE, config.get("gradient_accumulation", 1)
         while True:
             plans = dry_run(result, script, path, processes, values)
@@ -113,7 +107,7 @@ def recipes(result: ResultFolder) -> None:
     for name, (epochs, hours, gpus, what) in TIMED.items():
         rate = epochs * NUM_IMAGES / (hours * 3600 * gpus)
         path = IMAGENET.parent / "configs" / f"config_{name}.py"
-        config = script_at(IMAGENET).load(path)
+        config = load_script(IMAGENET).load(path)
         for number in (4, 8):
             accumulation = config.GLOBAL_BATCH // (config.BATCH_SIZE * number)
             values = {"gradient_accumulation": accumulation, "IMAGES_PER_S": round(rate)}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from colossal_vit.checkpoint import lock, storage
 from colossal_vit.checkpoint.lock import DirectoryLock
-from colossal_vit.checkpoint.run_directory import ASKED_FOR, MAX_NAME, default, is_taken, latest
+from colossal_vit.checkpoint.run_directory import MARK, MAX_NAME, default, is_taken, latest
 from colossal_vit.compat.stand_ins import STAND_INS
 
 import fork_ranks
@@ -151,8 +151,8 @@ def fill(directory, names):
     [
         ([], False),
         (["src/a.py", "checkpoints/mine.pt", "model.safetensors", "classes.txt"], False),  # is beside a run, untouched
-        (["config.json", ".lock"], False),  # a run that made no step
-        (["config.json"], True),  # another program's
+        (["config.json", ".lock", MARK], False),  # a run that made no step
+        (["config.json", ".lock"], True),  # another program's, where a run was killed before it wrote anything
         (RUN, True),
         ([STEP], True),
         (["metrics.jsonl"], True),
@@ -172,8 +172,8 @@ def test_the_latest_directory_is_one_that_was_taken_for_the_one_asked_for(tmp_pa
     for number in range(1, 4):
         fill(tmp_path / f"lr0.{number}", RUN)
     assert latest(asked) == asked
-    (tmp_path / "lr0.2" / ASKED_FOR).write_text("lr0")
-    (tmp_path / "lr0.3" / ASKED_FOR).write_text("lr0.3")
+    (tmp_path / "lr0.2" / MARK).write_text("lr0")
+    (tmp_path / "lr0.3" / MARK).write_text("lr0.3")
     assert latest(asked) == tmp_path / "lr0.2"
     assert latest(Path("/")) == Path("/")
 

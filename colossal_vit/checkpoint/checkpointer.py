@@ -429,8 +429,8 @@ class Checkpointer:
                     log.info(f"{newer} is {storage.rename_damaged(newer).name} now")
             self._lock.keep()
             self.folder.mkdir(exist_ok=True)
-            if output != self._asked:
-                write_text(output / run_directory.ASKED_FOR, self._asked.name)
+            if not (mark := output / run_directory.MARK).exists():
+                write_text(mark, "" if output == self._asked else self._asked.name)
             if not complete or not (output / run_directory.CONFIG).exists():
                 write_text(output / run_directory.CONFIG, config.to_json(self.run.config) + "\n")
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from colossal_vit import config as configs
 from colossal_vit.checkpoint import storage
-from colossal_vit.checkpoint.lock import NAME as LOCK
 from colossal_vit.results import CURVES, METRICS
 
 MAX_NAME = 200  # bytes of a folder's name; file systems allow 255
@@ -54,7 +53,7 @@ def _plain(value: Any) -> str:
 
 
 CONFIG = "config.json"
-ASKED_FOR = ".asked-for"  # in the directory of a run that had to take another one: the name of that which was asked for
+MARK = ".run"  # in each run directory: empty, or if the run had to take another one, the name that was asked for
 
 
 def latest(asked: Path) -> Path:
@@ -62,7 +61,7 @@ def latest(asked: Path) -> Path:
     found, number = asked, 1
     while asked.name and (other := asked.with_name(f"{asked.name}.{number}")).exists():
         with suppress(OSError, UnicodeError):  # somebody else's
-            found = other if (other / ASKED_FOR).read_text() == asked.name else found
+            found = other if (other / MARK).read_text() == asked.name else found
         number += 1
     return found
 
@@ -70,8 +69,8 @@ def latest(asked: Path) -> Path:
 def is_taken(directory: Path) -> bool:
     """Whether a new run in a directory would overwrite or continue what is there.
 
-    A config.json alone is of a run that ended before its first step, if a run has left its lock file, too.
+    A config.json alone is that of a run which ended before its first step, or another program's.
     """
     written = any((directory / name).exists() for name in (METRICS, *CURVES))
-    foreign = (directory / CONFIG).exists() and not (directory / LOCK).exists()
+    foreign = (directory / CONFIG).exists() and not (directory / MARK).exists()
     return written or foreign or bool(storage.list_steps(directory / storage.FOLDER))

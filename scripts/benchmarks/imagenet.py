@@ -18,13 +18,14 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from colossal_vit.main import load_script
+from colossalai.context import Config
 
 from benchmarks import jpegs
 from benchmarks.harness import ROOT, Benchmark, Case, Rounds, Side, Values, positive
 from benchmarks.training import add_set, device, mfu, summary_of, train
 from imagenet_dali_dataloader import DaliLoader
 from tfrecord import find_records
-from tools.scripts import load
 
 CONFIG = ROOT / "vit_imagenet_dali/config.py"
 SKIPPED = 2  # steps of a run that are not counted
@@ -32,18 +33,23 @@ PRECISION = {"fp32": "fp16=None", "bf16": "fp16.dtype='bf16'", "fp16": "fp16.dty
 TRAINED, RANDOM, ALONE = "training with DALI", "training with random data", "DALI alone"
 
 
+def load_config(overrides: list[str]) -> Config:
+    """The config as the train script resolves it."""
+    return load_script(CONFIG.with_name("train.py")).load(CONFIG, overrides)
+
+
 def train_steps(overrides: list[str], data: Path, args: argparse.Namespace, number: int) -> Values:
     flags = ["--config", str(CONFIG), "--max-steps", str(SKIPPED + args.steps)]
     flags += [f"--set={override}" for override in overrides]
     steps = train("vit_imagenet_dali/train.py", flags, DATA=str(data))
     found = summary_of(steps[SKIPPED:])
-    return {**found, "MFU, %": mfu(load(CONFIG.with_name("train.py")).load(CONFIG, overrides), found["images/s"])}
+    return {**found, "MFU, %": mfu(load_config(overrides), found["images/s"])}
 
 
 def drain(data: Path, batch_size: int, num_batches: int) -> float:
     """Images/s of DALI's training batches without training."""
     values = [f"BATCH_SIZE={batch_size}", "gradient_accumulation=1", "NUM_CLASSES=1000"]
-    config = load(CONFIG.with_name("train.py")).load(CONFIG, values)
+    config = load_config(values)
     loader = DaliLoader(find_records(data, "train"), True, config, device(), len(os.sched_getaffinity(0)))
 
     def endless():

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from colossal_vit.main import load_script
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 from torchvision import transforms
@@ -29,7 +30,6 @@ from benchmarks import jpegs
 from benchmarks.harness import ROOT, Benchmark, Case, Side, Values, python_path
 from imagenet_dali_dataloader import MEAN, STD, DaliLoader
 from tfrecord import find_records
-from tools.scripts import load
 
 NUM_IMAGES = 256
 IMG_SIZE, BATCH_SIZE, WORKERS = 224, 64, 2
@@ -44,7 +44,7 @@ Batches = Iterator[tuple[Tensor, Tensor]]
 def dali(folder: Path) -> Batches:
     values = [f"BATCH_SIZE={BATCH_SIZE}", f"IMG_SIZE={IMG_SIZE}", f"NUM_CLASSES={jpegs.NUM_CLASSES}"]
     values.append("gradient_accumulation=1")
-    config = load(ROOT / "vit_imagenet_dali/train.py").load(ROOT / "vit_imagenet_dali/config.py", values)
+    config = load_script(ROOT / "vit_imagenet_dali/train.py").load(ROOT / "vit_imagenet_dali/config.py", values)
     loader = DaliLoader(find_records(jpegs.pack(folder), "train"), True, config, torch.device("cpu"), WORKERS)
     while True:
         yield from loader

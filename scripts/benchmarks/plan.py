@@ -11,12 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from colossal_vit.main import load_script
 from colossal_vit.provenance import gpu_names
 
 from benchmarks.harness import ROOT, Benchmark, Case, Side, Values
 from benchmarks.training import train
 from layouts import set_flags
-from tools import scripts
 from tools.planner.enumeration import own_layout
 from tools.planner.machines import find_machine, name_of
 from tools.planner.request import request_of
@@ -43,7 +43,7 @@ def predict(name: str | None, script: str, config: Path, values: dict[str, Any])
     """Seconds of an eager step on a machine; None without one."""
     if name is None:
         return None
-    train = scripts.load(ROOT / script)
+    train = load_script(ROOT / script)
     flags = ["--config", str(config), "--world_size", "1", "--output", "/nonexistent", *set_flags(values), "--dry-run"]
     request = request_of(train, train.parse(flags))
     known = find_machine(name, {}, bool(request.config.fp16), request.config.TF32)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from colossal_vit.data.loaders import import_loader
 from colossal_vit.engine import precision
 from colossal_vit.engine.engine import Engine
-from colossal_vit.main import start
+from colossal_vit.main import load_script, start
 from colossal_vit.mfu import peak_of, training_flops
 from colossal_vit.models import build_timm_vit
 from colossal_vit.parallel.ranks import all_gather_object
@@ -34,7 +34,6 @@ from torch.optim import Optimizer
 from benchmarks.harness import ROOT, Failed, Side
 from layouts import CONFIG, set_flags
 from layouts import FOLDER as HYBRID
-from tools.scripts import load
 
 CHECKED_STEPS, TOLERANCE = 3, 1e-4  # relative tolerance of losses; these steps are also the warm-up
 OUT_OF_MEMORY = re.compile(r"out of memory|(not enough|allocate) memory|MemoryError|SIGKILL|exitcode *: *-9", re.I)
@@ -78,7 +77,7 @@ def start_run(args: argparse.Namespace, script: Path, config: Path, values: Mapp
     """
     flags = [*set_flags(values), *(f"--set={override}" for override in getattr(args, "set", ()))]
     argv = ["--config", str(config), "--output", f"{args.on_ranks[1]}/run", *flags]
-    run = start(load(script).parse(argv))
+    run = start(load_script(script).parse(argv))
     run.config.setdefault("NUM_CLASSES", import_loader(run.args, run.config).NUM_CLASSES)
     return run
 

@@ -17,11 +17,10 @@ from typing import Any
 from colossal_vit.checkpoint import storage
 from colossal_vit.errors import TrainingError, UserError
 from colossal_vit.launch.flags import Arguments, get_parser
-from colossal_vit.main import Build, read_config
+from colossal_vit.main import Build, load_script, read_config
 from colossal_vit.parallel.layout import Layout
 from colossalai.context import Config
 
-from tools import scripts
 from tools.parity.compare import Difference, compare, largest_of
 from tools.parity.ranks import Ranks
 from tools.parity.records import ACCURACIES, Key
@@ -112,7 +111,7 @@ def parse(words: Sequence[str] | None = None) -> tuple[Build, Arguments]:
     parsed = parser.check(parser.parse_intermixed_args(words, Arguments()))
     if parsed.dry_run or parsed.eval_only:
         raise UserError("parity compares layouts that train: leave out --dry-run and --eval-only")
-    script = scripts.load(parsed.path)
+    script = load_script(parsed.path)
     return script.build, script.parse([]).replace(**vars(parsed))
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from colossal_vit.checkpoint import run_directory
 from colossal_vit.dry_run.pictures import write
 from colossal_vit.errors import UserError, multiples_near
+from colossal_vit.main import load_script
 from colossal_vit.results import format_table
 
-from tools import scripts
 from tools.planner import pictures, timing
 from tools.planner.enumeration import is_hybrid
 from tools.planner.machines import HERE, find_machine, this_machine
@@ -29,7 +29,7 @@ def run(path: Path, name: str, specs: Mapping[str, float], words: list[str]) -> 
     Raises:
         UserError: if flags, config or machine are not usable, or no layout fits.
     """
-    script = scripts.load(path)
+    script = load_script(path)
     args = script.parse([*words, "--dry-run"])
     if args.output is None and args.config:
         default = run_directory.default(path, Path(args.config), args.set, args.resume)
