@@ -17,8 +17,7 @@ os.environ.pop("DATA", None)
 os.environ.setdefault("MY_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))  # pytest-xdist gets here again
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-import colossal_vit  # noqa: F401 filters warnings of the next import
-import colossalai.legacy  # noqa: F401 so that forked ranks need not import it, nor the others that are marked so
+import colossal_vit.compat  # noqa: F401 so that forked ranks need not import it, nor the others that are marked so
 import matplotlib.figure
 import numpy as np
 import pytest

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from colossal_vit import streams
+from colossal_vit.files import protect_streams
 
 
 class UserError(Exception):
@@ -126,7 +126,7 @@ def run_command(name: str, command: Callable[[], int], interrupted: str = "inter
     Returns:
         The exit code: the command's, the error's, or 130 for Ctrl-C.
     """
-    streams.protect()
+    protect_streams()
     try:
         return command()
     except (UserError, TrainingError, OSError) as error:

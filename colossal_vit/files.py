@@ -1,9 +1,11 @@
-"""Atomic writes of files and folders, fsync, and unused file names."""
+"""Atomic writes of files and folders, fsync, unused file names, and standard streams that never end a run."""
 
 import ctypes
 import fcntl
+import io
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -129,3 +131,49 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         except OSError:
             if not folder.is_dir():
                 raise
+
+
+class _UnfailingFile(io.FileIO):
+    """A file whose writes succeed, whatever becomes of the data, so that nothing waits in a buffer to fail later."""
+
+    def write(self, data) -> int:
+        written = None
+        with suppress(OSError):
+            written = super().write(data)  # None where a non-blocking pipe is full
+        return len(data) if written is None else written
+
+
+def open_missing_streams() -> None:
+    """Open /dev/null as stdin, stdout or stderr where the process was started without it.
+
+    Otherwise the next file that is opened gets its number, a checkpoint for example, and C++ libraries write their
+    warnings into it.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free, which is this one
+
+
+def protect_streams() -> None:
+    """Make `sys.stdout` and `sys.stderr` never fail: what cannot be written is lost, and training continues.
+
+    The disk under a log may be full, its reader gone, its terminal closed, its encoding ASCII; and the process may have
+    been started without them. Streams that replace them, as in tests and notebooks, stay.
+    """
+    open_missing_streams()
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, name)
+        if stream is not None:
+            try:
+                replaced = stream.fileno() != number
+            except (OSError, ValueError):
+                replaced = True
+            if replaced:
+                continue
+            with suppress(OSError):
+                stream.flush()
+        raw = _UnfailingFile(number, "w", closefd=False)
+        encoding = "utf-8" if stream is None else stream.encoding
+        setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(raw), encoding, "backslashreplace", line_buffering=True))

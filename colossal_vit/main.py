@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from colossal_vit import config as configs
-from colossal_vit import parent
 from colossal_vit.checkpoint import run_directory
 from colossal_vit.checkpoint.checkpointer import Checkpointer
 from colossal_vit.compat import cpu
@@ -23,6 +22,7 @@ from colossal_vit.data.loaders import expected_classes, find_loader, import_file
 from colossal_vit.engine import Training, precision
 from colossal_vit.errors import UserError
 from colossal_vit.hooks import wandb_run
+from colossal_vit.launch import parent
 from colossal_vit.launch.agreement import common
 from colossal_vit.launch.elastic import ExitStore, wait_without_work
 from colossal_vit.launch.exits import Exits

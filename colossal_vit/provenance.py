@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from colossal_vit import streams
+from colossal_vit.files import protect_streams
 from colossal_vit.results import CURVES, METRICS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -115,7 +115,7 @@ class ResultFolder:
     """
 
     def __init__(self, folder: Path | None, changes_allowed: bool = False, command: str | None = None):
-        streams.protect()
+        protect_streams()
         self.folder = folder
         command = command or shlex.join(["python", *sys.argv])
         self.origin = provenance(command, changes_allowed) if folder else None

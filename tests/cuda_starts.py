@@ -14,8 +14,7 @@ import runpy
 import sys
 from pathlib import Path
 
-import colossal_vit  # noqa: F401 filters warnings of the next import
-import colossalai.legacy  # noqa: F401 so that programs need not import it, nor the other
+import colossal_vit.compat  # noqa: F401 so that programs need not import it, nor the other
 import timm  # noqa: F401
 import torch
 from colossal_vit import provenance

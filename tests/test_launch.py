@@ -37,32 +37,6 @@ SMALL_PIPELINE = training.set_flags({**training.MODEL, "parallel.pipeline": 2})
 LONG = [*SMALL_PIPELINE, *training.set_flags({"NUM_EPOCHS": 1000, "BATCH_SIZE": 16})]
 
 
-def test_ctrl_c_during_imports_prints_nothing():
-    """And is not lost: torch continues where its own import of numpy was interrupted."""
-    code = """
-import colossal_vit, os, sys
-
-class Finder:
-    def find_spec(self, name, *_):
-        if name == "torch":
-            assert "numpy" in sys.modules
-            os.kill(os.getpid(), 2)
-
-sys.meta_path.insert(0, Finder())
-import colossal_vit.data.loaders
-"""
-    result = subprocess.run([sys.executable, "-c", code], cwd=fork_ranks.ROOT, capture_output=True, text=True)
-    assert (result.returncode, result.stdout, result.stderr) == (-signal.SIGINT, "", "")
-
-
-def test_an_error_during_imports_keeps_its_traceback():
-    code = "import colossal_vit.launch, nowhere"
-    result = subprocess.run([sys.executable, "-c", code], cwd=fork_ranks.ROOT, capture_output=True, text=True)
-    assert result.returncode == 1
-    assert "Traceback" in result.stderr
-    assert "No module named 'nowhere'" in result.stderr
-
-
 # ---- Mistakes --------------------------------------------------------------------------------------------------------
 
 

@@ -120,7 +120,7 @@ def test_a_detached_run_outlives_its_shell(tmp_path):
     """Which nohup says: SIGHUP is ignored."""
     code = """if True:
         import signal, sys
-        from colossal_vit import parent
+        from colossal_vit.launch import parent
         print(parent.is_detached())
     """
     environment = launchers.environment(PYTHONPATH=str(fork_ranks.ROOT))
@@ -157,14 +157,14 @@ def test_nobody_has_to_read_what_a_run_says(tmp_path):
 STREAMS = {  # what a process finds where stdout and stderr should be
     "a full disk": "os.dup2(os.open('/dev/full', os.O_WRONLY), 1); os.dup2(1, 2)",
     "ASCII": "sys.stdout = open(1, 'w', encoding='ascii', closefd=False)",
-    "nothing": "os.close(1); os.close(2); sys.stdout = sys.stderr = None; streams.open_missing()",
+    "nothing": "os.close(1); os.close(2); sys.stdout = sys.stderr = None; open_missing_streams()",
 }
 
 
 @pytest.mark.parametrize("found", STREAMS)
 def test_a_run_that_cannot_print_trains_to_its_end(found, tmp_path):
     script = tmp_path / "script.py"
-    begin = f"import os, runpy, sys; from colossal_vit import streams; {STREAMS[found]}"
+    begin = f"import os, runpy, sys; from colossal_vit.files import open_missing_streams; {STREAMS[found]}"
     script.write_text(f"{begin}; runpy.run_path({str(fork_ranks.ROOT / training.HYBRID)!r}, run_name='__main__')")
     result = fork_ranks.run(script, argv(tmp_path / "run", "--max-steps", "2"))
     assert result.codes == [0], str(result)
@@ -184,7 +184,7 @@ def test_the_published_data_parallel_config_trains(tmp_path):
 
 
 def test_no_file_gets_the_number_of_a_missing_stderr():
-    code = "import colossal_vit, os; os._exit(os.open('/dev/null', os.O_RDONLY))"
+    code = "import os; from colossal_vit.files import protect_streams; protect_streams(); os._exit(os.open('/', 0))"
     environment = launchers.environment(PYTHONPATH=str(fork_ranks.ROOT))
     command = ["bash", "-c", '"$0" -c "$1" <&- >&- 2>&-', sys.executable, code]
     assert subprocess.run(command, env=environment).returncode > 2

@@ -7,7 +7,6 @@ import importlib
 import inspect
 import math
 import resource
-import sys
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -113,10 +112,8 @@ def test_weights_move_without_clip_grad_norm_and_upstream_sets_every_gradient_to
 
 
 def real_torch_amp():
-    """Upstream's module, in whose place there is a stand-in; for a fork."""
-    name = "colossalai.legacy.amp.torch_amp.torch_amp"
-    del sys.modules[name]
-    return importlib.import_module(name)
+    """Import upstream's module, which nothing else imports, in a fork."""
+    return importlib.import_module("colossalai.legacy.amp.torch_amp.torch_amp")
 
 
 def test_upstream_torch_amp_dies_on_torch_2():
@@ -380,7 +377,7 @@ def test_two_stages_get_what_was_meant_for_them_in_order_and_upstream_swaps_it()
 
 
 def test_upstream_interleaved_schedule_looks_for_a_module_that_is_gone():
-    """Read, not run: the package that the module would be in has a stand-in here."""
+    """The source is read, not run."""
     source = inspect.getsource(InterleavedPipelineSchedule.pre_processing)
     assert "from colossalai.zero.sharded_model.sharded_model_v2 import" in source
     assert not (Path(colossalai.__path__[0]).parent / "zero" / "sharded_model").exists()
@@ -487,9 +484,7 @@ def test_pytorch_keeps_its_shape_functions_and_upstream_replaces_them_by_old_one
 
     def shape_of_gradient(replaced):
         if replaced:
-            name = "colossalai._analyzer._subclasses._meta_registration"
-            del sys.modules[name]
-            importlib.import_module(name)
+            importlib.import_module("colossalai._analyzer._subclasses._meta_registration")
         with FakeTensorMode():
             tensors = [torch.empty(shape) for shape in ((2, 4, 3, 3), (2, 3, 6, 6), (4, 3, 2, 2))]
             options = None, [2, 2], [0, 0], [1, 1], False, [0, 0], 1, [False, True, False]

@@ -1,7 +1,6 @@
 """A run directory per command: the same command has one, another command has another."""
 
 import os
-import pickle
 import shutil
 import subprocess
 import sys
@@ -11,7 +10,6 @@ import pytest
 from colossal_vit.checkpoint import lock, storage
 from colossal_vit.checkpoint.lock import DirectoryLock
 from colossal_vit.checkpoint.run_directory import MARK, MAX_NAME, default, is_taken, latest
-from colossal_vit.compat.stand_ins import STAND_INS
 
 import fork_ranks
 import training
@@ -234,63 +232,6 @@ def test_a_refused_new_run_leaves_nothing(tmp_path):
     fill(tmp_path / "run", RUN)
     training.refused(tmp_path / "run", 1, "--resume", "never", NUM_CLASSES=5)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
-
-
-# ---- What is not imported ----
-
-
-def test_nothing_that_is_stood_in_for_is_imported(fresh_modules):
-    """What a train script imports, seen before any test has run."""
-    heavy = {"transformers", "accelerate", "bitsandbytes", "torch._inductor.compile_fx", "colossalai.shardformer"}
-    assert not heavy & fresh_modules.keys()
-    assert fresh_modules.keys() >= STAND_INS.keys() - {"colossalai._analyzer._subclasses._meta_registration"}
-
-
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "from torch.distributed.optim import ZeroRedundancyOptimizer",
-        "from torch.distributed.optim.zero_redundancy_optimizer import ZeroRedundancyOptimizer",
-        "import torch; from torch.distributed import optim; ZeroRedundancyOptimizer = optim.ZeroRedundancyOptimizer",
-    ],
-)
-def test_a_deferred_module_is_there_when_it_is_wanted(statement, fresh_modules):
-    deferred = fresh_modules["torch.distributed.optim"]
-    assert "ZeroRedundancyOptimizer" not in vars(deferred)
-
-    def function():
-        sys.modules["torch.distributed.optim"] = deferred
-        for name in [name for name in sys.modules if name.startswith("torch.distributed.optim.")]:
-            del sys.modules[name]
-        found = {}
-        exec(statement, found)
-        return found["ZeroRedundancyOptimizer"].__name__
-
-    assert fork_ranks.call(function, launched=False) == ["ZeroRedundancyOptimizer"]
-
-
-def test_colossalai_imports_from_a_stand_in_what_it_holds(fresh_modules):
-    for module, (names, _) in STAND_INS.items():
-        for unused in names:
-            stand_in = getattr(fresh_modules[module], unused)
-            for use in (lambda it=stand_in: it(), lambda it=stand_in: it.load, lambda it=stand_in: isinstance(1, it)):
-                with pytest.raises(ImportError, match=rf"^{module}\.{unused}.* is a stand-in in this process \(\w"):
-                    use()
-        with pytest.raises(AttributeError, match=rf"^{module}\.anything_else is a stand-in in this process"):
-            _ = fresh_modules[module].anything_else
-        with pytest.raises(ImportError, match=r"cannot import name 'anything_else' from '.*stand_ins\.py"):
-            exec(f"from {module} import anything_else")
-
-
-def test_stand_ins_are_no_obstacle_to_pickle():
-    """It looks through all modules for what does not say where it comes from, as torch.compile's functions do."""
-
-    def function():
-        pass
-
-    function.__module__, function.__qualname__ = None, "not_there"
-    with pytest.raises(pickle.PicklingError, match="not_there"):
-        pickle._dumps(function)
 
 
 def test_a_directory_that_is_not_utf8_is_refused_before_training(tmp_path):

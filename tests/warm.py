@@ -16,7 +16,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-import colossalai.legacy.engine.schedule  # noqa: F401 like those marked so below: no process has to import it
+import colossal_vit.compat  # noqa: F401 like those marked so below: no process has to import it
 import torch.distributed.launcher.api  # noqa: F401
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 

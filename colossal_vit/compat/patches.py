@@ -1,6 +1,6 @@
 """All patches of Colossal-AI 0.5.0. Each names the defect it fixes; tests/test_patches.py demonstrates each defect by
-removing the fix. Four have their own modules: `norms.py`, `compiled.py`, `patch_embedding.py`, and `stand_ins.py`,
-which has to be applied before Colossal-AI is imported.
+removing the fix. Four have their own modules: `norms.py`, `compiled.py`, `patch_embedding.py`, and `import_stubs.py`,
+which `colossal_vit.compat` applies when it imports Colossal-AI.
 
 Defects that are avoided by using Colossal-AI differently, without a patch, are handled where they matter: `engine/`
 (step, clipping, accumulation, schedule, mixed precision), `compat/cpu.py` (machines without CUDA), `data/samplers.py`
@@ -11,6 +11,7 @@ import functools
 import inspect
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -121,8 +122,16 @@ class _NoSynchronize:
         pass
 
 
+def _ignore_warnings() -> None:
+    """Hide the warnings of Colossal-AI, and those that its layers cause in every step; tests check their gradients."""
+    warnings.filterwarnings("ignore", module=r"colossalai\.")
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    warnings.filterwarnings("ignore", message=r"c10d::\w+: an autograd kernel was not registered", category=UserWarning)
+
+
 def apply() -> None:
     """Apply all patches to this process. Call before launching; calling twice is harmless."""
+    _ignore_warnings()
     for module in (parallel_1d_operation, parallel_2d_operation, parallel_2p5d_operation, parallel_3d_operation):
         for value in vars(module).values():
             if inspect.isclass(value) and issubclass(value, torch.autograd.Function):

@@ -5,9 +5,7 @@ is evaluated once, with every `--set KEY=VALUE` applied whenever KEY is assigned
 follow the override.
 """
 
-import numpy  # noqa: F401 before torch, which would go on without it after a Ctrl-C
-
-# isort: split
+import colossal_vit.compat  # noqa: F401 imports Colossal-AI
 from colossal_vit.config.check import idle_keys
 from colossal_vit.config.complete import complete, is_learned, recorded
 from colossal_vit.config.load import load, plain, to_json, written

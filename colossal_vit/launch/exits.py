@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
-from colossal_vit import streams
 from colossal_vit.errors import Interrupted, Preempted, TrainingError, UserError, as_mistake, end_process, error_line
+from colossal_vit.files import protect_streams
 from colossal_vit.launch.launchers import rank_host_port
 from colossal_vit.launch.signals import SIGNALS
 from colossal_vit.launch.watchdog import Watchdog
@@ -71,7 +71,7 @@ class Exits:
         `Preempted`, 130 for Ctrl-C, 1 for anything else. Too little memory, a `UserError`, `TrainingError` or
         `Preempted` becomes one line on stderr, printed by one rank.
         """
-        streams.protect()
+        protect_streams()
         try:
             function()
             if dist.is_initialized():

@@ -1,7 +1,4 @@
-"""Stops this process when the process that launched it dies, so that a killed launcher leaves no ranks training.
-
-Imported before anything slow, so that the parent's process ID is known even if it dies during the imports.
-"""
+"""Stops this process when the process that launched it dies, so that a killed launcher leaves no ranks training."""
 
 import errno
 import os
@@ -12,7 +9,7 @@ import threading
 import time
 from contextlib import suppress
 
-_process, _parent = os.getpid(), os.getppid()
+from colossal_vit import STARTED_BY
 
 CHECK_EVERY = 1.0  # seconds
 LEFT_OVER = 5.0  # seconds before the end of the timeout at which the process is killed
@@ -48,7 +45,8 @@ def watch(launched: bool, timeout: float) -> None:
     """
     if not launched and is_detached():
         return
-    parent = _parent if os.getpid() == _process else os.getppid()  # after a fork it is another process
+    process, parent = STARTED_BY  # known even if it has died during the imports
+    parent = parent if os.getpid() == process else os.getppid()  # after a fork it is another process
     threading.Thread(target=_watch, args=(parent, srun_listens(), timeout), daemon=True, name="parent").start()
 
 
