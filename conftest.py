@@ -2,6 +2,7 @@ import contextlib
 import gc
 import io
 import os
+import re
 import resource
 import shlex
 import signal
@@ -26,6 +27,7 @@ import timm  # noqa: F401
 import torch
 import torch.utils.tensorboard
 from colossal_vit import results
+from colossal_vit.data.digits import digits
 from colossal_vit.engine.engine import Engine
 from colossal_vit.hooks import recorder
 from colossal_vit.provenance import ResultFolder
@@ -132,6 +134,20 @@ def environment_as_found():
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
+
+
+@pytest.fixture(scope="session")
+def own(tmp_path_factory):
+    """A user's folder: the loader of docs/data.md, a package that it does not know of, and images in its format."""
+    folder = tmp_path_factory.mktemp("own")
+    page = (fork_ranks.ROOT / "docs/data.md").read_text()
+    (source,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (folder / "arrays.py").write_text(source)
+    images, labels, test_images, test_labels = digits(32)
+    arrays = dict(train_images=images, train_labels=labels, test_images=test_images[:90], test_labels=test_labels[:90])
+    arrays = {name: np.stack([a] * 3, axis=1) if name.endswith("images") else a for name, a in arrays.items()}
+    np.savez(folder / "images.npz", **arrays)
+    return folder
 
 
 def small_digits(root, num_test_images=NUM_TEST_IMAGES):

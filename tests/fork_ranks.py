@@ -110,7 +110,7 @@ def _become(script: Path, argv: Sequence[str], env: Mapping[str, str | None], cw
         for key, value in env.items():
             os.environ.pop(key, None) if value is None else os.environ.update({key: value})
         os.chdir(cwd)
-        sys.argv = [str(script), *argv]
+        sys.argv, sys.path[:0] = [str(script), *argv], [str(script.parent)]
         runpy.run_path(str(script), run_name="__main__")
 
     end_as(program)

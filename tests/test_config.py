@@ -29,7 +29,7 @@ import schemas
 from cifar10 import Batches
 from mixup import with_mixup
 from schemas import CALTECH101, DP, HYBRID, IMAGENET, SCRIPTS
-from vit import check_vit
+from vit_settings import check_vit
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "vit_cifar10_hybrid" / "configs"

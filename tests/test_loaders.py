@@ -1,13 +1,10 @@
 """LOADER: which file it names, what becomes of a wrong one, and that the one in docs/data.md trains."""
 
 import json
-import re
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from colossal_vit.checkpoint import storage
-from colossal_vit.data.digits import digits
 from colossal_vit.data.loaders import expected_classes, expected_images, find_loader, import_file
 from colossal_vit.errors import UserError
 from colossal_vit.launch.agreement import _code
@@ -22,20 +19,6 @@ from layouts import ANY_STEP, LAYOUTS
 
 ONE_PROCESS = {"BATCH_SIZE": 32, "parallel.pipeline": 1}
 LAYOUTS = {"one process": (1, {}), **{name: LAYOUTS[name] for name in ("DP 2", "PP 2")}}
-
-
-@pytest.fixture(scope="module")
-def own(tmp_path_factory):
-    """A user's folder: the loader of docs/data.md, a package that it does not know of, and images in its format."""
-    folder = tmp_path_factory.mktemp("own")
-    page = (fork_ranks.ROOT / "docs/data.md").read_text()
-    (source,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    (folder / "arrays.py").write_text(source)
-    images, labels, test_images, test_labels = digits(32)
-    arrays = dict(train_images=images, train_labels=labels, test_images=test_images[:90], test_labels=test_labels[:90])
-    arrays = {name: np.stack([a] * 3, axis=1) if name.endswith("images") else a for name, a in arrays.items()}
-    np.savez(folder / "images.npz", **arrays)
-    return folder
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -24,10 +24,10 @@ import fork_ranks
 import launchers
 import schemas
 import training
-import vit
 import warm
 from layouts import LAYOUTS
 from test_config import TUTORIAL_DATA_PARALLEL
+from vit_settings import check_vit
 
 SMALL = dict(DEPTH=1, BATCH_SIZE=128, NUM_EPOCHS=1)
 LONG = dict(DEPTH=1, BATCH_SIZE=16, NUM_EPOCHS=10_000)
@@ -397,9 +397,9 @@ def test_hidden_units_that_cannot_be_split_are_refused_with_a_ratio_that_works(l
     world_size, where = LAYOUTS[layout]
     loaded = training.config_of(training.flags(**where, **values))
     with pytest.raises(UserError, match=words) as error:
-        vit.check_vit(loaded, Layout.of(loaded, world_size))
+        check_vit(loaded, Layout.of(loaded, world_size))
     loaded.MLP_RATIO = float(str(error.value).rpartition(" ")[2])
-    vit.check_vit(loaded, Layout.of(loaded, world_size))
+    check_vit(loaded, Layout.of(loaded, world_size))
 
 
 def test_a_disk_that_takes_a_part_of_a_record_gets_the_rest_too(tmp_path, monkeypatch):

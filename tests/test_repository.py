@@ -14,9 +14,9 @@ from colossal_vit.parallel.layout import Layout
 from colossalai.context import Config
 
 import schemas
-import vit
 from checkout import FILES, FOLDERS, PAGES, pages
 from fork_ranks import ROOT
+from vit_settings import check_vit
 
 
 def test_requirements_are_what_the_lock_says():
@@ -71,7 +71,7 @@ def test_docstring_of_a_config_runs_it(path):
     layout = Layout.of(config, processes)
     assert layout.data == 1 or layout.pipeline == layout.tensor == 1
     if "train_hybrid" in docstring:
-        vit.check_vit(Config({"CHECKPOINT": False, **config}), layout)
+        check_vit(Config({"CHECKPOINT": False, **config}), layout)
     for word in ("Processes:", "accuracy", "measured"):
         assert word in docstring
 
@@ -179,3 +179,13 @@ def test_test_script_passes_arguments_on():
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "tests collected" in done.stdout
+
+
+def test_the_eight_files_of_the_reading_path_are_short():
+    """They are one evening's reading."""
+    page = (ROOT / "docs/architecture.md").read_text()
+    paths = re.findall(r"^\d\. \[(\S+\.py)\]", page, re.MULTILINE)
+    lines = {path: len((ROOT / path).read_text().splitlines()) for path in paths}
+    assert len(lines) == 8
+    assert max(lines.values()) <= 300
+    assert sum(lines.values()) <= 1600

@@ -10,8 +10,8 @@ from colossal_vit.engine import Trainer, Training, build_criterion, build_optimi
 from colossal_vit.hooks import standard_hooks
 from colossal_vit.main import Arguments, Run, Script, start
 
-from vit import build_vit, check_vit
-from vit_settings import SETTINGS
+from vit import build_vit
+from vit_settings import SETTINGS, check_vit
 
 
 def build(run: Run) -> Training:

@@ -16,7 +16,8 @@ from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from torch import Tensor
 
-WEIGHT, AVERAGE = "weight", "average"  # two kinds of a parameter's tensors; the others are its moments, by their names
+# Two kinds of a parameter's tensors, by names that no moment has; the others are its moments, by their own.
+WEIGHT, AVERAGE = "<weight>", "<average>"
 
 
 class ParameterSlot(NamedTuple):

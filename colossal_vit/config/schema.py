@@ -29,6 +29,7 @@ from colossal_vit.config.rules import (
 from colossal_vit.config.settings import REQUIRED, Block, Ignored, Setting, Settings
 from colossalai.legacy.amp import AMP_TYPE
 
+TENSOR_MODES = "1d", "2d", "2.5d", "3d"
 SIDE = whole(1, 8192)  # an image or a patch has so many pixels
 # The precisions in which the loss has a scale that can be set.
 SCALED = {"mode": (AMP_TYPE.TORCH, AMP_TYPE.NAIVE), "dtype": (None, "fp16")}
@@ -156,7 +157,7 @@ LAYOUT: Settings = {
             "tensor": Block(
                 "tensor parallelism",
                 {
-                    "mode": Setting(one_of(None, "1d", "2d", "2.5d", "3d"), "how matrices are split", None),
+                    "mode": Setting(one_of(None, *TENSOR_MODES), "how matrices are split", None),
                     "size": Setting(POSITIVE_INT, "ranks: q² in 2D, depth × q² in 2.5D, q³ in 3D", 1),
                     "depth": Setting(POSITIVE_INT, "number of squares in 2.5D", 1, needs={"mode": ("2.5d",)}),
                 },

@@ -156,8 +156,10 @@ def format_report(plans: list[StepPlan], notes: Sequence[str] = ()) -> str:
 
 
 def tensor_pieces(plan: StepPlan) -> dict[str, list[Piece]]:
-    """What the tensor-parallel ranks hold of a block's MLP weights and of an activation: pieces by title."""
+    """What the tensor-parallel ranks hold of a ViT block's MLP weights and of an activation: pieces by title."""
     named = {name.split(".", 2)[-1]: name for name in reversed(plan.shards) if name.startswith("blocks.")}
+    if not named.keys() >= {"mlp.fc1.weight", "mlp.fc2.weight", "norm1.weight"}:  # a model of another kind
+        return {}
     shards = {key: plan.shards[named[key]] for key in ("mlp.fc1.weight", "mlp.fc2.weight")}
     norm = plan.shards[named["norm1.weight"]]
     pieces = in_fork(lambda: pictures.find_pieces(plan.config["parallel"], plan.layout.side, shards, norm))

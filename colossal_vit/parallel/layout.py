@@ -2,10 +2,15 @@
 
 from dataclasses import dataclass
 
+from colossal_vit.config.schema import TENSOR_MODES
 from colossal_vit.errors import UserError, multiples_near
 from colossalai.context import Config
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
+
+# The dimensions in which a tensor-parallel mode arranges its ranks: q, q² or q³ of them, and in 2.5D `depth` squares.
+_DIMENSIONS = dict(zip(TENSOR_MODES, (1, 2, 2, 3), strict=True))
+_SHAPES = {"2d": "a square, q² processes", "2.5d": "depth × q², and depth is {depth}", "3d": "a cube, q³ processes"}
 
 
 @dataclass(frozen=True)
@@ -33,12 +38,17 @@ class Layout:
     @property
     def batch_parts(self) -> int:
         """Number of parts into which the tensor-parallel ranks split a batch."""
-        return {"2d": self.side, "2.5d": self.side, "3d": self.side**2}.get(self.tensor_mode, 1)
+        return self.side ** (_DIMENSIONS[self.tensor_mode] - 1) if self.tensor_mode else 1
 
     @property
     def hidden_parts(self) -> int:
         """Number of parts into which they split the hidden size of activations between layers; 1 in 1D."""
-        return self.side if self.tensor_mode in ("2d", "2.5d", "3d") else 1
+        return self.side if self.batch_parts > 1 else 1
+
+    @property
+    def depth(self) -> int | None:
+        """Number of squares in 2.5D; None in other modes."""
+        return self.tensor // self.side**2 if self.tensor_mode == "2.5d" else None
 
     @classmethod
     def of(cls, config: Config, world_size: int) -> "Layout":
@@ -78,26 +88,26 @@ class Layout:
         return f"data {self.data} × pipeline {self.pipeline} × tensor {self.tensor}{tensor}"
 
 
+def arrange(mode: str, size: int) -> list[int]:
+    """The sides q in which a tensor-parallel mode can arrange `size` ranks: at most one but in 2.5D."""
+    squares = {q: q ** _DIMENSIONS[mode] for q in range(2, size + 1)}
+    return [q for q, ranks in squares.items() if ranks == size or (mode == "2.5d" and size % ranks == 0)]
+
+
 def _side(mode: str | None, size: int, depth: int) -> int:
     """The side q of the tensor-parallel ranks, see `Layout`."""
     if mode is None:
         if size > 1:
-            raise UserError(
-                f"parallel.tensor.size = {size} needs parallel.tensor.mode = '1d', '2d', '2.5d' or '3d'; None needs 1"
-            )
+            modes = " or ".join([", ".join(map(repr, TENSOR_MODES[:-1])), repr(TENSOR_MODES[-1])])
+            raise UserError(f"parallel.tensor.size = {size} needs parallel.tensor.mode = {modes}; None needs 1")
         return 1
     if mode == "1d":
         return size
-    power, shape = {
-        "2d": (2, "a square, q² processes"),
-        "2.5d": (2, f"depth × q², and depth is {depth}"),
-        "3d": (3, "a cube, q³ processes"),
-    }[mode]
-    sizes = [depth * q**power for q in range(2, 65)]
+    sizes = [depth * q ** _DIMENSIONS[mode] for q in range(2, 65)]
     if size not in sizes:
         below, above = [s for s in sizes if s < size][-1:], [s for s in sizes if s > size][:1]
         raise UserError(
-            f"parallel.tensor.size = {size}, but mode '{mode}' needs {shape}: use "
+            f"parallel.tensor.size = {size}, but mode '{mode}' needs {_SHAPES[mode].format(depth=depth)}: use "
             f"{' or '.join(map(str, below + above))}"
         )
     return sizes.index(size) + 2

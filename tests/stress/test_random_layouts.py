@@ -30,7 +30,7 @@ from colossal_vit.parallel.layout import Layout
 import conftest
 import layouts
 import training
-import vit
+from vit_settings import check_vit
 
 HALF, WHOLE = 3, 6  # optimizer steps
 NUM_TEST_IMAGES = 27
@@ -152,7 +152,7 @@ def is_legal(case: Case) -> bool:
         for layout in (ONE_PROCESS, case["first"], case["second"]):
             ranks, values = arguments(case, layout)
             config = training.config_of(training.flags(**values))
-            vit.check_vit(config, Layout.of(config, ranks))
+            check_vit(config, Layout.of(config, ranks))
             if config.get("mix") and (config.BATCH_SIZE % 2 or case["global_batch"] < 2 * config.REPEATS):
                 return False
     except UserError:

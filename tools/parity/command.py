@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from colossal_vit.checkpoint import storage
+from colossal_vit.config.schema import TENSOR_MODES
 from colossal_vit.errors import TrainingError, UserError
 from colossal_vit.launch.flags import Arguments, get_parser
 from colossal_vit.main import Build, load_script, read_config
-from colossal_vit.parallel.layout import Layout
+from colossal_vit.parallel.layout import Layout, arrange
 from colossalai.context import Config
 
 from tools.parity.compare import Difference, compare, largest_of
@@ -35,7 +36,7 @@ ROUNDINGS, EPSILON = 10.0, 1e-6
 COMPUTED_FROM = {"loss": "output", "eval_loss": "output", "ema_loss": "output", "grad_norm": "gradient of"}
 DATA_PARALLEL = ["DP 2", "DP 2 × accumulation 2", "DP 2 × zero 1"]
 LAYOUTS = [*DATA_PARALLEL, "PP 2", "PP 2 × micro-batches 4", "1D 2", "2D 4", "2.5D 8", "3D 8", "DP 2 × PP 2 × 1D 2"]
-TENSOR = ("1D", "2D", "2.5D", "3D")
+TENSOR = tuple(mode.upper() for mode in TENSOR_MODES)
 PROCESSES = ("DP", "PP", *TENSOR)
 FACTORS = (*PROCESSES, "chunks", "zero", "accumulation", "micro-batches")  # chunks: of an interleaved pipeline
 
@@ -73,7 +74,7 @@ def layout_values(factors: dict[str, int], config: Config) -> dict[str, Any]:
     size = factors.get(kind, 1)
     tensor: dict[str, Any] = {"mode": kind and kind.lower(), "size": size}
     if kind == "2.5D":
-        tensor["depth"] = min((size // q**2 for q in range(2, size) if size % q**2 == 0), default=1)
+        tensor["depth"] = min((size // q**2 for q in arrange("2.5d", size)), default=1)
     images = config.BATCH_SIZE
     if images % (data * accumulation):
         raise UserError(
@@ -151,16 +152,17 @@ class Comparison:
     """
 
     def __init__(self, build: Build, args: Arguments, config: Config, folder: Path):
-        self.config, self.folder, self.is_hybrid = config, folder, "MODEL" not in config
+        self.config, self.folder, self.has_stages = config, folder, "model" in config
         self.own_precision = args.own_precision
         self.ranks = Ranks(build, args)
         self.alone = {
             "gradient_accumulation": 1,
             "zero": None,
+            "parallel": None,
             "COMPILE": False,  # which merges layers into one piece
             "checkpoint": {"every_steps": 1, "keep": STEPS},
         }
-        self.alone |= {"parallel": None, "model": None} if self.is_hybrid else {}
+        self.alone |= {"model": None} if self.has_stages else {}
         self.alone |= {} if self.own_precision else DOUBLE
         self.one = self.ranks.train(1, self.alone, folder / "one", STEPS)
         if self.one and (made := max(step for step, *_ in self.one)) < STEPS:
@@ -182,7 +184,7 @@ class Comparison:
 
     def default_layouts(self) -> dict[str, dict[str, int]]:
         """The layouts that are tried if none is named; under a launcher, those with as many processes as it started."""
-        names = LAYOUTS if self.is_hybrid else DATA_PARALLEL
+        names = LAYOUTS if self.has_stages else DATA_PARALLEL
         if self.ranks.store is not None:
             names = [Layout.of(self.config, self.ranks.launched.world_size).short, *names]
         layouts = {name: parse_layout(name) for name in names}
@@ -200,10 +202,6 @@ class Comparison:
                     f"has {num_processes(factors)} processes, but {self.ranks.launched.world_size} were started"
                 )
             values = {**self.alone, **layout_values(factors, self.config)}
-            if not self.is_hybrid:
-                del values["parallel"]
-                if factors.keys() & {"PP", *TENSOR}:
-                    raise UserError("this script is data parallel only")
             for how, differences in self._differences(num_processes(factors), values):
                 if text := self.ranks.of_first(self._first(how, differences)):
                     return False, text

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from colossal_vit.config.load import num_model_chunks
+from colossal_vit.config.schema import TENSOR_MODES
 from colossal_vit.errors import UserError
-from colossal_vit.parallel.layout import Layout
+from colossal_vit.parallel.layout import Layout, arrange
 from colossalai.context import Config
 from colossalai.legacy.amp import AMP_TYPE
 
@@ -50,9 +51,7 @@ class Choice:
     @property
     def tensor(self) -> tuple[str | None, int, int | None]:
         """Mode and size of tensor parallelism, and the depth of 2.5D, which others do not have."""
-        layout = self.layout
-        depth = layout.tensor // layout.side**2 if layout.tensor_mode == "2.5d" else None
-        return layout.tensor_mode, layout.tensor, depth
+        return self.layout.tensor_mode, self.layout.tensor, self.layout.depth
 
     def settings(self, hybrid: bool) -> dict[str, Any]:
         """The config values that make it; `hybrid` is whether the script can do more than data parallelism."""
@@ -108,15 +107,9 @@ def _tensor_options(world_size: int) -> Iterator[tuple[str | None, int, int]]:
     """Mode, size and side of tensor parallelism."""
     yield None, 1, 1
     for size in divisors(world_size):
-        if 1 < size <= MOST_TENSOR_RANKS:
-            yield "1d", size, size
-            for side in range(2, size):
-                if side**2 == size:
-                    yield "2d", size, side
-                elif size % side**2 == 0:
-                    yield "2.5d", size, side
-                if side**3 == size:
-                    yield "3d", size, side
+        if size <= MOST_TENSOR_RANKS:
+            for mode in TENSOR_MODES:
+                yield from ((mode, size, side) for side in arrange(mode, size) if (mode, size) != ("2.5d", side**2))
 
 
 def enumerate_layouts(config: Config, world_size: int, images: int, check: Check | None) -> list[Choice]:

@@ -15,6 +15,7 @@ from colossalai.legacy.core import global_context as gpc
 
 import vit
 from vit_layouts import LAYOUTS, SHARDED, build, call, settings
+from vit_settings import check_vit
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -113,5 +114,5 @@ def test_full_initialisation_depends_on_the_seed_only():
 def test_refuses_a_model_that_does_not_fit(layout, values, words):
     config = Config({**settings(layout), **values})
     with pytest.raises(UserError) as error:
-        vit.check_vit(config, Layout.of(config, LAYOUTS[layout][0]))
+        check_vit(config, Layout.of(config, LAYOUTS[layout][0]))
     assert all(word in str(error.value) for word in words), str(error.value)

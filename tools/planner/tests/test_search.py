@@ -13,13 +13,13 @@ import fork_ranks
 import train_dp
 import train_hybrid
 import training
-import vit
 from tools.planner import command, search, timing
 from tools.planner.enumeration import Choice, enumerate_layouts
 from tools.planner.machines import MACHINES, Machine, name_of, parse_specs
 from tools.planner.request import request_of
 from tools.planner.search import Prediction
 from tools.planner.trace import Message
+from vit_settings import check_vit
 
 SIZE = dict(IMG_SIZE=64, PATCH_SIZE=8, HIDDEN_SIZE=96, DEPTH=4, NUM_HEADS=4, NUM_CLASSES=10, BATCH_SIZE=64)
 SIZE |= {"NUM_MICRO_BATCHES": 1, "fp16.initial_scale": 1.0}
@@ -41,7 +41,7 @@ def run_planner(script, argv, world_size, machine="h100", *more):
 def test_every_layout_is_one_that_the_scripts_accept():
     """And each comes once; on 8 ranks there are some of every kind."""
     config = training.config_of(argv_of())
-    choices = enumerate_layouts(config, 8, 64, vit.check_vit)
+    choices = enumerate_layouts(config, 8, 64, check_vit)
     assert len(set(choices)) == len(choices)
     assert {choice.tensor for choice in choices} == {
         *((None, 1, None), ("1d", 2, None), ("1d", 4, None)),
@@ -67,8 +67,8 @@ def test_every_layout_is_one_that_the_scripts_accept():
 def test_layouts_that_features_exclude_are_left_out(values, allowed):
     without = {key: value for key, value in SIZE.items() if key != "fp16.initial_scale"}
     config = training.config_of(training.flags(**{**without, "amp": "NAIVE", **values}))
-    choices = set(enumerate_layouts(config, 4, 64, vit.check_vit))
-    everything = enumerate_layouts(training.config_of(argv_of()), 4, 64, vit.check_vit)
+    choices = set(enumerate_layouts(config, 4, 64, check_vit))
+    everything = enumerate_layouts(training.config_of(argv_of()), 4, 64, check_vit)
     assert choices == set(filter(allowed, everything))
 
 
