@@ -52,6 +52,8 @@ def test_files_that_a_page_names_exist(page):
         text = re.sub(r"^\|.+?\|", "", text, flags=re.MULTILINE)  # the first column of its table has what is gone
     named = re.findall(r"[\w./-]+\.(?:py|sh|txt|lock|sbatch|toml|cff)\b|`(?:[a-z_]\w*/)+`", text)
     for name in set(named) - ELSEWHERE:
+        if name.startswith("my_"):  # to be made by the reader
+            continue
         end = "/" + name.strip("`").removeprefix("./").removeprefix("../")
         assert any(f"{path}".endswith(end) or end in f"{path.parent}/" for path in FILES), f"{page}: {name}"
 

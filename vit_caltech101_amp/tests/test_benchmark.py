@@ -11,25 +11,28 @@ import fork_ranks
 from fork_ranks import ROOT
 
 TRAIN = """
-import json, os, sys
-from pathlib import Path
+if __name__ != "__main__":
+    from real_train import SCRIPT
+else:
+    import json, os, sys
+    from pathlib import Path
 
-config, output = (Path(sys.argv[sys.argv.index(flag) + 1]) for flag in ("--config", "--output"))
-values = dict(flag.removeprefix("--set=").split("=", 1) for flag in sys.argv if flag.startswith("--set="))
-batch_size, steps = int(values["BATCH_SIZE"]), int(sys.argv[sys.argv.index("--max-steps") + 1])
-print(batch_size, file=open("tried.txt", "a"))
-if batch_size > int(os.environ.get("LIMIT", "1000")):
-    sys.exit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate")
-if "naive_bf16" in config.stem:
-    sys.exit("a warning\\ntrain.py: error: MODEL cannot be built\\nmore")
-memory, seconds = (4.0, 2.0) if "fp32" in config.stem else (2.5, 1.0)
-seconds /= 2 if values["COMPILE"] == "True" else 1
-output.mkdir()
-with open(output / "metrics.jsonl", "w") as file:
-    for step in range(1, steps + 1):
-        step_s = 9.0 if step <= 2 else seconds
-        speed = dict(images_per_s=batch_size / step_s, data_s=0.01, step_s=step_s, memory_gb=memory)
-        print(json.dumps(dict(step=step, epoch=0, loss=2.0 - 0.1 * step, **speed)), file=file)
+    config, output = (Path(sys.argv[sys.argv.index(flag) + 1]) for flag in ("--config", "--output"))
+    values = dict(flag.removeprefix("--set=").split("=", 1) for flag in sys.argv if flag.startswith("--set="))
+    batch_size, steps = int(values["BATCH_SIZE"]), int(sys.argv[sys.argv.index("--max-steps") + 1])
+    print(batch_size, file=open("tried.txt", "a"))
+    if batch_size > int(os.environ.get("LIMIT", "1000")):
+        sys.exit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate")
+    if "naive_bf16" in config.stem:
+        sys.exit("a warning\\ntrain.py: error: MODEL cannot be built\\nmore")
+    memory, seconds = (4.0, 2.0) if "fp32" in config.stem else (2.5, 1.0)
+    seconds /= 2 if values["COMPILE"] == "True" else 1
+    output.mkdir()
+    with open(output / "metrics.jsonl", "w") as file:
+        for step in range(1, steps + 1):
+            step_s = 9.0 if step <= 2 else seconds
+            speed = dict(images_per_s=batch_size / step_s, data_s=0.01, step_s=step_s, memory_gb=memory)
+            print(json.dumps(dict(step=step, epoch=0, loss=2.0 - 0.1 * step, **speed)), file=file)
 """
 
 
@@ -40,6 +43,8 @@ def amp(tmp_path):
     shutil.copytree(ROOT / "scripts/benchmarks", tmp_path / "scripts/benchmarks")
     shutil.copytree(ROOT / "vit_caltech101_amp/config", folder / "config")
     shutil.copy(ROOT / "vit_caltech101_amp/benchmark.py", folder)
+    shutil.copy(ROOT / "vit_caltech101_amp/caltech101.py", folder)
+    shutil.copy(ROOT / "vit_caltech101_amp/train.py", folder / "real_train.py")
     (folder / "train.py").write_text(TRAIN)
 
     def run(*flags, **variables):
