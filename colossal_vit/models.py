@@ -6,9 +6,9 @@ import timm
 import torch
 from colossal_vit.blocks import make_lean
 from colossal_vit.compat.patch_embedding import embed_patches
-from colossal_vit.config.rules import BOOL, POSITIVE, TEXT, one_of, whole
-from colossal_vit.config.schema import SIDE
+from colossal_vit.config.schema import Side
 from colossal_vit.config.settings import Setting, Settings
+from colossal_vit.config.types import Bool, Positive, Text, one_of, whole
 from colossal_vit.errors import UserError, multiples_near, reason
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.rng.dropout import Dropout, DropPath, name_layers
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 MODELS = ["vit_*", "deit3_*"]  # timm's models that the examples take
 SETTINGS: Settings = {
-    "MODEL": Setting(TEXT, "a Vision Transformer of timm", "vit_base_patch16_224"),
-    "PATCH_SIZE": Setting(SIDE, "side of a patch, in pixels; that of MODEL"),
+    "MODEL": Setting(Text, "a Vision Transformer of timm", "vit_base_patch16_224"),
+    "PATCH_SIZE": Setting(Side, "side of a patch, in pixels; that of MODEL"),
     "HIDDEN_SIZE": Setting(whole(1, 2**16), "width; that of MODEL"),
     "DEPTH": Setting(whole(1, 256), "transformer blocks; those of MODEL"),
     "NUM_HEADS": Setting(whole(1, 2**16), "attention heads; those of MODEL"),
@@ -32,8 +32,8 @@ SETTINGS: Settings = {
     "POSITIONS": Setting(
         one_of("learned", "sincos2d"), "position embedding: learned, or fixed sines and cosines", "learned"
     ),
-    "LAYER_SCALE": Setting(POSITIVE, "what each branch is multiplied by at the start (LayerScale); that of MODEL"),
-    "DROP_PATH_UNIFORM": Setting(BOOL, "every block has the rate of the last one", False, {"DROP_PATH_RATE": ()}),
+    "LAYER_SCALE": Setting(Positive, "what each branch is multiplied by at the start (LayerScale); that of MODEL"),
+    "DROP_PATH_UNIFORM": Setting(Bool, "every block has the rate of the last one", False, {"DROP_PATH_RATE": ()}),
 }
 LARGEST_STEM = 1024  # pixels, a power of two: more than any convolutional stem makes a feature of
 # Config keys that override how MODEL is built, and timm's names of them.

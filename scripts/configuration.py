@@ -6,6 +6,7 @@ import sys
 from colossal_vit import models
 from colossal_vit.config.schema import GROUPS, OLDER_NAMES
 from colossal_vit.config.settings import OPTIONAL, REQUIRED, Block, Setting, Settings
+from colossal_vit.config.types import expected
 from colossal_vit.provenance import ROOT
 
 sys.path += [str(ROOT / name) for name in ("vit_cifar10_hybrid", "vit_caltech101_amp", "vit_imagenet_dali")]
@@ -57,7 +58,7 @@ def _value(default: object) -> str:
     return "**required**" if default is REQUIRED else "" if default is OPTIONAL else f"`{default!r}`"
 
 
-SHORTER = {  # what a rule expects, in a table
+SHORTER = {  # what a type's value must be, in a table
     r"a whole number of at least (\d+) and below 2³¹": r"int ≥ \1",
     r"a whole number from (\S+) to (\S+)": r"int, \1 to \2",
     r"a number of at least 0 \(.*\)": "float ≥ 0",
@@ -70,13 +71,13 @@ SHORTER = {  # what a rule expects, in a table
 }
 
 
-def _expected(setting: Setting | Block) -> str:
+def _must_be(setting: Setting | Block) -> str:
     """What its value must be."""
-    expected = setting.rule.expected if isinstance(setting, Setting) else "dict"
+    words = expected(setting.type) if isinstance(setting, Setting) else "dict"
     for pattern, shorter in SHORTER.items():
-        if match := re.fullmatch(pattern, expected):
+        if match := re.fullmatch(pattern, words):
             return match.expand(shorter)
-    return expected
+    return words
 
 
 def _rows(settings: Settings, prefix: str = "") -> list[str]:
@@ -87,7 +88,7 @@ def _rows(settings: Settings, prefix: str = "") -> list[str]:
             setting.meaning.partition("; ") if setting.default is OPTIONAL else (setting.meaning, "", "")
         )
         default = _value(setting.default) or computed
-        rows.append(f"| `{prefix}{key}` | {_expected(setting)} | {default} | {meaning} |")
+        rows.append(f"| `{prefix}{key}` | {_must_be(setting)} | {default} | {meaning} |")
         if isinstance(setting, Block):
             rows += _rows(setting.settings, f"{prefix}{key}.")
     return rows

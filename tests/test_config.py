@@ -3,12 +3,15 @@
 import ast
 import functools
 import json
+import math
 import re
 import sys
 from pathlib import Path
+from typing import Annotated, Literal
 
 import pytest
 import torch
+from annotated_types import Ge, Le, Lt
 from colossal_vit import config as configs
 from colossal_vit.checkpoint.checkpointer import changed_values
 from colossal_vit.config import schema
@@ -23,6 +26,8 @@ from colossal_vit.models import check_timm_vit
 from colossal_vit.parallel.layout import Layout
 from colossalai.context import Config
 from colossalai.legacy.amp import AMP_TYPE
+from pydantic import Field
+from pydantic.fields import FieldInfo
 
 import fork_ranks
 import schemas
@@ -327,8 +332,41 @@ def test_none_leaves_out_a_key_without_a_default(load):
     file = "GLOBAL_BATCH = 64\ncheckpoint = dict(every_steps=5)"
     assert load(file, "GLOBAL_BATCH=None", "checkpoint.every_steps=None") == load("")
     assert load(file, "checkpoint=dict(every_steps=None)") == load("GLOBAL_BATCH = 64")
+    scaled = "fp16 = dict(mode='naive', initial_scale=4)"
+    assert load(scaled, "fp16.init_scale=None") == load("fp16 = dict(mode='naive')")
     with pytest.raises(UserError, match="BATCH_SIZE = None, but it must be a whole number"):
         load("BATCH_SIZE = 3", "BATCH_SIZE=None", script=IMAGENET)
+
+
+def test_a_value_stays_as_it_is_written(load):
+    """So that config.json says what the file does: no 1.0 for 1."""
+    for key, values in {"WEIGHT_DECAY": ("1", "1.0", "0"), "MEAN": ("[1, 0.5, 1.0]", "(1, 0.5, 1.0)")}.items():
+        for value in values:
+            assert repr(load(f"{key} = {value}")[key]) == value
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (bool, "OWN = 'x', but it must be <class 'bool'>"),
+        (Literal["a", "b"], "OWN = 'x', but it must be typing.Literal['a', 'b']"),
+        (Annotated[int, Field(description="even", multiple_of=2)], "OWN = 'x', but it must be even"),
+    ],
+)
+def test_a_loaders_setting_may_have_any_type_of_pydantic(tmp_path, kind, words):
+    (tmp_path / "config.py").write_text("OWN = 'x'")
+    with pytest.raises(UserError, match=re.escape(words)):
+        configs.load(tmp_path / "config.py", (), {"OWN": Setting(kind, "a loader's own")})
+
+
+def test_keys_that_a_script_ignores_are_no_change_of_a_run(load):
+    """Earlier runs recorded them."""
+    now = load(TUTORIAL_DATA_PARALLEL, script=DP)
+    assert now.dali == {"gpu_aug": True, "mixup_alpha": 0.2}
+    for key in configs.idle_keys(now, schemas.schema(DP)):
+        del now[key]
+    before = {**configs.plain(now), "dali": {"gpu_aug": False}, "model": {"num_chunks": 1}}
+    assert changed_values(before, now, schemas.schema(DP)) == {}
 
 
 def test_a_file_may_begin_with_a_byte_order_mark(load):
@@ -415,6 +453,17 @@ def test_classes_functions_and_modules_under_a_keys_name_are_refused(load, text,
         ("TF32 = 'a\\nb'", (), ("TF32 = 'a\\nb'",)),
         ("raise ValueError('a\\nb')", (), ("ValueError: a b",)),
         ("zero = dict(stage=True)", (), ("zero.stage = True", "one of 1, 2")),
+        ("COMPILE = 1", (), ("COMPILE = 1", "one of False, True, 'auto'")),
+        ("DEPTH = 3.0", (), ("DEPTH = 3.0", "whole number")),
+        ("WEIGHT_DECAY = 1e-38", (), ("WEIGHT_DECAY = 1e-38", "0, or 1e-30 to 1e30")),
+        ("import numpy\nWEIGHT_DECAY = numpy.float32(0.1)", (), ("WEIGHT_DECAY = ", "a number of at least 0")),
+        ("LEARNING_RATE = 2**53 + 1", (), ("LEARNING_RATE = 9007199254740993", "a number above 0")),
+        ("TENSOR_SHAPE = (1, 2)", (), ("TENSOR_SHAPE = (1, 2)", "three whole numbers")),
+        ("TENSOR_SHAPE = [1, 2, True]", (), ("TENSOR_SHAPE = [1, 2, True]", "three whole numbers")),
+        ("TENSOR_SHAPE = {1, 2, 3}", (), ("TENSOR_SHAPE = {1, 2, 3}", "three whole numbers")),
+        ("CROP_AREA = (0.5, 0.25)", (), ("CROP_AREA = (0.5, 0.25)", "smallest <= largest")),
+        ("ELASTIC_LAYOUTS = [{}, 2]", (), ("ELASTIC_LAYOUTS = [{}, 2]", "a list of dicts")),
+        ("import enum\nfp16 = dict(mode=enum.Enum('AMP', {'NAIVE': 'naive'}).NAIVE)", (), ("fp16.mode = AMP.NAIVE",)),
         ("dali = dict(rand_augment=dict(n=0))", (), ("dali.rand_augment.n = 0", "from 1 to 20")),
         ("fp16 = dict(dtype='bf16')", (), ("fp16 = {'dtype': 'bf16'} does nothing", "set fp16.mode")),
         ("fp16 = dict(mode=None, dtype='bf16')", (), ("fp16.dtype = 'bf16' does nothing", "set fp16.mode")),
@@ -529,9 +578,9 @@ def test_values_that_no_setting_may_have_are_refused_in_one_line(load):
         values = list(WRONG)
         if isinstance(setting, Block) or setting.default is OPTIONAL or path[-1] in ("mode", "TENSOR_PARALLEL_MODE"):
             values.remove("None")  # is off, or left out
-        if isinstance(setting, Setting) and setting.rule.ends:
-            low, high = setting.rule.ends
-            whole = setting.rule.allows(1) and not setting.rule.allows(0.75 if high < 2 else 1.5)
+        if found := ends(setting):
+            low, high = found
+            whole = setting.type.__origin__ is int
             values += [repr(low - 1), repr(high + 1)] if whole else [repr(beyond(low, -1)), repr(beyond(high, 1))]
         for value in values:
             ways = [(with_value(script, path, value), ())]
@@ -548,6 +597,15 @@ def test_values_that_no_setting_may_have_are_refused_in_one_line(load):
     assert not wrong, "\n".join(wrong)
 
 
+def ends(setting):
+    """The smallest and the largest number that a setting may be, if it must be a number."""
+    limits = FieldInfo.from_annotation(setting.type).metadata if isinstance(setting, Setting) else ()
+    limits = {type(limit): limit for limit in limits}
+    if Ge not in limits:
+        return ()
+    return limits[Ge].ge, limits[Le].le if Le in limits else math.nextafter(limits[Lt].lt, 0)
+
+
 def beyond(end, sign):
     """A number just beyond the end of a range, as floats and float32 know it."""
     return end + sign * max(abs(end) * 1e-3, 1e-37)
@@ -560,7 +618,7 @@ def test_the_ends_of_every_range_work_or_are_refused(load, script):
     def try_all():
         wrong = []
         for path, setting in settings_of(schemas.schema(script)):
-            for value in (isinstance(setting, Setting) and setting.rule.ends) or ():
+            for value in ends(setting):
                 try:
                     use(load(with_value(script, path, repr(value)), script=script), script)
                 except UserError:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from colossal_vit.config.rules import POSITIVE_INT
 from colossal_vit.config.settings import Setting, Settings
+from colossal_vit.config.types import PositiveInt
 from colossal_vit.data.batches import Loader
 from colossal_vit.data.class_images import Images, digest_contents
 from colossal_vit.data.class_images import find_images as find_in_class_folders
@@ -24,7 +24,7 @@ from torchvision.datasets import Caltech101
 FOLDER = "caltech101/101_ObjectCategories"
 MARKS = (FOLDER,)
 NUM_IMAGES, NUM_CLASSES = 6_941, 101  # four fifths of 8,677
-SETTINGS: Settings = {"TRAIN_PER_CLASS": Setting(POSITIVE_INT, "training images of each class; four fifths")}
+SETTINGS: Settings = {"TRAIN_PER_CLASS": Setting(PositiveInt, "training images of each class; four fifths")}
 TRAIN_FRACTION, SPLIT_SEED = 0.8, 0
 NO_CLASS = "BACKGROUND_Google"  # images of no class, which torchvision leaves out, too
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from colossal_vit.config.rules import whole
 from colossal_vit.config.settings import Setting, Settings
+from colossal_vit.config.types import whole
 from colossal_vit.data.batches import IGNORED, Loader, SampledLoader, sees_images
 from colossal_vit.data.devices import to_device
 from colossal_vit.data.digits import DIGITS, GreyImages, digits

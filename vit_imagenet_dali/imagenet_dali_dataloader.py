@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from colossal_vit.config import rules
-from colossal_vit.config.rules import BOOL, NON_NEGATIVE_INT, POSITIVE_INT
 from colossal_vit.config.settings import Block, Setting, Settings
+from colossal_vit.config.types import Bool, NonNegativeInt, PositiveInt, real
 from colossal_vit.data.augment import CROP_ASPECT
 from colossal_vit.data.batches import IGNORED, Loader, SampledLoader, read_ahead, sees_images
 from colossal_vit.data.cropping import source, trim
@@ -66,16 +65,14 @@ with suppress(ModuleNotFoundError):  # dry runs and random images do without DAL
 MARKS = (INDEX_FILES, "train/train-*-of-*")  # a data folder with one of them has TFRecords
 NUM_IMAGES = 1_281_167  # for training
 SETTINGS: Settings = {
-    "EVAL_CROP": Setting(
-        rules.number(0.1, 1), "side of the centre that is evaluated ÷ image's shorter side", 224 / 256
-    ),
+    "EVAL_CROP": Setting(real(0.1, 1), "side of the centre that is evaluated ÷ image's shorter side", 224 / 256),
     "dali": Block(
         "the pipeline that reads TFRecords",
         {
-            "gpu_aug": Setting(BOOL, "decode and augment on the GPU, where there is one", True),
-            "max_bad": Setting(NON_NEGATIVE_INT, "check all records first, and leave out up to so many damaged ones"),
+            "gpu_aug": Setting(Bool, "decode and augment on the GPU, where there is one", True),
+            "max_bad": Setting(NonNegativeInt, "check all records first, and leave out up to so many damaged ones"),
             "window": Setting(
-                POSITIVE_INT,
+                PositiveInt,
                 "training images are shuffled within so many shards at a time, which are in random order",
                 32,
             ),

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from colossal_vit.config.rules import NON_NEGATIVE, SHARE, SHARE_ABOVE_0, one_of
 from colossal_vit.config.settings import Block, Setting, Settings
+from colossal_vit.config.types import NonNegative, Share, ShareAbove0, one_of
 from colossal_vit.data.batches import Loader, LoaderWrapper
 from colossal_vit.data.devices import to_device
 from colossal_vit.data.samplers import data_place
@@ -24,11 +24,11 @@ SETTINGS: Settings = {
     "mix": Block(
         "Mixup and CutMix: each training image with its neighbour in the batch",
         {
-            "mixup": Setting(NON_NEGATIVE, "α of Mixup's Beta distribution; 0 is off", 0.0),
-            "cutmix": Setting(NON_NEGATIVE, "α of CutMix's Beta distribution; 0 is off", 0.0),
-            "prob": Setting(SHARE_ABOVE_0, "how often it mixes", 1.0),
+            "mixup": Setting(NonNegative, "α of Mixup's Beta distribution; 0 is off", 0.0),
+            "cutmix": Setting(NonNegative, "α of CutMix's Beta distribution; 0 is off", 0.0),
+            "prob": Setting(ShareAbove0, "how often it mixes", 1.0),
             "switch_prob": Setting(
-                SHARE, "how often it is CutMix, where both are on", 0.5, needs={"mixup": (), "cutmix": ()}
+                Share, "how often it is CutMix, where both are on", 0.5, needs={"mixup": (), "cutmix": ()}
             ),
             "mode": Setting(one_of("batch", "pair", "elem"), "scope of one random draw: batch, pair or image", "batch"),
         },

@@ -4,8 +4,8 @@ import statistics
 from pathlib import Path
 
 from colossal_vit import typed_json
-from colossal_vit.config.rules import POSITIVE
 from colossal_vit.config.settings import Setting, Settings
+from colossal_vit.config.types import Positive
 from colossal_vit.data.loaders import expected_images
 from colossal_vit.models import SHAPE
 from colossal_vit.results import METRICS, format_table, read_metrics
@@ -17,7 +17,7 @@ import imagenet_dali_dataloader
 from imagenet_dali_dataloader import NUM_IMAGES
 
 SETTINGS: Settings = {
-    "IMAGES_PER_S": Setting(POSITIVE, "images/s of one GPU, from which `--dry-run` computes hours", learned=False),
+    "IMAGES_PER_S": Setting(Positive, "images/s of one GPU, from which `--dry-run` computes hours", learned=False),
 }
 NUM_GPUS = {4, 64, 1024}
 PUBLISHED_HOURS = {  # what 300 epochs take on 4 A100s, as the tutorial says

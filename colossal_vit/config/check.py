@@ -6,8 +6,11 @@ from enum import Enum
 from typing import Any
 
 from colossal_vit.config.schema import OLDER_NAMES, setting_at
-from colossal_vit.config.settings import REQUIRED, Block, Ignored, Setting, Settings, unmet_need
+from colossal_vit.config.settings import OPTIONAL, REQUIRED, Block, Ignored, Setting, Settings, unmet_need
+from colossal_vit.config.types import expected, names
 from colossal_vit.errors import UserError
+from colossal_vit.typed_json import adapter
+from pydantic import ValidationError
 
 SHOWN = 200  # a message shows so many characters of a value
 
@@ -34,8 +37,8 @@ def shown(value: Any) -> str:
 
 def check(
     values: Mapping[str, Any], source: str, schema: Settings, prefix: str = "", settings: Settings | None = None
-) -> None:
-    """Refuse unknown keys, and values that break their rules.
+) -> dict[str, Any]:
+    """The values, validated; those that are None and have no default are left out, so that an override can remove them.
 
     Args:
         values: of a config file, or of a block in it.
@@ -44,9 +47,10 @@ def check(
         prefix, settings: of the block.
 
     Raises:
-        UserError: naming the key, the value and what would be right.
+        UserError: if a key is unknown, or a value not of its type; naming key, value and what would be right.
     """
     settings = schema if settings is None else settings
+    meant = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
         setting = setting_at(name, schema) if name in OLDER_NAMES else settings.get(key)
@@ -54,25 +58,21 @@ def check(
             helper = "" if prefix else " (of another script? a helper's name starts with _)"
             raise UserError(f"{source}: unknown key {name}{nearest(str(key), settings)}{helper}")
         if isinstance(setting, Setting):
-            if not setting.rule.allows(value):
-                meant = _did_you_mean(value, setting.rule.names) if isinstance(value, str) else ""
-                raise UserError(f"{source}: {name} = {shown(value)}, but it must be {setting.rule.expected}{meant}")
+            try:
+                value = adapter(setting.type).validate_python(value)
+            except ValidationError:
+                if value is None and setting.default is OPTIONAL:
+                    continue
+                near = _did_you_mean(value, names(setting.type)) if isinstance(value, str) else ""
+                wrong = f"{source}: {name} = {shown(value)}"
+                raise UserError(f"{wrong}, but it must be {expected(setting.type)}{near}") from None
         elif isinstance(setting, Block) and value is not None:
             if not isinstance(value, Mapping):
                 keys = ", ".join(setting.settings)
                 raise UserError(f"{source}: {name} = {shown(value)}, but it must be a dict({keys}) or None")
-            check(value, source, schema, f"{name}.", setting.settings)
-
-
-def check_complete(values: Mapping[str, Any], source: str, schema: Settings) -> None:
-    """Refuse a config without a key that it must have.
-
-    Raises:
-        UserError: naming the key.
-    """
-    for key, setting in schema.items():
-        if isinstance(setting, Setting) and setting.default is REQUIRED and key not in values:
-            raise UserError(f"{source}: {key} is missing; it must be {setting.rule.expected}")
+            value = check(value, source, schema, f"{name}.", setting.settings)
+        meant[key] = value
+    return meant
 
 
 def check_effect(
@@ -82,7 +82,7 @@ def check_effect(
     overridden: Iterable[str] = (),
     prefix: str = "",
 ) -> None:
-    """Refuse values, other than defaults, that do nothing without another one, and blocks that lack what they need.
+    """Refuse a config or block without what it must have, or with values, other than defaults, that do nothing.
 
     Args:
         values: that `check` allows, without defaults.
@@ -92,25 +92,25 @@ def check_effect(
             there: `--set OPTIMIZER='adamw'` is no mistake in a file that has SGD's MOMENTUM.
 
     Raises:
-        UserError: naming both keys.
+        UserError: naming the key, and the one that it needs.
     """
-    beside = {key: getattr(setting, "default", None) for key, setting in settings.items()}
-    beside = {key: default for key, default in beside.items() if isinstance(default, (bool, int, float, str))} | values
+    beside = dict(values)
+    for key, setting in settings.items():
+        default = getattr(setting, "default", OPTIONAL)
+        if default is REQUIRED and key not in values:
+            raise UserError(f"{source}: {prefix}{key} is missing; it must be {expected(setting.type)}")
+        if default is not OPTIONAL:
+            beside.setdefault(key, default)
     for key, value in values.items():
         name, setting = f"{prefix}{key}", settings[key]
-        if isinstance(setting, Block):
-            if value is not None:
-                for inner, needed in setting.settings.items():
-                    if needed.default is REQUIRED and inner not in value:
-                        raise UserError(f"{source}: {name}.{inner} is missing; it must be {needed.rule.expected}")
-                if setting.switches and not value.keys() & setting.switches:
-                    switches = " or ".join(f"{name}.{switch}" for switch in setting.switches)
-                    raise UserError(f"{source}: {name} = {shown(value)} does nothing: set {switches}, or {name} = None")
-                check_effect(value, source, setting.settings, overridden, f"{name}.")
-        elif isinstance(setting, Ignored) or value == setting.default:
-            continue
-        elif (other := unmet_need(setting, beside)) is not None:
-            if f"{prefix}{other}" in overridden and name not in overridden:
+        if isinstance(setting, Block) and value is not None:
+            if setting.switches and not value.keys() & setting.switches:
+                switches = " or ".join(f"{name}.{switch}" for switch in setting.switches)
+                raise UserError(f"{source}: {name} = {shown(value)} does nothing: set {switches}, or {name} = None")
+            check_effect(value, source, setting.settings, overridden, f"{name}.")
+        elif isinstance(setting, Setting) and value != setting.default:
+            other = unmet_need(setting, beside)
+            if other is None or (f"{prefix}{other}" in overridden and name not in overridden):
                 continue
             fitting = setting.needs[other]
             remedy = f"it is for {' or '.join(map(shown, fitting))}" if fitting else f"set {prefix}{other}"

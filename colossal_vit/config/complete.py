@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from colossal_vit.config.check import shown
+from colossal_vit.config.check import idle_keys, shown
 from colossal_vit.config.overrides import Override, override
 from colossal_vit.config.schema import OLDER_NAMES, SCHEMA, meant_by
 from colossal_vit.config.settings import OPTIONAL, REQUIRED, Block, Ignored, Settings, unmet_need
@@ -12,18 +12,17 @@ from colossal_vit.errors import UserError
 # Before these keys existed, train scripts had what they say; the optimizer's state tells which optimizer it was.
 ONCE_IN_SCRIPTS = ("OPTIMIZER", "SCHEDULE", "MOMENTUM")
 # Every run recorded these keys, until their loaders and scripts brought them. In other runs they did nothing.
-ONCE_IN_ALL = ("CROP_PADDING", "EVAL_CROP", "IMAGES_PER_S", "TRAIN_PER_CLASS", "dali")
+ONCE_IN_ALL = {"CROP_PADDING", "EVAL_CROP", "IMAGES_PER_S", "TRAIN_PER_CLASS", "dali"}
 
 
 def complete(values: Mapping[str, Any], schema: Settings = SCHEMA, in_block: bool = False) -> dict[str, Any]:
-    """The values with the defaults of a schema, also in blocks; without keys that are ignored.
+    """The values with the defaults of a schema, also in blocks; keys that are ignored stay.
 
     In a block, what would do nothing is left out. A block whose switches are all off is None.
     """
     filled: dict[str, Any] = {}
+    schema = {key: setting for key, setting in schema.items() if not isinstance(setting, Ignored)}
     for key, setting in schema.items():
-        if isinstance(setting, Ignored):
-            continue
         value = values.get(key, setting.default)
         if value is OPTIONAL or value is REQUIRED:
             continue
@@ -106,7 +105,8 @@ def recorded(values: Mapping[str, Any], now: Mapping[str, Any], schema: Settings
         schema: all keys of that run.
     """
     before = replace_older_names(values)
-    before = {key: value for key, value in before.items() if key in schema or key not in ONCE_IN_ALL}
+    idle = ONCE_IN_ALL - schema.keys() | idle_keys(before, schema).keys()
+    before = {key: value for key, value in before.items() if key not in idle}
     for key in now.keys() & schema.keys() - before.keys():
         before[key] = now[key] if key in ONCE_IN_SCRIPTS else schema[key].default
     return complete({key: value for key, value in before.items() if value not in (OPTIONAL, REQUIRED)}, schema)

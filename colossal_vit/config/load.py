@@ -11,26 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from colossal_vit.compat.patches import restore_amp_type
-from colossal_vit.config.check import check, check_complete, check_effect, idle_keys
+from colossal_vit.config.check import check, check_effect
 from colossal_vit.config.complete import complete, older_names, replace_older_names
-from colossal_vit.config.overrides import Overridden, Override, override, parse_override, read
+from colossal_vit.config.overrides import Overridden, Override, override, parse_override
 from colossal_vit.config.schema import OLDER_NAMES, SCHEMA
-from colossal_vit.config.settings import OPTIONAL, Block, Setting, Settings
+from colossal_vit.config.settings import Block, Settings
 from colossal_vit.errors import UserError
 from colossalai.context import Config
-
-
-def _leave_out(values: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
-    """The values without settings that are None and have no default, so that the command line can take them away."""
-    kept = {}
-    for key, value in values.items():
-        setting = settings.get(key)
-        if isinstance(setting, Block) and isinstance(value, Mapping):
-            value = _leave_out(value, setting.settings)
-        removable = isinstance(setting, Setting) and setting.default is OPTIONAL and not setting.rule.allows(None)
-        if value is not None or not removable:
-            kept[key] = value
-    return kept
 
 
 def _parse(texts: Iterable[str], schema: Settings) -> list[Override]:
@@ -46,7 +33,7 @@ def _parse(texts: Iterable[str], schema: Settings) -> list[Override]:
     parsed = []
     for path, value in given:
         if not path[0].startswith("_"):
-            check(_leave_out(override({}, [(path, value)]), schema), "--set", schema)
+            check(override({}, [(path, value)]), "--set", schema)
             if len(path) == 1 and isinstance(block := schema.get(path[0]), Block) and block.default is not None:
                 value = complete(value or {}, block.settings, in_block=True)
         parsed.append((path, value))
@@ -106,7 +93,8 @@ def load(path: str | Path, overrides: Iterable[str] = (), schema: Settings = SCH
 
     Returns:
         Colossal-AI's `Config`: a dict whose items are attributes too. It has all defaults (see `schema`), also in its
-        blocks; blocks of features that are off are None. Older names are replaced by what they stand for.
+        blocks; blocks of features that are off are None. Older names are replaced by what they stand for. Keys that
+        are ignored stay, see `idle_keys`.
 
     Raises:
         UserError: if the file is missing or fails, a key is unknown or missing, or a value has the wrong type.
@@ -114,13 +102,10 @@ def load(path: str | Path, overrides: Iterable[str] = (), schema: Settings = SCH
     path = Path(path)
     parsed = _parse(overrides, schema)
     overridden = [".".join(keys) for keys, _ in parsed]
-    evaluated = _leave_out(_evaluate(path, parsed, schema), schema)
-    values = {key: read(value, schema.get(key)) for key, value in evaluated.items()}
-    check(values, str(path), schema)
+    values = check(_evaluate(path, parsed, schema), str(path), schema)
     values = replace_older_names(values, schema, overridden, str(path))
-    check_complete(values, str(path), schema)
     check_effect(values, str(path), schema, overridden)
-    values = complete(values, schema) | {key: values[key] for key in idle_keys(values, schema)}
+    values = complete(values, schema)
     warm_up, epochs = values["WARMUP_EPOCHS"], values.get("NUM_EPOCHS", math.inf)
     if warm_up >= epochs:
         raise UserError(f"{path}: WARMUP_EPOCHS = {warm_up} must be less than NUM_EPOCHS = {epochs}")

@@ -3,12 +3,15 @@
 import ast
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from colossal_vit.config.schema import SCHEMA, setting_at
 from colossal_vit.config.settings import Block, Ignored, Setting, Settings
 from colossal_vit.errors import UserError
+from colossal_vit.typed_json import adapter
 from colossalai.legacy.amp import AMP_TYPE
+from pydantic import ValidationError
 
 Override = tuple[tuple[str, ...], Any]  # the path of a key, and its value
 
@@ -34,12 +37,13 @@ class _Literals(ast.NodeTransformer):
         return ast.Dict(keys, [ast.Constant(value.id) if isinstance(value, ast.Name) else value for value in values])
 
 
-def read(value: Any, setting: Setting | Block | Ignored | None) -> Any:
-    """The value that is meant by one as written, also inside a block, see `Rule.read`; an unknown key's as it is."""
+def _read(value: Any, setting: Setting | Block | Ignored | None) -> Any:
+    """The value that is meant by one as written, also inside a block; a wrong one, or an unknown key's, as it is."""
     if isinstance(setting, Setting):
-        return setting.rule.read(value)
+        with suppress(ValidationError):
+            return adapter(setting.type).validate_python(value)
     if isinstance(setting, Block) and isinstance(value, Mapping):
-        return {key: read(inner, setting.settings.get(key)) for key, inner in value.items()}
+        return {key: _read(inner, setting.settings.get(key)) for key, inner in value.items()}
     return value
 
 
@@ -70,7 +74,7 @@ def parse_override(text: str, schema: Settings = SCHEMA) -> Override:
         if not re.fullmatch(r"[^'\"\[({][^'\"]*", literal):  # a literal that is cut off, say
             raise UserError(f"--set {text}: {literal!r} is not a Python literal") from None
         value = literal
-    return path, read(value, setting_at(".".join(path), schema))
+    return path, _read(value, setting_at(".".join(path), schema))
 
 
 class Overridden(dict):

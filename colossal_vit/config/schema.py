@@ -7,30 +7,30 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from colossal_vit.config.rules import (
-    AREA,
-    BOOL,
-    CHANNELS,
-    DICTS,
-    FRACTION,
-    MODE,
-    NON_NEGATIVE,
-    NON_NEGATIVE_INT,
-    POSITIVE,
-    POSITIVE_INT,
-    SHAPE,
-    SHARE,
-    SHARE_ABOVE_0,
-    TEXT,
-    number,
+from colossal_vit.config.settings import REQUIRED, Block, Ignored, Setting, Settings
+from colossal_vit.config.types import (
+    Area,
+    Bool,
+    Channels,
+    Dicts,
+    Fraction,
+    Mode,
+    NonNegative,
+    NonNegativeInt,
+    Positive,
+    PositiveInt,
+    Shape,
+    Share,
+    ShareAbove0,
+    Text,
     one_of,
+    real,
     whole,
 )
-from colossal_vit.config.settings import REQUIRED, Block, Ignored, Setting, Settings
 from colossalai.legacy.amp import AMP_TYPE
 
 TENSOR_MODES = "1d", "2d", "2.5d", "3d"
-SIDE = whole(1, 8192)  # an image or a patch has so many pixels
+Side = whole(1, 8192)  # an image or a patch has so many pixels
 # The precisions in which the loss has a scale that can be set.
 SCALED = {"mode": (AMP_TYPE.TORCH, AMP_TYPE.NAIVE), "dtype": (None, "fp16")}
 NAIVE = {**SCALED, "mode": (AMP_TYPE.NAIVE,)}
@@ -40,79 +40,79 @@ Free = partial(Setting, learned=False)  # a run may go on with another value
 TRAINING: Settings = {
     "SEED": Setting(whole(0, 2**32 - 1), "seed of weights, order of images and random numbers", 1024),
     "BATCH_SIZE": Free(
-        POSITIVE_INT,
+        PositiveInt,
         "images that a data-parallel rank takes at a time; global batch = BATCH_SIZE × gradient_accumulation × "
         "data-parallel size",
         REQUIRED,
     ),
-    "NUM_EPOCHS": Free(POSITIVE_INT, "length of the training, in epochs", REQUIRED),
-    "WARMUP_EPOCHS": Setting(NON_NEGATIVE_INT, "epochs of linear warm-up, part of NUM_EPOCHS", 0),
+    "NUM_EPOCHS": Free(PositiveInt, "length of the training, in epochs", REQUIRED),
+    "WARMUP_EPOCHS": Setting(NonNegativeInt, "epochs of linear warm-up, part of NUM_EPOCHS", 0),
     "SCHEDULE": Setting(
         one_of("linear", "cosine"), "how the rate falls after the warm-up, to 0 if nothing else is said", "cosine"
     ),
     "MIN_LEARNING_RATE": Setting(
-        NON_NEGATIVE, "final learning rate of the cosine", 0.0, needs={"SCHEDULE": ("cosine",)}
+        NonNegative, "final learning rate of the cosine", 0.0, needs={"SCHEDULE": ("cosine",)}
     ),
     "OPTIMIZER": Setting(one_of("adamw", "sgd", "lamb"), "the optimizer", "adamw"),
-    "MOMENTUM": Setting(FRACTION, "momentum of SGD", 0.9, needs={"OPTIMIZER": ("sgd",)}),
+    "MOMENTUM": Setting(Fraction, "momentum of SGD", 0.9, needs={"OPTIMIZER": ("sgd",)}),
     "EPSILON": Setting(
-        POSITIVE, "what AdamW and LAMB add to √v; 1e-8 in AdamW, 1e-6 in LAMB", needs={"OPTIMIZER": ("adamw", "lamb")}
+        Positive, "what AdamW and LAMB add to √v; 1e-8 in AdamW, 1e-6 in LAMB", needs={"OPTIMIZER": ("adamw", "lamb")}
     ),
-    "LEARNING_RATE": Setting(POSITIVE, "the rate after the warm-up", 3e-3),
-    "WEIGHT_DECAY": Setting(NON_NEGATIVE, "weight decay: decoupled in AdamW and LAMB, L2 in SGD", 0.3),
+    "LEARNING_RATE": Setting(Positive, "the rate after the warm-up", 3e-3),
+    "WEIGHT_DECAY": Setting(NonNegative, "weight decay: decoupled in AdamW and LAMB, L2 in SGD", 0.3),
     "DECAY_VECTORS": Setting(
-        BOOL,
+        Bool,
         "False: biases, norms, class token and position embedding have no weight decay, and in LAMB no trust ratio",
         True,
     ),
     "LAYER_DECAY": Setting(
-        SHARE_ABOVE_0, "layer-wise learning-rate decay, timm's layer_decay; the head has LEARNING_RATE", 1.0
+        ShareAbove0, "layer-wise learning-rate decay, timm's layer_decay; the head has LEARNING_RATE", 1.0
     ),
-    "LABEL_SMOOTHING": Setting(FRACTION, "label smoothing ε", 0.1),
+    "LABEL_SMOOTHING": Setting(Fraction, "label smoothing ε", 0.1),
     "bce": Block(
         "BCE loss, one sigmoid per class (DeiT III), in place of cross entropy",
         {
-            "threshold": Setting(SHARE, "targets above it become 1, all others 0; targets stay"),
-            "sum_classes": Setting(BOOL, "sum the classes' losses instead of their mean", False),
+            "threshold": Setting(Share, "targets above it become 1, all others 0; targets stay"),
+            "sum_classes": Setting(Bool, "sum the classes' losses instead of their mean", False),
         },
     ),
     "GLOBAL_BATCH": Free(
-        POSITIVE_INT, "images of a step, that ELASTIC and `--dry-run` keep on other numbers of processes"
+        PositiveInt, "images of a step, that ELASTIC and `--dry-run` keep on other numbers of processes"
     ),
     "ELASTIC": Free(
-        BOOL,
+        Bool,
         "keep GLOBAL_BATCH on any number of processes, by smaller BATCH_SIZE and another gradient_accumulation; those "
         "that no replica needs wait",
         False,
     ),
     "ELASTIC_LAYOUTS": Free(
-        DICTS,
+        Dicts,
         "other values of `parallel`: ELASTIC takes the first, after `parallel` itself, with work for most processes",
         needs={"ELASTIC": ()},
     ),
 }
 DATA: Settings = {
-    "DATA": Free(TEXT, "folder of the data set; the environment's DATA, else the digits"),
+    "DATA": Free(Text, "folder of the data set; the environment's DATA, else the digits"),
     "LOADER": Setting(
-        TEXT,
+        Text,
         "file that reads DATA, relative to the config, the script or the working directory; the script's own",
     ),
-    "SYNTHETIC": Setting(BOOL, "train on random images, without data; the same in every layout", False),
+    "SYNTHETIC": Setting(Bool, "train on random images, without data; the same in every layout", False),
     "MEAN": Setting(
-        CHANNELS,
+        Channels,
         "mean of each channel, from 0 to 1, that images are normalised with; that of the weights of finetune, else of "
         "the format",
     ),
-    "STD": Setting(CHANNELS, "the same for the standard deviation"),
-    "CACHE_SIZE": Setting(SIDE, "side of the decoded images of class folders that are kept, in pixels; IMG_SIZE × 8/7"),
+    "STD": Setting(Channels, "the same for the standard deviation"),
+    "CACHE_SIZE": Setting(Side, "side of the decoded images of class folders that are kept, in pixels; IMG_SIZE × 8/7"),
     "KEEP_DECODED": Free(
-        BOOL, "decode class folders once, into a file beside them, where that fits; False: for each batch", True
+        Bool, "decode class folders once, into a file beside them, where that fits; False: for each batch", True
     ),
     "TEST_FRACTION": Setting(
-        number(0.001, 0.999), "share of each class to test on, of your own images without a folder for that", 0.2
+        real(0.001, 0.999), "share of each class to test on, of your own images without a folder for that", 0.2
     ),
-    "CROP_AREA": Setting(AREA, "smallest and largest share of an image that a random crop is", (0.08, 1.0)),
-    "FLIP": Setting(BOOL, "mirror training images at random", True),
+    "CROP_AREA": Setting(Area, "smallest and largest share of an image that a random crop is", (0.08, 1.0)),
+    "FLIP": Setting(Bool, "mirror training images at random", True),
     "REPEATS": Setting(
         whole(1, 100), "repeated augmentation: how often an image comes in an epoch, which has as many fewer images", 1
     ),
@@ -122,8 +122,8 @@ DATA: Settings = {
             "policy": Setting(one_of("rand", "three"), "RandAugment or DeiT III's 3-Augment"),
             "n": Setting(whole(1, 20), "operations of RandAugment on an image", 2, needs={"policy": ("rand",)}),
             "m": Setting(whole(0, 30), "magnitude of RandAugment's operations", 9, needs={"policy": ("rand",)}),
-            "color_jitter": Setting(number(0, 10), "brightness, contrast and saturation change by up to this", 0.0),
-            "erase": Setting(SHARE, "how often a part of an image is replaced by noise", 0.0),
+            "color_jitter": Setting(real(0, 10), "brightness, contrast and saturation change by up to this", 0.0),
+            "erase": Setting(Share, "how often a part of an image is replaced by noise", 0.0),
         },
         switches=("policy", "color_jitter", "erase"),
     ),
@@ -133,33 +133,33 @@ FINE_TUNING: Settings = {
         "start from trained weights, and train all of the model or a part of it",
         {
             "weights": Setting(
-                TEXT, "a model of timm, a folder or file with safetensors, or a run or checkpoint of these scripts"
+                Text, "a model of timm, a folder or file with safetensors, or a run or checkpoint of these scripts"
             ),
             "head": Setting(one_of("new", "keep"), "start with a head of zeros, or with that of the weights", "new"),
             "frozen_blocks": Setting(
-                NON_NEGATIVE_INT, "so many blocks, the first ones, stay as they are, and the embedding with them", 0
+                NonNegativeInt, "so many blocks, the first ones, stay as they are, and the embedding with them", 0
             ),
-            "linear_probe": Setting(BOOL, "train the head only", False),
+            "linear_probe": Setting(Bool, "train the head only", False),
         },
     )
 }
 MODEL: Settings = {
-    "IMG_SIZE": Setting(SIDE, "side of the images, in pixels; a multiple of the side of a patch", 224),
+    "IMG_SIZE": Setting(Side, "side of the images, in pixels; a multiple of the side of a patch", 224),
     "NUM_CLASSES": Setting(whole(1, 10**6), "classes; those of the data"),
-    "DROP_RATE": Setting(FRACTION, "dropout", 0.0),
-    "DROP_PATH_RATE": Setting(FRACTION, "stochastic depth of the last block; linear from 0", 0.0),
+    "DROP_RATE": Setting(Fraction, "dropout", 0.0),
+    "DROP_PATH_RATE": Setting(Fraction, "stochastic depth of the last block; linear from 0", 0.0),
 }
 LAYOUT: Settings = {
     "parallel": Block(
         "processes = data × pipeline × tensor",
         {
-            "pipeline": Setting(POSITIVE_INT, "pipeline stages", 1),
+            "pipeline": Setting(PositiveInt, "pipeline stages", 1),
             "tensor": Block(
                 "tensor parallelism",
                 {
                     "mode": Setting(one_of(None, *TENSOR_MODES), "how matrices are split", None),
-                    "size": Setting(POSITIVE_INT, "ranks: q² in 2D, depth × q² in 2.5D, q³ in 3D", 1),
-                    "depth": Setting(POSITIVE_INT, "number of squares in 2.5D", 1, needs={"mode": ("2.5d",)}),
+                    "size": Setting(PositiveInt, "ranks: q² in 2D, depth × q² in 2.5D, q³ in 3D", 1),
+                    "depth": Setting(PositiveInt, "number of squares in 2.5D", 1, needs={"mode": ("2.5d",)}),
                 },
                 {},
             ),
@@ -170,22 +170,22 @@ LAYOUT: Settings = {
 }
 # Of a model that can be cut into pipeline stages.
 PIPELINE: Settings = {
-    "NUM_MICRO_BATCHES": Free(POSITIVE_INT, "micro-batches that a pipeline makes of BATCH_SIZE images"),
+    "NUM_MICRO_BATCHES": Free(PositiveInt, "micro-batches that a pipeline makes of BATCH_SIZE images"),
     "model": Block(
         "interleaved pipeline",
-        {"num_chunks": Setting(POSITIVE_INT, "parts of the model on each stage", 1)},
+        {"num_chunks": Setting(PositiveInt, "parts of the model on each stage", 1)},
         {},
         learned=False,
     ),
-    "TENSOR_SHAPE": Free(SHAPE, "what a stage hands to the next, (micro-batch, tokens, width), checked"),
+    "TENSOR_SHAPE": Free(Shape, "what a stage hands to the next, (micro-batch, tokens, width), checked"),
 }
 FEATURES: Settings = {
-    "gradient_accumulation": Free(POSITIVE_INT, "batches of BATCH_SIZE in an optimizer step", 1),
-    "clip_grad_norm": Setting(NON_NEGATIVE, "largest norm of the gradient; 0 does not clip", 0.0),
+    "gradient_accumulation": Free(PositiveInt, "batches of BATCH_SIZE in an optimizer step", 1),
+    "clip_grad_norm": Setting(NonNegative, "largest norm of the gradient; 0 does not clip", 0.0),
     "fp16": Block(
         "mixed precision; None for fp32",
         {
-            "mode": Setting(MODE, "what computes in half precision: docs/precision.md"),
+            "mode": Setting(Mode, "what computes in half precision: docs/precision.md"),
             "dtype": Setting(
                 one_of("fp16", "bf16"), "half-precision type; fp16 on CUDA, bf16 on a CPU", needs={"mode": ()}
             ),
@@ -193,30 +193,28 @@ FEATURES: Settings = {
                 one_of("O0", "O1", "O2", "O3"), "optimization level of APEX; O1", needs={"mode": (AMP_TYPE.APEX,)}
             ),
             "half_residual": Setting(
-                BOOL,
+                Bool,
                 "residual sums in `dtype`, as NAIVE's: faster, and with less memory",
                 False,
                 needs={"mode": (AMP_TYPE.TORCH,)},
             ),
-            "initial_scale": Setting(POSITIVE, "initial loss scale; 2¹⁶", needs=SCALED),
-            "growth_factor": Setting(number(1, 1e6), "growth of the loss scale; 2", needs=SCALED),
-            "backoff_factor": Setting(
-                number(1e-6, 0.99), "factor on the loss scale after an overflow; ½", needs=SCALED
-            ),
+            "initial_scale": Setting(Positive, "initial loss scale; 2¹⁶", needs=SCALED),
+            "growth_factor": Setting(real(1, 1e6), "growth of the loss scale; 2", needs=SCALED),
+            "backoff_factor": Setting(real(1e-6, 0.99), "factor on the loss scale after an overflow; ½", needs=SCALED),
             "growth_interval": Setting(
-                POSITIVE_INT, "steps without overflow until the scale grows; 2000, NAIVE 1000", needs=SCALED
+                PositiveInt, "steps without overflow until the scale grows; 2000, NAIVE 1000", needs=SCALED
             ),
-            "hysteresis": Setting(POSITIVE_INT, "overflows until NAIVE lowers the scale; 2", needs=NAIVE),
-            "min_scale": Setting(POSITIVE, "smallest loss scale, NAIVE; 1", needs=NAIVE),
-            "max_scale": Setting(POSITIVE, "largest loss scale, NAIVE; 2³²", needs=NAIVE),
+            "hysteresis": Setting(PositiveInt, "overflows until NAIVE lowers the scale; 2", needs=NAIVE),
+            "min_scale": Setting(Positive, "smallest loss scale, NAIVE; 1", needs=NAIVE),
+            "max_scale": Setting(Positive, "largest loss scale, NAIVE; 2³²", needs=NAIVE),
         },
         switches=("mode",),
     ),
     "ema": Block(
         "an exponential moving average of the weights, evaluated beside them and kept in checkpoints",
         {
-            "decay": Setting(FRACTION, "share of the average so far after an optimizer step", 0.9999),
-            "warmup": Setting(BOOL, "let the decay grow to that, as 1 - step^(-2/3)", False),
+            "decay": Setting(Fraction, "share of the average so far after an optimizer step", 0.9999),
+            "warmup": Setting(Bool, "let the decay grow to that, as 1 - step^(-2/3)", False),
         },
     ),
     "zero": Block(
@@ -227,9 +225,9 @@ FEATURES: Settings = {
     "checkpoint": Block(
         "when to save; also after epochs",
         {
-            "every_steps": Setting(POSITIVE_INT, "optimizer steps from one checkpoint to the next"),
-            "every_minutes": Setting(POSITIVE, "minutes from one checkpoint to the next", 30),
-            "keep": Setting(POSITIVE_INT, "newest checkpoints to keep, beside the best one", 3),
+            "every_steps": Setting(PositiveInt, "optimizer steps from one checkpoint to the next"),
+            "every_minutes": Setting(Positive, "minutes from one checkpoint to the next", 30),
+            "keep": Setting(PositiveInt, "newest checkpoints to keep, beside the best one", 3),
         },
         {},
         learned=False,
@@ -237,9 +235,9 @@ FEATURES: Settings = {
     "torch_ddp": Block(
         "arguments of DistributedDataParallel, which data parallelism without a pipeline takes",
         {
-            "bucket_cap_mb": Setting(number(0.001, 10**6), "MB of gradients that are reduced together; 25"),
-            "static_graph": Setting(BOOL, "the same operations in every step"),
-            "find_unused_parameters": Setting(BOOL, "some parameters have no gradient"),
+            "bucket_cap_mb": Setting(real(0.001, 10**6), "MB of gradients that are reduced together; 25"),
+            "static_graph": Setting(Bool, "the same operations in every step"),
+            "find_unused_parameters": Setting(Bool, "some parameters have no gradient"),
         },
         {},
         learned=False,
@@ -248,10 +246,10 @@ FEATURES: Settings = {
         one_of("float32", "float64"), "precision of everything without fp16; float64 is for comparisons", "float32"
     ),
     "COMPILE": Free(one_of(False, True, "auto"), "torch.compile; auto: on a GPU", "auto"),
-    "TF32": Setting(BOOL, "TensorFloat-32 in matrix products and convolutions in fp32", False),
-    "cudnn_benchmark": Free(BOOL, "let cuDNN try its algorithms", False),
+    "TF32": Setting(Bool, "TensorFloat-32 in matrix products and convolutions in fp32", False),
+    "cudnn_benchmark": Free(Bool, "let cuDNN try its algorithms", False),
     "cudnn_deterministic": Free(
-        BOOL, "only deterministic algorithms in cuDNN, attention and compiled kernels: slower, with more memory", False
+        Bool, "only deterministic algorithms in cuDNN, attention and compiled kernels: slower, with more memory", False
     ),
 }
 GROUPS = {

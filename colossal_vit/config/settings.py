@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from colossal_vit.config.rules import Rule
-
 REQUIRED, OPTIONAL = object(), object()  # stand where a default would
 
 
@@ -14,7 +12,7 @@ class Setting:
     """A key with a value.
 
     Attributes:
-        rule: what the value must be.
+        type: that pydantic validates the value as, see `config.types`.
         meaning: what it does, with its unit.
         default: the value where the file has none; REQUIRED if there must be one, in a block if that is given; OPTIONAL
             if without one nothing happens, or what `meaning` says.
@@ -24,7 +22,7 @@ class Setting:
             stays the same; if not, a run may resume with another one.
     """
 
-    rule: Rule
+    type: Any
     meaning: str
     default: Any = OPTIONAL
     needs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)

@@ -4,30 +4,34 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import colossalai.legacy as colossalai
-from colossal_vit.config.rules import POSITIVE_INT, TEXT, Rule, number, one_of, whole
 from colossal_vit.config.settings import Settings
+from colossal_vit.config.types import PositiveInt, Text, expected, one_of, real, whole
 from colossal_vit.errors import Interrupted, Parser, Preempted, TrainingError, UserError
 from colossal_vit.launch.exits import Exits
 from colossal_vit.launch.launchers import LAUNCHERS
+from colossal_vit.typed_json import adapter
+from pydantic import Field, ValidationError
 
 DEFAULT_TIMEOUT = 300.0  # seconds that a rank waits for the others, at the start and in collective operations
 MOST_RANKS = 2**20
 
 CODES = set(range(256)) - {TrainingError.exit_code, UserError.exit_code, Interrupted.exit_code}
 
-RULES = {
-    **dict.fromkeys(("config", "host", "output", "resume"), TEXT),  # a shell variable may be unset
+TYPES = {
+    **dict.fromkeys(("config", "host", "output", "resume"), Text),  # a shell variable may be unset
     "port": whole(1, 65535),
     "world_size": whole(1, MOST_RANKS),
     "rank": whole(0, MOST_RANKS - 1),
     "local_rank": whole(0, MOST_RANKS - 1),
     "backend": one_of("nccl", "gloo"),
-    "max_steps": POSITIVE_INT,
-    "timeout": number(0.001, 1e8),
-    "exit_code_stopped": Rule("from 0 to 255, and not 1, 2 or 130, which mean failures", lambda code: code in CODES),
+    "max_steps": PositiveInt,
+    "timeout": real(0.001, 1e8),
+    "exit_code_stopped": Annotated[
+        Literal[*CODES], Field(description="from 0 to 255, and not 1, 2 or 130, which mean failures")
+    ],
 }
 
 
@@ -58,7 +62,7 @@ class Arguments(argparse.Namespace):
 
 
 class TrainParser(Parser):
-    """Parses the command line of a train script, in which each flag has its rule, and the last of several counts.
+    """Parses the command line of a train script, in which each flag has its type, and the last of several counts.
 
     Raises:
         UserError: naming flag and value.
@@ -68,16 +72,19 @@ class TrainParser(Parser):
         return self.check(super().parse_args(args, Arguments()))
 
     def check(self, parsed: Arguments) -> Arguments:
-        """Check each flag's value by its rule, and settle what flags stand for.
+        """Check each flag's value by its type, and settle what flags stand for.
 
         Raises:
             UserError: naming flag and value.
         """
-        for name, rule in RULES.items():
+        for name, kind in TYPES.items():
             value = getattr(parsed, name)
-            if value is not None and not rule.allows(value):
+            try:
+                adapter(kind | None).validate_python(value)
+            except ValidationError:
                 own = name in ("rank", "local_rank")  # those of the other ranks may be right
-                raise UserError(f"{_flag(name)} {repr(value) if value == '' else value}: must be {rule.expected}", own)
+                wrong = f"{_flag(name)} {repr(value) if value == '' else value}"
+                raise UserError(f"{wrong}: must be {expected(kind)}", own) from None
         parsed.output = parsed.output and Path(parsed.output)
         parsed.set = [*parsed.set, *["COMPILE=True"] * parsed.compile]
         return parsed
