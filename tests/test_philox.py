@@ -1,14 +1,11 @@
 """Random numbers by what they are for: Philox against its definition, masks in parts, and dropout's kernels."""
 
-import errno
 import itertools
-import os
 
 import numpy as np
 import pytest
 import torch
-from colossal_vit.rng import cpu_kernel, dropout, philox
-from numba.core import caching
+from colossal_vit.rng import dropout, philox
 
 import fork_ranks
 
@@ -131,21 +128,6 @@ def test_masks_are_the_same_for_any_number_of_threads():
 
     [by_threads] = fork_ranks.call(by_three_threads, launched=False)
     assert np.array_equal(by_threads, masks(tokens=1000))
-
-
-@pytest.mark.parametrize("lacking", ["folder", "space"])
-def test_dropout_works_where_its_program_cannot_be_cached(lacking, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    if lacking == "folder":
-        monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
-    else:
-        monkeypatch.setattr(caching.IndexDataCacheFile, "load", lambda *_: None)
-        monkeypatch.setattr(caching.IndexDataCacheFile, "save", full)
-    expected, program = masks(), cpu_kernel.compiled.__wrapped__()
-    monkeypatch.setattr(cpu_kernel, "compiled", lambda: program)
-    assert np.array_equal(masks(), expected)
 
 
 # ---- The kernel for GPUs ----
