@@ -42,14 +42,12 @@ def _pool(process: int, threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads)
 
 
-def drop(x: Tensor, residual: Tensor | None, samples: Tensor, key: Tensor, first: int, channels: int) -> Tensor:
-    """As `dropout.drop` without GELU, in fp32 or fp64."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    x = x.to(dtype).contiguous()
+def drop(x: Tensor, samples: Tensor, key: Tensor, first: int, channels: int) -> Tensor:
+    """As `dropout.drop` without GELU; the arithmetic is in fp32 or fp64."""
+    dtype, x = x.dtype, x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
     result = torch.empty_like(x)
     shape = len(x), x.shape[1:-1].numel(), x.shape[-1]
     values, y = (each.numpy().reshape(shape) for each in (x, result))
-    added = None if residual is None else residual.to(dtype).numpy().reshape(shape)
     places, layer = samples.numpy(), key.tolist()
     scale = y.dtype.type(ONE / (ONE - layer[2]))
 
@@ -59,8 +57,6 @@ def drop(x: Tensor, residual: Tensor | None, samples: Tensor, key: Tensor, first
         part = y[start:stop]
         np.multiply(values[start:stop], kept[..., first : first + shape[2]], out=part)  # inf · 0 is NaN, as on a GPU
         part *= scale
-        if added is not None:
-            part += added[start:stop]
 
     threads = min(torch.get_num_threads(), -(-x.numel() // GRAIN))
     jumps = np.flatnonzero((np.diff(places, axis=0) != [0, 1]).any(1)) + 1
@@ -71,4 +67,4 @@ def drop(x: Tensor, residual: Tensor | None, samples: Tensor, key: Tensor, first
     else:
         for part in parts:
             write(*part)
-    return result
+    return result.to(dtype)
