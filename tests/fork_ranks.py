@@ -28,7 +28,6 @@ from colossal_vit.compat import cpu, patches
 from colossal_vit.launch import groups
 from colossal_vit.launch.launchers import Rendezvous
 from colossal_vit.launch.rendezvous import join_store
-from colossal_vit.rng import cpu_kernel
 from colossalai.context import Config
 
 import schemas
@@ -39,7 +38,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 600
 FOREVER = ["--timeout", str(10 * PATIENCE)]
 running: set[int] = set()  # process ids of ranks that have not been waited for
-cpu_kernel.compiled()  # half a second, and so no rank has to
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

@@ -13,7 +13,7 @@ import timm
 import torch
 from colossal_vit.checkpoint import __main__, storage, timm_model, weights
 from colossal_vit.errors import UserError
-from colossal_vit.models import build_timm_vit, skip_unused_tokens
+from colossal_vit.model.timm_vit import PatchProjection, build_timm_vit, skip_unused_tokens
 from colossalai.context import Config
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -69,7 +69,8 @@ def test_timm_builds_what_was_trained(name, build, runs, exported):
     images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     expected = trained(images)
     assert expected.std() > 0.01
-    model.patch_embed.proj.__class__ = type(trained.patch_embed.proj)  # the convolution rounds differently
+    if name == "plain":
+        model.patch_embed.proj = PatchProjection(model.patch_embed.proj)  # the convolution rounds differently
     skip_unused_tokens(model)  # as do products of all tokens
     assert torch.equal(model(images), expected)
     assert all(module.p == 0 for module in model.modules() if isinstance(module, nn.Dropout))

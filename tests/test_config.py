@@ -22,7 +22,7 @@ from colossal_vit.data.samplers import GlobalBatchSampler
 from colossal_vit.engine import build_criterion, build_optimizer, build_scheduler
 from colossal_vit.engine.precision import wrap_for_precision
 from colossal_vit.errors import UserError
-from colossal_vit.models import check_timm_vit
+from colossal_vit.model.timm_vit import check_timm_vit
 from colossal_vit.parallel.layout import Layout
 from colossalai.context import Config
 from colossalai.legacy.amp import AMP_TYPE

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from colossal_vit import config as configs
 from colossal_vit.data.samplers import GlobalBatchSampler
 from colossal_vit.engine import build_criterion, initialize
-from colossal_vit.models import build_timm_vit
+from colossal_vit.model.timm_vit import build_timm_vit
 from colossalai.amp.naive_amp.grad_scaler import DynamicGradScaler
 from colossalai.context import Config
 from colossalai.legacy.amp import AMP_TYPE

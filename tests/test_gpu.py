@@ -144,7 +144,7 @@ def test_losses_are_those_of_the_cpu(amp, dtype, compiled, fp32, start, on_gpu, 
         assert [r["loss"] for r in steps] != [r["loss"] for r in expected], "the mode must be in effect"
 
 
-def test_dropout_and_merged_heads_are_those_of_the_cpu():
+def test_dropout_is_that_of_the_cpu():
     """Dropout's masks to the bit, signs of zeros and what becomes of infinite values too; GELU is rounded otherwise.
 
     Without a GPU, Triton interprets the kernels.

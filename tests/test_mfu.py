@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import timm
 import torch
-from colossal_vit.mfu import peak_flops, training_flops
-from colossal_vit.models import skip_unused_tokens
+from colossal_vit.model.mfu import peak_flops, training_flops
+from colossal_vit.model.timm_vit import skip_unused_tokens
 from torch.utils.flop_counter import FlopCounterMode
 
 import fork_ranks

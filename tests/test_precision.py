@@ -12,7 +12,7 @@ from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.engine import Scalars
 from colossal_vit.engine.lamb import Lamb
 from colossal_vit.errors import TrainingError, UserError
-from colossal_vit.models import build_timm_vit
+from colossal_vit.model.timm_vit import build_timm_vit
 from colossal_vit.parallel.layout import Layout
 from colossalai.legacy.amp import AMP_TYPE
 from colossalai.legacy.context import ParallelMode

@@ -15,7 +15,7 @@ from colossal_vit.checkpoint import storage, timm_model
 from colossal_vit.data import class_images, image_folder
 from colossal_vit.data.image_folder import MEAN, STD
 from colossal_vit.data.samplers import EvalSampler
-from colossal_vit.models import build_timm_vit
+from colossal_vit.model.timm_vit import build_timm_vit
 from colossalai.context import Config
 from PIL import Image
 from safetensors.torch import load_file

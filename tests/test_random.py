@@ -14,7 +14,7 @@ import torch
 from colossal_vit.data.batches import SyntheticBatches
 from colossal_vit.data.samplers import GlobalBatchSampler
 from colossal_vit.engine import build_criterion, build_optimizer, initialize
-from colossal_vit.models import build_timm_vit
+from colossal_vit.model.timm_vit import build_timm_vit
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.rng import dropout, philox
 from colossal_vit.rng.dropout import Dropout, DropPath
@@ -54,10 +54,10 @@ def recorded(model):
         for name, module in chunk.named_modules():
             if isinstance(module, Dropout) and module.rate:
 
-                def record(module, inputs, options, output, name=name):
-                    calls[name].append((module, inputs[0], options.get("residual"), output))
+                def record(module, inputs, output, name=name):
+                    calls[name].append((module, inputs[0], output))
 
-                module.register_forward_hook(record, with_kwargs=True)
+                module.register_forward_hook(record)
     num_images = MICRO_STEPS * config.BATCH_SIZE * gpc.get_world_size(ParallelMode.DATA)
     sampler = GlobalBatchSampler(num_images, config.BATCH_SIZE, config.gradient_accumulation)
     batches = with_mixup(SyntheticBatches(sampler, config, torch.device("cpu")), config)
@@ -89,7 +89,7 @@ def mask(module, name, number, channels):
     class_only = name.startswith(f"blocks.{config.DEPTH - 1}.")
     tokens = 1 if class_only or isinstance(module, DropPath) else (config.IMG_SIZE // config.PATCH_SIZE) ** 2 + 1
     key = torch.tensor([config.SEED, philox.word(name), round(module.rate * philox.ONE)])
-    return dropout.drop(torch.ones(size, tokens, channels), None, samples, key, 0, channels, False)
+    return dropout.drop(torch.ones(size, tokens, channels), samples, key, 0, channels, False)
 
 
 def parts(calls, rows):
@@ -105,11 +105,10 @@ def parts(calls, rows):
         width = 1 if isinstance(module, DropPath) else gpc.config.HIDDEN_SIZE * (4 if "drop1" in name else 1)
         columns = width // (1 if isinstance(module, DropPath) else x.shape[-1])
         candidates = set(itertools.product(range(rows), range(columns)))
-        for number, (_, x, residual, y) in enumerate(passes):
+        for number, (_, x, y) in enumerate(passes):
             whole, x = mask(module, name, number, width), nn.functional.gelu(x) if module.gelu else x
             cut = [part.chunk(columns, dim=2) for part in whole.chunk(rows)]
-            residual = -0.0 if residual is None else residual
-            candidates = {(row, column) for row, column in candidates if y.equal(residual + cut[row][column] * x)}
+            candidates = {(row, column) for row, column in candidates if y.equal(cut[row][column] * x)}
         assert len(candidates) == 1, f"{name}: its mask is that of {candidates or 'no part'}"
         found[name] = (*candidates.pop(), rows, columns)
     return found

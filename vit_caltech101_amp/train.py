@@ -9,7 +9,7 @@ from colossal_vit.data.loaders import load_data
 from colossal_vit.engine import Trainer, Training, build_criterion, build_optimizer, build_scheduler, initialize
 from colossal_vit.hooks import standard_hooks
 from colossal_vit.main import Arguments, Run, Script, start
-from colossal_vit.models import SETTINGS, build_timm_vit, check_timm_vit
+from colossal_vit.model.timm_vit import SETTINGS, build_timm_vit, check_timm_vit
 
 
 def build(run: Run) -> Training:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch.nn.functional as F
 from colossal_vit.config.load import num_model_chunks
-from colossal_vit.models import set_dropout, skip_unused_tokens
+from colossal_vit.model.timm_vit import set_dropout, skip_unused_tokens
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.partition import partition_blocks
 from colossal_vit.parallel.sharding import annotate, load_full, output_part

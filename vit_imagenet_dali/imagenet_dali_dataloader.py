@@ -32,7 +32,6 @@ from colossal_vit.data.loaders import data_folder
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.errors import UserError
 from colossal_vit.files import atomic_folder
-from colossal_vit.jit import cached
 from colossal_vit.parallel.ranks import all_gather_object, raise_on_all_ranks, run_on_rank_0
 from colossal_vit.run import Run
 from colossalai.context import Config
@@ -100,7 +99,11 @@ def _normalizer() -> Callable[[np.ndarray, np.ndarray, np.ndarray], None]:
 
     image = numba.types.Array(numba.uint8, 3, "C")
     table, normalized = (numba.types.Array(numba.float32, dims, "C") for dims in (2, 3))
-    return cached(numba.njit, numba.void(image, table, normalized), normalize, nogil=True)
+    signature = numba.void(image, table, normalized)
+    try:
+        return numba.njit(signature, nogil=True, cache=True)(normalize)
+    except (RuntimeError, OSError):  # no folder to keep it in, or no space
+        return numba.njit(signature, nogil=True)(normalize)
 
 
 class Batch(NamedTuple):

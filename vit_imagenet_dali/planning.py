@@ -7,7 +7,7 @@ from colossal_vit import typed_json
 from colossal_vit.config.settings import Setting, Settings
 from colossal_vit.config.types import Positive
 from colossal_vit.data.loaders import expected_images
-from colossal_vit.models import SHAPE
+from colossal_vit.model.timm_vit import SHAPE
 from colossal_vit.results import METRICS, format_table, read_metrics
 from colossal_vit.typed_json import Count
 from colossalai.context import Config

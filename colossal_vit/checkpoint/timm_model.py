@@ -13,7 +13,7 @@ from colossal_vit.checkpoint.storage import EMA, MODEL, STATE, Checkpoint
 from colossal_vit.data.cropping import cache_size
 from colossal_vit.errors import UserError, reason
 from colossal_vit.files import atomic_folder
-from colossal_vit.models import SHAPE
+from colossal_vit.model.timm_vit import SHAPE
 from colossal_vit.typed_json import RECORD, Count, Positive
 from safetensors import SafetensorError
 from timm.models import save_for_hf

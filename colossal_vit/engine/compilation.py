@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from colossal_vit.blocks import LeanAttention
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.ranks import RankLogger, all_gather_object
 from colossal_vit.rng.dropout import Dropout
@@ -55,7 +54,7 @@ def why_eager(device: torch.device) -> str | None:
 
 
 def check_kernels(model: nn.Module) -> None:
-    """Refuse to train a model where the kernels of its dropout and attention cannot be made, compiled model or not.
+    """Refuse to train a model where the kernel of its dropout cannot be made, compiled model or not.
 
     Raises:
         UserError: if the device is a GPU, and this machine lacks what they need.
@@ -63,8 +62,6 @@ def check_kernels(model: nn.Module) -> None:
     device = get_accelerator().get_current_device()
     if device.type != "cuda" or not (lacks := missing(device)):
         return
-    if any(isinstance(module, LeanAttention) for module in model.modules()):
-        raise UserError(f"on a GPU, timm's models need {lacks}")
     if any(isinstance(module, Dropout) and not module.is_off for module in model.modules()):
         raise UserError(f"on a GPU, DROP_RATE and DROP_PATH_RATE need {lacks}; or set both to 0")
 

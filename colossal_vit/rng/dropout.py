@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from colossal_vit.rng import philox
+from colossal_vit.rng import cpu_kernel, philox
 from torch import Tensor, nn
 from torch.library import custom_op
 
@@ -57,32 +57,26 @@ def current_samples() -> Tensor | None:
     return _samples
 
 
-def drop(
-    x: Tensor, residual: Tensor | None, samples: Tensor, key: Tensor, first: int, channels: int, gelu: bool
-) -> Tensor:
+def drop(x: Tensor, samples: Tensor, key: Tensor, first: int, channels: int, gelu: bool) -> Tensor:
     """Set elements to 0 and scale the others up, so that the mean stays.
 
     Args:
         x: (B, ..., c), contiguous; c of the full model's channels.
-        residual: what the result is added to, of the shape of x, contiguous; x is of its type, or of a shorter one.
         samples: (B, 2), see `batch_of`.
         key: a layer's seed, `word` and rate in units of 2^-16, int64.
         first, channels: the first channel of x, and the full model's number of channels.
         gelu: of GELU(x) instead of x.
 
     Returns:
-        Like `residual`, or like x if there is none.
+        Like x.
     """
     if x.is_cuda:
         from colossal_vit.rng import kernels  # here, since a CPU needs no Triton
 
-        y = torch.empty_like(x if residual is None else residual)
-        kernels.launch(x, y, samples, key, first, channels, gelu, residual=residual)
+        y = torch.empty_like(x)
+        kernels.launch(x, y, samples, key, first, channels, gelu)
         return y
-    from colossal_vit.rng import cpu_kernel  # here, since a GPU needs no Numba
-
-    dtype = (x if residual is None else residual).dtype
-    return cpu_kernel.drop(F.gelu(x) if gelu else x, residual, samples, key, first, channels).to(dtype)
+    return cpu_kernel.drop(F.gelu(x) if gelu else x, samples, key, first, channels)
 
 
 def drop_gradient(
@@ -93,8 +87,7 @@ def drop_gradient(
     first: int,
     channels: int,
     dtype: torch.dtype,
-    with_sums: bool,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """The gradient of `drop`.
 
     Args:
@@ -102,39 +95,19 @@ def drop_gradient(
         x: what it had, if it computed GELU.
         samples, key, first, channels: see `drop`.
         dtype: the gradient's type.
-        with_sums: whether to sum it over all dimensions but the last.
 
     Returns:
-        The gradient, of the shape of `grad`, and its sums, each of some rows: (parts, c), at least fp32; no parts if
-        not wanted.
+        The gradient, of the shape of `grad`.
     """
-    sums = _empty_sums(grad, first, dtype, with_sums)
     if grad.is_cuda:
         from colossal_vit.rng import kernels
 
         y, gelu = torch.empty_like(grad, dtype=dtype), x is not None
         values, factor = (x, grad) if gelu else (grad, None)
-        written = sums if with_sums else None
-        kernels.launch(values, y, samples, key, first, channels, gelu, grad=factor, sums=written)
-        return y, sums
-    from colossal_vit.rng import cpu_kernel
-
-    y = cpu_kernel.drop(grad, None, samples, key, first, channels).to(dtype)
-    if x is not None:
-        y = torch.ops.aten.gelu_backward(y, x)
-    if with_sums:
-        sums[0] = y.flatten(0, -2).sum(0, dtype=sums.dtype)
-    return y, sums
-
-
-def _empty_sums(grad: Tensor, first: int, dtype: torch.dtype, with_sums: bool) -> Tensor:
-    """Those of `drop_gradient`, not written."""
-    parts = int(with_sums)
-    if with_sums and grad.is_cuda:
-        from colossal_vit.rng import kernels
-
-        parts, _ = kernels.tiles(grad.shape[:-1].numel(), first, grad.shape[-1])
-    return grad.new_empty(parts, grad.shape[-1], dtype=torch.promote_types(dtype, torch.float32))
+        kernels.launch(values, y, samples, key, first, channels, gelu, grad=factor)
+        return y
+    y = cpu_kernel.drop(grad, samples, key, first, channels).to(dtype)
+    return y if x is None else torch.ops.aten.gelu_backward(y, x)
 
 
 _operator = custom_op("colossal_vit::drop", drop, mutates_args=())
@@ -142,52 +115,34 @@ _gradient_operator = custom_op("colossal_vit::drop_gradient", drop_gradient, mut
 
 
 @_operator.register_fake
-def _(x: Tensor, residual: Tensor | None, *_: Any) -> Tensor:
-    return torch.empty_like(x if residual is None else residual)
+def _(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x)
 
 
 @_gradient_operator.register_fake
-def _(grad, x, samples, key, first, channels, dtype, with_sums):
-    return torch.empty_like(grad, dtype=dtype), _empty_sums(grad, first, dtype, with_sums)
+def _(grad, x, samples, key, first, channels, dtype):
+    return torch.empty_like(grad, dtype=dtype)
 
 
-def is_traced(x: Tensor) -> bool:
+def _is_traced(x: Tensor) -> bool:
     """Whether an operator is to be called: calling one takes 0.04 ms more."""
     return torch.compiler.is_compiling() or type(x) is not Tensor
 
 
 class _Drop(torch.autograd.Function):
-    """`drop` with its gradient. (What `register_autograd` makes takes 0.15 ms more of the host's time.)
-
-    x is a sum with `bias`, if there is one, whose gradient is computed here.
-    """
+    """`drop` with its gradient. (What `register_autograd` makes takes 0.15 ms more of the host's time.)"""
 
     @staticmethod
-    def forward(
-        ctx,
-        x: Tensor,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        samples: Tensor,
-        key: Tensor,
-        first: int,
-        channels: int,
-        gelu: bool,
-    ) -> Tensor:
+    def forward(ctx, x: Tensor, samples: Tensor, key: Tensor, first: int, channels: int, gelu: bool) -> Tensor:
         ctx.save_for_backward(samples, key, x if gelu else None)
         ctx.options = first, channels, x.dtype
-        ctx.type_of_bias = bias if bias is None else bias.dtype
-        ctx.has_residual = residual is not None
-        return (_operator if is_traced(x) else drop)(x, residual, samples, key, first, channels, gelu)
+        return (_operator if _is_traced(x) else drop)(x, samples, key, first, channels, gelu)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         samples, key, x = ctx.saved_tensors
-        function = _gradient_operator if is_traced(grad) else drop_gradient
-        with_sums = ctx.type_of_bias is not None
-        grad_x, sums = function(grad.contiguous(), x, samples, key, *ctx.options, with_sums)
-        grad_bias = sums.sum(0).to(ctx.type_of_bias) if with_sums else None
-        return grad_x, grad_bias, grad if ctx.has_residual else None, None, None, None, None, None
+        function = _gradient_operator if _is_traced(grad) else drop_gradient
+        return function(grad.contiguous(), x, samples, key, *ctx.options), None, None, None, None, None
 
 
 class Dropout(nn.Module):
@@ -201,7 +156,6 @@ class Dropout(nn.Module):
     Attributes:
         part: this rank's part of the random numbers.
         output_part: `part` as given.
-        linear: the layer before it, if that leaves the gradient of its bias to this one.
     """
 
     def __init__(self, rate: float, part: ActivationPart = WHOLE, gelu: bool = False):
@@ -209,7 +163,6 @@ class Dropout(nn.Module):
         self.rate, self.part, self.output_part, self.gelu = rate, part, part, gelu
         self.is_off = rate == 0.0  # compiled code depends on this, and so blocks of other rates share it
         self.key: Tensor | None = None  # see `drop`; not a buffer, since DDP would send it in each forward pass
-        self.linear: tuple[nn.Linear, ...] = ()  # a tuple, since as a module it would have two names
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         if self.key is not None:
@@ -220,26 +173,17 @@ class Dropout(nn.Module):
         """Whether it does anything now but GELU."""
         return self.training and not self.is_off
 
-    def forward(self, x: Tensor, samples: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-        """Drop elements of x, and add it to `residual`.
-
-        Args:
-            x: see `drop`.
-            samples: those of the whole batch; by default `current_samples`.
-            residual: see `drop`.
-        """
+    def forward(self, x: Tensor, samples: Tensor | None = None) -> Tensor:
+        """Drop elements of x; `samples` are those of the whole batch, by default `current_samples`."""
         if not self.drops():
-            x = F.gelu(x) if self.gelu else x
-            return x if residual is None else residual + x
+            return F.gelu(x) if self.gelu else x
         if samples is None and (samples := current_samples()) is None:
             raise RuntimeError("the forward pass of a model with dropout needs `with batch_of(samples):` in training")
         width, part = x.shape[-1], self.part
         if part.rows > 1:
             samples = samples.chunk(part.rows)[part.row]
-        bias = self.linear[0].bias if self.linear else None
         channels = part.column * width, part.columns * width
-        residual = residual if residual is None else residual.contiguous()
-        return _Drop.apply(x.contiguous(), bias, residual, samples, self.key, *channels, self.gelu)
+        return _Drop.apply(x.contiguous(), samples, self.key, *channels, self.gelu)
 
     def extra_repr(self) -> str:
         return f"{self.rate}"

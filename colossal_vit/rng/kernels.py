@@ -61,20 +61,10 @@ def apply(x, grad, word0, word1, limit, scale, GELU: tl.constexpr):
 
 
 @triton.jit
-def store_sums(sums, values, inside, left, COUNT: tl.constexpr, WIDTH: tl.constexpr):
-    """Store sums over rows of values (LANES, 16); WIDTH blocks are side by side, the first begins at column `left`."""
-    values = tl.where(inside, values, 0.0).reshape(values.shape[0] // WIDTH, WIDTH, 16)
-    column = left + tl.arange(0, WIDTH)[:, None] * 32 + tl.arange(0, 16)[None, :]
-    tl.store(sums + column, tl.sum(values, 0), (column >= 0) & (column < COUNT))
-
-
-@triton.jit
 def drop(
     x,
     grad,
-    residual,
     y,
-    sums,
     samples,
     key,
     purpose,
@@ -86,12 +76,11 @@ def drop(
     GELU: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """y = values · mask / (1 − rate) + residual, a tile of rows and blocks in a program; all are (B · TOKENS, COUNT).
+    """y = values · mask / (1 − rate), a tile of rows and blocks in a program; all are (B · TOKENS, COUNT).
 
-    The values are x; if GELU, GELU(x); if there is a grad, its product with GELU's derivative. `sums`, if there are
-    any, are those of the tile's columns. Shapes are constants, since to divide by variables takes a quarter of all
-    instructions. A block is computed in two halves: for a whole one a thread needs so many registers that too few
-    threads run at once.
+    The values are x; if GELU, GELU(x); if there is a grad, its product with GELU's derivative. Shapes are constants,
+    since to divide by variables takes a quarter of all instructions. A block is computed in two halves: for a whole one
+    a thread needs so many registers that too few threads run at once.
     """
     BLOCKS: tl.constexpr = (FIRST + COUNT + 31) // 32 - FIRST // 32  # of a row, in this rank's channels
     WIDTH: tl.constexpr = 2 - BLOCKS % 2  # blocks of a tile; two are a line of the cache, in half precision
@@ -112,8 +101,6 @@ def drop(
         grad0, grad1 = None, None
     else:
         grad0, grad1 = tl.load(grad + at, inside0), tl.load(grad + at + 16, inside1)
-    if residual is not None:
-        residual0, residual1 = tl.load(residual + at, inside0), tl.load(residual + at + 16, inside1)
     step = tl.load(samples + 2 * sample, row < rows)
     place = tl.load(samples + 2 * sample + 1, row < rows)
     seed, layer, rate = tl.load(key), tl.load(key + 1), tl.load(key + 2).to(tl.int32)
@@ -135,24 +122,9 @@ def drop(
     # Rounded as on a CPU: div_rn is for fp32 only, where / is not.
     scale = 65536.0 / remain if wide == tl.float64 else tl.div_rn(65536.0, remain)
     y0 = apply(x0, grad0, c0, c1, limit, scale, GELU)
-    if residual is not None:
-        y0 += residual0.to(wide)
     tl.store(y + at, y0, inside0)
-    if sums is not None:
-        store_sums(sums + tile * COUNT, y0, inside0, left * 32 - FIRST, COUNT, WIDTH)
     y1 = apply(x1, grad1, c2, c3, limit, scale, GELU)
-    if residual is not None:
-        y1 += residual1.to(wide)
     tl.store(y + at + 16, y1, inside1)
-    if sums is not None:
-        store_sums(sums + tile * COUNT, y1, inside1, left * 32 - FIRST + 16, COUNT, WIDTH)
-
-
-def tiles(rows: int, first: int, count: int) -> tuple[int, int]:
-    """How many tiles (rows, count) elements have, the first of them in channel `first`: over rows, and over columns."""
-    blocks = -(-(first + count) // BLOCK) - first // BLOCK
-    width = 2 - blocks % 2
-    return -(-rows // (LANES // width)), blocks // width
 
 
 def launch(
@@ -164,12 +136,12 @@ def launch(
     channels: int,
     gelu: bool,
     grad: Tensor | None = None,
-    residual: Tensor | None = None,
-    sums: Tensor | None = None,
 ) -> None:
-    """Write y, of the shape of x, and sums (tiles over rows, c) as `drop` does. The others: see `dropout.drop`."""
+    """Write y, of the shape of x, as `drop` does. The others: see `dropout.drop`."""
     tokens, count = x.shape[1:-1].numel(), x.shape[-1]
     rows = len(x) * tokens
-    over_rows, over_columns = tiles(rows, first, count)
-    tensors = x, grad, residual, y, sums, samples.contiguous(), key
-    drop[(over_rows * over_columns,)](*tensors, word("dropout"), rows, tokens, channels, first, count, gelu, LANES)
+    blocks = -(-(first + count) // BLOCK) - first // BLOCK  # of a row
+    width = 2 - blocks % 2  # of a tile, see `drop`
+    tiles = -(-rows // (LANES // width)) * (blocks // width)
+    tensors = x, grad, y, samples.contiguous(), key
+    drop[(tiles,)](*tensors, word("dropout"), rows, tokens, channels, first, count, gelu, LANES)

@@ -27,15 +27,16 @@ def _philox(seed: int, purpose: str, counter: Sequence[int]) -> Philox:
     return Philox(key=np.array([seed, word(purpose)], np.uint64), counter=np.array(counter, np.uint64))
 
 
-def generator(seed: int, purpose: str, *what: int) -> Generator:
+def generator(seed: int, purpose: str, *what: int, start: int = 0) -> Generator:
     """Random numbers of one thing.
 
     Args:
         seed: of the run.
         purpose: what they are for; other purposes have other numbers.
         what: up to 3 numbers from 0 that name the thing, for example epoch and image.
+        start: how many times 4 words of 64 bits it passes over.
     """
-    return Generator(_philox(seed, purpose, [0, *what, *[0] * (3 - len(what))]))
+    return Generator(_philox(seed, purpose, [start, *what, *[0] * (3 - len(what))]))
 
 
 def uniform(seed: int, purpose: str, *what: np.ndarray | int, count: int) -> np.ndarray:

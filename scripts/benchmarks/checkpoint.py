@@ -24,7 +24,7 @@ from colossal_vit.data.samplers import GlobalBatchSampler
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.lamb import Lamb
 from colossal_vit.engine.loop import Trainer
-from colossal_vit.models import build_timm_vit
+from colossal_vit.model.timm_vit import build_timm_vit
 from colossalai.nn.lr_scheduler import LinearWarmupLR
 
 from benchmarks.harness import ROOT, Benchmark, Case, Side, Values

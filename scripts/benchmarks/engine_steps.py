@@ -24,7 +24,7 @@ from colossal_vit.engine import build_criterion, build_optimizer, initialize
 from colossal_vit.engine.loop import Trainer
 from colossal_vit.hooks.standard import standard_hooks
 from colossal_vit.main import start
-from colossal_vit.models import SHAPE, build_timm_vit
+from colossal_vit.model.timm_vit import SHAPE, build_timm_vit
 from colossalai.context import Config
 from colossalai.legacy.trainer.hooks import BaseHook
 from timm.loss import LabelSmoothingCrossEntropy

@@ -47,7 +47,7 @@ Draw = Callable[[int, str, np.ndarray, int, int, float], np.ndarray]  # what is 
 def ours(seed: int, layer: str, samples: np.ndarray, tokens: int, channels: int, rate: float) -> np.ndarray:
     key = torch.tensor([seed, philox.word(layer), round(rate * philox.ONE)])
     ones = torch.ones(len(samples), tokens, channels)
-    return dropout.drop(ones, None, torch.from_numpy(samples), key, 0, channels, False).numpy() == 0
+    return dropout.drop(ones, torch.from_numpy(samples), key, 0, channels, False).numpy() == 0
 
 
 def torchs(seed: int, layer: str, samples: np.ndarray, tokens: int, channels: int, rate: float) -> np.ndarray:

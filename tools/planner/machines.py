@@ -12,7 +12,7 @@ from colossal_vit.config.check import nearest
 from colossal_vit.dry_run.meter import SENT_SHARE
 from colossal_vit.dry_run.report import in_fork
 from colossal_vit.errors import UserError
-from colossal_vit.mfu import peak_flops
+from colossal_vit.model.mfu import peak_flops
 from colossal_vit.provenance import gpu_names
 
 from tools.planner.trace import Message, Pass

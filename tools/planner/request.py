@@ -9,7 +9,7 @@ from colossal_vit.dry_run.report import in_fork, in_forks
 from colossal_vit.launch.flags import Arguments
 from colossal_vit.launch.launchers import planned_rendezvous
 from colossal_vit.main import Script, read_config
-from colossal_vit.models import build_timm_vit
+from colossal_vit.model.timm_vit import build_timm_vit
 from colossal_vit.parallel.layout import Layout
 from colossalai.context import Config
 

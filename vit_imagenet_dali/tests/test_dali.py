@@ -1,5 +1,6 @@
 """Which records the DALI loader gives to whom, what it makes of them, and what becomes of bad ones."""
 
+import errno
 import functools
 import importlib
 import io
@@ -28,6 +29,7 @@ from colossal_vit.errors import UserError
 from colossal_vit.parallel.ranks import RankLogger
 from colossal_vit.rng import philox
 from colossalai.context import Config
+from numba.core import caching
 from PIL import Image
 from scipy.stats import ks_2samp
 from torchvision.transforms import v2
@@ -969,3 +971,20 @@ def test_graphs_for_a_gpu_are_valid_and_work_on_images_there(name, monkeypatch):
     assert [output.device for output in pipeline._graph_outputs] == ["gpu"]
     there = {op.name.strip("_0123456789") for op in pipeline._ops if {out.device for out in op.outputs} == {"gpu"}}
     assert there.issuperset(expected.split()) if expected else not there
+
+
+@pytest.mark.parametrize("lacking", ["folder", "space"])
+def test_images_are_normalised_where_the_program_cannot_be_cached(lacking, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if lacking == "folder":
+        monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
+    else:
+        monkeypatch.setattr(caching.IndexDataCacheFile, "load", lambda *_: None)
+        monkeypatch.setattr(caching.IndexDataCacheFile, "save", full)
+    random = np.random.default_rng(0)
+    image = random.integers(0, 256, (5, 7, 3), np.uint8)
+    table, found = random.random((3, 256), np.float32), np.empty((3, 5, 7), np.float32)
+    loaders._normalizer.__wrapped__()(image, table, found)
+    assert np.array_equal(found, [table[channel][image[..., channel]] for channel in range(3)])

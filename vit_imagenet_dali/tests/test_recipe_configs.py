@@ -5,7 +5,7 @@ import re
 
 import pytest
 from colossal_vit.checkpoint import storage
-from colossal_vit.models import build_timm_vit
+from colossal_vit.model.timm_vit import build_timm_vit
 from safetensors.torch import save_file
 
 import fork_ranks

@@ -9,17 +9,17 @@ import fork_ranks
 drop = dropout.drop
 
 
-def of_a_simple_sum(x, residual, samples, *others):
+def of_a_simple_sum(x, samples, *others):
     """Step 1 of sample 2 has the mask of step 2 of sample 1."""
-    return drop(x, residual, samples.sum(1, keepdim=True) * torch.tensor([0, 1]), *others)
+    return drop(x, samples.sum(1, keepdim=True) * torch.tensor([0, 1]), *others)
 
 
-def of_one_layer(x, residual, samples, key, *others):
-    return drop(x, residual, samples, key * torch.tensor([1, 0, 1]), *others)
+def of_one_layer(x, samples, key, *others):
+    return drop(x, samples, key * torch.tensor([1, 0, 1]), *others)
 
 
-def of_one_seed(x, residual, samples, key, *others):
-    return drop(x, residual, samples, key * torch.tensor([0, 1, 1]), *others)
+def of_one_seed(x, samples, key, *others):
+    return drop(x, samples, key * torch.tensor([0, 1, 1]), *others)
 
 
 def with_blocks_of_pairs(x, *others):
@@ -27,8 +27,8 @@ def with_blocks_of_pairs(x, *others):
     return drop(x, *others).repeat_interleave(2, 2)[..., : x.shape[2]]
 
 
-def with_one_bit_less(x, residual, samples, key, *others):
-    return drop(x, residual, samples, key // torch.tensor([1, 1, 512]) * torch.tensor([1, 1, 512]), *others)
+def with_one_bit_less(x, samples, key, *others):
+    return drop(x, samples, key // torch.tensor([1, 1, 512]) * torch.tensor([1, 1, 512]), *others)
 
 
 @pytest.mark.parametrize(

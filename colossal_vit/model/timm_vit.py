@@ -4,18 +4,18 @@ import re
 
 import timm
 import torch
-from colossal_vit.blocks import make_lean
 from colossal_vit.compat.patch_embedding import embed_patches
 from colossal_vit.config.schema import Side
 from colossal_vit.config.settings import Setting, Settings
 from colossal_vit.config.types import Bool, Positive, Text, one_of, whole
 from colossal_vit.errors import UserError, multiples_near, reason
+from colossal_vit.model.last_block import ClassTokenBlock
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.rng.dropout import Dropout, DropPath, name_layers
 from colossal_vit.rng.torch_generator import cpu_seed
 from colossalai.context import Config
-from timm.layers import Mlp, build_sincos2d_pos_embed
-from timm.models.vision_transformer import VisionTransformer
+from timm.layers import Attention, Mlp, build_sincos2d_pos_embed
+from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
 MODELS = ["vit_*", "deit3_*"]  # timm's models that the examples take
@@ -50,8 +50,12 @@ KEYS = {argument: key for key, argument in SHAPE.items()}
 KEYS |= dict.fromkeys(("pos_drop_rate", "proj_drop_rate"), "DROP_RATE")
 
 
-class PatchProjection(nn.Conv2d):
-    """A convolution whose stride is its kernel, see `embed_patches`."""
+class PatchProjection(nn.Module):
+    """A convolution whose stride is its kernel, with its weights, see `embed_patches`."""
+
+    def __init__(self, convolution: nn.Conv2d):
+        super().__init__()
+        self.weight, self.bias = convolution.weight, convolution.bias
 
     def forward(self, images: Tensor) -> Tensor:
         return embed_patches(images, self.weight, self.bias).permute(0, 3, 1, 2)
@@ -63,8 +67,9 @@ def skip_unused_tokens(model: VisionTransformer) -> None:
     The results are the same but for rounding. A block of another kind than `Block` is left as it is.
     """
     last = model.blocks[-1]
-    if model.global_pool == "token" and make_lean(last, biases=False):
-        last.attn.queries = 1
+    plain = type(last) is Block and type(last.attn) is Attention and last.attn.gate is None
+    if model.global_pool == "token" and plain:
+        model.blocks[-1] = ClassTokenBlock(last)
 
 
 def fix_positions(model: nn.Module) -> None:
@@ -127,12 +132,10 @@ def build_timm_vit(config: Config) -> nn.Module:
             **{name: config[key] for key, name in SHAPE.items() if key in config},
         )
     if isinstance(projection := model.patch_embed.proj, nn.Conv2d):  # one model has none
-        projection.__class__ = PatchProjection
+        model.patch_embed.proj = PatchProjection(projection)
     if config.POSITIONS == "sincos2d":
         fix_positions(model)
     set_dropout(model, config)
-    for block in model.blocks:
-        make_lean(block)
     skip_unused_tokens(model)
     return model
 
