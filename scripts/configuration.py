@@ -3,10 +3,10 @@
 import re
 import sys
 
-from colossal_vit import models
 from colossal_vit.config.schema import GROUPS, OLDER_NAMES
 from colossal_vit.config.settings import OPTIONAL, REQUIRED, Block, Setting, Settings
 from colossal_vit.config.types import expected
+from colossal_vit.model import timm_vit
 from colossal_vit.provenance import ROOT
 
 sys.path += [str(ROOT / name) for name in ("vit_cifar10_hybrid", "vit_caltech101_amp", "vit_imagenet_dali")]
@@ -21,7 +21,7 @@ import vit_settings
 OWNERS = {  # the keys of each group, and who has them
     **{title: (settings, "every script") for title, settings in GROUPS.items()},
     "A model of timm": (
-        models.SETTINGS,
+        timm_vit.SETTINGS,
         "`train_dp.py`, `vit_caltech101_amp/train.py`, `vit_imagenet_dali/train.py`",
     ),
     "A model in any layout": (vit_settings.SETTINGS, "`train_hybrid.py`"),

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from colossal_vit import config as configs
-from colossal_vit import models
 from colossal_vit.engine import initialize
 from colossal_vit.errors import UserError, reason
+from colossal_vit.model import timm_vit
 from colossal_vit.model.timm_vit import build_timm_vit, check_timm_vit
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.rng.dropout import DropPath, batch_of
@@ -184,7 +184,7 @@ def logits_and_gradients(vit, images=3):
 
 def with_timms_blocks(monkeypatch, model, **values):
     with monkeypatch.context() as patch:
-        patch.setattr(models, "skip_unused_tokens", lambda model: None)
+        patch.setattr(timm_vit, "skip_unused_tokens", lambda model: None)
         return build(model, **values)
 
 

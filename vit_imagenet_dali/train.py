@@ -5,11 +5,11 @@
 `build_tfrecords.py` makes the TFRecords. Data parallel: every process holds the whole model.
 """
 
-from colossal_vit import models
 from colossal_vit.data.loaders import load_data
 from colossal_vit.engine import Trainer, Training, build_criterion, build_optimizer, build_scheduler, initialize
 from colossal_vit.hooks import standard_hooks
 from colossal_vit.main import Arguments, Run, Script, start
+from colossal_vit.model import timm_vit
 from colossal_vit.model.timm_vit import build_timm_vit, check_timm_vit
 
 import mixup
@@ -63,7 +63,7 @@ def main(args: Arguments) -> object:
     run.log.info(f"metrics, curves and checkpoints are in {run.output}")
 
 
-SETTINGS = {**models.SETTINGS, **mixup.SETTINGS, **planning.SETTINGS}
+SETTINGS = {**timm_vit.SETTINGS, **mixup.SETTINGS, **planning.SETTINGS}
 SCRIPT = Script(main, build, __doc__, SETTINGS, check_timm_vit, schedule, loader="imagenet_dali_dataloader.py")
 
 if __name__ == "__main__":
