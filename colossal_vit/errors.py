@@ -69,7 +69,7 @@ class Parser(argparse.ArgumentParser):
 
 
 @contextmanager
-def blame(path: Path) -> Iterator[None]:
+def oserror_as_user_error(path: Path) -> Iterator[None]:
     """Turn an `OSError` into a `UserError`, about `path` if the error names no file."""
     try:
         yield
@@ -77,7 +77,7 @@ def blame(path: Path) -> Iterator[None]:
         raise UserError(f"{error.filename or path}: {error.strerror or error}") from None
 
 
-def as_mistake(error: BaseException) -> BaseException:
+def as_user_error(error: BaseException) -> BaseException:
     """A `UserError` for a path that this user may not look at, or too long a name; any other error as it is.
 
     pathlib's questions such as `exists` raise these two, and answer others with False.
@@ -130,7 +130,7 @@ def run_command(name: str, command: Callable[[], int], interrupted: str = "inter
     try:
         return command()
     except (UserError, TrainingError, OSError) as error:
-        mistake = as_mistake(error)
+        mistake = as_user_error(error)
         if isinstance(mistake, OSError):
             raise
         code, message = mistake.exit_code, str(mistake)

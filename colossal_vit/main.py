@@ -32,8 +32,8 @@ from colossal_vit.launch.launchers import find_rendezvous, ignored_flags, launch
 from colossal_vit.launch.rendezvous import join_store
 from colossal_vit.launch.watchdog import time_limit
 from colossal_vit.parallel import elastic
+from colossal_vit.parallel.collectives import RankLogger
 from colossal_vit.parallel.layout import Layout
-from colossal_vit.parallel.ranks import RankLogger
 from colossal_vit.run import Run
 from colossalai.context import Config
 
@@ -170,7 +170,7 @@ def read_config(args: Arguments, more: Sequence[str] = ()) -> tuple[Config, dict
     for key in idle:
         del config[key]
     if args.dry_run or config.get("SYNTHETIC"):
-        _settle_classes(args, config)
+        _resolve_num_classes(args, config)
     if args.eval_only and args.resume == "never" and not (config.finetune or {}).get("weights"):
         raise UserError(
             "--eval-only evaluates a checkpoint, and --resume never says to take none: leave one of them out"
@@ -184,7 +184,7 @@ def read_config(args: Arguments, more: Sequence[str] = ()) -> tuple[Config, dict
     return config, idle
 
 
-def _settle_classes(args: Arguments, config: Config) -> None:
+def _resolve_num_classes(args: Arguments, config: Config) -> None:
     """Set NUM_CLASSES, unless the config has it, where no data say it."""
     if "NUM_CLASSES" not in config:
         config.NUM_CLASSES = expected_classes(config, import_loader(args, config))
@@ -232,7 +232,7 @@ def start_alone(args: Arguments, rank: int, store: dist.Store, prepare: Callable
         UserError: if flags, config or layout are not usable.
     """
     config, _ = read_config(args)
-    _settle_classes(args, config)
+    _resolve_num_classes(args, config)
     rendezvous = planned_rendezvous(args, config, rank)
     config, layout = _choose_layout(args, config, rendezvous.world_size)
     rendezvous.world_size = layout.world_size

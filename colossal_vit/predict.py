@@ -23,7 +23,7 @@ from colossal_vit.checkpoint.timm_model import load_model
 from colossal_vit.data.cropping import trim
 from colossal_vit.data.decoding import endings, read_rgb
 from colossal_vit.data.folders import list_files, say_omitted
-from colossal_vit.errors import Parser, UserError, blame, in_one_line, reason, run_command
+from colossal_vit.errors import Parser, UserError, in_one_line, oserror_as_user_error, reason, run_command
 from PIL import Image
 from torch import Tensor, nn
 
@@ -73,7 +73,7 @@ def find_images(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
                 raise UserError(f"{path}: no such file or directory")
             found.append(path)
             continue
-        with blame(path):
+        with oserror_as_user_error(path):
             files = [path / file for file, *_ in list_files(path, omitted)]
         images = [file for file in files if file.suffix.lower() in known]
         if not images:
@@ -140,7 +140,7 @@ def answer(args: argparse.Namespace) -> int:
     failed = 0
     output = args.output or Path(os.devnull)
     options = dict(encoding="utf-8", errors="surrogateescape", newline="")  # names of files need not be UTF-8
-    with blame(output), open(output, "w", **options) as file:
+    with oserror_as_user_error(output), open(output, "w", **options) as file:
         table = csv.writer(file)
         columns = range(1, min(args.top, model.num_classes) + 1)
         table.writerow(["image", *(f"{kind}_{k}" for k in columns for kind in ("class", "probability"))])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NotRequired
 
 from colossal_vit import typed_json
-from colossal_vit.errors import Parser, UserError, blame, run_command
+from colossal_vit.errors import Parser, UserError, oserror_as_user_error, run_command
 from colossal_vit.typed_json import RECORD, Count, Number, Positive
 from typing_extensions import TypedDict
 
@@ -115,7 +115,7 @@ def main() -> int:
 
     def draw_all() -> int:
         for run in parser.parse_args().runs:
-            with blame(run):
+            with oserror_as_user_error(run):
                 for fault in read_records(run / METRICS)[1]:
                     print(f"left out: {fault}", file=sys.stderr)
                 draw(run)

@@ -9,8 +9,8 @@ import torch
 from colossal_vit.config.schema import SCHEMA
 from colossal_vit.config.settings import Settings
 from colossal_vit.launch.exits import Exits
+from colossal_vit.parallel.collectives import RankLogger
 from colossal_vit.parallel.layout import Layout
-from colossal_vit.parallel.ranks import RankLogger
 from colossalai.context import Config
 
 

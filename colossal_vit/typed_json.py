@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from colossal_vit.errors import UserError, blame
+from colossal_vit.errors import UserError, oserror_as_user_error
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
@@ -88,6 +88,6 @@ def read(path: Path, model: type[T]) -> T:
     Raises:
         UserError: also if the file cannot be read.
     """
-    with blame(path):
+    with oserror_as_user_error(path):
         text = path.read_bytes()
     return parse(text, model, path)

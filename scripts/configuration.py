@@ -4,7 +4,7 @@ import re
 import sys
 
 from colossal_vit.config.schema import GROUPS, OLDER_NAMES
-from colossal_vit.config.settings import OPTIONAL, REQUIRED, Block, Setting, Settings
+from colossal_vit.config.settings import OPTIONAL, REQUIRED, Setting, Settings, SettingsBlock
 from colossal_vit.config.types import expected
 from colossal_vit.model import timm_vit
 from colossal_vit.provenance import ROOT
@@ -71,7 +71,7 @@ SHORTER = {  # what a type's value must be, in a table
 }
 
 
-def _must_be(setting: Setting | Block) -> str:
+def _must_be(setting: Setting | SettingsBlock) -> str:
     """What its value must be."""
     words = expected(setting.type) if isinstance(setting, Setting) else "dict"
     for pattern, shorter in SHORTER.items():
@@ -89,7 +89,7 @@ def _rows(settings: Settings, prefix: str = "") -> list[str]:
         )
         default = _value(setting.default) or computed
         rows.append(f"| `{prefix}{key}` | {_must_be(setting)} | {default} | {meaning} |")
-        if isinstance(setting, Block):
+        if isinstance(setting, SettingsBlock):
             rows += _rows(setting.settings, f"{prefix}{key}.")
     return rows
 
@@ -97,7 +97,7 @@ def _rows(settings: Settings, prefix: str = "") -> list[str]:
 def reference() -> str:
     """The page."""
     keys = {key: setting for settings, _ in OWNERS.values() for key, setting in settings.items()}
-    free = ", ".join(f"`{key}`" for key, setting in keys.items() if not setting.learned)
+    free = ", ".join(f"`{key}`" for key, setting in keys.items() if not setting.affects_training)
     lines = [INTRODUCTION.format(free=free)]
     for title, (settings, who) in OWNERS.items():
         header = ["| key | must be | default | meaning |", "| --- | --- | --- | --- |"]

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from colossal_vit.data.loaders import import_file
-from colossal_vit.errors import UserError, blame, run_command
+from colossal_vit.errors import UserError, oserror_as_user_error, run_command
 
 ROOT = Path(__file__).resolve().parents[1]
 CIFAR10, FASHION_MNIST = (ROOT / "vit_cifar10_hybrid" / f"{name}.py" for name in ("cifar10", "fashion_mnist"))
@@ -62,7 +62,7 @@ if __name__ == "__main__":
     folder = Path(*names) if names else ROOT / "data" / "sample"
 
     def write() -> int:
-        with blame(folder):
+        with oserror_as_user_error(folder):
             return write_fashion_mnist(folder, args.source) if fashion_mnist else write_digits(folder, args.imagenet)
 
     sys.exit(run_command("sample_data.py", write))

@@ -21,7 +21,7 @@ from colossal_vit.dry_run import fakes
 from colossal_vit.dry_run.meter import measure
 from colossal_vit.engine import engine
 from colossal_vit.launch.flags import Arguments
-from colossal_vit.parallel import ranks
+from colossal_vit.parallel import collectives
 from colossal_vit.run import Run
 from colossalai.accelerator import set_accelerator
 from colossalai.accelerator.cuda_accelerator import CudaAccelerator
@@ -260,7 +260,7 @@ def run(
     # For one rank, object collectives return its own value; fake groups would not.
     dist.all_gather_object = lambda values, value, **_: values.__setitem__(0, value)
     dist.broadcast_object_list = lambda *_, **__: None
-    run_on_rank_0 = ranks.run_on_rank_0
+    run_on_rank_0 = collectives.run_on_rank_0
     for module in list(sys.modules.values()):
         if getattr(module, "run_on_rank_0", None) is run_on_rank_0:
             module.run_on_rank_0 = lambda work: work()

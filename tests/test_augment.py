@@ -104,12 +104,14 @@ def test_global_batches_are_those_of_deits_repeated_augmentation(num_ranks, batc
 
 
 def of_cifar10(config, sampler):
-    return cifar10.Batches(images(12, 32), torch.arange(12), sampler, config, torch.device("cpu"))
+    return cifar10.Cifar10Loader(images(12, 32), torch.arange(12), sampler, config, torch.device("cpu"))
 
 
 def of_class_folders(config, sampler):
     pixels = images(12, 32).permute(0, 2, 3, 1).contiguous()
-    return image_folder.Batches(pixels, torch.arange(12), torch.arange(12), sampler, config, torch.device("cpu"))
+    return image_folder.ClassFolderLoader(
+        pixels, torch.arange(12), torch.arange(12), sampler, config, torch.device("cpu")
+    )
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def train(world_size, compiled):
         said += [engine.loss or 0.0, engine.grad_norm]  # the loss is the last stage's
     engine.eval()
     part = slice(8 if is_using_pp() else 4)  # a pipeline's batches are always full
-    with engine.ema.in_the_model() if engine.ema else nullcontext(), torch.no_grad():
+    with engine.ema.swapped_in() if engine.ema else nullcontext(), torch.no_grad():
         *_, loss = engine.execute_schedule(iter([(images[part], labels[part])]), forward_only=True)
     return [*said, 0.0 if loss is None else loss.item()]
 

@@ -16,7 +16,7 @@ from colossal_vit import config as configs
 from colossal_vit.checkpoint.checkpointer import changed_values
 from colossal_vit.config import schema
 from colossal_vit.config.complete import older_names
-from colossal_vit.config.settings import OPTIONAL, Block, Ignored, Setting
+from colossal_vit.config.settings import OPTIONAL, Ignored, Setting, SettingsBlock
 from colossal_vit.data.image_folder import draw_crops
 from colossal_vit.data.samplers import GlobalBatchSampler
 from colossal_vit.engine import build_criterion, build_optimizer, build_scheduler
@@ -31,7 +31,7 @@ from pydantic.fields import FieldInfo
 
 import fork_ranks
 import schemas
-from cifar10 import Batches
+from cifar10 import Cifar10Loader
 from mixup import with_mixup
 from schemas import CALTECH101, DP, HYBRID, IMAGENET, SCRIPTS
 from vit_settings import check_vit
@@ -307,7 +307,7 @@ def test_an_earlier_runs_record_is_compared_as_it_would_be_now(load):
     changed = changed_values(before, now, schema)
     assert changed.keys() == {"ema", "REPEATS", "mix", "parallel"}
     assert changed["REPEATS"] == [3, 1]
-    assert [key for key in changed if not configs.is_learned(key, schema)] == ["parallel"]
+    assert [key for key in changed if not configs.affects_training(key, schema)] == ["parallel"]
 
 
 def test_a_value_in_a_file_may_stay_when_the_command_line_takes_its_need_away(load):
@@ -551,7 +551,7 @@ def settings_of(settings, path=()):
     for key, setting in settings.items():
         if not isinstance(setting, Ignored):
             yield (*path, key), setting
-            if isinstance(setting, Block):
+            if isinstance(setting, SettingsBlock):
                 yield from settings_of(setting.settings, (*path, key))
     if not path:
         for name in schema.OLDER_NAMES:
@@ -576,7 +576,11 @@ def test_values_that_no_setting_may_have_are_refused_in_one_line(load):
     wrong = []
     for path, (script, setting) in takers.items():
         values = list(WRONG)
-        if isinstance(setting, Block) or setting.default is OPTIONAL or path[-1] in ("mode", "TENSOR_PARALLEL_MODE"):
+        if (
+            isinstance(setting, SettingsBlock)
+            or setting.default is OPTIONAL
+            or path[-1] in ("mode", "TENSOR_PARALLEL_MODE")
+        ):
             values.remove("None")  # is off, or left out
         if found := ends(setting):
             low, high = found
@@ -641,7 +645,7 @@ def use(config, script):
     images, labels = torch.zeros(1000, 3, 32, 32, dtype=torch.uint8), torch.zeros(1000, dtype=torch.int64)
     if script != CALTECH101:
         little = Config({"CROP_PADDING": 4, **config, "IMG_SIZE": min(config.IMG_SIZE, 64)})
-        loader = Batches(images, labels, sampler, little, torch.device("cpu"))
+        loader = Cifar10Loader(images, labels, sampler, little, torch.device("cpu"))
         loader = with_mixup(loader, config) if "mix" in config else loader
         assert next(iter(loader))[0].isfinite().all()
     if script == CALTECH101:

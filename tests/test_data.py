@@ -19,11 +19,11 @@ import torch
 import torchvision
 from colossal_vit import files
 from colossal_vit.data import folders
-from colossal_vit.data.batches import SyntheticBatches, read_ahead
+from colossal_vit.data.batches import SyntheticLoader, read_ahead
 from colossal_vit.data.digits import digits
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.errors import UserError
-from colossal_vit.parallel.ranks import RankLogger, run_on_rank_0
+from colossal_vit.parallel.collectives import RankLogger, run_on_rank_0
 from colossalai.context import Config
 from torchvision.datasets.utils import download_and_extract_archive
 
@@ -116,21 +116,21 @@ def test_digits_are_those_of_scikit_learn():
 
 def test_random_images_are_not_learnt():
     """A CPU is slow with the gradients of memorised images. A run that resumes has the same labels."""
-    config, num_images = Config(dict(SEED=0, NUM_CLASSES=10, IMG_SIZE=4)), 40 * SyntheticBatches.DISTINCT
-    batches = SyntheticBatches(GlobalBatchSampler(num_images, num_images // 2), config, torch.device("cpu"))
+    config, num_images = Config(dict(SEED=0, NUM_CLASSES=10, IMG_SIZE=4)), 40 * SyntheticLoader.DISTINCT
+    batches = SyntheticLoader(GlobalBatchSampler(num_images, num_images // 2), config, torch.device("cpu"))
     first, second = batches
     batches.seek(0, 1)
     (resumed,) = batches
     assert all(map(torch.equal, resumed, second))
     images, labels = map(torch.cat, zip(first, second, strict=True))
     _, which = images.flatten(1).unique(dim=0, return_inverse=True)
-    assert which.unique().tolist() == list(range(SyntheticBatches.DISTINCT))
-    assert all(len(labels[which == image].unique()) > 4 for image in range(SyntheticBatches.DISTINCT))
+    assert which.unique().tolist() == list(range(SyntheticLoader.DISTINCT))
+    assert all(len(labels[which == image].unique()) > 4 for image in range(SyntheticLoader.DISTINCT))
 
 
 def test_random_images_are_those_of_the_seed():
     first, again, other = (
-        SyntheticBatches(EvalSampler(1000, 8), Config(dict(SEED=seed, NUM_CLASSES=10, IMG_SIZE=4)), torch.device("cpu"))
+        SyntheticLoader(EvalSampler(1000, 8), Config(dict(SEED=seed, NUM_CLASSES=10, IMG_SIZE=4)), torch.device("cpu"))
         for seed in (1, 1, 2)
     )
     assert torch.equal(first.images, again.images)

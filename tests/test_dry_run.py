@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from colossal_vit.data.batches import FakeBatches
+from colossal_vit.data.batches import FakeLoader
 from colossal_vit.dry_run import report
 from colossal_vit.dry_run.meter import StepPlan, measure
 from colossal_vit.engine.assembly import initialize
@@ -76,7 +76,7 @@ def really(argv: list[str], world_size: int) -> list[StepPlan]:
         optimizer = torch.optim.AdamW(model.parameters())
         engine, *_ = initialize(model, optimizer, col_nn.CrossEntropyLoss(label_smoothing=0.1))
         size = gpc.config.IMG_SIZE
-        batches = FakeBatches(4, (gpc.config.BATCH_SIZE, 3, size, size), torch.device("cpu"))
+        batches = FakeLoader(4, (gpc.config.BATCH_SIZE, 3, size, size), torch.device("cpu"))
         return measure(engine, batches)
 
     return fork_ranks.call(make_a_step, world_size, **training.config_of(argv))

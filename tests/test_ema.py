@@ -49,7 +49,7 @@ def test_average_equals_timms_over_50_steps(warmup):
             theirs.update(model, step=step)
         expected = dict(theirs.module.named_parameters())
         weights = {name: parameter.clone() for name, parameter in model.named_parameters()}
-        with engine.ema.in_the_model():
+        with engine.ema.swapped_in():
             found = {name: parameter.clone() for name, parameter in model.named_parameters()}
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(found[name], expected[name], rtol=1e-6, atol=1e-7)

@@ -45,7 +45,7 @@ def test_loss_and_gradient_are_the_mean_over_the_global_batch(read_late):
             engine.zero_grad()
             engine.execute_schedule(iter([(images, torch.zeros(2, 1))]))
             engine.step()
-        engine.settle()
+        engine.wait_for_step()
         return engine.loss, engine.grad_norm, model.weight.item()
 
     mean = np.mean(LOSSES)

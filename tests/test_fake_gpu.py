@@ -104,13 +104,13 @@ def test_attention_adds_in_one_order_with_cudnn_deterministic(asked):
 
 def test_a_tensor_left_on_the_cpu_is_found(tmp_path):
     def prepare():
-        init = cifar10.Batches.__init__
+        init = cifar10.Cifar10Loader.__init__
 
         def on_the_cpu(self, *args, **kwargs):
             init(self, *args, **kwargs)
             self.mean = torch.zeros(3, 1, 1)
 
-        cifar10.Batches.__init__ = on_the_cpu
+        cifar10.Cifar10Loader.__init__ = on_the_cpu
 
     with pytest.raises(AssertionError, match=r"found (at least two|two different) devices,? cuda:0(,| and) cpu"):
         on_gpu(training.HYBRID, None, "--output", str(tmp_path), prepare=prepare)

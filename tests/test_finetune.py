@@ -27,8 +27,8 @@ from colossal_vit.errors import UserError
 from colossal_vit.launch.flags import parse
 from colossal_vit.model.timm_vit import PatchProjection, build_timm_vit
 from colossal_vit.parallel import sharding
+from colossal_vit.parallel.collectives import RankLogger, run_on_rank_0
 from colossal_vit.parallel.layout import Layout
-from colossal_vit.parallel.ranks import RankLogger, run_on_rank_0
 from colossal_vit.results import read_metrics
 from colossal_vit.run import Run
 from colossalai.context import Config

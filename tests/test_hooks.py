@@ -29,7 +29,7 @@ from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.loop import Trainer
 from colossal_vit.errors import TrainingError
 from colossal_vit.hooks import wandb_run
-from colossal_vit.hooks.answers import AnswersHook
+from colossal_vit.hooks.confusion import ConfusionHook
 from colossal_vit.hooks.debug_nan import DebugNanHook
 from colossal_vit.hooks.recorder import Recorder
 from colossal_vit.launch import exits, signals, watchdog
@@ -612,7 +612,7 @@ def test_record_that_cannot_be_synced_does_not_end_the_run(tmp_path, monkeypatch
     assert "cannot be written" not in run.said
 
 
-# ---- Answers of an evaluation ----
+# ---- Predictions of an evaluation ----
 
 CLASSES = ["ant", "bee", "cat", "dog"]
 LABELS = [0, 0, 0, 1, 1, 2, 2]
@@ -621,7 +621,7 @@ FOUND = [1, 0, 1, 1, 1, 0, 3]
 SURE = [0.6, 0.9, 0.85, 0.99, 0.5, 0.75, 0.95]
 
 
-def test_answers_by_class_and_pictures_of_mistakes(tmp_path, monkeypatch):
+def test_accuracy_by_class_and_pictures_of_mistakes(tmp_path, monkeypatch):
     """Each class has another number of images, another accuracy and precision, and is taken for another one."""
     figures = {}
     monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.__setitem__(path.name, figure))
@@ -637,7 +637,7 @@ def test_answers_by_class_and_pictures_of_mistakes(tmp_path, monkeypatch):
         loader = SampledLoader.__new__(SampledLoader)
         loader.__dict__.update(mean=mean, std=std, pick=lambda rows: ((pixels[rows] - mean) / std, labels[rows]))
         log = SimpleNamespace(info=lambda *_: None)
-        hook = AnswersHook(SimpleNamespace(output=tmp_path, data={"classes": CLASSES}, log=log))
+        hook = ConfusionHook(SimpleNamespace(output=tmp_path, data={"classes": CLASSES}, log=log))
         engine = SimpleNamespace(schedule=object())
         trainer = SimpleNamespace(engine=engine, evaluating_ema=False, test_dataloader=loader)
         hook.before_test(trainer)
@@ -663,7 +663,7 @@ def test_answers_by_class_and_pictures_of_mistakes(tmp_path, monkeypatch):
     assert [float(row["accuracy"]) for row in rows[:3]] == pytest.approx(list(recall), abs=1e-4)
     assert [row["mostly mistaken for"] for row in rows] == ["bee", "", "ant", ""]
     assert rows[3]["accuracy"] == ""
-    assert confusion[:2] == ("answer", "class")
+    assert confusion[:2] == ("predicted label", "true label")
     assert np.array(confusion[2]) == pytest.approx(taken / taken.sum(1, keepdims=True).clip(1))
     assert names == [CLASSES, CLASSES]
     expected = [(6, "dog 95%, is cat"), (2, "bee 85%, is ant"), (5, "ant 75%, is cat"), (0, "bee 60%, is ant")]

@@ -247,7 +247,7 @@ def test_a_step_with_an_overflow_is_not_counted():
             if overflow:
                 parameters[0].grad, optimizer.found_inf = None, torch.tensor(1.0)
                 optimizer.step()
-                optimizer.uncount_step()
+                optimizer.undo_step_count()
                 optimizer.found_inf = None
         return parameters
 
@@ -381,8 +381,8 @@ def test_master_weights_are_copied_to_the_model_by_one_kernel():
         for master in optimizer.working_to_master_map.values():
             master.grad = torch.ones_like(master)
         with Operations() as found:
-            optimizer.queue_step()  # SGD as it is here does not take part in it
-            optimizer.end_step(1.0)
+            optimizer.launch_update()  # SGD as it is here does not take part in it
+            optimizer.finish_update(1.0)
     assert {name: count for name, count in found.count.items() if "copy" in name} == {"aten._foreach_copy_.default": 1}
 
 

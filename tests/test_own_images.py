@@ -25,7 +25,7 @@ from colossal_vit.data.identity import differences
 from colossal_vit.data.loaders import expected_classes, is_class_folders
 from colossal_vit.errors import UserError
 from colossal_vit.hooks import answers as answers_hook
-from colossal_vit.parallel.ranks import RankLogger
+from colossal_vit.parallel.collectives import RankLogger
 from colossalai.context import Config
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo

@@ -11,7 +11,7 @@ import random
 import pytest
 import torch
 from colossal_vit.data import loaders
-from colossal_vit.data.batches import SyntheticBatches
+from colossal_vit.data.batches import SyntheticLoader
 from safetensors.torch import save_file
 
 import cifar10
@@ -210,7 +210,7 @@ def test_features_together_learn_what_one_process_learns(row, weights, reference
         assert_same_curve(steps, expected)
     for here, there in zip(run.evaluations, one.evaluations, strict=True):
         assert here.keys() == there.keys()
-        num_images = SyntheticBatches.DISTINCT if "SYNTHETIC" in row else conftest.NUM_TEST_IMAGES
+        num_images = SyntheticLoader.DISTINCT if "SYNTHETIC" in row else conftest.NUM_TEST_IMAGES
         assert here["eval_images"] == there["eval_images"] == num_images
         for key in {"eval_loss", "ema_loss"} & there.keys():
             assert here[key] == pytest.approx(there[key], rel=HALF if "NAIVE" in row else 1e-4), key

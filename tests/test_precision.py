@@ -165,7 +165,7 @@ def test_on_a_gpu_the_result_of_a_step_is_read_when_the_next_forward_pass_is_que
             order.append("update")
             engine.step()
         assert engine.read_steps == 1
-        engine.settle()
+        engine.wait_for_step()
         return order, engine.read_steps, engine.grad_norm
 
     step = ["forward", "backward", "update"]
@@ -182,7 +182,7 @@ def test_on_a_gpu_a_gradient_that_is_not_finite_ends_the_run_before_the_next_upd
         with pytest.raises(TrainingError, match=r"^step 2: .* the weights are as after step 1"):
             step_with(engine, [3.0, 4.0])
         with pytest.raises(TrainingError, match=r"^step 2: "):
-            engine.settle()  # as before a checkpoint
+            engine.wait_for_step()  # as before a checkpoint
         return before, next(engine.model.parameters()).flatten().tolist()
 
     ((before, after),) = fork_ranks.call(function)

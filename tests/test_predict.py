@@ -110,13 +110,13 @@ def test_exported_preprocessing_makes_the_pixels_of_the_evaluation(images, tmp_p
     labels, sampler, cpu = torch.arange(2), EvalSampler(2, 2), torch.device("cpu")
     if images == "CIFAR-10":
         pixels = torch.stack(list(map(v2.functional.pil_to_tensor, pictures)))
-        batches = cifar10.Batches(pixels, labels, sampler, config, cpu)
+        batches = cifar10.Cifar10Loader(pixels, labels, sampler, config, cpu)
     else:
         (tmp_path / "a").mkdir()
         for number, picture in enumerate(pictures):
             picture.save(tmp_path / "a" / f"{number}.png")
         pixels = class_images.Decoded(class_images.find_images(tmp_path, tmp_path), 64, 32)
-        batches = image_folder.Batches(pixels, labels, labels, sampler, config, cpu)
+        batches = image_folder.ClassFolderLoader(pixels, labels, labels, sampler, config, cpu)
     state = {"data": {"images": images}, "normalization": batches.normalization}
     transform = timm.data.create_transform(**timm_model._preprocessing(state, config))
     ((evaluated, _),) = batches
@@ -274,7 +274,7 @@ def test_transformers_opens_an_export_and_answers_like_the_model_that_was_traine
     pixels = AutoImageProcessor.from_pretrained(folder)([Image.open(path) for path in paths], return_tensors="pt")
     config = Config(storage.open_named(tmp_path / "run").state["config"])
     images, labels, _ = cifar10.read(run / "data", train=False)
-    seen, _ = next(iter(cifar10.Batches(images, labels, EvalSampler(4, 4), config, torch.device("cpu"))))
+    seen, _ = next(iter(cifar10.Cifar10Loader(images, labels, EvalSampler(4, 4), config, torch.device("cpu"))))
     torch.testing.assert_close(pixels["pixel_values"], seen, atol=0.02 if config.IMG_SIZE != 32 else 1e-6, rtol=0)
     trained = (build_timm_vit if "MODEL" in config else vit.full_vit)(config).eval()
     saved = storage.open_named(tmp_path / "run")

@@ -11,7 +11,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 import torch
-from colossal_vit.data.batches import SyntheticBatches
+from colossal_vit.data.batches import SyntheticLoader
 from colossal_vit.data.samplers import GlobalBatchSampler
 from colossal_vit.engine import build_criterion, build_optimizer, initialize
 from colossal_vit.model.timm_vit import build_timm_vit
@@ -60,7 +60,7 @@ def recorded(model):
                 module.register_forward_hook(record)
     num_images = MICRO_STEPS * config.BATCH_SIZE * gpc.get_world_size(ParallelMode.DATA)
     sampler = GlobalBatchSampler(num_images, config.BATCH_SIZE, config.gradient_accumulation)
-    batches = with_mixup(SyntheticBatches(sampler, config, torch.device("cpu")), config)
+    batches = with_mixup(SyntheticLoader(sampler, config, torch.device("cpu")), config)
     engine, batches, *_ = initialize(model, build_optimizer(config, model), build_criterion(config), batches)
     engine.train()
     before, batches = states(), iter(batches)

@@ -25,8 +25,8 @@ from colossal_vit.hooks.metrics import MetricsHook
 from colossal_vit.launch import exits
 from colossal_vit.launch.flags import parse
 from colossal_vit.launch.signals import StopRequests
+from colossal_vit.parallel.collectives import RankLogger
 from colossal_vit.parallel.layout import Layout
-from colossal_vit.parallel.ranks import RankLogger
 from colossal_vit.results import read_metrics
 from colossal_vit.run import Run
 from colossalai.legacy import nn as col_nn

@@ -15,7 +15,7 @@ from colossal_vit.data.image_folder import build_batches
 from colossal_vit.data.loaders import data_folder
 from colossal_vit.errors import UserError
 from colossal_vit.files import atomic_folder
-from colossal_vit.parallel.ranks import RankLogger, raise_on_all_ranks, run_on_rank_0
+from colossal_vit.parallel.collectives import RankLogger, raise_on_all_ranks, run_on_rank_0
 from colossal_vit.run import Run
 from PIL import Image
 from torch import Tensor

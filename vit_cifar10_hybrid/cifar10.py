@@ -18,12 +18,12 @@ from colossal_vit.data.batches import IGNORED, Loader, SampledLoader, sees_image
 from colossal_vit.data.devices import to_device
 from colossal_vit.data.digits import DIGITS, GreyImages, digits
 from colossal_vit.data.folders import download
-from colossal_vit.data.identity import describe_data, settle_classes
+from colossal_vit.data.identity import record_dataset, resolve_num_classes
 from colossal_vit.data.loaders import data_folder
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
-from colossal_vit.errors import UserError, blame
+from colossal_vit.errors import UserError, oserror_as_user_error
 from colossal_vit.files import atomic_folder
-from colossal_vit.parallel.ranks import RankLogger, raise_on_all_ranks
+from colossal_vit.parallel.collectives import RankLogger, raise_on_all_ranks
 from colossal_vit.run import Run
 from colossalai.context import Config
 from torch import Tensor
@@ -126,7 +126,7 @@ def read(root: Path, train: bool) -> tuple[Tensor, Tensor, str]:
         path = root / FOLDER / name
         if path.exists() and not path.is_file():  # reading a FIFO would wait for whoever writes to it
             raise UserError(f"{path}: is not a file; put CIFAR-10's there")
-        with blame(path):
+        with oserror_as_user_error(path):
             content = np.fromfile(path, dtype=np.uint8)
         if content.size == 0 or content.size % RECORD_BYTES:
             raise UserError(
@@ -159,7 +159,7 @@ def _split_records(records: np.ndarray) -> tuple[Tensor, Tensor, str]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Batches(SampledLoader):
+class Cifar10Loader(SampledLoader):
     """Batches of `(images, labels)` on the device, for this rank's place in the layout.
 
     Images are float32 of shape (B, 3, IMG_SIZE, IMG_SIZE), labels int64 of shape (B,). Pipeline stages after the first
@@ -240,14 +240,14 @@ def build(run: Run) -> tuple[Loader, Loader]:
         test_images, test_labels, test_digest = read(root, train=False)
         names, classes = class_names(root), int(torch.cat([labels, test_labels]).max()) + 1
         classes = names if len(names) >= classes else [str(label) for label in range(classes)]
-        settle_classes(config, len(classes), root)
+        resolve_num_classes(config, len(classes), root)
         sampler = GlobalBatchSampler(
             len(labels), config.BATCH_SIZE, config.gradient_accumulation, config.SEED, repeats=config.REPEATS
         )
     counts, digests = (len(labels), len(test_labels)), f"{digest} {test_digest}"
-    describe_data(run, "CIFAR-10", counts, classes, digests, root)
+    record_dataset(run, "CIFAR-10", counts, classes, digests, root)
     test_sampler = EvalSampler(len(test_labels), config.BATCH_SIZE)
     return (
-        Batches(images, labels, sampler, config, run.device),
-        Batches(test_images, test_labels, test_sampler, config, run.device),
+        Cifar10Loader(images, labels, sampler, config, run.device),
+        Cifar10Loader(test_images, test_labels, test_sampler, config, run.device),
     )

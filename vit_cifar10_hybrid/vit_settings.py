@@ -1,7 +1,7 @@
 """The config keys of the Vision Transformer in vit.py, and which of their values fit each other."""
 
 from colossal_vit.config.load import num_model_chunks
-from colossal_vit.config.schema import PIPELINE, Free, Side
+from colossal_vit.config.schema import PIPELINE, ResumableSetting, Side
 from colossal_vit.config.settings import REQUIRED, Ignored, Setting, Settings
 from colossal_vit.config.types import Bool, PositiveInt, one_of, real, whole
 from colossal_vit.errors import UserError, multiples_near
@@ -17,8 +17,10 @@ SETTINGS: Settings = {
     "POOL": Setting(
         one_of("token", "avg"), "what the head sees: the class token, or the mean of the patches' tokens", "token"
     ),
-    "CHECKPOINT": Free(Bool, "compute activations again in the backward pass instead of keeping them", False),
-    "SEQ_LENGTH": Free(PositiveInt, "tokens, checked against the model"),
+    "CHECKPOINT": ResumableSetting(
+        Bool, "compute activations again in the backward pass instead of keeping them", False
+    ),
+    "SEQ_LENGTH": ResumableSetting(PositiveInt, "tokens, checked against the model"),
     **PIPELINE,
 }
 # What the published config for data parallelism has besides.

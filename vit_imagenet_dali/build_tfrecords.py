@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, NotRequired
 from colossal_vit import typed_json
 from colossal_vit.data.decoding import FORMATS
 from colossal_vit.data.folders import INDEX_FILES, TEST, VALIDATION, has_class_folders
-from colossal_vit.errors import Parser, TrainingError, UserError, blame, in_one_line, run_command
+from colossal_vit.errors import Parser, TrainingError, UserError, in_one_line, oserror_as_user_error, run_command
 from colossal_vit.files import sync
 from typing_extensions import TypedDict
 
@@ -70,7 +70,7 @@ def _temporary(path: Path) -> Path:
 
 def _publish(path: Path, text: str | None = None) -> None:
     """fsync a file and rename it from its temporary to its final name; with `text`, write it first."""
-    with blame(path):
+    with oserror_as_user_error(path):
         if text is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             _temporary(path).write_bytes(os.fsencode(text))
@@ -97,7 +97,7 @@ def _locked(folder: Path) -> Iterator[None]:
 # ---- Build ----
 
 
-class Shard(NamedTuple):
+class ShardPlan(NamedTuple):
     """A planned shard: its path, that of its index, and (path relative to SOURCE, label, bytes) of its images."""
 
     path: Path
@@ -105,7 +105,7 @@ class Shard(NamedTuple):
     images: list[tuple[str, int, int]]
 
 
-def plan_shards(output: Path, split: str, images: list, num_shards: int | None, seed: int) -> list[Shard]:
+def plan_shards(output: Path, split: str, images: list, num_shards: int | None, seed: int) -> list[ShardPlan]:
     """Distribute images evenly over shards; training images are shuffled by the seed first."""
     if num_shards is None:
         num_shards = max(1, min(NUM_SHARDS[split], len(images) // MIN_IMAGES))
@@ -116,12 +116,12 @@ def plan_shards(output: Path, split: str, images: list, num_shards: int | None, 
     bounds = [len(images) * number // num_shards for number in range(num_shards + 1)]
     names = [f"{split}-{number:05d}-of-{num_shards:05d}" for number in range(num_shards)]
     return [
-        Shard(output / split / name, index_path(output, split, name), images[start:end])
+        ShardPlan(output / split / name, index_path(output, split, name), images[start:end])
         for name, start, end in zip(names, bounds, bounds[1:], strict=False)
     ]
 
 
-def build_shard(args: argparse.Namespace, shard: Shard) -> dict[str, str]:
+def build_shard(args: argparse.Namespace, shard: ShardPlan) -> dict[str, str]:
     """Write a shard and its index under temporary names; runs in a worker.
 
     Returns:
@@ -129,9 +129,9 @@ def build_shard(args: argparse.Namespace, shard: Shard) -> dict[str, str]:
     """
     skipped, lines, offset = {}, [], 0
     split = shard.path.parent.name
-    with blame(shard.path), open(_temporary(shard.path), "wb") as file:
+    with oserror_as_user_error(shard.path), open(_temporary(shard.path), "wb") as file:
         for path, label, _ in shard.images:
-            with blame(args.source / path):
+            with oserror_as_user_error(args.source / path):
                 data = (args.source / path).read_bytes()
             try:
                 record = encode_record(prepare_image(data, args.resize, args.quality, args.check, FORMATS), label)
@@ -146,7 +146,7 @@ def build_shard(args: argparse.Namespace, shard: Shard) -> dict[str, str]:
     return skipped
 
 
-class Plan(TypedDict):
+class BuildManifest(TypedDict):
     """What `build.json` must be to be compared."""
 
     __pydantic_config__ = typed_json.RECORD
@@ -157,7 +157,7 @@ def read_plan(output: Path) -> dict[str, Any]:
     """The contents of `build.json`; empty if there is none."""
     path = output / "build.json"
     try:
-        return typed_json.read(path, Plan) if path.exists() else {}
+        return typed_json.read(path, BuildManifest) if path.exists() else {}
     except UserError as error:
         raise UserError(f"{error}; no build wrote this: take another folder") from None
 
@@ -186,12 +186,12 @@ def read_skipped(output: Path) -> dict[str, str]:
     return dict(pairs)
 
 
-def _unmade(shards: list[Shard]) -> list[Shard]:
+def _unmade(shards: list[ShardPlan]) -> list[ShardPlan]:
     """Those that are not on disk whole."""
     return [shard for shard in shards if not (shard.path.exists() and shard.index.exists())]
 
 
-def _check_space(output: Path, shards: list[Shard]) -> None:
+def _check_space(output: Path, shards: list[ShardPlan]) -> None:
     """Check, before anything is made, that the disk has the space for the images of these shards.
 
     Raises:
@@ -267,7 +267,7 @@ def build(args: argparse.Namespace) -> int:
 def index_shard(path: Path, index: Path) -> None:
     """Write the index of a shard; runs in a worker."""
     lines, offset, end = [], 0, path.stat().st_size
-    with blame(path), open(path, "rb") as file:
+    with oserror_as_user_error(path), open(path, "rb") as file:
         while offset < max(end, 1):
             try:
                 size = record_size(file, offset, end)
@@ -305,7 +305,7 @@ def verify_shard(path: Path, index: Path, num_classes: int, check: str) -> tuple
     except UserError as error:
         faults.append(str(error))
     offset, end, sizes = 0, path.stat().st_size, dict(indexed or ())
-    with blame(path), open(path, "rb") as file:
+    with oserror_as_user_error(path), open(path, "rb") as file:
         while offset < max(end, 1):
             try:
                 size = record_size(file, offset, end)
@@ -365,7 +365,7 @@ def verify(args: argparse.Namespace) -> int:
 def verify_images(source: Path) -> int:
     """Check the images in class folders, each once, see `check_images`; returns the exit code."""
     from colossal_vit.data import class_images  # here, since torch takes long to load
-    from colossal_vit.parallel.ranks import RankLogger
+    from colossal_vit.parallel.collectives import RankLogger
 
     parts, _ = class_images.find_parts(source)
     images = class_images.find_images(source, source / ".decoded", parts)
@@ -428,7 +428,7 @@ def main(argv: list[str] | None = None) -> int:
         for command, folder in ((build, args.output), (verify, args.verify), (index_only, args.index_only)):
             if folder is not None:
                 try:
-                    with blame(folder):
+                    with oserror_as_user_error(folder):
                         return command(args)
                 except BrokenProcessPool:
                     raise TrainingError(f"a worker was killed, perhaps for lack of memory; {resumes}") from None

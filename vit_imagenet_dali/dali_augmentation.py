@@ -29,7 +29,7 @@ RAND_AUGMENT = get_rand_augment_suite(use_shape=True)
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Draws(NamedTuple):
+class AugmentParams(NamedTuple):
     """What is drawn for B images; DALI's graph is fed with it, field by field.
 
     Attributes:
@@ -65,7 +65,7 @@ class Erased(NamedTuple):
 
 
 KINDS = [(types.FLOAT64, 1), (types.INT32, 0), (types.INT32, 0), (types.FLOAT, 0), (types.FLOAT, 1)]
-KINDS += [(types.INT32, 1)] * 2  # type and dimensions of the fields of `Draws`, for an image
+KINDS += [(types.INT32, 1)] * 2  # type and dimensions of the fields of `AugmentParams`, for an image
 
 
 def _between(low: float, high: float, share: np.ndarray) -> np.ndarray:
@@ -101,7 +101,7 @@ def place_rectangles(
     return np.column_stack([corner.astype(np.int64), shape])
 
 
-def draw(config: Config, epoch: int, numbers: np.ndarray) -> tuple[Draws, Erased | None]:
+def draw(config: Config, epoch: int, numbers: np.ndarray) -> tuple[AugmentParams, Erased | None]:
     """Draw for the images with these numbers in an epoch, (B,); see `GlobalBatchSampler`."""
     how, rectangle = config.augment or {}, 2 * TRIES + 2
     count = how.get("n", 2)
@@ -110,7 +110,7 @@ def draw(config: Config, epoch: int, numbers: np.ndarray) -> tuple[Draws, Erased
     crop, mirror, choice, sigma, jitter, erase, place, operations, signs = np.split(uniform, parts, axis=1)
     strength = how.get("color_jitter", 0.0)
     erased = np.flatnonzero(erase[:, 0] < how.get("erase", 0.0))
-    return Draws(
+    return AugmentParams(
         np.ascontiguousarray(crop),
         (config.FLIP & (mirror[:, 0] < 0.5)).astype(np.int32),
         (choice[:, 0] * 3).astype(np.int32),
@@ -188,7 +188,7 @@ def changes_pixels(config: Config) -> bool:
     return bool(how.get("policy") or how.get("color_jitter"))
 
 
-def augment(images: DataNode, config: Config, draws: Draws) -> DataNode:
+def augment(images: DataNode, config: Config, draws: AugmentParams) -> DataNode:
     """What is done to images (IMG_SIZE, IMG_SIZE, 3) of type uint8, but cropping, mirroring and erasing.
 
     Args:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from colossal_vit.config.settings import Block, Setting, Settings
+from colossal_vit.config.settings import Setting, Settings, SettingsBlock
 from colossal_vit.config.types import Bool, NonNegativeInt, PositiveInt, real
 from colossal_vit.data.augment import CROP_ASPECT
 from colossal_vit.data.batches import IGNORED, Loader, SampledLoader, read_ahead, sees_images
@@ -27,12 +27,12 @@ from colossal_vit.data.cropping import source, trim
 from colossal_vit.data.devices import to_device
 from colossal_vit.data.digits import digits
 from colossal_vit.data.folders import INDEX_FILES
-from colossal_vit.data.identity import describe_data, settle_classes
+from colossal_vit.data.identity import record_dataset, resolve_num_classes
 from colossal_vit.data.loaders import data_folder
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.errors import UserError
 from colossal_vit.files import atomic_folder
-from colossal_vit.parallel.ranks import all_gather_object, raise_on_all_ranks, run_on_rank_0
+from colossal_vit.parallel.collectives import all_gather_object, raise_on_all_ranks, run_on_rank_0
 from colossal_vit.run import Run
 from colossalai.context import Config
 from PIL import Image
@@ -65,7 +65,7 @@ MARKS = (INDEX_FILES, "train/train-*-of-*")  # a data folder with one of them ha
 NUM_IMAGES = 1_281_167  # for training
 SETTINGS: Settings = {
     "EVAL_CROP": Setting(real(0.1, 1), "side of the centre that is evaluated ÷ image's shorter side", 224 / 256),
-    "dali": Block(
+    "dali": SettingsBlock(
         "the pipeline that reads TFRecords",
         {
             "gpu_aug": Setting(Bool, "decode and augment on the GPU, where there is one", True),
@@ -122,7 +122,7 @@ class Batch(NamedTuple):
     buffer: np.ndarray
     encoded: list[np.ndarray]
     labels: Tensor
-    draws: "augmentation.Draws | None" = None
+    draws: "augmentation.AugmentParams | None" = None
     erased: "augmentation.Erased | None" = None
 
     @property
@@ -243,7 +243,7 @@ class DaliLoader(SampledLoader):
     def _train_graph(self, batches: Iterator[tuple[Any, ...]]) -> "DataNode":
         """Images to train on: of each file a random part is decoded, resized, mirrored and augmented."""
         encoded, *draws = self._fed(batches, (types.UINT8, 1), *augmentation.KINDS)
-        draws = augmentation.Draws(*draws)
+        draws = augmentation.AugmentParams(*draws)
         header = fn.peek_image_shape(encoded, dtype=types.FLOAT)
         corner, shape = fn.python_function(
             header, draws.crop, function=self._crops, batch_processing=True, num_outputs=2
@@ -503,7 +503,7 @@ def build(run: Run) -> tuple[Loader, Loader]:
         splits = [find_records(data, split) for split in NUM_SHARDS]
         classes = class_names(data)
         if classes:
-            settle_classes(config, len(classes), data / "classes.txt")
+            resolve_num_classes(config, len(classes), data / "classes.txt")
         config.setdefault("NUM_CLASSES", NUM_CLASSES)
     if (max_bad := config.dali.get("max_bad")) is not None:
         run_on_rank_0(lambda: leave_out(splits, run.output, config.NUM_CLASSES, max_bad, run.log))
@@ -517,5 +517,5 @@ def build(run: Run) -> tuple[Loader, Loader]:
         train = build_dali_train(splits[0], config, run.device, num_threads)
         test = build_dali_test(splits[1], config, run.device, num_threads)
     counts, digest = [r.num_images for r in splits], " ".join(records.digest() for records in splits)
-    describe_data(run, "ImageNet", tuple(counts), classes or config.NUM_CLASSES, digest, data)
+    record_dataset(run, "ImageNet", tuple(counts), classes or config.NUM_CLASSES, digest, data)
     return train, test

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from colossal_vit.config.settings import Block, Setting, Settings
+from colossal_vit.config.settings import Setting, Settings, SettingsBlock
 from colossal_vit.config.types import NonNegative, Share, ShareAbove0, one_of
 from colossal_vit.data.batches import Loader, LoaderWrapper
 from colossal_vit.data.devices import to_device
@@ -21,7 +21,7 @@ from colossalai.context import Config
 from torch import Tensor
 
 SETTINGS: Settings = {
-    "mix": Block(
+    "mix": SettingsBlock(
         "Mixup and CutMix: each training image with its neighbour in the batch",
         {
             "mixup": Setting(NonNegative, "α of Mixup's Beta distribution; 0 is off", 0.0),
@@ -37,7 +37,7 @@ SETTINGS: Settings = {
 }
 
 
-class Draws(NamedTuple):
+class MixParams(NamedTuple):
     """How images are mixed, each with its partner.
 
     Attributes:
@@ -59,7 +59,7 @@ def draw(
     cutmix: float = 0.0,
     prob: float = 1.0,
     switch_prob: float = 0.5,
-) -> Draws:
+) -> MixParams:
     """Draw for `count` images, or batches, of `img_size` pixels a side; the values are those of the block `mix`."""
     pasted = generator.random(count) < (switch_prob if mixup and cutmix else float(cutmix > 0))
     shares = [generator.beta(alpha or 1.0, alpha or 1.0, count) for alpha in (mixup, cutmix)]
@@ -69,7 +69,7 @@ def draw(
     low, high = np.clip(middle - side // 2, 0, img_size), np.clip(middle + (side + 1) // 2, 0, img_size)
     area = (high - low).prod(0)
     boxes = np.stack([low[0], high[0], low[1], high[1]], 1) * pasted[:, None]
-    return Draws(np.where(pasted, 1.0, share), boxes, np.where(pasted, 1 - area / img_size**2, share))
+    return MixParams(np.where(pasted, 1.0, share), boxes, np.where(pasted, 1 - area / img_size**2, share))
 
 
 def _swap(batch: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def _swap(batch: Tensor) -> Tensor:
     return batch.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
 
 
-def mix(images: Tensor, labels: Tensor, num_classes: int, draws: Draws) -> tuple[Tensor, Tensor]:
+def mix(images: Tensor, labels: Tensor, num_classes: int, draws: MixParams) -> tuple[Tensor, Tensor]:
     """Mix each image and its label with those of its neighbour.
 
     Args:
@@ -107,7 +107,7 @@ def mix(images: Tensor, labels: Tensor, num_classes: int, draws: Draws) -> tuple
     return images, targets
 
 
-class MixedBatches(LoaderWrapper):
+class MixedLoader(LoaderWrapper):
     """A training loader whose batches are mixed, on the device.
 
     What is drawn depends on the seed, the epoch, the optimizer step and the image's place in the global batch only:
@@ -143,7 +143,7 @@ class MixedBatches(LoaderWrapper):
         self.epoch, self.start = epoch, start
         super().seek(epoch, start)
 
-    def draws(self, epoch: int, micro_batch: int) -> Draws:
+    def draws(self, epoch: int, micro_batch: int) -> MixParams:
         """What is drawn for one of this rank's micro-batches."""
         size, accumulation = self.config.BATCH_SIZE, self.config.gradient_accumulation
         step, part = divmod(micro_batch, accumulation)
@@ -151,7 +151,7 @@ class MixedBatches(LoaderWrapper):
         every = {"batch": size * accumulation * self.num_ranks, "pair": 2, "elem": 1}[self.mode]  # images a draw is for
         generator = np.random.default_rng((self.config.SEED, epoch, step))
         drawn = draw(generator, size * accumulation * self.num_ranks // every, self.config.IMG_SIZE, **self.how)
-        return Draws(*(values[places // every] for values in drawn))
+        return MixParams(*(values[places // every] for values in drawn))
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         epoch, start = self.epoch, self.start
@@ -164,6 +164,6 @@ def with_mixup(loader: Loader, config: Config) -> Loader:
     """The loader, with its batches mixed if the config has the block `mix`.
 
     Raises:
-        UserError: see `MixedBatches`.
+        UserError: see `MixedLoader`.
     """
-    return MixedBatches(loader, config) if config.mix else loader
+    return MixedLoader(loader, config) if config.mix else loader

@@ -9,7 +9,7 @@ from colossal_vit.engine.engine import Engine
 from colossal_vit.engine.loop import Trainer
 from colossal_vit.hooks.priority import Priority
 from colossal_vit.model.mfu import peak_of, training_flops
-from colossal_vit.parallel.ranks import RankLogger
+from colossal_vit.parallel.collectives import RankLogger
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from colossalai.legacy.trainer.hooks import BaseHook

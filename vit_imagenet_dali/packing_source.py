@@ -59,7 +59,7 @@ def _check_classes(folder: Path, classes: list[str]) -> None:
 def scan_unsplit(source: Path, fraction: float) -> tuple[list[str], dict[str, list[tuple[str, int, int]]], str]:
     """What `scan` returns, of class folders without a split, see `split_by_content`; its digest is of contents."""
     from colossal_vit.data import class_images  # here, since torch takes long to load
-    from colossal_vit.parallel.ranks import RankLogger
+    from colossal_vit.parallel.collectives import RankLogger
 
     images = class_images.find_images(source, source / ".decoded")
     _check_classes(source, images.classes)

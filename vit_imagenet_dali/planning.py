@@ -17,7 +17,9 @@ import imagenet_dali_dataloader
 from imagenet_dali_dataloader import NUM_IMAGES
 
 SETTINGS: Settings = {
-    "IMAGES_PER_S": Setting(Positive, "images/s of one GPU, from which `--dry-run` computes hours", learned=False),
+    "IMAGES_PER_S": Setting(
+        Positive, "images/s of one GPU, from which `--dry-run` computes hours", affects_training=False
+    ),
 }
 NUM_GPUS = {4, 64, 1024}
 PUBLISHED_HOURS = {  # what 300 epochs take on 4 A100s, as the tutorial says

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import google_crc32c
 from colossal_vit.data.folders import INDEX_FILES, SYSTEM_FOLDERS, refuse_run
-from colossal_vit.errors import UserError, blame
+from colossal_vit.errors import UserError, oserror_as_user_error
 from colossal_vit.files import write_text
 
 from image_files import prepare_image
 from worker_pool import run_all, worker_pool
 
 if TYPE_CHECKING:
-    from colossal_vit.parallel.ranks import RankLogger
+    from colossal_vit.parallel.collectives import RankLogger
     from numpy import ndarray
 
 IMAGE, LABEL = b"image/encoded", b"image/class/label"
@@ -181,7 +181,7 @@ def record_size(file: BinaryIO, offset: int, end: int) -> int:
 
 def read_lines(path: Path) -> list[str]:
     """The lines of a file with names, which need not be UTF-8; only a line break ends one."""
-    with blame(path):
+    with oserror_as_user_error(path):
         text = os.fsdecode(path.read_bytes()).replace("\r\n", "\n").rstrip("\n")
     return text.split("\n") if text else []
 
@@ -306,7 +306,7 @@ def find_records(data: Path, split: str) -> Records:
     if not shards:
         refuse_run(data)  # which has index files where bad records were left out
         if (data / split).is_dir():
-            with blame(data / split):
+            with oserror_as_user_error(data / split):
                 os.listdir(data / split)
         raise UserError(f"DATA = {data}: has no TFRecords in {split}/; build_tfrecords.py makes them from the images")
     for fault in name_faults(data, split, shards):
@@ -367,7 +367,7 @@ def leave_out(splits: list[Records], output: Path, num_classes: int, max_bad: in
             bad += [f"{shard} at byte {offset}: {reason}" for offset, reason in found]
             filtered = filtered_index(output, index)
             kept = [f"{offset} {size}\n" for offset, size in parse_index(index) if offset not in offsets]
-            with blame(filtered):
+            with oserror_as_user_error(filtered):
                 filtered.parent.mkdir(parents=True, exist_ok=True)
                 write_text(filtered, "".join(kept))  # atomically: a run that is being evaluated reads it again
     for line in sorted(bad)[: max_bad + 1]:

@@ -20,11 +20,11 @@ from colossal_vit.config.settings import Settings
 from colossal_vit.data.batches import Normalization
 from colossal_vit.data.identity import differences
 from colossal_vit.engine.loop import Trainer
-from colossal_vit.engine.micro_batches import MicroBatches
+from colossal_vit.engine.train_loader import TrainLoader
 from colossal_vit.errors import TrainingError, UserError
 from colossal_vit.files import free_name, write_text
 from colossal_vit.launch.exits import Ending
-from colossal_vit.parallel.ranks import all_gather_object, run_on_rank_0
+from colossal_vit.parallel.collectives import all_gather_object, run_on_rank_0
 from colossal_vit.results import read_metrics
 from colossal_vit.run import Run
 from torch import Tensor
@@ -215,7 +215,7 @@ class Checkpointer:
 
     # ---- Load ----
 
-    def load(self, trainer: Trainer, train_dataloader: MicroBatches) -> None:
+    def load(self, trainer: Trainer, train_dataloader: TrainLoader) -> None:
         """Load the checkpoint, or else the weights of the block `finetune`, and begin in the run directory.
 
         In the layout that wrote the checkpoint, a run resumes bit for bit; in another one with the same samples and
@@ -327,7 +327,7 @@ class Checkpointer:
         run = self.run
         seen = dict(zip(("MEAN", "STD"), state.get("normalization") or (), strict=False))
         changes = changed_values({**seen, **state["config"]}, run.config, run.schema)
-        learned = {key: change for key, change in changes.items() if config.is_learned(key, run.schema)}
+        learned = {key: change for key, change in changes.items() if config.affects_training(key, run.schema)}
         global_batch = run.layout.global_batch(run.config)
         if state["global_batch"] != global_batch:
             learned["global batch"] = [state["global_batch"], global_batch]
@@ -451,9 +451,9 @@ class Checkpointer:
 
         Raises:
             TrainingError: with `--on-save-error stop`, if the last checkpoint could not be written; as
-                `Engine.settle`.
+                `Engine.wait_for_step`.
         """
-        self.trainer.engine.settle()
+        self.trainer.engine.wait_for_step()
         path = self.folder / f"step-{self.trainer.engine.num_steps:08d}"
         self._stop_on(self.finish())  # and so `best` is that of all earlier checkpoints
         state = self.state(epoch, start)

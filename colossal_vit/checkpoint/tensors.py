@@ -9,7 +9,7 @@ import torch.distributed as dist
 from colossal_vit.checkpoint.storage import EMA, MODEL, OPTIMIZER, TensorFiles
 from colossal_vit.engine.engine import Engine
 from colossal_vit.errors import UserError
-from colossal_vit.parallel.ranks import all_gather_object, raise_on_all_ranks, run_on_rank_0
+from colossal_vit.parallel.collectives import all_gather_object, raise_on_all_ranks, run_on_rank_0
 from colossal_vit.parallel.sharding import Shard
 from colossalai.accelerator import get_accelerator
 from colossalai.legacy.context import ParallelMode

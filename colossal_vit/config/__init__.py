@@ -7,14 +7,14 @@ follow the override.
 
 import colossal_vit.compat  # noqa: F401 imports Colossal-AI
 from colossal_vit.config.check import idle_keys
-from colossal_vit.config.complete import complete, is_learned, recorded
+from colossal_vit.config.complete import affects_training, complete, recorded
 from colossal_vit.config.load import load, plain, to_json, written
 from colossal_vit.config.overrides import parse_override
 
 __all__ = [
+    "affects_training",
     "complete",
     "idle_keys",
-    "is_learned",
     "load",
     "parse_override",
     "plain",

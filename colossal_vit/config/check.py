@@ -6,7 +6,7 @@ from enum import Enum
 from typing import Any
 
 from colossal_vit.config.schema import OLDER_NAMES, setting_at
-from colossal_vit.config.settings import OPTIONAL, REQUIRED, Block, Ignored, Setting, Settings, unmet_need
+from colossal_vit.config.settings import OPTIONAL, REQUIRED, Ignored, Setting, Settings, SettingsBlock, unmet_need
 from colossal_vit.config.types import expected, names
 from colossal_vit.errors import UserError
 from colossal_vit.typed_json import adapter
@@ -66,7 +66,7 @@ def check(
                 near = _did_you_mean(value, names(setting.type)) if isinstance(value, str) else ""
                 wrong = f"{source}: {name} = {shown(value)}"
                 raise UserError(f"{wrong}, but it must be {expected(setting.type)}{near}") from None
-        elif isinstance(setting, Block) and value is not None:
+        elif isinstance(setting, SettingsBlock) and value is not None:
             if not isinstance(value, Mapping):
                 keys = ", ".join(setting.settings)
                 raise UserError(f"{source}: {name} = {shown(value)}, but it must be a dict({keys}) or None")
@@ -103,7 +103,7 @@ def check_effect(
             beside.setdefault(key, default)
     for key, value in values.items():
         name, setting = f"{prefix}{key}", settings[key]
-        if isinstance(setting, Block) and value is not None:
+        if isinstance(setting, SettingsBlock) and value is not None:
             if setting.switches and not value.keys() & setting.switches:
                 switches = " or ".join(f"{name}.{switch}" for switch in setting.switches)
                 raise UserError(f"{source}: {name} = {shown(value)} does nothing: set {switches}, or {name} = None")

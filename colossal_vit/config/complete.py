@@ -6,7 +6,7 @@ from typing import Any
 from colossal_vit.config.check import idle_keys, shown
 from colossal_vit.config.overrides import Override, override
 from colossal_vit.config.schema import OLDER_NAMES, SCHEMA, meant_by
-from colossal_vit.config.settings import OPTIONAL, REQUIRED, Block, Ignored, Settings, unmet_need
+from colossal_vit.config.settings import OPTIONAL, REQUIRED, Ignored, Settings, SettingsBlock, unmet_need
 from colossal_vit.errors import UserError
 
 # Before these keys existed, train scripts had what they say; the optimizer's state tells which optimizer it was.
@@ -26,7 +26,7 @@ def complete(values: Mapping[str, Any], schema: Settings = SCHEMA, in_block: boo
         value = values.get(key, setting.default)
         if value is OPTIONAL or value is REQUIRED:
             continue
-        if isinstance(setting, Block):
+        if isinstance(setting, SettingsBlock):
             value = setting.default if value is None else value
             if isinstance(value, Mapping):
                 value = complete(value, setting.settings, in_block=True)
@@ -112,6 +112,6 @@ def recorded(values: Mapping[str, Any], now: Mapping[str, Any], schema: Settings
     return complete({key: value for key, value in before.items() if value not in (OPTIONAL, REQUIRED)}, schema)
 
 
-def is_learned(key: str, schema: Settings) -> bool:
+def affects_training(key: str, schema: Settings) -> bool:
     """Whether another value of a key changes what is learned, see `Setting`."""
-    return key not in schema or schema[key].learned
+    return key not in schema or schema[key].affects_training

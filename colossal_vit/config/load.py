@@ -15,7 +15,7 @@ from colossal_vit.config.check import check, check_effect
 from colossal_vit.config.complete import complete, older_names, replace_older_names
 from colossal_vit.config.overrides import Overridden, Override, override, parse_override
 from colossal_vit.config.schema import OLDER_NAMES, SCHEMA
-from colossal_vit.config.settings import Block, Settings
+from colossal_vit.config.settings import Settings, SettingsBlock
 from colossal_vit.errors import UserError
 from colossalai.context import Config
 
@@ -34,7 +34,7 @@ def _parse(texts: Iterable[str], schema: Settings) -> list[Override]:
     for path, value in given:
         if not path[0].startswith("_"):
             check(override({}, [(path, value)]), "--set", schema)
-            if len(path) == 1 and isinstance(block := schema.get(path[0]), Block) and block.default is not None:
+            if len(path) == 1 and isinstance(block := schema.get(path[0]), SettingsBlock) and block.default is not None:
                 value = complete(value or {}, block.settings, in_block=True)
         parsed.append((path, value))
     values = override({}, given)

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from colossal_vit.config.schema import SCHEMA, setting_at
-from colossal_vit.config.settings import Block, Ignored, Setting, Settings
+from colossal_vit.config.settings import Ignored, Setting, Settings, SettingsBlock
 from colossal_vit.errors import UserError
 from colossal_vit.typed_json import adapter
 from colossalai.legacy.amp import AMP_TYPE
@@ -37,12 +37,12 @@ class _Literals(ast.NodeTransformer):
         return ast.Dict(keys, [ast.Constant(value.id) if isinstance(value, ast.Name) else value for value in values])
 
 
-def _read(value: Any, setting: Setting | Block | Ignored | None) -> Any:
+def _read(value: Any, setting: Setting | SettingsBlock | Ignored | None) -> Any:
     """The value that is meant by one as written, also inside a block; a wrong one, or an unknown key's, as it is."""
     if isinstance(setting, Setting):
         with suppress(ValidationError):
             return adapter(setting.type).validate_python(value)
-    if isinstance(setting, Block) and isinstance(value, Mapping):
+    if isinstance(setting, SettingsBlock) and isinstance(value, Mapping):
         return {key: _read(inner, setting.settings.get(key)) for key, inner in value.items()}
     return value
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from colossal_vit.config.settings import REQUIRED, Block, Ignored, Setting, Settings
+from colossal_vit.config.settings import REQUIRED, Ignored, Setting, Settings, SettingsBlock
 from colossal_vit.config.types import (
     Area,
     Bool,
@@ -35,17 +35,17 @@ Side = whole(1, 8192)  # an image or a patch has so many pixels
 SCALED = {"mode": (AMP_TYPE.TORCH, AMP_TYPE.NAIVE), "dtype": (None, "fp16")}
 NAIVE = {**SCALED, "mode": (AMP_TYPE.NAIVE,)}
 
-Free = partial(Setting, learned=False)  # a run may go on with another value
+ResumableSetting = partial(Setting, affects_training=False)  # a run may go on with another value
 
 TRAINING: Settings = {
     "SEED": Setting(whole(0, 2**32 - 1), "seed of weights, order of images and random numbers", 1024),
-    "BATCH_SIZE": Free(
+    "BATCH_SIZE": ResumableSetting(
         PositiveInt,
         "images that a data-parallel rank takes at a time; global batch = BATCH_SIZE × gradient_accumulation × "
         "data-parallel size",
         REQUIRED,
     ),
-    "NUM_EPOCHS": Free(PositiveInt, "length of the training, in epochs", REQUIRED),
+    "NUM_EPOCHS": ResumableSetting(PositiveInt, "length of the training, in epochs", REQUIRED),
     "WARMUP_EPOCHS": Setting(NonNegativeInt, "epochs of linear warm-up, part of NUM_EPOCHS", 0),
     "SCHEDULE": Setting(
         one_of("linear", "cosine"), "how the rate falls after the warm-up, to 0 if nothing else is said", "cosine"
@@ -69,30 +69,30 @@ TRAINING: Settings = {
         ShareAbove0, "layer-wise learning-rate decay, timm's layer_decay; the head has LEARNING_RATE", 1.0
     ),
     "LABEL_SMOOTHING": Setting(Fraction, "label smoothing ε", 0.1),
-    "bce": Block(
+    "bce": SettingsBlock(
         "BCE loss, one sigmoid per class (DeiT III), in place of cross entropy",
         {
             "threshold": Setting(Share, "targets above it become 1, all others 0; targets stay"),
             "sum_classes": Setting(Bool, "sum the classes' losses instead of their mean", False),
         },
     ),
-    "GLOBAL_BATCH": Free(
+    "GLOBAL_BATCH": ResumableSetting(
         PositiveInt, "images of a step, that ELASTIC and `--dry-run` keep on other numbers of processes"
     ),
-    "ELASTIC": Free(
+    "ELASTIC": ResumableSetting(
         Bool,
         "keep GLOBAL_BATCH on any number of processes, by smaller BATCH_SIZE and another gradient_accumulation; those "
         "that no replica needs wait",
         False,
     ),
-    "ELASTIC_LAYOUTS": Free(
+    "ELASTIC_LAYOUTS": ResumableSetting(
         Dicts,
         "other values of `parallel`: ELASTIC takes the first, after `parallel` itself, with work for most processes",
         needs={"ELASTIC": ()},
     ),
 }
 DATA: Settings = {
-    "DATA": Free(Text, "folder of the data set; the environment's DATA, else the digits"),
+    "DATA": ResumableSetting(Text, "folder of the data set; the environment's DATA, else the digits"),
     "LOADER": Setting(
         Text,
         "file that reads DATA, relative to the config, the script or the working directory; the script's own",
@@ -105,7 +105,7 @@ DATA: Settings = {
     ),
     "STD": Setting(Channels, "the same for the standard deviation"),
     "CACHE_SIZE": Setting(Side, "side of the decoded images of class folders that are kept, in pixels; IMG_SIZE × 8/7"),
-    "KEEP_DECODED": Free(
+    "KEEP_DECODED": ResumableSetting(
         Bool, "decode class folders once, into a file beside them, where that fits; False: for each batch", True
     ),
     "TEST_FRACTION": Setting(
@@ -116,7 +116,7 @@ DATA: Settings = {
     "REPEATS": Setting(
         whole(1, 100), "repeated augmentation: how often an image comes in an epoch, which has as many fewer images", 1
     ),
-    "augment": Block(
+    "augment": SettingsBlock(
         "what is done to training images once they are cropped and mirrored",
         {
             "policy": Setting(one_of("rand", "three"), "RandAugment or DeiT III's 3-Augment"),
@@ -129,7 +129,7 @@ DATA: Settings = {
     ),
 }
 FINE_TUNING: Settings = {
-    "finetune": Block(
+    "finetune": SettingsBlock(
         "start from trained weights, and train all of the model or a part of it",
         {
             "weights": Setting(
@@ -150,11 +150,11 @@ MODEL: Settings = {
     "DROP_PATH_RATE": Setting(Fraction, "stochastic depth of the last block; linear from 0", 0.0),
 }
 LAYOUT: Settings = {
-    "parallel": Block(
+    "parallel": SettingsBlock(
         "processes = data × pipeline × tensor",
         {
             "pipeline": Setting(PositiveInt, "pipeline stages", 1),
-            "tensor": Block(
+            "tensor": SettingsBlock(
                 "tensor parallelism",
                 {
                     "mode": Setting(one_of(None, *TENSOR_MODES), "how matrices are split", None),
@@ -165,24 +165,24 @@ LAYOUT: Settings = {
             ),
         },
         {},
-        learned=False,
+        affects_training=False,
     ),
 }
 # Of a model that can be cut into pipeline stages.
 PIPELINE: Settings = {
-    "NUM_MICRO_BATCHES": Free(PositiveInt, "micro-batches that a pipeline makes of BATCH_SIZE images"),
-    "model": Block(
+    "NUM_MICRO_BATCHES": ResumableSetting(PositiveInt, "micro-batches that a pipeline makes of BATCH_SIZE images"),
+    "model": SettingsBlock(
         "interleaved pipeline",
         {"num_chunks": Setting(PositiveInt, "parts of the model on each stage", 1)},
         {},
-        learned=False,
+        affects_training=False,
     ),
-    "TENSOR_SHAPE": Free(Shape, "what a stage hands to the next, (micro-batch, tokens, width), checked"),
+    "TENSOR_SHAPE": ResumableSetting(Shape, "what a stage hands to the next, (micro-batch, tokens, width), checked"),
 }
 FEATURES: Settings = {
-    "gradient_accumulation": Free(PositiveInt, "batches of BATCH_SIZE in an optimizer step", 1),
+    "gradient_accumulation": ResumableSetting(PositiveInt, "batches of BATCH_SIZE in an optimizer step", 1),
     "clip_grad_norm": Setting(NonNegative, "largest norm of the gradient; 0 does not clip", 0.0),
-    "fp16": Block(
+    "fp16": SettingsBlock(
         "mixed precision; None for fp32",
         {
             "mode": Setting(Mode, "what computes in half precision: docs/precision.md"),
@@ -210,19 +210,19 @@ FEATURES: Settings = {
         },
         switches=("mode",),
     ),
-    "ema": Block(
+    "ema": SettingsBlock(
         "an exponential moving average of the weights, evaluated beside them and kept in checkpoints",
         {
             "decay": Setting(Fraction, "share of the average so far after an optimizer step", 0.9999),
             "warmup": Setting(Bool, "let the decay grow to that, as 1 - step^(-2/3)", False),
         },
     ),
-    "zero": Block(
+    "zero": SettingsBlock(
         "ZeRO: optimizer state and fp32 weights sharded over the data-parallel ranks",
         {"stage": Setting(one_of(1, 2), "1: those; 2: also the gradients that are accumulated", REQUIRED)},
-        learned=False,
+        affects_training=False,
     ),
-    "checkpoint": Block(
+    "checkpoint": SettingsBlock(
         "when to save; also after epochs",
         {
             "every_steps": Setting(PositiveInt, "optimizer steps from one checkpoint to the next"),
@@ -230,9 +230,9 @@ FEATURES: Settings = {
             "keep": Setting(PositiveInt, "newest checkpoints to keep, beside the best one", 3),
         },
         {},
-        learned=False,
+        affects_training=False,
     ),
-    "torch_ddp": Block(
+    "torch_ddp": SettingsBlock(
         "arguments of DistributedDataParallel, which data parallelism without a pipeline takes",
         {
             "bucket_cap_mb": Setting(real(0.001, 10**6), "MB of gradients that are reduced together; 25"),
@@ -240,15 +240,15 @@ FEATURES: Settings = {
             "find_unused_parameters": Setting(Bool, "some parameters have no gradient"),
         },
         {},
-        learned=False,
+        affects_training=False,
     ),
     "DTYPE": Setting(
         one_of("float32", "float64"), "precision of everything without fp16; float64 is for comparisons", "float32"
     ),
-    "COMPILE": Free(one_of(False, True, "auto"), "torch.compile; auto: on a GPU", "auto"),
+    "COMPILE": ResumableSetting(one_of(False, True, "auto"), "torch.compile; auto: on a GPU", "auto"),
     "TF32": Setting(Bool, "TensorFloat-32 in matrix products and convolutions in fp32", False),
-    "cudnn_benchmark": Free(Bool, "let cuDNN try its algorithms", False),
-    "cudnn_deterministic": Free(
+    "cudnn_benchmark": ResumableSetting(Bool, "let cuDNN try its algorithms", False),
+    "cudnn_deterministic": ResumableSetting(
         Bool, "only deterministic algorithms in cuDNN, attention and compiled kernels: slower, with more memory", False
     ),
 }
@@ -281,13 +281,13 @@ def meant_by(name: str, value: Any) -> Any:
     return {"policy": "rand", **value} if name == "dali.rand_augment" and isinstance(value, Mapping) else value
 
 
-def setting_at(path: str, schema: Settings = SCHEMA) -> Setting | Block | Ignored | None:
+def setting_at(path: str, schema: Settings = SCHEMA) -> Setting | SettingsBlock | Ignored | None:
     """The setting or block with a path, or with an older name, or the ignored key above it; None if there is none."""
-    found: Setting | Block | Ignored | None = None
+    found: Setting | SettingsBlock | Ignored | None = None
     settings = schema
     for key in OLDER_NAMES.get(path, path).split("."):
         found = settings.get(key)
         if isinstance(found, Ignored):
             break
-        settings = found.settings if isinstance(found, Block) else {}
+        settings = found.settings if isinstance(found, SettingsBlock) else {}
     return found

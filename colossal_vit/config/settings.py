@@ -18,33 +18,33 @@ class Setting:
             if without one nothing happens, or what `meaning` says.
         needs: keys beside it without which it does nothing, each with the values that will do; none given means any
             but None, False and 0.
-        learned: whether another value changes what is learned, by more than rounding and as long as the global batch
-            stays the same; if not, a run may resume with another one.
+        affects_training: whether another value changes what is learned, by more than rounding and as long as the
+            global batch stays the same; if not, a run may resume with another one.
     """
 
     type: Any
     meaning: str
     default: Any = OPTIONAL
     needs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    learned: bool = True
+    affects_training: bool = True
 
 
 @dataclass(frozen=True)
-class Block:
+class SettingsBlock:
     """A key whose value is a dict of settings.
 
     Attributes:
-        meaning, learned: as of a `Setting`.
+        meaning, affects_training: as of a `Setting`.
         settings: in it.
         default: None if the block switches on a feature, which None switches off; {} if it is always there.
         switches: settings of which one has to be on, that is, not None, False or 0: the block does nothing otherwise.
     """
 
     meaning: str
-    settings: Mapping[str, "Setting | Block"] = field(repr=False)
+    settings: Mapping[str, "Setting | SettingsBlock"] = field(repr=False)
     default: dict[str, Any] | None = None
     switches: tuple[str, ...] = ()
-    learned: bool = True
+    affects_training: bool = True
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Ignored:
     reason: str
 
 
-Settings = Mapping[str, Setting | Block | Ignored]
+Settings = Mapping[str, Setting | SettingsBlock | Ignored]
 
 
 def unmet_need(setting: Setting, beside: Mapping[str, Any]) -> str | None:

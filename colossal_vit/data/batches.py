@@ -141,7 +141,7 @@ class LoaderWrapper(Loader):
         self.loader.seek(epoch, start)
 
 
-class SyntheticBatches(Loader):
+class SyntheticLoader(Loader):
     """Random images on the device, the same few over and over: what training takes without its data.
 
     A sampler says which image is where, so that each global batch is the same in every layout. An image's label
@@ -181,7 +181,7 @@ class SyntheticBatches(Loader):
         self.sampler.seek(epoch, start)
 
 
-class FakeBatches(Loader):
+class FakeLoader(Loader):
     """A loader of `(images, labels)` for dry runs: zeros in the shape of images, int64 labels (B,).
 
     Pipeline stages after the first get the labels in place of the images.

@@ -35,9 +35,9 @@ from colossal_vit.data.folders import (
     say_omitted,
     say_untested,
 )
-from colossal_vit.errors import UserError, blame, in_one_line, reason
+from colossal_vit.errors import UserError, in_one_line, oserror_as_user_error, reason
 from colossal_vit.files import atomic_folder, write_bytes, write_text
-from colossal_vit.parallel.ranks import RankLogger
+from colossal_vit.parallel.collectives import RankLogger
 from PIL import Image
 from torch import Tensor
 from torchvision.transforms import v2
@@ -93,7 +93,7 @@ def find_images(root: Path, caches: Path, parts: Sequence[str] = ("",), skip: st
     known = endings()
     classes: list[str] = []
     files, left_out, omitted, untested = [], [], [], []
-    with blame(root):
+    with oserror_as_user_error(root):
         for part in parts:
             names, beside = class_folders(root / part, omitted)
             folders = by_class(name for name in names if name != skip)
@@ -141,7 +141,7 @@ def find_parts(root: Path) -> tuple[list[str], list[str]]:
     tests = [name for name in (*VALIDATION, TEST) if (root / name).is_dir()]
     if tests[1:] and tests[1] != TEST:
         raise UserError(f"{root}: has {tests[0]} and {tests[1]}; only one can be to evaluate on")
-    with blame(root):
+    with oserror_as_user_error(root):
         others = [name for name in class_folders(root)[0] if name != "train"]
     if others and not tests:
         raise UserError(
@@ -176,7 +176,7 @@ def digest_contents(images: Images, log: RankLogger) -> list[str]:
     known = _read_kept(images, CONTENTS, dict[str, str])
 
     def read(path: str) -> str:
-        with blame(images.root / path), open(images.root / path, "rb") as file:
+        with oserror_as_user_error(images.root / path), open(images.root / path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     keys = list(map(ascii, images.versions))  # names need not be UTF-8, but JSON is
@@ -296,7 +296,7 @@ def _examine(images: Images, size: int, img_size: int, number: int) -> tuple[np.
     path = images.root / images.paths[number]
     try:
         pixels = decode(images, size, img_size, number)
-        with blame(path):
+        with oserror_as_user_error(path):
             if damage := find_damage(path):
                 return pixels, damage
             # What is cut off may have other colours.

@@ -6,7 +6,7 @@ from typing import Any
 
 from colossal_vit.data.folders import composed
 from colossal_vit.errors import UserError
-from colossal_vit.parallel.ranks import all_gather_object
+from colossal_vit.parallel.collectives import all_gather_object
 from colossal_vit.run import Run
 from colossalai.context import Config
 
@@ -72,7 +72,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     return ", ".join(sorted(said))
 
 
-def settle_classes(config: Config, count: int, where: Path) -> None:
+def resolve_num_classes(config: Config, count: int, where: Path) -> None:
     """Make NUM_CLASSES the number of classes of the data, unless the config says it.
 
     Raises:
@@ -84,7 +84,7 @@ def settle_classes(config: Config, count: int, where: Path) -> None:
         )
 
 
-def describe_data(
+def record_dataset(
     run: Run,
     name: str,
     counts: tuple[int, int],

@@ -32,10 +32,10 @@ from colossal_vit.data.class_images import (
     split_by_folder,
 )
 from colossal_vit.data.cropping import cache_size
-from colossal_vit.data.identity import OWN, describe_data, settle_classes
+from colossal_vit.data.identity import OWN, record_dataset, resolve_num_classes
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.errors import UserError
-from colossal_vit.parallel.ranks import raise_on_all_ranks, run_on_rank_0
+from colossal_vit.parallel.collectives import raise_on_all_ranks, run_on_rank_0
 from colossal_vit.run import Run
 from colossalai.context import Config
 from torch import Tensor
@@ -63,7 +63,7 @@ def draw_crops(count: int, crop_area: tuple[float, float], flip: bool, generator
     return maps
 
 
-class Batches(SampledLoader):
+class ClassFolderLoader(SampledLoader):
     """Batches of `(images, labels)` on the device: float32 (B, 3, IMG_SIZE, IMG_SIZE), int64 (B,).
 
     Pipeline stages after the first get the labels in place of the images, which they do not use.
@@ -150,7 +150,7 @@ def build_batches(
     config: Config = run.config
     size = config.get("CACHE_SIZE", cache_size(config.IMG_SIZE))
     with raise_on_all_ranks():
-        settle_classes(config, len(images.classes), images.root)
+        resolve_num_classes(config, len(images.classes), images.root)
         if size < config.IMG_SIZE:
             raise UserError(f"CACHE_SIZE = {size}: must be at least IMG_SIZE = {config.IMG_SIZE}")
         if (config.augment or {}).get("policy") == "three" and config.IMG_SIZE < SMALLEST_BLURRED:
@@ -178,12 +178,12 @@ def build_batches(
                 raise UserError(f"{folder}: made by rank 0, cannot be read here: DATA must be on a disk of all nodes")
             pixels = torch.from_numpy(decoded)
     contents = digest_side(digests, train), digest_side(digests, test)
-    describe_data(run, name, (len(train), len(test)), images.classes, images.digest(), images.root, contents)
+    record_dataset(run, name, (len(train), len(test)), images.classes, images.digest(), images.root, contents)
     labels = torch.from_numpy(images.labels)
     rest = config, run.device, images.paths
     return (
-        Batches(pixels, labels, train, sampler, *rest),
-        Batches(pixels, labels, test, EvalSampler(len(test), config.BATCH_SIZE), *rest),
+        ClassFolderLoader(pixels, labels, train, sampler, *rest),
+        ClassFolderLoader(pixels, labels, test, EvalSampler(len(test), config.BATCH_SIZE), *rest),
     )
 
 

@@ -29,13 +29,13 @@ from typing import Any
 
 from colossal_vit.config.settings import OPTIONAL
 from colossal_vit.data import image_folder
-from colossal_vit.data.batches import FakeBatches, Loader, SyntheticBatches
+from colossal_vit.data.batches import FakeLoader, Loader, SyntheticLoader
 from colossal_vit.data.decoding import endings
 from colossal_vit.data.folders import by_class, class_folders, has_class_folders, list_files
 from colossal_vit.data.identity import identify
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.errors import UserError
-from colossal_vit.parallel.ranks import RankLogger, run_on_rank_0
+from colossal_vit.parallel.collectives import RankLogger, run_on_rank_0
 from colossal_vit.run import Run
 from colossalai.context import Config
 
@@ -207,14 +207,14 @@ def _without_data(run: Run) -> tuple[Loader, Loader | None]:
         shape, batch = (config.BATCH_SIZE, 3, *[config.IMG_SIZE] * 2), config.BATCH_SIZE * run.layout.data
         loader = find_loader(run.args, config)
         num_images = getattr(loader and import_file(loader), "NUM_IMAGES", SYNTHETIC_IMAGES)
-        return FakeBatches(num_images // batch, shape, run.device), None
-    num_tested = SyntheticBatches.DISTINCT
+        return FakeLoader(num_images // batch, shape, run.device), None
+    num_tested = SyntheticLoader.DISTINCT
     run.data = identify("SYNTHETIC", (SYNTHETIC_IMAGES, num_tested), config.NUM_CLASSES, "")
     run.log.info(f"SYNTHETIC: {num_tested} random images over and over, {SYNTHETIC_IMAGES:,} an epoch")
     size, accumulation = config.BATCH_SIZE, config.gradient_accumulation
     train = GlobalBatchSampler(SYNTHETIC_IMAGES, size, accumulation, config.SEED, repeats=config.REPEATS)
     samplers = train, EvalSampler(num_tested, size)
-    train, test = (SyntheticBatches(sampler, config, run.device) for sampler in samplers)
+    train, test = (SyntheticLoader(sampler, config, run.device) for sampler in samplers)
     return train, test
 
 

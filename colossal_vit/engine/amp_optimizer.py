@@ -1,9 +1,9 @@
 """The optimizer with loss scaling, clipping by the global norm and fp32 master weights, as the precision requires.
 
-The engine calls `clip_grad_by_norm(max_norm)` on the accumulated gradients, then `queue_step()`, and `end_step(norm)`
-once it has read the norm, which on a GPU is in the next step. Upstream's wrappers override a method that its engine no
-longer calls, so upstream clips scaled gradients, by a norm local to each rank, and those of its newer API unscale by
-the scale of the next step.
+The engine calls `clip_grad_by_norm(max_norm)` on the accumulated gradients, then `launch_update()`, and
+`finish_update(norm)` once it has read the norm, which on a GPU is in the next step. Upstream's wrappers override a
+method that its engine no longer calls, so upstream clips scaled gradients, by a norm local to each rank, and those of
+its newer API unscale by the scale of the next step.
 """
 
 import math
@@ -145,16 +145,16 @@ class AMPOptimizer(OptimizerWrapper):
         return self.grad_norm
 
     @property
-    def can_queue(self) -> bool:
+    def updates_on_device(self) -> bool:
         """Whether the optimizer leaves everything unchanged where its `found_inf` is 1, as torch's fused ones do."""
         return getattr(self.optim, "_step_supports_amp_scaling", False)  # torch's GradScaler asks so, too
 
-    def queue_step(self) -> None:
+    def launch_update(self) -> None:
         """Have the device update the weights if it finds the norm finite; the host need not know it yet.
 
-        With an optimizer that cannot be queued, `end_step` updates the weights.
+        With an optimizer that cannot be queued, `finish_update` updates the weights.
         """
-        if self.can_queue:
+        if self.updates_on_device:
             self.optim.found_inf = (~self.grad_norm.isfinite()).float()
             self._update_weights()
             self.optim.found_inf = None
@@ -165,14 +165,14 @@ class AMPOptimizer(OptimizerWrapper):
         if self.working_to_master_map:
             torch._foreach_copy_(list(self.working_to_master_map), list(self.working_to_master_map.values()))
 
-    def end_step(self, grad_norm: float) -> None:
-        """Update the loss scale, and what `queue_step` has left; the norm is global, so all ranks agree on it."""
+    def finish_update(self, grad_norm: float) -> None:
+        """Update the loss scale, and what `launch_update` has left; the norm is global, so all ranks agree on it."""
         scale = self.scale
         self.skipped = not math.isfinite(grad_norm)
         self.has_diverged = self.skipped and (scale is None or scale.value <= max(1, scale.min_scale))
         if scale:
             scale.update(self.skipped)
-        if not self.can_queue and not self.skipped:
+        if not self.updates_on_device and not self.skipped:
             self._update_weights()
         elif self.skipped and isinstance(self.optim, Lamb):
-            self.optim.uncount_step()
+            self.optim.undo_step_count()

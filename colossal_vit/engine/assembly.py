@@ -10,9 +10,9 @@ from colossal_vit.config.load import num_model_chunks
 from colossal_vit.engine import compilation, precision
 from colossal_vit.engine.ema import Ema
 from colossal_vit.engine.engine import Engine
-from colossal_vit.engine.micro_batches import MicroBatches
 from colossal_vit.engine.optimizers import frozen_parameters
 from colossal_vit.engine.reduction import GradientReducer, make_buckets
+from colossal_vit.engine.train_loader import TrainLoader
 from colossal_vit.engine.zero import Zero
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.layout import Layout
@@ -41,7 +41,7 @@ class Training(NamedTuple):
     """What trains: the engine, and what the loop feeds it with."""
 
     engine: Engine
-    train_dataloader: MicroBatches | None
+    train_dataloader: TrainLoader | None
     test_dataloader: Iterable | None
     lr_scheduler: Any
 
@@ -197,7 +197,7 @@ def initialize(
         lr_scheduler: returned unchanged, for `Trainer`, which steps it once per optimizer step.
 
     Returns:
-        The engine and what was given, the training batches as `MicroBatches`.
+        The engine and what was given, the training batches as `TrainLoader`.
 
     Raises:
         UserError: if features in the config exclude each other, or this machine lacks what one needs.
@@ -253,5 +253,5 @@ def initialize(
     # Upstream's logger inspects the stack and source files for each micro-batch's debug message: some 10 ms.
     engine.schedule._logger = logging.getLogger(__name__)
     if train_dataloader is not None:
-        train_dataloader = MicroBatches(train_dataloader, config.gradient_accumulation)
+        train_dataloader = TrainLoader(train_dataloader, config.gradient_accumulation)
     return Training(engine, train_dataloader, test_dataloader, lr_scheduler)

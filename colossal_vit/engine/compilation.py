@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from colossal_vit.errors import UserError
-from colossal_vit.parallel.ranks import RankLogger, all_gather_object
+from colossal_vit.parallel.collectives import RankLogger, all_gather_object
 from colossal_vit.rng.dropout import Dropout
 from colossalai.accelerator import get_accelerator
 from colossalai.legacy.context import ParallelMode

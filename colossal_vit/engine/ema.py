@@ -64,7 +64,7 @@ class Ema:
             self.publish()
 
     @contextmanager
-    def in_the_model(self) -> Iterator[None]:
+    def swapped_in(self) -> Iterator[None]:
         """Inside the block the model has the averages in place of its weights; an error in it leaves them there.
 
         Swapping is collective, and other ranks may have no error.

@@ -60,13 +60,13 @@ class Engine(ColossalEngine):
     `step`. Every `accumulation`-th `step` updates the weights.
 
     On a GPU the host reads the result of an optimizer step in the next one, when a backward pass begins and the device
-    still has a forward pass to do; on the CPU at once. `settle` has it read now.
+    still has a forward pass to do; on the CPU at once. `wait_for_step` has it read now.
 
     Attributes:
         accumulation: micro-steps per optimizer step.
         num_steps: optimizer steps so far, including steps skipped for overflow.
         bare_model: the model without the wrappers for precision and data parallelism.
-        read_at: when the result of a step was last read, by `time.perf_counter`.
+        result_time: when the result of a step was last read, by `time.perf_counter`.
         grad_norm: in that step, the L2 norm of the full gradient, unscaled, before clipping.
         loss: in that step, the mean over the global batch; None except on the last pipeline stage.
         ema: the moving average of the weights, or None.
@@ -87,7 +87,7 @@ class Engine(ColossalEngine):
         super().__init__(*args, **kwargs)
         self.bare_model, self.accumulation, self.ema, self.zero = bare_model, accumulation, ema, zero
         self.num_steps = 0
-        self.read_at, self.grad_norm, self.loss = 0.0, math.nan, None
+        self.result_time, self.grad_norm, self.loss = 0.0, math.nan, None
         self._unread: Scalars | None = None  # norm and loss of the last optimizer step
         self._losses: list[Tensor] = []  # one for each micro-step of this step
         self.part: Callable[[str], AbstractContextManager] = record_function
@@ -156,13 +156,13 @@ class Engine(ColossalEngine):
             return super().__call__(images)
 
     def backward(self, loss: Tensor) -> None:
-        self._read()  # since the loss scale depends on it
+        self._fetch_result()  # since the loss scale depends on it
         with self.part("backward"):
             super().backward(loss / self.accumulation)
             drop_gradients_of_frozen()
 
     def backward_by_grad(self, tensor: Tensor, grad: Tensor) -> None:
-        self._read()
+        self._fetch_result()
         if not tensor.requires_grad:  # nothing is trained up to the end of this pipeline stage
             return
         with self.part("backward"):
@@ -179,13 +179,13 @@ class Engine(ColossalEngine):
         """Count a micro-step; after the last one of an optimizer step, reduce and clip gradients and update weights.
 
         Raises:
-            TrainingError: as `settle`, of the step before on a GPU, on the CPU of this one.
+            TrainingError: as `wait_for_step`, of the step before on a GPU, on the CPU of this one.
         """
         self._micro_step = (self._micro_step + 1) % self.accumulation
         self._reduce_in_backward(self._micro_step == self.accumulation - 1)
         if self._micro_step > 0:
             return
-        self.settle()  # the step before, where all ranks are at the same place and none waits for one that ends
+        self.wait_for_step()  # the step before, where all ranks are at the same place and none waits for one that ends
         self.num_steps += 1
         with self.part("update"):
             self._update()
@@ -210,33 +210,33 @@ class Engine(ColossalEngine):
             known.append(loss / replicas)
         self._losses.clear()
         self._unread = Scalars(known)
-        self.optimizer.queue_step()
-        if not self.optimizer.can_queue:
-            self._read()  # which updates the weights
+        self.optimizer.launch_update()
+        if not self.optimizer.updates_on_device:
+            self._fetch_result()  # which updates the weights
         if self.zero:
             self.optimizer.zero_grad()  # frees the memory that the broadcasts need
             self.zero.send_weights()
         if self.ema:
             self.ema.update(self.num_steps)
         if not self.reads_late:
-            self.settle()
+            self.wait_for_step()
 
-    def _read(self) -> None:
+    def _fetch_result(self) -> None:
         """Read the result of the last optimizer step, unless it has been read."""
         if self._unread is None:
             return
         self.grad_norm, *losses = self._unread.read()
-        self.loss, self.read_at, self._unread = losses[0] if losses else None, time.perf_counter(), None
-        self.optimizer.end_step(self.grad_norm)
+        self.loss, self.result_time, self._unread = losses[0] if losses else None, time.perf_counter(), None
+        self.optimizer.finish_update(self.grad_norm)
 
-    def settle(self) -> None:
+    def wait_for_step(self) -> None:
         """Read the result of the last optimizer step, unless it has been read. Nothing is saved before.
 
         Raises:
             TrainingError: on every rank, if the gradient was not finite and no loss scale that can still fall explains
                 it. That step has not changed the weights.
         """
-        self._read()
+        self._fetch_result()
         if self.optimizer.has_diverged:
             raise TrainingError(
                 f"step {self.num_steps}: the gradient is not finite (norm {self.grad_norm}); the weights are as after "

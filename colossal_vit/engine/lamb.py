@@ -63,7 +63,7 @@ class Lamb(Optimizer):
 
     - under tensor parallelism the norms are those of full parameters, at the cost of one small all-reduce per step;
     - a step never synchronises host and device;
-    - if the attribute `found_inf` is a tensor, and 1 on the device, a step only counts, see `uncount_step`;
+    - if the attribute `found_inf` is a tensor, and 1 on the device, a step only counts, see `undo_step_count`;
     - `adam` can be set per parameter group;
     - half-precision parameters have fp32 moments: in bf16, 0.999 v rounds to v.
 
@@ -142,7 +142,7 @@ class Lamb(Optimizer):
             torch._foreach_addcmul_(parameters, update, (-lr * ratios).unbind())
         return loss
 
-    def uncount_step(self) -> None:
+    def undo_step_count(self) -> None:
         """Take back the count of the last step, which has changed nothing since `found_inf` was 1."""
         for parameter in self._counted:
             self.state[parameter]["step"] -= 1

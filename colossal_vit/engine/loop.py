@@ -8,8 +8,8 @@ import torch
 from colossal_vit.data.batches import Loader
 from colossal_vit.engine.compilation import check_kernels
 from colossal_vit.engine.engine import Engine
-from colossal_vit.engine.micro_batches import MicroBatches
-from colossal_vit.parallel.ranks import RankLogger
+from colossal_vit.engine.train_loader import TrainLoader
+from colossal_vit.parallel.collectives import RankLogger
 from colossalai.legacy.trainer.hooks import BaseHook
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -48,7 +48,7 @@ class Trainer:
 
     def fit(
         self,
-        train_dataloader: MicroBatches,
+        train_dataloader: TrainLoader,
         epochs: int,
         max_steps: int | None = None,
         test_dataloader: Loader | None = None,
@@ -89,7 +89,7 @@ class Trainer:
         if engine.num_steps == max_steps:
             self.logger.info(f"stopped after step {max_steps}, as --max-steps says")
 
-    def _train_epoch(self, train_dataloader: MicroBatches, last_step: float) -> None:
+    def _train_epoch(self, train_dataloader: TrainLoader, last_step: float) -> None:
         engine = self.engine
         engine.train()
         batches = iter(train_dataloader)
@@ -105,7 +105,7 @@ class Trainer:
             if self.lr_scheduler:
                 self.lr_scheduler.step()
             self.cur_step += 1
-        engine.settle()
+        engine.wait_for_step()
         self._call_hooks("after_train_epoch")
 
     def evaluate(self, test_dataloader: Loader, hooks: Iterable[BaseHook] | None = None) -> None:
@@ -114,7 +114,7 @@ class Trainer:
             self._attach(hooks)
         self.test_dataloader = test_dataloader
         if self.engine.ema:
-            with self.engine.ema.in_the_model():
+            with self.engine.ema.swapped_in():
                 self.evaluating_ema = True
                 self._test(test_dataloader)
             self.evaluating_ema = False

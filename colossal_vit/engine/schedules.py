@@ -44,7 +44,7 @@ def build_scheduler(config: Config, optimizer: Optimizer, steps_per_epoch: int) 
     Raises:
         UserError: if MIN_LEARNING_RATE is above LEARNING_RATE.
     """
-    steps_per_epoch = max(steps_per_epoch, 1)  # `MicroBatches` refuses an epoch without a step
+    steps_per_epoch = max(steps_per_epoch, 1)  # `TrainLoader` refuses an epoch without a step
     steps = dict(total_steps=config.NUM_EPOCHS * steps_per_epoch, warmup_steps=config.WARMUP_EPOCHS * steps_per_epoch)
     if config.SCHEDULE == "linear":
         return LinearWarmupLR(optimizer, **steps)

@@ -5,12 +5,12 @@ import time
 from pathlib import Path
 
 from colossal_vit.engine.loop import Trainer
-from colossal_vit.engine.micro_batches import MicroBatches
+from colossal_vit.engine.train_loader import TrainLoader
 from colossal_vit.errors import Interrupted, Preempted, TrainingError
 from colossal_vit.hooks.metrics import MetricsHook
 from colossal_vit.hooks.priority import Priority
 from colossal_vit.launch.signals import StopRequests
-from colossal_vit.parallel.ranks import all_gather_object
+from colossal_vit.parallel.collectives import all_gather_object
 from colossal_vit.run import Run
 from colossalai.legacy.core import global_context as gpc
 from colossalai.legacy.trainer.hooks import BaseHook
@@ -40,7 +40,7 @@ class CheckpointHook(BaseHook):
         TrainingError: if the last checkpoint cannot be written, or with `--on-save-error stop` any.
     """
 
-    def __init__(self, run: Run, train_dataloader: MicroBatches, metrics: MetricsHook):
+    def __init__(self, run: Run, train_dataloader: TrainLoader, metrics: MetricsHook):
         super().__init__(Priority.CHECKPOINT)
         self.run, self.train_dataloader, self.metrics = run, train_dataloader, metrics
         self.every_steps = run.config.checkpoint.get("every_steps")
@@ -90,7 +90,7 @@ class CheckpointHook(BaseHook):
         heard, due = self.requests.answer()
         self.due |= due
         if heard and trainer.evaluating_ema:
-            with trainer.engine.ema.in_the_model():  # exchanges them again: the checkpoint is of the weights
+            with trainer.engine.ema.swapped_in():  # exchanges them again: the checkpoint is of the weights
                 self._stop(trainer, heard)
         if heard:
             self._stop(trainer, heard)

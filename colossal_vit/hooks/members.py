@@ -6,7 +6,7 @@ from collections import Counter
 
 from colossal_vit.engine.loop import Trainer
 from colossal_vit.hooks.priority import Priority
-from colossal_vit.parallel.ranks import all_gather_object, run_on_rank_0
+from colossal_vit.parallel.collectives import all_gather_object, run_on_rank_0
 from colossal_vit.run import Run
 from colossalai.legacy.trainer.hooks import BaseHook
 

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from colossal_vit.compat.norms import at_least_fp32
 from colossal_vit.data.batches import IGNORED
 from colossal_vit.engine.loop import Trainer
-from colossal_vit.engine.micro_batches import MicroBatches
+from colossal_vit.engine.train_loader import TrainLoader
 from colossal_vit.hooks.priority import Priority
 from colossal_vit.hooks.recorder import Recorder
 from colossal_vit.hooks.wandb_run import WandbRun
+from colossal_vit.parallel.collectives import RankLogger
 from colossal_vit.parallel.layout import Layout
-from colossal_vit.parallel.ranks import RankLogger
 from colossal_vit.parallel.sharding import split_batch
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
@@ -60,7 +60,7 @@ class MetricsHook(BaseHook):
     def __init__(
         self,
         directory: Path | None,
-        train_dataloader: MicroBatches,
+        train_dataloader: TrainLoader,
         log: RankLogger,
         wandb: WandbRun | None = None,
         curves: bool = True,
@@ -92,7 +92,7 @@ class MetricsHook(BaseHook):
         if not self.writes:
             return
         engine, waited = trainer.engine, self.train_dataloader.data_s
-        self._end_step(engine.read_at)  # that before
+        self._end_step(engine.result_time)  # that before
         self.begun = {
             "step": engine.num_steps,
             "epoch": trainer.cur_epoch,
@@ -126,7 +126,7 @@ class MetricsHook(BaseHook):
         self.trainer.states["records"].append(record)
 
     def after_train_epoch(self, trainer: Trainer) -> None:
-        self._end_step(trainer.engine.read_at)
+        self._end_step(trainer.engine.result_time)
         if (records := trainer.states.get("records")) and not sys.stderr.isatty():
             last, rate = records[-1], f"{records[-1]['images_per_s']:.0f} images/s"
             self.log.info(
@@ -182,9 +182,9 @@ class MetricsHook(BaseHook):
             )
 
     def sync(self) -> None:
-        """Have the disk hold the records so far. Raises what `Engine.settle` does."""
-        self.trainer.engine.settle()
-        self._end_step(self.trainer.engine.read_at)
+        """Have the disk hold the records so far. Raises what `Engine.wait_for_step` does."""
+        self.trainer.engine.wait_for_step()
+        self._end_step(self.trainer.engine.result_time)
         if self.writes:
             self.recorder.sync()
 

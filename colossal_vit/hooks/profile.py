@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 from colossal_vit.engine.loop import Trainer
-from colossal_vit.engine.micro_batches import MicroBatches
+from colossal_vit.engine.train_loader import TrainLoader
 from colossal_vit.hooks.priority import Priority
-from colossal_vit.parallel.ranks import RankLogger
+from colossal_vit.parallel.collectives import RankLogger
 from colossalai.accelerator import get_accelerator
 from colossalai.legacy.core import global_context as gpc
 from colossalai.legacy.trainer.hooks import BaseHook
@@ -34,7 +34,7 @@ class ProfileHook(BaseHook):
 
     TRACED, COUNTED = 2, 3
 
-    def __init__(self, directory: Path, train_dataloader: MicroBatches, log: RankLogger):
+    def __init__(self, directory: Path, train_dataloader: TrainLoader, log: RankLogger):
         super().__init__(Priority.READER)
         self.directory, self.train_dataloader, self.log = directory, train_dataloader, log
         self.seconds = dict.fromkeys(("data", "forward", "backward", "update"), 0.0)

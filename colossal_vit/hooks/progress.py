@@ -1,7 +1,7 @@
 """The progress bar."""
 
 from colossal_vit.engine.loop import Trainer
-from colossal_vit.engine.micro_batches import MicroBatches
+from colossal_vit.engine.train_loader import TrainLoader
 from colossal_vit.hooks.metrics import writes_metrics
 from colossal_vit.hooks.priority import Priority
 from colossal_vit.run import Run
@@ -18,7 +18,7 @@ class ProgressHook(BaseHook):
         train_dataloader: as `engine.initialize` returned it.
     """
 
-    def __init__(self, run: Run, train_dataloader: MicroBatches):
+    def __init__(self, run: Run, train_dataloader: TrainLoader):
         super().__init__(Priority.READER)
         self.run, self.train_dataloader = run, train_dataloader
 

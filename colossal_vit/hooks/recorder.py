@@ -11,7 +11,7 @@ from typing import Any
 from colossal_vit.errors import TrainingError, UserError
 from colossal_vit.files import write_bytes
 from colossal_vit.hooks.wandb_run import WandbRun
-from colossal_vit.parallel.ranks import RankLogger
+from colossal_vit.parallel.collectives import RankLogger
 from colossal_vit.results import METRICS, draw, read_records
 
 

@@ -1,8 +1,8 @@
 """The hooks that every train script gives its trainer."""
 
-from colossal_vit.engine.micro_batches import MicroBatches
-from colossal_vit.hooks.answers import AnswersHook
+from colossal_vit.engine.train_loader import TrainLoader
 from colossal_vit.hooks.checkpoint import CheckpointHook
+from colossal_vit.hooks.confusion import ConfusionHook
 from colossal_vit.hooks.debug_nan import DebugNanHook
 from colossal_vit.hooks.members import MembersHook
 from colossal_vit.hooks.metrics import MetricsHook
@@ -13,7 +13,7 @@ from colossal_vit.run import Run
 from colossalai.legacy.trainer.hooks import BaseHook
 
 
-def standard_hooks(run: Run, train_dataloader: MicroBatches) -> list[BaseHook]:
+def standard_hooks(run: Run, train_dataloader: TrainLoader) -> list[BaseHook]:
     """The hooks of every train script: `MetricsHook`, and for training the others, as the command line asks.
 
     Args:
@@ -22,7 +22,7 @@ def standard_hooks(run: Run, train_dataloader: MicroBatches) -> list[BaseHook]:
     """
     debug = [DebugNanHook()] if run.args.debug_nan else []
     if run.args.eval_only:
-        return [MetricsHook(None, train_dataloader, run.log), AnswersHook(run), *debug]
+        return [MetricsHook(None, train_dataloader, run.log), ConfusionHook(run), *debug]
     wandb = None
     if run.args.wandb:
         wandb = WandbRun(run.output, run.config, run.log)

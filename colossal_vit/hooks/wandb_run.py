@@ -13,7 +13,7 @@ from colossal_vit import config as configs
 from colossal_vit.errors import UserError, reason
 from colossal_vit.files import write_text
 from colossal_vit.launch.exits import Ending
-from colossal_vit.parallel.ranks import RankLogger
+from colossal_vit.parallel.collectives import RankLogger
 from colossalai.context import Config
 
 INIT_TIMEOUT = 60.0  # seconds for the server's first answer, which the other ranks wait for in their first step

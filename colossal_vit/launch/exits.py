@@ -12,12 +12,12 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
-from colossal_vit.errors import Interrupted, Preempted, TrainingError, UserError, as_mistake, end_process, error_line
+from colossal_vit.errors import Interrupted, Preempted, TrainingError, UserError, as_user_error, end_process, error_line
 from colossal_vit.files import protect_streams
 from colossal_vit.launch.launchers import rank_host_port
 from colossal_vit.launch.signals import SIGNALS
 from colossal_vit.launch.watchdog import Watchdog
-from colossal_vit.parallel.ranks import write_line
+from colossal_vit.parallel.collectives import write_line
 from colossalai.legacy.core import global_context as gpc
 
 WATCHDOG_GRACE = 5.0  # seconds that a rank which lost a connection waits for the watchdog to name the dead rank
@@ -106,7 +106,7 @@ class Exits:
     def _fail(self, error: Exception | KeyboardInterrupt) -> NoReturn:
         """Say what the error is, keep what the run has made, tell the other processes, and end this one."""
         self.clean_up()
-        error = _as_mistake(error)
+        error = _as_user_error(error)
         in_one_line = isinstance(error, UserError | TrainingError | Preempted)
         ending = Ending(1)
         if in_one_line:
@@ -160,11 +160,11 @@ def lost_connection(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or "gloo" in str(error) or "Connection reset by peer" in str(error)
 
 
-def _as_mistake(error: BaseException) -> BaseException:
-    """A `UserError` for too little memory, and see `errors.as_mistake`; any other error as it is."""
+def _as_user_error(error: BaseException) -> BaseException:
+    """A `UserError` for too little memory, and see `errors.as_user_error`; any other error as it is."""
     _, on_cpu, size = str(error).partition("DefaultCPUAllocator: ")
     if isinstance(error, torch.OutOfMemoryError) or on_cpu:
         needed = size.partition(". Error")[0] or str(error).partition(". Including")[0]
         advice = "lower BATCH_SIZE and raise gradient_accumulation as much; --dry-run says how much memory a run needs"
         return UserError(f"{needed}; {advice}", own=True)
-    return as_mistake(error)
+    return as_user_error(error)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from colossal_vit.checkpoint import storage, tensors
-from colossal_vit.data.batches import SyntheticBatches
+from colossal_vit.data.batches import SyntheticLoader
 from colossal_vit.data.samplers import GlobalBatchSampler
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.lamb import Lamb
@@ -52,7 +52,7 @@ def sides(model_name: str, args: argparse.Namespace) -> dict[str, Side]:
     optimizer = Lamb(model.parameters(), lr=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY)
     scheduler = LinearWarmupLR(optimizer, total_steps=NUM_BATCHES, warmup_steps=NUM_BATCHES // 2)
     sampler = GlobalBatchSampler(NUM_BATCHES * config.BATCH_SIZE, config.BATCH_SIZE, seed=config.SEED)
-    batches = SyntheticBatches(sampler, config, device)
+    batches = SyntheticLoader(sampler, config, device)
     engine, loader, _, scheduler = initialize(model, optimizer, torch.nn.CrossEntropyLoss(), batches, None, scheduler)
     trainer = Trainer(engine, scheduler, run.log)
     engine.train()

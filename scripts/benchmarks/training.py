@@ -21,7 +21,7 @@ from colossal_vit.engine.engine import Engine
 from colossal_vit.main import load_script, start
 from colossal_vit.model.mfu import peak_of, training_flops
 from colossal_vit.model.timm_vit import build_timm_vit
-from colossal_vit.parallel.ranks import all_gather_object
+from colossal_vit.parallel.collectives import all_gather_object
 from colossal_vit.results import read_metrics
 from colossal_vit.run import Run
 from colossalai.accelerator import get_accelerator

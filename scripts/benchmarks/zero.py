@@ -12,12 +12,12 @@ import argparse
 from functools import partial
 
 import torch
-from colossal_vit.data.batches import FakeBatches
+from colossal_vit.data.batches import FakeLoader
 from colossal_vit.dry_run.meter import measure
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.engine import Engine
 from colossal_vit.engine.optimizers import build_optimizer
-from colossal_vit.parallel.ranks import all_gather_object
+from colossal_vit.parallel.collectives import all_gather_object
 from colossal_vit.run import Run
 from colossalai.legacy import nn as col_nn
 from colossalai.legacy.core import global_context as gpc
@@ -92,7 +92,7 @@ def memory(processes: int, args: argparse.Namespace) -> dict[str, Side]:
 
     def side(stage: int, accumulation: int, number: int) -> dict[str, float]:
         gpc.config["zero"]["stage"], gpc.config["gradient_accumulation"] = stage, accumulation
-        plan = measure(build_engine(run, col_nn.CrossEntropyLoss()), FakeBatches(2, shape, "cpu"))
+        plan = measure(build_engine(run, col_nn.CrossEntropyLoss()), FakeLoader(2, shape, "cpu"))
         return {"bytes a parameter": max(all_gather_object(plan.memory["peak"] / plan.parameters))}
 
     formula = {"6 + 12/d": lambda number: {"bytes a parameter": 6 + 12 / processes}}

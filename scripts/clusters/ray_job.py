@@ -17,7 +17,7 @@ import ray
 
 
 @ray.remote
-class Machine:
+class Host:
     """What Ray starts on a machine."""
 
     def address(self) -> tuple[str, int]:
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     group = ray.util.placement_group([{"GPU": args.gpus} if args.gpus else {"CPU": 1}] * args.machines, "STRICT_SPREAD")
     place = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group)
     options = dict(num_gpus=args.gpus, num_cpus=0 if args.gpus else 1, scheduling_strategy=place)
-    machines = [Machine.options(**options).remote() for _ in range(args.machines)]
+    machines = [Host.options(**options).remote() for _ in range(args.machines)]
     try:
         address, port = ray.get(machines[0].address.remote())
         torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={args.gpus or 2}"]

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 from colossal_vit.checkpoint import storage
-from colossal_vit.data.batches import SyntheticBatches
+from colossal_vit.data.batches import SyntheticLoader
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.layout import Layout
 
@@ -193,7 +193,7 @@ def train_both(case: Case, folder: Path, *more: str) -> tuple[training.Run, trai
     training.train(folder / "two", ranks, steps=HALF, **values)
     ranks, values = arguments(case, case["second"])
     two = training.train(folder / "two", ranks, *more, steps=WHOLE, **values)
-    num_images = SyntheticBatches.DISTINCT if case["SYNTHETIC"] else NUM_TEST_IMAGES
+    num_images = SyntheticLoader.DISTINCT if case["SYNTHETIC"] else NUM_TEST_IMAGES
     assert two.evaluations[-1]["eval_images"] == one.evaluations[-1]["eval_images"] == num_images
     return one, two
 

@@ -27,7 +27,7 @@ from colossal_vit.launch.groups import device_index
 from colossal_vit.launch.launchers import find_rendezvous, free_port
 from colossal_vit.launch.rendezvous import join_store
 from colossal_vit.main import Build, start
-from colossal_vit.parallel.ranks import gather_object
+from colossal_vit.parallel.collectives import gather_object
 from colossalai.legacy.core import global_context as gpc
 
 from tools.parity.record_tensors import Record, RecordTensorsHook

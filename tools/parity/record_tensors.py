@@ -10,7 +10,7 @@ from colossal_vit.checkpoint.tensors import parameter_slots
 from colossal_vit.engine.loop import Trainer
 from colossal_vit.engine.optimizers import layer_of
 from colossal_vit.hooks.priority import Priority
-from colossal_vit.parallel.ranks import all_gather_object
+from colossal_vit.parallel.collectives import all_gather_object
 from colossal_vit.parallel.sharding import output_part
 from colossal_vit.rng.dropout import WHOLE, ActivationPart, Dropout, current_samples
 from colossalai.legacy.context import ParallelMode

@@ -12,7 +12,7 @@ from colossal_vit import config as configs
 from colossal_vit.data import class_images, image_folder
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.errors import UserError
-from colossal_vit.parallel.ranks import RankLogger
+from colossal_vit.parallel.collectives import RankLogger
 from colossalai.context import Config
 from PIL import Image
 from scipy.stats import ks_2samp
@@ -294,7 +294,7 @@ def test_crops_are_distributed_as_torchvisions(monkeypatch):
 def batches_of(pixels, sampler, **values):
     """Batches of these images, whose labels count them."""
     numbers, config = torch.arange(len(pixels)), Config(SETTINGS | values)
-    return image_folder.Batches(pixels, numbers, numbers, sampler, config, torch.device("cpu"))
+    return image_folder.ClassFolderLoader(pixels, numbers, numbers, sampler, config, torch.device("cpu"))
 
 
 def test_flip_mirrors_half_of_the_images_and_changes_nothing_else():

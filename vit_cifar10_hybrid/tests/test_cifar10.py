@@ -33,7 +33,7 @@ def batches_of_epoch(sample, split="train", **values):
     config = Config(configs.complete(dict(IMG_SIZE=32, CROP_PADDING=0, FLIP=False, SEED=1) | values))
     images, labels, _ = cifar10.read(sample, train=split == "train")
     sampler = GlobalBatchSampler(len(labels), 32, seed=1) if split == "train" else EvalSampler(len(labels), 32)
-    return cifar10.Batches(images, labels, sampler, config, torch.device("cpu")), images, labels, sampler
+    return cifar10.Cifar10Loader(images, labels, sampler, config, torch.device("cpu")), images, labels, sampler
 
 
 def indices_of(sampler):

@@ -90,7 +90,7 @@ def test_class_folders_are_cropped_as_the_export_says(img_size, more, seed, tmp_
     images, config.KEEP_DECODED = class_folders(paths), False
     size = image_folder.cache_size(img_size) if not more else config.CACHE_SIZE
     numbers = torch.arange(COUNT)
-    batches = image_folder.Batches(
+    batches = image_folder.ClassFolderLoader(
         Decoded(images, size, img_size), numbers, numbers, EvalSampler(COUNT, BATCH), config, CPU
     )
     found = torch.cat([pixels(images, config) for images, _ in batches])

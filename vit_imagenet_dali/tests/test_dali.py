@@ -24,9 +24,9 @@ from colossal_vit.checkpoint import timm_model
 from colossal_vit.data.augment import CROP_ASPECT
 from colossal_vit.data.batches import IGNORED
 from colossal_vit.data.decoding import read_rgb
-from colossal_vit.engine.micro_batches import MicroBatches
+from colossal_vit.engine.train_loader import TrainLoader
 from colossal_vit.errors import UserError
-from colossal_vit.parallel.ranks import RankLogger
+from colossal_vit.parallel.collectives import RankLogger
 from colossal_vit.rng import philox
 from colossalai.context import Config
 from numba.core import caching
@@ -179,7 +179,7 @@ def test_dali_goes_on_from_epoch_to_epoch(numbered):
     expected = [labels_of(other) for _ in range(3)]
     made, build = [], loaders.DaliLoader._build
     loaders.DaliLoader._build = lambda self, batches: made.append(self) or build(self, batches)
-    batches = MicroBatches(loader(numbered), 1)
+    batches = TrainLoader(loader(numbered), 1)
     assert [labels_of(batches) for _ in range(3)] == expected
     assert len(made) == 1
 

@@ -55,7 +55,7 @@ def test_images_and_targets_equal_timms_for_the_same_draws(mode):
         applied = again.random(count) < 0.5
         shares = np.where(applied, np.where(pasted, cut, blended), 1.0)
         expected = mix_as_timm(images, labels, mode, shares, pasted, again.integers(SIZE, size=(2, count)))
-        draws = mixup.Draws(*(values[np.arange(8) // every] for values in drawn))
+        draws = mixup.MixParams(*(values[np.arange(8) // every] for values in drawn))
         found = mixup.mix(images, labels, CLASSES, draws)
         torch.testing.assert_close(found[0], expected[0])
         torch.testing.assert_close(found[1], expected[1])
@@ -97,7 +97,7 @@ def test_a_global_batch_is_mixed_alike_however_it_is_shared(mode):
     def whole(batch_size, accumulation, num_ranks, epoch=0, step=0):
         settings = config(batch_size, accumulation, mixup=0.8, cutmix=1.0, mode=mode)
         parts = [
-            mixup.MixedBatches(Same(1), settings, rank, num_ranks).draws(epoch, step * accumulation + part)
+            mixup.MixedLoader(Same(1), settings, rank, num_ranks).draws(epoch, step * accumulation + part)
             for part in range(accumulation)
             for rank in range(num_ranks)
         ]
@@ -112,7 +112,7 @@ def test_a_global_batch_is_mixed_alike_however_it_is_shared(mode):
 
 def test_what_is_drawn_for_a_batch_is_that_of_the_seed_the_epoch_and_the_step():
     """By hand for the second of two ranks with two micro-batches of four: places 4 to 7, then 12 to 15."""
-    mixed = mixup.MixedBatches(Same(1), config(mixup=0.8, cutmix=1.0, mode="elem", prob=0.7, switch_prob=0.3), 1, 2)
+    mixed = mixup.MixedLoader(Same(1), config(mixup=0.8, cutmix=1.0, mode="elem", prob=0.7, switch_prob=0.3), 1, 2)
     mixed.config.SEED = 5
     for epoch, step in ((0, 0), (0, 1), (1, 0)):
         generator = np.random.default_rng((5, epoch, step))
@@ -129,9 +129,9 @@ def test_a_loader_that_resumes_mixes_as_one_that_did_not_stop():
     def stream(loader, count):
         return [torch.cat([part.flatten() for part in mixed]) for _, mixed in zip(range(count), loader, strict=False)]
 
-    through = mixup.MixedBatches(Same(6), config(mixup=0.8, cutmix=1.0))
+    through = mixup.MixedLoader(Same(6), config(mixup=0.8, cutmix=1.0))
     first, second = stream(through, 6), stream(through, 6)
-    resumed = mixup.MixedBatches(Same(2), config(mixup=0.8, cutmix=1.0))
+    resumed = mixup.MixedLoader(Same(2), config(mixup=0.8, cutmix=1.0))
     resumed.seek(1, 4)
     assert all(map(torch.equal, stream(resumed, 2), second[4:]))
     assert not any(map(torch.equal, first, second))
@@ -146,10 +146,10 @@ def test_an_image_is_not_mixed_with_its_copies(size, repeats):
     settings = Config({**config(size, 1, mixup=0.8), "REPEATS": repeats})
     if repeats > size // 2:
         with pytest.raises(UserError, match="are mixed with their own copies"):
-            mixup.MixedBatches(Same(1), settings)
+            mixup.MixedLoader(Same(1), settings)
     else:
         assert not (one == other).any()
-        mixup.MixedBatches(Same(1), settings)
+        mixup.MixedLoader(Same(1), settings)
 
 
 def test_a_loader_without_mix_is_left_alone():

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 from colossal_vit.data import class_images, decoding
 from colossal_vit.data.digits import digits
-from colossal_vit.parallel.ranks import RankLogger
+from colossal_vit.parallel.collectives import RankLogger
 from nvidia.dali import fn, pipeline_def
 from nvidia.dali import tfrecord as dali_tfrecord
 from PIL import Image

@@ -110,7 +110,7 @@ def _become(job: Job, folder: Path) -> None:
     job.program(folder)
 
 
-class _Run:
+class _TestRun:
     """A job that is running."""
 
     def __init__(self, job: Job):
@@ -149,7 +149,7 @@ def _run_all(jobs: Sequence[Job], number: int, packages: Sequence[str]) -> Itera
     try:
         while waiting or running:
             while waiting and len(running) < number:
-                run = _Run(waiting.popleft())
+                run = _TestRun(waiting.popleft())
                 running[run.process.sentinel] = run
             ended = multiprocessing.connection.wait(running, timeout=1.0)
             for sentinel in [s for s, run in running.items() if s in ended or time.monotonic() > run.end]:

@@ -1,4 +1,4 @@
-"""What an evaluation has answered: accuracy by class, what is taken for what, and the most confident mistakes."""
+"""What a model mistakes for what: accuracy by class, the confusion matrix, and the most confident mistakes."""
 
 import csv
 from typing import NamedTuple
@@ -9,34 +9,34 @@ from colossal_vit.data.batches import IGNORED, SampledLoader
 from colossal_vit.data.samplers import own_outputs
 from colossal_vit.engine.loop import Trainer
 from colossal_vit.hooks.priority import Priority
-from colossal_vit.parallel.ranks import gather_object
+from colossal_vit.parallel.collectives import gather_object
 from colossal_vit.run import Run
 from colossalai.legacy.trainer.hooks import BaseHook
 from colossalai.legacy.utils import is_no_pp_or_last_stage
 from torch import Tensor
 
 FOLDER = "evaluation"  # in the run directory
-SHOWN, COLUMNS = 24, 6  # wrong answers in the picture
-MOST_NAMES = 40  # classes whose names fit beside the picture of what is taken for what
+SHOWN, COLUMNS = 24, 6  # mistakes in the picture
+MOST_NAMES = 40  # classes whose names fit beside the confusion matrix
 
 
-class Answers(NamedTuple):
-    """Answers about images, each of shape (N,).
+class Predictions(NamedTuple):
+    """Predictions for images, each tensor of shape (N,).
 
     Attributes:
         rows: places of the images in the data set.
         labels: their classes.
-        found: the most probable classes.
-        sure: their probabilities.
+        predicted: the most probable classes.
+        confidence: their probabilities.
     """
 
     rows: Tensor
     labels: Tensor
-    found: Tensor
-    sure: Tensor
+    predicted: Tensor
+    confidence: Tensor
 
 
-class AnswersHook(BaseHook):
+class ConfusionHook(BaseHook):
     """Writes `classes.csv`, `confusion.png` and `mistakes.png` into `evaluation` in the run directory, if there is one.
 
     Args:
@@ -48,15 +48,15 @@ class AnswersHook(BaseHook):
         self.run = run
 
     def before_test(self, trainer: Trainer) -> None:
-        self.parts: list[Answers] = []
+        self.parts: list[Predictions] = []
         self.number = 0
 
     def after_test_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
         if is_no_pp_or_last_stage() and not trainer.evaluating_ema:
             micro_batches = getattr(trainer.engine.schedule, "num_microbatches", 1)
             own, rows = own_outputs(self.number, len(label), micro_batches)
-            sure, found = at_least_fp32(output).softmax(-1).max(-1)
-            self.parts.append(Answers(rows, label.cpu()[own], found.cpu(), sure.cpu()))
+            confidence, predicted = at_least_fp32(output).softmax(-1).max(-1)
+            self.parts.append(Predictions(rows, label.cpu()[own], predicted.cpu(), confidence.cpu()))
         self.number += 1
 
     def after_test(self, trainer: Trainer) -> None:
@@ -65,53 +65,57 @@ class AnswersHook(BaseHook):
         everyone = gather_object(self.parts)
         if not everyone or not self.run.output.exists():
             return
-        rows, labels, found, sure = map(torch.cat, zip(*(part for own in everyone for part in own), strict=True))
-        first = {row: place for place, row in enumerate(rows.tolist())}  # some ranks answer the same
+        rows, labels, predicted, confidence = map(
+            torch.cat, zip(*(part for own in everyone for part in own), strict=True)
+        )
+        first = {row: place for place, row in enumerate(rows.tolist())}  # some ranks see the same images
         places = torch.tensor([first[row] for row in sorted(first) if labels[first[row]] != IGNORED])
-        answers = Answers(*(part[places] for part in (rows, labels, found, sure)))
+        predictions = Predictions(*(part[places] for part in (rows, labels, predicted, confidence)))
         try:
-            self._write(answers, trainer.test_dataloader)
+            self._write(predictions, trainer.test_dataloader)
         except OSError as error:
             self.run.log.info(f"{self.run.output / FOLDER}: cannot be written: {error.strerror or error}")
 
-    def _write(self, answers: Answers, loader: SampledLoader) -> None:
+    def _write(self, predictions: Predictions, loader: SampledLoader) -> None:
         from colossal_vit.drawing import styled  # takes a second to import
 
         classes = self.run.data["classes"]
         names = list(map(str, range(classes))) if isinstance(classes, int) else classes
-        count = max(len(names), int(answers.found.max()) + 1)  # the model may have more classes than the data
+        count = max(len(names), int(predictions.predicted.max()) + 1)  # the model may have more classes than the data
         names = [*names, *map(str, range(len(names), count))]
-        taken = torch.zeros(count, count, dtype=torch.int64)  # class, answer
-        taken.index_put_((answers.labels, answers.found), torch.ones_like(answers.found), accumulate=True)
+        counts = torch.zeros(count, count, dtype=torch.int64)  # true, predicted
+        counts.index_put_(
+            (predictions.labels, predictions.predicted), torch.ones_like(predictions.predicted), accumulate=True
+        )
         folder = self.run.output / FOLDER
         folder.mkdir(exist_ok=True)
         with open(folder / "classes.csv", "w", encoding="utf-8", newline="", errors="surrogateescape") as file:
             rows = csv.writer(file, lineterminator="\n")
             rows.writerow(["class", "images", "right", "accuracy", "mostly mistaken for"])
-            for name, own, label in zip(names, taken, range(count), strict=True):
+            for name, own, label in zip(names, counts, range(count), strict=True):
                 images, right = int(own.sum()), int(own[label])
                 wrong = own.index_fill(0, torch.tensor(label), 0)
                 other = names[int(wrong.argmax())] if wrong.any() else ""
                 rows.writerow([name, images, right, f"{right / images:.4f}" if images else "", other])
         with styled():
-            self._draw_confusion(taken, names).savefig(folder / "confusion.png")
-        wrong = torch.where(answers.labels == answers.found, -1.0, answers.sure)
+            self._draw_confusion(counts, names).savefig(folder / "confusion.png")
+        wrong = torch.where(predictions.labels == predictions.predicted, -1.0, predictions.confidence)
         worst = wrong.argsort(descending=True)[: min(SHOWN, int((wrong >= 0).sum()))]
         (folder / "mistakes.png").unlink(missing_ok=True)  # of an earlier evaluation
         if len(worst) and isinstance(loader, SampledLoader):
-            surest = Answers(*(part[worst] for part in answers))
+            surest = Predictions(*(part[worst] for part in predictions))
             with styled():
                 self._draw_mistakes(surest, loader, names).savefig(folder / "mistakes.png")
         self.run.log.info(f"accuracy by class, confusion and the most confident mistakes are in {folder}")
 
-    def _draw_confusion(self, taken: Tensor, names: list[str]):
+    def _draw_confusion(self, counts: Tensor, names: list[str]):
         from colossal_vit.drawing import as_text
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(8, 7))
         title = as_text(f"{self.run.output.name}: share of a class")
-        axes = figure.add_subplot(xlabel="answer", ylabel="class", title=title)
-        shares = taken / taken.sum(1, keepdim=True).clamp(min=1)
+        axes = figure.add_subplot(xlabel="predicted label", ylabel="true label", title=title)
+        shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
         axes.grid(visible=False)
         figure.colorbar(axes.imshow(shares.numpy(), cmap="viridis", vmin=0, vmax=1))
         if len(names) <= MOST_NAMES:
@@ -120,7 +124,7 @@ class AnswersHook(BaseHook):
             axes.set_yticks(range(len(names)), labels)
         return figure
 
-    def _draw_mistakes(self, worst: Answers, loader: SampledLoader, names: list[str]):
+    def _draw_mistakes(self, worst: Predictions, loader: SampledLoader, names: list[str]):
         from colossal_vit.drawing import as_text
         from matplotlib.figure import Figure
 
@@ -132,8 +136,8 @@ class AnswersHook(BaseHook):
         grid = figure.subplots(rows, COLUMNS, squeeze=False).flatten()
         for axes in grid:
             axes.axis("off")
-        for axes, image, row, label, found, sure in zip(grid, images, *worst, strict=False):
+        for axes, image, row, label, predicted, confidence in zip(grid, images, *worst, strict=False):
             axes.imshow(image.numpy())
-            said = f"{names[found]} {sure:.0%}, is {names[label]}"
-            axes.set_title(as_text(f"{loader.name_of(int(row))[-24:]}\n{said}"), fontsize=7)
+            text = f"{names[predicted]} {confidence:.0%}, is {names[label]}"
+            axes.set_title(as_text(f"{loader.name_of(int(row))[-24:]}\n{text}"), fontsize=7)
         return figure

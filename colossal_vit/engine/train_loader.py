@@ -8,7 +8,7 @@ from colossal_vit.errors import UserError
 from torch.profiler import record_function
 
 
-class MicroBatches(LoaderWrapper):
+class TrainLoader(LoaderWrapper):
     """A data loader cut to whole optimizer steps, which measures the time spent waiting for data.
 
     Args:
