@@ -24,7 +24,7 @@ from colossal_vit.data.folders import has_class_folders
 from colossal_vit.data.identity import differences
 from colossal_vit.data.loaders import expected_classes, is_class_folders
 from colossal_vit.errors import UserError
-from colossal_vit.hooks import answers as answers_hook
+from colossal_vit.hooks import confusion
 from colossal_vit.parallel.collectives import RankLogger
 from colossalai.context import Config
 from PIL import Image
@@ -754,7 +754,7 @@ def test_classes_of_any_name_are_evaluated_and_asked_about(tmp_path, capfd, monk
     with open(answers, newline="", errors="surrogateescape") as file:
         rows = list(csv.DictReader(file))
     assert [{row[f"class_{k}"] for k in (1, 2, 3)} for row in rows] == [set(names)] * 30
-    monkeypatch.setattr(answers_hook, "SHOWN", 0)
+    monkeypatch.setattr(confusion, "SHOWN", 0)
     train(run.output, root, "--eval-only", steps=None)
     assert sorted(os.listdir(run.output / "evaluation")) == ["classes.csv", "confusion.png"], "none of an earlier one"
 

@@ -354,10 +354,10 @@ SLIPS: list[Slip] = [
         ("tests/test_hooks.py::test_tensorboard_has_the_numbers_of_metrics",),
     ),
     Slip(
-        "class and answer swapped",
+        "true and predicted label swapped",
         "colossal_vit/hooks/confusion.py",
-        "(answers.labels, answers.found), torch",
-        "(answers.found, answers.labels), torch",
+        "(predictions.labels, predictions.predicted), torch",
+        "(predictions.predicted, predictions.labels), torch",
         ("tests/test_hooks.py::test_accuracy_by_class_and_pictures_of_mistakes",),
     ),
     Slip(
@@ -368,10 +368,10 @@ SLIPS: list[Slip] = [
         ("tests/test_hooks.py::test_accuracy_by_class_and_pictures_of_mistakes",),
     ),
     Slip(
-        "shares of an answer in the picture of classes",
+        "shares of a predicted label in the confusion matrix",
         "colossal_vit/hooks/confusion.py",
-        "taken.sum(1, keepdim=True)",
-        "taken.sum(0, keepdim=True)",
+        "counts.sum(1, keepdim=True)",
+        "counts.sum(0, keepdim=True)",
         ("tests/test_hooks.py::test_accuracy_by_class_and_pictures_of_mistakes",),
     ),
     Slip(
@@ -391,8 +391,8 @@ SLIPS: list[Slip] = [
     Slip(
         "what a mistake is and what it was taken for swapped",
         "colossal_vit/hooks/confusion.py",
-        "{names[found]} {sure:.0%}, is {names[label]}",
-        "{names[label]} {sure:.0%}, is {names[found]}",
+        "{names[predicted]} {confidence:.0%}, is {names[label]}",
+        "{names[label]} {confidence:.0%}, is {names[predicted]}",
         ("tests/test_hooks.py::test_accuracy_by_class_and_pictures_of_mistakes",),
     ),
     Slip(
