@@ -37,5 +37,5 @@ styled = functools.partial(rc_context, STYLE)  # `with styled():` around all tha
 
 
 def as_text(name: str) -> str:
-    """A name of a file or a class for a picture: `$` is no formula, and bytes that are no UTF-8 become `?`."""
+    """Return a name of a file or a class for a picture: `$` is no formula, and bytes that are no UTF-8 become `?`."""
     return name.encode(errors="replace").decode().replace("$", r"\$")

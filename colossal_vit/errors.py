@@ -78,7 +78,7 @@ def oserror_as_user_error(path: Path) -> Iterator[None]:
 
 
 def as_user_error(error: BaseException) -> BaseException:
-    """A `UserError` for a path that this user may not look at, or too long a name; any other error as it is.
+    """Return a `UserError` for a path that this user may not look at, or too long a name; any other error as it is.
 
     pathlib's questions such as `exists` raise these two, and answer others with False.
     """
@@ -88,7 +88,7 @@ def as_user_error(error: BaseException) -> BaseException:
 
 
 def reason(error: BaseException) -> str:
-    """The first line of what an error says; its type, too, if it says nothing, or like a `KeyError` only a key."""
+    """Return an error's first line; its type, too, if it says nothing, or like a `KeyError` only a key."""
     if isinstance(error, MemoryError):  # which says nothing
         return "out of memory"
     said = "".join(str(error).strip().splitlines()[:1])
@@ -98,18 +98,20 @@ def reason(error: BaseException) -> str:
 
 
 def in_one_line(text: str) -> str:
-    """The text with its line breaks written as escapes: names of files may have some."""
+    """Return the text with its line breaks written as escapes: names of files may have some."""
     return text.replace("\n", "\\n").replace("\r", "\\r")
 
 
 def multiples_near(number: int, size: int) -> str:
-    """In words, the multiples of `size` above 0 that are next to a number which is none."""
+    """Name the multiples of `size` above 0 that are next to a number which is none."""
     below = max(number, 0) // size * size
     return " or ".join(str(multiple) for multiple in (below, below + size) if multiple)
 
 
 def error_line(error: Exception) -> str:
-    """The line to print for an error: the name of the script, or of the package that `python -m` runs, and message."""
+    """Return the line to print for an error: the name of the script, or of the package that `python -m` runs, and
+    message.
+    """
     path = Path(sys.argv[0])
     name = path.parent.name if path.name == "__main__.py" else path.name
     return f"{name}: error: {in_one_line(str(error))}"

@@ -43,7 +43,7 @@ def exchange(one: Path, other: Path) -> None:
 
 
 def free_name(path: Path) -> Path:
-    """The first of `<name>.1`, `<name>.2`, ... that does not exist."""
+    """Return the first of `<name>.1`, `<name>.2`, ... that does not exist."""
     number = 1
     while (free := path.with_name(f"{path.name}.{number}")).exists():
         number += 1

@@ -65,7 +65,7 @@ class Script:
     loader: str | None = None
 
     def parse(self, words: Sequence[str] | None = None) -> Arguments:
-        """The arguments in a command line, by default this process's.
+        """Return the arguments in a command line, by default this process's.
 
         Raises:
             UserError: if a flag is wrong.
@@ -75,7 +75,7 @@ class Script:
         return parse(words, self.description, **of_script)
 
     def load(self, path: str | Path, overrides: Sequence[str] = ()) -> Config:
-        """The config in a file, as the script resolves it.
+        """Return the config in a file, as the script resolves it.
 
         Raises:
             UserError: if it is not usable, see `config.load`.
@@ -97,7 +97,7 @@ class Script:
         exits.call(act)
 
     def build_fake(self, args: Arguments, rank: int = 0) -> Training:
-        """What the script builds for one rank of any layout, on fake tensors, which compute nothing."""
+        """Return what the script builds for one rank of any layout, on fake tensors, which compute nothing."""
         # No training needs these.
         from colossal_vit.dry_run.fakes import fake_tensors
         from torch.testing._internal.distributed.fake_pg import FakeStore  # and torch's backend "fake"
@@ -112,7 +112,7 @@ class Script:
 
 
 def load_script(path: str | Path) -> Script:
-    """The `SCRIPT` of a train script. Its folder comes first on `sys.path`, as when Python runs it.
+    """Return the `SCRIPT` of a train script. Its folder comes first on `sys.path`, as when Python runs it.
 
     Raises:
         UserError: if there is no such file, or it is no train script.
@@ -128,7 +128,8 @@ def load_script(path: str | Path) -> Script:
 
 
 def schema_of(args: Arguments, loader: str | None = None) -> Settings:
-    """All keys that the config of a command line may have: common ones, those of the script and those of its loaders.
+    """Return all keys that the config of a command line may have: common ones, those of the script and those of its
+    loaders.
 
     Args:
         args: the command line.
@@ -143,7 +144,8 @@ def schema_of(args: Arguments, loader: str | None = None) -> Settings:
 
 
 def read_config(args: Arguments, more: Sequence[str] = ()) -> tuple[Config, dict[str, str]]:
-    """The config of a command line, checked against its other flags; and the keys that it leaves out, with reasons.
+    """Return the config of a command line, checked against its other flags; and the keys that it leaves out, with
+    reasons.
 
     Args:
         args: the command line.
@@ -191,7 +193,7 @@ def _resolve_num_classes(args: Arguments, config: Config) -> None:
 
 
 def find_output(args: Arguments) -> Path:
-    """The run directory of a command line.
+    """Return the run directory of a command line.
 
     Raises:
         UserError: if its name is not in UTF-8.
@@ -206,7 +208,7 @@ def find_output(args: Arguments) -> Path:
 
 
 def _choose_layout(args: Arguments, config: Config, size: int) -> tuple[Config, Layout]:
-    """The layout of `size` processes, and the config for it, which only ELASTIC changes.
+    """Return the layout of `size` processes, and the config for it, which only ELASTIC changes.
 
     Raises:
         UserError: if they do not fit each other.

@@ -45,7 +45,7 @@ class Answer(NamedTuple):
 
 
 def open_model(run: Path, ema: bool) -> nn.Module:
-    """The model of a run directory, a checkpoint or an exported folder, for inference.
+    """Return the model of a run directory, a checkpoint or an exported folder, for inference.
 
     Raises:
         UserError: if there is none.
@@ -61,7 +61,8 @@ def open_model(run: Path, ema: bool) -> nn.Module:
 
 
 def find_images(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
-    """The files that are named, and all images in the folders that are named, sorted; lines about what else these have.
+    """Return the files that are named, and all images in the folders that are named, sorted; lines about what else
+    these have.
 
     Raises:
         UserError: if there is no such file or folder, or no image, or see `list_files`.
@@ -85,7 +86,7 @@ def find_images(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
 
 
 def predict(model: nn.Module, paths: Sequence[Path], top: int, device: torch.device) -> Iterator[Answer | str]:
-    """The model's answer to each image, in order; a line that says why for one that cannot be decoded."""
+    """Yield the model's answer to each image, in order; a line that says why for one that cannot be decoded."""
     config = timm.data.resolve_model_data_config(model)
     transform: Callable[[Image.Image], Tensor] = timm.data.create_transform(**config, is_training=False)
     names = model.pretrained_cfg.get("label_names") or list(map(str, range(model.num_classes)))

@@ -27,12 +27,12 @@ DRIVERS = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")  # the l
 
 
 def has_driver() -> bool:
-    """Whether this machine has a driver for NVIDIA's GPUs; a container may show one of these signs only."""
+    """Return whether this machine has a driver for NVIDIA's GPUs; a container may show one of these signs only."""
     return bool(shutil.which("nvidia-smi")) or any(map(os.path.exists, DRIVERS))
 
 
 def gpu_names() -> list[str]:
-    """The names of the GPUs that torch can use here.
+    """Return the names of the GPUs that torch can use here.
 
     Asked in a new process: who asks starts CUDA, and no fork of a process that has done so can use a GPU.
     """
@@ -58,7 +58,7 @@ def hardware() -> dict[str, Any]:
 
 
 def provenance(command: str, changes_allowed: bool) -> dict[str, Any]:
-    """What it takes to reproduce a result: command, commit, date, hardware, versions.
+    """Return what it takes to reproduce a result: command, commit, date, hardware, versions.
 
     Args:
         command: the command line.

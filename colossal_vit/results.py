@@ -39,7 +39,7 @@ class Evaluation(TypedDict):
 
 
 def format_table(header: list[str], rows: list[list[str]]) -> list[str]:
-    """Lines of a text table, with the first column aligned left and all others right."""
+    """Return lines of a text table, with the first column aligned left and all others right."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     return [
         "  ".join(
@@ -50,7 +50,7 @@ def format_table(header: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def read_records(path: Path) -> tuple[list[tuple[bytes, Step | Evaluation]], list[str]]:
-    """The records of a `metrics.jsonl`, each with its line, and what is wrong with each line that is none.
+    """Return the records of a `metrics.jsonl`, each with its line, and what is wrong with each line that is none.
 
     Raises:
         OSError: if it cannot be read.
@@ -67,7 +67,8 @@ def read_records(path: Path) -> tuple[list[tuple[bytes, Step | Evaluation]], lis
 
 
 def read_metrics(directory: Path) -> tuple[list[Step], list[Evaluation]]:
-    """The records of a run's `metrics.jsonl`: those of steps, and those of evaluations; damaged lines are left out.
+    """Return the records of a run's `metrics.jsonl`: those of steps, and those of evaluations; damaged lines are left
+    out.
 
     Raises:
         OSError: if it cannot be read.

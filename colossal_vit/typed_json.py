@@ -32,12 +32,12 @@ RECORD = ConfigDict(extra="allow")  # keeps fields that the type does not name: 
 
 @cache
 def adapter(model: type[T]) -> TypeAdapter[T]:
-    """What validates values of a type. It is built once, which takes about a millisecond."""
+    """Return what validates values of a type. It is built once, which takes about a millisecond."""
     return TypeAdapter(model)
 
 
 def _describe(errors: list[ErrorDetails]) -> str:
-    """The first error, in a few words that name field and value; missing fields are named together."""
+    """Return the first error, in a few words that name field and value; missing fields are named together."""
     first = errors[0]
     where, what = first["loc"], first["msg"].removeprefix("Input ").removeprefix("Value error, ")
     if first["type"] == "missing":
@@ -50,7 +50,7 @@ def _describe(errors: list[ErrorDetails]) -> str:
 
 
 def check(value: Any, model: type[T], source: str | Path) -> T:
-    """A value that a JSON text held, as one of type `model`.
+    """Return a value that a JSON text held, as one of type `model`.
 
     Args:
         value: as `json.loads` returns it.
@@ -67,7 +67,7 @@ def check(value: Any, model: type[T], source: str | Path) -> T:
 
 
 def parse(text: str | bytes, model: type[T], source: str | Path) -> T:
-    """The value in a JSON text; the arguments are those of `check`.
+    """Return the value in a JSON text; the arguments are those of `check`.
 
     Raises:
         UserError: also if it is no JSON.
@@ -83,7 +83,7 @@ def parse(text: str | bytes, model: type[T], source: str | Path) -> T:
 
 
 def read(path: Path, model: type[T]) -> T:
-    """The value in a JSON file, see `parse`.
+    """Return the value in a JSON file, see `parse`.
 
     Raises:
         UserError: also if the file cannot be read.

@@ -37,14 +37,14 @@ ONE = "one process"
 
 
 def cut(layout: tuple[int, dict[str, Any]], accumulation: int) -> tuple[int, dict[str, Any]]:
-    """A layout that takes its part of the global batch in `accumulation` pieces."""
+    """Return a layout that takes its part of the global batch in `accumulation` pieces."""
     processes, values = layout
     batch = values.get("BATCH_SIZE", MODEL["BATCH_SIZE"]) // accumulation
     return processes, {**values, "BATCH_SIZE": batch, "gradient_accumulation": accumulation}
 
 
 def furthest(curves: dict[str, list[dict]], name: str) -> dict[str, dict[str, float]]:
-    """The largest relative errors of a layout's loss and gradient norm: in step 1, steps 1 to 20, and all steps."""
+    """Return the largest relative errors of loss and gradient norm: in step 1, steps 1 to 20, and all steps."""
     ends = {"step 1": 1, f"steps 1 to {NUM_STEPS}": NUM_STEPS, f"steps 1 to {len(curves[ONE])}": None}
     return {
         key: {steps: max(errors(curves[name], curves[ONE], [key])[:end]) for steps, end in ends.items()}
@@ -53,7 +53,7 @@ def furthest(curves: dict[str, list[dict]], name: str) -> dict[str, dict[str, fl
 
 
 def make_table(runs: dict[str, dict[str, Any]]) -> list[str]:
-    """The errors of each layout as a Markdown table."""
+    """Return the errors of each layout as a Markdown table."""
     spans = {key: runs[ONE][key] for key in ("loss", "grad_norm")}
     columns = [f"{key}, {steps}" for key in spans for steps in spans[key]]
     rows = [["layout", "processes", *columns], ["---", *["---:"] * (1 + len(columns))]]

@@ -72,7 +72,7 @@ SHORTER = {  # what a type's value must be, in a table
 
 
 def _must_be(setting: Setting | SettingsBlock) -> str:
-    """What its value must be."""
+    """Return what its value must be."""
     words = expected(setting.type) if isinstance(setting, Setting) else "dict"
     for pattern, shorter in SHORTER.items():
         if match := re.fullmatch(pattern, words):
@@ -95,7 +95,7 @@ def _rows(settings: Settings, prefix: str = "") -> list[str]:
 
 
 def reference() -> str:
-    """The page."""
+    """Return the page."""
     keys = {key: setting for settings, _ in OWNERS.values() for key, setting in settings.items()}
     free = ", ".join(f"`{key}`" for key, setting in keys.items() if not setting.affects_training)
     lines = [INTRODUCTION.format(free=free)]

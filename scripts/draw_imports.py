@@ -21,14 +21,14 @@ PAGE = ROOT / "docs/architecture.md"
 
 
 def contract() -> dict:
-    """The import contract of pyproject.toml that declares the layers."""
+    """Return the import contract of pyproject.toml that declares the layers."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     (found,) = (contract for contract in contracts if contract["type"] == "layers")
     return found
 
 
 def arrows() -> list[tuple[str, str]]:
-    """Each module and another one that it imports, unless that follows from other arrows."""
+    """Return each module and another one that it imports, unless that follows from other arrows."""
     graph = grimp.build_graph("colossal_vit", cache_dir=None)
     for ignored in contract().get("ignore_imports", ()):
         importer, imported = ignored.split(" -> ")
@@ -45,7 +45,7 @@ def arrows() -> list[tuple[str, str]]:
 
 
 def diagram() -> str:
-    """The modules by layer, as Mermaid."""
+    """Return the modules by layer, as Mermaid."""
     lines = ["```mermaid", "flowchart TD"]
     for number, layer in enumerate(contract()["layers"]):
         lines += [f"    subgraph layer{number}[ ]", "        direction LR"]

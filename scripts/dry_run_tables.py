@@ -54,7 +54,7 @@ NUM_IMAGES = 1_281_167  # ImageNet-1K's training set
 
 
 def builder(path: Path, config: Path, ranks: int, *more: str, **values: Any) -> BuildRank:
-    """What a train script with a config and some values builds for a rank, on fake tensors."""
+    """Return what a train script with a config and some values builds for a rank, on fake tensors."""
     script = load_script(path)
     given = [word for key, value in values.items() for word in ("--set", f"{key}={value!r}")]
     flags = ["--config", str(config), "--world_size", str(ranks), "--output", "/nonexistent", "--dry-run"]
@@ -62,7 +62,7 @@ def builder(path: Path, config: Path, ranks: int, *more: str, **values: Any) -> 
 
 
 def dry_run(result: ResultFolder, script: Path, config: Path, ranks: int, values: dict[str, Any]) -> list[StepPlan]:
-    """The plans of a config's stages, which the log gets, too."""
+    """Return the plans of a config's stages, which the log gets, too."""
     plans = plan_stages(builder(script, config, ranks, **values))
     result.log += f"===== {config.relative_to(ROOT)}, {ranks} ranks, {values} =====\n{format_report(plans)}\n\n"
     return plans

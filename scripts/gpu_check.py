@@ -133,12 +133,12 @@ def parse() -> argparse.Namespace:
 
 
 def default_output(names: list[str]) -> Path:
-    """The results folder named after the GPUs, for example `4x_NVIDIA_A100-SXM4-80GB`."""
+    """Return the results folder named after the GPUs, for example `4x_NVIDIA_A100-SXM4-80GB`."""
     return ROOT / "results" / "_and_".join(f"{names.count(n)}x_{n.replace(' ', '_')}" for n in dict.fromkeys(names))
 
 
 def gpus_of(folder: Path) -> list[str]:
-    """The GPUs of the process that wrote the benchmark in a folder."""
+    """Return the GPUs of the process that wrote the benchmark in a folder."""
     return json.loads((folder / "provenance.json").read_text())["hardware"]["gpus"]
 
 
@@ -180,7 +180,7 @@ def run(command: list[str], log: Path, environment: dict[str, str], limit: float
 
 
 def last_line(log: Path) -> str:
-    """The last line of a log, for a Markdown table; also replaces the repository's path in the log by `.`."""
+    """Return the last line of a log, for a Markdown table; also replaces the repository's path in the log by `.`."""
     text = log.read_text(errors="replace").replace(str(ROOT), ".")
     log.write_text(text)
     lines = [line.strip() for line in text.splitlines() if line.strip()]

@@ -74,7 +74,7 @@ def set_flags(values: dict[str, Any]) -> list[str]:
 
 
 def _relative(here: float, there: float) -> float:
-    """The relative difference; infinite if only one is finite, as `max` would pass over NaN."""
+    """Return the relative difference; infinite if only one is finite, as `max` would pass over NaN."""
     if here == there or (math.isnan(here) and math.isnan(there)):
         return 0.0
     found = abs(here - there) / abs(there)
@@ -82,5 +82,5 @@ def _relative(here: float, there: float) -> float:
 
 
 def errors(steps: list[dict], expected: list[dict], keys: Iterable[str] = ("loss", "grad_norm")) -> list[float]:
-    """The largest relative difference of the values `keys` between two runs, step by step."""
+    """Return the largest relative difference of the values `keys` between two runs, step by step."""
     return [max(_relative(here[key], there[key]) for key in keys) for here, there in zip(steps, expected, strict=True)]

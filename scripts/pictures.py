@@ -41,7 +41,7 @@ def read(path: str) -> Any:
 
 
 def new_figure(width: float, height: float, title: str, result: str = "") -> Figure:
-    """A figure of so many inches; its title ends with the hardware on which the result was measured."""
+    """Return a figure of so many inches; its title ends with the hardware on which the result was measured."""
     if result:
         hardware = read(f"{result}/provenance.json")["hardware"]
         title += f"; {hardware['cores']} cores, {hardware['cpu'].replace('(R)', '').removesuffix(' Processor')}"
@@ -54,8 +54,8 @@ def new_figure(width: float, height: float, title: str, result: str = "") -> Fig
 
 
 def one_curve() -> Figure:
-    """The losses of one process as a line, and on it those of five parallel layouts as points, over 300 steps; below
-    it the largest relative deviation of 19 layouts so far. Dropout, drop path, Mixup and CutMix are on.
+    """Return the losses of one process as a line, and on it those of five parallel layouts as points, over 300 steps;
+    below it the largest relative deviation of 19 layouts so far. Dropout, drop path, Mixup and CutMix are on.
     """
     with open(RESULTS / "one_curve/losses.csv") as file:
         header, *rows = csv.reader(file)
@@ -80,8 +80,8 @@ def one_curve() -> Figure:
 
 
 def fashion_mnist() -> Figure:
-    """The test accuracy on Fashion-MNIST after each epoch: five seeds, three parallel layouts, and the three scripts
-    that train models of timm.
+    """Return the test accuracy on Fashion-MNIST after each epoch: five seeds, three parallel layouts, and the three
+    scripts that train models of timm.
     """
     figure = new_figure(6.4, 2.8, "Fashion-MNIST, 10,000 test images", "fashion_mnist")
     axes = figure.subplots()
@@ -102,7 +102,7 @@ def fashion_mnist() -> Figure:
 
 
 def draw_run(result: str, title: str) -> Figure:
-    """The training and test loss, and the test accuracy, of a run."""
+    """Return the training and test loss, and the test accuracy, of a run."""
     steps, evaluations = read_metrics(RESULTS / result)
     figure = new_figure(6.4, 2.6, title, result)
     left, right = figure.subplots(1, 2)
@@ -120,17 +120,17 @@ def draw_run(result: str, title: str) -> Figure:
 
 
 def quickstart() -> Figure:
-    """The loss and accuracy of the quickstart's run."""
+    """Return the loss and accuracy of the quickstart's run."""
     return draw_run("quickstart", "1,437 digits, two pipeline stages")
 
 
 def imagenet_sample() -> Figure:
-    """The loss and accuracy of the run of scripts/imagenet_sample.sh."""
+    """Return the loss and accuracy of the run of scripts/imagenet_sample.sh."""
     return draw_run("imagenet_sample", "1,437 digits as TFRecords, DALI, two data-parallel ranks")
 
 
 def checkpoint() -> Figure:
-    """For ViT-B and ViT-L, how long training stops for a checkpoint, and how long writing it in the background, its
+    """Draw for ViT-B and ViT-L how long training stops for a checkpoint, and how long writing it in the background, its
     verification and a restart's loading take.
     """
     parts = {"training stops": "take", "write, in the background": "write", "verify": "verify", "load": "resume"}
@@ -176,7 +176,7 @@ def predicted_and_measured() -> Figure:
 
 
 def dry_run(processes: int, values: dict[str, Any], config: str = CONFIG) -> list[StepPlan]:
-    """The plans of a layout of train_hybrid.py, by stage."""
+    """Return the plans of a layout of train_hybrid.py, by stage."""
     flags = ["--dry-run", "--world_size", str(processes), *set_flags(values)]
     argv = ["--config", str(FOLDER / config), "--output", tempfile.gettempdir(), *flags]
     return report.plan_stages(partial(train_hybrid.SCRIPT.build_fake, train_hybrid.SCRIPT.parse(argv)))
@@ -190,8 +190,8 @@ def layout_example() -> Figure:
 
 
 def tensor_modes() -> Figure:
-    """What 1D, 2D, 2.5D and 3D tensor parallelism do to two weight matrices and to an activation: which rank holds
-    which piece.
+    """Return what 1D, 2D, 2.5D and 3D tensor parallelism do to two weight matrices and to an activation: which rank
+    holds which piece.
     """
     modes = {
         "1D, 4 ranks": tensor("1d", 4),

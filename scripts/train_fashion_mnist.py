@@ -35,7 +35,7 @@ SEEDS = range(5)
 
 
 def timm_values() -> dict[str, Any]:
-    """The config's values for the scripts that train timm's models, which crop by area."""
+    """Return the config's values for the scripts that train timm's models, which crop by area."""
     config = runpy.run_path(str(CONFIG))
     other = {"MODEL": "vit_base_patch16_224", "CROP_AREA": (0.75, 1.0), "DROP_RATE": 0.0, "fp16": None}
     return {key: config[key] for key in SHARED} | other
@@ -94,7 +94,7 @@ def train(data: Path, output: Path, script: str, config: str, format: str, proce
 
 
 def make_table(accuracies: dict[str, list[float]]) -> list[str]:
-    """The last accuracy of each run, and mean and deviation of the seeds', as Markdown."""
+    """Return the last accuracy of each run, and mean and deviation of the seeds', as Markdown."""
     last = {name: curve[-1] for name, curve in accuracies.items()}
     seeds = [last[f"seed {seed}"] for seed in SEEDS if f"seed {seed}" in last]
     lines = ["| run | test accuracy |", "| --- | ---: |", *(f"| {name} | {last[name]:.2%} |" for name in last)]

@@ -52,7 +52,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 
 def largest_batch_size(fits: Callable[[int], bool], start: int, most: int) -> int:
-    """The largest batch size up to `most` that fits, to within an eighth, by doubling `start` and bisection.
+    """Return the largest batch size up to `most` that fits, to within an eighth, by doubling `start` and bisection.
 
     Raises:
         Failed: if not even 1 fits.
@@ -100,7 +100,7 @@ def measure(config: Path, overrides: list[str], args: argparse.Namespace, number
 
 
 def sides(args: argparse.Namespace) -> dict[str, Side]:
-    """The modes, by config, mode and what else is special."""
+    """Return the modes, by config, mode and what else is special."""
     if args.tf32 and not torch.cuda.is_available():
         print("no NVIDIA GPU here, so TensorFloat-32 (--tf32) is left out", file=sys.stderr)
         args.tf32 = False

@@ -47,7 +47,7 @@ def fetch(root: Path, log: RankLogger) -> None:
 
 
 def find_images(data: Path) -> Images:
-    """All images of Caltech101's classes below `data`; your own may have other formats than JPEG.
+    """Return all images of Caltech101's classes below `data`; your own may have other formats than JPEG.
 
     Raises:
         UserError: see `class_images.find_images`.
@@ -77,7 +77,7 @@ def write_sample(folder: Path) -> Path:
 
 
 def split(images: Images, per_class: int | None = None) -> tuple[Tensor, Tensor]:
-    """Indices for training and for testing, the same in every run.
+    """Return indices for training and for testing, the same in every run.
 
     The data set comes without a split. By default four fifths of each class are for training; the paper of the data set
     takes `per_class` = 30 (L. Fei-Fei et al., CVPR 2004 workshop). The rest is for testing. The split is random with a
@@ -104,7 +104,7 @@ def split(images: Images, per_class: int | None = None) -> tuple[Tensor, Tensor]
 
 
 def build(run: Run) -> tuple[Loader, Loader]:
-    """Training and test batches for a run.
+    """Return training and test batches for a run.
 
     Raises:
         UserError: on every rank, if any rank cannot read the images, or they do not fit the config.

@@ -140,7 +140,7 @@ def read(root: Path, train: bool) -> tuple[Tensor, Tensor, str]:
 
 
 def class_names(root: Path) -> list[str]:
-    """The names of the classes in the order of their labels; empty if no file beside the images has them."""
+    """Return the names of the classes in the order of their labels; empty if no file beside the images has them."""
     if not (root / FOLDER).is_dir():
         return list(NAMES)  # of the Python version, whose files are the official ones
     path = root / FOLDER / "batches.meta.txt"
@@ -148,7 +148,7 @@ def class_names(root: Path) -> list[str]:
 
 
 def _split_records(records: np.ndarray) -> tuple[Tensor, Tensor, str]:
-    """The result of `read` from uint8 records (N, RECORD_BYTES)."""
+    """Return the result of `read` from uint8 records (N, RECORD_BYTES)."""
     digest = hashlib.sha256(records).hexdigest()
     records = torch.from_numpy(records)
     return records[:, 1:].reshape(-1, *IMAGE_SHAPE).contiguous(), records[:, 0].long(), digest
@@ -229,7 +229,7 @@ class Cifar10Loader(SampledLoader):
 
 
 def build(run: Run) -> tuple[Loader, Loader]:
-    """Training and test batches for a run.
+    """Return training and test batches for a run.
 
     Raises:
         UserError: on every rank, if any rank cannot read the images.

@@ -22,7 +22,7 @@ UINT8 = 0x08  # the type of values, in the third byte of an IDX file; the fourth
 
 
 def _read_idx(path: Path) -> np.ndarray:
-    """The array of bytes in a gzipped IDX file, whose format is described on the page of MNIST.
+    """Return the array of bytes in a gzipped IDX file, whose format is described on the page of MNIST.
 
     Raises:
         UserError: if the file is missing, damaged or of another format.
@@ -41,7 +41,7 @@ def _read_idx(path: Path) -> np.ndarray:
 
 
 def read_images(source: Path, side: int = SIDE) -> GreyImages:
-    """All images, in a black border that makes their sides `side` pixels long.
+    """Return all images, in a black border that makes their sides `side` pixels long.
 
     Raises:
         UserError: if a file is missing, damaged or of another format.

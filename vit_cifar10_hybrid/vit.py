@@ -212,7 +212,7 @@ def full_vit(config: Config) -> VisionTransformer:
 
 
 def build_vit(config: Config, layout: Layout) -> nn.Module:
-    """This rank's part of the model, with its shards of the initial weights of `full_vit`.
+    """Return this rank's part of the model, with its shards of the initial weights of `full_vit`.
 
     Returns:
         A `ViT`, or for an interleaved pipeline the `ModuleList` of this rank's chunks: of p stages, stage r has the

@@ -154,7 +154,7 @@ class BuildManifest(TypedDict):
 
 
 def read_plan(output: Path) -> dict[str, Any]:
-    """The contents of `build.json`; empty if there is none."""
+    """Return the contents of `build.json`; empty if there is none."""
     path = output / "build.json"
     try:
         return typed_json.read(path, BuildManifest) if path.exists() else {}
@@ -178,7 +178,7 @@ def check_plan(output: Path, plan: dict[str, Any]) -> None:
 
 
 def read_skipped(output: Path) -> dict[str, str]:
-    """The contents of `skipped.txt`: path -> reason."""
+    """Return the contents of `skipped.txt`: path -> reason."""
     path = output / "skipped.txt"
     pairs = [line.rsplit("\t", 1) for line in read_lines(path)] if path.exists() else []
     if any(len(pair) != 2 for pair in pairs):
@@ -187,7 +187,7 @@ def read_skipped(output: Path) -> dict[str, str]:
 
 
 def _unmade(shards: list[ShardPlan]) -> list[ShardPlan]:
-    """Those that are not on disk whole."""
+    """Return the shards that are not whole on disk."""
     return [shard for shard in shards if not (shard.path.exists() and shard.index.exists())]
 
 
@@ -204,7 +204,7 @@ def _check_space(output: Path, shards: list[ShardPlan]) -> None:
 
 
 def _size(count: int, rounded: Callable[[float], int]) -> str:
-    """A number of bytes in MB, or from 1 GB on in GB, with one digit after the point."""
+    """Return a number of bytes in MB, or from 1 GB on in GB, with one digit after the point."""
     return f"{rounded(count / 1e6)} MB" if count < 1e9 else f"{rounded(count / 1e8) / 10} GB"
 
 

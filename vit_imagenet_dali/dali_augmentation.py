@@ -75,7 +75,7 @@ def _between(low: float, high: float, share: np.ndarray) -> np.ndarray:
 def place_rectangles(
     sizes: np.ndarray, draws: np.ndarray, area: tuple[float, float], aspect: tuple[float, float]
 ) -> np.ndarray:
-    """Random rectangles in images, as torchvision's RandomResizedCrop places them.
+    """Return random rectangles in images, as torchvision's RandomResizedCrop places them.
 
     Each image has `TRIES` tries for one whose share of the image and width ÷ height are in the given ranges. If none
     fits, it is the largest one in the middle whose aspect is in its range.
@@ -163,7 +163,7 @@ def jitter(
 
 
 def three_augment(images: DataNode, choice: DataNode, sigma: DataNode) -> DataNode:
-    """One of grayscale, solarisation and blur; needs a pipeline with conditionals."""
+    """Return one of grayscale, solarisation and blur; needs a pipeline with conditionals."""
     if choice == 0:
         images = grayscale(images)
     elif choice == 1:
@@ -183,13 +183,13 @@ def rand_augment(images: DataNode, size: int, n: int, m: int, operations: DataNo
 
 
 def changes_pixels(config: Config) -> bool:
-    """Whether `augment` does anything."""
+    """Return whether `augment` does anything."""
     how = config.augment or {}
     return bool(how.get("policy") or how.get("color_jitter"))
 
 
 def augment(images: DataNode, config: Config, draws: AugmentParams) -> DataNode:
-    """What is done to images (IMG_SIZE, IMG_SIZE, 3) of type uint8, but cropping, mirroring and erasing.
+    """Return what is done to images (IMG_SIZE, IMG_SIZE, 3) of type uint8, but cropping, mirroring and erasing.
 
     Args:
         images: the images.

@@ -28,7 +28,7 @@ def _segments(data: bytes | memoryview) -> Iterator[tuple[int, int, int]]:
 
 
 def jpeg_components(data: bytes) -> int:
-    """Number of colour components of a JPEG, read from its headers: 1 for grey, 3 for colour, 4 for CMYK.
+    """Return the number of colour components of a JPEG, read from its headers: 1 for grey, 3 for colour, 4 for CMYK.
 
     Raises:
         ValueError: if its start, frame header, scan or end is missing.
@@ -54,7 +54,7 @@ def jpeg_components(data: bytes) -> int:
 
 
 def is_plain(data: bytes | memoryview) -> bool:
-    """Whether DALI decodes an image file as `to_rgb` does.
+    """Return whether DALI decodes an image file as `to_rgb` does.
 
     It does not if that is a PNG with an alpha channel or a transparent colour, whose colours beneath DALI would show,
     or with EXIF data.
@@ -94,7 +94,7 @@ def prepare_image(
     check: str = "header",
     formats: Collection[str] = STORED,
 ) -> bytes:
-    """The bytes to store for an image file: its own, or a re-encoded RGB JPEG for what is no grey or RGB JPEG.
+    """Return the bytes to store for an image file: its own, or a re-encoded RGB JPEG for what is no grey or RGB JPEG.
 
     A re-encoded image is upright, since its EXIF data is lost, and what was transparent is white.
 

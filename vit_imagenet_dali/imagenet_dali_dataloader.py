@@ -190,12 +190,12 @@ class DaliLoader(SampledLoader):
     # ---- Read ----
 
     def _place(self, number: int) -> tuple[Path, int, int]:
-        """The shard of a record, and its offset and size in bytes."""
+        """Return the shard of a record, and its offset and size in bytes."""
         shard = int(np.searchsorted(self.ends, number, side="right"))
         return self.records.shards[shard], *self.records.places[shard][number - self.ends[shard]].tolist()
 
     def _read_record(self, place: tuple[Path, int, int], record: np.ndarray) -> tuple[np.ndarray, int]:
-        """The image file and the label of the record at a place; read into `record`, uint8 and of its size.
+        """Return the image file and the label of the record at a place; read into `record`, uint8 and of its size.
 
         Raises:
             UserError: if the record cannot be read, is damaged, or its label is out of range; naming its place.
@@ -241,7 +241,7 @@ class DaliLoader(SampledLoader):
     # ---- Decode ----
 
     def _train_graph(self, batches: Iterator[tuple[Any, ...]]) -> "DataNode":
-        """Images to train on: of each file a random part is decoded, resized, mirrored and augmented."""
+        """Return images to train on: of each file a random part is decoded, resized, mirrored and augmented."""
         encoded, *draws = self._fed(batches, (types.UINT8, 1), *augmentation.KINDS)
         draws = augmentation.AugmentParams(*draws)
         header = fn.peek_image_shape(encoded, dtype=types.FLOAT)
@@ -257,7 +257,7 @@ class DaliLoader(SampledLoader):
         return self._normalized(images)
 
     def _test_graph(self, batches: Iterator[tuple[Any, ...]]) -> "DataNode":
-        """Images to evaluate on: each file is decoded whole, resized, and cropped in its centre."""
+        """Return images to evaluate on: each file is decoded whole, resized, and cropped in its centre."""
         (encoded,) = self._fed(batches, (types.UINT8, 1))
         header = fn.peek_image_shape(encoded, dtype=types.FLOAT)
         encoded = fn.reshape(encoded, rel_shape=header[:1] * 0.0 + 1.0)  # so that the decoder waits for the header
@@ -267,7 +267,7 @@ class DaliLoader(SampledLoader):
         return self._normalized(images)
 
     def _fed(self, batches: Iterator[tuple[Any, ...]], *kinds: tuple[Any, int]) -> list["DataNode"]:
-        """What the graph is fed with, each of a type and with so many dimensions.
+        """Return what the graph is fed with, each of a type and with so many dimensions.
 
         DALI 2.4.0 may crash the process if the decoder finds no header. `fn.peek_image_shape` raises an error instead,
         and has to run before the decoder.
@@ -282,7 +282,9 @@ class DaliLoader(SampledLoader):
         return dict(device="mixed" if self.on_gpu else "cpu", output_type=types.RGB)
 
     def _normalized(self, images: "DataNode") -> "DataNode":
-        """The end of a graph: CHW, float32, on the device; for a CPU the images as they are, which `_finish` takes."""
+        """Return the end of a graph: CHW, float32, on the device; for a CPU the images as they are, which `_finish`
+        takes.
+        """
         if self.for_cpu:
             return images
         device = "gpu" if self.on_gpu else "cpu"
@@ -320,13 +322,13 @@ class DaliLoader(SampledLoader):
         return pixels.permute(1, 2, 0).numpy()
 
     def _map(self, function: Callable[[int], Any], count: int) -> list[Any]:
-        """The function's values for 0, 1, ..., each thread computes as many."""
+        """Return the function's values for 0, 1, ..., each thread computes as many."""
         bounds = [count * part // self.num_threads for part in range(self.num_threads + 1)]
         parts = self.workers.map(lambda part: [function(number) for number in range(*part)], pairwise(bounds))
         return list(chain.from_iterable(parts))
 
     def _resize(self, images: "DataNode", header: "DataNode", mirror: "DataNode | int") -> "DataNode":
-        """The same in the graph; on the GPU if possible."""
+        """Return the same in the graph; on the GPU if possible."""
         if self.on_gpu:
             options = dict(size=[self.config.IMG_SIZE] * 2, interp_type=types.INTERP_LINEAR)
             if self.train:
@@ -355,7 +357,7 @@ class DaliLoader(SampledLoader):
         return finished
 
     def _build(self, batches: Iterator[tuple[Any, ...]]) -> "Pipeline":
-        """A pipeline for what it is fed with, batch by batch."""
+        """Return a pipeline for what it is fed with, batch by batch."""
 
         def graph() -> "DataNode":
             return self._train_graph(batches) if self.train else self._test_graph(batches)
@@ -372,7 +374,7 @@ class DaliLoader(SampledLoader):
         return pipeline
 
     def _decoded(self, batches: Iterator[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Images and labels of each batch."""
+        """Yield images and labels of each batch."""
         waiting: deque[Batch] = deque()  # those that DALI works on, which may read them until it is done
 
         def feed() -> Iterator[tuple[Any, ...]]:
@@ -402,7 +404,7 @@ class DaliLoader(SampledLoader):
             yield images, batch.labels
 
     def _culprit(self, batches: Iterable[Batch]) -> str | None:
-        """The record that DALI failed at, one of these: shard, byte and fault; None if it cannot be found."""
+        """Return the record that DALI failed at, one of these: shard, byte and fault; None if it cannot be found."""
         for batch in batches:
             for number, image in zip(batch.numbers.tolist(), batch.encoded, strict=True):
                 try:
@@ -415,7 +417,7 @@ class DaliLoader(SampledLoader):
     # ---- Deliver ----
 
     def _batches(self, places: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Images and labels of these images of these epochs."""
+        """Yield images and labels of these images of these epochs."""
         batches = (batch for _, batch in read_ahead(places, self._read, READERS))
         for images, labels in self._decoded(batches) if self.with_images else ((None, b.labels) for b in batches):
             labels = to_device(labels, self.device)
@@ -479,19 +481,19 @@ def write_sample(folder: Path) -> Path:
 
 
 def threads_per_rank() -> int:
-    """This rank's share of the CPU cores that it may run on, divided by the ranks that may run on the same ones."""
+    """Return this rank's share of the CPU cores that it may run on: they are divided by the ranks that may, too."""
     cores = sorted(os.sched_getaffinity(0))
     place = socket.gethostname(), cores
     return max(1, len(cores) // all_gather_object(place).count(place))
 
 
 def count_images(folder: Path) -> int:
-    """Training images in a data folder, by its index files."""
+    """Return training images in a data folder, by its index files."""
     return sum(index.read_bytes().count(b"\n") for index in (folder / INDEX_FILES / "train").glob("*.idx"))
 
 
 def build(run: Run) -> tuple[Loader, Loader]:
-    """Training and test batches for a run.
+    """Return training and test batches for a run.
 
     Raises:
         UserError: on every rank, if any rank cannot read the records, or they do not fit the config.

@@ -38,7 +38,7 @@ SETTINGS: Settings = {
 
 
 class MixParams(NamedTuple):
-    """How images are mixed, each with its partner.
+    """Parameters by which images are mixed, each with its partner.
 
     Attributes:
         blend: (N,), share of the image itself in a blend of both; 1 leaves the pixels as they are.
@@ -73,7 +73,7 @@ def draw(
 
 
 def _swap(batch: Tensor) -> Tensor:
-    """Each row's partner: the first and the second, the third and the fourth, ... change places."""
+    """Return each row's partner: the first and the second, the third and the fourth, ... change places."""
     return batch.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
 
 
@@ -144,7 +144,7 @@ class MixedLoader(LoaderWrapper):
         super().seek(epoch, start)
 
     def draws(self, epoch: int, micro_batch: int) -> MixParams:
-        """What is drawn for one of this rank's micro-batches."""
+        """Return what is drawn for one of this rank's micro-batches."""
         size, accumulation = self.config.BATCH_SIZE, self.config.gradient_accumulation
         step, part = divmod(micro_batch, accumulation)
         places = np.arange(size) + (part * self.num_ranks + self.rank) * size  # in the global batch
@@ -161,7 +161,7 @@ class MixedLoader(LoaderWrapper):
 
 
 def with_mixup(loader: Loader, config: Config) -> Loader:
-    """The loader, with its batches mixed if the config has the block `mix`.
+    """Return the loader, with its batches mixed if the config has the block `mix`.
 
     Raises:
         UserError: see `MixedLoader`.

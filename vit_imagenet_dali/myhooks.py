@@ -37,7 +37,7 @@ class ThroughputHook(BaseHook):
             self.log.info(f"epoch {trainer.cur_epoch}: {self.summary(trainer.engine, records, num_ranks)}", ranks=None)
 
     def summary(self, engine: Engine, records: list[dict[str, Any]], num_ranks: int) -> str:
-        """One line about the steps of an epoch."""
+        """Return one line about the steps of an epoch."""
         rate = statistics.median(record["images_per_s"] for record in records)
         waited, total = (sum(record[key] for record in records) for key in ("data_s", "step_s"))
         batch = engine.schedule.batch_size * engine.accumulation * num_ranks

@@ -32,7 +32,7 @@ def list_images(source: Path, omitted: list[str], folder: str) -> list[tuple[str
 
 
 def read_synset_map(path: Path, images: list[str]) -> list[str]:
-    """The wnids of the images of a flat folder.
+    """Return the wnids of the images of a flat folder.
 
     A line of the file is a wnid, in the order of the sorted images, or a file name, with or without its ending, then a
     space or comma, then a wnid.
@@ -57,7 +57,7 @@ def _check_classes(folder: Path, classes: list[str]) -> None:
 
 
 def scan_unsplit(source: Path, fraction: float) -> tuple[list[str], dict[str, list[tuple[str, int, int]]], str]:
-    """What `scan` returns, of class folders without a split, see `split_by_content`; its digest is of contents."""
+    """Scan class folders without a split as `scan` does, see `split_by_content`; the digest is of contents."""
     from colossal_vit.data import class_images  # here, since torch takes long to load
     from colossal_vit.parallel.collectives import RankLogger
 

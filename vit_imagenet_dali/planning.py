@@ -75,7 +75,7 @@ def batch_and_accumulation(
 
 
 def schedule(config: Config, output: Path, num_gpus: int) -> list[str]:
-    """Lines with batch settings and training time, for `num_gpus` and several other numbers of GPUs."""
+    """Return lines with batch settings and training time, for `num_gpus` and several other numbers of GPUs."""
     rate = images_per_s(config, output)
     here = config.BATCH_SIZE * config.gradient_accumulation * num_gpus
     global_batch = config.get("GLOBAL_BATCH", here)

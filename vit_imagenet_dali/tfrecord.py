@@ -42,13 +42,13 @@ EMPTY_RECORD = 16  # bytes
 
 
 def masked_crc(data: "bytes | ndarray") -> int:
-    """The masked CRC-32C of TFRecords: rotated, plus a constant."""
+    """Return the masked CRC-32C of TFRecords: rotated, plus a constant."""
     crc = google_crc32c.value(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def wrap(data: bytes) -> bytes:
-    """A TFRecord with this data."""
+    """Return a TFRecord with this data."""
     length = struct.pack("<Q", len(data))
     return b"".join((length, struct.pack("<I", masked_crc(length)), data, struct.pack("<I", masked_crc(data))))
 
@@ -72,7 +72,7 @@ def read_data(file: int, offset: int, record: "ndarray") -> "ndarray":
 
 
 def _varint(number: int) -> bytes:
-    """A number in groups of 7 bits, the lowest first, each in a byte whose highest bit says whether one follows."""
+    """Encode a number in groups of 7 bits, the lowest first, each in a byte whose highest bit says if one follows."""
     return bytes([number]) if number < 0x80 else bytes([number & 0x7F | 0x80]) + _varint(number >> 7)
 
 
@@ -81,7 +81,7 @@ def _field(key: int, content: bytes) -> bytes:
 
 
 def encode_record(image: bytes, label: int) -> bytes:
-    """A TFRecord with the tf.train.Example of an image: `image/encoded` and `image/class/label`."""
+    """Return a TFRecord with the tf.train.Example of an image: `image/encoded` and `image/class/label`."""
     lists = (LABEL, THIRD, _varint(label)), (IMAGE, FIRST, image)
     features = [(name, _field(kind, _field(FIRST, content))) for name, kind, content in lists]
     entries = [_field(FIRST, _field(FIRST, name) + _field(SECOND, feature)) for name, feature in features]
@@ -89,7 +89,7 @@ def encode_record(image: bytes, label: int) -> bytes:
 
 
 def _read_varint(message: memoryview, place: int) -> tuple[int, int]:
-    """The number at a place, and the place after it."""
+    """Return the number at a place, and the place after it."""
     number = message[place]
     if number < 0x80:
         return number, place + 1
@@ -124,12 +124,12 @@ def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview | None]
 
 
 def _contents(messages: Iterable[memoryview], key: int) -> list[memoryview]:
-    """What the messages have under a key."""
+    """Return what the messages have under a key."""
     return [value for message in messages for found, value in _fields(message) if found == key]
 
 
 def _integers(values: memoryview) -> Iterator[int]:
-    """The signed integers of a list, which may be packed."""
+    """Yield the signed integers of a list, which may be packed."""
     for key, value in _fields(values):
         if key == 1 << 3 | INTEGER:
             yield value - (value >> 63 << 64)
@@ -140,7 +140,7 @@ def _integers(values: memoryview) -> Iterator[int]:
 
 
 def parse_example(data: "bytes | ndarray") -> tuple[memoryview | None, int | None]:
-    """The image, a part of `data`, and the label of a serialised tf.train.Example, each None if it has none.
+    """Return the image, a part of `data`, and the label of a serialised tf.train.Example, each None if it has none.
 
     Raises:
         ValueError: if `data` is no tf.train.Example.
@@ -180,31 +180,31 @@ def record_size(file: BinaryIO, offset: int, end: int) -> int:
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a file with names, which need not be UTF-8; only a line break ends one."""
+    """Return the lines of a file with names, which need not be UTF-8; only a line break ends one."""
     with oserror_as_user_error(path):
         text = os.fsdecode(path.read_bytes()).replace("\r\n", "\n").rstrip("\n")
     return text.split("\n") if text else []
 
 
 def class_names(output: Path) -> list[str]:
-    """The names in `classes.txt`, in the order of their labels; empty if there is no such file."""
+    """Return the names in `classes.txt`, in the order of their labels; empty if there is no such file."""
     path = output / "classes.txt"
     return read_lines(path) if path.exists() else []
 
 
 def index_path(output: Path, split: str, name: str) -> Path:
-    """The path of a shard's index file."""
+    """Return the path of a shard's index file."""
     return output / INDEX_FILES / split / f"{name}.idx"
 
 
 def find_shards(output: Path, split: str) -> list[Path]:
-    """All files in a split's folder and its subfolders, sorted, hidden ones and `SYSTEM_FOLDERS` omitted."""
+    """Return all files in a split's folder and its subfolders, sorted, hidden ones and `SYSTEM_FOLDERS` omitted."""
     files = (path for path in (output / split).rglob("[!.]*") if path.is_file())
     return sorted(path for path in files if SYSTEM_FOLDERS.isdisjoint(str(path.relative_to(output)).lower().split("/")))
 
 
 def wrong_index(index: Path, fault: str) -> UserError:
-    """An error about an index file: its fault, and what writes it again."""
+    """Return an error about an index file: its fault, and what writes it again."""
     return UserError(f"{fault}; run `python build_tfrecords.py --index-only {index.parents[2]}`")
 
 
@@ -288,7 +288,9 @@ class Records(NamedTuple):
         return sum(self.counts)
 
     def digest(self) -> str:
-        """A digest of the position of each record in its shard. It needs no image data, and nearly any change shows."""
+        """Return a digest of the position of each record in its shard. It needs no image data, and nearly any change
+        shows.
+        """
         digest = hashlib.sha256()
         for shard, index in zip(self.shards, self.indices, strict=True):
             digest.update(f"{shard.name}\n{index.read_text()}".encode())
@@ -296,7 +298,7 @@ class Records(NamedTuple):
 
 
 def find_records(data: Path, split: str) -> Records:
-    """The records in `data/train` or `data/validation`.
+    """Return the records in `data/train` or `data/validation`.
 
     Raises:
         UserError: if there are none, shards are missing or from two sets, an index is missing or does not match, or
@@ -378,5 +380,5 @@ def leave_out(splits: list[Records], output: Path, num_classes: int, max_bad: in
 
 
 def filtered_index(output: Path, index: Path) -> Path:
-    """The path, in the run directory, of the copy of an index file without bad records."""
+    """Return the path, in the run directory, of the copy of an index file without bad records."""
     return index_path(output, index.parent.name, index.stem)

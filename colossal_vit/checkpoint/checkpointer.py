@@ -35,7 +35,7 @@ _PACKAGES = ("torch", "colossalai", "timm")  # whose versions are on record
 
 
 def changed_values(old: Mapping[str, Any], new: Mapping[str, Any], schema: Settings) -> dict[str, list[Any]]:
-    """The values that differ between a recorded config and a run's: key -> [before, after]."""
+    """Return the values that differ between a recorded config and a run's: key -> [before, after]."""
     before, after = config.plain(config.recorded(old, new, schema)), config.plain(new)
     keys = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
     return {key: [before.get(key), after.get(key)] for key in keys}
@@ -147,7 +147,9 @@ class Checkpointer:
                 tempfile.TemporaryFile(dir=directory).close()
 
     def _normalization(self) -> Normalization | None:
-        """How the images were normalised that the checkpoint, or else the weights of `finetune`, were trained with."""
+        """Return how the images were normalised that the checkpoint, or else the weights of `finetune`, were trained
+        with.
+        """
         if self._found:
             return self._found.state.get("normalization")
         if not (named := (self.run.config.finetune or {}).get("weights")):
@@ -170,17 +172,17 @@ class Checkpointer:
         return not self.run.args.eval_only and any(count.isdigit() and int(count) for count in counts)
 
     def _is_own(self, path: Path | None) -> bool:
-        """Whether a checkpoint is one of those in the run directory."""
+        """Return whether a checkpoint is one of those in the run directory."""
         return path is not None and path.resolve().parent == self.folder.resolve()
 
     def _newer_than(self, path: Path) -> list[Path]:
-        """The checkpoints in the run directory that are newer than `path`, if that is one of them."""
+        """Return the checkpoints in the run directory that are newer than `path`, if that is one of them."""
         steps = storage.list_steps(self.folder)
         names = [step.name for step in steps]
         return steps[: names.index(path.name)] if self._is_own(path) and path.name in names else []
 
     def _find(self) -> Checkpoint | None:
-        """The checkpoint that `--resume` selects, or None.
+        """Return the checkpoint that `--resume` selects, or None.
 
         Raises:
             UserError: if the checkpoint at `--resume PATH` is not valid, or the run directory has newer ones.
@@ -249,7 +251,7 @@ class Checkpointer:
             trainer.evaluated = complete and run_on_rank_0(lambda: self._is_evaluated(trainer.engine.num_steps))
 
     def _is_evaluated(self, step: int) -> bool:
-        """Whether the run directory has an evaluation of this step on record."""
+        """Return whether the run directory has an evaluation of this step on record."""
         try:
             return any(record["step"] == step for record in read_metrics(self.run.output)[1])
         except OSError:
@@ -283,7 +285,9 @@ class Checkpointer:
         self._seek(state)
 
     def _best_there(self, last: int) -> dict[str, Any] | None:
-        """The record of the best checkpoint up to step `last` that is there and valid: a later best is a better one."""
+        """Return the record of the best checkpoint up to step `last` that is there and valid: a later best is a better
+        one.
+        """
         for path in storage.list_steps(self.folder):
             with suppress(UserError):  # damaged: what `best` names may be, or somebody has removed it
                 saved = typed_json.read(path / storage.STATE, State)
@@ -313,7 +317,7 @@ class Checkpointer:
             raise UserError(f"{named}: was trained with other classes ({said}): {remedy}")
 
     def _other_data(self, state: State) -> str:
-        """In what this run's data differ from a checkpoint's, in a few words."""
+        """Describe in a few words how this run's data differ from a checkpoint's."""
         return differences(state.get("data") or self.run.data or {}, self.run.data or {})
 
     def _check_continues(self, state: State) -> None:
@@ -466,7 +470,7 @@ class Checkpointer:
         return path
 
     def state(self, epoch: int, start: int) -> dict[str, Any]:
-        """The contents of state.json, see `contents.State`."""
+        """Return the contents of state.json, see `contents.State`."""
         run, engine = self.run, self.trainer.engine
         updates = tensors.num_updates(engine)
         most = max(updates.values(), default=0)

@@ -19,7 +19,7 @@ Channels = tuple[Finite, Finite, Finite]
 
 
 class Fingerprint(TypedDict):
-    """Of a file."""
+    """What tells one content of a file from another."""
 
     bytes: Count
     sha256: str

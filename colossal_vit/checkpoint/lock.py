@@ -17,7 +17,7 @@ _CANNOT = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EI
 
 
 def _open(path: Path) -> tuple[int, bool]:
-    """A lock file's descriptor, and whether it is a new one."""
+    """Return a lock file's descriptor, and whether it is a new one."""
     flags = os.O_RDWR | os.O_CLOEXEC
     try:
         return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o644), True

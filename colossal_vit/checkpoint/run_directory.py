@@ -16,7 +16,7 @@ MAX_NAME = 200  # bytes of a folder's name; file systems allow 255
 
 
 def default(script: Path, config: Path, overrides: Iterable[str], resume: str) -> Path:
-    """The run directory of a command without `--output`: `runs/<example>/<script>/<config>,KEY=VALUE,...`.
+    """Return the run directory of a command without `--output`: `runs/<example>/<script>/<config>,KEY=VALUE,...`.
 
     The same command always gets the same directory, whatever the order of its overrides and the working directory;
     another script, config file, override or `--resume PATH` gets another one.
@@ -46,7 +46,7 @@ def default(script: Path, config: Path, overrides: Iterable[str], resume: str) -
 
 
 def _plain(value: Any) -> str:
-    """An override's value as the directory name shows it: strings without quotes, AMP modes without prefix."""
+    """Return an override's value as the directory name shows it: strings without quotes, AMP modes without prefix."""
     if isinstance(value, Enum):
         return value.name
     return value if isinstance(value, str) else repr(value)
@@ -57,7 +57,9 @@ MARK = ".run"  # in each run directory: empty, or if the run had to take another
 
 
 def latest(asked: Path) -> Path:
-    """The directory of the last run with this one as `--output`: itself, or `<name>.1`, `<name>.2`, ... beside it."""
+    """Return the directory of the last run with this one as `--output`: itself, or `<name>.1`, `<name>.2`, ... beside
+    it.
+    """
     found, number = asked, 1
     while asked.name and (other := asked.with_name(f"{asked.name}.{number}")).exists():
         with suppress(OSError, UnicodeError):  # somebody else's
@@ -67,7 +69,7 @@ def latest(asked: Path) -> Path:
 
 
 def is_taken(directory: Path) -> bool:
-    """Whether a new run in a directory would overwrite or continue what is there.
+    """Return whether a new run in a directory would overwrite or continue what is there.
 
     A config.json alone is that of a run which ended before its first step, or another program's.
     """

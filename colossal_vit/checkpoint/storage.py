@@ -186,7 +186,7 @@ class Checkpoint:
         return manifest
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """The tensors of one of its files, which are read from the disk as they are used.
+        """Return the tensors of one of its files, which are read from the disk as they are used.
 
         Raises:
             UserError: if one is of a type that no checkpoint has.
@@ -199,23 +199,23 @@ class Checkpoint:
 
 
 def step_of(path: Path) -> int:
-    """The optimizer step in a checkpoint's name."""
+    """Return the optimizer step in a checkpoint's name."""
     return int(STEP_NAME.fullmatch(path.name)[1])
 
 
 def list_steps(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, valid or not, newest first."""
+    """Return the checkpoints in a folder, valid or not, newest first."""
     found = [path for path in folder.glob("step-*") if STEP_NAME.fullmatch(path.name)]
     return sorted(found, key=step_of, reverse=True)
 
 
 def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest valid checkpoint in a folder, or None, and the reason why each newer one is not valid."""
+    """Return the newest valid checkpoint in a folder, or None, and the reason why each newer one is not valid."""
     return _first_valid(lambda: list_steps(folder))
 
 
 def _first_valid(list_paths: Callable[[], list[Path]]) -> tuple[Checkpoint | None, list[str]]:
-    """The first valid checkpoint of those listed, or None, and the reason why each one before it is not valid.
+    """Return the first valid checkpoint of those listed, or None, and the reason why each one before it is not valid.
 
     If one is removed while it is read, as a run that trains removes its old ones, there may be newer ones: all are
     listed again.
@@ -237,12 +237,12 @@ def _first_valid(list_paths: Callable[[], list[Path]]) -> tuple[Checkpoint | Non
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder is a checkpoint, valid or damaged; timm's model folders have a MODEL file but no others."""
+    """Tell whether a folder is a checkpoint, valid or damaged; timm's model folders have a MODEL file but no others."""
     return bool(STEP_NAME.fullmatch(path.name)) or any((path / name).exists() for name in (OPTIMIZER, STATE, MANIFEST))
 
 
 def named_by(path: Path) -> list[Path]:
-    """The checkpoints that a path refers to: itself, or all in a run directory, newest first.
+    """Return the checkpoints that a path refers to: itself, or all in a run directory, newest first.
 
     Raises:
         UserError: if there are none.
@@ -258,7 +258,7 @@ def named_by(path: Path) -> list[Path]:
 
 
 def open_named(path: Path) -> Checkpoint:
-    """The checkpoint that a path refers to: itself, or the newest valid one in a run directory.
+    """Return the checkpoint that a path refers to: itself, or the newest valid one in a run directory.
 
     Raises:
         UserError: if there is no valid one.

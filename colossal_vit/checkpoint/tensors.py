@@ -47,7 +47,7 @@ class ParameterSlot(NamedTuple):
 
 
 def parameter_slots(engine: Engine) -> list[ParameterSlot]:
-    """The parameters of this rank, in the order of the model."""
+    """Return the parameters of this rank, in the order of the model."""
     masters, owners = engine.optimizer.working_to_master_map, engine.zero.owners if engine.zero else {}
     return [ParameterSlot(p.shard, p, masters.get(p, p), owners.get(p)) for p in engine.bare_model.parameters()]
 
@@ -57,7 +57,7 @@ def _by_name(engine: Engine) -> dict[str, ParameterSlot]:
 
 
 def _buffers(engine: Engine) -> dict[str, Tensor]:
-    """The model's persistent buffers by name, such as fixed position embeddings.
+    """Return the model's persistent buffers by name, such as fixed position embeddings.
 
     Not from `state_dict`, because Colossal-AI's layers communicate to build theirs.
     """
@@ -73,12 +73,12 @@ def _buffers(engine: Engine) -> dict[str, Tensor]:
 
 
 def _kinds(all_kinds: Iterable[str], trained: bool) -> list[str]:
-    """The kinds of tensors that there are of a parameter."""
+    """Return the kinds of tensors that there are of a parameter."""
     return [kind for kind in all_kinds if trained or kind in (WEIGHT, AVERAGE)]
 
 
 def _pieces(engine: Engine, slot: ParameterSlot) -> dict[str, Tensor]:
-    """What this rank has of a parameter's tensors, by kind."""
+    """Return what this rank has of a parameter's tensors, by kind."""
     pieces = {WEIGHT: slot.master}
     if engine.ema:
         pieces[AVERAGE] = engine.ema.averages[slot.master]
@@ -87,7 +87,7 @@ def _pieces(engine: Engine, slot: ParameterSlot) -> dict[str, Tensor]:
 
 
 def _to_host(tensor: Tensor, copy: bool) -> Tensor:
-    """A contiguous tensor on the CPU; a GPU copies it in the background, to pinned memory that PyTorch reuses.
+    """Return a contiguous tensor on the CPU; a GPU copies it in the background, to pinned memory that PyTorch reuses.
 
     Args:
         tensor: on any device.
@@ -100,7 +100,7 @@ def _to_host(tensor: Tensor, copy: bool) -> Tensor:
 
 @torch.no_grad()
 def gather(engine: Engine) -> TensorFiles | None:
-    """The full weights, buffers, moments and averages, on the CPU of rank 0; None on the others. Collective.
+    """Return the full weights, buffers, moments and averages, on the CPU of rank 0; None on the others. Collective.
 
     One tensor at a time: the tensor-parallel ranks of a replica that owns it make it a full one, and the first of them
     sends it to rank 0.
@@ -174,7 +174,7 @@ class _Broadcast:
 
 
 def own_shapes(engine: Engine) -> dict[str, list[int]]:
-    """The shapes of the full tensors of which this rank has a piece, parameters and buffers, by name."""
+    """Return the shapes of the full tensors of which this rank has a piece, parameters and buffers, by name."""
     shapes = {slot.shard.name: slot.shard.full_shape(slot.master.shape) for slot in parameter_slots(engine)}
     return shapes | {name: list(buffer.shape) for name, buffer in _buffers(engine).items()}
 
@@ -232,7 +232,7 @@ def scatter_averages(engine: Engine, read: Callable[[], Mapping[str, Tensor]]) -
 
 
 def num_updates(engine: Engine) -> dict[str, int]:
-    """How many updates are in the moments of each of the full model's trained parameters. Collective.
+    """Return how many updates are in the moments of each of the full model's trained parameters. Collective.
 
     Fewer than there were optimizer steps, if some were skipped for overflow; and fewer than in others', if a parameter
     was frozen at first.

@@ -38,7 +38,7 @@ class ModelConfig(TypedDict):
 
 
 def _build(config: ModelConfig, device: str) -> nn.Module:
-    """The timm model that a run's resolved config describes, without dropout."""
+    """Return the timm model that a run's resolved config describes, without dropout."""
     name, shape = (config["MODEL"], SHAPE) if "MODEL" in config else (HYBRID_MODEL, HYBRID_SHAPE)
     sizes = {argument: config[key] for key, argument in shape.items() if key in config}
     with torch.device(device):
@@ -52,7 +52,7 @@ def _build(config: ModelConfig, device: str) -> nn.Module:
 
 
 def _preprocessing(state: State, config: ModelConfig) -> dict[str, Any]:
-    """The preprocessing of a run's test images, as timm's data config."""
+    """Return the preprocessing of a run's test images, as timm's data config."""
     size = config["IMG_SIZE"]
     mean, std = state.get("normalization") or (None, None)  # SYNTHETIC images have none
     images = (state.get("data") or {}).get("images")
@@ -67,7 +67,7 @@ def _preprocessing(state: State, config: ModelConfig) -> dict[str, Any]:
 
 
 def _label_names(state: State, num_classes: int) -> list[str] | None:
-    """The class names of a run's data, as many as the model has outputs; None if its data have no names."""
+    """Return the class names of a run's data, as many as the model has outputs; None if its data have no names."""
     names = (state.get("data") or {}).get("classes")
     if not isinstance(names, list) or len(names) > num_classes:
         return None
@@ -75,7 +75,8 @@ def _label_names(state: State, num_classes: int) -> list[str] | None:
 
 
 def load_model(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, ema: bool = False) -> nn.Module:
-    """A checkpoint as a model of timm on the CPU, whose `pretrained_cfg` has its preprocessing and `label_names`.
+    """Return a checkpoint as a model of timm on the CPU, whose `pretrained_cfg` has its preprocessing and
+    `label_names`.
 
     Args:
         checkpoint: of a run that trained.

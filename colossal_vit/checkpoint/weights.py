@@ -87,7 +87,8 @@ class _FolderConfig(TypedDict):
 
 
 def find(named: str) -> Found:
-    """Weights by their path: a safetensors file, a folder of timm's with one, a checkpoint, a run, for its newest one.
+    """Return weights by their path: a safetensors file, a folder of timm's with one, a checkpoint, a run, for its
+    newest one.
 
     Args:
         named: the path or, if there is no such path, a model of timm.
@@ -105,7 +106,8 @@ def find(named: str) -> Found:
 
 
 def find_state(found: Found) -> Mapping[str, Any]:
-    """What is known of how weights were trained: `config`, `data` and `normalization` of a checkpoint's state, or less.
+    """Return what is known of how weights were trained: `config`, `data` and `normalization` of a checkpoint's state,
+    or less.
 
     Raises:
         UserError: if timm has no such weights, or what describes them cannot be read.
@@ -125,7 +127,7 @@ def find_state(found: Found) -> Mapping[str, Any]:
 
 
 def _state_of_folder(config: _FolderConfig) -> dict[str, Any]:
-    """What config.json in a folder of timm's says, as a checkpoint's state does."""
+    """Return what config.json in a folder of timm's says, as a checkpoint's state does."""
     model = {"MODEL": config.get("architecture"), "NUM_HEADS": (config.get("model_args") or {}).get("num_heads")}
     names, images = config.get("label_names"), config.get("pretrained_cfg", {})
     known = images.get("mean"), images.get("std")
@@ -137,12 +139,12 @@ def _state_of_folder(config: _FolderConfig) -> dict[str, Any]:
 
 
 def _file(path: Path) -> Path:
-    """The file with weights that a path leads to."""
+    """Return the file with weights that a path leads to."""
     return path / MODEL if path.is_dir() else path
 
 
 def _without_prefix(source: Path | str, tensors: Mapping[str, Tensor], log: Log) -> Mapping[str, Tensor]:
-    """The tensors without what wrappers such as DistributedDataParallel or torch.compile put before their names.
+    """Return the tensors without what wrappers such as DistributedDataParallel or torch.compile put before their names.
 
     Raises:
         UserError: if there are several models.
@@ -160,7 +162,8 @@ def _without_prefix(source: Path | str, tensors: Mapping[str, Tensor], log: Log)
 
 
 def _by_timms_names(source: Path | str, tensors: Mapping[str, Tensor], log: Log) -> Mapping[str, Tensor]:
-    """The tensors by timm's names, converted by timm itself where it knows the others, as those of CLIP and DINOv2.
+    """Return the tensors by timm's names, converted by timm itself where it knows the others, as those of CLIP and
+    DINOv2.
 
     Raises:
         UserError: if they have names that it does not know, or those of a distilled model.
@@ -188,7 +191,7 @@ def _by_timms_names(source: Path | str, tensors: Mapping[str, Tensor], log: Log)
 
 
 def _in_fp32(source: Path | str, tensors: Mapping[str, Tensor], log: Log) -> dict[str, Tensor]:
-    """The weights in fp32, by timm's names.
+    """Return the weights in fp32, by timm's names.
 
     Raises:
         UserError: if they are not those of a Vision Transformer, see `_by_timms_names`.
@@ -207,7 +210,7 @@ def _in_fp32(source: Path | str, tensors: Mapping[str, Tensor], log: Log) -> dic
 
 
 def read(found: Found, log: Log = print) -> Weights:
-    """The weights themselves; `log` gets a line if names are changed.
+    """Return the weights themselves; `log` gets a line if names are changed.
 
     Raises:
         UserError: if there are none, they cannot be read, or are not those of a Vision Transformer.
@@ -249,7 +252,7 @@ def _check_reachable(repository: str) -> None:
 
 
 def _timm_weights(name: str) -> PretrainedCfg:
-    """What timm knows of its pretrained weights of a model.
+    """Return what timm knows of its pretrained weights of a model.
 
     Raises:
         UserError: if timm has no such model, or no weights of it.
@@ -268,7 +271,7 @@ def _timm_weights(name: str) -> PretrainedCfg:
 
 
 def _read_timm(name: str, log: Log) -> Weights:
-    """The pretrained weights of a model of timm, from the Hugging Face Hub or its cache on this machine.
+    """Return the pretrained weights of a model of timm, from the Hugging Face Hub or its cache on this machine.
 
     Raises:
         UserError: if timm has no such model, it has no weights, or they cannot be fetched.
@@ -311,7 +314,7 @@ def _resample(weights: Weights, img_size: int, asked: str) -> None:
 
 
 def _num_heads(config: Mapping[str, Any]) -> int | None:
-    """The number of heads of a config's model; None if it does not say."""
+    """Return the number of heads of a config's model; None if it does not say."""
     if "NUM_HEADS" in config or not timm.is_model(config.get("MODEL") or ""):
         return config.get("NUM_HEADS")
     with torch.device("meta"):
@@ -320,7 +323,7 @@ def _num_heads(config: Mapping[str, Any]) -> int | None:
 
 
 def other_heads(trained: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """In words, if weights were trained with another number of heads, which no shape tells.
+    """Say so if weights were trained with another number of heads, which no shape tells.
 
     Args:
         trained: the config of their run.
@@ -331,7 +334,9 @@ def other_heads(trained: Mapping[str, Any], config: Mapping[str, Any]) -> str:
 
 
 def _has_learned_positions(weights: Weights) -> bool:
-    """Whether there is a position embedding for a square grid that is not sines and cosines, see `fix_positions`."""
+    """Return whether there is a position embedding for a square grid that is not sines and cosines, see
+    `fix_positions`.
+    """
     position = weights.tensors.get("pos_embed", torch.empty(0))  # (1, N, C)
     if position.ndim != 3 or position.shape[2] % 4:
         return False
@@ -341,7 +346,7 @@ def _has_learned_positions(weights: Weights) -> bool:
 
 
 def _num_classes(weights: Weights) -> int | None:
-    """The number of classes that the head is for; None without a head."""
+    """Return the number of classes that the head is for; None without a head."""
     return len(weights.tensors[HEAD]) if HEAD in weights.tensors else None
 
 
@@ -363,7 +368,7 @@ def _new_norm(weights: Weights) -> None:
 def read_fitted(
     found: Found, head: str, shapes: Mapping[str, Sequence[int]], config: Mapping[str, Any], log: Log = print
 ) -> dict[str, Tensor]:
-    """The weights that `finetune.weights` names, fitted to a model.
+    """Return the weights that `finetune.weights` names, fitted to a model.
 
     Args:
         found: by that name.

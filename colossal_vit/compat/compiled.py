@@ -64,7 +64,7 @@ def reduce_scatter(
 
 
 def push_async_grad(work: Any, grad: Tensor, key: int) -> Tensor:
-    """Of a 3D layer's parameter, as upstream's, but a compiled backward pass waits for the gradient."""
+    """Keep a 3D layer's gradient as upstream does; a compiled backward pass waits for it first."""
     if is_compiling():
         if work is not None:
             work.wait()
@@ -73,7 +73,7 @@ def push_async_grad(work: Any, grad: Tensor, key: int) -> Tensor:
 
 
 def key_of(parameter: nn.Parameter) -> int:
-    """For `push_async_grad`; upstream's `id` would be a constant in a program, and so each block would have its own."""
+    """Return the key for `push_async_grad`; upstream's `id` would be a constant, and each block another program."""
     return 0 if is_compiling() else id(parameter)
 
 
@@ -123,7 +123,9 @@ class Product:
 
 @custom_op("colossal_vit::bias_2p5d", mutates_args=())
 def _bias(x: Tensor, is_gradient: bool) -> Tensor:
-    """The bias of a column's first rank, on each of its ranks; of gradients the sum, which is zero on the others."""
+    """Return the bias of a column's first rank, on each of its ranks; of gradients the sum, which is zero on the
+    others.
+    """
     group, x = gpc.get_group(ParallelMode.PARALLEL_2P5D_COL), x.clone()
     if not is_gradient:
         dist.broadcast(x, group_src=0, group=group)

@@ -53,7 +53,7 @@ _CUDA_ON_HOST = types.SimpleNamespace(
 
 
 def num_idle_gpus(root: Path = Path("/")) -> int:
-    """How many GPUs this machine has, if this process can use none and they are not hidden on purpose; else 0.
+    """Return how many GPUs this machine has, if this process can use none and they are not hidden on purpose; else 0.
 
     Args:
         root: of the file system, where the NVIDIA driver lists its GPUs under `proc`, and WSL has `dev/dxg`.
@@ -65,7 +65,7 @@ def num_idle_gpus(root: Path = Path("/")) -> int:
 
 
 def idle_gpus(root: Path = Path("/")) -> str | None:
-    """A warning if this machine has GPUs that the installed torch cannot use; see `num_idle_gpus`."""
+    """Return a warning if this machine has GPUs that the installed torch cannot use; see `num_idle_gpus`."""
     if not (found := num_idle_gpus(root)):
         return None
     built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"

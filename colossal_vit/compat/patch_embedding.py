@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def embed_patches(images: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A convolution of (B, C, H, W) with a weight (D, C, h, w) and the stride (h, w).
+    """Return a convolution of (B, C, H, W) with a weight (D, C, h, w) and the stride (h, w).
 
     Returns:
         (B, H // h, W // w, D), without what is left over at the edges.

@@ -64,7 +64,7 @@ def drop_gradients_of_frozen() -> None:
 
 
 def overlay(module: types.ModuleType, **changes: Any) -> types.ModuleType:
-    """A copy of `module` with some attributes replaced, to patch it for one importer and no other."""
+    """Return a copy of `module` with some attributes replaced, to patch it for one importer and no other."""
     changed = types.ModuleType(module.__name__)
     changed.__getattr__ = lambda name: getattr(module, name)
     changed.__dict__.update(changes)

@@ -22,12 +22,12 @@ def _did_you_mean(name: str, names: Iterable[str]) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """The end of a line about an unknown name: what was meant, or what there is."""
+    """Return the end of a line about an unknown name: what was meant, or what there is."""
     return _did_you_mean(name, names := list(names)) or f"; known are {', '.join(sorted(names))}"
 
 
 def shown(value: Any) -> str:
-    """A value on one line, cut off if it is long."""
+    """Return a value on one line, cut off if it is long."""
     try:
         text = str(value) if isinstance(value, Enum) else " ".join(repr(value).splitlines())
     except Exception:  # a number has more digits than Python converts, or a class of the config's own fails
@@ -38,7 +38,8 @@ def shown(value: Any) -> str:
 def check(
     values: Mapping[str, Any], source: str, schema: Settings, prefix: str = "", settings: Settings | None = None
 ) -> dict[str, Any]:
-    """The values, validated; those that are None and have no default are left out, so that an override can remove them.
+    """Return the values, validated; those that are None and have no default are left out, so that an override can
+    remove them.
 
     Args:
         values: of a config file, or of a block in it.
@@ -121,5 +122,5 @@ def check_effect(
 
 
 def idle_keys(values: Mapping[str, Any], schema: Settings) -> dict[str, str]:
-    """The keys that a script takes and does nothing with, with the reason."""
+    """Return the keys that a script takes and does nothing with, with the reason."""
     return {key: found.reason for key in values if isinstance(found := schema.get(key), Ignored)}

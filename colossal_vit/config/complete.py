@@ -16,7 +16,7 @@ ONCE_IN_ALL = {"CROP_PADDING", "EVAL_CROP", "IMAGES_PER_S", "TRAIN_PER_CLASS", "
 
 
 def complete(values: Mapping[str, Any], schema: Settings = SCHEMA, in_block: bool = False) -> dict[str, Any]:
-    """The values with the defaults of a schema, also in blocks; keys that are ignored stay.
+    """Return the values with the defaults of a schema, also in blocks; keys that are ignored stay.
 
     In a block, what would do nothing is left out. A block whose switches are all off is None.
     """
@@ -51,7 +51,7 @@ def _remove(values: Mapping[str, Any], path: str) -> dict[str, Any]:
 
 
 def older_names(values: Mapping[str, Any], schema: Settings = SCHEMA) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """The older names in a config that are not ignored: name, value, and the settings that it stands for."""
+    """Yield the older names in a config that are not ignored: name, value, and the settings that it stands for."""
     for name, newer in OLDER_NAMES.items():
         given = _find(values, name)
         if given is OPTIONAL or isinstance(schema.get(name.split(".")[0]), Ignored):
@@ -66,7 +66,7 @@ def older_names(values: Mapping[str, Any], schema: Settings = SCHEMA) -> Iterato
 def replace_older_names(
     values: Mapping[str, Any], schema: Settings = SCHEMA, overridden: Iterable[str] = (), source: str | None = None
 ) -> dict[str, Any]:
-    """The values, with the settings that older names stand for in place of these.
+    """Return the values, with the settings that older names stand for in place of these.
 
     Args:
         values: that `check` allows.
@@ -97,7 +97,7 @@ def replace_older_names(
 
 
 def recorded(values: Mapping[str, Any], now: Mapping[str, Any], schema: Settings) -> dict[str, Any]:
-    """The config that an earlier run has recorded as JSON, as it would be recorded now.
+    """Return the config that an earlier run has recorded as JSON, as it would be recorded now.
 
     Args:
         values: of the earlier run.
@@ -113,5 +113,5 @@ def recorded(values: Mapping[str, Any], now: Mapping[str, Any], schema: Settings
 
 
 def affects_training(key: str, schema: Settings) -> bool:
-    """Whether another value of a key changes what is learned, see `Setting`."""
+    """Return whether another value of a key changes what is learned, see `Setting`."""
     return key not in schema or schema[key].affects_training

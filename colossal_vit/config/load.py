@@ -21,7 +21,8 @@ from colossalai.context import Config
 
 
 def _parse(texts: Iterable[str], schema: Settings) -> list[Override]:
-    """The overrides parsed, and checked before a file computes with them; an older name sets what it stands for, too.
+    """Return the overrides parsed, and checked before a file computes with them; an older name sets what it stands for,
+    too.
 
     A block that is always there, such as `parallel`, is given as a whole with all its defaults, for the file to read.
 
@@ -44,7 +45,8 @@ def _parse(texts: Iterable[str], schema: Settings) -> list[Override]:
 
 
 def _evaluate(path: Path, overrides: list[Override], schema: Settings) -> dict[str, Any]:
-    """The values that a config file assigns, overridden; without helpers, unless they are written like a setting.
+    """Return the values that a config file assigns, overridden; without helpers, unless they are written like a
+    setting.
 
     Raises:
         UserError: if the file cannot be read, or fails.
@@ -113,7 +115,9 @@ def load(path: str | Path, overrides: Iterable[str] = (), schema: Settings = SCH
 
 
 def written(path: str | Path, overrides: Iterable[str], key: str) -> str | None:
-    """The string that an override or a config file gives for a key, without evaluating the file; None for any other."""
+    """Return the string that an override or a config file gives for a key, without evaluating the file; None for any
+    other.
+    """
     for text in reversed(list(overrides)):
         if text.partition("=")[0].strip() == key:
             found = parse_override(text)[1]
@@ -129,12 +133,12 @@ def written(path: str | Path, overrides: Iterable[str], key: str) -> str | None:
 
 
 def plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The resolved config as it is read back from `to_json`."""
+    """Return the resolved config as it is read back from `to_json`."""
     return json.loads(to_json(config))
 
 
 def to_json(config: Mapping[str, Any]) -> str:
-    """The resolved config as JSON; AMP modes by name."""
+    """Return the resolved config as JSON; AMP modes by name."""
 
     def encode(value: Any) -> Any:
         if isinstance(value, Enum):

@@ -38,7 +38,9 @@ class _Literals(ast.NodeTransformer):
 
 
 def _read(value: Any, setting: Setting | SettingsBlock | Ignored | None) -> Any:
-    """The value that is meant by one as written, also inside a block; a wrong one, or an unknown key's, as it is."""
+    """Return the value that is meant by one as written, also inside a block; a wrong one, or an unknown key's, as it
+    is.
+    """
     if isinstance(setting, Setting):
         with suppress(ValidationError):
             return adapter(setting.type).validate_python(value)
@@ -108,7 +110,7 @@ class Overridden(dict):
 
 
 def override(values: Mapping[str, Any], overrides: Sequence[Override]) -> dict[str, Any]:
-    """The values with these overrides, which go on to hold whatever is assigned."""
+    """Return the values with these overrides, which go on to hold whatever is assigned."""
     overridden = Overridden(values, overrides)
     overridden.apply_all()
     return overridden

@@ -275,14 +275,16 @@ OLDER_NAMES = {
 
 
 def meant_by(name: str, value: Any) -> Any:
-    """What the value of an older name says in the words of the newer one."""
+    """Return what the value of an older name says in the words of the newer one."""
     if name == "LAMB_EXCLUDE_VECTORS":
         return not value
     return {"policy": "rand", **value} if name == "dali.rand_augment" and isinstance(value, Mapping) else value
 
 
 def setting_at(path: str, schema: Settings = SCHEMA) -> Setting | SettingsBlock | Ignored | None:
-    """The setting or block with a path, or with an older name, or the ignored key above it; None if there is none."""
+    """Return the setting or block with a path, or with an older name, or the ignored key above it; None if there is
+    none.
+    """
     found: Setting | SettingsBlock | Ignored | None = None
     settings = schema
     for key in OLDER_NAMES.get(path, path).split("."):

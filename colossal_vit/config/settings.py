@@ -62,7 +62,7 @@ Settings = Mapping[str, Setting | SettingsBlock | Ignored]
 
 
 def unmet_need(setting: Setting, beside: Mapping[str, Any]) -> str | None:
-    """The first key of `needs` whose value in `beside` leaves the setting without effect, or None.
+    """Return the first key of `needs` whose value in `beside` leaves the setting without effect, or None.
 
     An earlier run has recorded the names of AMP modes.
     """

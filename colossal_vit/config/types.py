@@ -20,34 +20,34 @@ Real = Annotated[int, Field(strict=True, ge=-(2**53), le=2**53)] | InstanceOf[fl
 
 
 def expected(kind: Any) -> str:
-    """What completes the sentence 'must be ...' for a type; the type itself if it has no description."""
+    """Return what completes the sentence 'must be ...' for a type; the type itself if it has no description."""
     return FieldInfo.from_annotation(kind).description or str(kind)
 
 
 def names(kind: Any) -> list[str]:
-    """The strings that a type takes, if they are a few."""
+    """Return the strings that a type takes, if they are a few."""
     return [example for example in FieldInfo.from_annotation(kind).examples or () if isinstance(example, str)]
 
 
 def whole(low: int, high: int = MOST) -> Any:
-    """A whole number in a range; 3.0 and True are none."""
+    """Return a whole number in a range; 3.0 and True are none."""
     ends = f"of at least {low} and below 2³¹" if high == MOST else f"from {low} to {high}"
     return Annotated[int, Field(strict=True, ge=low, le=high, description=f"a whole number {ends}")]
 
 
 def real(low: float, high: float, description: str | None = None) -> Any:
-    """A number in a range; NaN, infinity and integers that no float holds are in none."""
+    """Return a number in a range; NaN, infinity and integers that no float holds are in none."""
     return Annotated[Real, Field(ge=low, le=high, description=description or f"a number from {low:g} to {high:g}")]
 
 
 def one_of(*choices: Any) -> Any:
-    """One of these values, of the same type: for Literal alone, True is 1."""
+    """Return one of these values, of the same type: for Literal alone, True is 1."""
     field = Field(description=f"one of {', '.join(map(repr, choices))}", examples=[*choices])
     return Annotated[Literal[choices], WrapValidator(_keep_type), field]
 
 
 def several(item: Any, length: int | None, description: str) -> Any:
-    """A list or a tuple of values of one type; of any length, if that is None."""
+    """Return a list or a tuple of values of one type; of any length, if that is None."""
     sequence = Annotated[tuple[item, ...], Strict()] | Annotated[list[item], Strict()]
     return Annotated[sequence, Field(min_length=length, max_length=length, description=description)]
 

@@ -20,12 +20,12 @@ IGNORED = -100  # the label that torch's cross entropy ignores
 
 
 def sees_images() -> bool:
-    """Whether this rank is in the pipeline stage that images go into; the others look at labels only, if at all."""
+    """Tell whether this rank's pipeline stage takes images; the others look at labels only, if at all."""
     return not gpc.is_initialized(ParallelMode.PIPELINE) or gpc.is_first_rank(ParallelMode.PIPELINE)
 
 
 def read_ahead(keys: Iterable[Any], read: Callable[[Any], Any], num_threads: int = 1) -> Iterator[tuple[Any, Any]]:
-    """Each key and what `read` returns for it, which threads do for the next ones while this one is in use."""
+    """Yield each key and what `read` returns for it, which threads do for the next ones while this one is in use."""
     # Not in `with`, which would wait for the threads: if the garbage collector closes this generator while a thread
     # starts, both wait for the same lock. The threads of an unreferenced pool end by themselves.
     pool = ThreadPoolExecutor(num_threads)
@@ -56,7 +56,7 @@ class Loader:
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches of the next epoch, or what `seek` has left of it."""
+        """Return the batches of the next epoch, or what `seek` has left of it."""
         raise NotImplementedError
 
     def seek(self, epoch: int, start: int) -> None:
@@ -109,14 +109,14 @@ class SampledLoader(Loader):
         self.sampler.seek(epoch, start)
 
     def pick(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Images and labels with these numbers (B,), as in an evaluation; on a rank of the first pipeline stage."""
+        """Return images and labels by their numbers (B,), as in an evaluation; on a rank of the first pipeline stage."""
         other = copy.copy(self)
         other.sampler = numbers.split(self.config.BATCH_SIZE)  # DALI makes no larger batches
         images, labels = zip(*other, strict=True)
         return torch.cat(images), torch.cat(labels)
 
     def name_of(self, number: int) -> str:
-        """What the image with this number is called."""
+        """Return what the image with this number is called."""
         return f"image {number}"
 
 

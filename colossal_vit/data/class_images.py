@@ -72,13 +72,13 @@ class Images(NamedTuple):
     left_out: list[str]
 
     def digest(self) -> str:
-        """A digest of the files' names and sizes, which copying does not change."""
+        """Return a digest of the files' names and sizes, which copying does not change."""
         lines = (f"{composed(path)} {size}\n" for path, size in zip(self.paths, self.sizes, strict=True))
         return hashlib.sha256(os.fsencode("".join(lines))).hexdigest()
 
 
 def find_images(root: Path, caches: Path, parts: Sequence[str] = ("",), skip: str | None = None) -> Images:
-    """All images in class folders, of every format that `decode` reads.
+    """Return all images in class folders, of every format that `decode` reads.
 
     Args:
         root: a folder of class folders, or of folders of them.
@@ -127,7 +127,7 @@ def find_images(root: Path, caches: Path, parts: Sequence[str] = ("",), skip: st
 
 
 def find_parts(root: Path) -> tuple[list[str], list[str]]:
-    """Which folders in a data folder have class folders.
+    """Return which folders in a data folder have class folders.
 
     Returns:
         Those to train on and to evaluate on, only one if that is to be split, "" for the data folder itself; the names
@@ -152,7 +152,7 @@ def find_parts(root: Path) -> tuple[list[str], list[str]]:
 
 
 def _say_left_out(root: Path, files: list[str]) -> list[str]:
-    """A line about files that are no images; none if there are none."""
+    """Return a line about files that are no images; none if there are none."""
     if not files:
         return []
     kinds = Counter(Path(path).suffix.lower() or "no ending" for path in files)
@@ -162,13 +162,14 @@ def _say_left_out(root: Path, files: list[str]) -> list[str]:
 
 
 def split_by_folder(images: Images) -> tuple[Tensor, Tensor]:
-    """Indices of the images in `train`, and of the others."""
+    """Return indices of the images in `train`, and of the others."""
     of_train = np.array([path.startswith("train/") for path in images.paths])
     return torch.from_numpy(np.flatnonzero(of_train)), torch.from_numpy(np.flatnonzero(~of_train))
 
 
 def digest_contents(images: Images, log: RankLogger) -> list[str]:
-    """A digest of the content of each image file. All cores read; what they find is kept for files that do not change.
+    """Return a digest of the content of each image file. All cores read; what they find is kept for files that do not
+    change.
 
     Raises:
         UserError: if one cannot be read.
@@ -190,12 +191,12 @@ def digest_contents(images: Images, log: RankLogger) -> list[str]:
 
 
 def digest_side(digests: Sequence[str], chosen: Tensor) -> str:
-    """A digest of the contents of the images with these numbers, (N,), in this order."""
+    """Return a digest of the contents of the images with these numbers, (N,), in this order."""
     return hashlib.sha256("".join(digests[number] for number in chosen.tolist()).encode()).hexdigest()
 
 
 def say_copies(images: Images, digests: Sequence[str], train: Tensor, test: Tensor) -> Iterator[str]:
-    """Lines about images of the same content on both sides of the split, and in two classes.
+    """Yield lines about images of the same content on both sides of the split, and in two classes.
 
     Args:
         images: the files.
@@ -218,7 +219,7 @@ def say_copies(images: Images, digests: Sequence[str], train: Tensor, test: Tens
 
 
 def _read_kept(images: Images, name: str, kind: type[dict]) -> dict:
-    """What a file beside the images has; empty if it is missing, damaged or of another version."""
+    """Return what a file beside the images has; empty if it is missing, damaged or of another version."""
     try:
         return typed_json.read(images.caches / name, kind)
     except UserError:
@@ -233,7 +234,7 @@ def _keep(images: Images, name: str, value: dict) -> None:
 
 
 def split_by_content(images: Images, digests: Sequence[str], fraction: float) -> tuple[Tensor, Tensor]:
-    """Indices for training and for testing: of each class the images with the smallest digests are for testing.
+    """Return indices for training and for testing: of each class the images with the smallest digests are for testing.
 
     So the split is the same whatever the files are called and wherever they lie, an image more changes it only little,
     and copies of an image are on the same side.
@@ -280,7 +281,7 @@ def decode(images: Images, size: int, img_size: int, number: int) -> np.ndarray:
 
 
 def find_damage(path: Path) -> str | None:
-    """What is wrong with the pixels of a JPEG that `decode` takes; it fills those that are missing with grey."""
+    """Return what is wrong with the pixels of a JPEG that `decode` takes; it fills those that are missing with grey."""
     data = path.read_bytes()
     try:
         if data.startswith(b"\xff\xd8"):
@@ -292,7 +293,7 @@ def find_damage(path: Path) -> str | None:
 
 
 def _examine(images: Images, size: int, img_size: int, number: int) -> tuple[np.ndarray | None, str]:
-    """What `decode` returns, None if it cannot, and what is to be said of the image; empty for nothing."""
+    """Return what `decode` returns, None if it cannot, and what is to be said of the image; empty for nothing."""
     path = images.root / images.paths[number]
     try:
         pixels = decode(images, size, img_size, number)
@@ -349,7 +350,7 @@ def check_images(
 
 
 def say_odd(images: Images, odd: dict[int, str]) -> Iterator[str]:
-    """Lines about images that can be decoded, but perhaps not as they should be, see `check_images`."""
+    """Yield lines about images that can be decoded, but perhaps not as they should be, see `check_images`."""
     grey, plain = {}, {}
     for number, what in sorted(odd.items()):
         path = in_one_line(str(images.root / images.paths[number]))
@@ -384,13 +385,15 @@ def refuse_damaged(images: Images, faults: dict[int, str], log: RankLogger) -> N
 
 
 def cache_folder(images: Images, digests: Sequence[str], size: int, img_size: int) -> Path:
-    """The folder of the decoded images, see `decode`; its name depends on the sizes and the contents of the files."""
+    """Return the folder of the decoded images, see `decode`; its name depends on the sizes and the contents of the
+    files.
+    """
     digest = hashlib.sha256(DECODER + "".join(digests).encode())
     return images.caches / f"decoded-{size}px-{img_size}px-{digest.hexdigest()[:12]}"
 
 
 def open_cache(folder: Path) -> np.ndarray | None:
-    """The decoded images, memory-mapped: uint8, (N, S, S, 3); None if they are missing or incomplete."""
+    """Return the decoded images, memory-mapped: uint8, (N, S, S, 3); None if they are missing or incomplete."""
     try:
         return np.load(folder / "images.npy", mmap_mode="c")
     except (OSError, ValueError):
@@ -444,5 +447,5 @@ class Decoded:
         self.pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
 
     def __getitem__(self, numbers: Tensor) -> Tensor:
-        """The images with these numbers, (B,): uint8, (B, S, S, 3)."""
+        """Return the images with these numbers, (B,): uint8, (B, S, S, 3)."""
         return torch.from_numpy(np.stack(list(self.pool.map(self.decode, numbers.tolist()))))

@@ -14,17 +14,17 @@ LONGEST = 64  # times the shorter side
 
 
 def cache_size(img_size: int) -> int:
-    """The default of CACHE_SIZE: 256 pixels for 224, as in the tutorial."""
+    """Return the default of CACHE_SIZE: 256 pixels for 224, as in the tutorial."""
     return round(img_size * 8 / 7)
 
 
 def middle(sides: Sequence[int] | int, size: int) -> np.ndarray:
-    """The first of `size` pixels in the middle of each side."""
+    """Return the first of `size` pixels in the middle of each side."""
     return np.rint((np.asarray(sides) - size) / 2).astype(int)  # halves to even numbers, as in torchvision
 
 
 def source(sides: Sequence[int], shorter: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """The part of an image that becomes the square of `size` pixels.
+    """Return the part of an image that becomes the square of `size` pixels.
 
     Args:
         sides: of the image.
@@ -41,8 +41,8 @@ def source(sides: Sequence[int], shorter: int, size: int) -> tuple[np.ndarray, n
 
 
 def trim(image: Image.Image | Tensor) -> Image.Image | Tensor:
-    """The middle of an image (..., H, W) that is more than `LONGEST` times as long as wide; resized whole, a strip of a
-    pixel's width would take gigabytes.
+    """Return the middle of an image (..., H, W) that is more than `LONGEST` times as long as wide; resized whole, a
+    strip of a pixel's width would take gigabytes.
 
     What is cut off at each end is an even multiple of the shorter side, so that resizing would make an even number of
     whole pixels of it: those in the middle are the same ones.

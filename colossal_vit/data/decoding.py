@@ -26,12 +26,12 @@ TURNS = {
 
 
 def endings() -> set[str]:
-    """How names of files of `FORMATS` end, in lower case."""
+    """Return how names of files of `FORMATS` end, in lower case."""
     return {ending for ending, of in Image.registered_extensions().items() if of in FORMATS}
 
 
 def _to_8_bits(image: Image.Image) -> Image.Image:
-    """A grey image of 16 bits in 8, rounded; Pillow's own conversion makes every value above 255 white.
+    """Return a grey image of 16 bits in 8, rounded; Pillow's own conversion makes every value above 255 white.
 
     Raises:
         ValueError: if it is not known which value is white: it has 12 or 32 bits, or is in floating point.
@@ -49,7 +49,7 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
 
 
 def exif_orientation(exif: bytes | memoryview) -> int:
-    """The orientation in EXIF data, from 1 to 8; 1 if there is none.
+    """Return the orientation in EXIF data, from 1 to 8; 1 if there is none.
 
     Nothing else in them is read, as cameras and programs write much that is wrong; what is of another type than EXIF
     says is none.
@@ -73,7 +73,7 @@ def exif_orientation(exif: bytes | memoryview) -> int:
 
 
 def _alpha_is_unused(image: Image.Image) -> bool:
-    """Whether the fourth channel is 0 throughout, in a file that does not say what it is.
+    """Return whether the fourth channel is 0 throughout, in a file that does not say what it is.
 
     Screen grabbers and Photoshop write such BMPs, and viewers show their colours.
     """
@@ -84,7 +84,8 @@ def _alpha_is_unused(image: Image.Image) -> bool:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """The first frame of an image file, upright according to its EXIF orientation; what is transparent becomes white.
+    """Return the first frame of an image file, upright according to its EXIF orientation; what is transparent becomes
+    white.
 
     Args:
         image: as `Image.open` returns it.
@@ -107,7 +108,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def read_rgb(path: Path) -> Image.Image:
-    """An image file, see `to_rgb`."""
+    """Return an image file, see `to_rgb`."""
     # Of a path Pillow maps raw TIFFs into memory, with the sides swapped if they are to be turned.
     with open(path, "rb") as file, Image.open(file, formats=FORMATS) as image:
         return to_rgb(image)

@@ -24,7 +24,7 @@ class GreyImages(NamedTuple):
 
 
 def digits(side: int) -> GreyImages:
-    """The digits, enlarged smoothly, split once and for all into 1,437 for training and 360 for testing.
+    """Return the digits, enlarged smoothly, split once and for all into 1,437 for training and 360 for testing.
 
     The split is stratified: each digit has the same share of both parts.
 

@@ -44,7 +44,8 @@ class File(NamedTuple):
 
 
 def composed(name: str) -> str:
-    """A name with composed characters: macOS writes é as two, e and an accent, which look the same and compare unequal.
+    """Return a name with composed characters: macOS writes é as two, e and an accent, which look the same and compare
+    unequal.
 
     Bytes that are not UTF-8 are kept.
     """
@@ -52,7 +53,7 @@ def composed(name: str) -> str:
 
 
 def by_class(folders: Iterable[str]) -> dict[str, list[str]]:
-    """The folders of each class, in their order: mostly one, but é may be written in two ways."""
+    """Return the folders of each class, in their order: mostly one, but é may be written in two ways."""
     found: dict[str, list[str]] = {}
     for folder in folders:
         found.setdefault(composed(folder), []).append(folder)
@@ -87,7 +88,7 @@ def _entries(folder: Path, omitted: list[str]) -> list[os.DirEntry]:
 
 
 def class_folders(root: Path, omitted: list[str] | None = None) -> tuple[list[str], list[str]]:
-    """The names of the folders in a folder, and of the files beside them; both sorted, hidden ones omitted.
+    """Return the names of the folders in a folder, and of the files beside them; both sorted, hidden ones omitted.
 
     Args:
         root: the folder.
@@ -101,7 +102,7 @@ def class_folders(root: Path, omitted: list[str] | None = None) -> tuple[list[st
 
 
 def say_omitted(omitted: list[str]) -> list[str]:
-    """A line about folders that were omitted; none if there are none."""
+    """Return a line about folders that were omitted; none if there are none."""
     if not omitted:
         return []
     first = in_one_line(min(omitted))
@@ -109,7 +110,7 @@ def say_omitted(omitted: list[str]) -> list[str]:
 
 
 def say_untested(folder: Path, classes: list[str], count: int) -> list[str]:
-    """A line about those of `count` classes that have no images in a folder to evaluate on; none for no classes."""
+    """Return a line about those of `count` classes that have no images in a folder to evaluate on, if there are any."""
     if not classes:
         return []
     first = in_one_line(classes[0])
@@ -128,7 +129,7 @@ def refuse_run(folder: Path) -> None:
 
 
 def advice_without_images(folder: Path) -> str:
-    """What to do with a class folder without images. One that has other files is perhaps needed elsewhere."""
+    """Return what to do with a class folder without images. One that has other files is perhaps needed elsewhere."""
     return "put images in it or move it out of the data" if os.listdir(folder) else "fill it or remove it"
 
 
@@ -138,7 +139,7 @@ def list_files(
     inside: str = "",
     above: frozenset[tuple[int, int]] = frozenset(),
 ) -> list[File]:
-    """The files in the folder of a class and in the folders below it.
+    """Return the files in the folder of a class and in the folders below it.
 
     Sorted, folders among files by their names; hidden ones omitted.
 
@@ -167,7 +168,8 @@ def list_files(
 
 
 def has_class_folders(root: Path) -> bool:
-    """Whether a data folder has class folders of images, itself or in `train`, and no data set of another format.
+    """Return whether a data folder has class folders of images, itself or in `train`, and no data set of another
+    format.
 
     Raises:
         UserError: if it is a file or a run directory, or has images but no class folders, or one of its folders is

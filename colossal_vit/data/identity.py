@@ -23,7 +23,7 @@ def identify(
     digest: str,
     contents: tuple[str, str] | None = None,
 ) -> dict[str, Any]:
-    """What a run's data are, wherever they lie; a checkpoint keeps it, and no other data resume that checkpoint.
+    """Return what a run's data are, wherever they lie; a checkpoint keeps it, and no other data resume that checkpoint.
 
     Args:
         images: what kind of files.
@@ -43,12 +43,12 @@ def identify(
 
 
 def _composed(classes: Any) -> Any:
-    """Names of classes as `composed` writes them, which earlier versions did not."""
+    """Return names of classes as `composed` writes them, which earlier versions did not."""
     return list(map(composed, classes)) if isinstance(classes, list) else classes
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """In what two identities differ, in a few words; empty if they are the same."""
+    """Describe in a few words how two identities differ; empty if they are the same."""
     said = []
     for key in old.keys() | new.keys():
         before, after = old.get(key), new.get(key)

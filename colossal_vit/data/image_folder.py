@@ -45,7 +45,7 @@ MEAN = STD = (0.5, 0.5, 0.5)
 
 
 def draw_crops(count: int, crop_area: tuple[float, float], flip: bool, generator: torch.Generator) -> Tensor:
-    """Random crops as in torchvision's RandomResizedCrop, with `flip` mirrored with probability 0.5.
+    """Return random crops as in torchvision's RandomResizedCrop, with `flip` mirrored with probability 0.5.
 
     Returns:
         float32, (count, 2, 3): affine maps from crop to image coordinates in [-1, 1], for `F.affine_grid`.
@@ -97,7 +97,9 @@ class ClassFolderLoader(SampledLoader):
         return self.names[self.chosen[number]] if self.names else super().name_of(number)
 
     def _read(self, indices: Tensor, maps: Tensor | None) -> tuple[Tensor, ...]:
-        """The tensors of a batch on the CPU: labels, images (B, S, S, 3), and for training the maps of `draw_crops`."""
+        """Return the tensors of a batch on the CPU: labels, images (B, S, S, 3), and for training the maps of
+        `draw_crops`.
+        """
         which = indices % len(self.labels)
         parts = [torch.where(indices < 0, IGNORED, self.labels[which])]
         if self.first_stage:
@@ -135,7 +137,7 @@ class ClassFolderLoader(SampledLoader):
 def build_batches(
     run: Run, images: Images, digests: Sequence[str], name: str, train: Tensor, test: Tensor
 ) -> tuple[Loader, Loader]:
-    """Training and test batches of these images, which are decoded unless they have been before. Collective.
+    """Return training and test batches of these images, which are decoded unless they have been before. Collective.
 
     Args:
         run: whose config says how.
@@ -188,7 +190,8 @@ def build_batches(
 
 
 def build_own_images(run: Run, root: Path) -> tuple[Loader, Loader]:
-    """Training and test batches of the user's class folders: in `train` and `val`, or all in one, which is then split.
+    """Return training and test batches of the user's class folders: in `train` and `val`, or all in one, which is then
+    split.
 
     Beside `val`, `test` is left alone: it is for the model that is chosen in the end.
 

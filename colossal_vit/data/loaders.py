@@ -49,7 +49,7 @@ SYNTHETIC_IMAGES = 1_281_167  # of an epoch with SYNTHETIC: as many as the large
 
 
 def find_loader(args: argparse.Namespace, config: Mapping[str, Any]) -> Path | None:
-    """The file that LOADER names, else the train script's own; None if it has none.
+    """Return the file that LOADER names, else the train script's own; None if it has none.
 
     Raises:
         UserError: if there is no such file beside the config, beside the script or in the working directory.
@@ -87,7 +87,7 @@ def import_file(path: Path) -> ModuleType:
 
 
 def import_loader(args: argparse.Namespace, config: Config) -> ModuleType:
-    """The module of the loader, see `find_loader`.
+    """Return the module of the loader, see `find_loader`.
 
     Raises:
         UserError: if there is none, or it has no `build`.
@@ -107,7 +107,7 @@ def import_loader(args: argparse.Namespace, config: Config) -> ModuleType:
 
 
 def load_data(run: Run) -> tuple[Loader, Loader | None]:
-    """Training and test batches of a run, of whatever it has as data. Collective.
+    """Return training and test batches of a run, of whatever it has as data. Collective.
 
     Raises:
         UserError: on every rank, if any rank cannot get or read the data, or they do not fit the config.
@@ -123,13 +123,13 @@ def load_data(run: Run) -> tuple[Loader, Loader | None]:
 
 
 def named_folder(config: Config) -> Path | None:
-    """The folder that DATA names, in the config or the environment."""
+    """Return the folder that DATA names, in the config or the environment."""
     data = config.get("DATA") or os.environ.get("DATA")
     return Path(data) if data else None
 
 
 def is_class_folders(folder: Path, loader: ModuleType) -> bool:
-    """Whether a data folder is for `image_folder`, and not for the loader.
+    """Return whether a data folder is for `image_folder`, and not for the loader.
 
     Raises:
         UserError: see `has_class_folders`.
@@ -165,7 +165,7 @@ def data_folder(
     write_sample: Callable[[Path], Path] | None = None,
     fetch: Callable[[Path, RankLogger], None] | None = None,
 ) -> Path:
-    """The folder with a run's data, for its loader: DATA, else the sample. Collective.
+    """Return the folder with a run's data, for its loader: DATA, else the sample. Collective.
 
     Args:
         run: of which data.
@@ -201,7 +201,7 @@ def data_folder(
 
 
 def _without_data(run: Run) -> tuple[Loader, Loader | None]:
-    """Training and test batches of a dry run, or with SYNTHETIC."""
+    """Return training and test batches of a dry run, or with SYNTHETIC."""
     config = run.config
     if run.alone:
         shape, batch = (config.BATCH_SIZE, 3, *[config.IMG_SIZE] * 2), config.BATCH_SIZE * run.layout.data
@@ -219,12 +219,13 @@ def _without_data(run: Run) -> tuple[Loader, Loader | None]:
 
 
 def _to_train_on(folder: Path) -> Path:
-    """Where class folders to train on are: in `train`, if there is a split."""
+    """Return where class folders to train on are: in `train`, if there is a split."""
     return folder / "train" if (folder / "train").is_dir() else folder
 
 
 def expected_classes(config: Config, loader: ModuleType) -> int:
-    """How many classes the data probably have, where none are read: a dry run or a plan needs the size of the model.
+    """Return how many classes the data probably have, where none are read: a dry run or a plan needs the size of the
+    model.
 
     Raises:
         UserError: if the loader does not say it.
@@ -238,7 +239,7 @@ def expected_classes(config: Config, loader: ModuleType) -> int:
 
 
 def expected_images(config: Config, loader: ModuleType) -> int:
-    """How many training images there probably are, where none are read."""
+    """Return how many training images there probably are, where none are read."""
     folder = named_folder(config)
     if not folder or not is_class_folders(folder, loader):
         counted = loader.count_images(folder) if folder and hasattr(loader, "count_images") else 0

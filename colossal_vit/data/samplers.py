@@ -80,11 +80,11 @@ class GlobalBatchSampler:
         self.epoch, self.start = epoch, start
 
     def generator(self, epoch: int) -> torch.Generator:
-        """Random numbers of an epoch, the same on every rank."""
+        """Return random numbers of an epoch, the same on every rank."""
         return torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
 
     def order(self, epoch: int) -> Tensor:
-        """All samples in the order of an epoch, (num_samples,)."""
+        """Return all samples in the order of an epoch, (num_samples,)."""
         generator = self.generator(epoch)
         if self.window >= len(self.shards):
             return torch.randperm(self.num_samples, generator=generator)

@@ -48,7 +48,7 @@ def count_bytes(tensors: Any) -> int:
 
 
 def copies_of_weights(engine: Engine) -> list[Tensor]:
-    """What is kept of weights beside themselves: fp32 copies that the optimizer updates, and moving averages."""
+    """Return what is kept of weights beside themselves: fp32 copies that the optimizer updates, and moving averages."""
     averages = engine.ema.averages.values() if engine.ema else ()
     return [*engine.optimizer.working_to_master_map.values(), *averages]
 

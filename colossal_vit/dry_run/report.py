@@ -71,7 +71,7 @@ def in_fork(function: Callable[[], Any]) -> Any:
 
 
 def plan_rank(build_rank: BuildRank, rank: int) -> StepPlan:
-    """The plan of what is built for one rank."""
+    """Return the plan of what is built for one rank."""
 
     def measured() -> StepPlan:
         training = build_rank(rank)
@@ -81,7 +81,7 @@ def plan_rank(build_rank: BuildRank, rank: int) -> StepPlan:
 
 
 def plan_stages(build_rank: BuildRank) -> list[StepPlan]:
-    """The plans for the first rank of each pipeline stage."""
+    """Return the plans for the first rank of each pipeline stage."""
     first = plan_rank(build_rank, 0)
     return [first] + [plan_rank(build_rank, rank) for rank in first.stage_ranks[1:]]
 
@@ -98,7 +98,7 @@ def _ranges(numbers: Iterable[int]) -> str:
 
 
 def _layers(names: Iterable[str]) -> str:
-    """The layers that parameters belong to, as text: `patch_embed, blocks 0-5`."""
+    """Return the layers that parameters belong to, as text: `patch_embed, blocks 0-5`."""
     blocks, others = set(), {}
     for name in names:
         block = re.match(r"blocks\.(\d+)\.", name)
@@ -111,7 +111,7 @@ def _layers(names: Iterable[str]) -> str:
 
 
 def _cost_of_failures(every_minutes: float) -> str:
-    """What is lost on average: half of what lies between two checkpoints."""
+    """Return what is lost on average: half of what lies between two checkpoints."""
     often = {"one in ten days": 0.1, "one a day": 1.0, "ten a day": 10.0}
     shares = (f"{rate * every_minutes / 2 / (24 * 60):.1%} of the time with {words}" for words, rate in often.items())
     return (
@@ -121,7 +121,7 @@ def _cost_of_failures(every_minutes: float) -> str:
 
 
 def format_report(plans: list[StepPlan], notes: Sequence[str] = ()) -> str:
-    """The plans of all pipeline stages as text, and the lines that the script adds."""
+    """Return the plans of all pipeline stages as text, and the lines that the script adds."""
     layout, config = plans[0].layout, Config(plans[0].config)
     world = layout.world_size
     replica = layout.pipeline * layout.tensor
@@ -156,7 +156,7 @@ def format_report(plans: list[StepPlan], notes: Sequence[str] = ()) -> str:
 
 
 def tensor_pieces(plan: StepPlan) -> dict[str, list[Piece]]:
-    """What the tensor-parallel ranks hold of a ViT block's MLP weights and of an activation: pieces by title."""
+    """Return what the tensor-parallel ranks hold of a ViT block's MLP weights and of an activation: pieces by title."""
     named = {name.split(".", 2)[-1]: name for name in reversed(plan.shards) if name.startswith("blocks.")}
     if not named.keys() >= {"mlp.fc1.weight", "mlp.fc2.weight", "norm1.weight"}:  # a model of another kind
         return {}
@@ -170,7 +170,7 @@ def tensor_pieces(plan: StepPlan) -> dict[str, list[Piece]]:
 
 
 def draw_layout(plans: list[StepPlan]) -> Figure:
-    """A picture of the layout, see `pictures.draw_layout`."""
+    """Return a picture of the layout, see `pictures.draw_layout`."""
     layout = plans[0].layout
     stages = [_layers(stage_plan.shards) for stage_plan in plans]
     if len(stages) > 1:

@@ -51,7 +51,7 @@ class LossScale:
         self.growth_step = self.hysteresis_step = 0
 
     def within(self, value: float) -> float:
-        """The nearest scale to a value that is within the bounds."""
+        """Return the nearest scale to a value that is within the bounds."""
         return min(max(value, self.min_scale), self.max_scale)
 
     def update(self, overflow: bool) -> None:
@@ -106,7 +106,7 @@ class AMPOptimizer(OptimizerWrapper):
         return self.scale and self.scale.value
 
     def scaler_state(self) -> dict[str, Any]:
-        """The loss scaler's state to save in checkpoints, JSON-serialisable; empty without loss scaling."""
+        """Return the loss scaler's state to save in checkpoints, JSON-serialisable; empty without loss scaling."""
         if not (scale := self.scale):
             return {}
         return dict(loss_scale=scale.value, growth_step=scale.growth_step, hysteresis_step=scale.hysteresis_step)

@@ -24,7 +24,7 @@ from torch.fx import GraphModule
 
 
 def missing(device: torch.device) -> str | None:
-    """What torch.compile needs and this machine lacks, with the remedy; None if it has all.
+    """Return what torch.compile needs and this machine lacks, with the remedy; None if it has all.
 
     On a GPU, Triton compiles a launcher in C for each kernel; on the CPU, the kernels are C++. Both include Python.h.
     """
@@ -117,7 +117,7 @@ def compile_model(model: nn.Module, by_block: bool, **options: Any) -> None:
 
 
 def _inductor_or_eager(graph: GraphModule, inputs: Sequence[Any], log: RankLogger) -> Callable:
-    """A backend of torch.compile: Inductor, but a graph whose kernels cannot be made runs operator by operator."""
+    """Compile with Inductor; a graph whose kernels cannot be made runs operator by operator."""
     # Here, since they take a second to import.
     from torch._functorch.aot_autograd import make_boxed_func
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner

@@ -27,7 +27,7 @@ class BinaryCrossEntropy(nn.Module):
         self.smoothing, self.threshold, self.sum_classes = smoothing, threshold, sum_classes
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The loss of logits (B, C) and labels (B,) or targets (B, C); those that are `IGNORED` do not count."""
+        """Return the loss of logits (B, C) and labels (B,) or targets (B, C); those that are `IGNORED` do not count."""
         targets = split_batch(labels)
         counted = torch.ones(len(targets), device=logits.device)
         if targets.ndim == 1:

@@ -124,7 +124,8 @@ class Engine(ColossalEngine):
             super().zero_grad()
 
     def _samples(self, samples: range, batch_size: int) -> Tensor:
-        """What dropout tells the samples of a forward pass by: their optimizer step and place in the global batch.
+        """Return what dropout tells the samples of a forward pass by: their optimizer step and place in the global
+        batch.
 
         Args:
             samples: numbers in this rank's micro-step; a pipeline's forward pass has some of them.
@@ -141,7 +142,7 @@ class Engine(ColossalEngine):
 
     @contextmanager
     def forward_pass(self, samples: range, batch_size: int) -> Iterator[None]:
-        """Around whatever calls the model. Pipelines call it, or a chunk of it, without the engine.
+        """Surround whatever calls the model. Pipelines call it, or a chunk of it, without the engine.
 
         Args:
             samples, batch_size: see `_samples`.

@@ -20,7 +20,7 @@ def num_blocks(config: Config, model: nn.Module) -> int:
 
 
 def layer_of(name: str, depth: int) -> int:
-    """The layer of a Vision Transformer that a parameter belongs to, by its name in timm: 0 is the embedding.
+    """Return the layer of a Vision Transformer that a parameter belongs to, by its name in timm: 0 is the embedding.
 
     The blocks follow, the norm after the last one with it, and the head is `depth` + 1, with the norm behind average
     pooling, `fc_norm`.
@@ -33,7 +33,7 @@ def layer_of(name: str, depth: int) -> int:
 
 
 def frozen_parameters(config: Config, model: nn.Module) -> list[nn.Parameter]:
-    """What is not trained: all but the head, or the embedding and the first blocks, or nothing.
+    """Return what is not trained: all but the head, or the embedding and the first blocks, or nothing.
 
     Args:
         config: of the run.
@@ -87,7 +87,8 @@ def parameter_groups(config: Config, model: nn.Module) -> list[dict[str, Any]]:
 
 
 def build_optimizer(config: Config, model: nn.Module) -> Optimizer:
-    """What OPTIMIZER names, with LEARNING_RATE, WEIGHT_DECAY and the other keys of the config that are for optimizers.
+    """Return what OPTIMIZER names, with LEARNING_RATE, WEIGHT_DECAY and the other keys of the config that are for
+    optimizers.
 
     AdamW makes one pass through memory, where PyTorch's default on CPUs needs eight. SGD is not PyTorch's fused one,
     whose momentum stays uninitialised if the first step overflows.

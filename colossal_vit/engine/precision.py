@@ -34,7 +34,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def compute_dtype(fp16: Mapping[str, Any] | None, device: torch.device) -> torch.dtype:
-    """The data type of activations: without mixed precision that of DTYPE, else `dtype` or the device's default."""
+    """Return the type of activations: without mixed precision that of DTYPE, else `dtype` or the device's default."""
     if not fp16:
         return torch.get_default_dtype()
     return DTYPES[fp16.get("dtype") or ("fp16" if device.type == "cuda" else "bf16")]
@@ -45,7 +45,7 @@ def _opt_level(fp16: Mapping[str, Any]) -> str:
 
 
 def describe(fp16: Mapping[str, Any] | None, device: torch.device) -> str:
-    """The precision in a few words, for logs and tables."""
+    """Return the precision in a few words, for logs and tables."""
     if not fp16:
         return {torch.float32: "fp32", torch.float64: "fp64"}[torch.get_default_dtype()]
     dtype = str(compute_dtype(fp16, device)).removeprefix("torch.")

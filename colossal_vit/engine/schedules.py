@@ -39,7 +39,7 @@ class CosineAnnealingWarmupLR(LambdaLR):
 
 
 def build_scheduler(config: Config, optimizer: Optimizer, steps_per_epoch: int) -> LRScheduler:
-    """What SCHEDULE names, after WARMUP_EPOCHS of NUM_EPOCHS epochs of `steps_per_epoch` optimizer steps.
+    """Return what SCHEDULE names, after WARMUP_EPOCHS of NUM_EPOCHS epochs of `steps_per_epoch` optimizer steps.
 
     Raises:
         UserError: if MIN_LEARNING_RATE is above LEARNING_RATE.

@@ -58,7 +58,7 @@ class WeightBroadcast:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The modules in any `blocks` of a model, but for lists of modules, which nobody calls."""
+    """Return the modules in any `blocks` of a model, but for lists of modules, which nobody calls."""
     containers = [module for name, module in model.named_modules() if name.split(".")[-1] == "blocks"]
     lists = nn.ModuleList, nn.ModuleDict
     return [block for blocks in containers for block in blocks.children() if not isinstance(block, lists)]
@@ -91,11 +91,11 @@ class Zero:
         self._in_flight: dict[GradientBucket, WeightBroadcast] = {}
 
     def owns(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank has a parameter's optimizer state; all ranks have those of frozen parameters."""
+        """Return whether this rank has a parameter's optimizer state; all ranks have those of frozen parameters."""
         return self.owners.get(parameter, self.group.rank()) == self.group.rank()
 
     def reducer(self, model: nn.Module, num_passes: int, overlap: bool) -> GradientReducer:
-        """The reduction of gradients to their owners.
+        """Return the reduction of gradients to their owners.
 
         Args:
             model: in its final precision.

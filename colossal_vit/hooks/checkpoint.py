@@ -49,7 +49,7 @@ class CheckpointHook(BaseHook):
         self.due = False  # whether a checkpoint is to be saved after this step, or the epoch that it ends
 
     def _age(self) -> float:
-        """Seconds since the last checkpoint was saved, or training began."""
+        """Return seconds since the last checkpoint was saved, or training began."""
         return time.monotonic() - self.saved_at
 
     def _save(self, epoch: int, start: int, accuracy: float | None = None) -> Path:

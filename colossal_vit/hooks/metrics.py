@@ -27,12 +27,12 @@ from torch import Tensor
 
 
 def writes_metrics() -> bool:
-    """Whether this rank has the records of a run: in the last pipeline stage, which sees the loss, the first."""
+    """Return whether this rank has the records of a run: in the last pipeline stage, which sees the loss, the first."""
     return is_no_pp_or_last_stage() and is_dp_rank_0() and is_tp_rank_0()
 
 
 def _memory_gb(device: torch.device) -> float:
-    """Peak memory so far: allocated on the GPU, or resident on a machine without one."""
+    """Return the peak memory so far: allocated on the GPU, or resident on a machine without one."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9  # Linux counts in KiB

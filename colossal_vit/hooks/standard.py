@@ -14,7 +14,7 @@ from colossalai.legacy.trainer.hooks import BaseHook
 
 
 def standard_hooks(run: Run, train_dataloader: TrainLoader) -> list[BaseHook]:
-    """The hooks of every train script: `MetricsHook`, and for training the others, as the command line asks.
+    """Return the hooks of every train script: `MetricsHook`, and for training the others, as the command line asks.
 
     Args:
         run: from `main.start`.

@@ -29,7 +29,7 @@ def check_installed() -> None:
 
 
 def _read_id(file: Path) -> str | None:
-    """The id of a run of Weights & Biases in a file; None if there is none, or it is damaged."""
+    """Return the id of a run of Weights & Biases in a file; None if there is none, or it is damaged."""
     if not file.exists():
         return None
     said = file.read_bytes().decode(errors="replace").strip()

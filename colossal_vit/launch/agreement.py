@@ -20,7 +20,8 @@ OF_A_RANK |= {"config", "set", "compile", "backend", "world_size", "settings", "
 
 
 def _code(loader: Path | None = None) -> str:
-    """A digest of the source files of this library, and of script, loader and the modules beside them that they import.
+    """Return a digest of the source files of this library, and of script, loader and the modules beside them that they
+    import.
 
     Args:
         loader: the file of the loader, which is imported.
@@ -39,7 +40,7 @@ def _code(loader: Path | None = None) -> str:
 
 
 def common(args: argparse.Namespace, config: Config, backend: str, loader: Path | None = None) -> dict[str, Any]:
-    """What every rank of a run must have in common, beside the world size, by the names that messages give it.
+    """Return what every rank of a run must have in common, beside the world size, by the names that messages give it.
 
     Paths may differ from node to node: of DATA and --resume it only counts whether there is one. The data are compared
     once they are read, and rank 0 alone reads the checkpoint.
@@ -63,7 +64,7 @@ def common(args: argparse.Namespace, config: Config, backend: str, loader: Path 
 
 
 def first_difference(first: Any, other: Any, name: str = "") -> tuple[str, Any, Any] | None:
-    """The first value that differs between two of `common`: its name, with dots inside blocks, and both values."""
+    """Return the first value that differs in two of `common`: its name, with dots inside blocks, and both values."""
     if isinstance(first, Mapping) and isinstance(other, Mapping):
         each = (first_difference(first.get(key), other.get(key), f"{name}.{key}") for key in first | other)
         return next(filter(None, each), None)
@@ -71,7 +72,7 @@ def first_difference(first: Any, other: Any, name: str = "") -> tuple[str, Any, 
 
 
 def describe_difference(first: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> str:
-    """In what a rank differs from rank 0, in one line; empty if in nothing."""
+    """Describe in one line how a rank differs from rank 0; empty if it does not."""
     if (found := first_difference(first, other)) is None:
         return ""
     name, expected, value = found

@@ -131,7 +131,7 @@ class Exits:
 
 
 def _prints(error: Exception) -> bool:
-    """Whether this rank prints an error that other ranks may have too.
+    """Return whether this rank prints an error that other ranks may have too.
 
     With process groups, the first rank to increment a counter in their common store does. Before, rank 0 does. Any
     other rank waits, and then prints too if something listens at rank 0's address, because rank 0 then still runs and
@@ -156,12 +156,12 @@ def _prints(error: Exception) -> bool:
 
 
 def lost_connection(error: BaseException) -> bool:
-    """Whether an error may be a mere consequence of another rank's end."""
+    """Return whether an error may be a mere consequence of another rank's end."""
     return isinstance(error, dist.DistError) or "gloo" in str(error) or "Connection reset by peer" in str(error)
 
 
 def _as_user_error(error: BaseException) -> BaseException:
-    """A `UserError` for too little memory, and see `errors.as_user_error`; any other error as it is."""
+    """Return a `UserError` for too little memory, and see `errors.as_user_error`; any other error as it is."""
     _, on_cpu, size = str(error).partition("DefaultCPUAllocator: ")
     if isinstance(error, torch.OutOfMemoryError) or on_cpu:
         needed = size.partition(". Error")[0] or str(error).partition(". Including")[0]

@@ -57,7 +57,7 @@ class Arguments(argparse.Namespace):
         super().__init__(**{"exits": Exits(), **values})
 
     def replace(self, **changes: Any) -> "Arguments":
-        """A copy with other values."""
+        """Return a copy with other values."""
         return Arguments(**{**vars(self), **changes})
 
 
@@ -91,12 +91,12 @@ class TrainParser(Parser):
 
 
 def _flag(name: str) -> str:
-    """The flag of a value; Colossal-AI's have underscores."""
+    """Return the flag of a value; Colossal-AI's have underscores."""
     return f"--{name}" if name in ("world_size", "local_rank") else f"--{name.replace('_', '-')}"
 
 
 def parse(words: Sequence[str] | None = None, description: str | None = None, **of_script: Any) -> Arguments:
-    """The arguments of a train script.
+    """Return the arguments of a train script.
 
     Args:
         words: the command line, by default this process's.
@@ -110,7 +110,7 @@ def parse(words: Sequence[str] | None = None, description: str | None = None, **
 
 
 def get_parser(description: str | None = None) -> TrainParser:
-    """The parser of every train script: Colossal-AI's flags and ours."""
+    """Return the parser of every train script: Colossal-AI's flags and ours."""
     parser = TrainParser(
         description=description,
         parents=[colossalai.get_default_parser()],

@@ -16,7 +16,7 @@ from colossalai.legacy.core import global_context as gpc
 
 
 def choose_backend(args: argparse.Namespace, rendezvous: Rendezvous, layout: Layout) -> str:
-    """The backend `--backend`, or by default NCCL with CUDA and gloo without.
+    """Return the backend `--backend`, or by default NCCL with CUDA and gloo without.
 
     Raises:
         UserError: if the backend needs CUDA or cannot send what the layout sends, or this machine has fewer GPUs than
@@ -41,7 +41,7 @@ def choose_backend(args: argparse.Namespace, rendezvous: Rendezvous, layout: Lay
 
 
 def device_index(rendezvous: Rendezvous) -> int:
-    """This process's index among the GPUs visible to it."""
+    """Return this process's index among the GPUs visible to it."""
     bound = rendezvous.launcher in ("slurm", "openmpi") and torch.cuda.device_count() == 1
     return 0 if bound else rendezvous.local_rank  # a launcher may make only one GPU visible to each process
 
@@ -77,7 +77,7 @@ def prepare_device(dtype: str, rendezvous: Rendezvous) -> torch.device:
 
 
 def choose_device(rendezvous: Rendezvous) -> torch.device:
-    """This rank's device."""
+    """Return this rank's device."""
     return torch.device("cuda", device_index(rendezvous)) if torch.cuda.is_available() else torch.device("cpu")
 
 

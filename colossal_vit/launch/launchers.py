@@ -54,7 +54,7 @@ def _environ(*names: str) -> list[int]:
 
 
 def first_slurm_host(node_list: str) -> str:
-    """The first host name of a SLURM node list: `rack[1-2]gpu[03-05,9],login` gives `rack1gpu03`.
+    """Return the first host name of a SLURM node list: `rack[1-2]gpu[03-05,9],login` gives `rack1gpu03`.
 
     Raises:
         UserError: if there is none.
@@ -109,7 +109,7 @@ def _from_openmpi(args: argparse.Namespace) -> Rendezvous:
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nothing listens on."""
+    """Return a TCP port of this machine that nothing listens on."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         return free.getsockname()[1]
@@ -169,20 +169,20 @@ def find_rendezvous(args: argparse.Namespace) -> Rendezvous:
 
 
 def ignored_flags(args: argparse.Namespace, rendezvous: Rendezvous) -> list[str]:
-    """The flags of a command line that do not count, because the launcher has said the same."""
+    """Return the flags of a command line that do not count, because the launcher has said the same."""
     settled = {"none": (), "torch": ("rank", "world_size", "host", "port")}
     names = settled.get(rendezvous.launcher, ("rank", "world_size"))
     return [f"--{name}" for name in names if getattr(args, name) is not None]
 
 
 def _first_number(*names: str) -> int | None:
-    """The first of these environment variables that is a number."""
+    """Return the first of these environment variables that is a number."""
     values = (os.environ.get(name, "") for name in names)
     return next((int(value) for value in values if value.isdecimal()), None)
 
 
 def launched_rank() -> int:
-    """The rank that a launcher gave this process, or 0."""
+    """Return the rank that a launcher gave this process, or 0."""
     return _first_number("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK") or 0
 
 
@@ -199,7 +199,7 @@ def rank_host_port() -> tuple[int, str | None, str | None]:
 
 
 def planned_rendezvous(args: argparse.Namespace, config: Config, rank: int = 0) -> Rendezvous:
-    """The place of a process that plays a rank: `--dry-run` starts no others.
+    """Return the place of a process that plays a rank: `--dry-run` starts no others.
 
     The world size is `--world_size`, or the launcher's, or the smallest that the layout allows.
 

@@ -16,12 +16,12 @@ LEFT_OVER = 5.0  # seconds before the end of the timeout at which the process is
 
 
 def is_detached() -> bool:
-    """Whether this process was started with nohup or setsid, to outlive its terminal."""
+    """Return whether this process was started with nohup or setsid, to outlive its terminal."""
     return signal.getsignal(signal.SIGHUP) == signal.SIG_IGN or os.getsid(0) == os.getpid()
 
 
 def srun_listens() -> bool:
-    """Whether srun started this process from this machine and is still running.
+    """Return whether srun started this process from this machine and is still running.
 
     The parent of a SLURM task is a daemon, which outlives srun. But srun keeps a port open for its tasks, so binding
     that port fails as long as srun runs. (Connecting instead would make srun print an error.)

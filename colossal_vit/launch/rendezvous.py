@@ -26,12 +26,12 @@ def _is_loopback(address: str) -> bool:
 
 
 def _is_local(host: str) -> bool:
-    """Whether `host` is itself a loopback address or `localhost`, not a host name that resolves to one."""
+    """Return whether `host` is itself a loopback address or `localhost`, not a host name that resolves to one."""
     return _is_loopback(host) or host == "localhost"
 
 
 def is_own(host: str) -> bool:
-    """Whether `host` is an address of this machine, and not of a router, say, that forwards to it."""
+    """Return whether `host` is an address of this machine, and not of a router, say, that forwards to it."""
     family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:
@@ -42,7 +42,8 @@ def is_own(host: str) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens at `host` only, if other machines reach this one at that address; else at all addresses.
+    """Return a socket that listens at `host` only, if other machines reach this one at that address; else at all
+    addresses.
 
     The latter is so if `host` is no address of this machine, or is its name and resolves locally to 127.0.1.1, as on
     Debian, but to another address elsewhere.
@@ -59,7 +60,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def interface_towards(host: str) -> str | None:
-    """The network interface that routes to `host`, such as `eth0`; None if there is none."""
+    """Return the network interface that routes to `host`, such as `eth0`; None if there is none."""
     for target in (host, DOCUMENTATION_ADDRESS):
         with suppress(OSError):
             family, _, _, _, address = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
@@ -75,12 +76,12 @@ def interface_towards(host: str) -> str | None:
 
 
 def _agent_has_store() -> bool:
-    """Whether torchrun keeps a store for its workers, which stays when it starts them again."""
+    """Return whether torchrun keeps a store for its workers, which stays when it starts them again."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _prefix(run: str) -> str:
-    """The prefix of a run's keys in the store, which agents of several runs may share.
+    """Return the prefix of a run's keys in the store, which agents of several runs may share.
 
     It is another one after each restart if the store stays. Otherwise it is always the same: an agent of torchrun that
     joined later has counted fewer restarts.

@@ -16,7 +16,7 @@ SAME_SIGNAL = 2.0  # seconds
 
 
 def heard_signals() -> list[signal.Signals]:
-    """Those of `SIGNALS` that are for this process: a shell's background jobs ignore SIGINT, and nohup's SIGHUP."""
+    """Return the `SIGNALS` that are for this process: a shell's background jobs ignore SIGINT, and nohup's SIGHUP."""
     ignored = [number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_IGN]
     return [number for number in SIGNALS if number not in ignored]
 
@@ -64,7 +64,7 @@ class StopRequests:
             self._asked = request, dist.all_reduce(request, dist.ReduceOp.MAX, group=group, async_op=True)
 
     def answer(self) -> tuple[int, bool]:
-        """A signal that any rank had heard when it last asked, or 0, and whether any wanted to save. Collective."""
+        """Return a signal that any rank had heard when last asked, or 0, and whether any wanted to save. Collective."""
         if self._alone:
             return self._heard, self._save
         if self._asked is None:

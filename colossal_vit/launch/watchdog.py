@@ -38,7 +38,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def _receive(connection: socket.socket) -> tuple[str, int]:
-    """The next message's word and exit code; "died" if the connection ends without one."""
+    """Return the next message's word and exit code; "died" if the connection ends without one."""
     try:
         word, *code = connection.recv(64).decode().split() or ["died"]
     except OSError:

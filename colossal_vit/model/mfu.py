@@ -65,7 +65,7 @@ def training_flops(model: nn.Module, img_size: int) -> int:
 
 
 def peak_flops(device_name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
-    """Peak dense FLOP/s of a GPU; None if `PEAK_TFLOPS` does not list it.
+    """Return the peak dense FLOP/s of a GPU; None if `PEAK_TFLOPS` does not list it.
 
     Args:
         device_name: from `torch.cuda.get_device_name`, for example "NVIDIA H100 80GB HBM3".

@@ -116,7 +116,7 @@ def set_dropout(model: nn.Module, config: Config) -> None:
 
 
 def build_timm_vit(config: Config) -> nn.Module:
-    """The timm model `config.MODEL`, its weights initialised on the CPU from `config.SEED`.
+    """Return the timm model `config.MODEL`, its weights initialised on the CPU from `config.SEED`.
 
     DROP_RATE has the meaning of timm's `drop_rate` when the tutorials were written: dropout after the position
     embedding, the attention projection and the layers of the MLP. DROP_PATH_RATE is timm's `drop_path_rate`, or the

@@ -10,7 +10,7 @@ from colossalai.context import Config
 def choose_layout(
     config: Config, world_size: int, load: Callable[[list[str]], Config], check: Callable[[Config, Layout], None] | None
 ) -> tuple[Config, Layout]:
-    """The layout and batch for as many of the processes as can work.
+    """Return the layout and batch for as many of the processes as can work.
 
     Of `parallel` and ELASTIC_LAYOUTS, the first that has work for most processes, with as many data-parallel replicas
     as share GLOBAL_BATCH evenly, in batches as large as BATCH_SIZE allows.
@@ -51,7 +51,7 @@ def choose_layout(
 def _share(
     config: Config, world_size: int, load: Callable[[list[str]], Config], check: Callable[[Config, Layout], None] | None
 ) -> tuple[Config, Layout]:
-    """The most replicas of one value of `parallel`; arguments and errors as of `fit`."""
+    """Return the most replicas of one value of `parallel`; arguments and errors as of `fit`."""
     model = config.parallel.pipeline * config.parallel.tensor.size
     reason = None
     for replicas in range(max(world_size // model, 1), 0, -1):
@@ -74,7 +74,7 @@ def _share(
 
 
 def describe(config: Config, fitted: Config, world_size: int, layout: Layout) -> str:
-    """What `choose_layout` has chosen, in one line."""
+    """Return what `choose_layout` has chosen, in one line."""
     idle = world_size - layout.world_size
     return (
         f"ELASTIC: {world_size} processes{f', {idle} of them without work' if idle else ''}; global batch "

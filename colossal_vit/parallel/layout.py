@@ -52,7 +52,7 @@ class Layout:
 
     @classmethod
     def of(cls, config: Config, world_size: int) -> "Layout":
-        """The layout of `config.parallel` on `world_size` processes.
+        """Return the layout of `config.parallel` on `world_size` processes.
 
         Raises:
             UserError: if the tensor-parallel size does not fit its mode, or the world size is not a multiple of
@@ -70,16 +70,16 @@ class Layout:
 
     @classmethod
     def current(cls) -> "Layout":
-        """The layout of this process's initialised process groups."""
+        """Return the layout of this process's initialised process groups."""
         return cls.of(gpc.config, gpc.get_world_size(ParallelMode.GLOBAL))
 
     def global_batch(self, config: Config) -> int:
-        """Images per optimizer step: BATCH_SIZE × gradient_accumulation × data-parallel size."""
+        """Return images per optimizer step: BATCH_SIZE × gradient_accumulation × data-parallel size."""
         return config.BATCH_SIZE * config.gradient_accumulation * self.data
 
     @property
     def short(self) -> str:
-        """In the words of docs/glossary.md, without what is not split: 'DP 2 × PP 2 × 1D 4'; or 'one process'."""
+        """The name in docs/glossary.md's words, without what is not split: 'DP 2 × PP 2 × 1D 4'; or 'one process'."""
         sizes = {"DP": self.data, "PP": self.pipeline, (self.tensor_mode or "").upper(): self.tensor}
         return " × ".join(f"{kind} {size}" for kind, size in sizes.items() if size > 1) or "one process"
 
@@ -89,13 +89,13 @@ class Layout:
 
 
 def arrange(mode: str, size: int) -> list[int]:
-    """The sides q in which a tensor-parallel mode can arrange `size` ranks: at most one but in 2.5D."""
+    """Return the sides q in which a tensor-parallel mode can arrange `size` ranks: at most one but in 2.5D."""
     squares = {q: q ** _DIMENSIONS[mode] for q in range(2, size + 1)}
     return [q for q, ranks in squares.items() if ranks == size or (mode == "2.5d" and size % ranks == 0)]
 
 
 def _side(mode: str | None, size: int, depth: int) -> int:
-    """The side q of the tensor-parallel ranks, see `Layout`."""
+    """Return the side q of the tensor-parallel ranks, see `Layout`."""
     if mode is None:
         if size > 1:
             modes = " or ".join([", ".join(map(repr, TENSOR_MODES[:-1])), repr(TENSOR_MODES[-1])])

@@ -71,7 +71,7 @@ class Shard:
     num_heads: int | None = None
 
     def split(self, full: Tensor) -> Tensor:
-        """This rank's piece of `full`, a parameter as timm stores it."""
+        """Return this rank's piece of `full`, a parameter as timm stores it."""
         piece = full
         if self.num_heads:
             piece = piece.unflatten(0, (3, self.num_heads, -1)).transpose(0, 1).flatten(0, 2)
@@ -82,7 +82,7 @@ class Shard:
         return piece
 
     def gather(self, piece: Tensor) -> Tensor:
-        """The inverse of `split`: the full tensor as timm stores it. Collective over the tensor-parallel ranks."""
+        """Invert `split`: return the full tensor as timm stores it. Collective over the tensor-parallel ranks."""
         full = piece.contiguous()
         if self.owner is not None:
             mode, number = self.owner
@@ -99,7 +99,7 @@ class Shard:
         return full
 
     def full_shape(self, piece: Sequence[int]) -> list[int]:
-        """The shape of the full parameter as timm stores it, from the shape of this rank's piece."""
+        """Return the shape of the full parameter as timm stores it, from the shape of this rank's piece."""
         shape = list(piece)
         for dim, mode in self.splits:
             shape[dim] *= gpc.get_world_size(mode)
@@ -140,7 +140,7 @@ def _square(row: ParallelMode, column: ParallelMode, first_row_only: bool) -> tu
 
 
 def _cube(layer: nn.Module) -> Splits:
-    """A layer of 3D, where input and output groups alternate from layer to layer."""
+    """Return a layer of 3D, where input and output groups alternate from layer to layer."""
     first, last = _along(0, layer.output_parallel_mode), _along(-1, layer.output_parallel_mode)
     match layer:
         case Linear3D():
@@ -166,13 +166,13 @@ _LAYERS: dict[type[nn.Module], Splits | Callable[[nn.Module], Splits]] = {
 
 
 def split_batch(batch: Tensor, dim: int = 0) -> Tensor:
-    """This rank's part of a batch in 2D, 2.5D and 3D, which split dimension `dim`; in 1D the whole batch."""
+    """Return this rank's part of a batch in 2D, 2.5D and 3D, which split dimension `dim`; in 1D the whole batch."""
     split = {"2d": split_batch_2d, "2.5d": split_batch_2p5d, "3d": split_batch_3d}.get(tensor_parallel_env.mode)
     return split(batch, dim) if split else batch
 
 
 def output_part(layer: nn.Module) -> ActivationPart:
-    """This rank's part of a layer's output; the whole of a layer that is not split."""
+    """Return this rank's part of a layer's output; the whole of a layer that is not split."""
     layer = getattr(layer, "module", layer)  # Colossal-AI's automatic layers wrap the real one
     rows: list[ParallelMode] = []
     columns: list[ParallelMode] = []
@@ -193,7 +193,7 @@ def output_part(layer: nn.Module) -> ActivationPart:
 
 
 def _number_among(modes: Iterable[ParallelMode]) -> tuple[int, int]:
-    """This rank's number among parts that are split over one group after the other, and how many they are."""
+    """Return this rank's number among parts that are split over one group after the other, and how many they are."""
     number, parts = 0, 1
     for mode in modes:
         number = number * gpc.get_world_size(mode) + gpc.get_local_rank(mode)
@@ -202,7 +202,7 @@ def _number_among(modes: Iterable[ParallelMode]) -> tuple[int, int]:
 
 
 def mean_over_batch_parts(loss: Tensor) -> Tensor:
-    """The mean loss of a batch, from the mean over this rank's part of it, see `split_batch`. Collective."""
+    """Return the mean loss of a batch, from the mean over this rank's part of it, see `split_batch`. Collective."""
     if tensor_parallel_env.mode == "3d":
         groups = map(get_parallel_mode_from_env, (INPUT_GROUP_3D, WEIGHT_GROUP_3D))
         return reduce_by_batch_3d(loss, *groups, True)
@@ -246,7 +246,7 @@ def load_full(model: nn.Module, full: Mapping[str, Tensor]) -> None:
 
 
 def num_replicas(parameter: Tensor) -> int:
-    """Number of ranks in the tensor-parallel group that use the same piece of a parameter."""
+    """Return the number of ranks in the tensor-parallel group that use the same piece of a parameter."""
     shard = getattr(parameter, "shard", None)
     return gpc.tensor_parallel_size // (shard.num_holders if shard else 1)
 

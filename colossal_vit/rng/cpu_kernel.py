@@ -14,7 +14,7 @@ GRAIN = 1 << 15  # elements that are worth another thread, as in torch's operato
 
 
 def _kept(count: int, step: int, place: int, key: list[int], tokens: int, channels: int) -> np.ndarray:
-    """Which elements of `count` samples are kept, bool (count, tokens, channels rounded up to whole blocks).
+    """Return which elements of `count` samples are kept, bool (count, tokens, channels rounded up to whole blocks).
 
     Their places in the global batch follow each other, so that their blocks do, too.
 
@@ -38,12 +38,12 @@ def _kept(count: int, step: int, place: int, key: list[int], tokens: int, channe
 
 @functools.cache
 def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    """The threads of a process; a fork of it has none of them, and starts its own."""
+    """Return the threads of a process; a fork of it has none of them, and starts its own."""
     return ThreadPoolExecutor(threads)
 
 
 def drop(x: Tensor, samples: Tensor, key: Tensor, first: int, channels: int) -> Tensor:
-    """As `dropout.drop` without GELU; the arithmetic is in fp32 or fp64."""
+    """Compute `dropout.drop` without GELU, in fp32 or fp64."""
     dtype, x = x.dtype, x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
     result = torch.empty_like(x)
     shape = len(x), x.shape[1:-1].numel(), x.shape[-1]

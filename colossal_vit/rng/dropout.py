@@ -43,7 +43,7 @@ _samples: Tensor | None = None
 
 @contextmanager
 def batch_of(samples: Tensor | None) -> Iterator[None]:
-    """Around a forward pass: (B, 2), each sample's optimizer step and place in the global batch; None in evaluation."""
+    """Surround a forward pass with its samples' optimizer steps and places in the global batch, (B, 2); None drops nothing."""
     global _samples
     before, _samples = _samples, samples
     try:
@@ -53,7 +53,7 @@ def batch_of(samples: Tensor | None) -> Iterator[None]:
 
 
 def current_samples() -> Tensor | None:
-    """Those of the innermost `batch_of`; None outside of any."""
+    """Return the samples of the innermost `batch_of`; None outside of any."""
     return _samples
 
 
@@ -88,7 +88,7 @@ def drop_gradient(
     channels: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The gradient of `drop`.
+    """Return the gradient of `drop`.
 
     Args:
         grad: of its result, contiguous.
@@ -125,7 +125,7 @@ def _(grad, x, samples, key, first, channels, dtype):
 
 
 def _is_traced(x: Tensor) -> bool:
-    """Whether an operator is to be called: calling one takes 0.04 ms more."""
+    """Return whether an operator is to be called: calling one takes 0.04 ms more."""
     return torch.compiler.is_compiling() or type(x) is not Tensor
 
 
@@ -170,7 +170,7 @@ class Dropout(nn.Module):
         return super()._apply(fn, recurse)
 
     def drops(self) -> bool:
-        """Whether it does anything now but GELU."""
+        """Return whether it does anything now but GELU."""
         return self.training and not self.is_off
 
     def forward(self, x: Tensor, samples: Tensor | None = None) -> Tensor:

@@ -19,7 +19,7 @@ MOST = ONE - (1 << 8)  # the highest rate that 8 bits can draw
 
 @functools.cache
 def word(name: str) -> int:
-    """A word of a key or counter, below 2^56, that stands for a name."""
+    """Return a word of a key or counter, below 2^56, that stands for a name."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest())
 
 
@@ -28,7 +28,7 @@ def _philox(seed: int, purpose: str, counter: Sequence[int]) -> Philox:
 
 
 def generator(seed: int, purpose: str, *what: int, start: int = 0) -> Generator:
-    """Random numbers of one thing.
+    """Return random numbers of one thing.
 
     Args:
         seed: of the run.
@@ -40,7 +40,8 @@ def generator(seed: int, purpose: str, *what: int, start: int = 0) -> Generator:
 
 
 def uniform(seed: int, purpose: str, *what: np.ndarray | int, count: int) -> np.ndarray:
-    """The first `count` numbers, from 0 up to 1, of `generator(...).random()` for each of many things, but faster.
+    """Return the first `count` numbers, from 0 up to 1, of `generator(...).random()` for each of many things, but
+    faster.
 
     Args:
         seed, purpose, what: see `generator`; arrays (N,) have a number for each thing.

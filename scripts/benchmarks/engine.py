@@ -49,7 +49,7 @@ class Steps:
 
     @cached_property
     def loss(self) -> float:
-        """Of its first step, at the end of which it is ready."""
+        """Loss of its first step, at the end of which it is ready."""
         line = self.process.stdout.readline()
         if not line:
             sys.exit(f"{self.name} does not start, see above")
@@ -67,7 +67,8 @@ class Steps:
 
 
 def batch_size_for(memory: float, num_processes: int) -> int:
-    """The largest power of two, up to 128, of images that so many processes train on, all in a GPU with so many bytes.
+    """Return the largest power of two, up to 128, of images that so many processes train on, all in a GPU with so many
+    bytes.
 
     A waiting process keeps the memory of its largest step. By a dry run of ViT-B/16 in fp32 an image takes 0.12 GB;
     0.13 has room for the masks of dropout. Weights, gradients, moments, CUDA's context and gaps get 2.5 GB.
@@ -98,7 +99,7 @@ def sides(model: str, threads: int, compiled: bool, fp16: bool, args: argparse.N
 
 
 def summary(found: Mapping[str, Rounds]) -> list[str]:
-    """What ours takes of the others' time, and what dropout adds to each: medians of all rounds.
+    """Return what ours takes of the others' time, and what dropout adds to each: medians of all rounds.
 
     Also what the products of ours take of its time.
     """

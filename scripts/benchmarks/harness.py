@@ -79,7 +79,7 @@ def measure(case: Case, args: argparse.Namespace, log: Callable[[str], None]) ->
 
 
 def positive(text: str) -> int:
-    """The type of a flag: an integer from 1 on."""
+    """Return the type of a flag: an integer from 1 on."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is no number from 1 on")
     return int(text)
@@ -102,7 +102,7 @@ def median(rounds: list[Values], quantity: str) -> float | str | None:
 
 
 def ratios(found: Rounds, name: str, quantity: str) -> list[float]:
-    """What a side measured divided by what the first side did, by round."""
+    """Return what a side measured divided by what the first side did, by round."""
     pairs = [
         (own.get(quantity), other.get(quantity))
         for own, other in zip(found[name], next(iter(found.values())), strict=False)
@@ -111,7 +111,7 @@ def ratios(found: Rounds, name: str, quantity: str) -> list[float]:
 
 
 def make_table(found: Mapping[str, Rounds], failed: Mapping[str, Mapping[str, str]], compared: int) -> list[str]:
-    """The medians of all rounds as a Markdown table, with a row for each side.
+    """Return the medians of all rounds as a Markdown table, with a row for each side.
 
     Args:
         found, failed: what `measure` has returned, by case.

@@ -34,7 +34,7 @@ TRAINED, RANDOM, ALONE = "training with DALI", "training with random data", "DAL
 
 
 def load_config(overrides: list[str]) -> Config:
-    """The config as the train script resolves it."""
+    """Return the config as the train script resolves it."""
     return load_script(CONFIG.with_name("train.py")).load(CONFIG, overrides)
 
 
@@ -68,13 +68,14 @@ def drain(data: Path, batch_size: int, num_batches: int) -> float:
 
 
 def drain_in_a_process(data: Path, args: argparse.Namespace, number: int) -> dict[str, float]:
-    """A new process returns its memory of the GPU when it ends."""
+    """Return a new process returns its memory of the GPU when it ends."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return {"images/s": pool.apply(drain, (data, args.batch_size, 1 if args.small else 20))}
 
 
 def batch_size_for(memory: float) -> int:
-    """The largest power of two, up to 256, of images that a GPU with so many bytes trains any of the three models on.
+    """Return the largest power of two, up to 256, of images that a GPU with so many bytes trains any of the three
+    models on.
 
     By their dry runs, see results/memory_plan, an image takes up to 0.09 GB, and a model up to 7 GB. DALI and CUDA's
     context get 2 GB.
@@ -95,7 +96,7 @@ def sides(model: str, precision: str, args: argparse.Namespace) -> dict[str, Sid
 
 
 def loops(found: Mapping[str, Rounds]) -> list[str]:
-    """What training with DALI reaches of the lower one of the others, in the same round."""
+    """Return what training with DALI reaches of the lower one of the others, in the same round."""
     lines = []
     for case, rounds in found.items():
         speeds = [[of_side[number]["images/s"] for of_side in rounds.values()] for number in range(len(rounds[ALONE]))]

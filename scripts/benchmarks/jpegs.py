@@ -20,7 +20,7 @@ NUM_CLASSES = 8
 
 
 def temporary_folder() -> Path:
-    """A folder that is removed when this process ends."""
+    """Return a folder that is removed when this process ends."""
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)

@@ -65,7 +65,7 @@ def image_folder(folder: Path) -> Batches:
 
 
 def timed(batches: Batches, num_batches: int, number: int) -> dict[str, float]:
-    """The speed of so many batches, after some that were made ahead."""
+    """Return the speed of so many batches, after some that were made ahead."""
     time.sleep(SETTLED)
     for _ in range(DRAINED):
         next(batches)
@@ -89,7 +89,7 @@ def sides(args: argparse.Namespace) -> dict[str, Side]:
 
 
 def drained(root: Path, data: Path, num_batches: int, overrides: list[str], cold: bool, number: int) -> Values:
-    """What `drain.py` says of the code in a folder."""
+    """Return what `drain.py` says of the code in a folder."""
     batch_size = str(4 * BATCH_SIZE)  # the config's
     command = [sys.executable, str(Path(__file__).with_name("drain.py")), str(data), batch_size, str(num_batches)]
     environment = {

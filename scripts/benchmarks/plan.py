@@ -34,13 +34,13 @@ UNCOUNTED = 4  # first steps
 
 
 def machine() -> str | None:
-    """The planner's name of the GPU here, None if it has none; an H100's without a GPU."""
+    """Return the planner's name of the GPU here, None if it has none; an H100's without a GPU."""
     gpus = gpu_names()
     return name_of(gpus[0]) if gpus else "h100"
 
 
 def predict(name: str | None, script: str, config: Path, values: dict[str, Any]) -> float | None:
-    """Seconds of an eager step on a machine; None without one."""
+    """Return seconds of an eager step on a machine; None without one."""
     if name is None:
         return None
     train = load_script(ROOT / script)

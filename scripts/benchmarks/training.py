@@ -45,12 +45,12 @@ Step = Callable[[Tensor, Tensor], Tensor | None]
 
 @cache
 def device() -> torch.device:
-    """The first GPU, or the CPU. A process that asks for GPUs can no longer make predictions, in forks that do."""
+    """Return the first GPU, or the CPU. A process that has asked for GPUs can no longer use them in forks."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def seconds(work: Callable[[], Any]) -> float:
-    """Seconds that `work` takes, including its work on the device."""
+    """Return seconds that `work` takes, including its work on the device."""
     synchronize = torch.cuda.synchronize if device().type == "cuda" else lambda: None
     synchronize()
     started = time.perf_counter()
@@ -88,7 +88,7 @@ def start_hybrid(args: argparse.Namespace, values: Mapping[str, Any]) -> Run:
 
 
 def engine_step(engine: Engine) -> Step:
-    """A training step of an engine."""
+    """Return a training step of an engine."""
 
     def step(images: Tensor, labels: Tensor) -> Tensor | None:
         engine.zero_grad()
@@ -100,7 +100,7 @@ def engine_step(engine: Engine) -> Step:
 
 
 def plain_step(model: nn.Module, optimizer: Optimizer, criterion: nn.Module) -> Step:
-    """A training step in plain PyTorch."""
+    """Return a training step in plain PyTorch."""
 
     def step(images: Tensor, labels: Tensor) -> Tensor:
         optimizer.zero_grad()
@@ -113,7 +113,7 @@ def plain_step(model: nn.Module, optimizer: Optimizer, criterion: nn.Module) -> 
 
 
 def random_batches(run: Run) -> Iterator[Batch]:
-    """This rank's parts of global batches of random images, endlessly."""
+    """Yield this rank's parts of global batches of random images, endlessly."""
     generator, size = torch.Generator().manual_seed(run.config.SEED), run.config.IMG_SIZE
     global_batch = run.config.BATCH_SIZE * run.layout.data
     replica = gpc.get_local_rank(ParallelMode.DATA)

@@ -21,7 +21,7 @@ class Host:
     """What Ray starts on a machine."""
 
     def address(self) -> tuple[str, int]:
-        """The address of this machine, and a free port."""
+        """Return the address of this machine, and a free port."""
         with socket.socket() as found:
             found.bind(("", 0))
             return ray.util.get_node_ip_address(), found.getsockname()[1]

@@ -42,7 +42,7 @@ FACTORS = (*PROCESSES, "chunks", "zero", "accumulation", "micro-batches")  # chu
 
 
 def parse_layout(name: str) -> dict[str, int]:
-    """The factors of a layout such as "DP 2 × PP 2 × 1D 2".
+    """Return the factors of a layout such as "DP 2 × PP 2 × 1D 2".
 
     Raises:
         UserError: if the name is none.
@@ -59,12 +59,12 @@ def parse_layout(name: str) -> dict[str, int]:
 
 
 def num_processes(factors: dict[str, int]) -> int:
-    """How many processes a layout has."""
+    """Return how many processes a layout has."""
     return math.prod(number for word, number in factors.items() if word in PROCESSES)
 
 
 def layout_values(factors: dict[str, int], config: Config) -> dict[str, Any]:
-    """The config values of a layout, for the config's BATCH_SIZE as the global batch.
+    """Return the config values of a layout, for the config's BATCH_SIZE as the global batch.
 
     Raises:
         UserError: if the layout does not fit that.
@@ -94,7 +94,8 @@ def layout_values(factors: dict[str, int], config: Config) -> dict[str, Any]:
 
 
 def parse(words: Sequence[str] | None = None) -> tuple[Build, Arguments]:
-    """The `build` of the train script that a command line names, and its arguments with `layouts` and `own_precision`.
+    """Return the `build` of the train script that a command line names, and its arguments with `layouts` and
+    `own_precision`.
 
     Args:
         words: the command line, by default this process's.
@@ -170,7 +171,7 @@ class Comparison:
         self.limits = self._limits_of_rounding() if self.own_precision else dict.fromkeys(self.one, EXACT)
 
     def _limits_of_rounding(self) -> dict[Key, float]:
-        """How much each tensor may differ in the config's own precision, relative to its largest value."""
+        """Return how much each tensor may differ in the config's own precision, relative to its largest value."""
         exact = self.ranks.train(1, {**self.alone, **DOUBLE}, self.folder / "exact", STEPS)
         apart = {key: error for key, error, _ in compare(exact, self.one) if key in exact and key in self.one}
         limits = dict.fromkeys(self.one, ROUNDINGS * EPSILON)
@@ -183,7 +184,9 @@ class Comparison:
         return limits | {key: math.inf for key in self.one if key[1] in ACCURACIES}
 
     def default_layouts(self) -> dict[str, dict[str, int]]:
-        """The layouts that are tried if none is named; under a launcher, those with as many processes as it started."""
+        """Return the layouts that are tried if none is named; under a launcher, those with as many processes as it
+        started.
+        """
         names = LAYOUTS if self.has_stages else DATA_PARALLEL
         if self.ranks.store is not None:
             names = [Layout.of(self.config, self.ranks.launched.world_size).short, *names]
@@ -194,7 +197,7 @@ class Comparison:
         return self.ranks.store is None or num_processes(factors) == self.ranks.launched.world_size
 
     def outcome(self, factors: dict[str, int]) -> tuple[bool | None, str]:
-        """Whether a layout agrees with one process, None if it cannot be tried; and what there is to say of it."""
+        """Tell whether a layout agrees with one process, None if it cannot be tried; and what there is to say of it."""
         found: list[list[Difference]] = []
         try:
             if not self._has_processes(factors):
@@ -219,14 +222,14 @@ class Comparison:
         return True, text
 
     def _first(self, how: str, differences: Iterable[Difference]) -> str:
-        """The first tensor that differs by more than its limit, in words; empty if there is none."""
+        """Return the first tensor that differs by more than its limit, in words; empty if there is none."""
         for (step, kind, layer), error, text in differences:
             if not error <= self.limits.get((step, kind, layer), EXACT):
                 return f"differs first in step {step}, {f'{kind} {layer}'.strip()}: {how}{text}"
         return ""
 
     def _differences(self, world_size: int, values: dict[str, Any]) -> Iterator[tuple[str, list[Difference]]]:
-        """Of a layout that trains, then resumes from one process's checkpoint; then of one process that resumes its."""
+        """Yield how a layout differs that trains, then resumes one process's checkpoint; then one that resumes its."""
         train = self.ranks.train
         last = {key: pieces for key, pieces in self.one.items() if key[0] == STEPS}
         with tempfile.TemporaryDirectory(dir=self.folder) as own:

@@ -28,7 +28,7 @@ class Difference(NamedTuple):
 
 
 def _whole(pieces: Iterable[tuple[int, Record]]) -> np.ndarray:
-    """The tensor that one process has recorded, its samples in the order of the global batch."""
+    """Return the tensor that one process has recorded, its samples in the order of the global batch."""
     *_, last = records = [record for _, record in pieces]
     if last.places is None:
         return last.values
@@ -38,7 +38,7 @@ def _whole(pieces: Iterable[tuple[int, Record]]) -> np.ndarray:
 
 
 def _part(record: Record) -> tuple:
-    """The index of a record's part in the whole tensor."""
+    """Return the index of a record's part in the whole tensor."""
     if record.places is None:
         return (...,)
     if record.values.ndim == 1:
@@ -47,7 +47,9 @@ def _part(record: Record) -> tuple:
 
 
 def largest_of(values: Mapping[Key, float], one: Recorded) -> dict[Key, float]:
-    """The values of tensors; of those that are whole, such as parameters, the largest of all of a kind in a step."""
+    """Return the values of tensors; of those that are whole, such as parameters, the largest of all of a kind in a
+    step.
+    """
     groups = {key: key[:2] if one[key][0][1].places is None else key for key in values}
     largest: dict[tuple, float] = {}
     for key, group in groups.items():
@@ -56,7 +58,7 @@ def largest_of(values: Mapping[Key, float], one: Recorded) -> dict[Key, float]:
 
 
 def compare(one: Recorded, several: Recorded) -> list[Difference]:
-    """Of every tensor in the order of computation, how it differs.
+    """Return how each tensor differs, in the order of computation.
 
     Args:
         one: of one process, which is right.

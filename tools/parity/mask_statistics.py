@@ -51,17 +51,17 @@ def ours(seed: int, layer: str, samples: np.ndarray, tokens: int, channels: int,
 
 
 def torchs(seed: int, layer: str, samples: np.ndarray, tokens: int, channels: int, rate: float) -> np.ndarray:
-    """As in training: one generator, which draws on and on."""
+    """Draw as in training: with one generator, which draws on and on."""
     return F.dropout(torch.ones(len(samples), tokens, channels), rate).numpy() == 0
 
 
 def both_sides(value: float) -> float:
-    """The p-value of a statistic that may be too small or too large, from one side's."""
+    """Return the p-value of a statistic that may be too small or too large, from one side's."""
     return min(1.0, 2 * min(value, 1 - value))
 
 
 def binomial(count: float, number: int, rate: float) -> float:
-    """The p-value of a count of what happens with this rate."""
+    """Return the p-value of a count of what happens with this rate."""
     return min(1.0, 2 * min(stats.binom.cdf(count, number, rate), stats.binom.sf(count - 1, number, rate)))
 
 
@@ -89,7 +89,7 @@ def both_dropped(rows: np.ndarray) -> np.ndarray:
 
 
 def pairs(counts: np.ndarray, number: int, rate: float, which: np.ndarray) -> Iterator[tuple[str, int, float]]:
-    """Whether pairs of rows of `number` elements are independent: χ² of all correlations, and the furthest pair.
+    """Yield whether pairs of rows of `number` elements are independent: χ² of all correlations, and the furthest pair.
 
     Args:
         counts: from `both_dropped`.
@@ -106,7 +106,7 @@ def pairs(counts: np.ndarray, number: int, rate: float, which: np.ndarray) -> It
 
 
 def questions(draw: Draw, rate: float, seed: int, size: Size) -> Iterator[tuple[str, int, float]]:
-    """What is asked, of how many numbers or pairs, and the p-value."""
+    """Yield what is asked, of how many numbers or pairs, and the p-value."""
     shape = size.samples, size.tokens, size.channels
     layers = [f"blocks.{n}.{part}" for n in range(size.blocks) for part in ("attn.proj_drop", "mlp.drop1", "mlp.drop2")]
     if draw is ours:

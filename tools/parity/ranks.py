@@ -55,7 +55,9 @@ class Failure(NamedTuple):
 
 
 def _failure(rank: int, error: BaseException) -> Failure:
-    """The failure that an exception is: in one line, with the innermost place that is not in an installed package."""
+    """Return the failure that an exception is: in one line, with the innermost place that is not in an installed
+    package.
+    """
     if isinstance(error, (UserError, TrainingError)):
         return Failure(rank, str(error), isinstance(error, UserError))
     frames = traceback.extract_tb(error.__traceback__)
@@ -206,13 +208,13 @@ class Ranks:
     # ---- Among launched processes ----
 
     def _get(self, key: str) -> str:
-        """A value of the store, however long it takes."""
+        """Return a value of the store, however long it takes."""
         while not self.store.check([key]):
             time.sleep(POLL)
         return self.store.get(key).decode()
 
     def of_first(self, value: str) -> str:
-        """The value of the first launched process, on all. Collective for them."""
+        """Return the value of the first launched process, on all. Collective for them."""
         if self.store is None:
             return value
         self._exchanged += 1

@@ -36,7 +36,9 @@ class Record(NamedTuple):
 
 
 def layers(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The layers of a model with parameters or dropout, by timm's names: Colossal-AI's automatic ones wrap others."""
+    """Yield the layers of a model with parameters or dropout, by timm's names: Colossal-AI's automatic ones wrap
+    others.
+    """
     children = dict(model.named_children())
     if children and children.keys() != {"module"}:
         for name, child in children.items():
@@ -46,7 +48,7 @@ def layers(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
 
 
 def _place(name: str) -> tuple[int, bool]:
-    """Of a layer or parameter by its name, to compare; what is frozen ends before a layer, or before the head."""
+    """Return where a layer or parameter is, to compare: what is frozen ends before a layer, or before the head."""
     return layer_of(f"{name}.", depth=2**31), name.partition(".")[0] == "head"
 
 

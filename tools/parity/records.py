@@ -20,7 +20,7 @@ OF_EVALUATIONS = ("eval_loss", "ema_loss", *ACCURACIES, "eval_images")
 
 
 def by_key(ranks: Sequence[Iterable[Record]]) -> Recorded:
-    """The records of all ranks, in the order of the first one that has a tensor."""
+    """Return the records of all ranks, in the order of the first one that has a tensor."""
     found: Recorded = {}
     for rank, records in enumerate(ranks):
         for record in records:
@@ -29,7 +29,7 @@ def by_key(ranks: Sequence[Iterable[Record]]) -> Recorded:
 
 
 def of_run_directory(output: Path) -> list[Record]:
-    """The metrics and checkpoints of a run, on the ranks that have written them; evaluations come last."""
+    """Return the metrics and checkpoints of a run, on the ranks that have written them; evaluations come last."""
     steps, evaluations = read_metrics(output) if writes_metrics() else ([], [])
     records = [*_metrics(steps, OF_STEPS)]
     if dist.get_rank() == 0:
@@ -45,7 +45,7 @@ def _metrics(found: Iterable[dict], names: Iterable[str]) -> Iterator[Record]:
 
 
 def _tensors(folder: Path) -> Iterator[Record]:
-    """The tensors of all checkpoints in a folder: moments, weights, averages."""
+    """Yield the tensors of all checkpoints in a folder: moments, weights, averages."""
     for path in storage.list_steps(folder):
         checkpoint = storage.Checkpoint(path)
         for file in (storage.OPTIMIZER, storage.MODEL, storage.EMA):

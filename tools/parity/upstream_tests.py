@@ -127,14 +127,14 @@ class OnHost(TorchFunctionMode):
 
 
 class HostDDP(DistributedDataParallel):
-    """For a model that is on no GPU, whichever is asked for."""
+    """DDP of a model that is on no GPU, whichever is asked for."""
 
     def __init__(self, model, process_group, device_ids):
         super().__init__(model, process_group=process_group)
 
 
 def on_host(value: Any) -> Any:
-    """The CPU for a CUDA device, anything else as it is."""
+    """Return the CPU for a CUDA device, anything else as it is."""
     return "cpu" if isinstance(value, str | torch.device) and str(value).startswith("cuda") else value
 
 
@@ -217,7 +217,7 @@ def run(legacy: Path, path: str, name: str, patched: bool, mode: OnHost) -> None
 
 
 def reason(error: Exception) -> str:
-    """The name and first line of an error, or of the error of a rank; for a bare assertion its source."""
+    """Return the name and first line of an error, or of the error of a rank; for a bare assertion its source."""
     text = str(error) if isinstance(error, ProcessRaisedException) else "".join(traceback.format_exception(error))
     lines = [line.strip() for line in text.splitlines() if line.strip(" ^~")]
     last = max(number for number, line in enumerate(lines) if line.startswith("File "))
@@ -262,14 +262,14 @@ def outcome(*test: Any) -> dict[str, Any]:
 
 
 def functions(legacy: Path, path: str) -> list[str]:
-    """The names of a file's checks, if they are run one by one, or of its test."""
+    """Return the names of a file's checks, if they are run one by one, or of its test."""
     start = "test_" if FILES[path][0] is None else "check_"
     nodes = ast.parse((legacy / path).read_text()).body
     return [node.name for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith(start)]
 
 
 def commit_of(checkout: Path) -> str:
-    """The commit that is checked out, if it has the tests of the version that is installed.
+    """Return the commit that is checked out, if it has the tests of the version that is installed.
 
     Raises:
         UserError: if it has not, or the tests differ from the commit.

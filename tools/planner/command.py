@@ -58,7 +58,7 @@ def _seconds(timed: tuple[float, Prediction]) -> float:
 
 
 def make_plan(request: Request, name: str, specs: Mapping[str, float]) -> Plan:
-    """The best layouts, on the machine that is asked for.
+    """Return the best layouts, on the machine that is asked for.
 
     Raises:
         UserError: if the machine is not known, the model has fewer than two blocks or frozen ones, or no layout makes
@@ -96,7 +96,7 @@ def make_plan(request: Request, name: str, specs: Mapping[str, float]) -> Plan:
 
 
 def format_plan(plan: Plan, where: str, request: Request) -> str:
-    """The table of the best layouts, as predicted."""
+    """Return the table of the best layouts, as predicted."""
     images = request.images
     lines = [f"{where}, {images} images per step: {plan.num_layouts} layouts; predicted, not measured"]
     if plan.num_too_large:
@@ -120,7 +120,7 @@ def format_plan(plan: Plan, where: str, request: Request) -> str:
 
 
 def format_timings(timed: list[tuple[float, Prediction]], where: str, request: Request) -> str:
-    """The table of the layouts that were timed, the fastest first."""
+    """Return the table of the layouts that were timed, the fastest first."""
     images = request.images
     line = f"{where}, {images} images per step: {len(timed)} layouts, each timed for {timing.COUNTED} steps"
     rows = [[str(each.choice), f"{images / s:,.1f}", f"{each.memory / 1e9:.1f}"] for s, each in timed]

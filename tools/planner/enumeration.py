@@ -45,7 +45,7 @@ class Choice:
 
     @property
     def images(self) -> int:
-        """Of a micro-batch."""
+        """Images of a micro-batch."""
         return self.batch // self.micro_batches
 
     @property
@@ -54,7 +54,7 @@ class Choice:
         return self.layout.tensor_mode, self.layout.tensor, self.layout.depth
 
     def settings(self, hybrid: bool) -> dict[str, Any]:
-        """The config values that make it; `hybrid` is whether the script can do more than data parallelism."""
+        """Return the config values that make it; `hybrid` is whether the script can do more than data parallelism."""
         values: dict[str, Any] = {"BATCH_SIZE": self.batch, "gradient_accumulation": self.accumulation}
         if hybrid:
             mode, size, depth = self.tensor
@@ -67,7 +67,7 @@ class Choice:
         return values
 
     def flags(self, hybrid: bool) -> str:
-        """The same for the command line, quoted for a shell: values have single quotes only."""
+        """Return the same for the command line, quoted for a shell: values have single quotes only."""
         values = self.settings(hybrid)
         if hybrid:
             values["model.num_chunks"] = values.pop("model")["num_chunks"]
@@ -94,7 +94,7 @@ class Choice:
 
 
 def is_hybrid(config: Config) -> bool:
-    """Whether the script of a config splits models, too: those that train models of timm are data parallel only."""
+    """Tell whether the script of a config splits models, too: those for models of timm are data parallel only."""
     return "MODEL" not in config
 
 
@@ -113,7 +113,7 @@ def _tensor_options(world_size: int) -> Iterator[tuple[str | None, int, int]]:
 
 
 def enumerate_layouts(config: Config, world_size: int, images: int, check: Check | None) -> list[Choice]:
-    """Every layout in which a step has `images` images, and that the config's checks allow.
+    """Return every layout in which a step has `images` images, and that the config's checks allow.
 
     Without a pipeline, micro-batches are those of gradient accumulation; with one, the schedule makes them, since more
     of them fill the bubble. The chunks of a stage have as many blocks each, but for the rest of the division.
@@ -164,7 +164,7 @@ def enumerate_layouts(config: Config, world_size: int, images: int, check: Check
 
 
 def own_layout(config: Config, world_size: int) -> Choice:
-    """The layout that the config itself asks for."""
+    """Return the layout that the config itself asks for."""
     layout = Layout.of(config, world_size)
     return Choice(
         layout,

@@ -58,14 +58,14 @@ class Machine:
     reserved_gb: float = RESERVED_GB
 
     def compute(self, record: Pass) -> float:
-        """A pass of a part of the model."""
+        """Return a pass of a part of the model."""
         flops, moved = record.operations.T
         peak = (self.half_tflops if self.half else self.single_tflops) * self.matmul_share * 1e12
         device = np.maximum(flops / peak, moved / (self.memory_gb_s * self.memory_share * 1e9))
         return float(np.maximum(device, self.operator_us * 1e-6).sum())
 
     def send(self, message: Message, on_node: int) -> float:
-        """A collective, or a message between two ranks (kind "send")."""
+        """Return a collective, or a message between two ranks (kind "send")."""
         if message.size == 1:
             return 0.0
         if message.size <= on_node:
@@ -76,7 +76,7 @@ class Machine:
         return latency * 1e-6 * math.ceil(math.log2(message.size)) + sent / (bandwidth * self.link_share * 1e9)
 
     def update(self, num_bytes: float) -> float:
-        """An optimizer step that reads and writes so many bytes."""
+        """Return an optimizer step that reads and writes so many bytes."""
         return num_bytes / (self.memory_gb_s * self.memory_share * 1e9)
 
 
@@ -126,7 +126,7 @@ SPECS += ("matmul_share",)
 
 
 def name_of(gpu: str) -> str | None:
-    """The name in `MACHINES` of a GPU as its driver calls it; None if it has none."""
+    """Return the name in `MACHINES` of a GPU as its driver calls it; None if it has none."""
     # An entry such as "h100" has the words of GPUs with other peaks too, such as the H100 PCIe.
     words, peak = set(gpu.lower().replace("-", " ").split()), peak_flops(gpu, torch.float16)
     names = [
@@ -138,7 +138,7 @@ def name_of(gpu: str) -> str | None:
 
 
 def parse_specs(words: Sequence[str]) -> dict[str, float]:
-    """The values of `--spec KEY=NUMBER`.
+    """Return the values of `--spec KEY=NUMBER`.
 
     Raises:
         UserError: for another key, or what is no positive number.
@@ -159,7 +159,7 @@ def parse_specs(words: Sequence[str]) -> dict[str, float]:
 
 
 def find_machine(name: str, specs: Mapping[str, float], half: bool, tf32: bool) -> Machine:
-    """A machine of the table, with other specs, or a new one made of these.
+    """Return a machine of the table, with other specs, or a new one made of these.
 
     Args:
         name: any case.
@@ -186,7 +186,8 @@ def find_machine(name: str, specs: Mapping[str, float], half: bool, tf32: bool) 
 
 
 def this_machine(world_size: int, half: bool, tf32: bool) -> Machine:
-    """What ranks the layouts that are to be timed here: this machine's GPU, an H100 if it is unknown, or its cores.
+    """Return what ranks the layouts that are to be timed here: this machine's GPU, an H100 if it is unknown, or its
+    cores.
 
     Its memory is what each process can have.
 

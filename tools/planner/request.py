@@ -36,7 +36,7 @@ class Request(NamedTuple):
 
     @property
     def images(self) -> int:
-        """Of a step: GLOBAL_BATCH, or what the config's own layout makes of BATCH_SIZE.
+        """Images of a step: GLOBAL_BATCH, or what the config's own layout makes of BATCH_SIZE.
 
         Raises:
             UserError: if that layout does not fit the number of ranks.
@@ -45,7 +45,7 @@ class Request(NamedTuple):
         return config.get("GLOBAL_BATCH") or Layout.of(config, self.world_size).global_batch(config)
 
     def choices(self) -> list[Choice]:
-        """Every layout of the model that makes as many images.
+        """Return every layout of the model that makes as many images.
 
         Raises:
             UserError: if model or config do not fit.
@@ -58,12 +58,12 @@ class Request(NamedTuple):
         return found
 
     def with_values(self, values: dict[str, Any], world_size: int) -> Arguments:
-        """The command line with other config values and another number of ranks."""
+        """Return the command line with other config values and another number of ranks."""
         overrides = [*self.args.set, *(f"{key}={value!r}" for key, value in values.items())]
         return self.args.replace(set=overrides, world_size=world_size, rank=None, local_rank=None, backend=None)
 
     def trace(self, tensor: TensorParallel) -> Trace:
-        """What a rank does with this tensor parallelism, recorded in a fork, of a model of two blocks."""
+        """Return what a rank does with this tensor parallelism, recorded in a fork, of a model of two blocks."""
         mode, size, depth = tensor
         deep = {"depth": depth} if depth else {}
         parallel = {"pipeline": 1, "tensor": {"mode": mode, "size": size, **deep}}
@@ -82,7 +82,7 @@ class Request(NamedTuple):
         return in_fork(traced)
 
     def memory(self, choice: Choice) -> float:
-        """Peak bytes of the fullest rank of a layout, by dry runs in forks.
+        """Return the peak bytes of the fullest rank of a layout, by dry runs in forks.
 
         That is a rank of the first stage, which has most micro-batches on their way; of the second, which may have more
         blocks; or of the last one, which has the head.
@@ -95,13 +95,13 @@ class Request(NamedTuple):
 
 
 def _measure(script: Script, args: Arguments, rank: int) -> int:
-    """Peak bytes of a rank; called in a fork."""
+    """Return the peak bytes of a rank; called in a fork."""
     training = script.build_fake(args, rank)
     return measure(training.engine, training.train_dataloader).memory["peak"]
 
 
 def request_of(script: Script, args: Arguments) -> Request:
-    """What a script and its command line ask for.
+    """Return what a script and its command line ask for.
 
     Raises:
         UserError: if flags or config are not usable.

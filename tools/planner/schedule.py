@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 def warm_up(stage: int, num_stages: int, num_micro_batches: int, num_chunks: int) -> int:
-    """How many forward passes a stage is ahead of its backward passes."""
+    """Return how many forward passes a stage is ahead of its backward passes."""
     total = num_micro_batches * num_chunks
     if num_chunks == 1:
         return min(num_stages - stage - 1, total)
@@ -18,7 +18,7 @@ def warm_up(stage: int, num_stages: int, num_micro_batches: int, num_chunks: int
 
 
 def num_exchanges(stage: int, num_stages: int, num_micro_batches: int, num_chunks: int) -> int:
-    """How often a stage waits for messages in a step; those that it sends and receives together count once."""
+    """Return how often a stage waits for messages in a step; those that it sends and receives together count once."""
     if num_stages == 1:
         return 0
     if num_chunks == 1:  # a stage has something to say after its forward pass, after its backward pass, or after both
@@ -27,7 +27,7 @@ def num_exchanges(stage: int, num_stages: int, num_micro_batches: int, num_chunk
 
 
 def step_seconds(costs: Sequence[float], num_micro_batches: int, num_chunks: int = 1, transfer: float = 0.0) -> float:
-    """Seconds of the forward and backward passes of a step.
+    """Return seconds of the forward and backward passes of a step.
 
     The slowest stage computes without a pause, once its first micro-batch has come through the stages before it, and
     the gradients of its last one have to go back through them: that is the known bubble, (stages - 1) / (chunks ×

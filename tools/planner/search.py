@@ -56,7 +56,7 @@ class _Stage(NamedTuple):
     update: float
 
     def exposed(self, choice: Choice, overlap: bool) -> float:
-        """Seconds in which gradients or weights are sent, and nothing is computed.
+        """Return seconds in which gradients or weights are sent, and nothing is computed.
 
         A bucket is reduced as soon as its part of the last backward pass is done, after the bucket before it. With
         zero 2, the gradients of earlier passes are reduced, too, beside the next passes.
@@ -84,7 +84,7 @@ class Predictor:
         self._chunks = cache(self._chunks)
 
     def _part(self, tensor: TensorParallel, part: str, kind: str, images: int) -> tuple[float, float]:
-        """Seconds of computing and of messages of a part's pass."""
+        """Return seconds of computing and of messages of a part's pass."""
         record = self.trace(tensor).part(part, kind, images)
         on_node = self.machine.gpus_per_node if tensor[1] <= self.machine.gpus_per_node else 1
         return self.machine.compute(record), sum(self.machine.send(message, on_node) for message in record.messages)
@@ -133,7 +133,7 @@ class Predictor:
         return most
 
     def predict(self, choice: Choice) -> Prediction:
-        """What a step of a layout takes."""
+        """Return what a step of a layout takes."""
         layout, machine, passes = choice.layout, self.machine, choice.passes
         stages = self._stages(choice)
         on_node = machine.gpus_per_node if layout.pipeline * layout.tensor <= machine.gpus_per_node else 1
@@ -173,7 +173,7 @@ class Plan(NamedTuple):
 
 
 def search(predictor: Predictor, choices: Iterable[Choice], measure: Callable[[Choice], float]) -> Plan:
-    """The fastest layouts that fit.
+    """Return the fastest layouts that fit.
 
     Args:
         predictor: of the model, on the machine.
@@ -205,5 +205,5 @@ def search(predictor: Predictor, choices: Iterable[Choice], measure: Callable[[C
 
 
 def _alike(choice: Choice) -> tuple:
-    """What layouts have in common whose memory depends on the number of images only."""
+    """Return what layouts have in common whose memory depends on the number of images only."""
     return choice.layout, choice.chunks, choice.checkpoint, choice.zero, choice.passes > 1

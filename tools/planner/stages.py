@@ -23,7 +23,7 @@ class Chunk(NamedTuple):
 
 
 def cut(blocks: Sequence[range], num_stages: int) -> list[list[Chunk]]:
-    """The chunks of each stage; of p stages, stage r has the parts r, r + p, ... of the model."""
+    """Return the chunks of each stage; of p stages, stage r has the parts r, r + p, ... of the model."""
     chunks = [Chunk(len(part), number == 0, number == len(blocks) - 1) for number, part in enumerate(blocks)]
     return [chunks[stage::num_stages] for stage in range(num_stages)]
 
@@ -34,7 +34,7 @@ def sizes_of(chunks: Sequence[Chunk], trace: Trace) -> list[int]:
 
 
 def owned_share(sizes: Sequence[int], num_ranks: int) -> float:
-    """The share of elements that the fullest of the data-parallel ranks owns, see `engine.zero.assign_owners`."""
+    """Return the share of elements that the fullest data-parallel rank owns, see `engine.zero.assign_owners`."""
     loads = [0] * num_ranks
     for size in sorted(sizes, reverse=True):
         heapq.heapreplace(loads, loads[0] + size)

@@ -17,7 +17,7 @@ UNCOUNTED, COUNTED = 3, 5  # steps: the first ones compile, and fill caches
 
 
 def time_layout(path: Path, request: Request, choice: Choice) -> float:
-    """Seconds of an optimizer step of a layout on this machine, without the wait for data: the median of some.
+    """Return seconds of an optimizer step of a layout on this machine, without the wait for data: the median of some.
 
     Args:
         path: of the train script, which trains on random images in processes of its own.
@@ -45,5 +45,5 @@ def time_layout(path: Path, request: Request, choice: Choice) -> float:
 
 
 def _one_thread(request: Request) -> dict[str, str]:
-    """What torchrun sets for several processes, without its warning."""
+    """Return what torchrun sets for several processes, without its warning."""
     return {"OMP_NUM_THREADS": "1"} if request.world_size > 1 else {}

@@ -86,7 +86,7 @@ class Trace:
     _parts: dict[tuple[str, str, int], Pass] = field(default_factory=dict, repr=False)
 
     def part(self, name: str, kind: str, batch: int) -> Pass:
-        """A pass of a part with a micro-batch of so many images."""
+        """Return a pass of a part with a micro-batch of so many images."""
         key = name, kind, batch
         if key not in self._parts:
             few, many = self.sizes
@@ -103,7 +103,7 @@ _NOTHING_RUN |= {_aten.new_empty_strided, _aten.promote_types}
 
 
 def launches(function: Any) -> bool:
-    """Whether an operator runs a kernel: views and allocations do not."""
+    """Return whether an operator runs a kernel: views and allocations do not."""
     return not (function.is_view or function.overloadpacket in _NOTHING_RUN or function.namespace in _NO_KERNELS)
 
 
@@ -188,7 +188,7 @@ def mark_parts(model: nn.Module, begin: Callable[[str, str], None]) -> list[Any]
 
 
 def _part_of(name: str) -> str:
-    """The part that a parameter of a model of two blocks belongs to, by its name."""
+    """Return the part that a parameter of a model of two blocks belongs to, by its name."""
     if name.startswith("blocks."):  # others' blocks are those of a hybrid's embedding
         return "block" if name.startswith("blocks.0.") else "last"
     return "embed" if any(word in name for word in ("patch_embed", "token", "pos_embed")) else "head"

@@ -59,7 +59,7 @@ PARITY_OUTCOMES = ("named", "elsewhere", "error", "escaped")
 
 
 def controls(chosen: Iterable[Mutation]) -> Iterator[Mutation]:
-    """What has to agree: nothing replaced, for each layout with the values of some mutation."""
+    """Yield what has to agree: nothing replaced, for each layout with the values of some mutation."""
     for layout, values in sorted({(mutation.layout, mutation.values) for mutation in chosen}):
         own = [m for m in chosen if (m.layout, m.values) == (layout, values)]
         precisions = tuple(sorted({precision for mutation in own for precision in mutation.precisions}))
@@ -75,7 +75,7 @@ def compare(words: list[str], data: Path, folder: Path) -> None:
 
 
 def parity_job(mutation: Mutation, precision: str, files: Mapping[str, bytes], data: Path) -> Job:
-    """The comparison of a layout with a mutation, or of a control."""
+    """Return the comparison of a layout with a mutation, or of a control."""
     values = VALUES
     if any(value.startswith("fp16=") for value in mutation.values):
         values = {key: value for key, value in VALUES.items() if key != "fp16"}
@@ -94,7 +94,7 @@ def parity_job(mutation: Mutation, precision: str, files: Mapping[str, bytes], d
 
 
 def parity_outcome(mutation: Mutation, said: str) -> str:
-    """One of PARITY_OUTCOMES."""
+    """Return one of PARITY_OUTCOMES."""
     if difference := re.match(r"differs first in (step \d+, .+?): ", said):
         return "named" if re.fullmatch(mutation.named, difference[1].strip()) else "elsewhere"
     return "escaped" if re.match(r"all \d+ tensors", said) else "error"
@@ -115,7 +115,7 @@ def as_table(rows: Iterable[Iterable[object]], numbers: bool = False) -> list[st
 
 
 def parity_summary(chosen: list[Mutation], found: Mapping[str, dict[str, str]]) -> list[str]:
-    """How many have which outcome."""
+    """Return how many defects have which outcome."""
     rows = [["precision", "defects", *PARITY_OUTCOMES]]
     for precision in (FP64, OWN):
         counts = Counter(parity_outcome(m, found[m.name][precision]) for m in chosen if precision in found[m.name])
@@ -124,7 +124,7 @@ def parity_summary(chosen: list[Mutation], found: Mapping[str, dict[str, str]]) 
 
 
 def parity_details(chosen: list[Mutation], found: Mapping[str, dict[str, str]]) -> list[str]:
-    """Each defect with its outcomes."""
+    """Return each defect with its outcomes."""
     rows = [["defect", "layout", FP64, OWN, "named first", "why"]]
     for mutation in chosen:
         said = {precision: found[mutation.name].get(precision, "") for precision in (FP64, OWN)}
@@ -216,7 +216,7 @@ def run_tests(ids: Iterable[str], folder: Path) -> None:
 
 
 def tests_job(name: str, area: str, slip: Slip | None, ids: Iterable[str], files: Mapping[str, bytes]) -> Job:
-    """The run of tests with a slip, or without."""
+    """Return the run of tests with a slip, or without."""
 
     def said(out: list[str], err: list[str]) -> str | None:
         found = [line.removeprefix("outcome: ") for line in out if line.startswith("outcome: ")]
@@ -227,7 +227,7 @@ def tests_job(name: str, area: str, slip: Slip | None, ids: Iterable[str], files
 
 
 def tests_outcome(said: str) -> str:
-    """One of TESTS_OUTCOMES."""
+    """Return one of TESTS_OUTCOMES."""
     if re.match(r"(\w+/)*tests/\S+?(\[.*?\])? failed: ", said):
         return "noticed"
     return "escaped" if PASSED.fullmatch(said) else "error"

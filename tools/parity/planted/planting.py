@@ -32,7 +32,7 @@ class Defect(Protocol):
 
 
 def planted(name: str, defect: Defect, content: bytes) -> bytes:
-    """The file of a defect, with it.
+    """Return the file of a defect, with it.
 
     Args:
         name: of the defect.
@@ -88,7 +88,7 @@ class Job:
 
 
 def _is_own(path: str | None) -> bool:
-    """Whether a file or folder is this repository's, and not of an environment in it."""
+    """Return whether a file or folder is this repository's, and not of an environment in it."""
     return bool(path) and Path(path).is_relative_to(ROOT) and not Path(path).is_relative_to(sys.prefix)
 
 
@@ -127,7 +127,7 @@ class _TestRun:
         self.end = time.monotonic() + job.limit
 
     def finish(self) -> str:
-        """What the program has said, or the last line on stderr."""
+        """Return what the program has said, or the last line on stderr."""
         late = time.monotonic() > self.end
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -161,7 +161,7 @@ def _run_all(jobs: Sequence[Job], number: int, packages: Sequence[str]) -> Itera
 
 
 def run_jobs(jobs: Sequence[Job], number: int, packages: Sequence[str], log: Path) -> Iterator[tuple[Job, str]]:
-    """Each job with what its program says, those first whose outcome is known.
+    """Yield each job with what its program says, those first whose outcome is known.
 
     Args:
         jobs: programs in copies.
