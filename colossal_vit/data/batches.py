@@ -109,7 +109,7 @@ class SampledLoader(Loader):
         self.sampler.seek(epoch, start)
 
     def pick(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Return images and labels by their numbers (B,), as in an evaluation; on a rank of the first pipeline stage."""
+        """Return images and labels by their numbers (B,), as evaluated; on a rank of the first pipeline stage."""
         other = copy.copy(self)
         other.sampler = numbers.split(self.config.BATCH_SIZE)  # DALI makes no larger batches
         images, labels = zip(*other, strict=True)

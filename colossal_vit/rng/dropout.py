@@ -43,7 +43,7 @@ _samples: Tensor | None = None
 
 @contextmanager
 def batch_of(samples: Tensor | None) -> Iterator[None]:
-    """Surround a forward pass with its samples' optimizer steps and places in the global batch, (B, 2); None drops nothing."""
+    """Surround a forward pass with samples (B, 2): optimizer step, place in the global batch; None in evaluation."""
     global _samples
     before, _samples = _samples, samples
     try:
