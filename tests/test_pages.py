@@ -292,6 +292,8 @@ def test_flags_of_a_command_that_cannot_run_here(page, command, folder):
         assert words[0] != "cd" or (folder / words[1]).is_dir(), f"{words[1]} in {folder}"
         return
     script, argv = words[scripts[0]], words[scripts[0] + 1 :]
+    if script.startswith("my_"):  # test_api.py runs it
+        return
     assert (folder / script).exists(), f"{script} in {folder}"
     if script.endswith("train.sbatch"):
         folder = ROOT / Path(argv[0]).parent
