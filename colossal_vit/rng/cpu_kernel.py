@@ -43,8 +43,8 @@ def _pool(process: int, threads: int) -> ThreadPoolExecutor:
 
 
 def drop(x: Tensor, samples: Tensor, key: Tensor, first: int, channels: int) -> Tensor:
-    """Compute `dropout.drop` without GELU, in fp32 or fp64."""
-    dtype, x = x.dtype, x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
+    """Compute `dropout.drop` without GELU, in fp32 or fp64, and return it in that type."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
     result = torch.empty_like(x)
     shape = len(x), x.shape[1:-1].numel(), x.shape[-1]
     values, y = (each.numpy().reshape(shape) for each in (x, result))
@@ -67,4 +67,4 @@ def drop(x: Tensor, samples: Tensor, key: Tensor, first: int, channels: int) -> 
     else:
         for part in parts:
             write(*part)
-    return result.to(dtype)
+    return result

@@ -76,7 +76,7 @@ def drop(x: Tensor, samples: Tensor, key: Tensor, first: int, channels: int, gel
         y = torch.empty_like(x)
         kernels.launch(x, y, samples, key, first, channels, gelu)
         return y
-    return cpu_kernel.drop(F.gelu(x) if gelu else x, samples, key, first, channels)
+    return cpu_kernel.drop(F.gelu(x) if gelu else x, samples, key, first, channels).to(x.dtype)
 
 
 def drop_gradient(
