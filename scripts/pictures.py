@@ -54,7 +54,7 @@ def new_figure(width: float, height: float, title: str, result: str = "") -> Fig
 
 
 def one_curve() -> Figure:
-    """Return the losses of one process as a line, and on it those of five parallel layouts as points, over 300 steps;
+    """Draw the losses of one process as a line, and on it those of five parallel layouts as points, over 300 steps;
     below it the largest relative deviation of 19 layouts so far. Dropout, drop path, Mixup and CutMix are on.
     """
     with open(RESULTS / "one_curve/losses.csv") as file:
@@ -80,7 +80,7 @@ def one_curve() -> Figure:
 
 
 def fashion_mnist() -> Figure:
-    """Return the test accuracy on Fashion-MNIST after each epoch: five seeds, three parallel layouts, and the three
+    """Draw the test accuracy on Fashion-MNIST after each epoch: five seeds, three parallel layouts, and the three
     scripts that train models of timm.
     """
     figure = new_figure(6.4, 2.8, "Fashion-MNIST, 10,000 test images", "fashion_mnist")
@@ -102,7 +102,7 @@ def fashion_mnist() -> Figure:
 
 
 def draw_run(result: str, title: str) -> Figure:
-    """Return the training and test loss, and the test accuracy, of a run."""
+    """Draw the training and test loss, and the test accuracy, of a run."""
     steps, evaluations = read_metrics(RESULTS / result)
     figure = new_figure(6.4, 2.6, title, result)
     left, right = figure.subplots(1, 2)
@@ -120,12 +120,12 @@ def draw_run(result: str, title: str) -> Figure:
 
 
 def quickstart() -> Figure:
-    """Return the loss and accuracy of the quickstart's run."""
+    """Draw the loss and accuracy of the quickstart's run."""
     return draw_run("quickstart", "1,437 digits, two pipeline stages")
 
 
 def imagenet_sample() -> Figure:
-    """Return the loss and accuracy of the run of scripts/imagenet_sample.sh."""
+    """Draw the loss and accuracy of the run of scripts/imagenet_sample.sh."""
     return draw_run("imagenet_sample", "1,437 digits as TFRecords, DALI, two data-parallel ranks")
 
 
@@ -190,7 +190,7 @@ def layout_example() -> Figure:
 
 
 def tensor_modes() -> Figure:
-    """Return what 1D, 2D, 2.5D and 3D tensor parallelism do to two weight matrices and to an activation: which rank
+    """Draw what 1D, 2D, 2.5D and 3D tensor parallelism do to two weight matrices and to an activation: which rank
     holds which piece.
     """
     modes = {

@@ -163,7 +163,7 @@ def jitter(
 
 
 def three_augment(images: DataNode, choice: DataNode, sigma: DataNode) -> DataNode:
-    """Return one of grayscale, solarisation and blur; needs a pipeline with conditionals."""
+    """Apply one of grayscale, solarisation and blur; needs a pipeline with conditionals."""
     if choice == 0:
         images = grayscale(images)
     elif choice == 1:
@@ -189,7 +189,7 @@ def changes_pixels(config: Config) -> bool:
 
 
 def augment(images: DataNode, config: Config, draws: AugmentParams) -> DataNode:
-    """Return what is done to images (IMG_SIZE, IMG_SIZE, 3) of type uint8, but cropping, mirroring and erasing.
+    """Do all that is done to images (IMG_SIZE, IMG_SIZE, 3) of type uint8, but cropping, mirroring and erasing.
 
     Args:
         images: the images.

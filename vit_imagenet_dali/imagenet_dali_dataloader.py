@@ -328,7 +328,7 @@ class DaliLoader(SampledLoader):
         return list(chain.from_iterable(parts))
 
     def _resize(self, images: "DataNode", header: "DataNode", mirror: "DataNode | int") -> "DataNode":
-        """Return the same in the graph; on the GPU if possible."""
+        """Resize as `_resized` does, but in the graph; on the GPU if possible."""
         if self.on_gpu:
             options = dict(size=[self.config.IMG_SIZE] * 2, interp_type=types.INTERP_LINEAR)
             if self.train:
@@ -481,14 +481,14 @@ def write_sample(folder: Path) -> Path:
 
 
 def threads_per_rank() -> int:
-    """Return this rank's share of the CPU cores that it may run on: they are divided by the ranks that may, too."""
+    """Return the CPU cores that this rank may run on, divided by the ranks that may run on the same ones."""
     cores = sorted(os.sched_getaffinity(0))
     place = socket.gethostname(), cores
     return max(1, len(cores) // all_gather_object(place).count(place))
 
 
 def count_images(folder: Path) -> int:
-    """Return training images in a data folder, by its index files."""
+    """Return the number of training images in a data folder, by its index files."""
     return sum(index.read_bytes().count(b"\n") for index in (folder / INDEX_FILES / "train").glob("*.idx"))
 
 

@@ -1,7 +1,7 @@
 """Colossal-AI 0.5.0 as this repository uses it: imported fast, corrected, and on machines without CUDA.
 
-Importing this package imports Colossal-AI, without what nobody here needs. Rooms below all others that use it import
-this package first; docs/architecture.md says which.
+Importing this package imports Colossal-AI, without what nobody here needs. So whatever uses Colossal-AI imports this
+package first, by itself or through another one; tests/test_imports.py sees to it.
 """
 
 import warnings

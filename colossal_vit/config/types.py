@@ -30,24 +30,24 @@ def names(kind: Any) -> list[str]:
 
 
 def whole(low: int, high: int = MOST) -> Any:
-    """Return a whole number in a range; 3.0 and True are none."""
+    """Return the type of a whole number in a range; 3.0 and True are none."""
     ends = f"of at least {low} and below 2³¹" if high == MOST else f"from {low} to {high}"
     return Annotated[int, Field(strict=True, ge=low, le=high, description=f"a whole number {ends}")]
 
 
 def real(low: float, high: float, description: str | None = None) -> Any:
-    """Return a number in a range; NaN, infinity and integers that no float holds are in none."""
+    """Return the type of a number in a range; NaN, infinity and integers that no float holds are in none."""
     return Annotated[Real, Field(ge=low, le=high, description=description or f"a number from {low:g} to {high:g}")]
 
 
 def one_of(*choices: Any) -> Any:
-    """Return one of these values, of the same type: for Literal alone, True is 1."""
+    """Return the type that has these values, each of its own type: for Literal alone, True is 1."""
     field = Field(description=f"one of {', '.join(map(repr, choices))}", examples=[*choices])
     return Annotated[Literal[choices], WrapValidator(_keep_type), field]
 
 
 def several(item: Any, length: int | None, description: str) -> Any:
-    """Return a list or a tuple of values of one type; of any length, if that is None."""
+    """Return the type of a list or tuple of values of one type; of any length, if that is None."""
     sequence = Annotated[tuple[item, ...], Strict()] | Annotated[list[item], Strict()]
     return Annotated[sequence, Field(min_length=length, max_length=length, description=description)]
 

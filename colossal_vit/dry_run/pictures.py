@@ -108,7 +108,7 @@ def draw_pieces(axes: Axes, pieces: Sequence[Piece], ranks: Sequence[int], title
 def draw_layout(
     title: str, stages: Sequence[str], replicas: int, tensor: int, matrices: Mapping[str, Sequence[Piece]]
 ) -> Figure:
-    """Return a picture of a layout: its ranks by replica and pipeline stage, and what tensor parallelism splits.
+    """Draw a picture of a layout: its ranks by replica and pipeline stage, and what tensor parallelism splits.
 
     Args:
         title: names the layout.

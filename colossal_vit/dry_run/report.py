@@ -170,7 +170,7 @@ def tensor_pieces(plan: StepPlan) -> dict[str, list[Piece]]:
 
 
 def draw_layout(plans: list[StepPlan]) -> Figure:
-    """Return a picture of the layout, see `pictures.draw_layout`."""
+    """Draw a picture of the layout, see `pictures.draw_layout`."""
     layout = plans[0].layout
     stages = [_layers(stage_plan.shards) for stage_plan in plans]
     if len(stages) > 1:

@@ -1,6 +1,5 @@
 """The training loop and its steps: engine, mixed precision, optimizers, schedules, gradient reduction."""
 
-import colossal_vit.compat  # noqa: F401 imports Colossal-AI
 from colossal_vit.engine.assembly import Training, initialize
 from colossal_vit.engine.criterion import build_criterion
 from colossal_vit.engine.lamb import Lamb

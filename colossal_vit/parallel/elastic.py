@@ -51,7 +51,7 @@ def choose_layout(
 def _share(
     config: Config, world_size: int, load: Callable[[list[str]], Config], check: Callable[[Config, Layout], None] | None
 ) -> tuple[Config, Layout]:
-    """Return the most replicas of one value of `parallel`; arguments and errors as of `fit`."""
+    """Return the layout with the most replicas for one value of `parallel`; see `choose_layout`."""
     model = config.parallel.pipeline * config.parallel.tensor.size
     reason = None
     for replicas in range(max(world_size // model, 1), 0, -1):

@@ -74,7 +74,7 @@ class Layout:
         return cls.of(gpc.config, gpc.get_world_size(ParallelMode.GLOBAL))
 
     def global_batch(self, config: Config) -> int:
-        """Return images per optimizer step: BATCH_SIZE × gradient_accumulation × data-parallel size."""
+        """Return the number of images per optimizer step: BATCH_SIZE × gradient_accumulation × data-parallel size."""
         return config.BATCH_SIZE * config.gradient_accumulation * self.data
 
     @property

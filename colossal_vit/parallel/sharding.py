@@ -140,7 +140,7 @@ def _square(row: ParallelMode, column: ParallelMode, first_row_only: bool) -> tu
 
 
 def _cube(layer: nn.Module) -> Splits:
-    """Return a layer of 3D, where input and output groups alternate from layer to layer."""
+    """Return the splits of a layer of 3D, where input and output groups alternate from layer to layer."""
     first, last = _along(0, layer.output_parallel_mode), _along(-1, layer.output_parallel_mode)
     match layer:
         case Linear3D():

@@ -16,7 +16,8 @@ GRAIN = 1 << 15  # elements that are worth another thread, as in torch's operato
 def _kept(count: int, step: int, place: int, key: list[int], tokens: int, channels: int) -> np.ndarray:
     """Return which elements of `count` samples are kept, bool (count, tokens, channels rounded up to whole blocks).
 
-    Their places in the global batch follow each other, so that their blocks do, too.
+    Their places in the global batch follow each other, so that their blocks do, too. All channels are drawn at once,
+    also on a rank that has some of them only.
 
     Args:
         count: the number of samples.

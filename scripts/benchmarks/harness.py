@@ -79,7 +79,7 @@ def measure(case: Case, args: argparse.Namespace, log: Callable[[str], None]) ->
 
 
 def positive(text: str) -> int:
-    """Return the type of a flag: an integer from 1 on."""
+    """Convert a flag's value to an integer from 1 on."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is no number from 1 on")
     return int(text)

@@ -68,7 +68,7 @@ def drain(data: Path, batch_size: int, num_batches: int) -> float:
 
 
 def drain_in_a_process(data: Path, args: argparse.Namespace, number: int) -> dict[str, float]:
-    """Return a new process returns its memory of the GPU when it ends."""
+    """Call `drain` in a new process, which returns its memory of the GPU when it ends."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return {"images/s": pool.apply(drain, (data, args.batch_size, 1 if args.small else 20))}
 

@@ -58,14 +58,14 @@ class Machine:
     reserved_gb: float = RESERVED_GB
 
     def compute(self, record: Pass) -> float:
-        """Return a pass of a part of the model."""
+        """Return the seconds of a pass of a part of the model."""
         flops, moved = record.operations.T
         peak = (self.half_tflops if self.half else self.single_tflops) * self.matmul_share * 1e12
         device = np.maximum(flops / peak, moved / (self.memory_gb_s * self.memory_share * 1e9))
         return float(np.maximum(device, self.operator_us * 1e-6).sum())
 
     def send(self, message: Message, on_node: int) -> float:
-        """Return a collective, or a message between two ranks (kind "send")."""
+        """Return the seconds of a collective, or of a message between two ranks (kind "send")."""
         if message.size == 1:
             return 0.0
         if message.size <= on_node:
@@ -76,7 +76,7 @@ class Machine:
         return latency * 1e-6 * math.ceil(math.log2(message.size)) + sent / (bandwidth * self.link_share * 1e9)
 
     def update(self, num_bytes: float) -> float:
-        """Return an optimizer step that reads and writes so many bytes."""
+        """Return the seconds of an optimizer step that reads and writes so many bytes."""
         return num_bytes / (self.memory_gb_s * self.memory_share * 1e9)
 
 

@@ -10,7 +10,7 @@ SHARES = {"computing": COLORS[0], "communicating": COLORS[1], "bubble": NEUTRAL}
 
 @styled()
 def draw_plan(layouts: Mapping[str, Mapping[str, float]], images: int, title: str) -> Figure:
-    """Return a figure of the step times of layouts as stacked bars from top to bottom, each with its images/s.
+    """Draw a figure of the step times of layouts as stacked bars from top to bottom, each with its images/s.
 
     Args:
         layouts: by name: "seconds" of a step, and what shares of it are "computing", "communicating" and "bubble".
