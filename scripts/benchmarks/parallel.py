@@ -18,6 +18,7 @@ from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.optimizers import build_optimizer
 from colossal_vit.run import Run
 from colossalai.legacy import nn as col_nn
+from timm.layers import Attention
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -61,7 +62,8 @@ def torch_tensor(run: Run, model: nn.Module, criterion: nn.Module) -> Step:
         for parameter in block.attn.qkv.parameters():
             parameter.data = parameter.data.unflatten(0, (3, world_size, -1)).transpose(0, 1).flatten(0, 2)
         block.attn.num_heads //= world_size
-        block.attn.attn_dim //= world_size
+        if isinstance(block.attn, Attention):  # the last block's reads its size off its weights
+            block.attn.attn_dim //= world_size
         parallelize_module(block, mesh, plan)
     optimizer = build_optimizer(run.config, model)
     # The fused AdamW updates a group in one call, which takes either DTensors or plain tensors.
