@@ -70,7 +70,10 @@ def pytest_addoption(parser):
     group.addoption("--result", type=Path, help="folder that gets a line for each, after those it has, and provenance")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-timeout reads its option
 def pytest_configure(config):
+    if config.option.cases:
+        config.option.timeout = 0  # a hundred cases take as long as they take
     if config.option.seed is None:  # not so in a worker of pytest-xdist, which gets the options of the others
         commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=fork_ranks.ROOT, capture_output=True, text=True)
         config.option.seed = int(commit.stdout[:6] or "0", 16)
