@@ -1,40 +1,38 @@
 """Weights from elsewhere: of timm, a file, a folder or another run, fitted to other images and classes."""
 
+import argparse
 import difflib
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+import zipfile
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple, NotRequired
+from typing import Any, Literal, NamedTuple, NotRequired
 
 import timm
 import torch
 from colossal_vit import typed_json
 from colossal_vit.checkpoint import storage
 from colossal_vit.checkpoint.contents import Channels, State
+from colossal_vit.checkpoint.names import HEAD, PATCHES, Log, flatten, to_timm
 from colossal_vit.checkpoint.storage import MODEL, STATE
 from colossal_vit.errors import UserError, reason
-from colossal_vit.typed_json import RECORD
+from colossal_vit.typed_json import RECORD, Count
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from timm.layers import Attention, build_sincos2d_pos_embed, resample_abs_pos_embed
 from timm.models import PretrainedCfg, get_pretrained_cfg, load_state_dict_from_hf
-from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor
 from typing_extensions import TypedDict
 
-PATCHES = "patch_embed.proj.weight"  # (width, 3, patch size, patch size)
 BIAS = "patch_embed.proj.bias"  # (width,)
-HEAD = "head.weight"  # (classes, width)
-CLIPS_PATCHES = "visual.conv1.weight"
-# Who else names a Vision Transformer's tensors, by how one of them ends.
-OTHER_NAMES = {
-    "embeddings.patch_embeddings.projection.weight": "transformers",
-    "conv_proj.weight": "torchvision",
-}
+HEADS = (HEAD, "head.bias")
+TORCH_MODEL = "pytorch_model.bin"  # MODEL in folders of before safetensors
+ENDINGS = (".safetensors", ".pth", ".pt", ".bin", ".ckpt")
+# How names begin that the features depend on; a model without one of theirs computes something else.
+BODY = ("patch_embed.", "cls_token", "reg_token", "pos_embed", "norm_pre.", "blocks.", "norm.", "fc_norm.")
 OTHER_MODEL = "take weights of the same model, or set MODEL or its sizes to theirs"
-Log = Callable[[str], object]
 
 
 class Found(NamedTuple):
@@ -44,11 +42,13 @@ class Found(NamedTuple):
         named: the path or name that was given.
         path: to them; None if they are of a model of timm.
         checkpoint: that they are in, opened, since a run may remove it; None for other files and folders.
+        key: which of several models in a file they are; None for the only one.
     """
 
     named: str
     path: Path | None
     checkpoint: storage.Checkpoint | None
+    key: str | None
 
 
 class Weights(NamedTuple):
@@ -77,32 +77,45 @@ class _Preprocessing(TypedDict):
 
 
 class _FolderConfig(TypedDict):
-    """config.json in a folder of timm's."""
+    """config.json in a folder of timm's, or of transformers'."""
 
     __pydantic_config__ = RECORD
     architecture: NotRequired[str]
     model_args: NotRequired[dict[str, Any] | None]
     label_names: NotRequired[Any]
     pretrained_cfg: NotRequired[_Preprocessing]
+    num_attention_heads: NotRequired[Count]
+    hidden_act: NotRequired[Literal["gelu"]]  # timm's Vision Transformers have no other
+    id2label: NotRequired[dict[int, str] | None]
 
 
-def find(named: str) -> Found:
-    """Return weights by their path: a safetensors file, a folder of timm's with one, a checkpoint, a run, for its
+class _Preprocessor(TypedDict):
+    """preprocessor_config.json in a folder of transformers'."""
+
+    __pydantic_config__ = RECORD
+    do_normalize: NotRequired[bool | None]
+    image_mean: NotRequired[Channels | None]
+    image_std: NotRequired[Channels | None]
+
+
+def find(named: str, key: str | None = None) -> Found:
+    """Return weights by their path: a file, a folder of timm's or transformers' with one, a checkpoint, a run, for its
     newest one.
 
     Args:
         named: the path or, if there is no such path, a model of timm.
+        key: which of several models in a file to take.
 
     Raises:
         UserError: if there is no such path and it cannot be a model of timm, or no valid checkpoint of a run.
     """
     path = Path(named)
     if not path.exists():
-        if path.suffix == ".safetensors" or len(path.parts) > 1:
+        if path.suffix in ENDINGS or len(path.parts) > 1:
             raise UserError(f"{named}: no such file or directory")
-        return Found(named, None, None)
-    of_run = path.is_dir() and (storage.is_checkpoint(path) or not (path / MODEL).exists())
-    return Found(named, path, storage.open_named(path) if of_run else None)
+        return Found(named, None, None, key)
+    of_run = path.is_dir() and (storage.is_checkpoint(path) or not _file(path).exists())
+    return Found(named, path, storage.open_named(path) if of_run else None, key)
 
 
 def find_state(found: Found) -> Mapping[str, Any]:
@@ -121,16 +134,24 @@ def find_state(found: Found) -> Mapping[str, Any]:
     state, config = file.with_name(STATE), file.with_name("config.json")
     if file.name == MODEL and state.exists():
         return typed_json.read(state, State)
-    if file.name == MODEL and config.exists():
-        return _state_of_folder(typed_json.read(config, _FolderConfig))
+    if file.name in (MODEL, TORCH_MODEL) and config.exists():
+        images = file.with_name("preprocessor_config.json")
+        seen = typed_json.read(images, _Preprocessor) if images.exists() else {}
+        return _state_of_folder(typed_json.read(config, _FolderConfig), seen)
     return {"config": {}}
 
 
-def _state_of_folder(config: _FolderConfig) -> dict[str, Any]:
-    """Return what config.json in a folder of timm's says, as a checkpoint's state does."""
-    model = {"MODEL": config.get("architecture"), "NUM_HEADS": (config.get("model_args") or {}).get("num_heads")}
-    names, images = config.get("label_names"), config.get("pretrained_cfg", {})
+def _state_of_folder(config: _FolderConfig, seen: _Preprocessor) -> dict[str, Any]:
+    """Return what the files in a folder of timm's or transformers' say, as a checkpoint's state does."""
+    heads = (config.get("model_args") or {}).get("num_heads", config.get("num_attention_heads"))
+    model = {"MODEL": config.get("architecture"), "NUM_HEADS": heads}
+    labels = [label for _, label in sorted((config.get("id2label") or {}).items())]
+    if all(re.fullmatch(r"LABEL_\d+", label) for label in labels):  # of data without names
+        labels = None
+    names, images = config.get("label_names", labels), config.get("pretrained_cfg", {})
     known = images.get("mean"), images.get("std")
+    if seen.get("do_normalize", True):
+        known = known if all(known) else (seen.get("image_mean"), seen.get("image_std"))
     return {
         "config": {key: value for key, value in model.items() if value},
         "data": {"classes": names} if isinstance(names, list) else None,
@@ -140,63 +161,41 @@ def _state_of_folder(config: _FolderConfig) -> dict[str, Any]:
 
 def _file(path: Path) -> Path:
     """Return the file with weights that a path leads to."""
-    return path / MODEL if path.is_dir() else path
+    if not path.is_dir():
+        return path
+    return next((path / name for name in (MODEL, TORCH_MODEL) if (path / name).exists()), path / MODEL)
 
 
-def _without_prefix(source: Path | str, tensors: Mapping[str, Tensor], log: Log) -> Mapping[str, Tensor]:
-    """Return the tensors without what wrappers such as DistributedDataParallel or torch.compile put before their names.
-
-    Raises:
-        UserError: if there are several models.
-    """
-    prefixes = [name.removesuffix(PATCHES) for name in tensors if name.endswith(f".{PATCHES}")]
-    if PATCHES in tensors or not prefixes:
-        return tensors
-    if len(prefixes) > 1:
-        raise UserError(f"{source}: has several models, {', '.join(prefixes)}: keep the tensors of one of them")
-    (prefix,) = prefixes
-    ours = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    others = f"; its {len(tensors) - len(ours)} other tensors are left out" if len(ours) < len(tensors) else ""
-    log(f"{source}: {prefix} is taken off its names{others}")
-    return ours
-
-
-def _by_timms_names(source: Path | str, tensors: Mapping[str, Tensor], log: Log) -> Mapping[str, Tensor]:
-    """Return the tensors by timm's names, converted by timm itself where it knows the others, as those of CLIP and
-    DINOv2.
+def _load_torch(file: Path) -> dict[str, Tensor]:
+    """Return the tensors in a file of torch.save, of which nothing is run.
 
     Raises:
-        UserError: if they have names that it does not know, or those of a distilled model.
+        UserError: if it has more than tensors, numbers and containers, or cannot be read.
     """
-    tensors = _without_prefix(source, tensors, log)
-    patches = next((tensor for name, tensor in tensors.items() if name.endswith((PATCHES, CLIPS_PATCHES))), None)
-    if patches is not None and patches.ndim == 4:
-        # A model of the weights' own sizes, so that nothing is resampled.
-        model = SimpleNamespace(pos_embed=None, patch_embed=SimpleNamespace(proj=SimpleNamespace(weight=patches)))
-        try:
-            tensors = checkpoint_filter_fn(dict(tensors), model, adapt_layer_scale=True)
-        except (LookupError, RuntimeError) as error:
-            raise UserError(f"{source}: timm cannot convert its names: {reason(error)}") from None
-    if PATCHES not in tensors:
-        whose = next((who for end, who in OTHER_NAMES.items() if any(name.endswith(end) for name in tensors)), None)
-        said = f"its names are those of {whose}" if whose else "not a Vision Transformer with timm's names"
-        remedy = ": take the weights that timm has, see timm.list_pretrained('vit_*')" if whose else ""
-        raise UserError(f"{source}: has no {PATCHES}: {said}{remedy}")
-    if "dist_token" in tensors:
-        raise UserError(
-            f"{source}: has a dist_token: a distilled model has two class tokens and two heads, and none here does: "
-            f"take weights without it, see timm.list_pretrained('deit3_*')"
-        )
-    return tensors
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):  # of the command line, in many trainings' files
+            # Those of before torch 1.6 are no archives, which alone can be mapped.
+            archive = zipfile.is_zipfile(file)
+            loaded = torch.load(file, "cpu", weights_only=True, mmap=archive)  # noqa: TID251 runs nothing then
+        return flatten(loaded if isinstance(loaded, Mapping) else {})
+    except Exception as error:  # a damaged or forged file may raise any
+        if found := re.search(r"GLOBAL (\S+)", str(error)):
+            raise UserError(
+                f"{file}: contains a {found[1]}, which could run code and is not read: write the weights alone where "
+                f"they were made, with torch.save(model.state_dict(), 'weights.pth')"
+            ) from None
+        why = re.search(r"Unsupported operand \d+", str(error))  # the first line says whom to trust instead
+        said = getattr(error, "strerror", None) or (why[0] if why else reason(error))
+        raise UserError(f"{file}: is no safetensors, and no file of torch.save that can be read: {said}") from None
 
 
-def _in_fp32(source: Path | str, tensors: Mapping[str, Tensor], log: Log) -> dict[str, Tensor]:
+def _in_fp32(source: Path | str, tensors: Mapping[str, Tensor], key: str | None, log: Log) -> dict[str, Tensor]:
     """Return the weights in fp32, by timm's names.
 
     Raises:
-        UserError: if they are not those of a Vision Transformer, see `_by_timms_names`.
+        UserError: if they are not those of a Vision Transformer, see `to_timm`.
     """
-    tensors = _by_timms_names(source, tensors, log)
+    tensors = to_timm(source, tensors, key, log)
     # What is computed with before shapes are held against a model's.
     shapes = {name: tuple(tensors[name].shape) for name in (PATCHES, BIAS, HEAD) if name in tensors}
     shape = shapes[PATCHES]
@@ -216,23 +215,18 @@ def read(found: Found, log: Log = print) -> Weights:
         UserError: if there are none, they cannot be read, or are not those of a Vision Transformer.
     """
     if not found.path:
-        return _read_timm(found.named, log)
-    if found.checkpoint:
-        file = found.checkpoint.path / MODEL
-        return Weights(file, _in_fp32(file, found.checkpoint.tensors(MODEL), log))
-    file = _file(found.path)
-    if file.suffix != ".safetensors":
-        raise UserError(
-            f"{file}: only .safetensors files are read, and folders with one: files of other formats (.bin, .pth, "
-            f".pt, .ckpt, .npz) can run code when they are opened. Convert it: safetensors.torch.save_file(state, "
-            f"'{file.with_suffix('.safetensors').name}') of the state_dict in torch.load('{file.name}', "
-            f"weights_only=True)"
-        )
+        return _read_timm(found, log)
+    file = found.checkpoint.path / MODEL if found.checkpoint else _file(found.path)
     try:
-        tensors = load_file(file)
+        if found.checkpoint:
+            tensors = found.checkpoint.tensors(MODEL)
+        elif file.suffix == ".safetensors":
+            tensors = load_file(file)
+        else:
+            tensors = _load_torch(file)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{file}: {getattr(error, 'strerror', None) or reason(error)}") from None
-    return Weights(file, _in_fp32(file, tensors, log))
+    return Weights(file, _in_fp32(file, tensors, found.key, log))
 
 
 def _check_reachable(repository: str) -> None:
@@ -270,12 +264,13 @@ def _timm_weights(name: str) -> PretrainedCfg:
     return known
 
 
-def _read_timm(name: str, log: Log) -> Weights:
+def _read_timm(found: Found, log: Log) -> Weights:
     """Return the pretrained weights of a model of timm, from the Hugging Face Hub or its cache on this machine.
 
     Raises:
         UserError: if timm has no such model, it has no weights, or they cannot be fetched.
     """
+    name = found.named
     known = _timm_weights(name)
     try:
         _check_reachable(known.hf_hub_id)
@@ -285,7 +280,7 @@ def _read_timm(name: str, log: Log) -> Weights:
             f"{name}: cannot be fetched from {known.hf_hub_id} on the Hugging Face Hub ({reason(error)}); "
             f"without a network give the path of its model.safetensors"
         ) from None
-    return Weights(name, _in_fp32(name, tensors, log))
+    return Weights(name, _in_fp32(name, tensors, found.key, log))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -365,6 +360,33 @@ def _new_norm(weights: Weights) -> None:
         weights.tensors.pop(name, None)
 
 
+def _check_names(weights: Weights, names: Set[str], log: Log) -> None:
+    """Leave out tensors that a model has no place for, in a line; the head is another matter.
+
+    Args:
+        weights: fitted to the model but for the head.
+        names: of the model's tensors.
+        log: gets the line.
+
+    Raises:
+        UserError: if the features would be others, for one is missing or one that they depend on has no place.
+    """
+    source, tensors = weights
+
+    def listed(names: Set[str]) -> str:
+        return f"{', '.join(sorted(names)[:3])}{', ...' if len(names) > 3 else ''} ({len(names)} in all)"
+
+    if missing := names - tensors.keys() - set(HEADS):
+        raise UserError(f"{source}: has no {listed(missing)}, which this model needs: it is of another model")
+    left = tensors.keys() - names - set(HEADS)
+    if body := {name for name in left if name.startswith(BODY)}:
+        raise UserError(f"{source}: has {listed(body)}, which this model lacks: it is of another model")
+    if left:
+        log(f"{source}: left out, since this model has no place for it: {listed(left)}")
+    for name in left:
+        del tensors[name]
+
+
 def read_fitted(
     found: Found, head: str, shapes: Mapping[str, Sequence[int]], config: Mapping[str, Any], log: Log = print
 ) -> dict[str, Tensor]:
@@ -393,7 +415,13 @@ def read_fitted(
         _resample(weights, config["IMG_SIZE"], f"IMG_SIZE = {config['IMG_SIZE']}")
     if "fc_norm.weight" in shapes and "norm.weight" in weights.tensors:
         _new_norm(weights)
-    num_classes = config["NUM_CLASSES"]
+    _check_names(weights, shapes.keys(), log)
+    width, num_classes = len(weights.tensors[PATCHES]), config["NUM_CLASSES"]
+    if HEAD in weights.tensors and weights.tensors[HEAD].shape[1] != width:  # DINOv2's in transformers
+        sees = weights.tensors[HEAD].shape[1]
+        log(f"{named}: its head is left out, since it sees {sees} features and not the {width} of one token")
+        for name in HEADS:
+            weights.tensors.pop(name, None)
     if head == "new":
         _new_head(weights, num_classes)
     elif (there := _num_classes(weights)) != num_classes:
