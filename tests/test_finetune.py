@@ -21,7 +21,7 @@ from colossal_vit.checkpoint import __main__ as cli
 from colossal_vit.checkpoint import storage, tensors, weights
 from colossal_vit.checkpoint.checkpointer import Checkpointer
 from colossal_vit.checkpoint.tensors import parameter_slots
-from colossal_vit.checkpoint.weights import BIAS, PATCHES
+from colossal_vit.checkpoint.weights import PATCHES
 from colossal_vit.engine import Trainer, build_optimizer, initialize, optimizers
 from colossal_vit.errors import UserError
 from colossal_vit.launch.flags import parse
@@ -434,7 +434,11 @@ def test_the_names_of_published_files_are_converted_by_timm(model, rename, prefi
 @pytest.mark.parametrize(
     ("source", "values", "said"),
     [
-        ("vit_tiny_patch16_224", {"PATCH_SIZE": 16}, "is of shape (192, 3, 16, 16), but this model's is (32, 3, 16, 1"),
+        (
+            "vit_tiny_patch16_224",
+            {"PATCH_SIZE": 16, "DEPTH": 12},
+            "is of shape (192, 3, 16, 16), but this model's is (32, 3, 16, 1",
+        ),
         ("vit_tiny_patch16_384", TINY, "has no blocks.10.attn.proj.bias, "),
         (
             "vit_tiny_patch16_224",
