@@ -373,7 +373,7 @@ def test_what_wrappers_put_before_names_is_taken_off_in_a_line(prefix, others, t
     save_file(
         {**others, **{f"{prefix}{name}": tensor for name, tensor in expected.items()}}, tmp_path / "a.safetensors"
     )
-    assert_same(weights.read(weights.find(str(tmp_path / "a.safetensors")), said.append).tensors, expected)
+    assert_same(weights.read(weights.find(str(tmp_path / "a.safetensors")), said.append), expected)
     left = "; its 1 other tensors are left out" if others else ""
     assert said == [f"{tmp_path}/a.safetensors: {prefix} is taken off its names{left}"]
 
@@ -425,7 +425,7 @@ def test_the_names_of_published_files_are_converted_by_timm(model, rename, prefi
     renamed = {f"{prefix}{name}": tensor.contiguous() for name, tensor in rename(expected).items()}
     assert renamed.keys() != expected.keys()
     save_file(renamed, tmp_path / "a.safetensors")
-    read = weights.read(weights.find(str(tmp_path / "a.safetensors")), lambda line: None).tensors
+    read = weights.read(weights.find(str(tmp_path / "a.safetensors")), lambda line: None)
     assert read.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(read[name], tensor)

@@ -56,7 +56,7 @@ def transformers_vit(kind=ViTForImageClassification):
 def read(path, key=None):
     """The weights at a path, and what is logged of them."""
     said = []
-    return weights.read(weights.find(str(path), key), said.append).tensors, said
+    return weights.read(weights.find(str(path), key), said.append), said
 
 
 def fitted(path, head="new", names=(), **values):

@@ -51,18 +51,6 @@ class Found(NamedTuple):
     key: str | None
 
 
-class Weights(NamedTuple):
-    """Weights of a Vision Transformer.
-
-    Attributes:
-        source: where they are from, for messages.
-        tensors: in fp32, by timm's names.
-    """
-
-    source: Path | str
-    tensors: dict[str, Tensor]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Reading
 # ---------------------------------------------------------------------------------------------------------------------
@@ -208,14 +196,14 @@ def _in_fp32(source: Path | str, tensors: Mapping[str, Tensor], key: str | None,
     return {name: tensor.float() for name, tensor in tensors.items()}
 
 
-def read(found: Found, log: Log = print) -> Weights:
-    """Return the weights themselves; `log` gets a line if names are changed.
+def read(found: Found, log: Log = print) -> dict[str, Tensor]:
+    """Return the weights themselves, in fp32, by timm's names; `log` gets a line if what is before names is taken off.
 
     Raises:
         UserError: if there are none, they cannot be read, or are not those of a Vision Transformer.
     """
     if not found.path:
-        return _read_timm(found, log)
+        return _in_fp32(found.named, _read_timm(found.named), found.key, log)
     file = found.checkpoint.path / MODEL if found.checkpoint else _file(found.path)
     try:
         if found.checkpoint:
@@ -226,7 +214,7 @@ def read(found: Found, log: Log = print) -> Weights:
             tensors = _load_torch(file)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{file}: {getattr(error, 'strerror', None) or reason(error)}") from None
-    return Weights(file, _in_fp32(file, tensors, found.key, log))
+    return _in_fp32(file, tensors, found.key, log)
 
 
 def _check_reachable(repository: str) -> None:
@@ -264,23 +252,21 @@ def _timm_weights(name: str) -> PretrainedCfg:
     return known
 
 
-def _read_timm(found: Found, log: Log) -> Weights:
+def _read_timm(name: str) -> dict[str, Tensor]:
     """Return the pretrained weights of a model of timm, from the Hugging Face Hub or its cache on this machine.
 
     Raises:
         UserError: if timm has no such model, it has no weights, or they cannot be fetched.
     """
-    name = found.named
     known = _timm_weights(name)
     try:
         _check_reachable(known.hf_hub_id)
-        tensors = load_state_dict_from_hf(known.hf_hub_id, MODEL)
+        return load_state_dict_from_hf(known.hf_hub_id, MODEL)
     except (OSError, SafetensorError) as error:
         raise UserError(
             f"{name}: cannot be fetched from {known.hf_hub_id} on the Hugging Face Hub ({reason(error)}); "
             f"without a network give the path of its model.safetensors"
         ) from None
-    return Weights(name, _in_fp32(name, tensors, found.key, log))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -288,21 +274,20 @@ def _read_timm(found: Found, log: Log) -> Weights:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _resample(weights: Weights, img_size: int, asked: str) -> None:
+def _resample(named: str, tensors: dict[str, Tensor], img_size: int) -> None:
     """Resample the position embedding for images of `img_size` px; the class token's embedding is kept.
 
     Raises:
-        UserError: naming what the user `asked`, if the embedding is not a square grid.
+        UserError: if the embedding is not a square grid.
     """
-    source, tensors = weights
     width, _, _, patch = tensors[PATCHES].shape
     position = tensors.get("pos_embed", torch.empty(0))  # (1, N, C)
     num_tokens = position.shape[1] if position.ndim == 3 else 0
     num_prefix = num_tokens - math.isqrt(num_tokens) ** 2  # tokens that are not patches
     if num_tokens == 0 or num_prefix > 1 or position.shape != (1, num_tokens, width):
         raise UserError(
-            f"{asked}: pos_embed of {source} is of shape {tuple(position.shape)}, which is not (1, N, width) with "
-            f"N a square, or a square and the class token"
+            f"IMG_SIZE = {img_size}: pos_embed of {named} is of shape {tuple(position.shape)}, which is not "
+            f"(1, N, width) with N a square, or a square and the class token"
         )
     grid = [img_size // patch] * 2
     tensors["pos_embed"] = resample_abs_pos_embed(position, grid, num_prefix_tokens=num_prefix)
@@ -328,11 +313,10 @@ def other_heads(trained: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     return "" if None in (before, now) or before == now else f"was trained with NUM_HEADS = {before}, not {now}"
 
 
-def _has_learned_positions(weights: Weights) -> bool:
-    """Return whether there is a position embedding for a square grid that is not sines and cosines, see
+def _is_learned(position: Tensor) -> bool:
+    """Return whether a position embedding, (1, N, C), is for a square grid and not of sines and cosines, see
     `fix_positions`.
     """
-    position = weights.tensors.get("pos_embed", torch.empty(0))  # (1, N, C)
     if position.ndim != 3 or position.shape[2] % 4:
         return False
     side = math.isqrt(position.shape[1])
@@ -340,49 +324,29 @@ def _has_learned_positions(weights: Weights) -> bool:
     return not torch.allclose(position[0, -len(fixed) :].float(), fixed, rtol=0, atol=0.01)  # they may be bf16
 
 
-def _num_classes(weights: Weights) -> int | None:
-    """Return the number of classes that the head is for; None without a head."""
-    return len(weights.tensors[HEAD]) if HEAD in weights.tensors else None
-
-
-def _new_head(weights: Weights, num_classes: int) -> None:
-    """Start with a head of zeros, as the ViT paper does for fine-tuning (arXiv:2010.11929, section 3.2)."""
-    width = len(weights.tensors[PATCHES])
-    weights.tensors.update({HEAD: torch.zeros(num_classes, width), "head.bias": torch.zeros(num_classes)})
-
-
-def _new_norm(weights: Weights) -> None:
-    """Put a new norm behind average pooling in place of the one before it, as MAE's fine-tuning does (arXiv:2111.06377,
-    appendix A.1)."""
-    width = len(weights.tensors[PATCHES])
-    weights.tensors.update({"fc_norm.weight": torch.ones(width), "fc_norm.bias": torch.zeros(width)})
-    for name in ("norm.weight", "norm.bias"):
-        weights.tensors.pop(name, None)
-
-
-def _check_names(weights: Weights, names: Set[str], log: Log) -> None:
+def _check_names(named: str, tensors: dict[str, Tensor], names: Set[str], log: Log) -> None:
     """Leave out tensors that a model has no place for, in a line; the head is another matter.
 
     Args:
-        weights: fitted to the model but for the head.
+        named: what has the tensors, for messages.
+        tensors: fitted to the model but for the head.
         names: of the model's tensors.
         log: gets the line.
 
     Raises:
         UserError: if the features would be others, for one is missing or one that they depend on has no place.
     """
-    source, tensors = weights
 
     def listed(names: Set[str]) -> str:
         return f"{', '.join(sorted(names)[:3])}{', ...' if len(names) > 3 else ''} ({len(names)} in all)"
 
     if missing := names - tensors.keys() - set(HEADS):
-        raise UserError(f"{source}: has no {listed(missing)}, which this model needs: it is of another model")
+        raise UserError(f"{named}: has no {listed(missing)}, which this model needs: it is of another model")
     left = tensors.keys() - names - set(HEADS)
     if body := {name for name in left if name.startswith(BODY)}:
-        raise UserError(f"{source}: has {listed(body)}, which this model lacks: it is of another model")
+        raise UserError(f"{named}: has {listed(body)}, which this model lacks: it is of another model")
     if left:
-        log(f"{source}: left out, since this model has no place for it: {listed(left)}")
+        log(f"{named}: left out, since this model has no place for it: {listed(left)}")
     for name in left:
         del tensors[name]
 
@@ -402,31 +366,36 @@ def read_fitted(
     Raises:
         UserError: if there are none, they cannot be read or are not of this model, naming what differs.
     """
-    named = found.named
-    weights = read(found, log)._replace(source=named)
-    theirs, ours = weights.tensors[PATCHES].shape[-1], shapes[PATCHES][-1]
-    if theirs != ours:
+    named, tensors = found.named, read(found, log)
+    width, _, _, theirs = tensors[PATCHES].shape
+    if theirs != (ours := shapes[PATCHES][-1]):
         raise UserError(f"{named}: has patches of {theirs} px, but this model's are of {ours} px: {OTHER_MODEL}")
     if said := other_heads(find_state(found)["config"], config):
         raise UserError(f"{named}: {said}: set it to theirs")
-    if config.get("POSITIONS") == "sincos2d" and _has_learned_positions(weights):
-        raise UserError(f"{named}: has learned positions, which POSITIONS = 'sincos2d' would not train: leave it out")
-    if "pos_embed" in weights.tensors and list(weights.tensors["pos_embed"].shape) != shapes["pos_embed"]:
-        _resample(weights, config["IMG_SIZE"], f"IMG_SIZE = {config['IMG_SIZE']}")
-    if "fc_norm.weight" in shapes and "norm.weight" in weights.tensors:
-        _new_norm(weights)
-    _check_names(weights, shapes.keys(), log)
-    width, num_classes = len(weights.tensors[PATCHES]), config["NUM_CLASSES"]
-    if HEAD in weights.tensors and weights.tensors[HEAD].shape[1] != width:  # DINOv2's in transformers
-        sees = weights.tensors[HEAD].shape[1]
+    if "pos_embed" in tensors and "pos_embed" in shapes:
+        if config.get("POSITIONS") == "sincos2d" and _is_learned(tensors["pos_embed"]):
+            raise UserError(
+                f"{named}: has learned positions, which POSITIONS = 'sincos2d' would not train: leave it out"
+            )
+        if list(tensors["pos_embed"].shape) != shapes["pos_embed"]:
+            _resample(named, tensors, config["IMG_SIZE"])
+    if "fc_norm.weight" in shapes and tensors.pop("norm.weight", None) is not None:
+        # Behind average pooling, in place of the one before it, as in MAE's fine-tuning (arXiv:2111.06377, A.1).
+        tensors |= {"fc_norm.weight": torch.ones(width), "fc_norm.bias": torch.zeros(width)}
+        tensors.pop("norm.bias", None)
+    _check_names(named, tensors, shapes.keys(), log)
+    classes, sees = tensors[HEAD].shape if HEAD in tensors else (None, width)
+    if sees != width:  # of DINOv2 in transformers
         log(f"{named}: its head is left out, since it sees {sees} features and not the {width} of one token")
+        classes = None
         for name in HEADS:
-            weights.tensors.pop(name, None)
-    if head == "new":
-        _new_head(weights, num_classes)
-    elif (there := _num_classes(weights)) != num_classes:
+            tensors.pop(name, None)
+    num_classes = config["NUM_CLASSES"]
+    if head == "new":  # of zeros, as in the ViT paper's fine-tuning (arXiv:2010.11929, section 3.2)
+        tensors |= {HEAD: torch.zeros(num_classes, width), "head.bias": torch.zeros(num_classes)}
+    elif classes != num_classes:
         raise UserError(
-            f"{named}: has {'no head' if there is None else f'one for {there} classes'}, but finetune.head = 'keep' "
-            f"needs one for NUM_CLASSES = {num_classes}: set it to 'new'"
+            f"{named}: has {'no head' if classes is None else f'one for {classes} classes'}, but finetune.head = "
+            f"'keep' needs one for NUM_CLASSES = {num_classes}: set it to 'new'"
         )
-    return weights.tensors
+    return tensors
