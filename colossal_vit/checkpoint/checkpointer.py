@@ -29,6 +29,7 @@ from colossal_vit.results import read_metrics
 from colossal_vit.run import Run
 from torch import Tensor
 
+OTHER_CLASSES = "set finetune.head to 'new', or add --accept-changes if other names mean the same"
 OTHER_SHAPE = "change the config back, or start from its weights with finetune.weights"
 WRITER_GRACE = 60.0  # seconds that a checkpoint may still take to be written when the run ends with an error
 _PACKAGES = ("torch", "colossalai", "timm")  # whose versions are on record
@@ -103,7 +104,9 @@ class Checkpointer:
         self.path, self._started_from, normalization, self.run.output = run_on_rank_0(self._prepare)
         self.folder = self.run.output / storage.FOLDER
         for key, values in zip(("MEAN", "STD"), normalization or (), strict=False):
-            self.run.config.setdefault(key, values)
+            given = self.run.config.setdefault(key, values)
+            if self.path is None and tuple(given) != tuple(values):
+                self.run.log.info(f"{key} = {given}, but finetune.weights were trained with {values}")
 
     def _prepare(self) -> tuple[Path | None, str | None, Normalization | None, Path]:
         args = self.run.args
@@ -155,7 +158,7 @@ class Checkpointer:
         if not (named := (self.run.config.finetune or {}).get("weights")):
             return None
         try:
-            self._weights = weights.find(named)
+            self._weights = weights.find(named, self.run.config.finetune.get("checkpoint_key"))
             return weights.find_state(self._weights).get("normalization")
         except UserError as error:
             raise UserError(f"finetune.weights: {error}") from None
@@ -406,7 +409,7 @@ class Checkpointer:
         def read() -> dict[str, Tensor]:
             try:
                 if head == "keep":
-                    self._check_classes(weights.find_state(self._weights), named, "set finetune.head to 'new'")
+                    self._check_classes(weights.find_state(self._weights), named, OTHER_CLASSES)
                 return weights.read_fitted(self._weights, head, shapes, run.config, run.log.info)
             except UserError as error:
                 raise UserError(f"finetune.weights: {error}") from None

@@ -1,40 +1,38 @@
 """Weights from elsewhere: of timm, a file, a folder or another run, fitted to other images and classes."""
 
+import argparse
 import difflib
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+import zipfile
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple, NotRequired
+from typing import Any, Literal, NamedTuple, NotRequired
 
 import timm
 import torch
 from colossal_vit import typed_json
 from colossal_vit.checkpoint import storage
 from colossal_vit.checkpoint.contents import Channels, State
+from colossal_vit.checkpoint.names import HEAD, PATCHES, Log, flatten, to_timm
 from colossal_vit.checkpoint.storage import MODEL, STATE
 from colossal_vit.errors import UserError, reason
-from colossal_vit.typed_json import RECORD
+from colossal_vit.typed_json import RECORD, Count
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from timm.layers import Attention, build_sincos2d_pos_embed, resample_abs_pos_embed
 from timm.models import PretrainedCfg, get_pretrained_cfg, load_state_dict_from_hf
-from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor
 from typing_extensions import TypedDict
 
-PATCHES = "patch_embed.proj.weight"  # (width, 3, patch size, patch size)
 BIAS = "patch_embed.proj.bias"  # (width,)
-HEAD = "head.weight"  # (classes, width)
-CLIPS_PATCHES = "visual.conv1.weight"
-# Who else names a Vision Transformer's tensors, by how one of them ends.
-OTHER_NAMES = {
-    "embeddings.patch_embeddings.projection.weight": "transformers",
-    "conv_proj.weight": "torchvision",
-}
+HEADS = (HEAD, "head.bias")
+TORCH_MODEL = "pytorch_model.bin"  # MODEL in folders of before safetensors
+ENDINGS = (".safetensors", ".pth", ".pt", ".bin", ".ckpt")
+# How names begin that the features depend on; a model without one of theirs computes something else.
+BODY = ("patch_embed.", "cls_token", "reg_token", "pos_embed", "norm_pre.", "blocks.", "norm.", "fc_norm.")
 OTHER_MODEL = "take weights of the same model, or set MODEL or its sizes to theirs"
-Log = Callable[[str], object]
 
 
 class Found(NamedTuple):
@@ -44,23 +42,13 @@ class Found(NamedTuple):
         named: the path or name that was given.
         path: to them; None if they are of a model of timm.
         checkpoint: that they are in, opened, since a run may remove it; None for other files and folders.
+        key: which of several models in a file they are; None for the only one.
     """
 
     named: str
     path: Path | None
     checkpoint: storage.Checkpoint | None
-
-
-class Weights(NamedTuple):
-    """Weights of a Vision Transformer.
-
-    Attributes:
-        source: where they are from, for messages.
-        tensors: in fp32, by timm's names.
-    """
-
-    source: Path | str
-    tensors: dict[str, Tensor]
+    key: str | None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -77,32 +65,45 @@ class _Preprocessing(TypedDict):
 
 
 class _FolderConfig(TypedDict):
-    """config.json in a folder of timm's."""
+    """config.json in a folder of timm's, or of transformers'."""
 
     __pydantic_config__ = RECORD
     architecture: NotRequired[str]
     model_args: NotRequired[dict[str, Any] | None]
     label_names: NotRequired[Any]
     pretrained_cfg: NotRequired[_Preprocessing]
+    num_attention_heads: NotRequired[Count]
+    hidden_act: NotRequired[Literal["gelu"]]  # timm's Vision Transformers have no other
+    id2label: NotRequired[dict[int, str] | None]
 
 
-def find(named: str) -> Found:
-    """Return weights by their path: a safetensors file, a folder of timm's with one, a checkpoint, a run, for its
+class _Preprocessor(TypedDict):
+    """preprocessor_config.json in a folder of transformers'."""
+
+    __pydantic_config__ = RECORD
+    do_normalize: NotRequired[bool | None]
+    image_mean: NotRequired[Channels | None]
+    image_std: NotRequired[Channels | None]
+
+
+def find(named: str, key: str | None = None) -> Found:
+    """Return weights by their path: a file, a folder of timm's or transformers' with one, a checkpoint, a run, for its
     newest one.
 
     Args:
         named: the path or, if there is no such path, a model of timm.
+        key: which of several models in a file to take.
 
     Raises:
         UserError: if there is no such path and it cannot be a model of timm, or no valid checkpoint of a run.
     """
     path = Path(named)
     if not path.exists():
-        if path.suffix == ".safetensors" or len(path.parts) > 1:
+        if path.suffix in ENDINGS or len(path.parts) > 1:
             raise UserError(f"{named}: no such file or directory")
-        return Found(named, None, None)
-    of_run = path.is_dir() and (storage.is_checkpoint(path) or not (path / MODEL).exists())
-    return Found(named, path, storage.open_named(path) if of_run else None)
+        return Found(named, None, None, key)
+    of_run = path.is_dir() and (storage.is_checkpoint(path) or not _file(path).exists())
+    return Found(named, path, storage.open_named(path) if of_run else None, key)
 
 
 def find_state(found: Found) -> Mapping[str, Any]:
@@ -121,16 +122,24 @@ def find_state(found: Found) -> Mapping[str, Any]:
     state, config = file.with_name(STATE), file.with_name("config.json")
     if file.name == MODEL and state.exists():
         return typed_json.read(state, State)
-    if file.name == MODEL and config.exists():
-        return _state_of_folder(typed_json.read(config, _FolderConfig))
+    if file.name in (MODEL, TORCH_MODEL) and config.exists():
+        images = file.with_name("preprocessor_config.json")
+        seen = typed_json.read(images, _Preprocessor) if images.exists() else {}
+        return _state_of_folder(typed_json.read(config, _FolderConfig), seen)
     return {"config": {}}
 
 
-def _state_of_folder(config: _FolderConfig) -> dict[str, Any]:
-    """Return what config.json in a folder of timm's says, as a checkpoint's state does."""
-    model = {"MODEL": config.get("architecture"), "NUM_HEADS": (config.get("model_args") or {}).get("num_heads")}
-    names, images = config.get("label_names"), config.get("pretrained_cfg", {})
+def _state_of_folder(config: _FolderConfig, seen: _Preprocessor) -> dict[str, Any]:
+    """Return what the files in a folder of timm's or transformers' say, as a checkpoint's state does."""
+    heads = (config.get("model_args") or {}).get("num_heads", config.get("num_attention_heads"))
+    model = {"MODEL": config.get("architecture"), "NUM_HEADS": heads}
+    labels = [label for _, label in sorted((config.get("id2label") or {}).items())]
+    if all(re.fullmatch(r"LABEL_\d+", label) for label in labels):  # of data without names
+        labels = None
+    names, images = config.get("label_names", labels), config.get("pretrained_cfg", {})
     known = images.get("mean"), images.get("std")
+    if seen.get("do_normalize", True):
+        known = known if all(known) else (seen.get("image_mean"), seen.get("image_std"))
     return {
         "config": {key: value for key, value in model.items() if value},
         "data": {"classes": names} if isinstance(names, list) else None,
@@ -140,63 +149,41 @@ def _state_of_folder(config: _FolderConfig) -> dict[str, Any]:
 
 def _file(path: Path) -> Path:
     """Return the file with weights that a path leads to."""
-    return path / MODEL if path.is_dir() else path
+    if not path.is_dir():
+        return path
+    return next((path / name for name in (MODEL, TORCH_MODEL) if (path / name).exists()), path / MODEL)
 
 
-def _without_prefix(source: Path | str, tensors: Mapping[str, Tensor], log: Log) -> Mapping[str, Tensor]:
-    """Return the tensors without what wrappers such as DistributedDataParallel or torch.compile put before their names.
-
-    Raises:
-        UserError: if there are several models.
-    """
-    prefixes = [name.removesuffix(PATCHES) for name in tensors if name.endswith(f".{PATCHES}")]
-    if PATCHES in tensors or not prefixes:
-        return tensors
-    if len(prefixes) > 1:
-        raise UserError(f"{source}: has several models, {', '.join(prefixes)}: keep the tensors of one of them")
-    (prefix,) = prefixes
-    ours = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    others = f"; its {len(tensors) - len(ours)} other tensors are left out" if len(ours) < len(tensors) else ""
-    log(f"{source}: {prefix} is taken off its names{others}")
-    return ours
-
-
-def _by_timms_names(source: Path | str, tensors: Mapping[str, Tensor], log: Log) -> Mapping[str, Tensor]:
-    """Return the tensors by timm's names, converted by timm itself where it knows the others, as those of CLIP and
-    DINOv2.
+def _load_torch(file: Path) -> dict[str, Tensor]:
+    """Return the tensors in a file of torch.save, of which nothing is run.
 
     Raises:
-        UserError: if they have names that it does not know, or those of a distilled model.
+        UserError: if it has more than tensors, numbers and containers, or cannot be read.
     """
-    tensors = _without_prefix(source, tensors, log)
-    patches = next((tensor for name, tensor in tensors.items() if name.endswith((PATCHES, CLIPS_PATCHES))), None)
-    if patches is not None and patches.ndim == 4:
-        # A model of the weights' own sizes, so that nothing is resampled.
-        model = SimpleNamespace(pos_embed=None, patch_embed=SimpleNamespace(proj=SimpleNamespace(weight=patches)))
-        try:
-            tensors = checkpoint_filter_fn(dict(tensors), model, adapt_layer_scale=True)
-        except (LookupError, RuntimeError) as error:
-            raise UserError(f"{source}: timm cannot convert its names: {reason(error)}") from None
-    if PATCHES not in tensors:
-        whose = next((who for end, who in OTHER_NAMES.items() if any(name.endswith(end) for name in tensors)), None)
-        said = f"its names are those of {whose}" if whose else "not a Vision Transformer with timm's names"
-        remedy = ": take the weights that timm has, see timm.list_pretrained('vit_*')" if whose else ""
-        raise UserError(f"{source}: has no {PATCHES}: {said}{remedy}")
-    if "dist_token" in tensors:
-        raise UserError(
-            f"{source}: has a dist_token: a distilled model has two class tokens and two heads, and none here does: "
-            f"take weights without it, see timm.list_pretrained('deit3_*')"
-        )
-    return tensors
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):  # of the command line, in many trainings' files
+            # Those of before torch 1.6 are no archives, which alone can be mapped.
+            archive = zipfile.is_zipfile(file)
+            loaded = torch.load(file, "cpu", weights_only=True, mmap=archive)  # noqa: TID251 runs nothing then
+        return flatten(loaded if isinstance(loaded, Mapping) else {})
+    except Exception as error:  # a damaged or forged file may raise any
+        if found := re.search(r"GLOBAL (\S+)", str(error)):
+            raise UserError(
+                f"{file}: contains a {found[1]}, which could run code and is not read: write the weights alone where "
+                f"they were made, with torch.save(model.state_dict(), 'weights.pth')"
+            ) from None
+        why = re.search(r"Unsupported operand \d+", str(error))  # the first line says whom to trust instead
+        said = getattr(error, "strerror", None) or (why[0] if why else reason(error))
+        raise UserError(f"{file}: is no safetensors, and no file of torch.save that can be read: {said}") from None
 
 
-def _in_fp32(source: Path | str, tensors: Mapping[str, Tensor], log: Log) -> dict[str, Tensor]:
+def _in_fp32(source: Path | str, tensors: Mapping[str, Tensor], key: str | None, log: Log) -> dict[str, Tensor]:
     """Return the weights in fp32, by timm's names.
 
     Raises:
-        UserError: if they are not those of a Vision Transformer, see `_by_timms_names`.
+        UserError: if they are not those of a Vision Transformer, see `to_timm`.
     """
-    tensors = _by_timms_names(source, tensors, log)
+    tensors = to_timm(source, tensors, key, log)
     # What is computed with before shapes are held against a model's.
     shapes = {name: tuple(tensors[name].shape) for name in (PATCHES, BIAS, HEAD) if name in tensors}
     shape = shapes[PATCHES]
@@ -209,30 +196,25 @@ def _in_fp32(source: Path | str, tensors: Mapping[str, Tensor], log: Log) -> dic
     return {name: tensor.float() for name, tensor in tensors.items()}
 
 
-def read(found: Found, log: Log = print) -> Weights:
-    """Return the weights themselves; `log` gets a line if names are changed.
+def read(found: Found, log: Log = print) -> dict[str, Tensor]:
+    """Return the weights themselves, in fp32, by timm's names; `log` gets a line if what is before names is taken off.
 
     Raises:
         UserError: if there are none, they cannot be read, or are not those of a Vision Transformer.
     """
     if not found.path:
-        return _read_timm(found.named, log)
-    if found.checkpoint:
-        file = found.checkpoint.path / MODEL
-        return Weights(file, _in_fp32(file, found.checkpoint.tensors(MODEL), log))
-    file = _file(found.path)
-    if file.suffix != ".safetensors":
-        raise UserError(
-            f"{file}: only .safetensors files are read, and folders with one: files of other formats (.bin, .pth, "
-            f".pt, .ckpt, .npz) can run code when they are opened. Convert it: safetensors.torch.save_file(state, "
-            f"'{file.with_suffix('.safetensors').name}') of the state_dict in torch.load('{file.name}', "
-            f"weights_only=True)"
-        )
+        return _in_fp32(found.named, _read_timm(found.named), found.key, log)
+    file = found.checkpoint.path / MODEL if found.checkpoint else _file(found.path)
     try:
-        tensors = load_file(file)
+        if found.checkpoint:
+            tensors = found.checkpoint.tensors(MODEL)
+        elif file.suffix == ".safetensors":
+            tensors = load_file(file)
+        else:
+            tensors = _load_torch(file)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{file}: {getattr(error, 'strerror', None) or reason(error)}") from None
-    return Weights(file, _in_fp32(file, tensors, log))
+    return _in_fp32(file, tensors, found.key, log)
 
 
 def _check_reachable(repository: str) -> None:
@@ -270,7 +252,7 @@ def _timm_weights(name: str) -> PretrainedCfg:
     return known
 
 
-def _read_timm(name: str, log: Log) -> Weights:
+def _read_timm(name: str) -> dict[str, Tensor]:
     """Return the pretrained weights of a model of timm, from the Hugging Face Hub or its cache on this machine.
 
     Raises:
@@ -279,13 +261,12 @@ def _read_timm(name: str, log: Log) -> Weights:
     known = _timm_weights(name)
     try:
         _check_reachable(known.hf_hub_id)
-        tensors = load_state_dict_from_hf(known.hf_hub_id, MODEL)
+        return load_state_dict_from_hf(known.hf_hub_id, MODEL)
     except (OSError, SafetensorError) as error:
         raise UserError(
             f"{name}: cannot be fetched from {known.hf_hub_id} on the Hugging Face Hub ({reason(error)}); "
             f"without a network give the path of its model.safetensors"
         ) from None
-    return Weights(name, _in_fp32(name, tensors, log))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -293,21 +274,20 @@ def _read_timm(name: str, log: Log) -> Weights:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _resample(weights: Weights, img_size: int, asked: str) -> None:
+def _resample(named: str, tensors: dict[str, Tensor], img_size: int) -> None:
     """Resample the position embedding for images of `img_size` px; the class token's embedding is kept.
 
     Raises:
-        UserError: naming what the user `asked`, if the embedding is not a square grid.
+        UserError: if the embedding is not a square grid.
     """
-    source, tensors = weights
     width, _, _, patch = tensors[PATCHES].shape
     position = tensors.get("pos_embed", torch.empty(0))  # (1, N, C)
     num_tokens = position.shape[1] if position.ndim == 3 else 0
     num_prefix = num_tokens - math.isqrt(num_tokens) ** 2  # tokens that are not patches
     if num_tokens == 0 or num_prefix > 1 or position.shape != (1, num_tokens, width):
         raise UserError(
-            f"{asked}: pos_embed of {source} is of shape {tuple(position.shape)}, which is not (1, N, width) with "
-            f"N a square, or a square and the class token"
+            f"IMG_SIZE = {img_size}: pos_embed of {named} is of shape {tuple(position.shape)}, which is not "
+            f"(1, N, width) with N a square, or a square and the class token"
         )
     grid = [img_size // patch] * 2
     tensors["pos_embed"] = resample_abs_pos_embed(position, grid, num_prefix_tokens=num_prefix)
@@ -333,11 +313,10 @@ def other_heads(trained: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     return "" if None in (before, now) or before == now else f"was trained with NUM_HEADS = {before}, not {now}"
 
 
-def _has_learned_positions(weights: Weights) -> bool:
-    """Return whether there is a position embedding for a square grid that is not sines and cosines, see
+def _is_learned(position: Tensor) -> bool:
+    """Return whether a position embedding, (1, N, C), is for a square grid and not of sines and cosines, see
     `fix_positions`.
     """
-    position = weights.tensors.get("pos_embed", torch.empty(0))  # (1, N, C)
     if position.ndim != 3 or position.shape[2] % 4:
         return False
     side = math.isqrt(position.shape[1])
@@ -345,24 +324,31 @@ def _has_learned_positions(weights: Weights) -> bool:
     return not torch.allclose(position[0, -len(fixed) :].float(), fixed, rtol=0, atol=0.01)  # they may be bf16
 
 
-def _num_classes(weights: Weights) -> int | None:
-    """Return the number of classes that the head is for; None without a head."""
-    return len(weights.tensors[HEAD]) if HEAD in weights.tensors else None
+def _check_names(named: str, tensors: dict[str, Tensor], names: Set[str], log: Log) -> None:
+    """Leave out tensors that a model has no place for, in a line; the head is another matter.
 
+    Args:
+        named: what has the tensors, for messages.
+        tensors: fitted to the model but for the head.
+        names: of the model's tensors.
+        log: gets the line.
 
-def _new_head(weights: Weights, num_classes: int) -> None:
-    """Start with a head of zeros, as the ViT paper does for fine-tuning (arXiv:2010.11929, section 3.2)."""
-    width = len(weights.tensors[PATCHES])
-    weights.tensors.update({HEAD: torch.zeros(num_classes, width), "head.bias": torch.zeros(num_classes)})
+    Raises:
+        UserError: if the features would be others, for one is missing or one that they depend on has no place.
+    """
 
+    def listed(names: Set[str]) -> str:
+        return f"{', '.join(sorted(names)[:3])}{', ...' if len(names) > 3 else ''} ({len(names)} in all)"
 
-def _new_norm(weights: Weights) -> None:
-    """Put a new norm behind average pooling in place of the one before it, as MAE's fine-tuning does (arXiv:2111.06377,
-    appendix A.1)."""
-    width = len(weights.tensors[PATCHES])
-    weights.tensors.update({"fc_norm.weight": torch.ones(width), "fc_norm.bias": torch.zeros(width)})
-    for name in ("norm.weight", "norm.bias"):
-        weights.tensors.pop(name, None)
+    if missing := names - tensors.keys() - set(HEADS):
+        raise UserError(f"{named}: has no {listed(missing)}, which this model needs: it is of another model")
+    left = tensors.keys() - names - set(HEADS)
+    if body := {name for name in left if name.startswith(BODY)}:
+        raise UserError(f"{named}: has {listed(body)}, which this model lacks: it is of another model")
+    if left:
+        log(f"{named}: left out, since this model has no place for it: {listed(left)}")
+    for name in left:
+        del tensors[name]
 
 
 def read_fitted(
@@ -380,25 +366,36 @@ def read_fitted(
     Raises:
         UserError: if there are none, they cannot be read or are not of this model, naming what differs.
     """
-    named = found.named
-    weights = read(found, log)._replace(source=named)
-    theirs, ours = weights.tensors[PATCHES].shape[-1], shapes[PATCHES][-1]
-    if theirs != ours:
+    named, tensors = found.named, read(found, log)
+    width, _, _, theirs = tensors[PATCHES].shape
+    if theirs != (ours := shapes[PATCHES][-1]):
         raise UserError(f"{named}: has patches of {theirs} px, but this model's are of {ours} px: {OTHER_MODEL}")
     if said := other_heads(find_state(found)["config"], config):
         raise UserError(f"{named}: {said}: set it to theirs")
-    if config.get("POSITIONS") == "sincos2d" and _has_learned_positions(weights):
-        raise UserError(f"{named}: has learned positions, which POSITIONS = 'sincos2d' would not train: leave it out")
-    if "pos_embed" in weights.tensors and list(weights.tensors["pos_embed"].shape) != shapes["pos_embed"]:
-        _resample(weights, config["IMG_SIZE"], f"IMG_SIZE = {config['IMG_SIZE']}")
-    if "fc_norm.weight" in shapes and "norm.weight" in weights.tensors:
-        _new_norm(weights)
+    if "pos_embed" in tensors and "pos_embed" in shapes:
+        if config.get("POSITIONS") == "sincos2d" and _is_learned(tensors["pos_embed"]):
+            raise UserError(
+                f"{named}: has learned positions, which POSITIONS = 'sincos2d' would not train: leave it out"
+            )
+        if list(tensors["pos_embed"].shape) != shapes["pos_embed"]:
+            _resample(named, tensors, config["IMG_SIZE"])
+    if "fc_norm.weight" in shapes and tensors.pop("norm.weight", None) is not None:
+        # Behind average pooling, in place of the one before it, as in MAE's fine-tuning (arXiv:2111.06377, A.1).
+        tensors |= {"fc_norm.weight": torch.ones(width), "fc_norm.bias": torch.zeros(width)}
+        tensors.pop("norm.bias", None)
+    _check_names(named, tensors, shapes.keys(), log)
+    classes, sees = tensors[HEAD].shape if HEAD in tensors else (None, width)
+    if sees != width:  # of DINOv2 in transformers
+        log(f"{named}: its head is left out, since it sees {sees} features and not the {width} of one token")
+        classes = None
+        for name in HEADS:
+            tensors.pop(name, None)
     num_classes = config["NUM_CLASSES"]
-    if head == "new":
-        _new_head(weights, num_classes)
-    elif (there := _num_classes(weights)) != num_classes:
+    if head == "new":  # of zeros, as in the ViT paper's fine-tuning (arXiv:2010.11929, section 3.2)
+        tensors |= {HEAD: torch.zeros(num_classes, width), "head.bias": torch.zeros(num_classes)}
+    elif classes != num_classes:
         raise UserError(
-            f"{named}: has {'no head' if there is None else f'one for {there} classes'}, but finetune.head = 'keep' "
-            f"needs one for NUM_CLASSES = {num_classes}: set it to 'new'"
+            f"{named}: has {'no head' if classes is None else f'one for {classes} classes'}, but finetune.head = "
+            f"'keep' needs one for NUM_CLASSES = {num_classes}: set it to 'new'"
         )
-    return weights.tensors
+    return tensors

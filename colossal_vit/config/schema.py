@@ -133,7 +133,14 @@ FINE_TUNING: Settings = {
         "start from trained weights, and train all of the model or a part of it",
         {
             "weights": Setting(
-                Text, "a model of timm, a folder or file with safetensors, or a run or checkpoint of these scripts"
+                Text,
+                "a model of timm, a file of safetensors or torch.save, a folder of timm or transformers with one, or "
+                "a run or checkpoint of these scripts",
+            ),
+            "checkpoint_key": Setting(
+                Text,
+                "which of several models in a file to take, such as 'teacher' or 'model_ema'",
+                needs={"weights": ()},
             ),
             "head": Setting(one_of("new", "keep"), "start with a head of zeros, or with that of the weights", "new"),
             "frozen_blocks": Setting(
