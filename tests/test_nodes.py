@@ -62,7 +62,7 @@ def test_mpirun(size, host, references, programs, tmp_path):
     ]
     code, said = launchers.run(command, **programs)  # test_pages.py types mpirun as users do
     assert code == 0, said
-    assert f"rank {size - 1} of {size} on " in said
+    assert f"{size - 1} of {size} on " in said
     assert "started by mpirun, rendezvous at" in said
     assert launchers.losses(tmp_path / "run") == references[size]
 
@@ -123,7 +123,7 @@ def test_a_published_command_trains(script, typed, by, programs, tmp_path):
     answers = at_once([partial(launchers.run, command, folder, **programs) for command in commands])
     said = "".join(text for _, text in answers)
     assert {code for code, _ in answers} == {0}, said
-    assert f"rank 1 of 2 on {socket.gethostname()} (cpu, gloo), started by {by}, rendezvous at" in said
+    assert f"ranks 0 to 1 of 2 on {socket.gethostname()} (cpu, gloo), started by {by}, rendezvous at" in said
     assert (" ignored: torchrun says where the ranks meet" in said) == (by == "torchrun" and "--port " in typed)
     assert len(launchers.losses(tmp_path / "run")) == 1
 

@@ -85,7 +85,9 @@ def test_the_published_srun(slurm, script, programs, tmp_path):
     command = ["srun", "--ntasks=2", "bash", "./scripts/train_slurm.sh", *flags]
     code, said = slurm(*command, cwd=(fork_ranks.ROOT / script).parent, **programs)
     assert code == 0, said
-    assert re.search(rf"rank 1 of 2 on .*, started by srun in job \d+, step 0, rendezvous at {programs['HOST']}:", said)
+    assert re.search(
+        rf"ranks 0 to 1 of 2 on .*, started by srun in job \d+, step 0, rendezvous at {programs['HOST']}:", said
+    )
     assert len(launchers.losses(tmp_path / "run")) == 1
 
 
