@@ -316,4 +316,6 @@ def start(args: Arguments) -> Run:
     run = Run(args, config, layout, output, device, log, args.exits, schema_of(args, config.get("LOADER")))
     run.checkpointer = Checkpointer(run)
     run.checkpointer.prepare()
+    if args.output is None:
+        log.info(f"run directory: {run.output}")
     return run

@@ -466,8 +466,8 @@ def test_told_to_stop_all_ranks_end_after_the_same_step(number, code, tmp_path, 
     (line,) = "".join(result.stderr).splitlines()
     step = read_metrics(tmp_path)[0][-1]["step"]
     saved = tmp_path / "checkpoints" / f"step-{step:08d}"
-    said = f"stopped by {number.name} after step {step}, which {saved} has; exit code {code} says: start it again"
-    assert line == f"train_hybrid.py: error: {said}"
+    said = f"stopped by {number.name} after step {step}, saved as {saved}"
+    assert line == f"train_hybrid.py: {said}; exit code {code}: the same command resumes it"
     assert storage.Checkpoint(saved).state["step"] == step
 
 

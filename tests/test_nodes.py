@@ -84,6 +84,23 @@ def test_torchs_own(launcher, flags, references, programs, tmp_path):
     assert launchers.losses(tmp_path / "run") == references[2]
 
 
+def test_own_torchrun_ends_with_the_line_and_the_exit_code_of_its_ranks(programs, tmp_path):
+    flags = ["--config", training.CONFIG, "--output", str(tmp_path / "run"), "--set", "DEPHT=2"]
+    command = [
+        "python",
+        "-m",
+        "colossal_vit.launch.torchrun",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        "train_hybrid.py",
+    ]
+    code, said = launchers.run([*command, *flags], **programs)
+    assert code == 2, said
+    assert re.fullmatch(r"train_hybrid\.py: error: .*unknown key DEPHT; did you mean DEPTH\?.*", said.splitlines()[-1])
+    assert "Traceback" not in said
+
+
 # What the published tutorials type, in each folder. Other pages than these have the rest, and test_pages.py types it.
 LAUNCH = "python -m torch.distributed.launch --nproc_per_node 2"
 PUBLISHED = [
