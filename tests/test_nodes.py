@@ -86,16 +86,8 @@ def test_torchs_own(launcher, flags, references, programs, tmp_path):
 
 def test_own_torchrun_ends_with_the_line_and_the_exit_code_of_its_ranks(programs, tmp_path):
     flags = ["--config", training.CONFIG, "--output", str(tmp_path / "run"), "--set", "DEPHT=2"]
-    command = [
-        "python",
-        "-m",
-        "colossal_vit.launch.torchrun",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-        "train_hybrid.py",
-    ]
-    code, said = launchers.run([*command, *flags], **programs)
+    launcher = "python -m colossal_vit.launch.torchrun --standalone --nproc_per_node 2"
+    code, said = launchers.run([*launcher.split(), "train_hybrid.py", *flags], **programs)
     assert code == 2, said
     assert re.fullmatch(r"train_hybrid\.py: error: .*unknown key DEPHT; did you mean DEPTH\?.*", said.splitlines()[-1])
     assert "Traceback" not in said
