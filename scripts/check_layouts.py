@@ -97,6 +97,7 @@ def draw_losses(path: Path, curves: dict[str, list[dict]]) -> None:
         steps, losses = zip(*((record["step"], record["loss"]) for record in records[some]), strict=True)
         look = dict(color=NEUTRAL, linewidth=2) if name == ONE else dict(marker="ovs^D"[number % 5], linestyle="")
         axes.plot(steps, losses, label=name, **look)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(ncols=3, fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
