@@ -110,11 +110,11 @@ def multiples_near(number: int, size: int) -> str:
 
 def error_line(error: Exception) -> str:
     """Return the line to print for an error: the name of the script, or of the package that `python -m` runs, and
-    message.
+    message. A stop that was asked for is not called an error.
     """
     path = Path(sys.argv[0])
     name = path.parent.name if path.name == "__main__.py" else path.name
-    return f"{name}: error: {in_one_line(str(error))}"
+    return f"{name}: {'' if isinstance(error, Preempted) else 'error: '}{in_one_line(str(error))}"
 
 
 def run_command(name: str, command: Callable[[], int], interrupted: str = "interrupted") -> int:
@@ -135,10 +135,10 @@ def run_command(name: str, command: Callable[[], int], interrupted: str = "inter
         mistake = as_user_error(error)
         if isinstance(mistake, OSError):
             raise
-        code, message = mistake.exit_code, str(mistake)
+        code, message = mistake.exit_code, f"error: {in_one_line(str(mistake))}"
     except KeyboardInterrupt:
         code, message = Interrupted.exit_code, interrupted
-    print(f"{name}: error: {in_one_line(message)}", file=sys.stderr)
+    print(f"{name}: {message}", file=sys.stderr)
     return code
 
 

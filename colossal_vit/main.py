@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +30,11 @@ from colossal_vit.launch.elastic import ExitStore, wait_without_work
 from colossal_vit.launch.exits import Exits
 from colossal_vit.launch.flags import Arguments, parse
 from colossal_vit.launch.groups import check_granted, choose_backend, launch_groups, prepare_device
-from colossal_vit.launch.launchers import find_rendezvous, ignored_flags, launched_rank, planned_rendezvous
+from colossal_vit.launch.launchers import Rendezvous, find_rendezvous, ignored_flags, launched_rank, planned_rendezvous
 from colossal_vit.launch.rendezvous import join_store
 from colossal_vit.launch.watchdog import time_limit
 from colossal_vit.parallel import elastic
-from colossal_vit.parallel.collectives import RankLogger
+from colossal_vit.parallel.collectives import RankLogger, all_gather_object
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.run import Run
 from colossalai.context import Config
@@ -246,6 +248,18 @@ def start_alone(args: Arguments, rank: int, store: dist.Store, prepare: Callable
     return Run(args, config, layout, find_output(args), device, RankLogger(0), args.exits, alone=True)
 
 
+def _log_places(log: RankLogger, rendezvous: Rendezvous, devices: str) -> None:
+    """Log where the ranks run, and who started them: one line for ranks in a row that have the same to say."""
+    places = enumerate(all_gather_object((socket.gethostname(), devices, rendezvous.found)))
+    for (host, its_devices, found), members in groupby(places, key=itemgetter(1)):
+        first, *others = (rank for rank, _ in members)
+        ranks = f"ranks {first} to {others[-1]}" if others else f"rank {first}"
+        log.info(
+            f"{ranks} of {rendezvous.world_size} on {host} ({its_devices}), started by {found}, rendezvous at "
+            f"{rendezvous.host}:{rendezvous.port}"
+        )
+
+
 def start(args: Arguments) -> Run:
     """Load and check the config, create the process groups, seed, lock the run directory.
 
@@ -278,11 +292,7 @@ def start(args: Arguments) -> Run:
         config = launch_groups(config, rendezvous, backend, store, args.timeout, device)
     args.exits.watch(rendezvous.rank, rendezvous.world_size, rendezvous.host)
     log = RankLogger(rendezvous.rank)
-    log.info(
-        f"rank {rendezvous.rank} of {rendezvous.world_size} on {socket.gethostname()} ({device}, {backend}), started "
-        f"by {rendezvous.found}, rendezvous at {rendezvous.host}:{rendezvous.port}",
-        ranks=None,
-    )
+    _log_places(log, rendezvous, f"{device.type}, {backend}")
     if ignored := ignored_flags(args, rendezvous):
         log.info(f"{', '.join(ignored)} ignored: {rendezvous.found} says where the ranks meet")
     if device.type == "cpu" and (warning := cpu.idle_gpus()):
@@ -306,4 +316,6 @@ def start(args: Arguments) -> Run:
     run = Run(args, config, layout, output, device, log, args.exits, schema_of(args, config.get("LOADER")))
     run.checkpointer = Checkpointer(run)
     run.checkpointer.prepare()
+    if args.output is None:
+        log.info(f"run directory: {run.output}")
     return run

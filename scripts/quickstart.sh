@@ -27,8 +27,8 @@ if [ "$gpus" = 1 ]; then processes=1; fi # a GPU holds one stage
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 cd vit_cifar10_hybrid
-torchrun --standalone --nproc_per_node "$processes" train_hybrid.py --config ./configs/config_pipeline_parallel.py \
-    --output "$output" \
+python -m colossal_vit.launch.torchrun --standalone --nproc_per_node "$processes" \
+    train_hybrid.py --config ./configs/config_pipeline_parallel.py --output "$output" \
     --set IMG_SIZE=32 --set PATCH_SIZE=8 --set HIDDEN_SIZE=64 --set DEPTH=4 --set NUM_HEADS=4 --set CHECKPOINT=False \
     --set BATCH_SIZE=128 --set NUM_EPOCHS=60 --set WARMUP_EPOCHS=3 --set LEARNING_RATE=3e-3 --set WEIGHT_DECAY=0.05 \
     --set FLIP=False --set CROP_PADDING=2 --set fp16=None --set parallel.pipeline="$processes" --set NUM_MICRO_BATCHES=4 "$@"

@@ -56,12 +56,19 @@ def test_a_layout_that_trains_as_one_process_passes(check):
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"DP 2 +\d\.\de[-+]\d+ +\d\.\de[-+]\d+ +\d+$", done.stdout, re.MULTILINE), done.stdout
     assert "not checked, since they need more than 2 processes: 3D 8" in done.stdout
+    assert re.search(
+        r"^all 1 layouts agree: the error is at most \d\.\de[-+]\d+ \(allowed: ", done.stdout, re.MULTILINE
+    )
 
 
 def test_a_layout_that_drifts_within_20_steps_is_out(check, drifting):
     done = check(drifting, "--steps", "20")
     assert done.returncode == 1, done.stdout + done.stderr
     assert re.search(r"^DP 2 .* OUT$", done.stdout, re.MULTILINE)
+    limits = "1e-05 in the first step and 0.0001 in steps 1 to 20"
+    picture = drifting / "runs/check_layouts/curve.png"
+    assert done.stdout.splitlines()[-2:] == [f"OUT: DP 2 (allowed: {limits})", f"loss by step: {picture}"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_error_of_later_steps_is_put_on_record_only(check, drifting):

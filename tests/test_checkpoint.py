@@ -33,6 +33,7 @@ from colossal_vit.hooks import checkpoint as checkpoint_hook
 from colossal_vit.hooks.metrics import MetricsHook
 from colossal_vit.results import read_metrics
 from colossalai.legacy.core import global_context as gpc
+from sklearn.metrics import balanced_accuracy_score, top_k_accuracy_score
 
 import cifar10
 import fork_ranks
@@ -442,7 +443,7 @@ def test_a_run_passes_over_what_is_damaged_and_goes_on(tmp_path):
     os.truncate(damaged / storage.OPTIMIZER, 10)
     again = training.train(tmp_path, steps=10, **values)
     assert f"skipped: {damaged}/optimizer.safetensors: has 10 bytes" in again.said
-    assert "step 4, epoch 0, image 128 of it" in again.said
+    assert "step 4, epoch 0 of 1, 128 images of that epoch done" in again.said
     assert [record["loss"] for record in again.steps[:8]] == [record["loss"] for record in steps]
     assert (damaged.with_name("damaged-step-00000008") / storage.MODEL).exists()
     assert storage.Checkpoint(damaged).state["step"] == 8
@@ -662,13 +663,16 @@ def trained(tmp_path_factory):
     return training.train(tmp_path_factory.mktemp("trained") / "run", steps=None, **EVERY_20)
 
 
+EVALUATION_FILES = {"predictions.csv", "classes.csv", "confusion.csv", "confusion.png", "mistakes.png"}
+
+
 @pytest.fixture(scope="module")
 def answers(trained, tmp_path_factory):
-    """What timm's model with the trained weights answers about the test images: labels, answers, loss."""
+    """What timm's model with the trained weights predicts for the test images: labels, logits, loss."""
     data = tmp_path_factory.mktemp("digits")
     cifar10.write_images(data)
     logits, labels = training.timms_logits(trained.output / "checkpoints/step-00000044" / storage.MODEL, data, depth=2)
-    return labels.numpy(), logits.argmax(1).numpy(), torch.nn.functional.cross_entropy(logits, labels).item()
+    return labels.numpy(), logits, torch.nn.functional.cross_entropy(logits, labels).item()
 
 
 @pytest.mark.parametrize(
@@ -684,10 +688,16 @@ def test_eval_only_is_exact_on_any_world_size(processes, values, trained, answer
 
     before = files()
     run = training.train(trained.output, processes, "--eval-only", DEPTH=2, gradient_accumulation=500, **values)
-    (said,) = re.findall(r"test accuracy (\S+)% \((\d+) of 360 images\), loss (\S+)", "".join(run.stdout))
-    labels, found, loss = answers
+    line = r"test accuracy (\S+)% \((\d+) of 360 images\), top-5 (\S+)%, macro recall (\S+)%, loss (\S+)"
+    (said,) = re.findall(line, "".join(run.stdout))
+    labels, logits, loss = answers
+    confidence, found = (part.numpy() for part in logits.softmax(1).max(1))
+    top5 = top_k_accuracy_score(labels, logits.numpy(), k=5)
     assert int(said[1]) == (labels == found).sum()
-    assert float(said[2]) == pytest.approx(loss, rel=1e-5)
+    assert float(said[2]) == pytest.approx(100 * top5, abs=0.01)
+    assert float(said[3]) == pytest.approx(100 * balanced_accuracy_score(labels, found), abs=0.01)
+    assert float(said[4]) == pytest.approx(loss, rel=1e-5)
+    assert trained.evaluations[-1]["eval_top5"] == pytest.approx(top5, rel=1e-9)
     assert trained.evaluations[-1]["eval_accuracy"] == (labels == found).mean()
     assert trained.evaluations[-1]["eval_loss"] == pytest.approx(loss, rel=1e-5)
     assert files() == before, "the run is untouched"
@@ -699,11 +709,13 @@ def test_eval_only_is_exact_on_any_world_size(processes, values, trained, answer
         assert [int(row["images"]), int(row["right"])] == [len(own), (own == digit).sum()], digit
         mistaken = np.bincount(own[own != digit], minlength=10)
         assert row["mostly mistaken for"] == (str(mistaken.argmax()) if mistaken.any() else ""), digit
-    assert {path.name for path in (trained.output / "evaluation").iterdir()} == {
-        "classes.csv",
-        "confusion.png",
-        "mistakes.png",
-    }
+    with open(trained.output / "evaluation/predictions.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["image"] for row in rows] == [f"image {number}" for number in range(360)]
+    for column, expected in (("true label", labels), ("predicted label", found)):
+        assert [int(row[column]) for row in rows] == expected.tolist(), column
+    assert [float(row["probability"]) for row in rows] == pytest.approx(confidence.tolist(), abs=1e-4)
+    assert {path.name for path in (trained.output / "evaluation").iterdir()} == EVALUATION_FILES
 
 
 def test_an_evaluation_that_slurm_has_restarted_takes_the_checkpoint_that_is_given(trained, monkeypatch):

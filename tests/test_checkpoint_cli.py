@@ -314,4 +314,4 @@ def test_ctrl_c_is_one_line(capsys, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(__main__, "named_by", interrupt)
-    assert verb(capsys, "verify", "run") == (130, "", "checkpoint: error: interrupted\n")
+    assert verb(capsys, "verify", "run") == (130, "", "checkpoint: interrupted\n")

@@ -96,7 +96,7 @@ def test_submitit_stops_a_run_and_resumes_it(tmp_path):
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="Ray has no package for this Python")
 def test_ray_starts_torchrun_and_hands_on_its_exit_code(tmp_path):
     command = [sys.executable, str(FOLDER / "ray_job.py"), "--gpus", "0"]
-    for flags, expected in (([], 0), (["--set", "DEPTH=0"], 1)):
+    for flags, expected in (([], 0), (["--set", "DEPTH=0"], 2)):
         code, said = launchers.run([*command, *script(tmp_path / "run", 3), *flags], RAY_USAGE_STATS_ENABLED="0")
         assert code == expected, said
     assert "DEPTH = 0" in said

@@ -13,6 +13,7 @@ from colossal_vit.engine import initialize
 from colossal_vit.engine.loop import Trainer
 from colossal_vit.errors import UserError
 from safetensors.torch import load_file
+from sklearn.metrics import top_k_accuracy_score
 from timm.utils import ModelEmaV3
 
 import conftest
@@ -100,6 +101,7 @@ def test_evaluations_are_those_of_timms_model_with_each(whole, small_sample):
         loss, right = torch.nn.functional.cross_entropy(logits, labels).item(), logits.argmax(1) == labels
         assert last[f"{kind}_loss"] == pytest.approx(loss, rel=1e-5)
         assert last[f"{kind}_accuracy"] == right.double().mean().item()
+        assert last[f"{kind}_top5"] == pytest.approx(top_k_accuracy_score(labels, logits.numpy(), k=5), rel=1e-9)
 
 
 @pytest.mark.parametrize("layout", ["one process", "2D 4"])
@@ -107,7 +109,7 @@ def test_evaluation_alone_is_of_both_in_every_layout(layout, whole):
     world_size, values = LAYOUTS.get(layout, (1, {}))
     run = training.train(whole.output, world_size, "--eval-only", steps=None, **{**VALUES, **SGD, **values})
     said = next(text for text in run.stdout if "test accuracy" in text)
-    found = re.search(r"test accuracy (\S+)% .*loss (\S+); EMA (\S+)%, loss (\S+)", said).groups()
+    found = re.search(r"test accuracy (\S+)% .*loss (\S+); EMA (\S+)%, top-5 .*, loss (\S+)", said).groups()
     last = whole.evaluations[-1]
     expected = [100 * last["eval_accuracy"], last["eval_loss"], 100 * last["ema_accuracy"], last["ema_loss"]]
     assert [float(number) for number in found] == pytest.approx(expected, abs=0.01)

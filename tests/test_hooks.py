@@ -28,9 +28,10 @@ from colossal_vit.engine import engine
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.loop import Trainer
 from colossal_vit.errors import TrainingError
-from colossal_vit.hooks import wandb_run
+from colossal_vit.hooks import progress, wandb_run
 from colossal_vit.hooks.confusion import ConfusionHook
 from colossal_vit.hooks.debug_nan import DebugNanHook
+from colossal_vit.hooks.progress import ProgressHook, time_left
 from colossal_vit.hooks.recorder import Recorder
 from colossal_vit.launch import exits, signals, watchdog
 from colossal_vit.results import CURVES, METRICS, draw
@@ -46,7 +47,7 @@ import waits
 from layouts import LAYOUTS
 
 STEP_KEYS = ["step", "epoch", "loss", "lr", "grad_norm", "images_per_s", "data_s", "step_s", "memory_gb"]
-EVAL_KEYS = ["step", "epoch", "eval_loss", "eval_accuracy", "eval_images"]
+EVAL_KEYS = ["step", "epoch", "eval_loss", "eval_accuracy", "eval_top5", "eval_images"]
 EVALUATION_S = 1e6  # by a clock that jumps
 
 
@@ -93,7 +94,8 @@ def assert_tensorboard_has_the_numbers(run):
     events.Reload()
     for records in (run.steps, run.evaluations):
         for key in records[0].keys() - {"step", "epoch", "eval_images"}:
-            scalars = events.Scalars(key)
+            group, name = key.split("_", 1) if key in EVAL_KEYS else ("train", key)
+            scalars = events.Scalars(f"{group}/{name}")
             assert [scalar.step for scalar in scalars] == [record["step"] for record in records], key
             assert [scalar.value for scalar in scalars] == pytest.approx([record[key] for record in records], rel=1e-6)
 
@@ -186,6 +188,62 @@ def test_loss_scaled_runs_record_scale_and_skips(tmp_path):
         scale = scale / 2 if record["skipped"] else scale
         assert record["loss_scale"] == scale
         assert 2 < record["loss"] < 3, "the recorded loss is not scaled"
+
+
+# ---- Progress in a log ----
+
+
+def test_log_without_a_terminal_has_a_line_at_once_every_log_every_seconds_and_after_an_epoch(monkeypatch):
+    """By a clock on which a step takes 700 s, the first one 5000 s, and the evaluation between two epochs 3000 s."""
+    clock, said = [0.0], []
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+
+    def function():
+        config, args = SimpleNamespace(NUM_EPOCHS=3, LOG_EVERY=1400), SimpleNamespace(max_steps=None)
+        log = SimpleNamespace(info=lambda text, ranks: said.append(text))
+        engine = SimpleNamespace(accumulation=2, num_steps=0)
+        trainer = SimpleNamespace(engine=engine, num_epochs=3, states={})
+        hook = ProgressHook(SimpleNamespace(config=config, args=args, log=log), range(800))
+        hook.before_train(trainer)
+        for epoch, steps in ((0, 4), (1, 2)):
+            trainer.states["records"] = []
+            for _ in range(steps):
+                engine.num_steps += 1
+                clock[0] += 700 if engine.num_steps > 1 else 5000
+                record = dict(step=engine.num_steps, epoch=epoch, loss=2 + epoch / 8, images_per_s=1234.56)
+                trainer.states["records"].append(record)
+                hook.after_train_iter(trainer, None, None, None)
+            hook.after_train_epoch(trainer)
+            clock[0] += 3000
+        return said
+
+    first, second = "loss 2.0000, 1235 images/s", "loss 2.1250, 1235 images/s"
+    assert fork_ranks.call(function) == [
+        [
+            f"epoch 0 of 3: step 1 of 1,200, {first}",
+            f"epoch 0 of 3: step 3 of 1,200, {first}, {1197 * 700 / 3600:.1f} h left",
+            f"epoch 0 of 3: step 4 of 1,200, {first}, {1196 * 700 / 3600:.1f} h left",
+            f"epoch 1 of 3: step 5 of 1,200, {second}, {1195 * (4 * 700 + 3000) / 4 / 3600:.1f} h left",
+            f"epoch 1 of 3: step 6 of 1,200, {second}, {1194 * (5 * 700 + 3000) / 5 / 3600:.1f} h left",
+        ]
+    ]
+
+
+def test_time_left_is_in_the_largest_unit_that_fits():
+    assert [time_left(s) for s in (0.4, 59, 61, 3599, 3600, 400_000)] == [
+        *("0 s left", "59 s left", "1 min left", "60 min left", "1.0 h left", "111.1 h left")
+    ]
+
+
+def test_log_of_a_run_says_how_far_it_is(run):
+    """Of a training that lasts seconds: the first step of all, and the last one of each epoch."""
+    lines = re.findall(r"\d\d:\d\d:\d\d (epoch \d.*)", run.said)
+    speed = r"loss \d\.\d{4}, \d+ images/s"
+    expected = [f"epoch 0 of 2: step 1 of 44, {speed}", rf"epoch 0 of 2: step 22 of 44, {speed}, \d+ (s|min) left"]
+    expected += ["epoch 0 of 2: test accuracy .*", f"epoch 1 of 2: step 44 of 44, {speed}", "epoch 1 of 2: test .*"]
+    expected = [re.compile(pattern) for pattern in expected]
+    assert all(any(pattern.fullmatch(line) for pattern in expected) or ": step " in line for line in lines), lines
+    assert all(any(pattern.fullmatch(line) for line in lines) for pattern in expected), lines
 
 
 # ---- Hooks of users ----
@@ -650,9 +708,10 @@ def test_accuracy_by_class_and_pictures_of_mistakes(tmp_path, monkeypatch):
             (confusion.get_xlabel(), confusion.get_ylabel(), confusion.images[0].get_array().tolist()),
             [[label.get_text() for label in axis.get_ticklabels()] for axis in (confusion.xaxis, confusion.yaxis)],
             [(axes.get_title("left"), axes.images[0].get_array().tolist()) for axes in mistakes],
+            {text.get_position(): text.get_text() for text in confusion.texts},
         )
 
-    ((confusion, names, mistakes),) = fork_ranks.call(function)
+    ((confusion, names, mistakes, cells),) = fork_ranks.call(function)
     with open(tmp_path / "evaluation/classes.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     taken = confusion_matrix(LABELS, FOUND, labels=range(4))
@@ -666,6 +725,16 @@ def test_accuracy_by_class_and_pictures_of_mistakes(tmp_path, monkeypatch):
     assert confusion[:2] == ("predicted label", "true label")
     assert np.array(confusion[2]) == pytest.approx(taken / taken.sum(1, keepdims=True).clip(1))
     assert names == [CLASSES, CLASSES]
+    assert cells == {(x, y): str(taken[y, x]) for x in range(4) for y in range(4)}
+    with open(tmp_path / "evaluation/confusion.csv", newline="") as file:
+        header, *counts = csv.reader(file)
+    assert header == ["true label / predicted label", *CLASSES]
+    assert counts == [[name, *map(str, row)] for name, row in zip(CLASSES, taken, strict=True)]
+    with open(tmp_path / "evaluation/predictions.csv", newline="") as file:
+        found = list(csv.reader(file))[1:]
+    named = zip(LABELS, FOUND, SURE, strict=True)
+    expected = [[f"image {row}", CLASSES[a], CLASSES[b], f"{sure:.6f}"] for row, (a, b, sure) in enumerate(named)]
+    assert found == expected
     expected = [(6, "dog 95%, is cat"), (2, "bee 85%, is ant"), (5, "ant 75%, is cat"), (0, "bee 60%, is ant")]
     assert [title for title, _ in mistakes] == [f"image {row}\n{said}" for row, said in expected]
     for (row, _), (_, picture) in zip(expected, mistakes, strict=True):

@@ -12,6 +12,7 @@ from pathlib import Path
 import colossalai.legacy as colossalai
 import pytest
 import torch
+from colossal_vit import main
 from colossal_vit.checkpoint import storage
 from colossal_vit.errors import UserError
 from colossal_vit.hooks.metrics import MetricsHook
@@ -111,6 +112,22 @@ def test_a_mistake_is_refused_in_one_line_before_ranks_meet(tmp_path):
         assert "\n" not in line, more
         assert all(word in line for word in words), (more, line)
     assert not (tmp_path / "output").exists()
+
+
+def test_ranks_say_once_where_they_run_and_again_only_where_something_differs(monkeypatch):
+    """Four processes on two hosts: rank 0 speaks for all."""
+    hosts, said = ["a", "a", "a", "b"], []
+    monkeypatch.setattr(main.RankLogger, "info", lambda log, text: log.rank == 0 and said.append(text))
+
+    def function():
+        rank = gpc.get_global_rank()
+        monkeypatch.setattr(socket, "gethostname", lambda: hosts[rank])
+        main._log_places(main.RankLogger(rank), Rendezvous("torch", rank, rank, 4, "a", 1234, "torchrun"), "cuda, nccl")
+        return said
+
+    end = "(cuda, nccl), started by torchrun, rendezvous at a:1234"
+    lines = [f"ranks 0 to 2 of 4 on a {end}", f"rank 3 of 4 on b {end}"]
+    assert fork_ranks.call(function, 4) == [lines, [], [], []]
 
 
 def test_a_run_and_colossalai_have_one_config(tmp_path):
@@ -449,8 +466,8 @@ def test_told_to_stop_all_ranks_end_after_the_same_step(number, code, tmp_path, 
     (line,) = "".join(result.stderr).splitlines()
     step = read_metrics(tmp_path)[0][-1]["step"]
     saved = tmp_path / "checkpoints" / f"step-{step:08d}"
-    said = f"stopped by {number.name} after step {step}, which {saved} has; exit code {code} says: start it again"
-    assert line == f"train_hybrid.py: error: {said}"
+    said = f"stopped by {number.name} after step {step}, saved as {saved}"
+    assert line == f"train_hybrid.py: {said}; exit code {code}: the same command resumes it"
     assert storage.Checkpoint(saved).state["step"] == step
 
 

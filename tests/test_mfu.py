@@ -60,12 +60,12 @@ def test_an_epoch_over_several_processes_is_a_share_of_all_their_peaks(monkeypat
             None, torch.device("cpu"), SimpleNamespace(info=lambda text, ranks: said.append(text))
         )
         engine = SimpleNamespace(schedule=SimpleNamespace(batch_size=8), accumulation=4)
-        hook.after_train_epoch(SimpleNamespace(engine=engine, states={"records": records}, cur_epoch=3))
+        hook.after_train_epoch(SimpleNamespace(engine=engine, states={"records": records}, cur_epoch=3, num_epochs=9))
         return said, asked
 
     for said, how in fork_ranks.call(function, 2, **config):
         rates = "500 images/s (250 a process), MFU 30.0%"
-        assert said == [f"epoch 3: total batch 64, {rates}, peak memory 2.0 GB, waited for data 25.0%"]
+        assert said == [f"epoch 3 of 9: total batch 64, {rates}, peak memory 2.0 GB, waited for data 25.0%"]
         assert how == [(torch.float32, True)]
 
 

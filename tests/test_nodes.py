@@ -62,7 +62,7 @@ def test_mpirun(size, host, references, programs, tmp_path):
     ]
     code, said = launchers.run(command, **programs)  # test_pages.py types mpirun as users do
     assert code == 0, said
-    assert f"rank {size - 1} of {size} on " in said
+    assert f"{size - 1} of {size} on " in said
     assert "started by mpirun, rendezvous at" in said
     assert launchers.losses(tmp_path / "run") == references[size]
 
@@ -82,6 +82,15 @@ def test_torchs_own(launcher, flags, references, programs, tmp_path):
     assert "started by torchrun, rendezvous at" in said
     assert ("--port ignored: torchrun says where the ranks meet" in said) == bool(flags)
     assert launchers.losses(tmp_path / "run") == references[2]
+
+
+def test_own_torchrun_ends_with_the_line_and_the_exit_code_of_its_ranks(programs, tmp_path):
+    flags = ["--config", training.CONFIG, "--output", str(tmp_path / "run"), "--set", "DEPHT=2"]
+    launcher = "python -m colossal_vit.launch.torchrun --standalone --nproc_per_node 2"
+    code, said = launchers.run([*launcher.split(), "train_hybrid.py", *flags], **programs)
+    assert code == 2, said
+    assert re.fullmatch(r"train_hybrid\.py: error: .*unknown key DEPHT; did you mean DEPTH\?.*", said.splitlines()[-1])
+    assert "Traceback" not in said
 
 
 # What the published tutorials type, in each folder. Other pages than these have the rest, and test_pages.py types it.
@@ -123,7 +132,7 @@ def test_a_published_command_trains(script, typed, by, programs, tmp_path):
     answers = at_once([partial(launchers.run, command, folder, **programs) for command in commands])
     said = "".join(text for _, text in answers)
     assert {code for code, _ in answers} == {0}, said
-    assert f"rank 1 of 2 on {socket.gethostname()} (cpu, gloo), started by {by}, rendezvous at" in said
+    assert f"ranks 0 to 1 of 2 on {socket.gethostname()} (cpu, gloo), started by {by}, rendezvous at" in said
     assert (" ignored: torchrun says where the ranks meet" in said) == (by == "torchrun" and "--port " in typed)
     assert len(launchers.losses(tmp_path / "run")) == 1
 

@@ -743,12 +743,19 @@ def test_classes_of_any_name_are_evaluated_and_asked_about(tmp_path, capfd, monk
     for seed, name in enumerate(names):
         write(root, {name: 10}, seed)
     run = train(tmp_path / "run", root)
-    assert "the most confident mistakes are in" in train(run.output, root, "--eval-only", steps=None).said
+    said = train(run.output, root, "--eval-only", steps=None).said
+    assert "the most confident mistakes are in" in said
+    assert "top-5" not in said, "there are three classes"
     with open(run.output / "evaluation" / "classes.csv", newline="", errors="surrogateescape") as file:
         rows = list(csv.DictReader(file))
     assert [row["class"] for row in rows] == names
     assert any(row["mostly mistaken for"] in names for row in rows)
-    assert sorted(os.listdir(run.output / "evaluation")) == ["classes.csv", "confusion.png", "mistakes.png"]
+    tables = ["classes.csv", "confusion.csv", "confusion.png", "mistakes.png", "predictions.csv"]
+    assert sorted(os.listdir(run.output / "evaluation")) == tables
+    with open(run.output / "evaluation" / "predictions.csv", newline="", errors="surrogateescape") as file:
+        own = {row["image"]: row["true label"] for row in csv.DictReader(file)}
+    assert own
+    assert all(image.startswith(f"{label}/") for image, label in own.items()), "paths in the folder of the data"
     answers = tmp_path / "answers.csv"
     assert predict.main([str(run.output), str(root), "--top", "3", "--output", str(answers)]) == 0
     with open(answers, newline="", errors="surrogateescape") as file:
@@ -756,7 +763,8 @@ def test_classes_of_any_name_are_evaluated_and_asked_about(tmp_path, capfd, monk
     assert [{row[f"class_{k}"] for k in (1, 2, 3)} for row in rows] == [set(names)] * 30
     monkeypatch.setattr(confusion, "SHOWN", 0)
     train(run.output, root, "--eval-only", steps=None)
-    assert sorted(os.listdir(run.output / "evaluation")) == ["classes.csv", "confusion.png"], "none of an earlier one"
+    tables.remove("mistakes.png")
+    assert sorted(os.listdir(run.output / "evaluation")) == tables, "none of an earlier one"
 
 
 def test_more_classes_of_the_config_than_of_the_data_are_kept(flat, tmp_path):

@@ -146,6 +146,8 @@ def type_page(page, clone, environment):
     return {int(number): text for number, text in zip(parts[1::2], parts[2::2], strict=True)}
 
 
+# The lines of an evaluation, and of the last step of a run. How many others of steps there are is a matter of time.
+END_OF_EPOCH = r"\d\d:\d\d:\d\d epoch \d+ of \d+: (step (\d+) of \2,|test )"
 NUMBERS = re.compile(r"(\d+\.\d\d%|\(\d+ of \d+ images\)|\d+\.\d{3,})")
 
 
@@ -259,7 +261,7 @@ def test_every_command_of_a_page(page, clone, quickstart, slurm, tmp_path):
         )
         printed = type_page(page, clone, environment)
     for block in filter(lambda block: block.promise, blocks(page)):
-        lines = [line[9:] for line in printed[block.number].splitlines() if re.match(r"\d\d:\d\d:\d\d epoch ", line)]
+        lines = [line[9:] for line in printed[block.number].splitlines() if re.match(END_OF_EPOCH, line)]
         times, rest = divmod(len(lines), len(block.promise))
         assert rest == 0
         assert times > 0, printed[block.number]

@@ -242,7 +242,7 @@ def test_ctrl_c_gets_one_line(run, capsys, monkeypatch):
 
     monkeypatch.setattr(Image, "open", interrupt)
     code, lines, said = ask(capsys, run / "run", run / "images")
-    assert (code, lines, said) == (130, [], "predict: error: interrupted\n")
+    assert (code, lines, said) == (130, [], "predict: interrupted\n")
 
 
 def test_an_export_has_the_names_of_the_classes(run):

@@ -1,6 +1,7 @@
 """A run directory per command: the same command has one, another command has another."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,12 +26,27 @@ def name(*overrides, script=SCRIPT, config=CONFIG):
     return default(Path(script), Path(config), overrides, "auto")
 
 
-def test_a_directory_reads_like_its_command():
+OVERRIDES = ("parallel.pipeline=1", "BATCH_SIZE=16", "OPTIMIZER='adamw'", "fp16.mode=AMP_TYPE.NAIVE")
+
+
+def test_a_directory_has_the_name_of_the_config_and_with_overrides_a_hash():
     runs = fork_ranks.ROOT / "runs" / "vit_cifar10_hybrid"
     assert name() == runs / "train_hybrid" / "config_tensor_2d"
-    overrides = ("parallel.pipeline=1", "BATCH_SIZE=16", "OPTIMIZER='adamw'", "fp16.mode=AMP_TYPE.NAIVE")
-    said = "config_tensor_2d,BATCH_SIZE=16,OPTIMIZER=adamw,fp16.mode=NAIVE,parallel.pipeline=1"
-    assert name(*overrides).name == said
+    assert re.fullmatch(r"config_tensor_2d-[0-9a-f]{8}", name(*OVERRIDES).name)
+
+
+def test_a_run_of_an_earlier_version_keeps_its_directory(tmp_path):
+    """Which had the name of the whole command; where characters of it are left out, with a hash."""
+    script = tmp_path / "example" / "train.py"
+    commands = {
+        "config_a,BATCH_SIZE=16,OPTIMIZER=adamw,fp16.mode=NAIVE,parallel.pipeline=1": OVERRIDES,
+        "config_a,CROP_AREA=0.5,1.0~0d64561b": ["CROP_AREA=(0.5, 1.0)"],
+    }
+    for older, overrides in commands.items():
+        new = name(*overrides, script=script, config=script.with_name("config_a.py"))
+        (new.parent / older).mkdir(parents=True)
+        assert name(*overrides, script=script, config=script.with_name("config_a.py")) == new.parent / older
+        assert name(*overrides, "DEPTH=2", script=script, config=script.with_name("config_a.py")) not in (new, older)
 
 
 def test_the_same_command_has_the_same_directory(tmp_path, monkeypatch):
@@ -88,13 +104,13 @@ def test_two_commands_do_not_continue_each_other(tmp_path):
     assert "resuming from" in run()
     runs = sorted((tmp_path / "runs" / "example" / "train_hybrid").iterdir())
     assert len(runs) == 2
-    assert all(run.name.startswith("config_pipeline_parallel,BATCH_SIZE=128,") for run in runs)
+    assert all(re.fullmatch(r"config_pipeline_parallel-[0-9a-f]{8}", run.name) for run in runs)
 
 
 QUICKSTARTS = """
 root=$PWD
-python() { :; }
-torchrun() {
+python() {
+    if [ "${2:-}" != colossal_vit.launch.torchrun ]; then return; fi
     echo "$output" >> "$root/said"
     if [ ! -v SECOND ]; then (cd "$root" && SECOND=1 bash scripts/quickstart.sh); fi
 }
@@ -115,8 +131,10 @@ def test_two_quickstarts_at_once_have_two_directories(tmp_path):
 
 DRY_RUN = f"""
 root=$PWD
-python() {{ if [ "$1" = - ]; then {sys.executable} "$@"; fi }}
-torchrun() {{ touch "$output/layout.png"; }}
+python() {{
+    if [ "$1" = - ]; then {sys.executable} "$@"; fi
+    if [ "${{2:-}}" = colossal_vit.launch.torchrun ]; then touch "$output/layout.png"; fi
+}}
 """
 
 

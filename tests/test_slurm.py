@@ -85,7 +85,9 @@ def test_the_published_srun(slurm, script, programs, tmp_path):
     command = ["srun", "--ntasks=2", "bash", "./scripts/train_slurm.sh", *flags]
     code, said = slurm(*command, cwd=(fork_ranks.ROOT / script).parent, **programs)
     assert code == 0, said
-    assert re.search(rf"rank 1 of 2 on .*, started by srun in job \d+, step 0, rendezvous at {programs['HOST']}:", said)
+    assert re.search(
+        rf"ranks 0 to 1 of 2 on .*, started by srun in job \d+, step 0, rendezvous at {programs['HOST']}:", said
+    )
     assert len(launchers.losses(tmp_path / "run")) == 1
 
 
@@ -119,7 +121,7 @@ def test_a_cancelled_job_ends_between_two_steps(slurm, tmp_path):
     assert slurm("scancel", job)[0] == 0
     assert slurm.ended(job) == "CANCELLED"
     said = launchers.wait_until(lambda: (tmp_path / f"run-{job}.log").read_text(), "no log")
-    assert re.search(r"train_hybrid\.py: error: stopped by SIGTERM after step \d+", said), said
+    assert re.search(r"train_hybrid\.py: stopped by SIGTERM after step \d+", said), said
     assert "Traceback" not in said
     launchers.wait_until(lambda: not workers(tmp_path / "run"), "something of the job is left")
 
@@ -169,7 +171,7 @@ def test_a_job_that_is_told_to_stop_is_queued_again(slurm, style, ready, tmp_pat
     launchers.wait_until(lambda: ready(output), slurm.logs)
     assert slurm("scancel", "--batch", "--signal=USR1", job)[0] == 0
     said = queued_again(slurm, job, Path(f"{output}-{job}.log"))
-    assert len(re.findall(r"error: stopped by SIGUSR1 after step \d+, which \S+ has; exit code 75", said)) == 1
+    assert len(re.findall(r": stopped by SIGUSR1 after step \d+, saved as \S+; exit code 75: ", said)) == 1
     assert launchers.losses(output)
 
 

@@ -10,7 +10,7 @@ from colossal_vit import config as configs
 from colossal_vit.engine import initialize
 from colossal_vit.errors import UserError, reason
 from colossal_vit.model import timm_vit
-from colossal_vit.model.timm_vit import build_timm_vit, check_timm_vit
+from colossal_vit.model.timm_vit import build_timm_vit, check_timm_vit, describe_timm_vit
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.rng.dropout import DropPath, batch_of
 from colossalai.context import Config
@@ -63,6 +63,17 @@ def test_a_model_without_positions_keeps_none():
         check_timm_vit(config, Layout(1, 1, 1, None, 1))
 
 
+def test_a_model_of_other_sizes_is_not_called_by_timms_name_alone():
+    """Parameters by hand: a linear layer of 3 inputs and 2 outputs has 8."""
+    model = torch.nn.Linear(3, 2)
+    own = Config({"MODEL": "vit_base_patch16_224", "IMG_SIZE": 224, "DROP_RATE": 0.1})
+    assert describe_timm_vit(own, model) == "vit_base_patch16_224: 8 parameters"
+    other = Config({**own, "HIDDEN_SIZE": 64, "DEPTH": 4, "POOL": "avg"})
+    assert (
+        describe_timm_vit(other, model) == "vit_base_patch16_224 with HIDDEN_SIZE 64, DEPTH 4, POOL avg: 8 parameters"
+    )
+
+
 def test_a_model_that_timm_cannot_build_is_refused():
     config = config_of("vit_base_mci_224", IMG_SIZE=1, HIDDEN_SIZE=768)
     too_small = r"Kernel size can't be greater|Calculated output size per channel: \[0, 0\]"  # of torch 2.14 | 2.10
@@ -75,6 +86,12 @@ def test_a_model_that_timm_cannot_build_is_refused():
     [
         ("vit_relpos_small_patch16_224", {}, "timm's model has no pos_drop_rate, which DROP_RATE sets: take another m"),
         ("vit_srelpos_small_patch16_224", {"DROP_RATE": 0.1}, "timm's model has no pos_drop_rate, which DROP_RATE"),
+        (
+            "vit_medium_patch16_reg4_256",
+            {},
+            "no Vision Transformer of timm; did you mean vit_medium_patch16_reg4_gap_256?",
+        ),
+        ("maxwell", {}, "no Vision Transformer of timm: see timm.list_models(['vit_*', 'deit3_*'])"),
         ("vit_small_r26_s32_224", {"PATCH_SIZE": 3}, "IMG_SIZE = 32 is not a multiple of the patch size of MODEL = "),
     ],
 )

@@ -23,7 +23,7 @@ def build(run: Run) -> Training:
 
     # ---- Model: this rank's blocks, and its shard of each ----------------------------------------------------------
     model = build_vit(config, run.layout)
-    run.log.info(f"{sum(p.numel() for p in model.parameters()):,} parameters on this rank", ranks=None)
+    run.log.info(f"{sum(p.numel() for p in model.parameters()):,} parameters on rank {run.log.rank}", ranks=None)
 
     # ---- Criterion, optimizer, learning rate -----------------------------------------------------------------------
     criterion = build_criterion(config)

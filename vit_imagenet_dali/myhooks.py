@@ -34,7 +34,8 @@ class ThroughputHook(BaseHook):
     def after_train_epoch(self, trainer: Trainer) -> None:
         if records := trainer.states.get("records"):  # on the rank where `MetricsHook` has them
             num_ranks = gpc.get_world_size(ParallelMode.DATA)
-            self.log.info(f"epoch {trainer.cur_epoch}: {self.summary(trainer.engine, records, num_ranks)}", ranks=None)
+            epoch = f"epoch {trainer.cur_epoch} of {trainer.num_epochs}"
+            self.log.info(f"{epoch}: {self.summary(trainer.engine, records, num_ranks)}", ranks=None)
 
     def summary(self, engine: Engine, records: list[dict[str, Any]], num_ranks: int) -> str:
         """Return one line about the steps of an epoch."""

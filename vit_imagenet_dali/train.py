@@ -10,7 +10,7 @@ from colossal_vit.engine import Trainer, Training, build_criterion, build_optimi
 from colossal_vit.hooks import standard_hooks
 from colossal_vit.main import Arguments, Run, Script, start
 from colossal_vit.model import timm_vit
-from colossal_vit.model.timm_vit import build_timm_vit, check_timm_vit
+from colossal_vit.model.timm_vit import build_timm_vit, check_timm_vit, describe_timm_vit
 
 import mixup
 import planning
@@ -29,7 +29,7 @@ def build(run: Run) -> Training:
 
     # ---- Model -----------------------------------------------------------------------------------------------------
     model = build_timm_vit(config)
-    run.log.info(f"{config.MODEL}: {sum(p.numel() for p in model.parameters()):,} parameters")
+    run.log.info(describe_timm_vit(config, model))
 
     # ---- Criterion, optimizer, learning rate -----------------------------------------------------------------------
     criterion = build_criterion(config)  # takes classes and mixed targets

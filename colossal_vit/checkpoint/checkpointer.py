@@ -382,7 +382,8 @@ class Checkpointer:
             trainer.lr_scheduler.load_state_dict({**trainer.lr_scheduler.state_dict(), **there})
             trainer.lr_scheduler.step()
         run.log.info(
-            f"resuming from {self.path}: step {state['step']}, epoch {state['epoch']}, image {state['images']} of it"
+            f"resuming from {self.path}: step {state['step']}, epoch {state['epoch']} of {run.config.NUM_EPOCHS}, "
+            f"{state['images']:,} images of that epoch done"
         )
         if state.get("ranks"):
             run.log.info(

@@ -12,14 +12,16 @@ from colossal_vit import config as configs
 from colossal_vit.checkpoint import storage
 from colossal_vit.results import CURVES, METRICS
 
-MAX_NAME = 200  # bytes of a folder's name; file systems allow 255
+MAX_NAME = 200  # bytes of a folder's name before its hash; file systems allow 255
 
 
 def default(script: Path, config: Path, overrides: Iterable[str], resume: str) -> Path:
-    """Return the run directory of a command without `--output`: `runs/<example>/<script>/<config>,KEY=VALUE,...`.
+    """Return the run directory of a command without `--output`: `runs/<example>/<script>/<config>`, with overrides
+    `<config>-<hash>`.
 
     The same command always gets the same directory, whatever the order of its overrides and the working directory;
-    another script, config file, override or `--resume PATH` gets another one.
+    another script, config file, override or `--resume PATH` gets another one. A run that an earlier version began in
+    `<config>,KEY=VALUE,...` stays there.
 
     Args:
         script: the train script, in its example's folder.
@@ -35,14 +37,23 @@ def default(script: Path, config: Path, overrides: Iterable[str], resume: str) -
     if resume not in ("auto", "never"):
         parts["resume"] = str(Path(resume).resolve())
     inside = config.is_relative_to(folder)
-    named = config.relative_to(folder) if inside else config
-    words = [part for part in named.parts[:-1] if inside and part not in ("config", "configs")]
-    exact = [str(named), *(f"{key}={parts[key]!r}" for key in sorted(parts))]
-    name = ",".join(["-".join([*words, config.stem]), *(f"{key}={_plain(parts[key])}" for key in sorted(parts))])
-    readable = re.sub(r"[^\w.,=+-]+", "_", re.sub(r"[\s()\[\]{}'\"]", "", name), flags=re.ASCII)
-    if readable != name or not inside or len(readable) > MAX_NAME:  # another command may have the same readable name
-        readable = f"{readable[:MAX_NAME]}~{hashlib.sha256(repr(exact).encode()).hexdigest()[:8]}"
-    return folder.parent / "runs" / folder.name / script.stem / readable
+    path = config.relative_to(folder) if inside else config
+    words = [part for part in path.parts[:-1] if inside and part not in ("config", "configs")]
+    exact = [str(path), *(f"{key}={parts[key]!r}" for key in sorted(parts))]
+    runs = folder.parent / "runs" / folder.name / script.stem
+    name, values = "-".join([*words, config.stem]), [f"{key}={_plain(parts[key])}" for key in sorted(parts)]
+    digest = hashlib.sha256(repr(exact).encode()).hexdigest()[:8]
+
+    def in_runs(name: str, mark: str, unique: bool) -> Path:
+        """Return the directory of a name, of which characters are left for a shell to read; with the hash if another
+        command may have the same.
+        """
+        plain = re.sub(r"[^\w.,=+-]+", "_", re.sub(r"[\s()\[\]{}'\"]", "", name), flags=re.ASCII)
+        unique = unique and inside and plain == name and len(plain) <= MAX_NAME
+        return runs / (plain if unique else f"{plain[:MAX_NAME]}{mark}{digest}")
+
+    older = in_runs(",".join([name, *values]), "~", unique=True)
+    return older if older.exists() else in_runs(name, "-", unique=not values)
 
 
 def _plain(value: Any) -> str:

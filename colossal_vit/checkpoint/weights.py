@@ -1,7 +1,6 @@
 """Weights from elsewhere: of timm, a file, a folder or another run, fitted to other images and classes."""
 
 import argparse
-import difflib
 import math
 import re
 import zipfile
@@ -16,6 +15,7 @@ from colossal_vit.checkpoint import storage
 from colossal_vit.checkpoint.contents import Channels, State
 from colossal_vit.checkpoint.names import HEAD, PATCHES, Log, flatten, to_timm
 from colossal_vit.checkpoint.storage import MODEL, STATE
+from colossal_vit.config.check import did_you_mean
 from colossal_vit.errors import UserError, reason
 from colossal_vit.typed_json import RECORD, Count
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
@@ -244,8 +244,7 @@ def _timm_weights(name: str) -> PretrainedCfg:
     except RuntimeError:  # no such tag
         known = None
     if known is None:
-        close = difflib.get_close_matches(name, [*timm.list_models(), *timm.list_pretrained()], n=1)
-        hint = f"; did you mean {close[0]}?" if close else ", see timm.list_pretrained()"
+        hint = did_you_mean(name, [*timm.list_models(), *timm.list_pretrained()]) or ", see timm.list_pretrained()"
         raise UserError(f"{name}: is no file or folder here, and no pretrained model of timm{hint}")
     if not known.hf_hub_id:
         raise UserError(f"{name}: timm has no weights of it on the Hugging Face Hub, see timm.list_pretrained()")

@@ -15,7 +15,8 @@ from pydantic import ValidationError
 SHOWN = 200  # a message shows so many characters of a value
 
 
-def _did_you_mean(name: str, names: Iterable[str]) -> str:
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return the end of a line about an unknown name: which of these was meant; empty if none is close."""
     by_folded = {candidate.lower(): candidate for candidate in names}
     close = difflib.get_close_matches(name.lower(), by_folded, n=1, cutoff=0.5)
     return f"; did you mean {by_folded[close[0]]}?" if close else ""
@@ -23,7 +24,7 @@ def _did_you_mean(name: str, names: Iterable[str]) -> str:
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """Return the end of a line about an unknown name: what was meant, or what there is."""
-    return _did_you_mean(name, names := list(names)) or f"; known are {', '.join(sorted(names))}"
+    return did_you_mean(name, names := list(names)) or f"; known are {', '.join(sorted(names))}"
 
 
 def shown(value: Any) -> str:
@@ -64,7 +65,7 @@ def check(
             except ValidationError:
                 if value is None and setting.default is OPTIONAL:
                     continue
-                near = _did_you_mean(value, names(setting.type)) if isinstance(value, str) else ""
+                near = did_you_mean(value, names(setting.type)) if isinstance(value, str) else ""
                 wrong = f"{source}: {name} = {shown(value)}"
                 raise UserError(f"{wrong}, but it must be {expected(setting.type)}{near}") from None
         elif isinstance(setting, SettingsBlock) and value is not None:

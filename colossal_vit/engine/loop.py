@@ -30,6 +30,7 @@ class Trainer:
         cur_epoch: number of the current epoch, from 0 on; set by `Checkpointer.load`.
         cur_step: optimizer steps from the beginning of the first epoch to here, all with the global batch of now.
         steps_per_epoch: optimizer steps of an epoch.
+        num_epochs: epochs of the whole run, once it trains.
         finished: whether no step and no evaluation of the run is left.
         evaluated: whether an evaluation of the current step is on record; set by `Checkpointer.load`.
         evaluating_ema: whether the current evaluation is of the averaged weights; it precedes that of the weights.
@@ -40,7 +41,7 @@ class Trainer:
 
     def __init__(self, engine: Engine, lr_scheduler: LRScheduler | None = None, logger: RankLogger | None = None):
         self.engine, self.lr_scheduler, self.logger = engine, lr_scheduler, logger or RankLogger()
-        self.cur_epoch = self.cur_step = self.steps_per_epoch = 0
+        self.cur_epoch = self.cur_step = self.steps_per_epoch = self.num_epochs = 0
         self.evaluated = self.evaluating_ema = self.finished = False
         self.test_dataloader: Loader | None = None
         self.hooks: list[BaseHook] = []
@@ -67,7 +68,7 @@ class Trainer:
             UserError: if this machine lacks what the model's kernels need.
         """
         check_kernels(self.engine.model)
-        self.steps_per_epoch = len(train_dataloader) // self.engine.accumulation
+        self.steps_per_epoch, self.num_epochs = len(train_dataloader) // self.engine.accumulation, epochs
         self.cur_step = self.cur_epoch * self.steps_per_epoch + train_dataloader.start // self.engine.accumulation
         engine = self.engine
         left = max_steps - engine.num_steps if max_steps else math.inf

@@ -62,12 +62,12 @@ class CheckpointHook(BaseHook):
     def _stop(self, trainer: Trainer, heard: int) -> None:
         path = self._save(trainer.cur_epoch, self.train_dataloader.taken)
         failure = self.run.checkpointer.finish()  # before any rank exits, since its exit ends the others
-        kept = f"its checkpoint is not written: {failure}" if failure else f"which {path} has"
+        kept = f"its checkpoint is not written: {failure}" if failure else f"saved as {path}"
         said = f"stopped by {signal.Signals(heard).name} after step {trainer.engine.num_steps}, {kept}"
         if heard == signal.SIGINT:
             raise Interrupted(f"{said}; the same command resumes it")
         code = self.run.args.exit_code_stopped
-        raise Preempted(f"{said}; exit code {code} says: start it again", code)
+        raise Preempted(f"{said}; exit code {code}: the same command resumes it", code)
 
     def before_train(self, trainer: Trainer) -> None:
         self.saved_at = time.monotonic()

@@ -1,11 +1,14 @@
-"""What a model mistakes for what: accuracy by class, the confusion matrix, and the most confident mistakes."""
+"""What a model predicts for each test image: accuracy by class, the confusion matrix, the most confident mistakes."""
 
 import csv
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from colossal_vit.compat.norms import at_least_fp32
-from colossal_vit.data.batches import IGNORED, SampledLoader
+from colossal_vit.data.batches import IGNORED, Loader, SampledLoader
 from colossal_vit.data.samplers import own_outputs
 from colossal_vit.engine.loop import Trainer
 from colossal_vit.hooks.priority import Priority
@@ -18,6 +21,7 @@ from torch import Tensor
 FOLDER = "evaluation"  # in the run directory
 SHOWN, COLUMNS = 24, 6  # mistakes in the picture
 MOST_NAMES = 40  # classes whose names fit beside the confusion matrix
+MOST_COUNTS = 20  # classes whose counts fit into its cells
 
 
 class Predictions(NamedTuple):
@@ -36,8 +40,21 @@ class Predictions(NamedTuple):
     confidence: Tensor
 
 
+def _name(loader: Loader, row: int) -> str:
+    """Return what a test image is called: its path, or its place in the data set."""
+    return loader.name_of(row) if isinstance(loader, SampledLoader) else f"image {row}"
+
+
+def _write_table(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    with open(path, "w", encoding="utf-8", newline="", errors="surrogateescape") as file:
+        csv.writer(file, lineterminator="\n").writerows([header, *rows])
+
+
 class ConfusionHook(BaseHook):
-    """Writes `classes.csv`, `confusion.png` and `mistakes.png` into `evaluation` in the run directory, if there is one.
+    """Writes what an evaluation has found into `evaluation` in the run directory, if there is one.
+
+    These are `predictions.csv` (a row per test image), `classes.csv`, `confusion.csv`, `confusion.png` and
+    `mistakes.png`.
 
     Args:
         run: from `main.start`.
@@ -76,7 +93,7 @@ class ConfusionHook(BaseHook):
         except OSError as error:
             self.run.log.info(f"{self.run.output / FOLDER}: cannot be written: {error.strerror or error}")
 
-    def _write(self, predictions: Predictions, loader: SampledLoader) -> None:
+    def _write(self, predictions: Predictions, loader: Loader) -> None:
         from colossal_vit.drawing import styled  # takes a second to import
 
         classes = self.run.data["classes"]
@@ -89,14 +106,23 @@ class ConfusionHook(BaseHook):
         )
         folder = self.run.output / FOLDER
         folder.mkdir(exist_ok=True)
-        with open(folder / "classes.csv", "w", encoding="utf-8", newline="", errors="surrogateescape") as file:
-            rows = csv.writer(file, lineterminator="\n")
-            rows.writerow(["class", "images", "right", "accuracy", "mostly mistaken for"])
-            for name, own, label in zip(names, counts, range(count), strict=True):
-                images, right = int(own.sum()), int(own[label])
-                wrong = own.index_fill(0, torch.tensor(label), 0)
-                other = names[int(wrong.argmax())] if wrong.any() else ""
-                rows.writerow([name, images, right, f"{right / images:.4f}" if images else "", other])
+        _write_table(
+            folder / "predictions.csv",
+            ["image", "true label", "predicted label", "probability"],
+            (
+                [_name(loader, row), names[label], names[predicted], f"{confidence:.6f}"]
+                for row, label, predicted, confidence in zip(*(part.tolist() for part in predictions), strict=True)
+            ),
+        )
+        classes = []
+        for name, own, label in zip(names, counts, range(count), strict=True):
+            images, right = int(own.sum()), int(own[label])
+            wrong = own.index_fill(0, torch.tensor(label), 0)
+            other = names[int(wrong.argmax())] if wrong.any() else ""
+            classes.append([name, images, right, f"{right / images:.4f}" if images else "", other])
+        _write_table(folder / "classes.csv", ["class", "images", "right", "accuracy", "mostly mistaken for"], classes)
+        rows = ([name, *own.tolist()] for name, own in zip(names, counts, strict=True))
+        _write_table(folder / "confusion.csv", ["true label / predicted label", *names], rows)
         with styled():
             self._draw_confusion(counts, names).savefig(folder / "confusion.png")
         wrong = torch.where(predictions.labels == predictions.predicted, -1.0, predictions.confidence)
@@ -106,18 +132,23 @@ class ConfusionHook(BaseHook):
             surest = Predictions(*(part[worst] for part in predictions))
             with styled():
                 self._draw_mistakes(surest, loader, names).savefig(folder / "mistakes.png")
-        self.run.log.info(f"accuracy by class, confusion and the most confident mistakes are in {folder}")
+        self.run.log.info(f"predictions, accuracy by class, confusion and the most confident mistakes are in {folder}")
 
     def _draw_confusion(self, counts: Tensor, names: list[str]):
         from colossal_vit.drawing import as_text
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(8, 7))
-        title = as_text(f"{self.run.output.name}: share of a class")
+        title = as_text(self.run.output.name)
         axes = figure.add_subplot(xlabel="predicted label", ylabel="true label", title=title)
         shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
         axes.grid(visible=False)
-        figure.colorbar(axes.imshow(shares.numpy(), cmap="viridis", vmin=0, vmax=1))
+        colors = axes.imshow(shares.numpy(), cmap="viridis", vmin=0, vmax=1)
+        figure.colorbar(colors, label="share of the true label's images")
+        if len(names) <= MOST_COUNTS:
+            for (label, predicted), images in np.ndenumerate(counts.numpy()):
+                color = "black" if shares[label, predicted] > 0.6 else "white"  # viridis ends pale
+                axes.text(predicted, label, f"{images:,}", ha="center", va="center", color=color)
         if len(names) <= MOST_NAMES:
             labels = list(map(as_text, names))
             axes.set_xticks(range(len(names)), labels, rotation=90)
@@ -139,5 +170,5 @@ class ConfusionHook(BaseHook):
         for axes, image, row, label, predicted, confidence in zip(grid, images, *worst, strict=False):
             axes.imshow(image.numpy())
             text = f"{names[predicted]} {confidence:.0%}, is {names[label]}"
-            axes.set_title(as_text(f"{loader.name_of(int(row))[-24:]}\n{text}"), fontsize=7)
+            axes.set_title(as_text(f"{_name(loader, int(row))[-24:]}\n{text}"), fontsize=7)
         return figure

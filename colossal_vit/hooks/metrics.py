@@ -1,7 +1,6 @@
 """What is measured in each optimizer step and each evaluation."""
 
 import resource
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,8 @@ from colossalai.legacy.trainer.hooks import BaseHook
 from colossalai.legacy.utils import is_dp_rank_0, is_no_pp_or_last_stage, is_tp_rank_0
 from torch import Tensor
 
+TOP = 5  # a model with more classes than these has a top-5 accuracy
+
 
 def writes_metrics() -> bool:
     """Return whether this rank has the records of a run: in the last pipeline stage, which sees the loss, the first."""
@@ -43,8 +44,8 @@ class MetricsHook(BaseHook):
 
     One object per optimizer step: `step, epoch, loss, lr, grad_norm, images_per_s, data_s, step_s, memory_gb`, with
     loss scaling also `loss_scale, skipped`, on a GPU also `reserved_gb`, the peak of torch's allocator. One per
-    evaluation: `step, epoch, eval_loss, eval_accuracy, eval_images`, with the block `ema` also `ema_loss,
-    ema_accuracy`.
+    evaluation: `step, epoch, eval_loss, eval_accuracy, eval_images`, of a model with more than five classes also
+    `eval_top5`; with the block `ema` also `ema_loss, ema_accuracy, ema_top5`.
     `loss` is the mean over the whole global batch. Only one rank writes, see `writes_metrics`; there the records of the
     epoch's steps so far are in `trainer.states["records"]` for other hooks. On a GPU the last one is missing until its
     result is read, in the next step or at the end of the epoch, see `Engine`.
@@ -52,7 +53,7 @@ class MetricsHook(BaseHook):
     Args:
         directory: the run directory; None writes nothing.
         train_dataloader: what `engine.initialize` returned; it knows how long it was waited for.
-        log: where evaluations are announced, and epochs too where there is no progress bar.
+        log: where evaluations are announced.
         wandb: gets the records too.
         curves: whether to draw them at the end, which takes longer than a few steps of a small model.
     """
@@ -72,7 +73,7 @@ class MetricsHook(BaseHook):
         self.log = log
         self.recorder = Recorder(directory, log, wandb, curves) if directory else None
         self.accuracy = -1.0  # the last evaluation's, on the ranks that have seen it
-        self.of_average: dict[str, float] = {}  # loss and accuracy of the averaged weights, if there are any
+        self.of_average: dict[str, float] = {}  # loss and accuracies of the averaged weights, if there are any
         self.batch_parts = Layout.current().batch_parts
 
     def before_train(self, trainer: Trainer) -> None:
@@ -127,59 +128,64 @@ class MetricsHook(BaseHook):
 
     def after_train_epoch(self, trainer: Trainer) -> None:
         self._end_step(trainer.engine.result_time)
-        if (records := trainer.states.get("records")) and not sys.stderr.isatty():
-            last, rate = records[-1], f"{records[-1]['images_per_s']:.0f} images/s"
-            self.log.info(
-                f"epoch {trainer.cur_epoch}: step {last['step']}, loss {last['loss']:.4f}, {rate}", ranks=None
-            )
 
     def before_test(self, trainer: Trainer) -> None:
-        self.eval_loss = self.eval_correct = self.eval_images = 0.0
+        self.eval_loss = self.eval_top5 = self.eval_correct = self.eval_images = 0.0
 
     def after_test_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
         if self.sees_loss:
             # 2D, 2.5D and 3D split each micro-batch over the tensor-parallel ranks: each has the logits of its part.
             micro_batches = getattr(trainer.engine.schedule, "num_microbatches", 1)
             label = split_batch(label.view(micro_batches, -1), dim=1).flatten()
-            counted = label != IGNORED
+            counted, classes = label != IGNORED, output.size(-1)
+            correct = (output.argmax(-1) == label) & counted
             self.eval_loss += F.cross_entropy(at_least_fp32(output), label, reduction="sum", ignore_index=IGNORED)
-            self.eval_correct += ((output.argmax(-1) == label) & counted).sum()
-            self.eval_images += counted.sum()
+            self.eval_top5 += (output.topk(min(TOP, classes)).indices == label[:, None]).sum()
+            each = torch.zeros(2, classes, dtype=torch.int64, device=label.device)  # right and all images of a class
+            each.index_add_(1, label.clamp(min=0), torch.stack([correct, counted]).long())
+            self.eval_correct, self.eval_images = self.eval_correct + each[0], self.eval_images + each[1]
 
     def after_test(self, trainer: Trainer) -> None:
         if not self.sees_loss:
             return
-        sums = torch.stack([own.double() for own in (self.eval_loss, self.eval_correct, self.eval_images)])
+        totals = torch.stack([self.eval_loss.double(), self.eval_top5.double()])
+        sums = torch.cat([totals, self.eval_correct.double(), self.eval_images.double()])
         for mode in (ParallelMode.DATA, ParallelMode.TENSOR):
             if gpc.get_world_size(mode) > 1:
                 dist.all_reduce(sums, group=gpc.get_group(mode))
         copies = gpc.tensor_parallel_size // self.batch_parts  # tensor-parallel ranks that saw the same part of a batch
-        loss, correct, images = (sums / copies).tolist()
+        totals, by_class = (sums / copies).cpu().tensor_split([len(totals)])
+        right, of_class = by_class.chunk(2)  # by class
+        (loss, in_top5), correct, images = totals.tolist(), int(right.sum()), int(of_class.sum())
+        found = {"loss": loss / images, "accuracy": correct / images}
+        if len(right) > TOP:
+            found["top5"] = in_top5 / images
         if trainer.evaluating_ema:
-            self.of_average = {"ema_loss": loss / images, "ema_accuracy": correct / images}
+            self.of_average = {f"ema_{key}": value for key, value in found.items()}
             return
-        self.accuracy = correct / images
+        self.accuracy = found["accuracy"]
         if self.writes:
             record = {
                 "step": trainer.engine.num_steps,
                 "epoch": trainer.cur_epoch,
-                "eval_loss": loss / images,
-                "eval_accuracy": self.accuracy,
-                "eval_images": int(images),
+                **{f"eval_{key}": value for key, value in found.items()},
+                "eval_images": images,
                 **self.of_average,
             }
             if self.recorder:
                 self.recorder.write(record)
             # With --eval-only what is printed is all that there is.
-            epoch, digits = (f"epoch {record['epoch']}: ", 4) if self.recorder else ("", 8)
+            epoch, digits = (f"epoch {record['epoch']} of {trainer.num_epochs}: ", 4) if self.recorder else ("", 8)
+            recall = (right / of_class)[of_class > 0].mean()  # of the classes that there are images of
+            top5, ema_top5 = (
+                f", top-5 {record[key]:.2%}" if key in record else "" for key in ("eval_top5", "ema_top5")
+            )
+            said = f"{self.accuracy:.2%} ({correct} of {images} images){top5}, macro recall {recall:.2%}"
             average = ""
             if self.of_average:
-                average = f"; EMA {record['ema_accuracy']:.2%}, loss {record['ema_loss']:.{digits}f}"
-            self.log.info(
-                f"{epoch}test accuracy {record['eval_accuracy']:.2%} "
-                f"({int(correct)} of {record['eval_images']} images), loss {record['eval_loss']:.{digits}f}{average}",
-                ranks=None,
-            )
+                average = f"; EMA {record['ema_accuracy']:.2%}{ema_top5}, loss {record['ema_loss']:.{digits}f}"
+            loss_said = f"loss {record['eval_loss']:.{digits}f}"
+            self.log.info(f"{epoch}test accuracy {said}, {loss_said}{average}", ranks=None)
 
     def sync(self) -> None:
         """Have the disk hold the records so far. Raises what `Engine.wait_for_step` does."""

@@ -37,6 +37,11 @@ def _cut(path: Path, step: int, epoch: int) -> tuple[list[dict[str, Any]], list[
     return [record for _, record in kept if record["step"] == step], said
 
 
+def _tag(key: str) -> str:
+    """Return TensorBoard's tag for a key of a record, in a group: `train/loss`, `eval/accuracy`, `ema/accuracy`."""
+    return key.replace("_", "/", 1) if key.startswith(("eval_", "ema_")) else f"train/{key}"
+
+
 def _report_thread(failure: threading.ExceptHookArgs) -> None:
     """Print what a thread died of, but not if it is TensorBoard's on a full disk: `Recorder` says that in a line."""
     if not isinstance(failure.exc_value, OSError) or not type(failure.thread).__module__.startswith("tensorboard."):
@@ -91,7 +96,7 @@ class Recorder:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         shown = record.keys() - {"step", "epoch", "eval_images"}
-        values = [Summary.Value(tag=key, simple_value=record[key]) for key in shown]
+        values = [Summary.Value(tag=_tag(key), simple_value=record[key]) for key in shown]
         self.events.file_writer.add_summary(Summary(value=values), record["step"])
 
     def write(self, record: dict[str, Any]) -> None:

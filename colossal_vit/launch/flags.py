@@ -140,7 +140,9 @@ def get_parser(description: str | None = None) -> TrainParser:
         help="how long a rank waits for another one, at the start and later (default %(default)g)",
     )
     parser.add_argument(
-        "--output", metavar="DIR", help="run directory (default: runs/<example>/<script>/<config>,KEY=VALUE,...)"
+        "--output",
+        metavar="DIR",
+        help="run directory (default: runs/<example>/<script>/<config>, or <config>-<hash>)",
     )
     parser.add_argument(
         "--resume",

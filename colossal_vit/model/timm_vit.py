@@ -5,6 +5,7 @@ import re
 import timm
 import torch
 from colossal_vit.compat.patch_embedding import embed_patches
+from colossal_vit.config.check import did_you_mean
 from colossal_vit.config.schema import Side
 from colossal_vit.config.settings import Setting, Settings
 from colossal_vit.config.types import Bool, Positive, Text, one_of, whole
@@ -140,6 +141,13 @@ def build_timm_vit(config: Config) -> nn.Module:
     return model
 
 
+def describe_timm_vit(config: Config, model: nn.Module) -> str:
+    """Return a line about a model for the log: timm's name, what the config has otherwise, and its parameters."""
+    changed = ", ".join(f"{key} {config[key]}" for key in SHAPE if key in config)
+    name = f"{config.MODEL} with {changed}" if changed else config.MODEL
+    return f"{name}: {sum(p.numel() for p in model.parameters()):,} parameters"
+
+
 def check_timm_vit(config: Config, layout: Layout) -> None:
     """Refuse a model that timm lacks or cannot build, images that are not whole patches, and layouts beyond data
     parallelism.
@@ -153,7 +161,8 @@ def check_timm_vit(config: Config, layout: Layout) -> None:
             f"script whose model has other layouts"
         )
     if config.MODEL not in timm.list_models(MODELS):
-        raise UserError(f"MODEL = {config.MODEL!r} is not a Vision Transformer of timm: see timm.list_models({MODELS})")
+        hint = did_you_mean(config.MODEL, timm.list_models(MODELS)) or f": see timm.list_models({MODELS})"
+        raise UserError(f"MODEL = {config.MODEL!r} is no Vision Transformer of timm{hint}")
     # Whole patches of any stem, whose ratio timm computes from its input and output and so would round for IMG_SIZE.
     whole = {"IMG_SIZE": LARGEST_STEM * config.get("PATCH_SIZE", 1), "NUM_CLASSES": 1}
     with torch.device("meta"):

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     machines = [Host.options(**options).remote() for _ in range(args.machines)]
     try:
         address, port = ray.get(machines[0].address.remote())
-        torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={args.gpus or 2}"]
+        torchrun = [sys.executable, "-m", "colossal_vit.launch.torchrun", f"--nproc_per_node={args.gpus or 2}"]
         torchrun += [f"--nnodes={args.machines}", f"--master_addr={address}", f"--master_port={port}"]
         commands = [[*torchrun, f"--node_rank={rank}", *args.command] for rank in range(args.machines)]
         running = [each.run.remote(own, os.getcwd()) for each, own in zip(machines, commands, strict=True)]

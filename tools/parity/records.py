@@ -15,7 +15,7 @@ Key = tuple[int, str, str]  # step, kind, name
 Recorded = dict[Key, list[tuple[int, Record]]]  # with the rank
 
 OF_STEPS = ("loss", "grad_norm", "lr", "loss_scale", "skipped")  # of the keys in metrics.jsonl
-ACCURACIES = ("eval_accuracy", "ema_accuracy")
+ACCURACIES = ("eval_accuracy", "eval_top5", "ema_accuracy", "ema_top5")
 OF_EVALUATIONS = ("eval_loss", "ema_loss", *ACCURACIES, "eval_images")
 
 

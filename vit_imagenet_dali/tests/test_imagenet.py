@@ -138,7 +138,9 @@ def test_sample_trains_on_two_processes(tmp_path):
 
 def test_what_an_epoch_says_of_its_speed(tmp_path):
     run = training.train(tmp_path, 2, steps=2, SYNTHETIC=True, **SAMPLE)
-    line = r"epoch 0: total batch 128, ([\d,]+) images/s \(([\d,]+) a process\), peak memory \S+ GB, waited for data "
+    line = (
+        r"epoch 0 of \d+: total batch 128, ([\d,]+) images/s \(([\d,]+) a process\), peak memory \S+ GB, waited for d"
+    )
     rate, own = (int(number.replace(",", "")) for number in re.search(line, run.said).groups())
     rates = [record["images_per_s"] for record in run.steps]
     assert rate == pytest.approx(sum(rates) / 2, abs=0.51), "in whole images"
