@@ -145,7 +145,7 @@ def write_card(
 def say_proof(proof: dict[str, Any]) -> list[str]:
     """Return lines about how far an export was compared with the model that was trained."""
     if not proof["images"]:
-        return [f"That the files here compute what was trained was not proven: {proof['not_proven']}."]
+        return [f"Whether these files compute what was trained was not proven: {proof['not_proven']}."]
     found = ", ".join(f"{value:.1e} in {name}" for name, value in proof["largest_difference"].items())
     lines = [f"On {proof['images']:,} {proof['of']} the logits differ from the trained model's by at most {found}."]
     if "accuracy" in proof:
