@@ -1,6 +1,6 @@
 """Answers of a trained model about images.
 
-python -m colossal_vit.predict RUN IMAGE ... [--top 5] [--output answers.csv] [--ema]
+python -m colossal_vit.predict RUN IMAGE ... [--top 5] [--output answers.csv] [--attention FOLDER] [--ema]
 
 RUN is a run directory, whose newest checkpoint is taken, a checkpoint of any layout, or a folder that `python -m
 colossal_vit.checkpoint export` wrote. Images are prepared as the run's test images were. One process on one GPU, or on
@@ -22,8 +22,9 @@ from colossal_vit.checkpoint import storage
 from colossal_vit.checkpoint.timm_model import load_model
 from colossal_vit.data.cropping import trim
 from colossal_vit.data.decoding import endings, read_rgb
-from colossal_vit.data.folders import list_files, say_omitted
+from colossal_vit.data.folders import find_images
 from colossal_vit.errors import Parser, UserError, in_one_line, oserror_as_user_error, reason, run_command
+from colossal_vit.model.rollout import attention_rollout, check_rollout, draw_rollout
 from PIL import Image
 from torch import Tensor, nn
 
@@ -60,33 +61,21 @@ def open_model(run: Path, ema: bool) -> nn.Module:
     return load_model(storage.open_named(run), ema=ema).eval()
 
 
-def find_images(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
-    """Return the files that are named, and all images in the folders that are named, sorted; lines about what else
-    these have.
+def predict(
+    model: nn.Module, paths: Sequence[Path], top: int, device: torch.device, attention: Path | None = None
+) -> Iterator[Answer | str]:
+    """Yield the model's answer to each image, in order; a line that says why for one that cannot be decoded.
+
+    Args:
+        model: from `open_model`.
+        paths: of the images.
+        top: how many classes an answer has.
+        device: where the model runs.
+        attention: the folder that gets a picture of each image, see `draw_rollout`, called by its number and name.
 
     Raises:
-        UserError: if there is no such file or folder, or no image, or see `list_files`.
+        OSError: if a picture cannot be written.
     """
-    known, found, others, omitted = endings(), [], 0, []
-    for path in paths:
-        if not path.is_dir():
-            if not path.exists():
-                raise UserError(f"{path}: no such file or directory")
-            found.append(path)
-            continue
-        with oserror_as_user_error(path):
-            files = [path / file for file, *_ in list_files(path, omitted)]
-        images = [file for file in files if file.suffix.lower() in known]
-        if not images:
-            raise UserError(f"{path}: has no images ({', '.join(sorted(known))})")
-        found += images
-        others += len(files) - len(images)
-    left_out = [f"{others} files that are no images are left out"] if others else []
-    return found, left_out + say_omitted(omitted)
-
-
-def predict(model: nn.Module, paths: Sequence[Path], top: int, device: torch.device) -> Iterator[Answer | str]:
-    """Yield the model's answer to each image, in order; a line that says why for one that cannot be decoded."""
     config = timm.data.resolve_model_data_config(model)
     transform: Callable[[Image.Image], Tensor] = timm.data.create_transform(**config, is_training=False)
     names = model.pretrained_cfg.get("label_names") or list(map(str, range(model.num_classes)))
@@ -105,13 +94,19 @@ def predict(model: nn.Module, paths: Sequence[Path], top: int, device: torch.dev
             images = [image for image in prepared if isinstance(image, Tensor)]
             answers = iter(())
             if images:
-                values, classes = model(torch.stack(images).to(device)).softmax(dim=1).topk(min(top, len(names)))
-                answers = zip(values.tolist(), classes.tolist(), strict=True)
-            for path, image in zip(batch, prepared, strict=True):
+                pixels = torch.stack(images).to(device)
+                looked = attention_rollout(model, pixels) if attention else (model(pixels), [None] * len(images))
+                logits, shares = looked
+                values, classes = logits.softmax(dim=1).topk(min(top, len(names)))
+                answers = zip(values.tolist(), classes.tolist(), shares, strict=True)
+            for number, (path, image) in enumerate(zip(batch, prepared, strict=True), start + 1):
                 if isinstance(image, str):
                     yield image
                     continue
-                probabilities, labels = next(answers)
+                probabilities, labels, share = next(answers)
+                if attention:
+                    picture = draw_rollout(image, share.cpu(), config["mean"], config["std"])
+                    picture.save(attention / f"{number:0{len(str(len(paths)))}}-{path.stem}.png")
                 yield Answer(path, [names[label] for label in labels], probabilities)
 
 
@@ -121,6 +116,9 @@ def _get_parser() -> argparse.ArgumentParser:
     parser.add_argument("images", type=Path, nargs="+", metavar="IMAGE", help="files, and folders with files")
     parser.add_argument("--top", type=int, default=5, metavar="K", help="classes of each image (default %(default)s)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write a table as CSV, too")
+    parser.add_argument(
+        "--attention", type=Path, metavar="FOLDER", help="draw which patches of each image the model looks at, too"
+    )
     parser.add_argument("--ema", action="store_true", help="take the moving averages of the weights")
     return parser
 
@@ -137,6 +135,14 @@ def answer(args: argparse.Namespace) -> int:
         raise UserError(f"--output {args.output}: is the name of an image, not of a table: give another one")
     paths, left_out = find_images(args.images)
     model = open_model(args.run, args.ema)
+    if args.attention:
+        check_rollout(model)
+        with oserror_as_user_error(args.attention):
+            args.attention.mkdir(parents=True, exist_ok=True)
+            if any(args.attention.iterdir()):
+                raise UserError(f"--attention {args.attention}: is not empty: give another folder")
+        if model.global_pool == "avg":
+            left_out.append("no class token: attention is that of all patches' tokens, on average, which the head sees")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     failed = 0
     output = args.output or Path(os.devnull)
@@ -145,7 +151,7 @@ def answer(args: argparse.Namespace) -> int:
         table = csv.writer(file)
         columns = range(1, min(args.top, model.num_classes) + 1)
         table.writerow(["image", *(f"{kind}_{k}" for k in columns for kind in ("class", "probability"))])
-        for found in predict(model, paths, args.top, device):
+        for found in predict(model, paths, args.top, device, args.attention):
             if isinstance(found, str):
                 print(in_one_line(found), file=sys.stderr)
                 failed += 1

@@ -29,6 +29,7 @@ class Run:
         schema: all keys that the config may have.
         alone: whether there are neither data nor other ranks, see `main.start_alone`.
         data: identity of the data set, once it is read; see `data.identity.identify`.
+        source: where it was read, by which loader and in which folder; see `data.loaders.load_data`.
         checkpointer: prepares, loads and saves, see `checkpoint.checkpointer.Checkpointer`; None if `alone`.
     """
 
@@ -42,4 +43,5 @@ class Run:
     schema: Settings = field(default_factory=lambda: SCHEMA)
     alone: bool = False
     data: dict[str, Any] | None = None
+    source: dict[str, str] = field(default_factory=dict)
     checkpointer: Any = None

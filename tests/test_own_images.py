@@ -17,7 +17,7 @@ import pytest
 import torch
 from colossal_vit import predict
 from colossal_vit.checkpoint import storage
-from colossal_vit.checkpoint.timm_model import export_timm
+from colossal_vit.checkpoint.export import export
 from colossal_vit.data import class_images
 from colossal_vit.data.class_images import Images, find_images, split_by_content
 from colossal_vit.data.folders import has_class_folders
@@ -953,7 +953,7 @@ def test_classes_that_the_model_has_not_learned_are_not_evaluated(alone, flat, t
     line = training.refused(alone.output, 1, "--eval-only", DATA=str(root), BATCH_SIZE=16)
     said = "was trained with other classes (without dog house with Dog house): "
     assert f"{said}set DATA to images of its" in line
-    export_timm(storage.open_named(alone.output), tmp_path / "exported", torch.float32, ema=False)
+    export(storage.open_named(alone.output), tmp_path / "exported", torch.float32, ema=False)
     for source in (alone.output, tmp_path / "exported"):
         head = {"finetune.weights": str(source), "finetune.head": "keep"}
         line = training.refused(tmp_path / "run", 1, "--eval-only", DATA=str(root), BATCH_SIZE=16, **head)

@@ -15,10 +15,12 @@ from colossal_vit.checkpoint import storage, timm_model
 from colossal_vit.data import class_images, image_folder
 from colossal_vit.data.image_folder import MEAN, STD
 from colossal_vit.data.samplers import EvalSampler
+from colossal_vit.model.rollout import attention_rollout
 from colossal_vit.model.timm_vit import build_timm_vit
 from colossalai.context import Config
 from PIL import Image
 from safetensors.torch import load_file
+from timm.models.vision_transformer import VisionTransformer
 from torchvision.transforms import v2
 
 import cifar10
@@ -243,6 +245,123 @@ def test_ctrl_c_gets_one_line(run, capsys, monkeypatch):
     monkeypatch.setattr(Image, "open", interrupt)
     code, lines, said = ask(capsys, run / "run", run / "images")
     assert (code, lines, said) == (130, [], "predict: interrupted\n")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a model looks at
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def rollout_by_hand(model, image, seen):
+    """Shares of the patches of one image, (rows, columns), in NumPy, from the weights alone.
+
+    Args:
+        model: a VisionTransformer of two heads on 2 x 3 patches.
+        image: (3, H, W).
+        seen: the rows of the product that the head sees.
+    """
+
+    def normalize(tokens, norm):
+        centred = tokens - tokens.mean(-1, keepdims=True)
+        scaled = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + norm.eps)
+        return scaled * norm.weight.numpy() + norm.bias.numpy()
+
+    def linear(tokens, layer):
+        return tokens @ layer.weight.numpy().T + layer.bias.numpy()
+
+    with torch.no_grad():
+        tokens = model._pos_embed(model.patch_embed(image[None]))[0].numpy()
+        product = np.eye(len(tokens))
+        for block in model.blocks:
+            query, key, value = np.split(linear(normalize(tokens, block.norm1), block.attn.qkv), 3, axis=1)
+            heads, outputs = [], []
+            for head in (slice(0, 4), slice(4, 8)):
+                exponentials = np.exp(query[:, head] @ key[:, head].T / 2)  # the root of 4 channels
+                heads.append(exponentials / exponentials.sum(1, keepdims=True))
+                outputs.append(heads[-1] @ value[:, head])
+            product = (np.eye(len(tokens)) / 2 + (heads[0] + heads[1]) / 4) @ product
+            tokens = tokens + linear(np.concatenate(outputs, axis=1), block.attn.proj)
+            hidden = torch.from_numpy(linear(normalize(tokens, block.norm2), block.mlp.fc1))
+            tokens = tokens + linear(torch.nn.functional.gelu(hidden).numpy(), block.mlp.fc2)
+    return product[seen].mean(0)[-6:].reshape(2, 3)
+
+
+ROLLOUTS = {  # how the model is built, and which tokens its head sees
+    "class token": ({}, [0]),
+    "class token and registers": (dict(reg_tokens=2), [0]),
+    "mean of the patches": (dict(global_pool="avg"), range(1, 7)),
+    "no class token": (dict(global_pool="avg", class_token=False), range(6)),
+    "mean of all tokens": (dict(global_pool="avg", pool_include_prefix=True), range(7)),
+}
+
+
+@pytest.mark.parametrize("case", ROLLOUTS)
+def test_rollout_of_any_pooling_is_the_product_worked_out_by_hand(case):
+    """Of attention that prefers some tokens by far, in three blocks and on images that are wider than high."""
+    more, seen = ROLLOUTS[case]
+    torch.manual_seed(0)
+    sizes = dict(img_size=(8, 12), patch_size=4, embed_dim=8, depth=3, num_heads=2, num_classes=5)
+    model = VisionTransformer(**sizes, **more).double().eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    images = torch.randn(2, 3, 8, 12, dtype=torch.float64)
+    fused = [block.attn.fused_attn for block in model.blocks]
+    with torch.inference_mode():
+        logits, shares = attention_rollout(model, images)
+        torch.testing.assert_close(logits, model(images))
+    expected = np.stack([rollout_by_hand(model, image, list(seen)) for image in images])
+    np.testing.assert_allclose(shares.numpy(), expected, atol=1e-6)
+    assert expected.std() > 0.02
+    assert np.abs(expected[0] - expected[1]).max() > 0.02
+    assert [block.attn.fused_attn for block in model.blocks] == fused, "the model is as it was"
+
+
+def test_pictures_of_attention_are_one_for_each_image_that_is_answered(run, tmp_path, capsys):
+    """Of a run on two pipeline stages: the image as the model sees it, and it under colours; its answers stay."""
+    (tmp_path / "in" / "b").mkdir(parents=True)
+    image = sorted((run / "images").iterdir())[3]
+    for name in ("a.png", "b/a.png"):
+        shutil.copy(image, tmp_path / "in" / name)
+    (tmp_path / "in" / "aa.png").write_bytes(b"no image")
+    _, without, _ = ask(capsys, run / "run", tmp_path / "in")
+    code, lines, _ = ask(capsys, run / "run", tmp_path / "in", "--attention", tmp_path / "out")
+    assert (code, lines) == (1, without)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["1-a.png", "3-a.png"]
+    picture = np.asarray(Image.open(tmp_path / "out" / "3-a.png")).astype(int)
+    pixels = np.asarray(Image.open(image)).astype(int)
+    assert picture.shape == (224, 448, 3)
+    assert np.array_equal(picture[:, :224], pixels.repeat(7, axis=0).repeat(7, axis=1))
+    colours = (picture[:, 224:] - 0.4 * picture[:, :224]) / 0.6
+    model = predict.open_model(run / "run", ema=False)
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+    with torch.inference_mode():
+        _, shares = attention_rollout(model, transform(Image.open(image))[None])
+    most, least = (divmod(int(index), 4) for index in (shares[0].argmax(), shares[0].argmin()))
+    brightness = colours.sum(-1).reshape(4, 56, 4, 56).mean((1, 3))
+    assert brightness[most] == brightness.max() > 1.5 * brightness[least]
+
+
+def test_attention_of_a_mean_of_tokens_says_so_and_of_a_learned_pooling_is_refused(tmp_path, capsys):
+    image = tmp_path / "a.png"
+    photograph(20, 20).save(image)
+    small = dict(embed_dim=32, depth=1, num_heads=4, img_size=16, patch_size=8, num_classes=3)
+    for name, pool in (("mean", "avg"), ("learned", "map")):
+        model = timm.create_model("vit_base_patch16_224", **small, global_pool=pool, class_token=False)
+        (tmp_path / name).mkdir()
+        timm_model.write_timm(model, tmp_path / name)
+    code, lines, said = ask(capsys, tmp_path / "mean", image, "--attention", tmp_path / "out")
+    assert (code, len(lines)) == (0, 1)
+    assert said == "no class token: attention is that of all patches' tokens, on average, which the head sees\n"
+    code, lines, said = ask(capsys, tmp_path / "learned", image, "--attention", tmp_path / "other")
+    assert (code, lines, said.count("\n")) == (2, [], 1)
+    assert "attention can be followed to a class token or a mean of tokens, not to global_pool = 'map'" in said
+    code, _, said = ask(capsys, tmp_path / "mean", image, "--attention", tmp_path / "out")
+    assert (code, said) == (2, f"predict: error: --attention {tmp_path}/out: is not empty: give another folder\n")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Exports
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_an_export_has_the_names_of_the_classes(run):

@@ -2,7 +2,7 @@
 
 python -m colossal_vit.checkpoint ls RUN_DIRECTORY
 python -m colossal_vit.checkpoint verify RUN_DIRECTORY|CHECKPOINT ...
-python -m colossal_vit.checkpoint export CHECKPOINT FOLDER [--dtype fp16] [--ema]
+python -m colossal_vit.checkpoint export CHECKPOINT FOLDER [--dtype fp16] [--ema] [--onnx] [--images FOLDER]
 """
 
 import argparse
@@ -48,10 +48,11 @@ def _verify(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     checkpoint = open_named(args.checkpoint)
     # It takes seconds to import, which the verbs above do without.
-    from colossal_vit.checkpoint.timm_model import export_timm
+    from colossal_vit.checkpoint.export import export
 
-    export_timm(checkpoint, args.folder, _DTYPES[args.dtype], args.ema)
+    said = export(checkpoint, args.folder, _DTYPES[args.dtype], args.ema, args.onnx, args.images)
     print(f'{checkpoint.path} is in {args.folder}: timm.create_model("local-dir:{args.folder}", pretrained=True)')
+    print("\n".join(said))
     return 0
 
 
@@ -70,11 +71,18 @@ def _get_parser() -> argparse.ArgumentParser:
     verb.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="a checkpoint, or a run directory for all")
     verb.set_defaults(act=_verify)
 
-    verb = verbs.add_parser("export", help="write a folder that timm.create_model takes")
+    verb = verbs.add_parser("export", help="write a folder for timm, transformers and onnxruntime, and prove it")
     verb.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="or a run directory for the newest")
     verb.add_argument("folder", type=Path, metavar="FOLDER", help="must not exist, or be empty")
     verb.add_argument("--dtype", choices=_DTYPES, default="fp32", help="of the weights (default %(default)s)")
     verb.add_argument("--ema", action="store_true", help="take the moving averages of the weights")
+    verb.add_argument("--onnx", action="store_true", help="write an ONNX model, too, which normalises pixels itself")
+    verb.add_argument(
+        "--images",
+        type=Path,
+        metavar="FOLDER",
+        help="compare logits on the images in this folder instead of on the run's test images",
+    )
     verb.set_defaults(act=_export)
     return parser
 

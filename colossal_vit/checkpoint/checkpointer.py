@@ -493,6 +493,7 @@ class Checkpointer:
             "normalization": self.train_dataloader.normalization,
             "versions": {name: metadata.version(name) for name in _PACKAGES},
             "data": run.data,
+            "source": run.source,
             "started_from": self._started_from,
             "changes": self._changes,
         }

@@ -55,6 +55,14 @@ class Data(TypedDict):
     classes: NotRequired[list[str] | Count]
 
 
+class Source(TypedDict):
+    """Where a run's data were read: by which loader, relative to the repository, and in which folder."""
+
+    __pydantic_config__ = RECORD
+    loader: NotRequired[str]
+    folder: NotRequired[str]
+
+
 class Change(TypedDict):
     """What `--accept-changes` accepted after a step: values, each before and after, and other data in words."""
 
@@ -82,5 +90,6 @@ class State(TypedDict):
     normalization: NotRequired[tuple[Channels, Channels] | None]  # mean, standard deviation
     versions: NotRequired[dict[str, str]]
     data: NotRequired[Data | None]
+    source: NotRequired[Source]
     started_from: NotRequired[str | None]
     changes: NotRequired[list[Change]]

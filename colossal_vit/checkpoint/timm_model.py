@@ -12,10 +12,8 @@ from colossal_vit.checkpoint.contents import State
 from colossal_vit.checkpoint.storage import EMA, MODEL, STATE, Checkpoint
 from colossal_vit.data.cropping import cache_size
 from colossal_vit.errors import UserError, reason
-from colossal_vit.files import atomic_folder
 from colossal_vit.model.timm_vit import SHAPE
 from colossal_vit.typed_json import RECORD, Count, Positive
-from safetensors import SafetensorError
 from timm.models import save_for_hf
 from torch import nn
 from typing_extensions import TypedDict
@@ -108,32 +106,20 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, ema: 
     return model
 
 
-def export_timm(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype, ema: bool) -> None:
-    """Write a checkpoint as a folder for `timm.create_model("local-dir:<folder>", pretrained=True)`.
-
-    Args:
-        checkpoint, dtype, ema: see `load_model`.
-        folder: must not exist, or be empty; written atomically.
+def write_timm(model: nn.Module, folder: Path) -> None:
+    """Write a model of `load_model` into an empty folder for `timm.create_model("local-dir:<folder>", pretrained=True)`
+    and transformers' `AutoModelForImageClassification`.
 
     Raises:
-        UserError: if the folder is not empty or cannot be written, or see `load_model`.
+        OSError, SafetensorError: if it cannot be written.
     """
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(f"{folder}: exists already, and is not an empty folder")
-    model = load_model(checkpoint, dtype, ema)
     names = model.pretrained_cfg.pop("label_names", None)
-    try:
-        if folder.exists():
-            folder.rmdir()
-        with atomic_folder(folder) as scratch:
-            # timm adds the model's arguments itself.
-            preprocessing = timm.data.resolve_model_data_config(model)
-            save_for_hf(model, str(scratch), {"label_names": names}, safe_serialization=True, data_config=preprocessing)
-            described = json.loads((scratch / "config.json").read_text())
-            # It is beside them, too, from where transformers takes it; with both it refuses to build the model.
-            described["model_args"].pop("num_classes", None)
-            (scratch / "config.json").write_text(json.dumps(described, indent=2))
-            for file in scratch.iterdir():
-                file.chmod(0o644)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{folder}: cannot be written: {reason(error)}") from None
+    # timm adds the model's arguments itself.
+    preprocessing = timm.data.resolve_model_data_config(model)
+    save_for_hf(model, str(folder), {"label_names": names}, safe_serialization=True, data_config=preprocessing)
+    described = json.loads((folder / "config.json").read_text())
+    # It is beside them, too, from where transformers takes it; with both it refuses to build the model.
+    described["model_args"].pop("num_classes", None)
+    (folder / "config.json").write_text(json.dumps(described, indent=2))
+    if names:
+        model.pretrained_cfg["label_names"] = names

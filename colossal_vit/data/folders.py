@@ -2,13 +2,13 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 from unicodedata import normalize
 
 from colossal_vit.data.decoding import endings
-from colossal_vit.errors import UserError, in_one_line, reason
+from colossal_vit.errors import UserError, in_one_line, oserror_as_user_error, reason
 from colossal_vit.files import scratch_folder
 
 # What these scripts download. A folder may have several of them, and no other set is taken for the user's own images.
@@ -165,6 +165,31 @@ def list_files(
         else:
             files.append(File(path, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino))
     return files
+
+
+def find_images(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
+    """Return the files that are named, and all images in the folders that are named, sorted; lines about what else
+    these have.
+
+    Raises:
+        UserError: if there is no such file or folder, or no image, or see `list_files`.
+    """
+    known, found, others, omitted = endings(), [], 0, []
+    for path in paths:
+        if not path.is_dir():
+            if not path.exists():
+                raise UserError(f"{path}: no such file or directory")
+            found.append(path)
+            continue
+        with oserror_as_user_error(path):
+            files = [path / file for file, *_ in list_files(path, omitted)]
+        images = [file for file in files if file.suffix.lower() in known]
+        if not images:
+            raise UserError(f"{path}: has no images ({', '.join(sorted(known))})")
+        found += images
+        others += len(files) - len(images)
+    left_out = [f"{others} files that are no images are left out"] if others else []
+    return found, left_out + say_omitted(omitted)
 
 
 def has_class_folders(root: Path) -> bool:

@@ -20,6 +20,7 @@ a GPU, belongs into `build`. Modules beside a loader can be imported by their na
 import argparse
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
@@ -32,14 +33,15 @@ from colossal_vit.data import image_folder
 from colossal_vit.data.batches import FakeLoader, Loader, SyntheticLoader
 from colossal_vit.data.decoding import endings
 from colossal_vit.data.folders import by_class, class_folders, has_class_folders, list_files
-from colossal_vit.data.identity import identify
+from colossal_vit.data.identity import OWN, differences, identify
 from colossal_vit.data.samplers import EvalSampler, GlobalBatchSampler
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.collectives import RankLogger, run_on_rank_0
 from colossal_vit.run import Run
 from colossalai.context import Config
 
-SAMPLE = Path(__file__).resolve().parents[2] / "data" / "sample"
+ROOT = Path(__file__).resolve().parents[2]
+SAMPLE = ROOT / "data" / "sample"
 SYNTHETIC_IMAGES = 1_281_167  # of an epoch with SYNTHETIC: as many as the largest of the usual data sets has
 
 
@@ -115,11 +117,51 @@ def load_data(run: Run) -> tuple[Loader, Loader | None]:
     if run.alone or run.config.get("SYNTHETIC"):
         return _without_data(run)
     loader, folder = import_loader(run.args, run.config), named_folder(run.config)
+    run.source["loader"] = recorded(Path(loader.__file__))
     if folder and run_on_rank_0(lambda: is_class_folders(folder, loader)):
+        run.source["folder"] = recorded(folder)
         _refuse_unused(run, (), "class folders, for which there is TEST_FRACTION, do")
         return image_folder.build_own_images(run, folder)
     _refuse_unused(run, getattr(loader, "SETTINGS", ()), f"{Path(loader.__file__).name} does")
     return loader.build(run)
+
+
+def recorded(path: Path) -> str:
+    """Return a path for a record: relative to this repository, if it is in it; JSON takes UTF-8 only."""
+    path = path.resolve()
+    path = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+    return os.fsencode(path).decode(errors="replace")
+
+
+def load_test_data(run: Run, source: Mapping[str, str], expected: Mapping[str, Any]) -> Loader:
+    """Return the test batches that another run was evaluated on, in a process of its own, without process groups.
+
+    What is recorded of a run may come from elsewhere. So of the files that it names none is run but a loader of this
+    repository, in one of the folders at its root.
+
+    Args:
+        run: with the config of the other one; gets its data.
+        source: the other's `Run.source`.
+        expected: the other's `Run.data`.
+
+    Raises:
+        UserError: if the data are not there any more, or others are.
+    """
+    folders = [base / text for base, text in ((ROOT, source.get("folder")), (Path(), os.environ.get("DATA"))) if text]
+    if not (folder := next((folder for folder in folders if folder.is_dir()), None)):
+        raise UserError(
+            f"{folders[0]}: no such folder any more" if folders else "where the run's data are is not known"
+        )
+    run.config["DATA"] = str(folder)
+    if expected.get("images") == OWN:
+        _, batches = image_folder.build_own_images(run, folder)
+    elif not re.fullmatch(r"\w+/\w+\.py", name := source.get("loader", "")) or not (ROOT / name).is_file():
+        raise UserError(f"{name or 'what'} has read the run's data: is no loader in a folder of this repository")
+    else:
+        _, batches = import_file(ROOT / name).build(run)
+    if said := differences(expected, run.data):
+        raise UserError(f"{folder}: has other data than the run had ({said})")
+    return batches
 
 
 def named_folder(config: Config) -> Path | None:
@@ -180,6 +222,7 @@ def data_folder(
     if folder := named_folder(run.config):
         if fetch:
             run_on_rank_0(lambda: fetch(folder, run.log))
+        run.source["folder"] = recorded(folder)
         return folder
     if write_sample is None:
         raise UserError("DATA is not set, and this LOADER has no sample: set DATA to the folder with the data")
@@ -191,6 +234,7 @@ def data_folder(
             raise UserError(f"the sample cannot be made ({error.filename}: {error.strerror}): set DATA") from None
 
     folder = run_on_rank_0(write)
+    run.source["folder"] = recorded(folder)
     run.log.info(f"DATA is not set: this is the sample, 1,797 scanned digits in {name}'s format, in {SAMPLE}")
     return folder
 

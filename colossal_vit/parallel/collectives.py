@@ -1,4 +1,7 @@
-"""Collectives on Python objects and errors, work done by rank 0 alone, and logging."""
+"""Collectives on Python objects and errors, work done by rank 0 alone, and logging.
+
+A process without process groups is the only rank: an export reads a run's data as the run did.
+"""
 
 import sys
 import threading
@@ -39,6 +42,8 @@ class RankLogger:
 
 def all_gather_object(value: Any, mode: ParallelMode = ParallelMode.GLOBAL) -> list[Any]:
     """Collective: the values of all ranks of a group, in the order of the ranks."""
+    if not dist.is_initialized():
+        return [value]
     values = [None] * gpc.get_world_size(mode)
     dist.all_gather_object(values, value, group=gpc.get_cpu_group(mode))
     return values
@@ -82,6 +87,8 @@ def run_on_rank_0(work: Callable[[], Any]) -> Any:
     Raises:
         UserError: on every rank, if `work` raises it.
     """
+    if not dist.is_initialized():
+        return work()
     future = None
     if dist.get_rank() == 0:
         pool = ThreadPoolExecutor(1)

@@ -112,8 +112,8 @@ def test_predict_crops_as_the_run_whose_export_it_reads(kind, values, seed, tmp_
     paths, config, seen = write_pictures(tmp_path / "images", seed), config_of(**values), []
     model = timm.create_model("test_vit", img_size=values["IMG_SIZE"], num_classes=1)
     model.pretrained_cfg |= exported(kind, config)
-    monkeypatch.setattr(timm_model, "load_model", lambda *_: model)
-    timm_model.export_timm(None, tmp_path / "export", torch.float32, ema=False)
+    (tmp_path / "export").mkdir()
+    timm_model.write_timm(model, tmp_path / "export")
     model = predict.open_model(tmp_path / "export", ema=False)
     monkeypatch.setattr(model, "forward", lambda images: seen.append(images) or torch.zeros(len(images), 1))
     assert len(list(predict.predict(model, paths, 1, CPU))) == COUNT
