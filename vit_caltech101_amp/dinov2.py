@@ -140,7 +140,7 @@ def convert(tensors: Mapping[str, Tensor], nodes: Iterable[Node]) -> dict[str, T
     return {name: tensor.contiguous() for name, tensor in found.items()}
 
 
-def write_weights(source: Path, folder: Path) -> Path:
+def write_weights(folder: Path, source: Path) -> Path:
     """Write the weights in an ONNX file as a folder of timm's, unless the folder exists.
 
     Raises:
