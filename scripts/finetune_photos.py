@@ -1,4 +1,4 @@
-"""Fine-tune a ViT on a few photographs, with five seeds; beside it the same training from scratch, and nearest neighbours.
+"""Fine-tune a ViT on a few photographs with five seeds, beside the same training from scratch and nearest neighbours.
 
     python scripts/sample_data.py tuxpaint DATA
     python scripts/sample_data.py dinov2 WEIGHTS
@@ -9,8 +9,8 @@ for testing. Each training has a run directory in RUNS, so that a second call re
 are those of vit_caltech101_amp/config/config_finetune_photos.py; from scratch nothing is frozen, and LayerScale begins
 with 1, as without it. The nearest neighbours are the five with the most similar pixels, at 32 x 32, by scikit-learn.
 
-Writes finetune.md (the table), finetune.json (the accuracy of each run after each epoch), finetune.png (their mean), each
-run's log, and provenance.json.
+Writes finetune.md (the table), finetune.json (the accuracy of each run after each epoch), finetune.png (their mean),
+each run's log, and provenance.json.
 """
 
 import argparse
