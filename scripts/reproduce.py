@@ -9,8 +9,8 @@ whose provenance wants a commit is refused by its command while the working tree
 
 The expectation stands beside the result before anything is run again, in expect.json:
 
-    command   makes the result today; it is typed into bash in the root of the repository, with {output} for the folder
-    minutes   that it takes on two free CPU cores, or on the GPU that it needs
+    command   makes the result today; bash runs it in the root of the repository, with the folder in place of {output}
+    minutes   that it takes, about, on two free CPU cores or on the GPU that it needs
     needs     what it takes besides two CPU cores, or ""
     values    for each quantity the file in the folder and the regular expression whose one group is the number, the
               interval that it must be in, both ends included, and why. `take` says which of several matches counts:
@@ -31,7 +31,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from colossal_vit.errors import Parser, UserError, run_command
+from colossal_vit.errors import Parser, UserError, oserror_as_user_error, run_command
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
@@ -46,8 +46,8 @@ TAKES = {
 
 
 def names() -> list[str]:
-    """Return the folders of results/ with a provenance.json, also nested ones, by their paths."""
-    return sorted(str(path.parent.relative_to(RESULTS)) for path in RESULTS.rglob("provenance.json"))
+    """Return the folders of results/ that have an expectation, also nested ones, by their paths."""
+    return sorted(str(path.parent.relative_to(RESULTS)) for path in RESULTS.rglob(EXPECT))
 
 
 def read_value(folder: Path, where: dict[str, Any]) -> float:
@@ -72,7 +72,7 @@ def load(name: str) -> tuple[dict[str, Any], list[float]]:
     """Return the expectation of a result, and the old values that it is compared with.
 
     Raises:
-        UserError: if there is none, it lacks a key, or an old value is missing or outside its interval.
+        UserError: if it is no JSON or lacks a key, or an old value is missing or outside its interval.
     """
     path = RESULTS / name / EXPECT
     try:
@@ -80,11 +80,9 @@ def load(name: str) -> tuple[dict[str, Any], list[float]]:
         old = [read_value(path.parent, value.get("recorded", value)) for value in expected["values"]]
         for value, number in zip(expected["values"], old, strict=True):
             if not is_within(number, value["interval"]):
-                raise UserError(f"{path}: {value['quantity']}: {number:g} is not in {value['interval']}")
+                raise UserError(f"{path}: {value['quantity']}: {number:.9g} is not in {value['interval']}")
         missing = {"command", "minutes", "needs", "values"} - expected.keys()
         missing |= {key for value in expected["values"] for key in {"quantity", "why"} - value.keys()}
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
     except (ValueError, LookupError, TypeError, re.error) as error:
         raise UserError(f"{path}: {type(error).__name__}: {error}") from None
     if missing or not expected["values"]:
@@ -108,16 +106,14 @@ def reproduce(name: str, output: Path) -> bool:
     good = not code
     rows = ["| quantity | old | new | interval | within |", "| --- | ---: | ---: | --- | --- |"]
     for value, before in zip(expected["values"], old, strict=True):
-        low, high = value["interval"]
         try:
             now = read_value(output, value)
-            within, said = is_within(now, value["interval"]), f"{now:g}"
-        except UserError as error:
+            within, said = is_within(now, value["interval"]), f"{now:.9g}"
+        except (UserError, ValueError) as error:
             within, said = False, str(error).replace("|", "\\|")
         good &= within
-        rows.append(
-            f"| {value['quantity']} | {before:g} | {said} | {low:g} to {high:g} | {'yes' if within else 'no'} |"
-        )
+        interval = " to ".join(f"{end:.9g}" for end in value["interval"])
+        rows.append(f"| {value['quantity']} | {before:.9g} | {said} | {interval} | {'yes' if within else 'no'} |")
     print("\n".join(["", *rows, "", f"exit code of the command: {code}; its files are in {output}"]))
     return good
 
@@ -136,7 +132,8 @@ def main() -> int:
     if args.name not in names():
         raise UserError(f"{args.name or 'no name'}: choose from {', '.join(names())}")
     output = (args.output or Path(tempfile.mkdtemp(prefix="reproduce-"))).resolve()
-    output.mkdir(parents=True, exist_ok=True)
+    with oserror_as_user_error(output):
+        output.mkdir(parents=True, exist_ok=True)
     if any(output.iterdir()):
         raise UserError(f"--output {output}: is not empty")
     return 0 if reproduce(args.name, output) else 1

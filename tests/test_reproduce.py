@@ -46,6 +46,7 @@ def reproduce(root, *arguments):
         ("1.51", 1, "| loss | 1.2345 | 1.51 | 1 to 1.5 | no |"),
         ("0.99", 1, "| loss | 1.2345 | 0.99 | 1 to 1.5 | no |"),
         ("nan", 1, "| loss | 1.2345 | nan | 1 to 1.5 | no |"),
+        ("low", 1, "| loss | 1.2345 | could not convert string to float: 'low' | 1 to 1.5 | no |"),
     ],
 )
 def test_reproduce_says_whether_the_new_value_is_in_the_interval(tree, new, code, row):
@@ -103,18 +104,18 @@ def test_list_names_a_result_with_its_minutes_and_needs(tree):
         ([LOSS], ["huge"], "huge: choose from tiny"),
         ([LOSS], [], "no name: choose from tiny"),
         ([LOSS], ["tiny", "--output", "scripts"], "scripts: is not empty"),
+        ([LOSS], ["tiny", "--output", "results/tiny/log.txt"], "log.txt: File exists"),
         ([{**LOSS, "interval": [2, 3]}], ["--list"], "loss: 1.2345 is not in [2, 3]"),
         ([{**LOSS, "pattern": "los+"}], ["--list"], "ValueError"),
         ([{**LOSS, "pattern": "(o|s)"}], ["--list"], "log.txt: 3 matches of '(o|s)'"),
         ([{**LOSS, "file": "none.txt"}], ["--list"], "none.txt is missing"),
         ([{**LOSS, "interval": [1]}], ["--list"], "expect.json: ValueError"),
         ([{key: LOSS[key] for key in LOSS if key != "why"}], ["--list"], "expect.json: lacks why"),
-        (None, ["--list"], "expect.json: No such file or directory"),
+        ([LOSS], ["tiny/.."], "tiny/..: choose from tiny"),
     ],
 )
 def test_reproduce_refuses_a_mistake_in_one_line(tree, values, arguments, words):
-    if values:
-        expect(tree, "exit 77", *values)
+    expect(tree, "exit 77", *values)
     done = reproduce(tree, *arguments)
     assert done.returncode == 2
     assert re.fullmatch(rf"reproduce.py: error: .*{re.escape(words)}.*\n", done.stderr), done.stderr
