@@ -80,7 +80,7 @@ OTHERS = {  # flags of other programs that the pages name, by who has them
     "scripts/bench.py": {"--before", "--tf32", "--synthetic", "--find-batch-size"},
     "python -m colossal_vit.checkpoint": {"--dtype", "--img-size", "--num-classes", "--ema"},
     "python -m colossal_vit.predict": {"--top", "--ema"},
-    "scripts": {"--only", "--write", "--accumulation"},
+    "scripts": {"--only", "--write", "--accumulation", "--list"},
     "python -m tools.parity": {"--own-precision"},
     "earlier versions": {"--plan", "--parity", "--eval-knn"},
     "tests/stress": {"--cases", "--seed", "--ignore"},
