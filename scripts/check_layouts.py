@@ -1,20 +1,20 @@
 """Check on this machine that every layout computes the same training: 20 steps of each, compared with one process.
 
     python scripts/check_layouts.py [--world N] [--optimizer adamw|sgd|lamb] [--only NAME ...] [--accumulation N ...]
-    python scripts/check_layouts.py --steps 400 --only "DP 2" "PP 2" "1D 2" "PP 2 × 1D 2" "2D 4" \\
+    python scripts/check_layouts.py --steps 350 --only "DP 2" "PP 2" "1D 2" "PP 2 × 1D 2" "2D 4" \\
         --set HIDDEN_SIZE=64 --set LEARNING_RATE=4e-3 --set WEIGHT_DECAY=0.05 --set LABEL_SMOOTHING=0.0 \\
         --set CROP_PADDING=0 --set FLIP=False --result results/one_curve
 
 Prints a table: layout, relative error (the larger of `loss` and `grad_norm`) in the first step and in the worst one,
 images/s. The model is small, in fp32, on the digits sample; gradients are clipped. All that is random is on: dropout,
-drop path, crops and mirror images. Exit code 1 if a layout fails to run, or its error exceeds 1e-5 in
-the first step or 1e-4 in any of the first 20. In later steps, of which there are some with `--steps`, rounding grows
-with every step, and the error is reported only.
+drop path, crops and mirror images. Exit code 1 if a layout fails to run, or its error exceeds 1e-5 in the first step
+or 1e-4 in any of the first 20. In later steps, of which there are some with `--steps`, rounding grows with every step,
+and the error is reported only.
 
 `--accumulation 1 2 4` makes three rows of each layout, whose global batch, that of one process, is cut into so many.
 
-With `--result` also writes losses.csv (a row per step, a column per layout), one_curve.md (the table), one_curve.json
-(the settings), log.txt and provenance.json. scripts/pictures.py draws the curves.
+With `--result` also writes, after each layout, losses.csv (a row per step, a column per layout), one_curve.md (the
+table), one_curve.json (the settings), log.txt and provenance.json. scripts/pictures.py draws the curves.
 """
 
 import argparse
@@ -125,15 +125,15 @@ def main() -> int:
         result.print(f"{name:<{width}}{error[0]:>12.1e}{max(error):>12.1e}{rate:>10.0f}" + ("" if good else "  OUT"))
         if not good:
             wrong.append(name)
+        if args.result:
+            runs = {name: {"processes": chosen[name][0], **furthest(curves, name)} for name in curves}
+            settings = {**MODEL, **RANDOM, **optimizer, "--set": args.set, "steps": args.steps}
+            result.write("one_curve", make_table(runs), {"settings": settings, "layouts": runs})
+            write_losses(args.result / "losses.csv", curves)
     if left_out:
         result.print(f"not checked, since they need more than {args.world} processes: {', '.join(left_out)}")
     if wrong:
         print(f"out: {', '.join(wrong)}", file=sys.stderr)
-    if args.result:
-        runs = {name: {"processes": chosen[name][0], **furthest(curves, name)} for name in curves}
-        settings = {**MODEL, **RANDOM, **optimizer, "--set": args.set, "steps": args.steps}
-        result.write("one_curve", make_table(runs), {"settings": settings, "layouts": runs})
-        write_losses(args.result / "losses.csv", curves)
     return int(bool(wrong))
 
 
