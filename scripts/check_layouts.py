@@ -8,14 +8,14 @@ Prints a table: layout, relative error (the larger of `loss` and `grad_norm`) in
 images/s; then whether all agree. curve.png has the losses by step, in the folder of the result or runs/check_layouts.
 
 The model is small, in fp32, on the digits sample; gradients are clipped. All that is random is on: dropout, drop path,
-Mixup, CutMix, crops and mirror images. Exit code 1 if a layout fails to run, or its error exceeds 1e-5 in the first
-step or 1e-4 in any of the first 20. In later steps, of which there are some with `--steps`, rounding grows with every
-step, and the error is reported only.
+crops and mirror images. Exit code 1 if a layout fails to run, or its error exceeds 1e-5 in the first step or 1e-4 in
+any of the first 20. In later steps, of which there are some with `--steps`, rounding grows with every step, and the
+error is reported only.
 
 `--accumulation 1 2 4` makes three rows of each layout, whose global batch, that of one process, is cut into so many.
 
-With `--result` also writes losses.csv (a row per step, a column per layout), one_curve.md (the table), one_curve.json
-(the settings), log.txt and provenance.json. scripts/pictures.py draws the curves.
+With `--result` also writes, after each layout, losses.csv (a row per step, a column per layout), one_curve.md (the
+table), one_curve.json (the settings), log.txt and provenance.json. scripts/pictures.py draws the curves.
 """
 
 import argparse
@@ -135,6 +135,8 @@ def main() -> int:
     width = max(map(len, chosen)) + 2
     result = ResultFolder(args.result)
 
+    if left_out:
+        result.print(f"not checked, since they need more than {args.world} processes: {', '.join(left_out)}")
     result.print(
         f"training {len(chosen)} times for {args.steps} steps; relative error of loss and gradient norm, whichever is "
         f"larger, against one process:"
@@ -165,8 +167,11 @@ def main() -> int:
             result.print(said + ("" if good else "  OUT"))
         if not good:
             wrong.append(name)
-    if left_out:
-        result.print(f"not checked, since they need more than {args.world} processes: {', '.join(left_out)}")
+        if args.result:
+            runs = {name: {"processes": chosen[name][0], **furthest(curves, name)} for name in curves}
+            settings = {**MODEL, **RANDOM, **optimizer, "--set": args.set, "steps": args.steps}
+            result.write("one_curve", make_table(runs), {"settings": settings, "layouts": runs})
+            write_losses(args.result / "losses.csv", curves)
     limits = f"{FIRST_STEP:g} in the first step and {ANY_STEP:g} in steps 1 to {min(args.steps, NUM_STEPS)}"
     if wrong:
         result.print(f"OUT: {', '.join(wrong)} (allowed: {limits})")
@@ -176,11 +181,6 @@ def main() -> int:
     with styled():
         draw_losses(picture, curves)
     print(f"loss by step: {picture}")
-    if args.result:
-        runs = {name: {"processes": chosen[name][0], **furthest(curves, name)} for name in curves}
-        settings = {**MODEL, **RANDOM, **optimizer, "--set": args.set, "steps": args.steps}
-        result.write("one_curve", make_table(runs), {"settings": settings, "layouts": runs})
-        write_losses(args.result / "losses.csv", curves)
     return int(bool(wrong))
 
 

@@ -55,7 +55,7 @@ def new_figure(width: float, height: float, title: str, result: str = "") -> Fig
 
 def one_curve() -> Figure:
     """Draw the losses of one process as a line, and on it those of five parallel layouts as points, over 300 steps;
-    below it the largest relative deviation of 19 layouts so far. Dropout, drop path, Mixup and CutMix are on.
+    below it the largest relative difference of 19 layouts from one process so far. Dropout and drop path are on.
     """
     with open(RESULTS / "one_curve/losses.csv") as file:
         header, *rows = csv.reader(file)
@@ -69,12 +69,12 @@ def one_curve() -> Figure:
         upper.plot(steps[some], losses[name][some], "o", label=name)
     upper.set(ylabel="training loss", ylim=(2.05, 2.45))
     upper.legend(ncols=3, handlelength=1, columnspacing=1, loc="upper right")
-    deviations = [np.abs(losses[name] / losses[ONE] - 1) for name in losses if name != ONE]
-    largest = np.maximum.accumulate(np.max(deviations, axis=0))
+    differences = [np.abs(losses[name] / losses[ONE] - 1) for name in losses if name != ONE]
+    largest = np.maximum.accumulate(np.max(differences, axis=0))
     lower.semilogy(steps, largest, color=TEXT)
-    words = f"{len(deviations)} layouts differ by up to {largest[-1]:.1e}"
+    words = f"{len(differences)} layouts: at most {largest[-1]:.1e}"
     lower.annotate(words, (steps[-1], largest[-1]), (0, 3), textcoords="offset points", ha="right")
-    lower.set(xlabel="optimizer step", ylabel="relative\ndeviation", ylim=(1e-7, 2e-5))
+    lower.set(xlabel="optimizer step", ylabel="largest\ndifference\nso far", ylim=(1e-7, 2e-5))
     lower.set_yticks([1e-7, 1e-6, 1e-5], ["1e-7", "1e-6", "1e-5"])
     return figure
 

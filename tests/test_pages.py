@@ -330,6 +330,21 @@ def test_the_walk_covers_every_config():
     assert set(walks) == shipped - others
 
 
+def test_lines_that_the_hybrid_tutorial_shows_are_those_of_its_scripts():
+    folder = ROOT / "vit_cifar10_hybrid"
+    before, after = (
+        {line.strip() for line in (folder / name).read_text().splitlines()} for name in ("train_dp.py", "train_hybrid.py")
+    )
+    page = (folder / "README.md").read_text()
+    (diff,) = re.findall(r"^```diff\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    removed, added = ({line[1:].strip() for line in diff.splitlines() if line[0] == sign} for sign in "-+")
+    assert removed <= before - after
+    assert added <= after - before
+    steps = re.findall(r"^(.+?)  # \d\. ", page, re.MULTILINE)
+    assert len(steps) == 2
+    assert set(steps) <= before & after
+
+
 def test_a_checkpoint_of_the_quickstart_is_valid(quickstart, clone):
     """What the page verifies is what the run left."""
     assert storage.newest(clone / "runs" / "quickstart-1" / storage.FOLDER)[0]
