@@ -150,28 +150,6 @@ def checkpoint() -> Figure:
     return figure
 
 
-def predicted_and_measured() -> Figure:
-    """Predicted against measured seconds of a step, for two models in 20 layouts on up to 8 processes of a CPU."""
-    figure = new_figure(4.8, 4, "one point per layout, 1 to 8 processes", "planner_cpu")
-    axes = figure.subplots()
-    ends = np.array([0.27, 3])
-    for model, layouts in read("planner_cpu/planner.json")["seconds"].items():
-        measured, predicted = (
-            [statistics.median(seconds[side]) for seconds in layouts.values()] for side in ("measured", "predicted")
-        )
-        axes.plot(measured, predicted, "o", markersize=5, alpha=0.8, label=model)
-    axes.plot(ends, ends, color=TEXT, linewidth=1, label="equal")
-    for factor, label in ((0.75, "± 25 %"), (1.25, None)):
-        axes.plot(ends, factor * ends, ":", color=TEXT, linewidth=1, label=label)
-    axes.set(xscale="log", yscale="log", xlabel="measured seconds per step", ylabel="predicted seconds per step")
-    ticks = (0.3, 0.5, 1, 2, 3)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_ticks(ticks, [str(tick) for tick in ticks])
-        axis.set_ticks([], minor=True)
-    axes.legend()
-    return figure
-
-
 # ---- From dry runs ---------------------------------------------------------------------------------------------------
 
 
@@ -217,8 +195,7 @@ def tensor_modes() -> Figure:
 PICTURES: dict[str, Callable[[], Figure]] = {
     function.__name__: function
     for function in (
-        *(one_curve, quickstart, imagenet_sample, fashion_mnist, checkpoint, predicted_and_measured),
-        *(layout_example, tensor_modes),
+        *(one_curve, quickstart, imagenet_sample, fashion_mnist, checkpoint, layout_example, tensor_modes),
     )
 }
 

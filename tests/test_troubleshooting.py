@@ -89,7 +89,9 @@ REPRODUCED = {
     "Why is the port in use?": taken_port,
     "Why did a rank die?": killed,
     "Why is the gradient not finite?": not_finite,
-    "Why does AMP_TYPE.TORCH not work with a pipeline?": lambda *_: by_torchrun_stage("--set", "fp16.mode=AMP_TYPE.TORCH"),
+    "Why does AMP_TYPE.TORCH not work with a pipeline?": lambda *_: by_torchrun_stage(
+        "--set", "fp16.mode=AMP_TYPE.TORCH"
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""docs/changing-the-model.md: with its diff every layout computes what one process does, and each of its parts counts."""
+"""docs/changing-the-model.md: with its diff every layout computes what one process does, without its sum not."""
 
 import importlib.util
 import re
