@@ -322,7 +322,7 @@ def test_flags_of_a_command_that_cannot_run_here(page, command, folder):
         assert done.codes == [0], str(done)
         return
     elif not script.startswith("train"):
-        assert script in ("scripts/test.sh", "scripts/quickstart.sh")
+        assert script in ("scripts/setup.sh", "scripts/test.sh", "scripts/quickstart.sh")
         return
     given = get_parser().parse_args(argv)
     configs.load(folder / given.config, given.set, schemas.any_key())

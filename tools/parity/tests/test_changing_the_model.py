@@ -26,7 +26,7 @@ def changed_model(folder, diff):
     path = folder / "vit_cifar10_hybrid/vit.py"
     path.parent.mkdir()
     shutil.copy(fork_ranks.ROOT / "vit_cifar10_hybrid/vit.py", path)
-    subprocess.run(["git", "apply", "-"], cwd=folder, input=diff, text=True, check=True)
+    subprocess.run(["git", "apply", "-p0", "-"], cwd=folder, input=diff, text=True, check=True)
     spec = importlib.util.spec_from_file_location("changed_vit", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
