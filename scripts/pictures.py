@@ -195,8 +195,7 @@ def tensor_modes() -> Figure:
 PICTURES: dict[str, Callable[[], Figure]] = {
     function.__name__: function
     for function in (
-        *(one_curve, quickstart, imagenet_sample, fashion_mnist, checkpoint),
-        *(layout_example, tensor_modes),
+        *(one_curve, quickstart, imagenet_sample, fashion_mnist, checkpoint, layout_example, tensor_modes),
     )
 }
 

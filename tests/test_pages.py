@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 from colossal_vit import config as configs
 from colossal_vit.checkpoint import storage
+from colossal_vit.config.schema import setting_at
 from colossal_vit.data.digits import digits
 from colossal_vit.launch.flags import get_parser
 from colossal_vit.results import read_metrics
@@ -34,6 +35,7 @@ import checkout
 import fork_ranks
 import launchers
 import schemas
+import training
 import warm
 from checkout import PAGES
 from fork_ranks import ROOT
@@ -63,6 +65,11 @@ SMALLER = {
     "train_hybrid.py": flags(HYBRID),
     "train_slurm.sh ./configs/config_pipeline_parallel.py": flags(HYBRID),
     "train.py --config ./config/config_finetune.py $SMALL": [],
+    "train.py --config ./config/config_finetune.py $EIGHT --dry-run": [],
+    "--output ../runs/eight --set gradient_accumulation=2": flags(
+        {**TIMM, "BATCH_SIZE": 16, "finetune": None}, steps=2
+    ),
+    "--output ../runs/eight": flags({**TIMM, "BATCH_SIZE": 16, "finetune": None}),
     "config_sample.py --max-steps 6": [],
     "config_sample.py": flags({}),
     "--set finetune.weights=../runs/exported": flags({}),
@@ -317,10 +324,24 @@ def test_flags_of_a_command_that_cannot_run_here(page, command, folder):
         assert done.codes == [0], str(done)
         return
     elif not script.startswith("train"):
-        assert script in ("scripts/test.sh", "scripts/quickstart.sh")
+        assert script in ("scripts/setup.sh", "scripts/test.sh", "scripts/quickstart.sh")
         return
     given = get_parser().parse_args(argv)
     configs.load(folder / given.config, given.set, schemas.any_key())
+
+
+def test_the_config_of_the_page_on_moving_is_valid_and_has_the_keys_of_its_table(tmp_path):
+    page = (ROOT / "docs/moving.md").read_text()
+    (source,) = re.findall(r"^```python\n(MODEL = .*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "my_config.py").write_text(source)
+    assert schemas.script(training.CALTECH101).load(tmp_path / "my_config.py").fp16.dtype == "bf16"
+    keys = {
+        key
+        for row in re.findall(r"^\|.*\|(.*)\|$", page, re.MULTILINE)
+        for key in re.findall(r"`([A-Za-z][\w.]+)`", row)
+    }
+    assert len(keys) > 25
+    assert not {key for key in keys if setting_at(key, schemas.any_key()) is None}
 
 
 def test_the_walk_covers_every_config():
@@ -332,9 +353,8 @@ def test_the_walk_covers_every_config():
 
 def test_lines_that_the_hybrid_tutorial_shows_are_those_of_its_scripts():
     folder = ROOT / "vit_cifar10_hybrid"
-    before, after = (
-        {line.strip() for line in (folder / name).read_text().splitlines()} for name in ("train_dp.py", "train_hybrid.py")
-    )
+    scripts = (folder / name for name in ("train_dp.py", "train_hybrid.py"))
+    before, after = ({line.strip() for line in script.read_text().splitlines()} for script in scripts)
     page = (folder / "README.md").read_text()
     (diff,) = re.findall(r"^```diff\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     removed, added = ({line[1:].strip() for line in diff.splitlines() if line[0] == sign} for sign in "-+")

@@ -90,7 +90,6 @@ def test_examples_do_not_import_each_other():
     ("page", "result"),
     [
         ("docs/zero.md", "zero_plan/zero.md"),
-        ("docs/zero.md", "zero_cpu/zero.md"),
         ("docs/precision.md", "memory_plan/memory.md"),
         ("vit_caltech101_amp/README.md", "caltech101_amp_cpu/amp.md"),
         ("vit_caltech101_amp/README.md", "1x_NVIDIA_H200/amp/amp.md"),

@@ -77,19 +77,21 @@ def not_finite(tmp_path, monkeypatch):
 
 
 REPRODUCED = {
-    "The world size does not fit": lambda *_: said("--config", "configs/config_hybrid_parallel.py"),
-    "The batch is larger than the data set": lambda *_: said(
+    "Why does the number of processes not fit?": lambda *_: said("--config", "configs/config_hybrid_parallel.py"),
+    "Why is the batch larger than the data set?": lambda *_: said(
         "--config", "configs/config_data_parallel.py", script=DATA_PARALLEL
     ),
-    "A key is misspelled": lambda *_: said("--config", CONFIG, "--set", "LERNING_RATE=1e-3"),
-    "The run was trained with other values": other_values,
-    "Images cannot be decoded": damaged,
-    "Another run has the run directory": locked,
-    "A rank does not come": lambda *_: by_hand(0, fork_ranks.free_port(), "--timeout", 3),
-    "The port is in use": taken_port,
-    "A rank died": killed,
-    "The loss is not a number": not_finite,
-    "Mixed precision and a pipeline": lambda *_: by_torchrun_stage("--set", "fp16.mode=AMP_TYPE.TORCH"),
+    "Why is a key unknown?": lambda *_: said("--config", CONFIG, "--set", "LERNING_RATE=1e-3"),
+    "Why does my run not resume?": other_values,
+    "What about images that cannot be decoded?": damaged,
+    "Who is writing to my run directory?": locked,
+    "Why does a rank not come?": lambda *_: by_hand(0, fork_ranks.free_port(), "--timeout", 3),
+    "Why is the port in use?": taken_port,
+    "Why did a rank die?": killed,
+    "Why is the gradient not finite?": not_finite,
+    "Why does AMP_TYPE.TORCH not work with a pipeline?": lambda *_: by_torchrun_stage(
+        "--set", "fp16.mode=AMP_TYPE.TORCH"
+    ),
 }
 
 
