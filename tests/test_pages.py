@@ -2,7 +2,8 @@
 
 A block that cannot run here has the reason in a comment before it, and its flags are read as the program reads them.
 Where a model is too large for a CPU, flags are appended to the command: those of `SMALLER`. Each process is a fork of
-this one (`warm`), except for what srun and mpirun start, and the quickstart, which is the real one.
+this one (`warm`), also what srun and mpirun start, except for the quickstart, which is the real one. Python as they
+start it is in test_slurm.py and test_nodes.py.
 """
 
 import fcntl
@@ -263,6 +264,7 @@ def test_every_command_of_a_page(page, clone, quickstart, slurm, tmp_path):
             OMPI_ALLOW_RUN_AS_ROOT="1",
             OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
             OMPI_MCA_rmaps_base_oversubscribe="1",
+            PATH=f"{programs.bin}:{launchers.environment()['PATH']}",  # for `exec python`, which calls no function
             **slurm.variables,
             **programs.environment,
         )

@@ -94,15 +94,32 @@ def options(values):
     return dict(values, amp=amp, small=False)
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, small_sample):
+    """The whole run of each of `RUNS`, trained once for all tests that stop it somewhere, and `train` with its values.
+
+    A test gets both by the run's name.
+    """
+
+    @functools.cache
+    def trained(name):
+        (script, values), processes, more = RUNS[name]
+        train = functools.partial(training.train, world_size=processes, script=script, **options({**values, **more}))
+        return train(tmp_path_factory.mktemp("whole"), steps=None), train
+
+    def run(name, patch):
+        if RUNS[name][0][0] == training.HYBRID:
+            patch.setenv("DATA", str(small_sample))  # as `few_test_images` does
+        return trained(name)
+
+    return run
+
+
 @pytest.mark.parametrize("name", RUNS)
-def test_stopped_and_resumed_runs_record_the_same_bits(name, tmp_path, request):
+def test_stopped_and_resumed_runs_record_the_same_bits(name, uninterrupted, tmp_path, monkeypatch):
     """Stopped at the start, at random steps of the warm-up and after it, at the end of an epoch; and never."""
-    (script, values), processes, more = RUNS[name]
-    if script == training.HYBRID:
-        request.getfixturevalue("few_test_images")
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    train = functools.partial(training.train, world_size=processes, script=script, **options({**values, **more}))
-    expected = train(whole, steps=None).records
+    whole, train = uninterrupted(name, monkeypatch)
+    expected, parts = whole.records, tmp_path / "parts"
     per_epoch, total = (line["step"] for line in expected if "eval_loss" in line)
     draw = random.Random(name)
     stops = [draw.choice([1, draw.randrange(2, per_epoch)]), per_epoch, draw.randrange(per_epoch + 1, total)]
@@ -117,7 +134,8 @@ def test_stopped_and_resumed_runs_record_the_same_bits(name, tmp_path, request):
             "else the scaler's state is nothing"
         )
     last = [
-        safetensors.torch.load_file(run / f"checkpoints/step-{total:08d}/model.safetensors") for run in (whole, parts)
+        safetensors.torch.load_file(run / f"checkpoints/step-{total:08d}/model.safetensors")
+        for run in (whole.output, parts)
     ]
     assert last[0].keys() == last[1].keys()
     assert all(torch.equal(last[0][key], last[1][key]) for key in last[0])
@@ -162,14 +180,11 @@ def test_results_that_are_read_a_step_late_as_on_a_gpu_change_nothing(name, tmp_
     ],
 )
 def test_a_run_that_is_stopped_before_or_in_an_epochs_evaluation_goes_on_to_the_bit(
-    name, batches, tmp_path, monkeypatch, request
+    name, batches, uninterrupted, tmp_path, monkeypatch
 ):
     """All steps of the first epoch are made then, and so many batches of its evaluation, first of the average."""
-    (script, values), processes, more = RUNS[name]
-    if script == training.HYBRID:
-        request.getfixturevalue("few_test_images")
-    train = functools.partial(training.train, world_size=processes, script=script, **options({**values, **more}))
-    expected = train(tmp_path / "whole", steps=None).records
+    whole, train = uninterrupted(name, monkeypatch)
+    expected = whole.records
     per_epoch = next(line["step"] for line in expected if "eval_loss" in line)
     with monkeypatch.context() as patch:
         calls, original = itertools.count(1), StopRequests.answer

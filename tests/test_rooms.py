@@ -9,6 +9,7 @@ import checkout
 import fork_ranks
 import launchers
 import training
+import warm
 
 SCRIPTS = [training.IMAGENET, training.HYBRID, training.DATA_PARALLEL, training.CALTECH101]
 
@@ -21,28 +22,36 @@ def room(request, tmp_path_factory):
     return root, request.param
 
 
-def python(root, *words, cwd="."):
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    """A Python that starts at once, and imports this repository's modules anew, from the copy."""
+    with warm.Warm(tmp_path_factory.mktemp("warm")) as programs:
+        yield programs.bin / "python"
+
+
+def python(root, *words, cwd=".", program=sys.executable):
     """Run Python with the modules of a copy."""
     variables = launchers.environment(PYTHONPATH=str(root))
-    command = [sys.executable, *words]
+    command = [program, *words]
     return subprocess.run(command, cwd=root / cwd, env=variables, capture_output=True, text=True)
 
 
-def test_a_tutorial_trains_alone(room):
+def test_a_tutorial_trains_alone(room, started):
     root, folder = room
     for script in [script for script in SCRIPTS if script.startswith(folder)]:
         _, config, *values = training.flags(script=script)
         config = config.replace(str(fork_ranks.ROOT), str(root))
         output = root / "runs" / script
-        done = python(root, root / script, "--config", config, *values, "--output", output, "--max-steps", "2")
+        argv = ["--config", config, *values, "--output", output, "--max-steps", "2"]
+        done = python(root, root / script, *argv, program=started)
         assert done.returncode == 0, done.stderr
         assert [step["step"] for step in training.lines_of(output / "metrics.jsonl") if "loss" in step] == [1, 2]
 
 
-def test_every_module_of_a_tutorial_can_be_imported_alone(room):
+def test_every_module_of_a_tutorial_can_be_imported_alone(room, started):
     root, folder = room
     modules = sorted(path.stem for path in (root / folder).glob("*.py") if not path.stem.startswith("config"))
-    done = python(root, "-c", f"import {', '.join(modules)}", cwd=folder)
+    done = python(root, "-c", f"import {', '.join(modules)}", cwd=folder, program=started)
     assert done.returncode == 0, done.stderr
 
 

@@ -30,9 +30,11 @@ def _code(loader: Path | None = None) -> str:
     folders = {script.parent, script.resolve().parent}
     if loader:
         folders.add(loader.parent)
-    imported = [Path(file) for module in [*sys.modules.values()] if (file := getattr(module, "__file__", None))]
+    modules = [file for module in [*sys.modules.values()] if (file := getattr(module, "__file__", None))]
+    beside = {name for name in set(map(os.path.dirname, modules)) if Path(name) in folders}  # far fewer than modules
+    imported = [Path(file) for file in modules if os.path.dirname(file) in beside]
     files = {str(path.relative_to(library)): path for path in library.rglob("*.py")}
-    files |= {f"../{path.name}": path for path in imported if path.parent in folders and path.is_file()}
+    files |= {f"../{path.name}": path for path in imported if path.is_file()}
     digest = hashlib.sha256()
     for name in sorted(files):
         digest.update(f"{name}\n".encode() + files[name].read_bytes())
