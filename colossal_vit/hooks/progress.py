@@ -47,7 +47,7 @@ class ProgressHook(BaseHook):
             disable=None if writes_metrics() else True,  # None: unless stderr is a terminal
         )
         self.logs = writes_metrics() and self.bar.disable
-        self.logged_at = -math.inf
+        self.logged_at, self.logged_step = -math.inf, 0
         self.first: tuple[int, float] | None = None  # a step, and when it ended; those before may compile the model
 
     def after_train_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
@@ -60,7 +60,8 @@ class ProgressHook(BaseHook):
             self._log(trainer, records[-1])
 
     def after_train_epoch(self, trainer: Trainer) -> None:
-        if self.logs and (records := trainer.states.get("records")):
+        records = trainer.states.get("records")
+        if self.logs and records and records[-1]["step"] > self.logged_step:
             self._log(trainer, records[-1])
 
     def _describe(self, trainer: Trainer, record: dict[str, Any], step: str = "") -> str:
@@ -68,7 +69,8 @@ class ProgressHook(BaseHook):
         return f"epoch {record['epoch']} of {trainer.num_epochs}{step}, {speed}"
 
     def _log(self, trainer: Trainer, record: dict[str, Any]) -> None:
-        self.logged_at, step = time.monotonic(), record["step"]
+        step = record["step"]
+        self.logged_at, self.logged_step = time.monotonic(), step
         line = self._describe(trainer, record, f": step {step:,} of {self.total:,}")
         if self.first is None:
             self.first = step, self.logged_at
