@@ -331,7 +331,8 @@ def test_the_walk_covers_every_config():
 def test_lines_that_the_hybrid_tutorial_shows_are_those_of_its_scripts():
     folder = ROOT / "vit_cifar10_hybrid"
     before, after = (
-        {line.strip() for line in (folder / name).read_text().splitlines()} for name in ("train_dp.py", "train_hybrid.py")
+        {line.strip() for line in (folder / name).read_text().splitlines()}
+        for name in ("train_dp.py", "train_hybrid.py")
     )
     page = (folder / "README.md").read_text()
     (diff,) = re.findall(r"^```diff\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
