@@ -18,13 +18,13 @@ lint-imports --no-logo
 if [ "${1:-}" = --fast ]; then
     set -- "${@:2}" tests/test_{config,criterion,data,mfu,patches,run_directory,signatures}.py \
         vit_cifar10_hybrid/tests/test_cifar10.py vit_imagenet_dali/tests/test_mixup.py \
-        "tests/test_layouts.py::test_same_curve_as_one_process["{"DP 2","PP 2","1D 2"}"]" \
+        "tests/test_layouts.py::test_every_layout_has_the_curve_of_one_process["{"DP 2","PP 2","1D 2"}"]" \
         tests/test_devices.py::test_setup_knows_for_which_gpus_torch_has_kernels \
         "tests/test_zero.py::test_two_replicas_make_the_bits_of_ddp[fp32, AdamW]" \
         tests/test_dry_run.py::test_a_report_is_of_any_world_size \
-        "vit_cifar10_hybrid/tests/test_vit.py::test_equals_timm["{"1D 2","2D 4"}"]" \
+        "vit_cifar10_hybrid/tests/test_vit.py::test_vit_of_any_layout_equals_timms["{"1D 2","2D 4"}"]" \
         "tests/test_resume.py::test_stopped_and_resumed_runs_record_the_same_bits[hybrid, 1 process]" \
-        tests/test_launch.py::test_{a_rendezvous_is_read_from_flags_and_environment,processes_started_by_hand} \
+        tests/test_launch.py::test_{a_rendezvous_is_read_from_flags_and_environment,ranks_started_by_hand_train} \
         tests/test_launch.py::test_a_bug_on_one_rank_ends_the_others \
         tests/test_checkpoint.py::test_one_flipped_bit_is_found
 fi

@@ -41,7 +41,7 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_each_image_is_to_the_bit_what_torchvision_makes_of_it_alone(recipe):
+def test_augmented_image_equals_torchvisions_to_the_bit(recipe):
     """With its own seed: the others in the batch do not matter."""
     how, transforms, erasing = RECIPES[recipe]
     numbers = torch.randperm(64, generator=torch.Generator().manual_seed(1)).tolist()
@@ -63,7 +63,7 @@ def test_each_image_is_to_the_bit_what_torchvision_makes_of_it_alone(recipe):
     assert torch.equal(augmented(numbers[:7], epoch=2, **how), found[:7])
 
 
-def test_the_random_numbers_of_the_training_are_left_alone():
+def test_augmentation_leaves_the_random_state_of_torch_alone():
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
@@ -71,7 +71,7 @@ def test_the_random_numbers_of_the_training_are_left_alone():
     assert torch.equal(torch.rand(2), expected)
 
 
-def test_nothing_is_done_without_a_word():
+def test_augment_without_a_setting_does_nothing():
     assert not Augment(Config(configs.complete({}))).does_anything
     assert not Augment(Config(configs.complete(dict(augment=dict(n=2))))).does_anything
 
@@ -91,7 +91,7 @@ def deit(num_images, num_ranks, repeats, batch_size):
 
 
 @pytest.mark.parametrize(("num_ranks", "batch_size", "repeats"), [(1, 16, 3), (2, 8, 3), (4, 4, 2), (2, 5, 3)])
-def test_global_batches_are_those_of_deits_repeated_augmentation(num_ranks, batch_size, repeats, monkeypatch):
+def test_repeated_augmentation_makes_deits_global_batches(num_ranks, batch_size, repeats, monkeypatch):
     num_images = 96
     monkeypatch.setattr(torch, "randperm", lambda count, generator: torch.arange(count))
     samplers = [GlobalBatchSampler(num_images, batch_size, 1, 0, rank, num_ranks, repeats) for rank in range(num_ranks)]
@@ -146,7 +146,7 @@ def test_every_layout_trains_on_the_same_augmented_batches(tmp_path):
 
 
 @pytest.mark.usefixtures("few_test_images")
-def test_stop_and_resume_to_the_bit_with_all_of_it(tmp_path):
+def test_run_with_every_augmentation_resumes_to_the_bit(tmp_path):
     values = {**ALL, **training.RANDOM, "BATCH_SIZE": 64, "NUM_EPOCHS": 2, "DEPTH": 2}
     last = 2 * math.ceil(1437 / 64)
     whole = training.train(tmp_path / "whole", 2, steps=last, **values)
@@ -156,7 +156,7 @@ def test_stop_and_resume_to_the_bit_with_all_of_it(tmp_path):
 
 
 @pytest.mark.parametrize("script", [training.DATA_PARALLEL, training.CALTECH101, training.IMAGENET])
-def test_the_other_examples_have_it_too(script, tmp_path):
+def test_every_script_with_augmentation_resumes_to_the_bit_and_is_the_same_on_two_processes(script, tmp_path):
     """A run that stops resumes to the bit, and two processes equal one."""
 
     def train(name, steps, world_size=1):

@@ -133,7 +133,7 @@ def test_a_failed_rank_ends_the_benchmark_with_what_it_said(fake):
         (["fake", "--rounds", "0"], "bench.py fake: error: argument --rounds: 0 is no number from 1 on"),
     ],
 )
-def test_mistakes_on_the_command_line_are_one_line(tree, flags, line):
+def test_benchmark_with_a_mistaken_command_line_ends_in_one_line(tree, flags, line):
     code, said = launchers.run([sys.executable, "scripts/bench.py", *flags], cwd=tree, PYTHONPATH=str(ROOT))
     assert code == 2
     assert line in said
@@ -190,7 +190,7 @@ for name in sys.argv[1:]:
 """
 
 
-def test_every_benchmark_starts(programs):
+def test_every_benchmark_lists_its_cases(programs):
     """With nothing on the path but what a typed command has there; in one process, which imports once."""
     names = re.findall(r"^(\w+)  +\S", forked(ROOT).stdout[0], re.MULTILINE)
     command = [str(programs.bin / "python"), "-c", LIST_ALL, *names]

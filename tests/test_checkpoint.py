@@ -63,7 +63,7 @@ def newest_path(folder):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_checkpoint_written_is_read_back_equal(tmp_path):
     path = save(tmp_path, 7)
     assert sorted(file.name for file in path.iterdir()) == sorted([*storage.CONTENTS, storage.MANIFEST])
     assert storage.Checkpoint(path).state == {**training.UNTRAINED, "step": 7}
@@ -330,7 +330,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_one_line_and_the_earlier_one_is_taken(damage, tmp_path):
+def test_damaged_checkpoint_is_named_in_one_line_and_the_earlier_one_is_taken(damage, tmp_path):
     save(tmp_path, 1)
     path = save(tmp_path, 2)
     act, words = DAMAGES[damage]
@@ -748,14 +748,14 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_one_line_and_lose_nothing(mistake, trained):
+def test_resume_with_a_mistaken_command_ends_in_one_line_and_loses_nothing(mistake, trained):
     values, more, words = MISTAKES[mistake]
     flags = (flag.format(output=trained.output) for flag in more)
     line = training.refused(trained.output, 1, *flags, **{"DEPTH": 2, **values})
     assert all(word in line for word in words), line
 
 
-def test_nothing_to_evaluate_is_one_line(tmp_path):
+def test_evaluation_without_a_checkpoint_ends_in_one_line(tmp_path):
     line = training.refused(tmp_path / "run", 1, "--eval-only")
     assert f"--eval-only: no checkpoint in {tmp_path}/run/checkpoints" in line
     assert not (tmp_path / "run").exists()

@@ -298,7 +298,7 @@ def mistakes(runs, exported, damaged, tmp_path):
     ]
 
 
-def test_a_mistake_is_one_line(runs, exported, damaged, tmp_path, capsys):
+def test_checkpoint_command_with_a_mistake_ends_in_one_line(runs, exported, damaged, tmp_path, capsys):
     for argv, words in mistakes(runs, exported, damaged, tmp_path):
         capsys.readouterr()
         code, said, line = verb(capsys, *argv)
@@ -309,7 +309,7 @@ def test_a_mistake_is_one_line(runs, exported, damaged, tmp_path, capsys):
     assert not list(tmp_path.glob(".*")), "nothing half-written"
 
 
-def test_ctrl_c_is_one_line(capsys, monkeypatch):
+def test_checkpoint_command_interrupted_ends_in_one_line(capsys, monkeypatch):
     def interrupt(_):
         raise KeyboardInterrupt
 

@@ -100,7 +100,7 @@ def test_block_is_one_program_that_trains_as_an_eager_one(layout, depth, backend
 
 
 @pytest.mark.parametrize("features", [{}, RECOMPUTED])
-def test_split_optimizer_state(features, random_weights):
+def test_compiled_model_with_split_optimizer_state_trains_as_an_eager_one(features, random_weights):
     """The compiled model waits for all its weights, which other ranks send, before the forward pass.
 
     It is one program, with dropout and with recomputed blocks in it, and another one for evaluation.
@@ -203,13 +203,13 @@ def test_auto_compiles_on_all_ranks_or_on_none():
         ("cuda", "CC", "env gcc", "or name it in CC, one program without options"),
     ],
 )
-def test_compilers_with_options_where_they_are_taken(kind, variable, value, lacks, monkeypatch):
+def test_compiler_with_options_is_accepted_only_where_torch_accepts_it(kind, variable, value, lacks, monkeypatch):
     monkeypatch.setenv(variable, value)
     said = compilation.missing(torch.device(kind))
     assert said is None if lacks is None else lacks in said
 
 
-def test_what_needs_a_c_compiler_on_a_gpu(monkeypatch):
+def test_training_with_dropout_on_a_gpu_needs_a_c_compiler(monkeypatch):
     """To train: the kernel of dropout does, compiled model or not."""
     accelerator = SimpleNamespace(get_current_device=lambda: torch.device("cuda"))
     monkeypatch.setattr(compilation, "get_accelerator", lambda: accelerator)

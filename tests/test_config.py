@@ -472,7 +472,7 @@ def test_classes_functions_and_modules_under_a_keys_name_are_refused(load, text,
         ("", ("BATCH=3",), ("unknown key BATCH", "BATCH_SIZE")),
     ],
 )
-def test_mistakes_are_named(load, text, overrides, words):
+def test_config_with_a_mistake_is_refused_by_key_and_value(load, text, overrides, words):
     with pytest.raises(UserError) as error:
         load(text, *overrides)
     message = str(error.value)
@@ -480,7 +480,7 @@ def test_mistakes_are_named(load, text, overrides, words):
     assert all(word in message for word in words), message
 
 
-def test_missing_keys_and_defaults(load):
+def test_required_key_missing_is_refused_and_others_get_the_same_default_everywhere(load):
     """Defaults are the same in all scripts, in blocks too; a model of one's own needs sizes, since it has no MODEL."""
     with pytest.raises(UserError, match="NUM_EPOCHS is missing; it must be a whole number of at least 1"):
         load("BATCH_SIZE = 1", script=IMAGENET)
@@ -515,7 +515,7 @@ def test_the_page_of_all_keys_is_what_the_schema_says():
         ({"tensor": {"mode": None, "size": 2}}, 2, "needs parallel.tensor.mode = '1d'"),
     ],
 )
-def test_layouts(load, parallel, world_size, expected):
+def test_layout_of_a_world_size_is_the_product_or_is_refused(load, parallel, world_size, expected):
     config = load(f"parallel = {parallel!r}")
     if "start" in expected or "needs" in expected:
         with pytest.raises(UserError, match=re.escape(expected)):

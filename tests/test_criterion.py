@@ -50,6 +50,6 @@ def test_a_threshold_that_is_accepted_tells_the_classes_apart(smoothing, thresho
         ({"bce.threshold": 1.0, "LABEL_SMOOTHING": 0.0}, "set it to at least 0 and below 1"),
     ],
 )
-def test_mistakes_are_one_line(values, words, tmp_path):
+def test_criterion_with_a_mistaken_setting_is_refused_in_one_line(values, words, tmp_path):
     assert words in training.refused(tmp_path / "run", **values)
     assert not (tmp_path / "run").exists()

@@ -323,7 +323,7 @@ def test_gpus_that_torch_cannot_use_are_told_of(tmp_path, monkeypatch):
     assert cpu.idle_gpus(tmp_path) is None
 
 
-def test_the_warning_comes_first(tmp_path, monkeypatch):
+def test_warning_of_idle_gpus_is_the_first_line(tmp_path, monkeypatch):
     monkeypatch.setattr(cpu, "idle_gpus", lambda: "warning: idle")
     said = training.train(tmp_path, steps=1).stdout[0]
     assert said.splitlines()[1].endswith(" warning: idle")
@@ -332,7 +332,7 @@ def test_the_warning_comes_first(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "variable", "words"), [("cuda", "CC", "a C compiler"), ("cpu", "CXX", "a C++ compiler")]
 )
-def test_what_compiling_takes(kind, variable, words, tmp_path):
+def test_compiling_without_compiler_or_headers_says_what_is_missing(kind, variable, words, tmp_path):
     """A compiler for the language that the kernels, or on a GPU their launchers, are in; and Python's headers."""
 
     def function():
@@ -352,7 +352,7 @@ def test_what_compiling_takes(kind, variable, words, tmp_path):
 
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("key", ["TF32", "cudnn_benchmark", "cudnn_deterministic"])
-def test_switches_of_the_config_are_torchs_on_and_off(key, before):
+def test_cudnn_switches_of_the_config_set_torchs(key, before):
     """Each alone, whatever they were before."""
     switches = {
         "TF32": [(torch.backends.cuda.matmul, "allow_tf32"), (torch.backends.cudnn, "allow_tf32")],
@@ -373,7 +373,7 @@ def test_switches_of_the_config_are_torchs_on_and_off(key, before):
         assert fork_ranks.call(function, **values) == [expected]
 
 
-def test_arguments_of_ddp():
+def test_ddp_takes_the_arguments_of_the_config():
     """From the config's `torch_ddp` block; what is no argument is refused."""
 
     def function():
@@ -430,7 +430,7 @@ def test_adamws_update_on_a_gpu_is_one_kernel(monkeypatch):
 
 
 @pytest.mark.parametrize("amp", [None, "NAIVE"])
-def test_a_run_with_that_kernel_resumes_to_the_bit(amp, monkeypatch, tmp_path):
+def test_run_with_fused_adamw_resumes_to_the_bit(amp, monkeypatch, tmp_path):
     """The CPU has it, too."""
     adamw = torch.optim.AdamW
     monkeypatch.setattr(

@@ -150,7 +150,7 @@ def test_the_host_reads_loss_and_norm_once_they_are_there(wait, tmp_path):
         (training.CALTECH101, "rand", {"RandAugment"}),
     ],
 )
-def test_every_augmentation_and_steps_that_overflow(script, policy, operations, tmp_path):
+def test_augmented_run_with_overflows_leaves_nothing_on_the_cpu(script, policy, operations, tmp_path):
     def prepare():
         call = v2.Transform.__call__
 

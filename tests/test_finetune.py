@@ -242,7 +242,7 @@ OTHER_MEAN = [0.4, 0.5, 0.6]
 
 
 @pytest.mark.parametrize("where", ["run", "folder", "name", "file"])
-def test_how_the_images_of_weights_were_normalised(where, file, run, tmp_path):
+def test_normalisation_of_weights_is_found_where_it_is_recorded(where, file, run, tmp_path):
     shutil.copy(file, tmp_path)
     (tmp_path / "config.json").write_text(HALF_CONFIG)
     source = {"run": run, "folder": tmp_path, "name": "vit_tiny_patch16_224.augreg_in21k", "file": file}[where]
@@ -283,7 +283,7 @@ def test_weights_at_a_path_win_over_a_name_of_timm(file, run, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("amp", ["NAIVE", "TORCH"])
-def test_in_half_precision_the_master_weights_start_too(amp, file):
+def test_master_weights_start_from_the_loaded_weights_in_half_precision(amp, file):
     half = {"finetune.frozen_blocks": 2, "fp16.dtype": "bf16"}
     assert_same(started(file, **KEEP, **half, amp=amp)[0], load_file(file))
 
@@ -464,7 +464,7 @@ def test_weights_of_another_model_are_one_line_on_every_rank(source, values, sai
 
 
 @pytest.mark.parametrize(("offline", "most"), [(False, 2), (True, 0)])
-def test_without_a_network_it_is_asked_for_once(offline, most, tmp_path, monkeypatch, capfd):
+def test_weights_by_name_without_a_network_are_asked_for_once(offline, most, tmp_path, monkeypatch, capfd):
     """Not again and again with a warning each time; with HF_HUB_OFFLINE not at all."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
@@ -706,7 +706,7 @@ def test_which_parameters_a_block_count_freezes():
     ("name", "shared"),
     [("vit_base_patch16_clip_224", "norm_pre.weight"), ("vit_small_patch16_rope_mixed_224", "rope.freqs")],
 )
-def test_what_all_blocks_share_is_frozen_with_the_first_ones(name, shared):
+def test_parameters_shared_by_all_blocks_are_frozen_with_the_first_ones(name, shared):
     """The norm before them, and the frequencies of rotary positions, of which one tensor has all."""
     model = timm.create_model(name, depth=2, embed_dim=64, num_heads=2)
     for key, parameter in model.named_parameters():

@@ -220,13 +220,13 @@ OURS = {"accept-changes", "compile", "debug-nan", "dry-run", "eval-only", "exit-
 OURS |= {"on-save-error", "output", "profile", "resume", "set", "timeout", "wandb"}
 
 
-def test_there_are_these_flags_and_no_others():
+def test_command_line_has_these_flags_and_no_others():
     """A new knob is a config key beside its owner."""
     found = {flag for action in get_parser()._actions for flag in action.option_strings}
     assert found == {f"--{name}" for name in {*COLOSSALAIS, *OURS, "local-rank", "help"}} | {"-h"}
 
 
-def test_takes_every_flag_of_colossalai():
+def test_command_line_takes_every_flag_of_colossalai():
     ours = {flag for action in get_parser()._actions for flag in action.option_strings}
     theirs = {flag for action in get_default_parser()._actions for flag in action.option_strings}
     assert theirs <= ours
@@ -378,7 +378,7 @@ def has_ipv6():
     ("host", "addresses"),
     [("127.0.0.1", ["127.0.0.1"]), ("::1", ["::1"]), ("here", ["127.0.0.1", "127.0.0.2"]), ("router", ["127.0.0.1"])],
 )
-def test_listens_where_the_others_look(monkeypatch, host, addresses):
+def test_rank_0_listens_at_the_address_that_others_look_up(monkeypatch, host, addresses):
     """A name that is 127.0.1.1 here is something else to the others; so is a router's address, which is not ours."""
     if host == "::1" and not has_ipv6():
         pytest.skip("this machine has no IPv6")
@@ -399,13 +399,13 @@ def test_listens_where_the_others_look(monkeypatch, host, addresses):
     assert open_at == addresses if host not in known else set(addresses) <= set(open_at)
 
 
-def test_interface_towards_this_machine_and_others():
+def test_interface_towards_an_address_is_lo_or_the_routes():
     names = {name for _, name in socket.if_nameindex()}
     assert rendezvous.interface_towards("localhost") == "lo"
     assert rendezvous.interface_towards("192.0.2.7") in names | {None}
 
 
-def test_processes_started_by_hand(tmp_path):
+def test_ranks_started_by_hand_train(tmp_path):
     port = fork_ranks.free_port()
     argv = [by_hand(tmp_path / "run", "--max-steps", "2", rank=rank, port=port) for rank in range(2)]
     result = fork_ranks.start(training.HYBRID, argv, [{}, {}]).wait()

@@ -64,7 +64,7 @@ def assert_same_curve(steps, expected):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_same_curve_as_one_process(layout, reference, tmp_path, random_weights):
+def test_every_layout_has_the_curve_of_one_process(layout, reference, tmp_path, random_weights):
     world_size, values = small(layout)
     one = reference(depth=values["DEPTH"])
     expected = one.steps
@@ -80,7 +80,7 @@ def test_same_curve_as_one_process(layout, reference, tmp_path, random_weights):
 
 
 @pytest.mark.parametrize("layout", ["DP 2", "1D 2", "PP 2 interleaved × 2, 4 micro-batches", "DP 2 × PP 2"])
-def test_same_curve_with_accumulation(layout, reference, tmp_path, random_weights):
+def test_every_layout_with_accumulation_has_the_curve_of_one_process(layout, reference, tmp_path, random_weights):
     """Two micro-batches of half the size make the same steps, and so the same curve as without accumulation."""
     batch = LAYOUTS[layout][1].get("BATCH_SIZE", 32) // 2
     world_size, values = small(layout, BATCH_SIZE=batch, gradient_accumulation=2)
@@ -93,7 +93,9 @@ KINDS = ["DP 2", "PP 2", "1D 2", "2D 4", "2.5D 8", "3D 8", "PP 2 × 1D 2", "DP 2
 
 
 @pytest.mark.parametrize("layout", KINDS)
-def test_same_curve_with_lamb_recomputation_and_more_micro_batches(layout, reference, tmp_path, random_weights):
+def test_layout_with_lamb_recomputation_and_more_micro_batches_has_the_curve_of_one_process(
+    layout, reference, tmp_path, random_weights
+):
     """LAMB's trust ratios need the norms of whole parameters, of which ranks hold pieces; the others must not matter.
 
     SGD in layouts is in test_zero.py.

@@ -12,7 +12,7 @@ import fork_ranks
 import myhooks
 
 
-def test_flops_of_vit_b16():
+def test_flops_of_vit_b16_are_those_worked_out_by_hand():
     """Counted by hand: 197 tokens, 12 blocks of 12·D² multiplications a token and 2·N·D for attention."""
     num_tokens, hidden, patches = 197, 768, 196
     block = num_tokens * 12 * hidden**2 + 2 * num_tokens**2 * hidden
@@ -69,7 +69,7 @@ def test_an_epoch_over_several_processes_is_a_share_of_all_their_peaks(monkeypat
         assert how == [(torch.float32, True)]
 
 
-def test_peaks():
+def test_peak_flops_of_a_gpu_are_found_by_its_exact_name():
     assert peak_flops("NVIDIA H100 80GB HBM3", torch.bfloat16) == 989e12
     assert peak_flops("NVIDIA H100 80GB HBM3 MIG 1g.10gb", torch.bfloat16) is None
     assert peak_flops("NVIDIA H100 PCIe", torch.float16) == 756e12

@@ -48,7 +48,7 @@ def programs(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("size", "host"), [(2, []), (4, ["--host", "127.0.0.1"])])
-def test_mpirun(size, host, references, programs, tmp_path):
+def test_run_under_mpirun_has_the_losses_of_one_process(size, host, references, programs, tmp_path):
     launchers.need(["openmpi-bin"], "mpirun")
     mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(size)]
     command = [
@@ -75,7 +75,7 @@ def test_mpirun(size, host, references, programs, tmp_path):
         ("python -m torch.distributed.launch --nproc_per_node 2 --master_addr localhost --master_port {port}", []),
     ],
 )
-def test_torchs_own(launcher, flags, references, programs, tmp_path):
+def test_run_under_each_launcher_of_torch_has_the_same_losses(launcher, flags, references, programs, tmp_path):
     command = [*launcher.format(port=fork_ranks.free_port()).split(), *PIPELINE, *launchers.small(tmp_path / "run")]
     code, said = launchers.run([*command, *flags], **programs)
     assert code == 0, said
@@ -371,7 +371,7 @@ def test_a_rank_of_another_run_ends_alone(own, other):
     assert found[1].get("key") == b"value"
 
 
-def test_who_comes_too_late_ends_alone():
+def test_rank_that_comes_too_late_ends_alone():
     meeting = Meeting()
     for rank in range(2):
         meeting.start(rank, rank, **CONFIG)
@@ -545,7 +545,7 @@ def start_by_hand(pair, argv):
 
 
 @pytest.mark.parametrize("kind", ADDRESSES)
-def test_by_hand_on_two_nodes(nodes, kind, references, tmp_path):
+def test_run_by_hand_on_two_nodes_trains_and_ends_with_its_ranks(nodes, kind, references, tmp_path):
     argv = by_hand(tmp_path / "run", [4] * 4, range(4), ADDRESSES[kind], 29500)
     result = start_by_hand(nodes, argv).wait()
     assert result.codes == [0] * 4, str(result)
@@ -559,7 +559,7 @@ def on_both(pair, commands):
     return at_once([partial(launchers.run, command) for command in commands])
 
 
-def test_torchrun_on_two_nodes(nodes, references, tmp_path):
+def test_run_under_torchrun_on_two_nodes_trains(nodes, references, tmp_path):
     """By IPv6; started by hand there are IPv4 and a name, too."""
     torchrun = ["torchrun", "--nnodes", "2", "--nproc_per_node", "2", "--master_addr", ADDRESSES["IPv6"]]
     torchrun += ["--master_port", "29500", "--node_rank"]

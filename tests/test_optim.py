@@ -65,12 +65,12 @@ def assert_same(parameters, expected, rtol):
     [{}, OPTIONS, dict(**OPTIONS, bias_correction=True), dict(**OPTIONS, adam=True), dict(betas=(0.0, 0.5), eps=0.1)],
     ids=str,
 )
-def test_equals_colossalai(options, dtype, rtol):
+def test_lamb_equals_colossalais(options, dtype, rtol):
     expected = take_steps(ColossalLamb(weights(dtype), **options))
     assert_same(take_steps(Lamb(weights(dtype), **options)), expected, rtol)
 
 
-def test_options_of_groups_and_size_of_batches(monkeypatch):
+def test_lamb_with_options_by_group_equals_colossalais_whatever_is_updated_at_a_time(monkeypatch):
     """Groups have options of their own; how many parameters are updated at a time changes nothing."""
 
     def groups():
@@ -254,7 +254,7 @@ def test_a_step_with_an_overflow_is_not_counted():
     assert all(map(torch.equal, steps(True), steps(False)))
 
 
-def test_closure_and_refusals():
+def test_lamb_calls_a_closure_and_refuses_what_it_cannot_update():
     p = torch.nn.Parameter(torch.ones(3))
     optimizer = Lamb([p])
 

@@ -871,7 +871,7 @@ def test_a_run_is_not_written_among_the_classes(tmp_path):
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_gets_one_line(name, flat, tmp_path):
+def test_own_images_with_a_mistaken_command_end_in_one_line(name, flat, tmp_path):
     damage, values, words = MISTAKES[name]
     root = shutil.copytree(flat, tmp_path / "data", ignore=shutil.ignore_patterns(".decoded"))
     damage(root)

@@ -172,7 +172,7 @@ def agrees(promised, printed):
     return True
 
 
-def test_what_agrees_and_what_does_not():
+def test_output_on_a_page_agrees_only_within_its_tolerance():
     line = "epoch 0: test accuracy 16.39% (59 of 360 images), loss 2.2644"
     assert agrees(line, "epoch 0: test accuracy 16.94% (61 of 360 images), loss 2.2650")
     for wrong in ("loss 2.2744", "(62 of 360 images)", "(59 of 361 images)", "17.39%", "epoch 1"):
@@ -231,7 +231,7 @@ def quickstart(clone):
     return text, run.name
 
 
-def test_quickstart(quickstart, clone):
+def test_quickstart_learns_the_digits_and_says_where_everything_is(quickstart, clone):
     """At least 97 % on images never trained on, a pipeline of two stages, curves, a bar with the time left."""
     said, name = quickstart
     output = clone / "runs" / "quickstart-1"
@@ -291,7 +291,7 @@ UNTYPED = [
 
 
 @pytest.mark.parametrize(("page", "command", "folder"), UNTYPED)
-def test_flags_of_a_command_that_cannot_run_here(page, command, folder):
+def test_command_that_cannot_run_here_has_flags_that_exist(page, command, folder):
     """Every file is in the folder where the reader is, every flag is one, and every override fits its config."""
     words = shlex.split(command)
     scripts = [number for number, word in enumerate(words) if re.search(r"(^|/)\w+\.(py|sh|sbatch)$", word)]

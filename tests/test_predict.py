@@ -62,7 +62,7 @@ def table(capsys, folder, *argv):
     return {name: dict(zip(cells[::2], map(float, cells[1::2]), strict=True)) for name, *cells in rows}
 
 
-def test_answers_are_those_of_the_models_evaluation(run, tmp_path, capsys):
+def test_predictions_are_those_of_the_evaluation(run, tmp_path, capsys):
     """The same images through the loader and the model of train_hybrid.py; and the accuracy that it recorded."""
     answers = table(capsys, tmp_path, run / "run", run / "images")
     state = storage.open_named(run / "run").state
@@ -83,7 +83,7 @@ def test_answers_are_those_of_the_models_evaluation(run, tmp_path, capsys):
 
 @pytest.mark.parametrize("size", [(96, 64), (64, 96)])
 @pytest.mark.parametrize("orientation", [1, 3, 6, 8])
-def test_a_photograph_is_answered_upright_and_in_its_colours(size, orientation, run, tmp_path):
+def test_photograph_is_predicted_upright_and_in_its_colours(size, orientation, run, tmp_path):
     """Resized to 32 pixels and cut in the middle by hand; turned or with swapped colours it is answered otherwise."""
     picture = photograph(*size)
     (tmp_path / "a.png").write_bytes(encode(picture, orientation))
@@ -126,7 +126,7 @@ def test_exported_preprocessing_makes_the_pixels_of_the_evaluation(images, tmp_p
 
 
 @pytest.mark.parametrize("model", ["vit_small_patch16_rope_224", "vit_small_patch16_rope_mixed_224"])
-def test_models_with_rotary_positions_answer_as_they_were_trained(model, tmp_path):
+def test_models_with_rotary_positions_predict_as_they_were_trained(model, tmp_path):
     """Their tables of sines and cosines are in no checkpoint."""
     training.train(tmp_path / "run", script=training.DATA_PARALLEL, steps=2, MODEL=model)
     checkpoint = storage.open_named(tmp_path / "run")
@@ -147,7 +147,7 @@ def test_class_folders_are_resized_as_for_the_evaluation(more):
         assert resize.size == more.get("CACHE_SIZE", round(size * 8 / 7)), size
 
 
-def test_run_checkpoint_and_export_answer_alike(run, tmp_path, capsys):
+def test_run_checkpoint_and_export_predict_alike(run, tmp_path, capsys):
     """The averages of the weights answer otherwise."""
     image = sorted((run / "images").iterdir())[0]
     named = [run / "run", storage.open_named(run / "run").path, run / "exported"]
@@ -158,7 +158,7 @@ def test_run_checkpoint_and_export_answer_alike(run, tmp_path, capsys):
     assert average != first
 
 
-def test_images_that_cannot_be_decoded_are_named_and_the_others_answered(run, tmp_path, capsys):
+def test_images_that_cannot_be_decoded_are_named_and_the_others_predicted(run, tmp_path, capsys):
     """And files that are no images are counted; nothing is left out without a line."""
     folder = tmp_path / "some"
     (folder / "in").mkdir(parents=True)
@@ -178,7 +178,7 @@ def test_images_that_cannot_be_decoded_are_named_and_the_others_answered(run, tm
 
 
 @pytest.mark.parametrize("stdout", ["1", "os.open('/dev/full', os.O_WRONLY)", "closed_pipe()"])
-def test_any_file_name_is_answered_on_any_stdout(stdout, run, tmp_path):
+def test_any_file_name_is_predicted_on_any_stdout(stdout, run, tmp_path):
     """Of the images in a folder that training would take: linked ones, but no hidden ones."""
     good = sorted((run / "images").iterdir())[0]
     for name in ("some", "some/.hidden", "linked"):
@@ -230,13 +230,13 @@ def test_a_link_to_nothing_is_named(run, tmp_path, capsys):
         (["{run}/exported", "{run}/images", "--ema"], "{run}/exported: is an exported folder, which has one set"),
     ],
 )
-def test_a_mistake_gets_one_line(argv, line, run, capsys):
+def test_predict_with_a_mistake_ends_in_one_line(argv, line, run, capsys):
     code, lines, said = ask(capsys, *(arg.format(run=run) for arg in argv))
     assert (code, lines, said.count("\n")) == (2, [], 1)
     assert said.startswith(f"predict: error: {line.format(run=run)}")
 
 
-def test_ctrl_c_gets_one_line(run, capsys, monkeypatch):
+def test_predict_interrupted_ends_in_one_line(run, capsys, monkeypatch):
     """While images are read, whoever does."""
 
     def interrupt(*_, **__):

@@ -43,7 +43,7 @@ ELSEWHERE = {
 
 
 @pages
-def test_files_that_a_page_names_exist(page):
+def test_file_named_on_a_page_exists(page):
     """Every config, script, module and folder, by its path from the root or the page's folder, or by its end."""
     text = page.read_text()
     if page.name == "CHANGELOG.md":
@@ -62,7 +62,7 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_docstring_of_a_config_runs_it(path):
+def test_docstring_of_a_config_has_the_command_that_runs_it(path):
     """The command names the file itself, and as many processes as its layout needs."""
     docstring = path.read_text().split('"""')[1]
     assert re.search(rf"--config \./(configs?/)?{path.name}$", docstring, re.MULTILINE)

@@ -403,7 +403,7 @@ def test_every_layout_reads_others(reader, saved, tmp_path):
     assert len({loss for _, loss in saved.values()}) > 1, "not all of one layout"
 
 
-def test_moments_matter(saved):
+def test_checkpoint_moments_are_not_zero(saved):
     """What the test above must see: without moments the next losses would be other ones, weights being the same."""
     path, _ = saved["DP 2"]
     optimizer = safetensors.torch.load_file(path / storage.OPTIMIZER)

@@ -58,7 +58,7 @@ def workers(output):
 
 
 @pytest.mark.parametrize(("tasks", "style"), [(2, []), (4, ["--torchrun"])])
-def test_sbatch(slurm, tasks, style, tmp_path):
+def test_sbatch_trains_on_a_real_slurm(slurm, tasks, style, tmp_path):
     """A task a process, and one torchrun a node: the losses are the same."""
     job = submit(slurm, tasks, tmp_path / "run", style=style)
     assert slurm.ended(job) == "COMPLETED", (tmp_path / f"run-{job}.log").read_text()
@@ -78,7 +78,7 @@ def programs(tmp_path_factory):
 
 
 @pytest.mark.parametrize("script", [training.IMAGENET, training.CALTECH101])
-def test_the_published_srun(slurm, script, programs, tmp_path):
+def test_published_srun_command_trains(slurm, script, programs, tmp_path):
     """HOST=<node> srun bash ./scripts/train_slurm.sh"""
     values = {key: value for key, value in training.SMALL[script].items() if key != "fp16"}
     flags = ["--output", str(tmp_path / "run"), "--max-steps", "1", *training.set_flags({**values, "SYNTHETIC": True})]

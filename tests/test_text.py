@@ -120,7 +120,7 @@ OTHERS = {  # flags of other programs that the pages name, by who has them
 
 
 @pages
-def test_flags_exist(page):
+def test_flag_named_on_a_page_exists(page):
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page.read_text()))
     assert not named - own_flags() - set().union(*OTHERS.values())
 
@@ -186,7 +186,7 @@ def sentences(page):
 
 
 @pages
-def test_sentences_are_short(page):
+def test_sentence_on_a_page_is_short(page):
     if page.name == "configuration.md":
         return  # written from the schema
     long = [sentence for sentence in sentences(page) if len(re.findall(r"[^\s]*\w[^\s]*", sentence)) > LONGEST]

@@ -55,7 +55,9 @@ CURVES = [(layout, name) for layout, (ranks, _) in SPLITS.items() for name in OP
 
 
 @pytest.mark.parametrize(("layout", "optimizer"), CURVES)
-def test_same_curve_as_one_process(layout, optimizer, reference, tmp_path, monkeypatch):
+def test_every_layout_with_split_state_has_the_curve_of_one_process(
+    layout, optimizer, reference, tmp_path, monkeypatch
+):
     """Also with accumulation and stage 2, and with layers that wait for their weights in the next forward pass.
 
     With SGD by the collectives that GPUs and large groups use.
@@ -150,7 +152,7 @@ class Borrowers(Borrower):
         return second(first(super().forward(x)))
 
 
-def test_layers_whose_weights_are_used_without_calling_them():
+def test_weights_used_without_calling_their_layer_are_gathered():
     def curve(settings):
         torch.manual_seed(0)
         gpc.config.zero, model = settings, Borrowers()
@@ -171,7 +173,7 @@ def test_layers_whose_weights_are_used_without_calling_them():
         assert split == pytest.approx(whole, rel=1e-6)
 
 
-def test_more_ranks_than_parameters_of_a_size(tmp_path, monkeypatch):
+def test_rank_that_owns_nothing_takes_part_in_all_collectives(tmp_path, monkeypatch):
     """Ranks that own nothing take part in all collectives."""
     monkeypatch.setattr(zero, "assign_owners", lambda parameters, ranks: dict.fromkeys(parameters, 1))
     learned = {"DEPTH": 1, **training.RANDOM, **OPTIMIZERS["lamb"]}
@@ -200,7 +202,7 @@ def unsent_weights(monkeypatch):
 
 
 @pytest.mark.parametrize("fault", [wrong_owner, unsent_weights])
-def test_fault_changes_the_curve(fault, reference, tmp_path, monkeypatch):
+def test_wrong_owner_or_unsent_weights_change_the_curve(fault, reference, tmp_path, monkeypatch):
     fault(monkeypatch)
     run = training.train(tmp_path, 2, steps=3, DEPTH=2, **training.RANDOM, **HALF, **SPLIT)
     with pytest.raises(AssertionError):
@@ -208,7 +210,7 @@ def test_fault_changes_the_curve(fault, reference, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("ranks", "stage", "expected"), [(2, 1, 10), (8, 1, 5.5), (2, 2, 10), (8, 2, 4)])
-def test_memory_of_a_rank(ranks, stage, expected, monkeypatch):
+def test_memory_of_a_rank_with_split_state_is_as_worked_out_by_hand(ranks, stage, expected, monkeypatch):
     """Bytes a parameter at the peak of a step of two micro-batches in NAIVE with LAMB, on d ranks.
 
     In the backward passes of stage 1, half-precision weights and gradients and an owner's fp32 state, 4 + 12/d; in the

@@ -327,7 +327,7 @@ def start(argv: list[str], world_size: int, launched: bool) -> fork_ranks.World:
     return fork_ranks.World([pid], Path(tempfile.mkdtemp(prefix="launcher-")))
 
 
-def test_a_run_of_two_ranks_with_split_state_comes_to_the_same_bits(pytestconfig, tmp_path, report):
+def test_run_killed_many_times_in_one_layout_comes_to_the_same_bits(pytestconfig, tmp_path, report):
     rounds, seed = pytestconfig.option.cases or 6, pytestconfig.option.seed
     values = {**SAVES, **SPLIT, **ALL_ON, "NUM_EPOCHS": math.ceil(rounds / 2)}
     argv = [*training.flags(**values), "--timeout", "20", "--output", str(tmp_path / "run")]
@@ -354,7 +354,7 @@ def relay(output: Path, seed: int, values: dict) -> Iterator[Leg]:
         yield Leg(partial(start, argv, size), range(size), name)
 
 
-def test_a_relay_of_layouts_comes_to_the_losses_of_one_process(pytestconfig, tmp_path, report):
+def test_relay_of_layouts_killed_many_times_comes_to_the_losses_of_one_process(pytestconfig, tmp_path, report):
     """Of AdamW, but with steps so small that rounding, which differs between layouts, stays small."""
     rounds, seed = pytestconfig.option.cases or 5, pytestconfig.option.seed
     values = {**SAVES, **ALL_ON, "LEARNING_RATE": 1e-4, "NUM_EPOCHS": math.ceil(rounds / 10)}  # 44 steps each

@@ -286,7 +286,7 @@ def times_to_come_back(log: str) -> Iterator[str]:
 
 
 @pytest.mark.timeout(0)  # each wait has its own
-def test_elastic_runs_go_on_and_come_to_the_losses_of_one_process(pytestconfig, few_test_images, tmp_path, report):
+def test_elastic_runs_resume_and_come_to_the_losses_of_one_process(pytestconfig, few_test_images, tmp_path, report):
     """Two events in one kind of layout, or --cases random ones in each."""
     option = pytestconfig.option
     number, draw, lines = option.cases, random.Random(option.seed), []

@@ -19,7 +19,7 @@ from vit_settings import check_vit
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_equals_timm(layout, random_weights):
+def test_vit_of_any_layout_equals_timms(layout, random_weights):
     """Logits, loss, the gradient of every parameter, and its norm, through the engine, on each rank, with what it holds
     joined; with dropout and stochastic depth, with recomputation, and with the other kind of pooling."""
     kinds = [("token", False), ("token", True), *[("avg", False)] * (layout in SHARDED)]
@@ -67,7 +67,7 @@ def test_equals_timm(layout, random_weights):
 
 
 @pytest.mark.parametrize(("layout", "classes"), [*((layout, 10) for layout in SHARDED), ("1D 2", 2050)])
-def test_timm_names_in_and_out(layout, classes, random_weights):
+def test_vit_reads_and_writes_timms_names(layout, classes, random_weights):
     """What timm's state dict puts in comes out again, whole and under the same names; of more than 2,048 classes, too,
     which upstream would split."""
 
@@ -111,7 +111,7 @@ def test_full_initialisation_depends_on_the_seed_only():
         ("PP 2", {"TENSOR_SHAPE": (1, 2, 3)}, ("(1, 2, 3)", "(16, 17, 32)")),
     ],
 )
-def test_refuses_a_model_that_does_not_fit(layout, values, words):
+def test_vit_that_does_not_fit_its_layout_is_refused(layout, values, words):
     config = Config({**settings(layout), **values})
     with pytest.raises(UserError) as error:
         check_vit(config, Layout.of(config, LAYOUTS[layout][0]))

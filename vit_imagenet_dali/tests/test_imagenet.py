@@ -61,14 +61,14 @@ def test_plan_says_that_the_gpus_cannot_share_the_global_batch(tmp_path):
     assert last == "as it is, the config makes a global batch of 24,576 on 3 GPU(s): 3 cannot make 32,768"
 
 
-def test_hours_as_published(tmp_path):
+def test_plan_has_the_published_hours_for_any_number_of_gpus(tmp_path):
     """And for the number of GPUs at hand."""
     header, _, *rows = planning.schedule(load(FOLDER / "config_vit_b32.py"), tmp_path, 8)
     assert "published, for an A100" in header
     assert [" ".join(row.split()) for row in rows[:2]] == ["4 256 32 11,700 14.58", "8 256 16 11,700 7.29"]
 
 
-def test_hours_of_an_earlier_run_and_of_a_damaged_one(tmp_path):
+def test_plan_takes_its_hours_from_an_earlier_run_without_damaged_records(tmp_path):
     """Damaged records do not count; without a config nothing is known of a run."""
     (tmp_path / "metrics.jsonl").write_text(
         "null\n" + "".join(f'{{"step": {n}, "epoch": 0, "loss": 1.0, "step_s": {s}}}\n' for n, s in ((1, 0.5), (2, 0)))
@@ -100,7 +100,7 @@ def test_another_global_batch_is_kept_and_said(tmp_path):
     assert last.startswith("1024 ")
 
 
-def test_hours_of_a_rate_that_is_given(tmp_path):
+def test_plan_takes_its_hours_from_a_rate_that_is_given(tmp_path):
     config = load(FOLDER / "config_vit_l32.py", ["IMAGES_PER_S=4300"])
     assert re.fullmatch(r"64 +256 +2 +11,700 +0\.39", planning.schedule(config, tmp_path, 4)[3])
 

@@ -191,6 +191,6 @@ def test_an_epoch_that_is_not_mixed_is_another_one(tmp_path):
         ({"mix.mixup": 0.8, "REPEATS": 17}, "REPEATS = 17: must be at most 16 with mix, half of the global batch"),
     ],
 )
-def test_mistakes_are_one_line(values, words, tmp_path):
+def test_mix_with_a_mistaken_setting_is_refused_in_one_line(values, words, tmp_path):
     assert words in training.refused(tmp_path / "run", script=training.IMAGENET, **values)
     assert not (tmp_path / "run").exists()

@@ -368,7 +368,7 @@ def test_grey_of_16_bits_is_rounded(kind):
     assert np.array_equal(pixels, np.rint(levels / 257)[..., None].repeat(3, 2))
 
 
-def test_resize_and_quality():
+def test_resized_image_keeps_its_aspect_and_is_never_enlarged():
     large, small = jpeg(size=(300, 200)), jpeg(size=(90, 200))
     sizes = [Image.open(io.BytesIO(image_files.prepare_image(data, resize=100))).size for data in (large, small)]
     assert sizes == [(150, 100), (90, 200)]
@@ -591,7 +591,7 @@ def test_damage_that_decoders_fill_with_grey_is_found(mode, progressive):
             image_files.prepare_image(start + b"\xff\xd9", check="decode")
 
 
-def test_decoding_finds_more(raw, tmp_path, capfd):
+def test_check_by_decoding_finds_what_headers_do_not_show(raw, tmp_path, capfd):
     bad = raw / "train" / WNIDS[3] / "broken.JPEG"
     bad.write_bytes(broken_huffman_table(jpeg()))
     assert run(raw, tmp_path / "kept") == 0
@@ -620,7 +620,7 @@ def test_too_many_bad_images_are_an_error_until_allowed(raw, tmp_path, capfd):
 
 
 @pytest.mark.parametrize("form", ["wnids in order", "caffe", "kaggle"])
-def test_flat_validation(raw, small_built, tmp_path, capfd, form):
+def test_flat_validation_folder_takes_labels_from_its_list(raw, small_built, tmp_path, capfd, form):
     flat = tmp_path / "flat"
     shutil.copytree(raw / "train", flat / "train")
     (flat / "validation").mkdir()
@@ -954,7 +954,7 @@ def test_a_name_may_claim_any_number_of_shards(tmp_path):
     ]
 
 
-def test_labels_of_others_go_to_1000(built, capfd):
+def test_verify_takes_labels_up_to_1000_without_a_class_list(built, capfd):
     repack(shard_of(built), label=1000)
     (built / "classes.txt").unlink()
     assert run("--verify", built) == 0
@@ -1057,7 +1057,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_in_the_source(raw, tmp_path, capfd, name):
+def test_build_of_a_mistaken_source_is_refused(raw, tmp_path, capfd, name):
     damage, words = MISTAKES[name]
     damage(raw)
     assert run(raw, tmp_path / "out") == 2
@@ -1090,14 +1090,14 @@ def test_mistakes_in_the_source(raw, tmp_path, capfd, name):
         (("--index-only", "{out}"), "{out}: has no TFRecords in train/ or validation/"),
     ],
 )
-def test_mistakes_on_the_command_line(small_source, tmp_path, capfd, arguments, words):
+def test_build_with_mistaken_flags_is_refused(small_source, tmp_path, capfd, arguments, words):
     (tmp_path / "file").touch()
     names = {"raw": small_source, "out": tmp_path / "out", "file": tmp_path / "file"}
     assert run(*(argument.format(**names) for argument in arguments), shards=()) == 2
     assert words.format(**names) in error_line(capfd)
 
 
-def test_a_full_disk(small_source, tmp_path):
+def test_build_on_a_full_disk_ends_in_one_line(small_source, tmp_path):
     """Here a limit on the size of files, which the kernel tells in the same way."""
     limit = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))}
     process = start(small_source, tmp_path, **limit)
@@ -1125,7 +1125,7 @@ def test_too_little_space_is_said_in_units_that_fit_it(small_source, tmp_path, c
     assert "the disk has 1.2 GB left, and 1.3 GB are needed" in error_line(capfd)
 
 
-def test_an_image_that_goes_away(raw, tmp_path, capfd, monkeypatch):
+def test_image_removed_during_a_build_is_named(raw, tmp_path, capfd, monkeypatch):
     def scan_then_lose(*arguments):
         scanned = scan(*arguments)
         (raw / scanned[1]["train"][5][0]).unlink()
@@ -1137,7 +1137,7 @@ def test_an_image_that_goes_away(raw, tmp_path, capfd, monkeypatch):
     assert line.endswith("No such file or directory")
 
 
-def test_progress_on_a_terminal_and_a_quick_start(source, tmp_path):
+def test_build_on_a_terminal_shows_progress(source, tmp_path):
     """A bar with images/s and the time left; neither torch nor Colossal-AI is imported."""
     terminal, end = pty.openpty()
     fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))

@@ -96,7 +96,7 @@ def test_search_takes_the_fastest_layouts_that_a_dry_run_finds_small_enough():
     assert (plan.num_layouts, plan.num_too_large, plan.limit, plan.smallest) == (5, 3, 1e9, 1.5e9)
 
 
-def test_collectives_and_products_on_gpus():
+def test_time_of_collectives_on_gpus_is_as_worked_out_by_hand():
     """By hand: 1 GB in a ring of 4, at 80 % of 450 GB/s; between nodes all cards of a node carry it."""
     machine = MACHINES["h100"]
     on_node = machine.send(Message("all_reduce", 4, 1e9), 8)
@@ -106,7 +106,7 @@ def test_collectives_and_products_on_gpus():
     assert machine.send(Message("all_reduce", 1, 1e9), 8) == 0
 
 
-def test_uneven_pipelines_wait():
+def test_pipeline_with_more_micro_batches_waits_less():
     """More micro-batches, less waiting; computing, communicating and waiting are the whole step."""
 
     def shares():
