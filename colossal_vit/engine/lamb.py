@@ -200,7 +200,7 @@ class Lamb(Optimizer):
         """Replace the norms of shards, in what `_updates` returned for all batches, by those of full parameters.
 
         Replicas of a shard are all summed: that multiplies both norms of a parameter by the same factor, which cancels.
-        The sum is in float64, so that each replica of the model has the same norms, in whatever order its ranks are summed.
+        The sum is in float64, so that replicas of the model have the same norms whatever the order of summation.
         """
         # An unused shard (see `Shard.owner`) has no meaningful gradient, and counts as zeros. It keeps its row, since
         # the all-reduce matches rows by position.
