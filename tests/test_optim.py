@@ -2,7 +2,7 @@
 
 import copy
 from collections import Counter
-from functools import partial
+from functools import partial, reduce
 
 import pytest
 import timm
@@ -13,6 +13,7 @@ from colossal_vit.engine import Lamb, build_optimizer, build_scheduler, lamb
 from colossal_vit.engine.amp_optimizer import AMPOptimizer
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.errors import UserError
+from colossal_vit.parallel.sharding import Shard, global_norm
 from colossalai.context import Config
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
@@ -454,6 +455,43 @@ def test_master_weights_have_the_norms_of_whole_parameters(layout, random_weight
         assert all(torch.equal(p, m.bfloat16()) for p, m in zip(parameters, masters, strict=True))
 
     call(function, layout, clip_grad_norm=0.0, amp="NAIVE", **{"fp16.dtype": "bf16"})
+
+
+ORDERS = [(0, 1, 2, 3), (3, 1, 0, 2), (2, 3, 1, 0), (1, 0, 3, 2)]
+
+
+def add_in(order, tensor, group):
+    """`dist.all_reduce` that adds the ranks in an order: NCCL's depends on the communicator, so on the replica."""
+    parts = [torch.empty_like(tensor) for _ in order]
+    dist.all_gather(parts, tensor, group=group)
+    tensor.copy_(reduce(torch.add, (parts[rank] for rank in order)))
+
+
+def test_replicas_whose_ranks_are_summed_in_another_order_have_the_same_norms_and_weights(monkeypatch):
+    def function():
+        rank = dist.get_rank()
+
+        def trained(order):
+            monkeypatch.setattr(dist, "all_reduce", partial(add_in, order))
+            generator, norms = torch.Generator().manual_seed(rank), []
+            optimizer = Lamb([torch.nn.Parameter(torch.randn(40, generator=generator))], **OPTIONS)
+            (weight,) = optimizer.param_groups[0]["params"]
+            weight.shard = Shard("weight", ((0, ParallelMode.PARALLEL_1D),))
+            for _ in range(50):
+                weight.grad = torch.randn(40, generator=generator)
+                norms.append(global_norm([weight.grad], [weight]))
+                optimizer.step()
+            return torch.stack([*norms, *weight.detach()])
+
+        sums = [torch.zeros(1000) for _ in ORDERS]
+        for order, total in zip(ORDERS, sums, strict=True):
+            total += torch.rand(1000, generator=torch.Generator().manual_seed(rank))
+            add_in(order, total, gpc.get_group(ParallelMode.TENSOR))
+        assert not any(torch.equal(sums[0], other) for other in sums[1:]), "float32 shows the order"
+        first, *others = map(trained, ORDERS)
+        return [torch.equal(first, other) for other in others]
+
+    assert call(function, "1D 4") == [[True] * 3] * 4
 
 
 def test_parameter_without_shard_is_whole_on_every_rank():

@@ -200,6 +200,7 @@ class Lamb(Optimizer):
         """Replace the norms of shards, in what `_updates` returned for all batches, by those of full parameters.
 
         Replicas of a shard are all summed: that multiplies both norms of a parameter by the same factor, which cancels.
+        The sum is in float64, so that replicas of the model have the same norms whatever the order of summation.
         """
         # An unused shard (see `Shard.owner`) has no meaningful gradient, and counts as zeros. It keeps its row, since
         # the all-reduce matches rows by position.
@@ -213,9 +214,10 @@ class Lamb(Optimizer):
         if not parameters:
             return []
         nothing = torch.zeros(2, device=parameters[0].device)
-        squares = torch.stack([here.get(p, nothing) for p in parameters]).square_()
+        shards = torch.stack([here.get(p, nothing) for p in parameters])
+        squares = shards.double().square_()
         dist.all_reduce(squares, group=gpc.get_group(ParallelMode.TENSOR))
-        whole = dict(zip(parameters, squares.sqrt_().unbind(), strict=True))
+        whole = dict(zip(parameters, squares.sqrt_().to(shards.dtype).unbind(), strict=True))
         return [
             (update, torch.stack([whole[p] for p in batch.parameters]))
             for batch, (update, _) in zip(batches, updates, strict=True)

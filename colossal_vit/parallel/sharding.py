@@ -263,17 +263,18 @@ def global_norm(
         group: the ranks that share them: those with the parts of a model, or all if each replica has some of them.
 
     Returns:
-        A scalar of torch's default data type on this rank's device, equal on every rank of the group.
+        A scalar of torch's default data type on this rank's device, equal on every rank of the group; and on every
+        group, whatever the order in which its ranks are summed, since rounding from float64 hides that order.
     """
     squared: dict[int, list[Tensor]] = {}
     for tensor, parameter in zip(tensors, parameters, strict=True):
         if hasattr(parameter, "shard") and not parameter.shard.in_use:
             continue
         squared.setdefault(num_replicas(parameter), []).append(tensor)
-    total = torch.zeros((), device=get_accelerator().get_current_device())
+    total = torch.zeros((), dtype=torch.float64, device=get_accelerator().get_current_device())
     for replicas, pieces in squared.items():
-        norms = torch._foreach_norm(pieces, 2, dtype=total.dtype)
-        total += torch.stack(norms).square().sum() / replicas
+        norms = torch._foreach_norm(pieces, 2, dtype=torch.get_default_dtype())
+        total += torch.stack(norms).double().square().sum() / replicas
     if gpc.is_initialized(group) and gpc.get_world_size(group) > 1:
         dist.all_reduce(total, group=gpc.get_group(group))
-    return total.sqrt()
+    return total.sqrt().to(torch.get_default_dtype())
