@@ -2,8 +2,8 @@
 
     python scripts/check_layouts.py [--world N] [--optimizer adamw|sgd|lamb] [--only NAME ...] [--accumulation N ...]
     python scripts/check_layouts.py --steps 440 --result results/one_curve --optimizer sgd \\
-        --set HIDDEN_SIZE=64 --set LABEL_SMOOTHING=0.0 --set DROP_RATE=0.05 --set DROP_PATH_RATE=0.05 \\
-        --set WARMUP_EPOCHS=1 --set CROP_PADDING=0 --set FLIP=False
+        --set LEARNING_RATE=0.05 --set HIDDEN_SIZE=64 --set LABEL_SMOOTHING=0.0 --set DROP_RATE=0.05 \\
+        --set DROP_PATH_RATE=0.05 --set WARMUP_EPOCHS=1 --set CROP_PADDING=0 --set FLIP=False
 
 Prints a table: layout, relative error (the larger of `loss` and `grad_norm`) in the first step and in the worst one,
 images/s; then whether all agree. curve.png has the losses by step, in the folder of the result or runs/check_layouts.

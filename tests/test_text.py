@@ -78,7 +78,7 @@ OTHERS = {  # flags of other programs that the pages name, by who has them
     "bash": {"--cu12", "--fast", "--minutes", "--rehearse", "--check", "--cases", "--seed", "--torchrun"},
     "build_tfrecords.py": {"--verify", "--check", "--index-only", "--synset-map", "--test-fraction"},
     "scripts/bench.py": {"--before", "--tf32", "--synthetic", "--find-batch-size"},
-    "python -m colossal_vit.checkpoint": {"--dtype", "--img-size", "--num-classes", "--ema", "--onnx"},
+    "python -m colossal_vit.checkpoint": {"--dtype", "--img-size", "--num-classes", "--ema", "--onnx", "--images"},
     "python -m colossal_vit.predict": {"--top", "--ema", "--attention"},
     "scripts": {"--only", "--write", "--accumulation", "--list"},
     "python -m tools.parity": {"--own-precision"},
