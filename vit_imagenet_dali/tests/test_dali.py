@@ -895,7 +895,7 @@ def run_of(data, output, **config):
     rank, layout = torch.distributed.get_rank(), SimpleNamespace(data=torch.distributed.get_world_size())
     device = torch.device("cpu")
     return SimpleNamespace(
-        config=config, layout=layout, output=output, device=device, log=RankLogger(rank), alone=False
+        config=config, layout=layout, output=output, device=device, log=RankLogger(rank), alone=False, source={}
     )
 
 
