@@ -58,7 +58,6 @@ SMALLER = {
     "python -m tools.planner": flags(HYBRID, steps=None),
     "train_hybrid.py --config ./configs/config_hybrid_parallel.py --set IMG_SIZE=32": flags({}),
     "train_dp.py": flags(TIMM),
-    "train_hybrid.py --config ./configs/config_tensor_3d.py --dry-run": [],
     "train_hybrid.py --config ./configs/config_hybrid_parallel.py --dry-run": [],
     "train.py --config ./config.py --dry-run": [],
     'train_hybrid.py --config "./configs/$2".py $SMALL': [],  # small as it is

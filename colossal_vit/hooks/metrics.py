@@ -176,7 +176,7 @@ class MetricsHook(BaseHook):
                 self.recorder.write(record)
             # With --eval-only what is printed is all that there is.
             epoch, digits = (f"epoch {record['epoch']} of {trainer.num_epochs}: ", 4) if self.recorder else ("", 8)
-            recall = (right / of_class)[of_class > 0].mean()  # of the classes that there are images of
+            recall = (right / of_class).nanmean().item()  # of the classes that there are images of
             top5, ema_top5 = (
                 f", top-5 {record[key]:.2%}" if key in record else "" for key in ("eval_top5", "ema_top5")
             )
