@@ -549,7 +549,7 @@ def test_run_by_hand_on_two_nodes_trains_and_ends_with_its_ranks(nodes, kind, re
     argv = by_hand(tmp_path / "run", [4] * 4, range(4), ADDRESSES[kind], 29500)
     result = start_by_hand(nodes, argv).wait()
     assert result.codes == [0] * 4, str(result)
-    assert f"rendezvous at {ADDRESSES[kind]}:29500" in result.stdout[3]
+    assert f"rendezvous at {ADDRESSES[kind]}:29500" in result.stdout[0]
     assert launchers.losses(tmp_path / "run") == references[4]
 
 
