@@ -355,7 +355,7 @@ def test_attention_of_a_mean_of_tokens_says_so_and_of_a_learned_pooling_is_refus
     assert said == "no class token: attention is that of all patches' tokens, on average, which the head sees\n"
     code, lines, said = ask(capsys, tmp_path / "learned", image, "--attention", tmp_path / "other")
     assert (code, lines, said.count("\n")) == (2, [], 1)
-    assert "attention can be followed to a class token or a mean of tokens, not to global_pool = 'map'" in said
+    assert "attention cannot be followed to a head that sees global_pool = 'map', not 'token' or 'avg'" in said
     code, _, said = ask(capsys, tmp_path / "mean", image, "--attention", tmp_path / "out")
     assert (code, said) == (2, f"predict: error: --attention {tmp_path}/out: is not empty: give another folder\n")
 
