@@ -347,6 +347,7 @@ def test_attention_of_a_mean_of_tokens_says_so_and_of_a_learned_pooling_is_refus
     small = dict(embed_dim=32, depth=1, num_heads=4, img_size=16, patch_size=8, num_classes=3)
     for name, pool in (("mean", "avg"), ("learned", "map")):
         model = timm.create_model("vit_base_patch16_224", **small, global_pool=pool, class_token=False)
+        model.pretrained_cfg |= dict(input_size=(3, 16, 16))
         (tmp_path / name).mkdir()
         timm_model.write_timm(model, tmp_path / name)
     code, lines, said = ask(capsys, tmp_path / "mean", image, "--attention", tmp_path / "out")
@@ -354,7 +355,7 @@ def test_attention_of_a_mean_of_tokens_says_so_and_of_a_learned_pooling_is_refus
     assert said == "no class token: attention is that of all patches' tokens, on average, which the head sees\n"
     code, lines, said = ask(capsys, tmp_path / "learned", image, "--attention", tmp_path / "other")
     assert (code, lines, said.count("\n")) == (2, [], 1)
-    assert "attention can be followed to a class token or a mean of tokens, not to global_pool = 'map'" in said
+    assert "attention cannot be followed to a head that sees global_pool = 'map', not 'token' or 'avg'" in said
     code, _, said = ask(capsys, tmp_path / "mean", image, "--attention", tmp_path / "out")
     assert (code, said) == (2, f"predict: error: --attention {tmp_path}/out: is not empty: give another folder\n")
 

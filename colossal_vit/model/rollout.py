@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+import numpy as np
 import torch
 from colossal_vit.errors import UserError
 from PIL import Image
@@ -90,7 +91,7 @@ def draw_rollout(image: Tensor, shares: Tensor, mean: Sequence[float], std: Sequ
     shown = Image.fromarray(pixels).resize(size, Image.Resampling.NEAREST)
     heat = (shares - shares.min()) / (shares.max() - shares.min()).clamp(min=torch.finfo(shares.dtype).tiny)
     heat = Image.fromarray(heat.cpu().numpy()).resize(size, Image.Resampling.BILINEAR)
-    colours = Image.fromarray(colormaps["inferno"](heat, bytes=True)).convert("RGB")
+    colours = Image.fromarray(colormaps["inferno"](np.asarray(heat), bytes=True)).convert("RGB")
     both = Image.new("RGB", (2 * size[0], size[1]))
     both.paste(shown)
     both.paste(Image.blend(shown, colours, STRENGTH), (size[0], 0))
