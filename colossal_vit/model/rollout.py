@@ -89,7 +89,7 @@ def draw_rollout(image: Tensor, shares: Tensor, mean: Sequence[float], std: Sequ
     pixels = ((image * std + mean) * 255).round().clamp(0, 255).byte().permute(1, 2, 0).cpu().numpy()
     size = [side * -(-SHOWN // min(pixels.shape[:2])) for side in (pixels.shape[1], pixels.shape[0])]
     shown = Image.fromarray(pixels).resize(size, Image.Resampling.NEAREST)
-    heat = (shares - shares.min()) / (shares.max() - shares.min()).clamp(min=torch.finfo(shares.dtype).tiny)
+    heat = (shares - shares.min()) / (shares.max() - shares.min()).clamp(min=1e-12)
     heat = Image.fromarray(heat.cpu().numpy()).resize(size, Image.Resampling.BILINEAR)
     colours = Image.fromarray(colormaps["inferno"](np.asarray(heat), bytes=True)).convert("RGB")
     both = Image.new("RGB", (2 * size[0], size[1]))
