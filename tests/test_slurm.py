@@ -63,7 +63,7 @@ def test_sbatch_trains_on_a_real_slurm(slurm, tasks, style, tmp_path):
     job = submit(slurm, tasks, tmp_path / "run", style=style)
     assert slurm.ended(job) == "COMPLETED", (tmp_path / f"run-{job}.log").read_text()
     said = (tmp_path / f"run-{job}.log").read_text()
-    assert f"rank {tasks - 1} of {tasks}" in said
+    assert f"ranks 0 to {tasks - 1} of {tasks} on " in said
     assert ("started by torchrun in a SLURM job" if style else f"started by srun in job {job}") in said
     assert launchers.losses(tmp_path / "run") == launchers.reference(tmp_path / "reference", tasks)
 
