@@ -56,7 +56,10 @@ figure.add_subplot(title="a title").plot([0, 1])
 figure.savefig(io.BytesIO())
 # To draw the curves takes longer than a small run. The fixture `curves` is for the tests that look at them.
 recorder.draw = lambda directory: None
-gc.freeze()  # otherwise each fork's first collection touches, and so copies, the memory of all imported modules
+# Otherwise each fork's first collection touches, and so copies, the memory of all imported modules; and it destroys
+# garbage of this process, such as the store of an earlier test, whose threads do not exist in the fork: that aborts it.
+gc.freeze()
+os.register_at_fork(after_in_child=gc.freeze)
 # There are more ranks than cores, and they constantly wake each other. Under SCHED_BATCH a waking rank does not preempt
 # a running one, which saves a third of the context switches.
 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
