@@ -2,9 +2,11 @@
 
 import argparse
 import os
+import random
 import re
 import socket
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -109,10 +111,14 @@ def _from_openmpi(args: argparse.Namespace) -> Rendezvous:
 
 
 def free_port() -> int:
-    """Return a TCP port of this machine that nothing listens on."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return free.getsockname()[1]
+    """Return a TCP port of this machine that nothing listens on, below those that the system hands out: another
+    program could get one of these before this process listens there.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10_000, FIRST_PORT)
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("localhost", port))
+            return port
 
 
 def _from_flags(args: argparse.Namespace) -> Rendezvous:
