@@ -11,7 +11,7 @@ import argparse
 import csv
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -19,13 +19,11 @@ from typing import NamedTuple
 import timm
 import torch
 from colossal_vit.checkpoint import storage
-from colossal_vit.checkpoint.timm_model import load_model
-from colossal_vit.data.cropping import trim
-from colossal_vit.data.decoding import endings, read_rgb
+from colossal_vit.checkpoint.timm_model import class_names, image_reader, load_model
+from colossal_vit.data.decoding import endings
 from colossal_vit.data.folders import find_images
 from colossal_vit.errors import Parser, UserError, in_one_line, oserror_as_user_error, reason, run_command
 from colossal_vit.model.rollout import attention_rollout, check_rollout, draw_rollout
-from PIL import Image
 from torch import Tensor, nn
 
 BATCH_SIZE = 64
@@ -77,15 +75,14 @@ def predict(
         OSError: if a picture cannot be written.
     """
     config = timm.data.resolve_model_data_config(model)
-    transform: Callable[[Image.Image], Tensor] = timm.data.create_transform(**config, is_training=False)
-    names = model.pretrained_cfg.get("label_names") or list(map(str, range(model.num_classes)))
+    read, names = image_reader(model), class_names(model)
     model = model.to(device)
 
     def prepare(path: Path) -> Tensor | str:
         try:
-            return transform(trim(read_rgb(path)))
-        except Exception as error:  # decoders raise nearly any exception for a broken file
-            return f"{path}: cannot be decoded: {reason(error)}"
+            return read(path)
+        except UserError as error:
+            return str(error)
 
     with ThreadPoolExecutor() as pool, torch.inference_mode():
         for start in range(0, len(paths), BATCH_SIZE):

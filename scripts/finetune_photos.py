@@ -35,7 +35,7 @@ SIDE = 32  # pixels, of what nearest neighbours compare
 
 
 def split(data: Path, folder: Path, seed: int) -> None:
-    """Link the images of class folders into `train` and `val`, a fifth of each class, unless the folder exists."""
+    """Link the images of class folders into `train` and `val`, a fifth of each class, but for links that are there."""
     paths = sorted(data.glob("[!.]*/*.png"))
     parts = train_test_split(paths, test_size=0.2, random_state=seed, stratify=[path.parent.name for path in paths])
     for part, chosen in zip(("train", "val"), parts, strict=True):

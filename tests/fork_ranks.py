@@ -3,16 +3,13 @@
 The test process imports everything once; each rank is a fork of it with its own command line, environment and output.
 """
 
-import contextlib
 import faulthandler
 import multiprocessing
 import os
 import pickle
-import random
 import runpy
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -26,7 +23,7 @@ import torch
 from colossal_vit import config as configs
 from colossal_vit.compat import cpu, patches
 from colossal_vit.launch import groups
-from colossal_vit.launch.launchers import Rendezvous
+from colossal_vit.launch.launchers import Rendezvous, free_port
 from colossal_vit.launch.rendezvous import join_store
 from colossalai.context import Config
 
@@ -56,15 +53,6 @@ class Result:
 def own_lines(text: str) -> str:
     """What a process has printed, without what Gloo does in torch 2.10, at any time."""
     return "".join(line for line in text.splitlines(keepends=True) if not line.startswith("[Gloo]"))
-
-
-def free_port() -> int:
-    """A port that nothing listens on, and below those that SLURM jobs and outgoing connections get theirs from."""
-    while True:
-        port = random.SystemRandom().randrange(10_000, 20_000)
-        with socket.socket() as sock, contextlib.suppress(OSError):
-            sock.bind(("localhost", port))
-            return port
 
 
 def by_torchrun(world_size: int) -> list[dict[str, str]]:

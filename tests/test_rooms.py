@@ -24,7 +24,7 @@ def room(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory):
-    """A Python that starts at once, and imports this repository's modules anew, from the copy."""
+    """A Python that starts at once, and imports this repository's modules again, from the copy."""
     with warm.Warm(tmp_path_factory.mktemp("warm")) as programs:
         yield programs.bin / "python"
 

@@ -9,7 +9,7 @@ from colossal_vit.checkpoint import onnx_model, storage
 from colossal_vit.checkpoint.card import preprocessing, say_proof, write_card
 from colossal_vit.checkpoint.proof import batches_of_folder, batches_of_run, open_elsewhere, prove
 from colossal_vit.checkpoint.storage import Checkpoint
-from colossal_vit.checkpoint.timm_model import load_model, write_timm
+from colossal_vit.checkpoint.timm_model import class_names, load_model, write_timm
 from colossal_vit.errors import UserError, reason
 from colossal_vit.files import atomic_folder
 from colossal_vit.results import read_metrics
@@ -75,7 +75,6 @@ def export(
     if onnx:
         onnx_model.check_installed()
     model = load_model(checkpoint, dtype, ema).eval()
-    classes = model.pretrained_cfg.get("label_names")
     try:
         if folder.exists():
             folder.rmdir()
@@ -83,7 +82,7 @@ def export(
             write_timm(model, scratch)
             model = model.float()  # what is computed in: the weights are rounded already
             if onnx:
-                facts = {"classes": classes or list(map(str, range(model.num_classes))), **preprocessing(model)}
+                facts = {"classes": class_names(model), **preprocessing(model)}
                 onnx_model.write_onnx(model, scratch / onnx_model.ONNX, facts)
             proof = _prove(checkpoint, model, scratch, onnx, images)
             (scratch / PROOF).write_text(json.dumps(proof, indent=2) + "\n")

@@ -10,12 +10,12 @@ from typing import Any
 import timm
 import torch
 from colossal_vit.checkpoint.storage import Checkpoint
+from colossal_vit.checkpoint.timm_model import image_reader
 from colossal_vit.data.batches import IGNORED
-from colossal_vit.data.cropping import trim
-from colossal_vit.data.decoding import read_rgb
 from colossal_vit.data.folders import find_images
 from colossal_vit.data.loaders import load_test_data
 from colossal_vit.errors import UserError, reason
+from colossal_vit.model.pixels import to_pixels
 from colossal_vit.parallel.collectives import RankLogger
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.run import Run
@@ -58,18 +58,16 @@ def batches_of_folder(folder: Path, model: nn.Module) -> Batches:
         UserError: see `find_images`; later, naming an image that cannot be decoded.
     """
     paths, _ = find_images([folder])
-    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)
-
-    def prepare(path: Path) -> Tensor:
-        try:
-            return transform(trim(read_rgb(path)))
-        except Exception as error:  # decoders raise nearly any exception for a broken file
-            raise UserError(f"{path}: cannot be decoded: {reason(error)}; repair or remove it") from None
+    read = image_reader(model)
 
     def batches() -> Batches:
         with ThreadPoolExecutor() as pool:
             for start in range(0, len(paths), BATCH_SIZE):
-                yield torch.stack(list(pool.map(prepare, paths[start : start + BATCH_SIZE]))), None
+                try:
+                    images = list(pool.map(read, paths[start : start + BATCH_SIZE]))
+                except UserError as error:
+                    raise UserError(f"{error}; repair or remove it") from None
+                yield torch.stack(images), None
 
     return batches()
 
@@ -92,11 +90,6 @@ def open_elsewhere(folder: Path, device: torch.device) -> dict[str, Logits]:
     except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{library} cannot open the export, which is not written: {reason(error)}") from None
     return {"timm": of_timm, "transformers": lambda images: of_transformers(pixel_values=images).logits}
-
-
-def to_pixels(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Return normalised images (B, 3, H, W) as RGB of 8 bits, rounded: uint8, (B, H, W, 3)."""
-    return ((images * std + mean) * 255).round().clamp(0, 255).byte().permute(0, 2, 3, 1)
 
 
 def prove(

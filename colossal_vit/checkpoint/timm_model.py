@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NotRequired
 
@@ -10,12 +11,13 @@ import torch
 from colossal_vit import typed_json
 from colossal_vit.checkpoint.contents import State
 from colossal_vit.checkpoint.storage import EMA, MODEL, STATE, Checkpoint
-from colossal_vit.data.cropping import cache_size
+from colossal_vit.data.cropping import cache_size, trim
+from colossal_vit.data.decoding import read_rgb
 from colossal_vit.errors import UserError, reason
 from colossal_vit.model.timm_vit import SHAPE
 from colossal_vit.typed_json import RECORD, Count, Positive
 from timm.models import save_for_hf
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import TypedDict
 
 # timm's model for the Vision Transformer of train_hybrid.py, whose sizes come from the config.
@@ -104,6 +106,27 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, ema: 
     if names := _label_names(state, config["NUM_CLASSES"]):
         model.pretrained_cfg["label_names"] = names
     return model
+
+
+def class_names(model: nn.Module) -> list[str]:
+    """Return the names of a model's classes, which are their numbers where the data had none."""
+    return model.pretrained_cfg.get("label_names") or list(map(str, range(model.num_classes)))
+
+
+def image_reader(model: nn.Module) -> Callable[[Path], Tensor]:
+    """Return a function that reads an image file as the test images of a model's run were prepared, (3, H, W).
+
+    The function raises `UserError`, naming the file, if it cannot be decoded.
+    """
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)
+
+    def read(path: Path) -> Tensor:
+        try:
+            return transform(trim(read_rgb(path)))
+        except Exception as error:  # decoders raise nearly any exception for a broken file
+            raise UserError(f"{path}: cannot be decoded: {reason(error)}") from None
+
+    return read
 
 
 def write_timm(model: nn.Module, folder: Path) -> None:

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 import numpy as np
 import torch
 from colossal_vit.errors import UserError
+from colossal_vit.model.pixels import to_pixels
 from PIL import Image
 from torch import Tensor, nn
 
@@ -86,7 +87,7 @@ def draw_rollout(image: Tensor, shares: Tensor, mean: Sequence[float], std: Sequ
     from matplotlib import colormaps  # takes a second
 
     mean, std = (torch.tensor(values, device=image.device).view(3, 1, 1) for values in (mean, std))
-    pixels = ((image * std + mean) * 255).round().clamp(0, 255).byte().permute(1, 2, 0).cpu().numpy()
+    pixels = to_pixels(image, mean, std).cpu().numpy()
     size = [side * -(-SHOWN // min(pixels.shape[:2])) for side in (pixels.shape[1], pixels.shape[0])]
     shown = Image.fromarray(pixels).resize(size, Image.Resampling.NEAREST)
     heat = (shares - shares.min()) / (shares.max() - shares.min()).clamp(min=1e-12)

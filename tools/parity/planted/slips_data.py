@@ -521,12 +521,18 @@ SLIPS: list[Slip] = [
     # ---- Predictions and exports ----
     Slip(
         "red and blue of a photograph swapped",
-        PREDICT,
+        EXPORT,
         "transform(trim(read_rgb(path)))",
         "transform(trim(read_rgb(path))).flip(0)",
         PHOTOGRAPH,
     ),
-    Slip("a photograph on its side", PREDICT, "trim(read_rgb(path))", 'Image.open(path).convert("RGB")', PHOTOGRAPH),
+    Slip(
+        "a photograph on its side",
+        EXPORT,
+        "trim(read_rgb(path))",
+        '__import__("PIL.Image").Image.open(path).convert("RGB")',
+        PHOTOGRAPH,
+    ),
     Slip(
         "names of classes shifted",
         PREDICT,
