@@ -231,6 +231,26 @@ def test_log_without_a_terminal_has_a_line_at_once_every_log_every_seconds_and_a
     ]
 
 
+def test_log_of_an_evaluation_without_a_terminal_has_a_line_every_log_every_seconds(monkeypatch):
+    """By a clock on which a batch takes 700 s: two evaluations of five batches each."""
+    clock, said = [0.0], []
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+
+    def function():
+        log = SimpleNamespace(info=lambda text, ranks: said.append(text))
+        run = SimpleNamespace(config=SimpleNamespace(LOG_EVERY=1400), log=log)
+        trainer, hook = SimpleNamespace(test_dataloader=range(5)), ProgressHook(run, range(800))
+        for _ in range(2):
+            hook.before_test(trainer)
+            for _ in range(5):
+                clock[0] += 700
+                hook.after_test_iter(trainer, None, None, None)
+            hook.after_test(trainer)
+        return said
+
+    assert fork_ranks.call(function) == [["evaluation: batch 2 of 5", "evaluation: batch 4 of 5"] * 2]
+
+
 def test_time_left_is_in_the_largest_unit_that_fits():
     assert [time_left(s) for s in (0.4, 59, 61, 3599, 3600, 400_000)] == [
         *("0 s left", "59 s left", "1 min left", "60 min left", "1.0 h left", "111.1 h left")

@@ -240,7 +240,7 @@ FEATURES: Settings = {
         affects_training=False,
     ),
     "LOG_EVERY": ResumableSetting(
-        Positive, "seconds from one line of the log to the next in training, where no terminal has a progress bar", 30
+        Positive, "seconds from one line of the log to the next, where no terminal has a progress bar", 30
     ),
     "torch_ddp": SettingsBlock(
         "arguments of DistributedDataParallel, which data parallelism without a pipeline takes",

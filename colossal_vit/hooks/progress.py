@@ -21,11 +21,16 @@ def time_left(seconds: float) -> str:
     return f"{seconds / 60:.0f} min left" if seconds >= 60 else f"{seconds:.0f} s left"
 
 
+def progress_bar(**options: Any) -> tqdm:
+    """Return a progress bar that shows itself on one rank, if stderr is a terminal."""
+    return tqdm(dynamic_ncols=True, disable=None if writes_metrics() else True, **options)
+
+
 class ProgressHook(BaseHook):
     """A progress bar over the optimizer steps of the run, with the time left, if stderr is a terminal.
 
     Otherwise, as in the log of a batch job, a line after the first step, every `LOG_EVERY` seconds, and after each
-    epoch.
+    epoch. An evaluation has a bar of its own, or a line every `LOG_EVERY` seconds.
 
     Args:
         run: from `main.start`.
@@ -39,13 +44,7 @@ class ProgressHook(BaseHook):
     def before_train(self, trainer: Trainer) -> None:
         steps = self.run.config.NUM_EPOCHS * (len(self.train_dataloader) // trainer.engine.accumulation)
         self.total = min(steps, self.run.args.max_steps or steps)
-        self.bar = tqdm(
-            total=self.total,
-            initial=trainer.engine.num_steps,
-            unit="step",
-            dynamic_ncols=True,
-            disable=None if writes_metrics() else True,  # None: unless stderr is a terminal
-        )
+        self.bar = progress_bar(total=self.total, initial=trainer.engine.num_steps, unit="step")
         self.logs = writes_metrics() and self.bar.disable
         self.logged_at, self.logged_step = -math.inf, 0
         self.first: tuple[int, float] | None = None  # a step, and when it ended; those before may compile the model
@@ -81,3 +80,18 @@ class ProgressHook(BaseHook):
 
     def after_train(self, trainer: Trainer) -> None:
         self.bar.close()
+
+    def before_test(self, trainer: Trainer) -> None:
+        self.tested, self.test_logged_at = 0, time.monotonic()
+        self.test_bar = progress_bar(total=len(trainer.test_dataloader), unit="batch", desc="evaluation", leave=False)
+
+    def after_test_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
+        self.tested += 1
+        self.test_bar.update()
+        now = time.monotonic()
+        if writes_metrics() and self.test_bar.disable and now - self.test_logged_at >= self.run.config.LOG_EVERY:
+            self.test_logged_at = now
+            self.run.log.info(f"evaluation: batch {self.tested:,} of {len(trainer.test_dataloader):,}", ranks=None)
+
+    def after_test(self, trainer: Trainer) -> None:
+        self.test_bar.close()

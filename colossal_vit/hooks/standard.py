@@ -14,7 +14,7 @@ from colossalai.legacy.trainer.hooks import BaseHook
 
 
 def standard_hooks(run: Run, train_dataloader: TrainLoader) -> list[BaseHook]:
-    """Return the hooks of every train script: `MetricsHook`, and for training the others, as the command line asks.
+    """Return the hooks of every train script: those that say what it does, and others, as the command line asks.
 
     Args:
         run: from `main.start`.
@@ -22,7 +22,8 @@ def standard_hooks(run: Run, train_dataloader: TrainLoader) -> list[BaseHook]:
     """
     debug = [DebugNanHook()] if run.args.debug_nan else []
     if run.args.eval_only:
-        return [MetricsHook(None, train_dataloader, run.log), ConfusionHook(run), *debug]
+        metrics = MetricsHook(None, train_dataloader, run.log)
+        return [metrics, ProgressHook(run, train_dataloader), ConfusionHook(run), *debug]
     wandb = None
     if run.args.wandb:
         wandb = WandbRun(run.output, run.config, run.log)
