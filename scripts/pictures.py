@@ -55,27 +55,27 @@ def new_figure(width: float, height: float, title: str, result: str = "") -> Fig
 
 def one_curve() -> Figure:
     """Draw the losses of one process as a line, and on it those of five parallel layouts as points, over 440 steps of
-    SGD; below it the largest relative difference of 11 layouts from one process so far. Dropout and drop path are on.
+    SGD; beside it the largest relative difference of 11 layouts from one process so far. Dropout and drop path are on.
     """
     with open(RESULTS / "one_curve/losses.csv") as file:
         header, *rows = csv.reader(file)
     values = np.array(rows, float)
     steps, losses = values[:, 0], dict(zip(header[1:], values[:, 1:].T, strict=True))
-    figure = new_figure(3.6, 3, "small ViT, fp32, digits", "one_curve")
-    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    upper.plot(steps, losses[ONE], color=NEUTRAL, linewidth=2, label=ONE)
+    figure = new_figure(6.4, 2.4, "small ViT, fp32, digits", "one_curve")
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    left.plot(steps, losses[ONE], color=NEUTRAL, linewidth=2, label=ONE)
     for number, name in enumerate(SHOWN):
         some = slice(4 + 8 * number, None, 8 * len(SHOWN))
-        upper.plot(steps[some], losses[name][some], "o", label=name)
-    upper.set(ylabel="training loss", ylim=(0, 3.4))
-    upper.legend(ncols=3, handlelength=1, columnspacing=1, loc="upper right")
+        left.plot(steps[some], losses[name][some], "o", label=name)
+    left.set(xlabel="optimizer step", ylabel="training loss", ylim=(0, 3))
+    left.legend(ncols=2, handlelength=1, columnspacing=1, loc="upper right")
     differences = [np.abs(losses[name] / losses[ONE] - 1) for name in losses if name != ONE]
     largest = np.maximum.accumulate(np.max(differences, axis=0))
-    lower.semilogy(steps, largest, color=TEXT)
+    right.semilogy(steps, largest, color=TEXT)
     words = f"{len(differences)} layouts: at most {largest[-1]:.1e}"
-    lower.annotate(words, (steps[-1], largest[-1]), (0, 3), textcoords="offset points", ha="right")
-    lower.set(xlabel="optimizer step", ylabel="largest\ndifference\nso far", ylim=(1e-7, 2e-5))
-    lower.set_yticks([1e-7, 1e-6, 1e-5], ["1e-7", "1e-6", "1e-5"])
+    right.annotate(words, (steps[-1], largest[-1]), (0, 3), textcoords="offset points", ha="right")
+    right.set(xlabel="optimizer step", ylabel="largest difference so far", ylim=(1e-7, 2e-5))
+    right.set_yticks([1e-7, 1e-6, 1e-5], ["1e-7", "1e-6", "1e-5"])
     return figure
 
 
