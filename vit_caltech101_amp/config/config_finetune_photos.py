@@ -14,7 +14,7 @@ from colossalai.amp import AMP_TYPE
 
 # ---- Training ----
 BATCH_SIZE = 16  # images of a rank; an epoch is 13 steps on 210 images
-NUM_EPOCHS = 10
+NUM_EPOCHS = 15
 WARMUP_EPOCHS = 1
 OPTIMIZER, SCHEDULE = "adamw", "cosine"
 LEARNING_RATE = 5e-4
@@ -24,7 +24,7 @@ LABEL_SMOOTHING = 0.1
 
 # ---- Model ----
 MODEL = "vit_small_patch14_dinov2"
-IMG_SIZE = 112  # 8 × 8 patches; the weights have seen 37 × 37
+IMG_SIZE = 168  # 12 × 12 patches; the weights have seen 37 × 37
 DROP_RATE = 0.0
 finetune = dict(weights="../data/dinov2", frozen_blocks=9)
 
