@@ -25,11 +25,12 @@ PYTHON_FOLDER = os.path.dirname(sys.executable)
 STEPS = 3
 
 
-def need(packages, *programs):
-    """Install Debian packages unless their programs exist; if that fails, skip the test, or in CI fail it."""
+def need(packages, *parts):
+    """Install Debian packages unless their programs or folders exist; if that fails, skip the test (in CI, fail)."""
+    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 
     def missing():
-        return [name for name in programs if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")]
+        return [name for name in parts if not (shutil.which(name, path=path) or Path(name).is_dir())]
 
     if missing() and os.geteuid() == 0 and shutil.which("apt-get"):
         with open(Path(tempfile.gettempdir(), "packages.lock"), "w") as lock:

@@ -127,7 +127,7 @@ def test_a_report_is_of_any_world_size(tmp_path):
     assert "stage 1, rank(s) 2-3, 6-7, " in said
     assert "blocks 2-3, norm, head" in said
     assert "(2 - 1) / (1 × 2) = 50.0%" in said
-    assert "a failure costs 72 minutes on average" in said
+    assert "a failure loses 72 minutes on average" in said
     assert "0.5% of the time with one in ten days, 5.0% of the time with one a day, 50.0% of" in said
     picture = tmp_path / "run/layout.png"
     assert f"picture: {picture}" in said

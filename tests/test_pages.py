@@ -73,6 +73,7 @@ SMALLER = {
     "config_sample.py --max-steps 6": [],
     "config_sample.py": flags({}),
     "--set finetune.weights=../runs/exported": flags({}),
+    "config_finetune_photos.py": flags({"IMG_SIZE": 56}),
     "train.py --config ./config/config_AMP_bf16.py --set IMG_SIZE=32": flags({}),
     "train.py --config ./config/": flags(TIMM),
     "train_slurm.sh ./config/": flags(TIMM),
@@ -257,6 +258,7 @@ TYPED = [page for page in PAGES if any(block.reason is None for block in blocks(
 @pytest.mark.parametrize("page", TYPED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_of_a_page(page, clone, quickstart, slurm, tmp_path):
     launchers.need(["openmpi-bin"], "mpirun")
+    launchers.need(["tuxpaint-stamps-default"], "/usr/share/tuxpaint/stamps")
     with warm.Warm(tmp_path / "warm") as programs:
         environment = launchers.environment(
             PYTHONPATH=str(clone),
