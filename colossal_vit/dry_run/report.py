@@ -115,7 +115,7 @@ def _cost_of_failures(every_minutes: float) -> str:
     often = {"one in ten days": 0.1, "one a day": 1.0, "ten a day": 10.0}
     shares = (f"{rate * every_minutes / 2 / (24 * 60):.1%} of the time with {words}" for words, rate in often.items())
     return (
-        f"a failure loses {every_minutes / 2:g} minutes on average, half of checkpoint.every_minutes, besides the restart:"
+        f"a failure loses {every_minutes / 2:g} minutes on average, half of checkpoint.every_minutes, and a restart:"
         f"\n{', '.join(shares)}"
     )
 
