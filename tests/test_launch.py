@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from colossal_vit import main
 from colossal_vit.checkpoint import storage
 from colossal_vit.errors import UserError
 from colossal_vit.hooks.metrics import MetricsHook
-from colossal_vit.launch import rendezvous
+from colossal_vit.launch import exits, rendezvous
 from colossal_vit.launch.flags import get_parser
 from colossal_vit.launch.groups import launch_groups
 from colossal_vit.launch.launchers import Rendezvous, find_rendezvous, first_slurm_host, ignored_flags
@@ -210,6 +211,25 @@ def test_too_little_memory_is_one_line(tmp_path, failing, said):
     assert result.codes == [2], result
     (line,) = "".join(result.stderr).splitlines()
     assert said in line
+
+
+def test_process_ends_after_another_only_when_its_clean_up_is_done(monkeypatch):
+    """The watchdog hears of the other rank's end while this one, with the same mistake, removes its empty directory."""
+    done, begun = [], threading.Event()
+    monkeypatch.setattr(exits, "end_process", lambda code: done.append("ended"))
+    ending = exits.Exits()
+    watchdog = threading.Thread(target=lambda: begun.wait() and ending._end_after_another(2, None))
+
+    def clean_up():
+        begun.set()
+        watchdog.join(0.5)  # as long as it takes if it does not wait
+        done.append("cleaned up")
+
+    ending.add_cleanup(clean_up)
+    watchdog.start()
+    ending.clean_up()
+    watchdog.join()
+    assert done == ["cleaned up", "ended"]
 
 
 # ---- Launchers -------------------------------------------------------------------------------------------------------

@@ -90,9 +90,10 @@ class Exits:
             self.watchdog.leave(ending.code, ending.all_leave)
 
     def clean_up(self) -> None:
-        """Do what was registered with `add_cleanup`."""
-        while self._cleanups:
-            self._cleanups.pop()()
+        """Do what was registered with `add_cleanup`; a thread that ends this process meanwhile waits for it."""
+        with self._ending:
+            while self._cleanups:
+                self._cleanups.pop()()
 
     def _end_after_another(self, code: int, message: str | None) -> NoReturn:
         """End this process from the watchdog's thread, with another rank's exit code."""
