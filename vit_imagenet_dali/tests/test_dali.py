@@ -10,6 +10,7 @@ import os
 import shutil
 import struct
 import sys
+import threading
 import time
 import zlib
 from pathlib import Path
@@ -524,16 +525,35 @@ def test_evaluated_images_are_what_torchvision_makes_of_them(on, tolerance, crop
 
 
 @in_fork
-def test_images_that_a_gpu_normalises_equal_those_that_a_cpu_does(numbered):
+def test_images_that_a_gpu_normalises_equal_those_that_a_cpu_does(tmp_path):
     """All that is done to them included, and Mixup afterwards: to 5e-7, two units in the last place of the largest."""
-    values = dict(augment=THREE, FLIP=True, mix=dict(mixup=0.8, cutmix=1.0, mode="elem"), MEAN=(0.5, 0.4, 0.3))
+    pictures = [photograph(150 + 9 * number, 190 - 7 * number, number) for number in range(12)]
+    records = records_of(tmp_path, list(map(encode, pictures)))
+    values = dict(
+        BATCH_SIZE=4, augment=THREE, FLIP=True, mix=dict(mixup=0.8, cutmix=1.0, mode="elem"), MEAN=(0.5, 0.4, 0.3)
+    )
     values["STD"] = (0.2, 0.25, 0.3)
     for way in (lambda batches: batches, lambda batches: MixedLoader(batches, config_of(**values), 0, 1)):
-        both = [itertools.islice(way(on(loader(numbered, **values))), 3) for on in (lambda plain: plain, as_sent)]
+        both = [
+            itertools.islice(way(on(loader(None, records=records, **values))), 3)
+            for on in (lambda plain: plain, as_sent)
+        ]
         for (images, labels), (sent, same) in zip(*both, strict=True):
             assert torch.equal(labels, same)
             assert sent.is_contiguous()
             torch.testing.assert_close(sent, images, atol=5e-7, rtol=0)
+
+
+@in_fork
+def test_a_batch_for_a_gpu_is_made_while_the_one_before_is_in_use(numbered):
+    """The main thread, which gives the GPU its work, does not wait for it."""
+    made, batches = [threading.Event() for _ in range(45)], as_sent(loader(numbered))
+    finish, uncounted = batches._finish, iter(made)
+    batches._finish = lambda *images: [finish(*images), next(uncounted).set()][0]
+    taken = iter(batches)
+    for number in range(3):
+        next(taken)
+        assert made[number + 1].wait(60)
 
 
 class Overwritten(list):
