@@ -97,7 +97,11 @@ def _rows(settings: Settings, prefix: str = "") -> list[str]:
 def reference() -> str:
     """Return the page."""
     keys = {key: setting for settings, _ in OWNERS.values() for key, setting in settings.items()}
-    free = ", ".join(f"`{key}`" for key, setting in keys.items() if not setting.affects_training)
+    inside = {
+        f"{block}.{key}": setting for block in keys for key, setting in getattr(keys[block], "settings", {}).items()
+    }
+    inside = {path: setting for path, setting in inside.items() if keys[path.split(".")[0]].affects_training}
+    free = ", ".join(f"`{key}`" for key, setting in (keys | inside).items() if not setting.affects_training)
     lines = [INTRODUCTION.format(free=free)]
     for title, (settings, who) in OWNERS.items():
         header = ["| key | must be | default | meaning |", "| --- | --- | --- | --- |"]

@@ -235,7 +235,7 @@ def test_an_override_holds_wherever_its_name_is_bound(load, tmp_path, monkeypatc
 # Older names: a file, overrides, and the values that they stand for, or the line that refuses them.
 MIXUP, DECAY = "dali = dict(mixup_alpha=0.2)", "LAMB_EXCLUDE_VECTORS = True"
 OLDER = [
-    (MIXUP, [], {"mix.mixup": 0.2, "dali": {"gpu_aug": True, "window": 32}}),
+    (MIXUP, [], {"mix.mixup": 0.2, "dali": {"gpu_aug": "auto", "hw_decoder_load": 0.65, "window": 32}}),
     (MIXUP, ["dali.mixup_alpha=0.4"], {"mix.mixup": 0.4}),
     (MIXUP, ["dali.mixup_alpha=0"], {"mix": None}),
     (MIXUP, ["mix.mixup=0.5"], {"mix.mixup": 0.5}),
@@ -302,12 +302,14 @@ def test_an_earlier_runs_record_is_compared_as_it_would_be_now(load):
     before |= {"LAMB_EXCLUDE_VECTORS": True, "dali": {"gpu_aug": True, "mixup_alpha": 0.2}, "ema": {"decay": 0.9999}}
     before["fp16"] = {"mode": "AMP_TYPE.TORCH"}
     schema = schemas.schema(IMAGENET)
-    assert changed_values(before, now, schema) == {}
+    assert changed_values(before, now, schema).keys() == {"dali"}, "gpu_aug is 'auto' now"
     before |= {"ema": {"decay": 0.9}, "REPEATS": 3, "dali": {"gpu_aug": True}, "parallel": {"pipeline": 2}}
     changed = changed_values(before, now, schema)
-    assert changed.keys() == {"ema", "REPEATS", "mix", "parallel"}
+    assert changed.keys() == {"ema", "REPEATS", "mix", "dali", "parallel"}
     assert changed["REPEATS"] == [3, 1]
-    assert [key for key in changed if not configs.affects_training(key, schema)] == ["parallel"]
+    assert [key for key in changed if not configs.affects_training(key, *changed[key], schema)] == ["dali", "parallel"]
+    window = changed_values(before | {"dali": {"gpu_aug": True, "window": 8}}, now, schema)["dali"]
+    assert configs.affects_training("dali", *window, schema)
 
 
 def test_a_value_in_a_file_may_stay_when_the_command_line_takes_its_need_away(load):

@@ -34,4 +34,4 @@ EVAL_CROP = 224 / 256
 fp16 = None
 clip_grad_norm = 1.0
 mix = dict(mixup=0.2)
-dali = dict(gpu_aug=True)
+dali = dict(gpu_aug="auto")

@@ -34,4 +34,4 @@ EVAL_CROP = 224 / 256  # side of the centre that is evaluated ÷ image's shorter
 fp16 = dict(mode=AMP_TYPE.TORCH, half_residual=True)
 clip_grad_norm = 1.0
 mix = dict(mixup=0.2)
-dali = dict(gpu_aug=True)  # decode and augment on the GPU, where there is one
+dali = dict(gpu_aug="auto")  # decode and augment on the GPU, unless a rank has 6 CPU cores

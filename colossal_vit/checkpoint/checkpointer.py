@@ -334,7 +334,7 @@ class Checkpointer:
         run = self.run
         seen = dict(zip(("MEAN", "STD"), state.get("normalization") or (), strict=False))
         changes = changed_values({**seen, **state["config"]}, run.config, run.schema)
-        learned = {key: change for key, change in changes.items() if config.affects_training(key, run.schema)}
+        learned = {key: change for key, change in changes.items() if config.affects_training(key, *change, run.schema)}
         global_batch = run.layout.global_batch(run.config)
         if state["global_batch"] != global_batch:
             learned["global batch"] = [state["global_batch"], global_batch]

@@ -112,6 +112,12 @@ def recorded(values: Mapping[str, Any], now: Mapping[str, Any], schema: Settings
     return complete({key: value for key, value in before.items() if value not in (OPTIONAL, REQUIRED)}, schema)
 
 
-def affects_training(key: str, schema: Settings) -> bool:
-    """Return whether another value of a key changes what is learned, see `Setting`."""
-    return key not in schema or schema[key].affects_training
+def affects_training(key: str, before: Any, after: Any, schema: Settings) -> bool:
+    """Return whether the change of a key's value changes what is learned, see `Setting`; in a block of any of its."""
+    if before == after or key not in schema:
+        return before != after
+    setting = schema[key]
+    if isinstance(setting, SettingsBlock) and isinstance(before, Mapping) and isinstance(after, Mapping):
+        inside = ((name, before.get(name), after.get(name), setting.settings) for name in before.keys() | after.keys())
+        return setting.affects_training and any(affects_training(*change) for change in inside)
+    return setting.affects_training

@@ -46,9 +46,9 @@ def train_steps(overrides: list[str], data: Path, args: argparse.Namespace, numb
     return {**found, "MFU, %": mfu(load_config(overrides), found["images/s"])}
 
 
-def drain(data: Path, batch_size: int, num_batches: int) -> float:
+def drain(data: Path, batch_size: int, num_batches: int, overrides: list[str]) -> float:
     """Images/s of DALI's training batches without training."""
-    values = [f"BATCH_SIZE={batch_size}", "gradient_accumulation=1", "NUM_CLASSES=1000"]
+    values = [*overrides, f"BATCH_SIZE={batch_size}", "gradient_accumulation=1", "NUM_CLASSES=1000"]
     config = load_config(values)
     loader = DaliLoader(find_records(data, "train"), True, config, device(), len(os.sched_getaffinity(0)))
 
@@ -70,7 +70,7 @@ def drain(data: Path, batch_size: int, num_batches: int) -> float:
 def drain_in_a_process(data: Path, args: argparse.Namespace, number: int) -> dict[str, float]:
     """Call `drain` in a new process, which returns its memory of the GPU when it ends."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return {"images/s": pool.apply(drain, (data, args.batch_size, 1 if args.small else 20))}
+        return {"images/s": pool.apply(drain, (data, args.batch_size, 1 if args.small else 20, args.set))}
 
 
 def batch_size_for(memory: float) -> int:

@@ -6,7 +6,7 @@ processes. Their batches must have the same mean and standard deviation before t
 
 With `--before FOLDER`, a checkout of an earlier commit (`git worktree add FOLDER COMMIT`), the sides are its loader and
 that of now, each in a process of its own, on 8,192 images: without augmentation, with a lot of it, and with nothing in
-the page cache. Where there is a GPU, it decodes, with a thread for each core.
+the page cache. Where there is a GPU, images are decoded where `gpu_aug` says, with a thread for each core.
 """
 
 import argparse

@@ -256,7 +256,7 @@ def check_run(run: Path, known: Container[str] = ()) -> None:
         assert saved["started_from"] or not steps or steps[0] == 1, f"begins with step {steps[0]}"
         schema = schemas.schema(schemas.HYBRID)
         changed = checkpointer.changed_values(saved["config"], config, schema)
-        changed = {key for key in changed if configs.affects_training(key, schema)} - accepted
+        changed = {key for key in changed if configs.affects_training(key, *changed[key], schema)} - accepted
         assert not config or not changed, f"{path.name}: {changed} is not the run's"  # {} is "another config"
 
 

@@ -10,6 +10,8 @@ import os
 import shutil
 import struct
 import sys
+import threading
+import time
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,6 +45,7 @@ import schemas
 import tfrecord
 from conftest import encode, photograph
 from image_files import is_plain, prepare_image
+from mixup import MixedLoader
 from tfrecord import (
     NUM_SHARDS,
     Records,
@@ -458,8 +461,14 @@ def as_on_a_gpu(batches):
     fn = nvidia.dali.fn
     for module, name in ((fn, "crop_mirror_normalize"), (fn.decoders, "image"), (fn.decoders, "image_slice")):
         operator = getattr(module, name)
-        setattr(module, name, lambda *args, device, operator=operator, **options: operator(*args, **options))
-    batches.on_gpu, batches.for_cpu = True, False
+        setattr(module, name, lambda *args, device=None, operator=operator, **options: operator(*args, **options))
+    batches.on_gpu = True
+    return batches
+
+
+def as_sent(batches):
+    """Have a loader decode as for a GPU: it sends bytes, which the GPU normalises, here the CPU in its place."""
+    batches.sends_bytes = True
     return batches
 
 
@@ -469,7 +478,8 @@ def normalised(pixels):
 
 
 LEVELS = 3.5 / 255 / 0.224  # of pixels, after normalisation: DALI and torchvision round otherwise
-WAYS = pytest.mark.parametrize(("on", "tolerance"), [(lambda batches: batches, 1e-5), (as_on_a_gpu, LEVELS)])
+WAYS = [(lambda batches: batches, 1e-5), (as_sent, 1e-5), (as_on_a_gpu, LEVELS)]
+WAYS = pytest.mark.parametrize(("on", "tolerance"), WAYS)
 
 
 @WAYS
@@ -512,6 +522,72 @@ def test_evaluated_images_are_what_torchvision_makes_of_them(on, tolerance, crop
     for image, picture in zip(images, pictures, strict=True):
         resized = F.resize(F.pil_to_tensor(picture), shorter, antialias=True)
         torch.testing.assert_close(image, normalised(F.center_crop(resized, SIZE)), atol=tolerance, rtol=0)
+
+
+@in_fork
+def test_images_that_a_gpu_normalises_equal_those_that_a_cpu_does(tmp_path):
+    """All that is done to them included, and Mixup afterwards: to 5e-7, two units in the last place of the largest."""
+    pictures = [photograph(150 + 9 * number, 190 - 7 * number, number) for number in range(12)]
+    records = records_of(tmp_path, list(map(encode, pictures)))
+    values = dict(
+        BATCH_SIZE=4, augment=THREE, FLIP=True, mix=dict(mixup=0.8, cutmix=1.0, mode="elem"), MEAN=(0.5, 0.4, 0.3)
+    )
+    values["STD"] = (0.2, 0.25, 0.3)
+    for way in (lambda batches: batches, lambda batches: MixedLoader(batches, config_of(**values), 0, 1)):
+        both = [
+            itertools.islice(way(on(loader(None, records=records, **values))), 3)
+            for on in (lambda plain: plain, as_sent)
+        ]
+        for (images, labels), (sent, same) in zip(*both, strict=True):
+            assert torch.equal(labels, same)
+            assert sent.is_contiguous()
+            torch.testing.assert_close(sent, images, atol=5e-7, rtol=0)
+
+
+@in_fork
+def test_a_batch_for_a_gpu_is_made_while_the_one_before_is_in_use(numbered):
+    """The main thread, which gives the GPU its work, does not wait for it."""
+    made, batches = [threading.Event() for _ in range(45)], as_sent(loader(numbered))
+    finish, uncounted = batches._finish, iter(made)
+    batches._finish = lambda *images: [finish(*images), next(uncounted).set()][0]
+    taken = iter(batches)
+    for number in range(3):
+        next(taken)
+        assert made[number + 1].wait(60)
+
+
+class Overwritten(list):
+    """Buffers that are overwritten as soon as they may be used again."""
+
+    def append(self, buffer):
+        buffer[:] = 0xA5
+        super().append(buffer)
+
+
+class Dropped(list):
+    """Buffers that are never used again."""
+
+    def append(self, buffer):
+        pass
+
+
+@pytest.mark.parametrize("on", [lambda batches: batches, as_sent, as_on_a_gpu])
+@in_fork
+def test_a_buffer_is_free_once_its_images_are_there(on, numbered):
+    """However slow the consumer is. tests/test_gpu.py has the same of a GPU."""
+
+    def epoch(buffers):
+        batches = on(loader(numbered, BATCH_SIZE=96, NUM_EPOCHS=1))
+        batches.unused = buffers
+        for images, labels in batches:
+            time.sleep(0.02)
+            yield images.clone(), labels
+
+    expected, used = list(epoch(Dropped())), Overwritten()
+    for (images, labels), (others, same) in zip(expected, epoch(used), strict=True):
+        assert torch.equal(labels, same)
+        assert torch.equal(images, others)
+    assert 0 < len(used) < len(expected), "used again"
 
 
 @in_fork
@@ -836,11 +912,13 @@ def cut_last_image(shard, end_marker=b""):
 @pytest.mark.parametrize("change", [damage, cut_last_image, functools.partial(damage, place=b"image/class/label")])
 @in_fork
 def test_a_bad_record_ends_training_with_its_place(copied, change):
-    """A flipped bit, what looks like a JPEG but is none, and what is no Example."""
+    """A flipped bit, what looks like a JPEG but is none, and what is no Example; also for a GPU, in a thread."""
     shard = find_shards(copied, "train")[3]
-    with pytest.raises(UserError, match=f"{shard} at byte {change(shard)}: .*max_bad") as error:
-        list(loader(copied, NUM_CLASSES=NUM_CLASSES, BATCH_SIZE=479))  # a third of them: none is left over
-    assert "\n" not in str(error.value)
+    offset = change(shard)
+    for batches in (loader, lambda *args, **values: as_sent(loader(*args, **values))):
+        with pytest.raises(UserError, match=f"{shard} at byte {offset}: .*max_bad") as error:
+            list(batches(copied, NUM_CLASSES=NUM_CLASSES, BATCH_SIZE=479))  # a third of them: none is left over
+        assert "\n" not in str(error.value)
 
 
 @in_fork
@@ -905,7 +983,9 @@ def test_a_run_gets_its_loaders_and_every_rank_its_mistakes(copied, tmp_path):
     def function():
         augment = dict(policy=None, n=1, m=5, color_jitter=0.3, erase=0.0)
         run = run_of(copied, tmp_path, dali=dict(max_bad=1), augment=augment, REPEATS=3, EVAL_CROP=1.0)
+        run.log.info, said = lambda message: said.append(message), []
         train, test = loaders.build(run)
+        assert "images are decoded on the CPU, without a GPU" in said
         images, labels = next(iter(train))
         assert images.shape == (8, 3, SIZE, SIZE)
         counted = sum(int((labels != IGNORED).sum()) for _, labels in test)
@@ -955,8 +1035,8 @@ GRAPHS = {  # name: whether for training, arguments of the loader, operators on 
         {"augment": {"policy": "three", "color_jitter": 0.3}},
         "ImageSlice Resize ColorSpaceConversion GaussianBlur BrightnessContrast Saturation CropMirrorNormalize",
     ),
-    "on the CPU": (True, {"dali": {"gpu_aug": False}, "augment": {"policy": "three", "erase": 0.25}}, ""),
 }
+CUDA = torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize("name", GRAPHS)
@@ -967,10 +1047,43 @@ def test_graphs_for_a_gpu_are_valid_and_work_on_images_there(name, monkeypatch):
     monkeypatch.setattr(nvidia.dali.Pipeline, "build", nvidia.dali.Pipeline._build_graph)
     records = Records([Path("shard")], [Path("index")], [np.zeros((100, 2), int)])
     config = config_of(BATCH_SIZE=8, IMG_SIZE=32, **options)
-    pipeline = loaders.DaliLoader(records, train, config, torch.device("cuda", 0))._build(iter(()))
+    pipeline = loaders.DaliLoader(records, train, config, CUDA, loaders.ENOUGH_CORES - 1)._build(iter(()))
     assert [output.device for output in pipeline._graph_outputs] == ["gpu"]
     there = {op.name.strip("_0123456789") for op in pipeline._ops if {out.device for out in op.outputs} == {"gpu"}}
-    assert there.issuperset(expected.split()) if expected else not there
+    assert there.issuperset(expected.split())
+    [decoder] = [op for op in pipeline._ops if "Image" in op.name and "Peek" not in op.name]
+    assert "mixed" in str(decoder.spec), decoder.spec
+    assert "hw_decoder_load" in str(decoder.spec), decoder.spec
+
+
+@pytest.mark.parametrize("augment", [None, THREE, RAND])
+@pytest.mark.parametrize("split", ["train", "validation"])
+@in_fork
+def test_graphs_for_a_gpu_beside_many_cores_make_bytes_on_the_cpu(split, augment, numbered):
+    """These need no GPU, and run here."""
+    records, config = find_records(numbered, split), config_of(augment=augment)
+    batches = loaders.DaliLoader(records, split == "train", config, CUDA, loaders.ENOUGH_CORES)
+    batch = batches._read((0, torch.arange(32)))
+    pipeline = batches._build(iter([batch.inputs]))
+    assert {output.device for op in pipeline._ops for output in op.outputs} == {"cpu"}
+    (images,) = pipeline.run()
+    assert images.dtype == nvidia.dali.types.UINT8
+    assert len(images) == 32
+
+
+@pytest.mark.parametrize(
+    ("choice", "cores", "on_gpu", "words"),
+    [
+        ("auto", 5, True, "'auto': images are decoded on the GPU, 5 CPU cores for this rank are fewer than 6"),
+        ("auto", 6, False, "'auto': images are decoded on the CPU, 6 CPU cores for this rank are at least 6"),
+        (True, 64, True, "True: images are decoded on the GPU, as the config says"),
+        (False, 1, False, "False: images are decoded on the CPU, as the config says"),
+    ],
+)
+def test_where_images_are_decoded_is_chosen_by_cores_and_logged(choice, cores, on_gpu, words):
+    config = config_of(dali=dict(gpu_aug=choice))
+    assert loaders.where_to_decode(config, CUDA, cores) == (on_gpu, f"dali.gpu_aug = {words}")
+    assert not loaders.where_to_decode(config, torch.device("cpu"), cores)[0]
 
 
 @pytest.mark.parametrize("lacking", ["folder", "space"])
