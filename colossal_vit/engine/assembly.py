@@ -155,7 +155,7 @@ def _reduce_gradients(
     """
     num_passes = (config.NUM_MICRO_BATCHES if is_using_pp() else 1) * config.gradient_accumulation
     if zero:
-        return model, [zero.reducer(model, num_passes, overlap=not is_compiled)]
+        return model, [zero.reducer(model, num_passes)]
     if not is_using_ddp():
         return model, []
     group = gpc.get_group(ParallelMode.DATA)
@@ -224,7 +224,8 @@ def initialize(
         parameter.requires_grad_(False)
 
     # Before DDP, so that the compiled backward pass has breaks at its gradient buckets.
-    is_compiled = compilation.compile_if_chosen(model, config.COMPILE, device)
+    by_block = zero is not None or gpc.tensor_parallel_size > 1 or is_using_pp()
+    is_compiled = compilation.compile_if_chosen(model, config.COMPILE, device, by_block)
     model, gradient_handlers = _reduce_gradients(config, model, zero, is_compiled, device)
     if zero:
         optimizer.norm_group = ParallelMode.GLOBAL
