@@ -1,6 +1,7 @@
 """LAMB takes the steps of Colossal-AI's, in every layout, without waiting for the device; rates, decays, schedules."""
 
 import copy
+import math
 from collections import Counter
 from functools import partial, reduce
 
@@ -208,6 +209,30 @@ def test_a_built_optimizer_takes_the_steps_of_torchs_and_timms(name, theirs, val
             optimizer.step()
     for (key, expected), found in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}")
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.7])
+def test_sgd_whose_first_step_overflows_goes_on_as_torchs_that_is_not_fused(momentum, monkeypatch):
+    """On a parameter that has had no gradient before, too. What torch leaves uninitialised is made visible."""
+    monkeypatch.setattr(torch, "empty_like", lambda tensor: torch.full_like(tensor, math.nan))
+    config = optimizer_config(OPTIMIZER="sgd", MOMENTUM=momentum, WEIGHT_DECAY=0.2)
+    found, expected = (torch.nn.ParameterList([torch.ones(3, 4), torch.ones(5)]) for _ in range(2))
+    sgd = build_optimizer(config, found)
+    plain = torch.optim.SGD(expected, lr=sgd.param_groups[0]["lr"], momentum=momentum, weight_decay=0.2)
+    for step in range(5):
+        for parameters in (found, expected):
+            give_gradients(parameters, step)
+            parameters[0].grad = parameters[0].grad if step != 2 else None
+            parameters[1].grad = parameters[1].grad if step > 2 else None
+        overflows = step in (0, 3)
+        sgd.found_inf = torch.tensor(float(overflows))
+        if overflows:
+            for parameter in found:
+                parameter.grad = None if parameter.grad is None else torch.full_like(parameter, math.inf)
+        else:
+            plain.step()
+        sgd.step()
+    assert_same(found, expected, 1e-6)
 
 
 @pytest.mark.parametrize(("weight", "gradient", "moved"), [(0.0, 1.0, 1.0), (2.0, 0.0, 0.0), (0.0, 0.0, 0.0)])

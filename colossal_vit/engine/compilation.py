@@ -105,9 +105,10 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 def compile_model(model: nn.Module, by_block: bool, **options: Any) -> None:
     """Compile a model in place: as a whole, or block by block.
 
-    The compiled backward pass of a whole model returns all gradients at its end, so that nothing could be sent before.
-    (DistributedDataParallel has it cut at its buckets.) A block is one program, its collectives included (see `compat/compiled.py`), and all blocks share it, except that
-    those which drop no paths have their own, and the last one, if it computes the class token only.
+    The compiled backward pass of a whole model returns all gradients at its end, so that none is sent before; only
+    DistributedDataParallel has it cut at its buckets. A block is one program, its collectives included (see
+    `compat/compiled.py`), and all blocks share it, except that those which drop no paths have their own, and the last
+    one, if it computes the class token only.
     """
     from torch._functorch import config as functorch
     from torch._inductor import config  # here, since it takes seconds
