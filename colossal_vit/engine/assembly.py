@@ -11,7 +11,7 @@ from colossal_vit.engine import compilation, precision
 from colossal_vit.engine.ema import Ema
 from colossal_vit.engine.engine import Engine
 from colossal_vit.engine.optimizers import frozen_parameters
-from colossal_vit.engine.reduction import GradientReducer, make_buckets
+from colossal_vit.engine.reduction import CopiesHandler, GradientReducer, make_buckets
 from colossal_vit.engine.train_loader import TrainLoader
 from colossal_vit.engine.zero import Zero
 from colossal_vit.errors import UserError
@@ -227,6 +227,8 @@ def initialize(
     by_block = zero is not None or gpc.tensor_parallel_size > 1 or is_using_pp()
     is_compiled = compilation.compile_if_chosen(model, config.COMPILE, device, by_block)
     model, gradient_handlers = _reduce_gradients(config, model, zero, is_compiled, device)
+    if gpc.tensor_parallel_size > 1 and gpc.get_world_size(ParallelMode.DATA) > 2:  # a sum of two has no order
+        gradient_handlers.append(CopiesHandler(bare_model.parameters()))
     if zero:
         optimizer.norm_group = ParallelMode.GLOBAL
 

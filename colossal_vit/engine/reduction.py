@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from colossal_vit.parallel.sharding import groups_with_copies
+from colossalai.legacy.context import ParallelMode
+from colossalai.legacy.core import global_context as gpc
 from colossalai.legacy.engine.gradient_handler import BaseGradientHandler
 from torch import Tensor, nn
 
@@ -187,3 +190,29 @@ class GradientReducer(BaseGradientHandler):
             bucket.assign_gradients()
         self._in_flight.clear()
         self._begin()
+
+
+class CopiesHandler(BaseGradientHandler):
+    """Gives copies of a parameter on several tensor-parallel ranks the gradient of the first of them, to the bit.
+
+    Each averages over data-parallel ranks of its own. NCCL's order of summation is a communicator's, and from three
+    ranks on rounding shows it: the copies would part, and a run that resumes from one of them would not be exact.
+
+    Args:
+        parameters: of this rank's part of the model, with the attribute `shard`.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]):
+        self._copied: dict[ParallelMode, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            for mode in groups_with_copies(parameter):
+                self._copied.setdefault(mode, []).append(parameter)
+
+    def handle_gradient(self) -> None:
+        """Broadcast the gradients in one message over each group. Call when they are averaged."""
+        for mode, parameters in sorted(self._copied.items(), key=lambda item: item[0].value):
+            gradients = [p.grad for p in parameters if p.grad is not None]  # of the same parameters on all ranks
+            if gradients:
+                flat = torch.cat([gradient.flatten() for gradient in gradients])
+                dist.broadcast(flat, group=gpc.get_group(mode), group_src=0)
+                torch._foreach_copy_(gradients, split_flat(flat, gradients))

@@ -106,10 +106,14 @@ class Shard:
         return shape[::-1] if self.transposed else shape
 
     @property
+    def modes(self) -> list[ParallelMode]:
+        """Groups over which one copy of the full parameter is distributed, unused pieces included."""
+        return [mode for _, mode in self.splits] + ([self.owner[0]] if self.owner else [])
+
+    @property
     def num_holders(self) -> int:
         """Number of ranks that together hold one copy of the full parameter, unused pieces included."""
-        modes = [mode for _, mode in self.splits] + ([self.owner[0]] if self.owner else [])
-        return math.prod(gpc.get_world_size(mode) for mode in modes)
+        return math.prod(gpc.get_world_size(mode) for mode in self.modes)
 
     @property
     def in_use(self) -> bool:
@@ -163,6 +167,17 @@ _LAYERS: dict[type[nn.Module], Splits | Callable[[nn.Module], Splits]] = {
     **dict(zip((Linear2p5D, LayerNorm2p5D, PatchEmbedding2p5D, Classifier2p5D), _square(*_OF_2P5D, True), strict=True)),
     **dict.fromkeys((Linear3D, LayerNorm3D, PatchEmbedding3D, Classifier3D), _cube),
 }
+
+
+# Groups of ranks whose product is the tensor-parallel one.
+_GROUPS = {"1d": (_OF_1D,), "2d": _OF_2D, "2.5d": (*_OF_2P5D, ParallelMode.PARALLEL_2P5D_DEP)}
+_GROUPS["3d"] = (ParallelMode.PARALLEL_3D_INPUT, ParallelMode.PARALLEL_3D_WEIGHT, ParallelMode.PARALLEL_3D_OUTPUT)
+
+
+def groups_with_copies(parameter: Tensor) -> list[ParallelMode]:
+    """Return the groups of tensor-parallel ranks that use the same piece of a parameter; none if this rank does not."""
+    shard, groups = parameter.shard, _GROUPS.get(tensor_parallel_env.mode, ())
+    return [mode for mode in groups if shard.in_use and mode not in shard.modes]
 
 
 def split_batch(batch: Tensor, dim: int = 0) -> Tensor:
