@@ -169,17 +169,6 @@ _LAYERS: dict[type[nn.Module], Splits | Callable[[nn.Module], Splits]] = {
 }
 
 
-# Groups of ranks whose product is the tensor-parallel one.
-_GROUPS = {"1d": (_OF_1D,), "2d": _OF_2D, "2.5d": (*_OF_2P5D, ParallelMode.PARALLEL_2P5D_DEP)}
-_GROUPS["3d"] = (ParallelMode.PARALLEL_3D_INPUT, ParallelMode.PARALLEL_3D_WEIGHT, ParallelMode.PARALLEL_3D_OUTPUT)
-
-
-def groups_with_copies(parameter: Tensor) -> list[ParallelMode]:
-    """Return the groups of tensor-parallel ranks that use the same piece of a parameter; none if this rank does not."""
-    shard, groups = parameter.shard, _GROUPS.get(tensor_parallel_env.mode, ())
-    return [mode for mode in groups if shard.in_use and mode not in shard.modes]
-
-
 def split_batch(batch: Tensor, dim: int = 0) -> Tensor:
     """Return this rank's part of a batch in 2D, 2.5D and 3D, which split dimension `dim`; in 1D the whole batch."""
     split = {"2d": split_batch_2d, "2.5d": split_batch_2p5d, "3d": split_batch_3d}.get(tensor_parallel_env.mode)
