@@ -230,8 +230,9 @@ def run(
     else:
         cpu.HostAccelerator.current_device = cpu.HostAccelerator.get_current_device = lambda _: device
         sys.modules["colossal_vit.launch.groups"].choose_device = lambda _: device
-        adamw = torch.optim.AdamW
-        torch.optim.AdamW = lambda groups, fused, **options: adamw(groups, **options)  # it has no fused kernels
+        for name in ("AdamW", "SGD"):  # it has no fused kernels
+            unfused = getattr(torch.optim, name)
+            setattr(torch.optim, name, lambda groups, fused, unfused=unfused, **options: unfused(groups, **options))
     start = script.start
 
     def enter(chosen: torch.device) -> None:

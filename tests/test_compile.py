@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from colossal_vit.engine import Trainer, compilation
+from colossal_vit.engine import Trainer, compilation, reduction
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.errors import UserError
 from colossal_vit.model.timm_vit import build_timm_vit
@@ -101,14 +101,74 @@ def test_block_is_one_program_that_trains_as_an_eager_one(layout, depth, backend
 
 @pytest.mark.parametrize("features", [{}, RECOMPUTED])
 def test_compiled_model_with_split_optimizer_state_trains_as_an_eager_one(features, random_weights):
-    """The compiled model waits for all its weights, which other ranks send, before the forward pass.
+    """A block waits for its weights, which other ranks send, outside of its program, which that would break.
 
-    It is one program, with dropout and with recomputed blocks in it, and another one for evaluation.
+    The first and the last block have a program each for training and for evaluation, as in `ROWS`.
     """
     for eager, compiled, *counts in compare(2, GRAPHS, DEPTH=2, **{"zero.stage": 1}, **features):
-        assert counts == [2, 0]
+        assert counts == [4, 0]
         assert compiled == pytest.approx(eager, rel=1e-4)
         assert eager[-2] != eager[1], "it trains"
+
+
+EVENTS = []  # of a backward pass, in order
+
+
+@torch.library.custom_op("tests::mark_images", mutates_args=())
+def mark_images(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+@torch.library.custom_op("tests::reach_images", mutates_args=())
+def reach_images(x: torch.Tensor) -> torch.Tensor:
+    EVENTS.append("images")
+    return x.clone()
+
+
+mark_images.register_fake(torch.empty_like)
+reach_images.register_fake(torch.empty_like)
+mark_images.register_autograd(lambda context, gradient: reach_images(gradient))
+
+
+class MarkedImages(torch.nn.Module):
+    """A model whose backward pass goes on to the images and tells when it gets there, compiled or not."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, images):
+        return self.model(mark_images(images.requires_grad_()))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_gradients_of_a_compiled_model_with_split_optimizer_state_are_reduced_during_the_backward_pass(accumulation):
+    """As many buckets as of an eager model start before the backward pass has come to the images, in its order."""
+
+    def buckets_before_images(compiled):
+        gpc.config.COMPILE = compiled
+        model = MarkedImages(vit.build_vit(gpc.config, Layout.of(gpc.config, 2)))
+        engine, *_ = initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), col_nn.CrossEntropyLoss())
+        engine.train()
+        for _ in range(accumulation):
+            EVENTS.clear()
+            engine.zero_grad()
+            engine.backward(engine.criterion(engine(torch.randn(4, 3, 32, 32)), torch.arange(4)))
+            engine.step()
+        return EVENTS[: EVENTS.index("images")], len(engine._gradient_handlers[0].buckets)
+
+    def function():
+        torch.compile = functools.partial(torch.compile, backend=GRAPHS)
+        reduction.BUCKET_BYTES = 2**13
+        start = reduction.GradientBucket.start
+        reduction.GradientBucket.start = lambda bucket: (EVENTS.append(bucket.owner), start(bucket))[1]
+        return buckets_before_images(False), buckets_before_images(True)
+
+    values = {"zero.stage": 1, "gradient_accumulation": accumulation, "BATCH_SIZE": 4}
+    for eager, compiled in training.call(function, 2, DEPTH=3, **values):
+        early, num_buckets = compiled
+        assert compiled == eager
+        assert len(early) > num_buckets / 2 > 5
 
 
 class Layer(torch.nn.Linear):

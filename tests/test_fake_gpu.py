@@ -27,7 +27,7 @@ SMALL = dict(IMG_SIZE=32, HIDDEN_SIZE=32, DEPTH=2, NUM_HEADS=4, DROP_RATE=0.1, B
 SCRIPTS = {  # what each trains with
     training.HYBRID: {**SMALL, **RECIPE, "parallel.pipeline": 1, "DROP_PATH_RATE": 0.1},
     training.DATA_PARALLEL: {**SMALL, "gradient_accumulation": 2},
-    training.CALTECH101: {**SMALL, "CACHE_SIZE": 36, "OPTIMIZER": "adamw"},
+    training.CALTECH101: {**SMALL, "CACHE_SIZE": 36, "MOMENTUM": 0.9},
     training.IMAGENET: {**SMALL, **training.MIX, "gradient_accumulation": 2, "SYNTHETIC": True},
 }
 
@@ -45,7 +45,8 @@ def on_gpu(script, amp, *more, prepare=lambda: None, device=fake_gpu.CUDA, overf
         module = importlib.import_module(path.stem)
         with contextlib.redirect_stdout(io.StringIO()) as said:
             saved = fake_gpu.run(module.main, argv, device, overflows)
-        types = {(name.startswith("exp_avg."), str(t.dtype)) for tensors in saved for name, t in tensors.items()}
+        moments = ("exp_avg.", "momentum_buffer.")
+        types = {(name.startswith(moments), str(t.dtype)) for tensors in saved for name, t in tensors.items()}
         return types, said.getvalue()
 
     return fork_ranks.call(function, launched=False)[0]

@@ -238,6 +238,8 @@ def test_memory_is_what_a_dry_run_says(amp, on_gpu, tmp_path):
 def test_no_step_waits_for_the_device(amp, dtype, compiled, on_gpu, tmp_path):
     said = on_gpu(training.HYBRID, [*flags(tmp_path, 4, amp, dtype, COMPILE=compiled), "--profile"])
     assert REHEARSAL or "in a step the host waits for the device: 0\n" in said
+    idle = re.findall(r"in the traced step the device runs no kernel for ([\d.]+) of ([\d.]+) ms\n", said)
+    assert REHEARSAL or (len(idle) == 1 and 0 < float(idle[0][0]) < float(idle[0][1]))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from colossal_vit.engine import engine
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.loop import Trainer
 from colossal_vit.errors import TrainingError
-from colossal_vit.hooks import progress, wandb_run
+from colossal_vit.hooks import profile, progress, wandb_run
 from colossal_vit.hooks.confusion import ConfusionHook
 from colossal_vit.hooks.debug_nan import DebugNanHook
 from colossal_vit.hooks.progress import ProgressHook, time_left
@@ -164,6 +164,52 @@ def test_profile_says_where_the_time_goes(run):
         trace = json.loads((run.output / f"profile-rank{rank}.json").read_text())
         names = [event.get("name") for event in trace["traceEvents"] if event.get("cat") == "user_annotation"]
         assert [names.count(part) for part in ("data", "forward", "backward", "update")] == [2, 2, 2, 1]
+
+
+# In microseconds. 0 to 10 are busy by two streams, 15 to 40 by a long kernel beside and after short ones, 41 to 42.
+KERNELS = [(41, 42), (0, 4), (3, 10), (15, 40), (16, 20), (30, 31)]
+OTHERS = [("gpu_memcpy", 11, 14), ("gpu_user_annotation", 0, 90), ("cpu_op", 10, 50), ("cuda_runtime", 42, 60)]
+
+
+def trace_of(events):
+    return [dict(ph="M", name="process_name"), *(dict(cat=cat, ts=a, dur=b - a) for cat, a, b in events)]
+
+
+@pytest.mark.parametrize(
+    ("events", "idle", "span"),
+    [
+        ([*(("kernel", a, b) for a, b in KERNELS), *OTHERS], 5 + 1, 42),
+        (OTHERS, 0, 0),
+    ],
+)
+def test_idle_time_of_a_trace_is_where_no_stream_runs_a_kernel(events, idle, span):
+    assert profile.idle_time(trace_of(events)) == (idle, span)
+
+
+def test_profile_on_a_gpu_reports_the_idle_time_of_a_step_without_waits_of_its_own(tmp_path, monkeypatch):
+    """Its trace is a made one."""
+    events, said = trace_of(("kernel", 1000 * a, 1000 * b) for a, b in KERNELS), []
+    waits = SimpleNamespace(num=0)
+    accelerator = SimpleNamespace(get_current_device=lambda: torch.device("cuda"))
+    accelerator.synchronize = lambda: setattr(waits, "num", waits.num + 1)
+    monkeypatch.setattr(profile, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(profile, "gpc", SimpleNamespace(get_global_rank=lambda: 0))
+    hook = profile.ProfileHook(tmp_path, None, SimpleNamespace(info=said.append))
+    hook.engine = SimpleNamespace(model=SimpleNamespace(training=True))
+    hook.profiler = SimpleNamespace(stop=lambda: None)
+    counts = []
+    for made in range(hook.COUNTED + 2):
+        hook.made = made
+        with hook._timed("forward"):
+            pass
+        counts.append(waits.num)
+    assert counts == [0, 0, 0, 1, 2]
+    trace = json.dumps({"traceEvents": events})
+    profiler = SimpleNamespace(export_chrome_trace=lambda path: Path(path).write_text(trace))
+    hook._export(profiler)
+    hook.num_timed, hook.step_s = 2, 0.1
+    hook.after_train(None)
+    assert said[0] == "in the traced step the device runs no kernel for 6.0 of 42.0 ms"
 
 
 def test_profile_of_a_resumed_run_is_of_its_own_steps(tmp_path):

@@ -1,6 +1,7 @@
 """LAMB takes the steps of Colossal-AI's, in every layout, without waiting for the device; rates, decays, schedules."""
 
 import copy
+import math
 from collections import Counter
 from functools import partial, reduce
 
@@ -9,7 +10,7 @@ import timm
 import torch
 import torch.distributed as dist
 from colossal_vit import config as configs
-from colossal_vit.engine import Lamb, build_optimizer, build_scheduler, lamb
+from colossal_vit.engine import Lamb, build_optimizer, build_scheduler, lamb, reduction
 from colossal_vit.engine.amp_optimizer import AMPOptimizer
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.errors import UserError
@@ -24,6 +25,7 @@ from timm.optim import param_groups_layer_decay
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import training
 from vit_layouts import build, call, settings
 
 SHAPES = [(24, 16), (16,), (4, 3, 5, 5), (1, 7, 8), ()]
@@ -208,6 +210,30 @@ def test_a_built_optimizer_takes_the_steps_of_torchs_and_timms(name, theirs, val
             optimizer.step()
     for (key, expected), found in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}")
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.7])
+def test_sgd_whose_first_step_overflows_goes_on_as_torchs_that_is_not_fused(momentum, monkeypatch):
+    """On a parameter that has had no gradient before, too. What torch leaves uninitialised is made visible."""
+    monkeypatch.setattr(torch, "empty_like", lambda tensor: torch.full_like(tensor, math.nan))
+    config = optimizer_config(OPTIMIZER="sgd", MOMENTUM=momentum, WEIGHT_DECAY=0.2)
+    found, expected = (torch.nn.ParameterList([torch.ones(3, 4), torch.ones(5)]) for _ in range(2))
+    sgd = build_optimizer(config, found)
+    plain = torch.optim.SGD(expected, lr=sgd.param_groups[0]["lr"], momentum=momentum, weight_decay=0.2)
+    for step in range(5):
+        for parameters in (found, expected):
+            give_gradients(parameters, step)
+            parameters[0].grad = parameters[0].grad if step != 2 else None
+            parameters[1].grad = parameters[1].grad if step > 2 else None
+        overflows = step in (0, 3)
+        sgd.found_inf = torch.tensor(float(overflows))
+        if overflows:
+            for parameter in found:
+                parameter.grad = None if parameter.grad is None else torch.full_like(parameter, math.inf)
+        else:
+            plain.step()
+        sgd.step()
+    assert_same(found, expected, 1e-6)
 
 
 @pytest.mark.parametrize(("weight", "gradient", "moved"), [(0.0, 1.0, 1.0), (2.0, 0.0, 0.0), (0.0, 0.0, 0.0)])
@@ -492,6 +518,63 @@ def test_replicas_whose_ranks_are_summed_in_another_order_have_the_same_norms_an
         return [torch.equal(first, other) for other in others]
 
     assert call(function, "1D 4") == [[True] * 3] * 4
+
+
+def test_copies_whose_replicas_are_summed_in_another_order_have_the_same_weights():
+    """Norms, biases and embeddings in 1D, averaged by DistributedDataParallel over three ranks in some order."""
+
+    def function():
+        order = [(0, 1, 2), (2, 1, 0)][gpc.get_local_rank(ParallelMode.TENSOR)]
+
+        def average(state, bucket):
+            add_in(order, bucket.buffer(), gpc.get_group(ParallelMode.DATA))
+            done = torch.futures.Future()
+            done.set_result(bucket.buffer() / len(order))
+            return done
+
+        def trained(handled):
+            model, *_ = build()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            engine, *_ = initialize(model, optimizer, torch.nn.CrossEntropyLoss())
+            engine.model.register_comm_hook(None, average)
+            engine.train()
+            assert len(engine._gradient_handlers) == 1
+            if not handled:
+                engine._gradient_handlers.clear()
+            generator = torch.Generator().manual_seed(gpc.get_local_rank(ParallelMode.DATA))
+            for _ in range(3):
+                engine.zero_grad()
+                images = torch.randn(4, 3, 32, 32, generator=generator)
+                engine.backward(engine.criterion(engine(images), torch.arange(4)))
+                engine.step()
+            return torch.cat([p.detach().flatten() for p in model.parameters() if not p.shard.splits])
+
+        return trained(True), trained(False)
+
+    values = {"DEPTH": 1, "BATCH_SIZE": 4, "parallel.tensor.mode": "1d", "parallel.tensor.size": 2}
+    for first, second in zip(*[iter(training.call(function, 6, **values))] * 2, strict=True):
+        assert torch.equal(first[0], second[0])
+        assert not torch.equal(first[1], second[1]), "float32 shows the order"
+
+
+@pytest.mark.parametrize("layout", ["1D 4", "2D 4", "2.5D 8", "3D 8"])
+def test_copies_of_a_parameter_get_one_gradient(layout, random_weights):
+    """That of the first rank that has the same piece; each rank's gradients are its number. Others keep their own."""
+
+    def function():
+        model, *_ = build()
+        parameters = [p for p in model.parameters() if p.shard.in_use]
+        for p in parameters:
+            p.grad = torch.full_like(p, dist.get_rank())
+        reduction.CopiesHandler(model.parameters()).handle_gradient()
+        places = [tuple((mode.value, gpc.get_local_rank(mode)) for mode in p.shard.modes) for p in parameters]
+        return [((p.shard.name, *place), p.grad.unique().tolist()) for p, place in zip(parameters, places, strict=True)]
+
+    expected = {}
+    answers = [(rank, *answer) for rank, answers in enumerate(call(function, layout)) for answer in answers]
+    for rank, piece, found in answers:
+        assert found == expected.setdefault(piece, [float(rank)])
+    assert len(expected) < len(answers), "there are copies"
 
 
 def test_parameter_without_shard_is_whole_on_every_rank():

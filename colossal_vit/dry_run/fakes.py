@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::broadcast_", "Meta"):
     import torch.distributed._tools.fake_collectives  # where older versions of torch make them known to fake tensors
+if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_sgd_", "Meta"):  # else it makes real tensors
+    torch.library.impl("aten::_fused_sgd_", "Meta", lambda *tensors, **options: None)
 
 
 class _FakeValues(TorchDispatchMode):

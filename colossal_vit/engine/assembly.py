@@ -11,7 +11,7 @@ from colossal_vit.engine import compilation, precision
 from colossal_vit.engine.ema import Ema
 from colossal_vit.engine.engine import Engine
 from colossal_vit.engine.optimizers import frozen_parameters
-from colossal_vit.engine.reduction import GradientReducer, make_buckets
+from colossal_vit.engine.reduction import CopiesHandler, GradientReducer, make_buckets
 from colossal_vit.engine.train_loader import TrainLoader
 from colossal_vit.engine.zero import Zero
 from colossal_vit.errors import UserError
@@ -155,7 +155,7 @@ def _reduce_gradients(
     """
     num_passes = (config.NUM_MICRO_BATCHES if is_using_pp() else 1) * config.gradient_accumulation
     if zero:
-        return model, [zero.reducer(model, num_passes, overlap=not is_compiled)]
+        return model, [zero.reducer(model, num_passes)]
     if not is_using_ddp():
         return model, []
     group = gpc.get_group(ParallelMode.DATA)
@@ -224,8 +224,11 @@ def initialize(
         parameter.requires_grad_(False)
 
     # Before DDP, so that the compiled backward pass has breaks at its gradient buckets.
-    is_compiled = compilation.compile_if_chosen(model, config.COMPILE, device)
+    by_block = zero is not None or gpc.tensor_parallel_size > 1 or is_using_pp()
+    is_compiled = compilation.compile_if_chosen(model, config.COMPILE, device, by_block)
     model, gradient_handlers = _reduce_gradients(config, model, zero, is_compiled, device)
+    if gpc.tensor_parallel_size > 1 and gpc.get_world_size(ParallelMode.DATA) > 2:  # a sum of two has no order
+        gradient_handlers.append(CopiesHandler(bare_model.parameters()))
     if zero:
         optimizer.norm_group = ParallelMode.GLOBAL
 

@@ -17,7 +17,6 @@ from colossal_vit.rng.dropout import Dropout
 from colossalai.accelerator import get_accelerator
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
-from colossalai.legacy.utils import is_using_pp
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule
@@ -66,8 +65,14 @@ def check_kernels(model: nn.Module) -> None:
         raise UserError(f"on a GPU, DROP_RATE and DROP_PATH_RATE need {lacks}; or set both to 0")
 
 
-def compile_if_chosen(model: nn.Module, choice: bool | str, device: torch.device) -> bool:
+def compile_if_chosen(model: nn.Module, choice: bool | str, device: torch.device, by_block: bool = False) -> bool:
     """Compile a model in place, if the value of `COMPILE` says so; "auto" logs its choice.
+
+    Args:
+        model: in its final precision.
+        choice: the value of `COMPILE`.
+        device: the model's device.
+        by_block: see `compile_model`.
 
     Returns:
         Whether it is compiled.
@@ -75,7 +80,6 @@ def compile_if_chosen(model: nn.Module, choice: bool | str, device: torch.device
     Raises:
         UserError: if `choice` is True and this machine lacks what that needs.
     """
-    by_block = gpc.tensor_parallel_size > 1 or is_using_pp()
     if choice == "auto":
         log, reason = RankLogger(gpc.get_global_rank()), why_eager(device)
         if device.type == "cuda":  # together: in other ranks' programs are collectives that an eager rank does not call
@@ -91,11 +95,20 @@ def compile_if_chosen(model: nn.Module, choice: bool | str, device: torch.device
     return choice
 
 
-def compile_model(model: nn.Module, by_block: bool, **options: Any) -> None:
-    """Compile a model in place: as a whole, or block by block, as under tensor or pipeline parallelism.
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return the modules in any `blocks` of a model, but for lists of modules, which nobody calls."""
+    containers = [module for name, module in model.named_modules() if name.split(".")[-1] == "blocks"]
+    lists = nn.ModuleList, nn.ModuleDict
+    return [block for blocks in containers for block in blocks.children() if not isinstance(block, lists)]
 
-    A block is one program, its collectives included (see `compat/compiled.py`), and all blocks share it, except that
-    those which drop no paths have their own, and the last one, if it computes the class token only.
+
+def compile_model(model: nn.Module, by_block: bool, **options: Any) -> None:
+    """Compile a model in place: as a whole, or block by block.
+
+    The compiled backward pass of a whole model returns all gradients at its end, so that none is sent before; only
+    DistributedDataParallel has it cut at its buckets. A block is one program, its collectives included (see
+    `compat/compiled.py`), and all blocks share it, except that those which drop no paths have their own, and the last
+    one, if it computes the class token only.
     """
     from torch._functorch import config as functorch
     from torch._inductor import config  # here, since it takes seconds
@@ -111,9 +124,9 @@ def compile_model(model: nn.Module, by_block: bool, **options: Any) -> None:
     if not by_block:
         model.compile(**options)
         return
-    for module in model.modules():
-        for block in getattr(module, "blocks", nn.ModuleDict()).children():
-            block.compile(**options)
+    for block in blocks_of(model):
+        # Not `block.compile`, which compiles the hooks with it: one may wait for the weights of the block.
+        block.forward = torch.compile(block.forward, **options)
 
 
 def _inductor_or_eager(graph: GraphModule, inputs: Sequence[Any], log: RankLogger) -> Callable:

@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from colossalai.legacy.context import ParallelMode
+from colossalai.legacy.core import global_context as gpc
 from colossalai.legacy.engine.gradient_handler import BaseGradientHandler
+from colossalai.legacy.global_variables import tensor_parallel_env
 from torch import Tensor, nn
 
 BUCKET_BYTES = 25 * 2**20  # the default of torch's DistributedDataParallel
@@ -187,3 +190,38 @@ class GradientReducer(BaseGradientHandler):
             bucket.assign_gradients()
         self._in_flight.clear()
         self._begin()
+
+
+# By mode, groups of ranks whose product is the tensor-parallel one.
+_GROUPS = {
+    "1d": (ParallelMode.PARALLEL_1D,),
+    "2d": (ParallelMode.PARALLEL_2D_ROW, ParallelMode.PARALLEL_2D_COL),
+    "2.5d": (ParallelMode.PARALLEL_2P5D_ROW, ParallelMode.PARALLEL_2P5D_COL, ParallelMode.PARALLEL_2P5D_DEP),
+    "3d": (ParallelMode.PARALLEL_3D_INPUT, ParallelMode.PARALLEL_3D_WEIGHT, ParallelMode.PARALLEL_3D_OUTPUT),
+}
+
+
+class CopiesHandler(BaseGradientHandler):
+    """Gives copies of a parameter on several tensor-parallel ranks the gradient of the first of them, to the bit.
+
+    Each averages over data-parallel ranks of its own. NCCL's order of summation is a communicator's, and from three
+    ranks on rounding shows it: the copies would part, and a run that resumes from one of them would not be exact.
+
+    Args:
+        parameters: of this rank's part of the model, with the attribute `shard`.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]):
+        used = [parameter for parameter in parameters if parameter.shard.in_use]
+        # By group, in the same order on all ranks: what its ranks have the same piece of.
+        modes = [mode for mode in _GROUPS[tensor_parallel_env.mode] if gpc.get_world_size(mode) > 1]
+        self._copied = {mode: [p for p in used if mode not in p.shard.modes] for mode in modes}
+
+    def handle_gradient(self) -> None:
+        """Broadcast the gradients in one message over each group. Call when they are averaged."""
+        for mode, parameters in self._copied.items():
+            gradients = [p.grad for p in parameters if p.grad is not None]  # of the same parameters on all ranks
+            if gradients:
+                flat = torch.cat([gradient.flatten() for gradient in gradients])
+                dist.broadcast(flat, group=gpc.get_group(mode), group_src=0)
+                torch._foreach_copy_(gradients, split_flat(flat, gradients))

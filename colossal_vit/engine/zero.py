@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from colossal_vit.engine.compilation import blocks_of
 from colossal_vit.engine.reduction import IN_FLIGHT_BYTES, GradientBucket, GradientReducer, make_buckets, split_flat
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -57,13 +58,6 @@ class WeightBroadcast:
             torch._foreach_copy_(self.small, split_flat(self.flat, self.small))
 
 
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the modules in any `blocks` of a model, but for lists of modules, which nobody calls."""
-    containers = [module for name, module in model.named_modules() if name.split(".")[-1] == "blocks"]
-    lists = nn.ModuleList, nn.ModuleDict
-    return [block for blocks in containers for block in blocks.children() if not isinstance(block, lists)]
-
-
 class Zero:
     """Each parameter has an owner among the data-parallel ranks, which alone has its optimizer state and updates it.
 
@@ -94,17 +88,15 @@ class Zero:
         """Return whether this rank has a parameter's optimizer state; all ranks have those of frozen parameters."""
         return self.owners.get(parameter, self.group.rank()) == self.group.rank()
 
-    def reducer(self, model: nn.Module, num_passes: int, overlap: bool) -> GradientReducer:
-        """Return the reduction of gradients to their owners.
+    def reducer(self, model: nn.Module, num_passes: int) -> GradientReducer:
+        """Return the reduction of gradients to their owners; each block waits for its weights in a forward pass.
 
         Args:
-            model: in its final precision.
+            model: in its final precision, compiled at most by block.
             num_passes: backward passes of an optimizer step.
-            overlap: whether each block waits for its own weights in a forward pass; otherwise `before_forward` waits
-                for all of them, which a compiled model needs.
         """
         # Not each layer: some of timm's read the weights of a layer within them without calling it.
-        blocks = _blocks(model) if overlap else []
+        blocks = blocks_of(model)
         in_blocks = {parameter: None for block in blocks for parameter in block.parameters()}
         outside = [parameter for parameter in model.parameters() if parameter not in in_blocks]
         self.buckets = make_buckets(in_blocks, self.group, self.owners)

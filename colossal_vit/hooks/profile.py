@@ -1,10 +1,12 @@
 """`--profile`: the time of the parts of a step."""
 
+import json
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from colossal_vit.engine.loop import Trainer
@@ -18,13 +20,30 @@ from torch import Tensor
 from torch.profiler import profile, record_function, schedule
 
 
+def idle_time(events: Iterable[Mapping[str, Any]]) -> tuple[float, float]:
+    """Return the microseconds in which a device runs no kernel on any stream, and those from its first to its last.
+
+    Args:
+        events: of a trace in Chrome's format, by one process with one device; copies are no kernels.
+    """
+    kernels = sorted((event["ts"], event["ts"] + event["dur"]) for event in events if event.get("cat") == "kernel")
+    if not kernels:
+        return 0.0, 0.0
+    idle, (first, end) = 0.0, kernels[0]
+    for start, stop in kernels:
+        idle += max(start - end, 0.0)
+        end = max(end, stop)
+    return idle, end - first
+
+
 class ProfileHook(BaseHook):
     """`--profile`: traces one optimizer step and times the parts of others.
 
     The second step of the process is traced by torch's profiler into `profile-rank<N>.json`, for chrome://tracing or
-    https://ui.perfetto.dev. On a GPU, the host's waits for it in the third are counted. In all later ones, waiting for
-    data, forward, backward and update (gradient reduction, clipping, optimizer) are timed. Host and device are
-    synchronised at the end of each part, so that its device time is included; this makes steps slightly slower.
+    https://ui.perfetto.dev; on a GPU, its idle time in that step is reported, to which tracing adds. In the third the
+    host's waits for the GPU are counted. In all later ones, waiting for data, forward, backward and update (gradient
+    reduction, clipping, optimizer) are timed. Host and device are synchronised there at the end of each part, so that
+    its device time is included; this makes steps slightly slower.
 
     Args:
         directory: the run directory.
@@ -40,6 +59,7 @@ class ProfileHook(BaseHook):
         self.seconds = dict.fromkeys(("data", "forward", "backward", "update"), 0.0)
         self.made = 0  # steps
         self.step_s, self.num_timed = 0.0, 0
+        self.idle_us = self.traced_us = 0.0
         self.counting = warnings.catch_warnings(record=True)
         self.caught: list[warnings.WarningMessage] | None = None
 
@@ -48,12 +68,16 @@ class ProfileHook(BaseHook):
         started = time.perf_counter()
         with record_function(name):
             yield
-            get_accelerator().synchronize()
+            if self.made >= self.COUNTED:  # before, it would be a wait of the host, in which the device becomes idle
+                get_accelerator().synchronize()
         if self.engine.model.training:  # not evaluating
             self.seconds[name] += time.perf_counter() - started
 
     def _export(self, profiler: profile) -> None:
-        profiler.export_chrome_trace(str(self.directory / f"profile-rank{gpc.get_global_rank()}.json"))
+        path = self.directory / f"profile-rank{gpc.get_global_rank()}.json"
+        profiler.export_chrome_trace(str(path))
+        if get_accelerator().get_current_device().type == "cuda":
+            self.idle_us, self.traced_us = idle_time(json.loads(path.read_text())["traceEvents"])
 
     def before_train(self, trainer: Trainer) -> None:
         self.engine = trainer.engine
@@ -95,6 +119,9 @@ class ProfileHook(BaseHook):
         if self.caught is not None:
             waits = sum("called a synchronizing" in str(warning.message) for warning in self.caught)
             self.log.info(f"in a step the host waits for the device: {waits}")
+        if self.traced_us:
+            idle, traced = 1e-3 * self.idle_us, 1e-3 * self.traced_us
+            self.log.info(f"in the traced step the device runs no kernel for {idle:.1f} of {traced:.1f} ms")
         step_s = self.step_s / self.num_timed
         means = {name: seconds / self.num_timed for name, seconds in self.seconds.items()}
         means["other"] = step_s - sum(means.values())

@@ -106,10 +106,14 @@ class Shard:
         return shape[::-1] if self.transposed else shape
 
     @property
+    def modes(self) -> list[ParallelMode]:
+        """Groups over which one copy of the full parameter is distributed, unused pieces included."""
+        return [mode for _, mode in self.splits] + ([self.owner[0]] if self.owner else [])
+
+    @property
     def num_holders(self) -> int:
         """Number of ranks that together hold one copy of the full parameter, unused pieces included."""
-        modes = [mode for _, mode in self.splits] + ([self.owner[0]] if self.owner else [])
-        return math.prod(gpc.get_world_size(mode) for mode in modes)
+        return math.prod(gpc.get_world_size(mode) for mode in self.modes)
 
     @property
     def in_use(self) -> bool:

@@ -58,15 +58,21 @@ class _Stage(NamedTuple):
     def exposed(self, choice: Choice, overlap: bool) -> float:
         """Return seconds in which gradients or weights are sent, and nothing is computed.
 
-        A bucket is reduced as soon as its part of the last backward pass is done, after the bucket before it. With
-        zero 2, the gradients of earlier passes are reduced, too, beside the next passes.
+        A bucket is reduced as soon as its part of the last backward pass is done, after the bucket before it, and a
+        part of the first forward pass begins as soon as its weights are there. So the last bucket of gradients and the
+        first one of weights are always alone. With zero 2, the gradients of earlier passes are reduced, too, beside the
+        next passes.
         """
         earlier = choice.passes - 1 if choice.zero == 2 else 0
         if not (overlap and self.num_buckets):
             return self.broadcast + (1 + earlier) * self.reduction
-        last = self.reduction / self.num_buckets
-        reduction = max(last, self.reduction - self.backward * (1 - 1 / self.num_buckets))
-        return max(self.broadcast - self.forward, 0.0) + earlier * max(self.reduction - self.backward, 0.0) + reduction
+        beside = 1 - 1 / self.num_buckets  # the share of a pass, and of what is sent, that the other can be beside
+
+        def alone(sending: float, computing: float) -> float:
+            return sending - beside * min(sending, computing)
+
+        earlier *= max(self.reduction - self.backward, 0.0)
+        return alone(self.broadcast, self.forward) + earlier + alone(self.reduction, self.backward)
 
 
 class Predictor:

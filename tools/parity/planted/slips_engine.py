@@ -6,8 +6,8 @@ SLIPS: list[Slip] = [
     Slip(
         "SGD without its momentum",
         "colossal_vit/engine/optimizers.py",
-        "groups, momentum=config.MOMENTUM",
-        "groups",
+        "groups, momentum=config.MOMENTUM, fused",
+        "groups, fused",
         ("tests/test_optim.py::test_a_built_optimizer_takes_the_steps_of_torchs_and_timms",),
     ),
     Slip(

@@ -106,6 +106,27 @@ def test_time_of_collectives_on_gpus_is_as_worked_out_by_hand():
     assert machine.send(Message("all_reduce", 1, 1e9), 8) == 0
 
 
+@pytest.mark.parametrize(
+    ("zero", "reduction", "broadcast", "overlap", "exposed"),
+    [
+        (0, 8, 0, True, 8 / 4),  # all but the last of 4 buckets beside a backward pass of 20 s
+        (0, 40, 0, True, 40 - 20 * 3 / 4),  # from the first bucket on, the network is what is slow
+        (1, 8, 8, True, 8 / 4 + 8 / 4),  # the first weights are waited for
+        (1, 8, 40, True, 8 / 4 + 40 - 10 * 3 / 4),
+        (2, 8, 8, True, 8 / 4 + 8 / 4),
+        (2, 24, 8, True, 8 / 4 + 2 * (24 - 20) + 24 - 20 * 3 / 4),  # of 3 passes
+        (2, 8, 9, False, 9 + 3 * 8),
+    ],
+)
+def test_time_in_which_gradients_or_weights_are_sent_alone_is_as_worked_out_by_hand(
+    zero, reduction, broadcast, overlap, exposed
+):
+    stage = search._Stage(10.0, 20.0, 0.0, reduction, broadcast, num_buckets=4, update=1.0)
+    choice = Choice(Layout(2, 1, 1, None, 1), 8, accumulation=3, zero=zero)
+    assert choice.passes == 3
+    assert stage.exposed(choice, overlap) == pytest.approx(exposed)
+
+
 def test_pipeline_with_more_micro_batches_waits_less():
     """More micro-batches, less waiting; computing, communicating and waiting are the whole step."""
 
