@@ -109,7 +109,6 @@ class Muon(AdamW):
         update = gradient.lerp(momentum, self.momentum) if self.nesterov else momentum
         whole = parameter.shard.gather(update.to(self.dtype or update.dtype))
         matrices = whole.reshape(group["matrices"], -1, whole.size(1))
-        matrices = orthogonalise(matrices) * (0.2 * max(matrices.shape[1:]) ** 0.5)
-        piece = parameter.shard.split(matrices.reshape(whole.shape).to(parameter.dtype))
+        piece = parameter.shard.split(orthogonalise(matrices).reshape(whole.shape)).to(parameter.dtype)
         parameter.mul_(1 - lr * group["weight_decay"])
-        parameter.sub_(lr * piece)
+        parameter.sub_(lr * 0.2 * max(matrices.shape[1:]) ** 0.5 * piece)

@@ -96,7 +96,7 @@ def build_optimizer(config: Config, model: nn.Module) -> Optimizer:
 
     AdamW makes one pass through memory, where PyTorch's default on CPUs needs eight. SGD is not PyTorch's fused one,
     whose momentum stays uninitialised if the first step overflows. Muon iterates in bf16 where activations are in half
-    precision, which is as fast as they are; elsewhere rounding to bf16 would be all that layouts differ by.
+    precision, which is as fast as they are; elsewhere layouts would differ by nothing but that rounding.
     """
     groups = parameter_groups(config, model)
     if config.OPTIMIZER == "sgd":
