@@ -57,7 +57,7 @@ class Muon(AdamW):
 
     - ranks that hold pieces of a matrix gather u, so that its whole is orthogonalised, and each takes its own piece of
       the result;
-    - the iteration is in `dtype`. In bf16, rounding of u before it becomes visible in the weights;
+    - the iteration is in `dtype`, not always in bf16, in which layouts differ by more than the rounding of fp32;
     - a step never synchronises host and device;
     - if the attribute `found_inf` is a tensor, and 1 on the device, nothing changes, as in torch's fused AdamW.
 

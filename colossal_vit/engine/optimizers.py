@@ -95,8 +95,8 @@ def build_optimizer(config: Config, model: nn.Module) -> Optimizer:
     optimizers.
 
     AdamW makes one pass through memory, where PyTorch's default on CPUs needs eight. SGD is not PyTorch's fused one,
-    whose momentum stays uninitialised if the first step overflows. Muon iterates in bf16 where activations are in half
-    precision, which is as fast as they are; elsewhere layouts would differ by nothing but that rounding.
+    whose momentum stays uninitialised if the first step overflows. Muon iterates in bf16, which is faster, only
+    where activations are in half precision: elsewhere its rounding would be the largest difference between layouts.
     """
     groups = parameter_groups(config, model)
     if config.OPTIMIZER == "sgd":
