@@ -1,6 +1,7 @@
 """Check on this machine that every layout computes the same training: 20 steps of each, compared with one process.
 
-    python scripts/check_layouts.py [--world N] [--optimizer adamw|sgd|lamb] [--only NAME ...] [--accumulation N ...]
+    python scripts/check_layouts.py [--world N] [--optimizer adamw|sgd|lamb|muon] [--only NAME ...]
+                                    [--accumulation N ...]
     python scripts/check_layouts.py --steps 440 --result results/one_curve --optimizer sgd \\
         --set LEARNING_RATE=0.05 --set HIDDEN_SIZE=64 --set LABEL_SMOOTHING=0.0 --set DROP_RATE=0.05 \\
         --set DROP_PATH_RATE=0.05 --set WARMUP_EPOCHS=1 --set CROP_PADDING=0 --set FLIP=False

@@ -36,6 +36,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {},
     "sgd": {"OPTIMIZER": "sgd", "LEARNING_RATE": 0.1, "WEIGHT_DECAY": 1e-4},
     "lamb": {"OPTIMIZER": "lamb", "LEARNING_RATE": 1.8e-2, "WEIGHT_DECAY": 0.1},
+    "muon": {"OPTIMIZER": "muon"},
 }
 
 

@@ -7,7 +7,7 @@ import torch
 from colossal_vit.data.batches import FakeLoader
 from colossal_vit.dry_run import report
 from colossal_vit.dry_run.meter import StepPlan, measure
-from colossal_vit.engine.assembly import initialize
+from colossal_vit.engine import build_optimizer, initialize
 from colossal_vit.parallel.layout import Layout
 from colossalai.legacy import nn as col_nn
 from colossalai.legacy.core import global_context as gpc
@@ -18,7 +18,7 @@ import train_dp
 import train_hybrid
 import training
 import vit
-from layouts import FOLDER, LAYOUTS, set_flags
+from layouts import FOLDER, LAYOUTS, set_flags, tensor
 
 PLAIN = (
     "DP 2",
@@ -39,6 +39,11 @@ CASES = {
         {**LAYOUTS["DP 2 × PP 2"][1], "gradient_accumulation": 2, "zero.stage": 2, "amp": "NAIVE"},
     ),
     "2D 4, TORCH, dropout": (4, {**LAYOUTS["2D 4"][1], "amp": "TORCH", "DROP_RATE": 0.1, "DROP_PATH_RATE": 0.1}),
+    "2D 4, Muon": (4, {**LAYOUTS["2D 4"][1], "OPTIMIZER": "muon"}),
+    "DP 2 × 1D 2, Muon, split state, NAIVE": (
+        4,
+        {"BATCH_SIZE": 16, **tensor("1d", 2), "OPTIMIZER": "muon", "zero.stage": 1, "amp": "NAIVE"},
+    ),
     "PP 2 × 1D 2, NAIVE": (4, {**LAYOUTS["PP 2 × 1D 2"][1], "amp": "NAIVE"}),
     "PP 2 × 1D 2, NAIVE, half of it frozen": (
         4,
@@ -73,8 +78,7 @@ def really(argv: list[str], world_size: int) -> list[StepPlan]:
     def make_a_step():
         layout = Layout.of(gpc.config, world_size)
         model = vit.build_vit(gpc.config, layout)
-        optimizer = torch.optim.AdamW(model.parameters())
-        engine, *_ = initialize(model, optimizer, col_nn.CrossEntropyLoss(label_smoothing=0.1))
+        engine, *_ = initialize(model, build_optimizer(gpc.config, model), col_nn.CrossEntropyLoss(label_smoothing=0.1))
         size = gpc.config.IMG_SIZE
         batches = FakeLoader(4, (gpc.config.BATCH_SIZE, 3, size, size), torch.device("cpu"))
         return measure(engine, batches)

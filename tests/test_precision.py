@@ -11,6 +11,7 @@ from colossal_vit.engine.amp_optimizer import AMPOptimizer, LossScale
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.engine import Scalars
 from colossal_vit.engine.lamb import Lamb
+from colossal_vit.engine.muon import Muon
 from colossal_vit.errors import TrainingError, UserError
 from colossal_vit.model.timm_vit import build_timm_vit
 from colossal_vit.parallel.layout import Layout
@@ -117,10 +118,11 @@ def test_overflow_on_one_rank_skips_the_step_on_all(mode):
 
 
 @pytest.mark.parametrize("mode", LOSS_SCALED)
-@pytest.mark.parametrize("name", ["fused AdamW", "Lamb"])
+@pytest.mark.parametrize("name", ["fused AdamW", "Lamb", "Muon"])
 def test_an_update_queued_before_the_norm_is_known_leaves_no_trace_of_an_overflow(name, mode):
     """Weights, moments and step counts are those of a run without that step."""
     kinds = {"fused AdamW": (torch.optim.AdamW, {"fused": True}), "Lamb": (Lamb, {"bias_correction": True})}
+    kinds["Muon"] = lambda params, **more: Muon([dict(params=params, matrices=1)], **more), {}
     optimizer, options = kinds[name]
 
     def trained(gradients):

@@ -71,6 +71,17 @@ RUNS = {  # script and its values; processes; what else
         4,
         {**LAYOUTS["2D 4"][1], "parallel.pipeline": 1, "OPTIMIZER": "lamb", "DEPTH": 1, "BATCH_SIZE": 256},
     ),
+    "hybrid, DP 2 × 1D 2, split state, Muon, fp16 with loss scaling": (
+        HYBRID_RUN,
+        4,
+        {
+            **NAIVE,
+            **FP16,
+            **layouts.tensor("1d", 2),
+            **{"fp16.initial_scale": 2.0**22, "OPTIMIZER": "muon", "zero.stage": 1},
+            **{"parallel.pipeline": 1, "DEPTH": 1},
+        },
+    ),
     "hybrid, DP 4, static graph": (
         HYBRID_RUN,
         4,

@@ -1,6 +1,6 @@
 """Full tensors on rank 0, gathered from the shards of all ranks, and scattered to those of any layout."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -72,11 +72,6 @@ def _buffers(engine: Engine) -> dict[str, Tensor]:
 # ---- Gather ----
 
 
-def _kinds(all_kinds: Iterable[str], trained: bool) -> list[str]:
-    """Return the kinds of tensors that there are of a parameter."""
-    return [kind for kind in all_kinds if trained or kind in (WEIGHT, AVERAGE)]
-
-
 def _pieces(engine: Engine, slot: ParameterSlot) -> dict[str, Tensor]:
     """Return what this rank has of a parameter's tensors, by kind."""
     pieces = {WEIGHT: slot.master}
@@ -109,10 +104,14 @@ def gather(engine: Engine) -> TensorFiles | None:
     sends = gpc.get_local_rank(ParallelMode.TENSOR) == 0
     slots = [s for s in parameter_slots(engine) if gpc.get_local_rank(ParallelMode.DATA) == (s.owner or 0)]
     pieces = [_pieces(engine, slot) for slot in slots]
-    own_dtypes = {kind: piece.dtype for of_slot in pieces for kind, piece in of_slot.items()}
-    sent = [(s.shard.name, s.shard.full_shape(s.master.shape), s.trained) for s in slots if sends]
-    everywhere = all_gather_object((own_dtypes, sent))
-    dtypes = dict(sorted({kind: dtype for own, _ in everywhere for kind, dtype in own.items()}.items()))
+    own = [
+        (slot.shard.name, slot.shard.full_shape(slot.master.shape), {kind: p.dtype for kind, p in of_slot.items()})
+        for slot, of_slot in zip(slots, pieces, strict=True)
+    ]
+    everywhere = all_gather_object((sends, own))
+    kinds: dict[str, dict[str, torch.dtype]] = {}  # of tensors that there are of a parameter, with their types
+    for name, _, dtypes in chain.from_iterable(held for _, held in everywhere):
+        kinds.setdefault(name, {}).update(dtypes)
     files: dict[str, dict[str, Tensor]] = {MODEL: {}, OPTIMIZER: {}} | ({EMA: {}} if engine.ema else {})
 
     def keep(kind: str, name: str, tensor: Tensor) -> None:
@@ -121,10 +120,10 @@ def gather(engine: Engine) -> TensorFiles | None:
         files[file][key] = tensor
 
     for slot, of_slot in zip(slots, pieces, strict=True):
-        for kind in _kinds(dtypes, slot.trained):
+        for kind, dtype in sorted(kinds[slot.shard.name].items()):
             piece = of_slot.get(kind)
             if piece is None:  # it gets no gradient here, see `Shard.owner`, and so has no moments
-                piece = torch.zeros_like(slot.master, dtype=dtypes[kind])
+                piece = torch.zeros_like(slot.master, dtype=dtype)
             tensor = slot.shard.gather(piece)
             if rank == 0:
                 keep(kind, slot.shard.name, _to_host(tensor, copy=tensor.data_ptr() == piece.data_ptr()))
@@ -132,10 +131,10 @@ def gather(engine: Engine) -> TensorFiles | None:
                 dist.send(tensor.cpu().contiguous(), 0, group=group)
     if rank > 0:
         return None
-    for sender, (_, sent) in list(enumerate(everywhere))[1:]:
-        for name, shape, trained in sent:
-            for kind in _kinds(dtypes, trained):
-                tensor = torch.empty(shape, dtype=dtypes[kind])
+    for sender, (sends, held) in list(enumerate(everywhere))[1:]:
+        for name, shape, _ in held if sends else ():
+            for kind, dtype in sorted(kinds[name].items()):
+                tensor = torch.empty(shape, dtype=dtype)
                 dist.recv(tensor, sender, group=group)
                 keep(kind, name, tensor)
     files[MODEL] |= {name: _to_host(buffer, copy=True) for name, buffer in _buffers(engine).items()}

@@ -53,13 +53,17 @@ TRAINING: Settings = {
     "MIN_LEARNING_RATE": Setting(
         NonNegative, "final learning rate of the cosine", 0.0, needs={"SCHEDULE": ("cosine",)}
     ),
-    "OPTIMIZER": Setting(one_of("adamw", "sgd", "lamb"), "the optimizer", "adamw"),
+    "OPTIMIZER": Setting(one_of("adamw", "sgd", "lamb", "muon"), "the optimizer", "adamw"),
     "MOMENTUM": Setting(Fraction, "momentum of SGD", 0.9, needs={"OPTIMIZER": ("sgd",)}),
+    "MUON_MOMENTUM": Setting(Fraction, "momentum of Muon", 0.95, needs={"OPTIMIZER": ("muon",)}),
+    "MUON_NESTEROV": Setting(Bool, "Nesterov's momentum in Muon", True, needs={"OPTIMIZER": ("muon",)}),
     "EPSILON": Setting(
-        Positive, "what AdamW and LAMB add to √v; 1e-8 in AdamW, 1e-6 in LAMB", needs={"OPTIMIZER": ("adamw", "lamb")}
+        Positive,
+        "what AdamW and LAMB add to √v; 1e-8 in AdamW, Muon's too, 1e-6 in LAMB",
+        needs={"OPTIMIZER": ("adamw", "lamb", "muon")},
     ),
     "LEARNING_RATE": Setting(Positive, "the rate after the warm-up", 3e-3),
-    "WEIGHT_DECAY": Setting(NonNegative, "weight decay: decoupled in AdamW and LAMB, L2 in SGD", 0.3),
+    "WEIGHT_DECAY": Setting(NonNegative, "weight decay: decoupled in AdamW, LAMB and Muon, L2 in SGD", 0.3),
     "DECAY_VECTORS": Setting(
         Bool,
         "False: biases, norms, class token and position embedding have no weight decay, and in LAMB no trust ratio",

@@ -4,11 +4,13 @@ from colossal_vit.engine.assembly import Training, initialize
 from colossal_vit.engine.criterion import build_criterion
 from colossal_vit.engine.lamb import Lamb
 from colossal_vit.engine.loop import Trainer
+from colossal_vit.engine.muon import Muon
 from colossal_vit.engine.optimizers import build_optimizer
 from colossal_vit.engine.schedules import build_scheduler
 
 __all__ = [
     "Lamb",
+    "Muon",
     "Trainer",
     "Training",
     "build_criterion",

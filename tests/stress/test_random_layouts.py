@@ -46,9 +46,10 @@ MAX_RANKS = 8
 LARGE = [("2d", 9, {}), ("2.5d", 9, {"depth": 1}), ("2.5d", 12, {"depth": 3}), ("2.5d", 18, {"depth": 2})]
 LARGE += [("3d", 27, {})]  # a case in 25 begins in one of these
 
-# The first updates of AdamW are g / (|g| + ε). With ε = 1e-8, rounding decides the sign where |g| is that small;
-# the whole learning rate in another direction has moved a loss by 1.5e-4 although the layout was correct.
-OPTIMIZERS = layouts.OPTIMIZERS | {"adamw": {"EPSILON": 1e-5}}
+# The first updates of AdamW, and of Muon outside of hidden matrices, are g / (|g| + ε). With ε = 1e-8, rounding decides
+# the sign where |g| is that small; the whole learning rate in another direction has moved a loss by 1.5e-4 although the
+# layout was correct.
+OPTIMIZERS = layouts.OPTIMIZERS | {name: {**layouts.OPTIMIZERS[name], "EPSILON": 1e-5} for name in ("adamw", "muon")}
 
 ONE_PROCESS = {"mode": None, "size": 1, "data": 1, "pipeline": 1, "chunks": 1, "micro_batches": 1, "accumulation": 1}
 ONE_PROCESS |= {"zero": None}

@@ -55,7 +55,7 @@ ENGINE, LAMB, LOOP = (f"colossal_vit/engine/{name}.py" for name in ("engine", "l
 OPTIMIZER, PRECISION, REDUCTION = (
     f"colossal_vit/engine/{name}.py" for name in ("optimizers", "precision", "reduction")
 )
-SCHEDULES, ZERO = (f"colossal_vit/engine/{name}.py" for name in ("schedules", "zero"))
+MUON, SCHEDULES, ZERO = (f"colossal_vit/engine/{name}.py" for name in ("muon", "schedules", "zero"))
 DROPOUT, KERNEL, PHILOX = (f"colossal_vit/rng/{name}.py" for name in ("dropout", "cpu_kernel", "philox"))
 NORMS, PATCHES = (f"colossal_vit/compat/{name}.py" for name in ("norms", "patches"))
 TENSORS, CHECKPOINTER = (f"colossal_vit/checkpoint/{name}.py" for name in ("tensors", "checkpointer"))
@@ -64,6 +64,7 @@ METRICS = "colossal_vit/hooks/metrics.py"
 # Values of a config.
 FOUR_BLOCKS = ("DEPTH=4",)
 LAMB_OPTIMIZER = ("OPTIMIZER='lamb'", "LEARNING_RATE=1.8e-2", "WEIGHT_DECAY=0.1")
+MUON_OPTIMIZER = ("OPTIMIZER='muon'",)
 # With SGD in half precision: AdamW makes full steps of gradients that are nearly 0, of whose rounding the sign may be
 # all that is left, and without any defect parity with `--own-precision` then finds other weights.
 SGD = ("OPTIMIZER='sgd'", "LEARNING_RATE=0.1")
@@ -548,6 +549,61 @@ STEPS = [
         "2.5D 8",
         r"step 2, weight blocks\.0\..*(bias|norm\d\.weight)",
         LAMB_OPTIMIZER,
+    ),
+    Mutation(
+        "orthogonalised in pieces",
+        "Each rank orthogonalises its own piece of a matrix.",
+        MUON,
+        """        whole = parameter.shard.gather(update.to(self.dtype or update.dtype))
+        matrices = whole.reshape(group["matrices"], -1, whole.size(1))
+        piece = parameter.shard.split(orthogonalise(matrices).reshape(whole.shape)).to(parameter.dtype)
+""",
+        """        matrices = update.reshape(group["matrices"], -1, update.size(1))
+        piece = orthogonalise(matrices).reshape(update.shape)
+""",
+        "1D 2",
+        r"step 2, weight blocks\.0\.attn\.proj\.weight",
+        MUON_OPTIMIZER,
+    ),
+    Mutation(
+        "Newton-Schulz with the norm of a piece",
+        "Each rank divides its piece of an update by the piece's norm, before it is orthogonalised.",
+        MUON,
+        "parameter.shard.gather(update.to(self.dtype or update.dtype))",
+        "parameter.shard.gather(update / (update.norm() + 1e-7))",
+        "2D 4",
+        r"step 2, weight blocks\.0\.attn\.proj\.weight",
+        MUON_OPTIMIZER,
+    ),
+    Mutation(
+        "pieces of an update in another order",
+        "In 3D the pieces of Muon's updates are put together in the order of the first group, not of the last.",
+        MUON,
+        "parameter.shard.gather(",
+        "type(s := parameter.shard)(s.name, s.splits[::-1], s.transposed, s.owner, s.num_heads).gather(",
+        "3D 8",
+        r"step 2, weight blocks\.0\.attn\.proj\.weight",
+        MUON_OPTIMIZER,
+    ),
+    Mutation(
+        "queries, keys and values as one matrix",
+        "Where ranks hold pieces, queries, keys and values are orthogonalised together.",
+        MUON,
+        'matrices = whole.reshape(group["matrices"], -1,',
+        'matrices = whole.reshape(1 if parameter.shard.splits else group["matrices"], -1,',
+        "1D 2",
+        r"step 2, weight blocks\.0\.attn\.qkv\.weight",
+        MUON_OPTIMIZER,
+    ),
+    Mutation(
+        "rate of a piece",
+        "Muon's learning rate is adjusted to the shape of a rank's piece.",
+        MUON,
+        "max(matrices.shape[1:])",
+        "max(parameter.shape)",
+        "1D 2",
+        r"step 2, weight blocks\.0\.attn\.qkv\.weight",
+        MUON_OPTIMIZER,
     ),
     Mutation(
         "average of another step",

@@ -81,6 +81,45 @@ SLIPS: list[Slip] = [
         ("tests/test_optim.py::test_lamb_equals_colossalais",),
     ),
     Slip(
+        "Muon with queries, keys and values as one matrix",
+        "colossal_vit/engine/muon.py",
+        'return 3 if ".qkv." in name else 1',
+        "return 1",
+        (
+            "tests/test_muon.py::test_built_optimizer_takes_the_steps_of_torchs_muon_in_the_blocks_and_of_its_adamw_elsewhere",
+        ),
+    ),
+    Slip(
+        "Muon for the head, too",
+        "colossal_vit/engine/muon.py",
+        r're.fullmatch(r"blocks\.\d+\..*\.weight", name)',
+        'name.endswith(".weight")',
+        (
+            "tests/test_muon.py::test_built_optimizer_takes_the_steps_of_torchs_muon_in_the_blocks_and_of_its_adamw_elsewhere",
+        ),
+    ),
+    Slip(
+        "Muon without Nesterov's momentum",
+        "colossal_vit/engine/muon.py",
+        "gradient.lerp(momentum, self.momentum) if self.nesterov else momentum",
+        "momentum",
+        ("tests/test_muon.py::test_matrices_of_any_shape_take_the_steps_of_torchs_muon",),
+    ),
+    Slip(
+        "one iteration of Newton-Schulz too few",
+        "colossal_vit/engine/muon.py",
+        "range(5)",
+        "range(4)",
+        ("tests/test_muon.py::test_matrices_of_any_shape_take_the_steps_of_torchs_muon",),
+    ),
+    Slip(
+        "an overflow in Muon's momentum",
+        "colossal_vit/engine/muon.py",
+        "torch.where(self.found_inf.bool(), momentum, gradient)",
+        "gradient.nan_to_num()",
+        ("tests/test_precision.py::test_an_update_queued_before_the_norm_is_known_leaves_no_trace_of_an_overflow",),
+    ),
+    Slip(
         "warm-up that begins with 0",
         "colossal_vit/engine/schedules.py",
         "(step + 1) / warmup",
