@@ -11,7 +11,7 @@ of a GPU: with less, halve BATCH_SIZE and double gradient_accumulation. `config_
 from colossalai.amp import AMP_TYPE
 
 # ---- Training ----
-BATCH_SIZE = 512  # images in a micro-batch of a rank: the same curve as with the published 256 × 32 × 4 GPUs, but faster
+BATCH_SIZE = 512  # images in a micro-batch of a rank; published: 256 × 32 × 4 GPUs, the same curve
 gradient_accumulation = 16
 GLOBAL_BATCH = 32_768  # 512 × 16 × 4 GPUs
 NUM_EPOCHS = 300

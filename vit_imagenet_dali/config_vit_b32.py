@@ -10,7 +10,7 @@ Not measured on GPUs here yet. `config_sample.py` runs in minutes on a CPU.
 from colossalai.amp import AMP_TYPE
 
 # ---- Training ----
-BATCH_SIZE = 1024  # images in a micro-batch of a rank: the same curve as with the published 256 × 32 × 4 GPUs, but faster
+BATCH_SIZE = 1024  # images in a micro-batch of a rank; published: 256 × 32 × 4 GPUs, the same curve
 gradient_accumulation = 8
 GLOBAL_BATCH = 32_768  # 1,024 × 8 × 4 GPUs
 NUM_EPOCHS = 300
