@@ -17,14 +17,8 @@ class ClassTokenAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, N, C) to (B, 1, C)."""
-        width = self.qkv.out_features // 3
-        weights, biases = self.qkv.weight.tensor_split([width]), (None, None)
-        if self.qkv.bias is not None:
-            biases = self.qkv.bias.tensor_split([width])
-        q, kv = map(F.linear, (x[:, :1], x), weights, biases)  # the other tokens' queries are not needed
-        q = q.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
-        k, v = kv.unflatten(2, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind()
-        heads = F.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v)
+        q, k, v = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind()
+        heads = F.scaled_dot_product_attention(self.q_norm(q[:, :, :1]), self.k_norm(k), v)
         return self.proj_drop(self.proj(self.norm(heads.transpose(1, 2).flatten(2))))
 
 
