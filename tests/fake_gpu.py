@@ -178,9 +178,12 @@ def _pretend(mode: FakeTensorMode) -> None:
     dist.Reducer, dist.Logger = MagicMock(), MagicMock()
 
 
+PINNED = "is_in_pinned_memory"  # attribute of a tensor's storage, which its views share
+
+
 def _pin(tensor: Tensor) -> Tensor:
     pinned = tensor.clone()
-    pinned.is_in_pinned_memory = True
+    setattr(pinned.untyped_storage(), PINNED, True)
     return pinned
 
 
@@ -245,7 +248,7 @@ def run(
             torch.Tensor.backward = lambda loss, *_, **__: _backward([loss])
             torch.autograd.backward = lambda tensors, *_, **__: _backward(tensors)
         torch.Tensor.pin_memory = _pin
-        torch.Tensor.is_pinned = lambda tensor: getattr(tensor, "is_in_pinned_memory", False)
+        torch.Tensor.is_pinned = lambda tensor: hasattr(tensor.untyped_storage(), PINNED)
         torch.Tensor.data_ptr = lambda tensor: id(tensor)  # pointers are only compared
         storage.write = write
         for name in ("build_timm_vit", "build_vit"):

@@ -101,6 +101,13 @@ def test_gloo_is_bound_to_no_gpu():
     assert launched_on_gpus(torchrun(0, 0), 4, "gloo")[1] == ("groups", "gloo", None)
 
 
+@pytest.mark.parametrize(("rank", "visible", "number"), [(1, 1, 0), (5, 4, 1), (2, 4, 2)])
+def test_processes_that_gloo_connects_share_gpus(rank, visible, number):
+    """More of them than GPUs, which NCCL refuses; two then have the same one."""
+    events = launched_on_gpus(torchrun(rank, rank), visible, "gloo", gpu_of=lambda rank: "the same")
+    assert events == [("device", number), ("groups", "gloo", None), ("seeds",)]
+
+
 ONE_GPU = {"visible": 1, "gpu_of": lambda rank: "the only one"}  # each process sees it, as if it were bound to it
 
 

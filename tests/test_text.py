@@ -75,9 +75,20 @@ def test_every_flag_is_on_the_page():
 
 OTHERS = {  # flags of other programs that the pages name, by who has them
     "tools/planner": {"--machine", "--spec"},
-    "bash": {"--cu12", "--fast", "--minutes", "--rehearse", "--check", "--cases", "--seed", "--torchrun"},
+    "bash": {
+        "--cu12",
+        "--fast",
+        "--rehearse",
+        "--check",
+        "--cases",
+        "--seed",
+        "--torchrun",
+        "--dali",
+        "--rest",
+        "--from",
+    },
     "build_tfrecords.py": {"--verify", "--check", "--index-only", "--synset-map", "--test-fraction"},
-    "scripts/bench.py": {"--before", "--tf32", "--synthetic", "--find-batch-size"},
+    "scripts/bench.py": {"--before", "--synthetic", "--find-batch-size"},
     "python -m colossal_vit.checkpoint": {"--dtype", "--img-size", "--num-classes", "--ema", "--onnx", "--images"},
     "python -m colossal_vit.predict": {"--top", "--ema", "--attention"},
     "scripts": {"--only", "--write", "--accumulation", "--list"},

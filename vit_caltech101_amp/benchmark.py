@@ -7,35 +7,37 @@ The warm-up steps are not counted; it/s and images/s are those of the median ste
 Memory is the peak of one process: allocated and reserved by torch on a GPU, resident (RSS) on a CPU, Python and
 libraries included. A mode that fails is a row with its reason. With --find-batch-size, each mode runs with the largest
 BATCH_SIZE that fits, found by doubling the config's (or --batch-size) until memory is exhausted or --max-batch-size is
-reached, and then by bisection. --compile adds a row for each mode, or each named, with torch.compile, --tf32 one for
-fp32 with TensorFloat-32; all rows are compared with the first: config_fp32 unchanged, eager and in strict fp32.
+reached, and then by bisection. On a GPU, fp32 has a second row with TensorFloat-32, in which the published table's fp32
+must have been; on a CPU, modes that would compute in bf16 instead of fp16 have no row. --compile adds a row for each
+mode, or each named, with torch.compile. All rows are compared with the first: config_fp32, eager and in strict fp32.
 
 Writes amp.md (the table), amp.json, amp.png, log.txt and provenance.json into runs/bench/amp, or where --output says.
 """
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-import torch
 from colossal_vit.engine import precision
 from colossal_vit.errors import UserError
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts"))
 
-from benchmarks.harness import Benchmark, Case, Failed, Side, Values, positive
+from benchmarks.harness import Benchmark, Case, Failed, Rounds, Side, Values, positive
 from benchmarks.training import add_set, device, mfu, summary_of, train
 from train import SCRIPT
 
 FOLDER = Path(__file__).resolve().parent
+MODES = ("fp32", "AMP_torch", "AMP_bf16", "AMP_naive", "AMP_naive_bf16", "AMP_apex")
+CPU_MODES = ("fp32", "AMP_bf16", "AMP_naive_bf16")  # the others would compute in bf16, too
 SMALL = ["IMG_SIZE=32", "CACHE_SIZE=36", "PATCH_SIZE=8", "HIDDEN_SIZE=32", "DEPTH=1", "NUM_HEADS=2"]
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
-    shipped = [FOLDER / "config/config_fp32.py", *sorted((FOLDER / "config").glob("config_AMP_*.py"))]
-    parser.add_argument("--configs", nargs="+", type=Path, default=shipped, help="default: fp32 and all of config_AMP")
+    shipped = [FOLDER / f"config/config_{mode}.py" for mode in (MODES if device().type == "cuda" else CPU_MODES)]
+    parser.add_argument("--configs", nargs="+", type=Path, default=shipped, help="default: all that this device can do")
     parser.add_argument("--nproc_per_node", type=positive, default=1, help="processes (default %(default)s)")
     parser.add_argument("--warm-up", type=int, default=5, help="steps that do not count (default %(default)s)")
     parser.add_argument("--synthetic", action="store_true", help="random images instead of the data set")
@@ -47,7 +49,6 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compile", nargs="*", metavar="CONFIG", help="those of these names with torch.compile too (default: all)"
     )
-    parser.add_argument("--tf32", action="store_true", help="fp32 with TensorFloat-32 too")
     add_set(parser)
 
 
@@ -99,14 +100,18 @@ def measure(config: Path, overrides: list[str], args: argparse.Namespace, number
     return {**found, **mode, "MFU, %": mfu(resolved, images_per_s)}
 
 
+def common(args: argparse.Namespace) -> list[str]:
+    """Return the values that all rows have."""
+    return [*(SMALL if args.small else []), *args.set, *(["SYNTHETIC=True"] if args.synthetic else [])]
+
+
 def sides(args: argparse.Namespace) -> dict[str, Side]:
     """Return the modes, by config, mode and what else is special."""
-    if args.tf32 and not torch.cuda.is_available():
-        print("no NVIDIA GPU here, so TensorFloat-32 (--tf32) is left out", file=sys.stderr)
-        args.tf32 = False
-    rows = [(config.stem, config, ["COMPILE=False"]) for config in args.configs]
-    if args.tf32:
-        rows += [(f"{name}, TF32", config, [*own, "TF32=True"]) for name, config, own in rows if name == "config_fp32"]
+    rows = []
+    for config in args.configs:
+        rows.append((config.stem, config, ["COMPILE=False"]))
+        if config.stem == "config_fp32" and device().type == "cuda":
+            rows.append(("config_fp32, TF32", config, ["COMPILE=False", "TF32=True"]))
     if args.compile is not None:
         rows += [
             (f"{name}, compiled", config, [*own, "COMPILE=True"])
@@ -115,11 +120,19 @@ def sides(args: argparse.Namespace) -> dict[str, Side]:
         ]
     if args.small:
         rows, args.warm_up, args.batch_size = rows[:1], 1, 2
-    common = [*(SMALL if args.small else []), *args.set, *(["SYNTHETIC=True"] if args.synthetic else [])]
-    return {name: partial(measure, config, [*own, *common], args) for name, config, own in rows}
+    return {name: partial(measure, config, [*own, *common(args)], args) for name, config, own in rows}
 
 
-BENCHMARK = Benchmark(lambda args: {"AMP": Case(sides, once=True)}, rounds=1, steps=20, flags=flags, compared=2)
+def heading(found: Mapping[str, Rounds], args: argparse.Namespace) -> list[str]:
+    """Return the line above the table: what all rows are trained with."""
+    config = SCRIPT.load(args.configs[0], common(args))
+    model = f"{config.MODEL} at {config.IMG_SIZE} px, dropout {config.DROP_RATE}, {config.OPTIMIZER}"
+    return [f"{model}; {args.steps} steps after {args.warm_up}.", ""]
+
+
+BENCHMARK = Benchmark(
+    lambda args: {"AMP": Case(sides, once=True)}, rounds=1, steps=20, flags=flags, compared=2, summary=heading
+)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.run("amp", __doc__, sys.argv[1:]))

@@ -10,9 +10,9 @@ Not measured on GPUs here yet. `config_sample.py` runs in minutes on a CPU.
 from colossalai.amp import AMP_TYPE
 
 # ---- Training ----
-BATCH_SIZE = 256  # images in a micro-batch of a rank
-gradient_accumulation = 32
-GLOBAL_BATCH = 32_768  # 256 × 32 × 4 GPUs
+BATCH_SIZE = 1024  # images in a micro-batch of a rank; published: 256 × 32 × 4 GPUs, the same curve
+gradient_accumulation = 8
+GLOBAL_BATCH = 32_768  # 1,024 × 8 × 4 GPUs
 NUM_EPOCHS = 300
 WARMUP_EPOCHS = 150  # the schedule moves every optimizer step; an epoch is 39 of them
 OPTIMIZER, SCHEDULE = "lamb", "linear"

@@ -10,7 +10,7 @@ Not measured on GPUs here yet. `config_sample.py` runs in minutes on a CPU.
 from colossalai.amp import AMP_TYPE
 
 # ---- Training ----
-BATCH_SIZE = 256  # images in a micro-batch of a rank
+BATCH_SIZE = 256  # images in a micro-batch of a rank, as published; 1,024 would take 48 GB of a GPU, by a dry run
 gradient_accumulation = 32
 GLOBAL_BATCH = 32_768  # 256 × 32 × 4 GPUs
 NUM_EPOCHS = 300

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from colossal_vit.checkpoint.host_memory import Host
 from colossal_vit.checkpoint.storage import EMA, MODEL, OPTIMIZER, TensorFiles
 from colossal_vit.engine.engine import Engine
 from colossal_vit.errors import UserError
@@ -81,18 +82,6 @@ def _pieces(engine: Engine, slot: ParameterSlot) -> dict[str, Tensor]:
     return pieces | {moment: value for moment, value in state.items() if isinstance(value, Tensor) and value.ndim}
 
 
-def _to_host(tensor: Tensor, copy: bool) -> Tensor:
-    """Return a contiguous tensor on the CPU; a GPU copies it in the background, to pinned memory that PyTorch reuses.
-
-    Args:
-        tensor: on any device.
-        copy: whether it must be another one even if it is on the CPU.
-    """
-    if tensor.device.type == "cuda":
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-    return tensor.to("cpu", copy=copy).contiguous()
-
-
 @torch.no_grad()
 def gather(engine: Engine) -> TensorFiles | None:
     """Return the full weights, buffers, moments and averages, on the CPU of rank 0; None on the others. Collective.
@@ -100,7 +89,7 @@ def gather(engine: Engine) -> TensorFiles | None:
     One tensor at a time: the tensor-parallel ranks of a replica that owns it make it a full one, and the first of them
     sends it to rank 0.
     """
-    rank, group = gpc.get_global_rank(), gpc.get_cpu_group(ParallelMode.GLOBAL)
+    rank, group, host = gpc.get_global_rank(), gpc.get_cpu_group(ParallelMode.GLOBAL), Host()
     sends = gpc.get_local_rank(ParallelMode.TENSOR) == 0
     slots = [s for s in parameter_slots(engine) if gpc.get_local_rank(ParallelMode.DATA) == (s.owner or 0)]
     pieces = [_pieces(engine, slot) for slot in slots]
@@ -126,7 +115,7 @@ def gather(engine: Engine) -> TensorFiles | None:
                 piece = torch.zeros_like(slot.master, dtype=dtype)
             tensor = slot.shard.gather(piece)
             if rank == 0:
-                keep(kind, slot.shard.name, _to_host(tensor, copy=tensor.data_ptr() == piece.data_ptr()))
+                keep(kind, slot.shard.name, host.copy(tensor, needed=tensor.data_ptr() == piece.data_ptr()))
             elif sends:
                 dist.send(tensor.cpu().contiguous(), 0, group=group)
     if rank > 0:
@@ -137,7 +126,7 @@ def gather(engine: Engine) -> TensorFiles | None:
                 tensor = torch.empty(shape, dtype=dtype)
                 dist.recv(tensor, sender, group=group)
                 keep(kind, name, tensor)
-    files[MODEL] |= {name: _to_host(buffer, copy=True) for name, buffer in _buffers(engine).items()}
+    files[MODEL] |= {name: host.copy(buffer, needed=True) for name, buffer in _buffers(engine).items()}
     get_accelerator().synchronize()  # the copies from a GPU are complete
     return files
 

@@ -19,8 +19,8 @@ def choose_backend(args: argparse.Namespace, rendezvous: Rendezvous, layout: Lay
     """Return the backend `--backend`, or by default NCCL with CUDA and gloo without.
 
     Raises:
-        UserError: if the backend needs CUDA or cannot send what the layout sends, or this machine has fewer GPUs than
-            processes.
+        UserError: if the backend needs CUDA or cannot send what the layout sends, or NCCL is to connect more processes
+            than this machine has GPUs.
     """
     available = torch.cuda.is_available()
     backend = args.backend or ("nccl" if available else "gloo")
@@ -32,7 +32,7 @@ def choose_backend(args: argparse.Namespace, rendezvous: Rendezvous, layout: Lay
             f"stages hand on: leave the flag out, or set CUDA_VISIBLE_DEVICES= to train on CPUs"
         )
     works = rendezvous.rank < layout.world_size  # a process without work needs no GPU
-    if available and works and device_index(rendezvous) >= torch.cuda.device_count():
+    if backend == "nccl" and works and device_index(rendezvous) >= torch.cuda.device_count():
         raise UserError(
             f"rank {rendezvous.rank} would be process {rendezvous.local_rank + 1} on this machine, which has "
             f"{torch.cuda.device_count()} GPU(s): start at most one process per GPU"
@@ -77,8 +77,10 @@ def prepare_device(dtype: str, rendezvous: Rendezvous) -> torch.device:
 
 
 def choose_device(rendezvous: Rendezvous) -> torch.device:
-    """Return this rank's device."""
-    return torch.device("cuda", device_index(rendezvous)) if torch.cuda.is_available() else torch.device("cpu")
+    """Return this rank's device: where there are fewer GPUs than processes, which only gloo can connect, they share."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", device_index(rendezvous) % torch.cuda.device_count())
 
 
 def _check_own_gpu(rendezvous: Rendezvous, store: dist.Store, device: torch.device) -> None:
@@ -121,12 +123,12 @@ def launch_groups(
         `gpc.config`, a copy of the config that Colossal-AI has made.
 
     Raises:
-        UserError: on every rank, if two have the same GPU.
+        UserError: on every rank, if NCCL is to connect two that have the same GPU.
     """
     common = {"config": config, "backend": backend, "seed": config.SEED, "verbose": False}
     where, world_size = {"host": rendezvous.host, "port": rendezvous.port}, str(rendezvous.world_size)
     with patches.groups(store, timeout, device):
-        if device.type == "cuda" and rendezvous.world_size > 1 and backend != "fake":
+        if backend == "nccl" and rendezvous.world_size > 1:
             _check_own_gpu(rendezvous, store, device)
         if rendezvous.launcher == "torch":
             os.environ.update(MASTER_ADDR=rendezvous.host, MASTER_PORT=str(rendezvous.port), WORLD_SIZE=world_size)

@@ -98,7 +98,7 @@ def sides(model: str, threads: int, compiled: bool, fp16: bool, args: argparse.N
     return {name: partial(side.measure, args.steps) for name, side in processes.items()}
 
 
-def summary(found: Mapping[str, Rounds]) -> list[str]:
+def summary(found: Mapping[str, Rounds], args: argparse.Namespace) -> list[str]:
     """Return what ours takes of the others' time, and what dropout adds to each: medians of all rounds.
 
     Also what the products of ours take of its time.

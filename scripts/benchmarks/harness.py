@@ -162,7 +162,7 @@ class Benchmark:
         steps: how many optimizer steps a side makes in a round, by default; None if that is not its unit.
         flags: adds flags of its own to the parser.
         compared: how many of the quantities are compared between sides.
-        summary: given what was found, returns lines of Markdown that go before the table.
+        summary: given what was found and the command line, returns lines of Markdown that go before the table.
     """
 
     cases: Callable[[argparse.Namespace], Mapping[str, Case]]
@@ -170,7 +170,7 @@ class Benchmark:
     steps: int | None = None
     flags: Callable[[argparse.ArgumentParser], Any] = lambda parser: None
     compared: int = 1
-    summary: Callable[[Mapping[str, Rounds]], list[str]] = lambda found: []
+    summary: Callable[[Mapping[str, Rounds], argparse.Namespace], list[str]] = lambda found, args: []
 
     def parser(self, name: str, description: str | None) -> argparse.ArgumentParser:
         program = Path(sys.argv[0]).name
@@ -215,7 +215,7 @@ class Benchmark:
                 found[case], failed[case] = measure(cases[case], args, result.print)
             else:
                 found[case], failed[case] = start_ranks(case, cases[case], result)
-        table = [*self.summary(found), *make_table(found, failed, self.compared)]
+        table = [*self.summary(found, args), *make_table(found, failed, self.compared)]
         arguments = {key: str(value) for key, value in vars(args).items() if key not in ("output", "on_ranks", "list")}
         result.finish(name, table, {"arguments": arguments, "rounds": found, "failed": failed})
         draw(found, self.compared or 1, output / f"{name}.png")

@@ -95,7 +95,7 @@ def sides(model: str, precision: str, args: argparse.Namespace) -> dict[str, Sid
     }
 
 
-def loops(found: Mapping[str, Rounds]) -> list[str]:
+def loops(found: Mapping[str, Rounds], args: argparse.Namespace) -> list[str]:
     """Return what training with DALI reaches of the lower one of the others, in the same round."""
     lines = []
     for case, rounds in found.items():

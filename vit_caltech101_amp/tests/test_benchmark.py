@@ -6,6 +6,7 @@ import re
 import shutil
 
 import pytest
+import torch
 
 import fork_ranks
 from fork_ranks import ROOT
@@ -47,8 +48,12 @@ def amp(tmp_path):
     shutil.copy(ROOT / "vit_caltech101_amp/train.py", folder / "real_train.py")
     (folder / "train.py").write_text(TRAIN)
 
-    def run(*flags, **variables):
-        argv, enter = [*flags, "--output", str(tmp_path / "amp")], lambda rank: os.environ.update(variables)
+    def run(*flags, gpu="", **variables):
+        def enter(rank):
+            os.environ.update(variables)
+            torch.cuda.is_available, torch.cuda.get_device_name = lambda: bool(gpu), lambda *_: gpu
+
+        argv = [*flags, "--output", str(tmp_path / "amp")]
         done = fork_ranks.start(folder / "benchmark.py", argv, [{}], cwd=tmp_path, enter=enter).wait()
         assert done.codes == [0], str(done)
         document = json.loads((tmp_path / "amp/amp.json").read_text())
@@ -58,9 +63,13 @@ def amp(tmp_path):
 
 
 def test_the_modes_of_amp_are_compared_with_fp32(amp):
-    rounds, said = amp("--steps", "5", "--warm-up", "2", "--batch-size", "64", "--compile")
-    assert len(rounds) == 12
-    assert next(iter(rounds)) == "config_fp32"
+    """Those that a CPU can do; one that is named is measured, too."""
+    modes = ("fp32", "AMP_torch", "AMP_naive_bf16")
+    configs = ["--configs", *(f"vit_caltech101_amp/config/config_{mode}.py" for mode in modes)]
+    rounds, said = amp("--steps", "5", "--warm-up", "2", "--batch-size", "64", "--compile", *configs)
+    assert list(rounds)[:3] == ["config_fp32", "config_AMP_torch", "config_AMP_naive_bf16"]
+    assert len(rounds) == 6
+    assert "\nvit_base_patch16_224 at 224 px, dropout 0.1, sgd; 5 steps after 2.\n\n|  | side |" in said
     (torch_mode,) = rounds["config_AMP_torch"]
     assert torch_mode["images/s"] == 64
     assert torch_mode["it/s"] == 1
@@ -71,6 +80,16 @@ def test_the_modes_of_amp_are_compared_with_fp32(amp):
     )
     assert "| AMP | config_fp32, compiled | 64 | 4 | 1 | 1 | 1.3 | fp32 | 64 | 2.000 | 1.000 |" in said
     assert "| AMP | config_AMP_naive_bf16 | train.py: error: MODEL cannot be built |" in said
+
+
+ON_GPU = ["fp32", "fp32, TF32", "AMP_torch", "AMP_bf16", "AMP_naive", "AMP_naive_bf16", "AMP_apex"]
+
+
+@pytest.mark.parametrize(("gpu", "modes"), [("", ["fp32", "AMP_bf16", "AMP_naive_bf16"]), ("NVIDIA H200", ON_GPU)])
+def test_rows_are_what_the_device_can_do(amp, gpu, modes):
+    """A CPU has no TensorFloat-32, and no mode in fp16 unless asked for it."""
+    rounds, _ = amp("--steps", "3", "--warm-up", "2", gpu=gpu)
+    assert list(rounds) == [f"config_{mode}" for mode in modes]
 
 
 @pytest.mark.parametrize(("limit", "start", "most"), [(100, 16, 4096), (7, 64, 4096), (4096, 128, 512), (1, 1, 4096)])

@@ -5,6 +5,7 @@ import shlex
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from colossal_vit.dry_run import report
 from colossal_vit.parallel.layout import Layout
@@ -18,7 +19,7 @@ from tools.planner.enumeration import Choice, enumerate_layouts
 from tools.planner.machines import MACHINES, Machine, name_of, parse_specs
 from tools.planner.request import request_of
 from tools.planner.search import Prediction
-from tools.planner.trace import Message
+from tools.planner.trace import Message, Pass
 from vit_settings import check_vit
 
 SIZE = dict(IMG_SIZE=64, PATCH_SIZE=8, HIDDEN_SIZE=96, DEPTH=4, NUM_HEADS=4, NUM_CLASSES=10, BATCH_SIZE=64)
@@ -94,6 +95,15 @@ def test_search_takes_the_fastest_layouts_that_a_dry_run_finds_small_enough():
     assert [(each.choice, each.memory) for each in plan.best] == [(second, 1e9), (small, 0.5e9)]
     assert asked == [large, second, small]
     assert (plan.num_layouts, plan.num_too_large, plan.limit, plan.smallest) == (5, 3, 1e9, 1.5e9)
+
+
+def test_a_pass_takes_as_long_as_the_device_computes_or_the_host_starts_its_operators():
+    """By hand: a product of 63 GFLOP at 63 % of 100 TFLOP/s, 0.6 GB at 60 % of 1,000 GB/s, and what takes no time."""
+    machine = Machine(100, 10, 80, 1000, 1, 1, launch_us=50)
+    operations = np.array([[63e9, 0], [0, 0.6e9], [0, 0]])
+    assert machine.compute(Pass(operations, [])) == pytest.approx(1e-3 + 1e-3 + 5e-6)
+    assert machine.compute(Pass(operations[[2] * 8], [])) == pytest.approx(8 * 50e-6)
+    assert machine.compute(Pass(operations[[0, *[2] * 8]], [])) == pytest.approx(1e-3 + 8 * 5e-6)
 
 
 def test_time_of_collectives_on_gpus_is_as_worked_out_by_hand():
