@@ -203,7 +203,7 @@ def test_the_list_goes_on_after_a_failure_and_where_it_is_told_to(run):
 def test_from_a_check_that_is_not_in_the_list_is_refused():
     done = fork_ranks.run("scripts/gpu_check.py", ["--rehearse", "--dali", "--from", "shipped"])
     assert done.codes == [2]
-    assert "error: --from shipped: choose from 1 to 3, or dali, imagenet, imagenet_cpu" in done.stderr[0]
+    assert "error: --from shipped: choose from 1 to 3, or dali, imagenet, imagenet_gpu" in done.stderr[0]
 
 
 def test_measured_values_are_compared_with_those_predicted_for_the_gpu(run, tmp_path):
