@@ -93,7 +93,7 @@ OTHERS = {  # flags of other programs that the pages name, by who has them
     "python -m colossal_vit.predict": {"--top", "--ema", "--attention"},
     "scripts": {"--only", "--write", "--accumulation", "--list"},
     "python -m tools.parity": {"--own-precision"},
-    "earlier versions": {"--plan", "--parity", "--eval-knn"},
+    "earlier versions": {"--plan", "--parity", "--eval-knn", "--minutes", "--again", "--tf32"},
     "tests/stress": {"--cases", "--seed", "--ignore"},
     "torchrun": {"--standalone", "--nnodes", "--rdzv_backend", "--rdzv_endpoint", "--max-restarts", "--nproc_per_node"},
     "its rendezvous": {"--rdzv_conf"},
