@@ -91,7 +91,7 @@ OTHERS = {  # flags of other programs that the pages name, by who has them
     "scripts/bench.py": {"--before", "--synthetic", "--find-batch-size"},
     "python -m colossal_vit.checkpoint": {"--dtype", "--img-size", "--num-classes", "--ema", "--onnx", "--images"},
     "python -m colossal_vit.predict": {"--top", "--ema", "--attention"},
-    "scripts": {"--only", "--write", "--accumulation", "--list"},
+    "scripts": {"--only", "--write", "--accumulation", "--list", "--optimizer"},
     "python -m tools.parity": {"--own-precision"},
     "earlier versions": {"--plan", "--parity", "--eval-knn", "--minutes", "--again", "--tf32"},
     "tests/stress": {"--cases", "--seed", "--ignore"},

@@ -104,7 +104,7 @@ def test_another_global_batch_is_kept_and_said(tmp_path):
 
 def test_plan_takes_its_hours_from_a_rate_that_is_given(tmp_path):
     config = load(FOLDER / "config_vit_l32.py", ["IMAGES_PER_S=4300"])
-    assert re.fullmatch(r"64 +256 +2 +11,700 +0\.39", planning.schedule(config, tmp_path, 4)[3])
+    assert re.fullmatch(r"64 +512 +1 +11,700 +0\.39", planning.schedule(config, tmp_path, 4)[3])
 
 
 def test_steps_and_hours_of_other_tfrecords(tmp_path):
@@ -115,7 +115,7 @@ def test_steps_and_hours_of_other_tfrecords(tmp_path):
     config = load(FOLDER / "config_vit_l32.py", ["IMAGES_PER_S=4096", f"DATA={str(tmp_path)!r}"])
     header, _, row, *_ = planning.schedule(config, tmp_path, 4)
     assert header.startswith("a global batch of 32,768, 131,072 images an epoch; ")
-    assert " ".join(row.split()) == "4 256 32 1,200 0.67"
+    assert " ".join(row.split()) == "4 512 16 1,200 0.67"
 
 
 @pytest.mark.parametrize(("made", "count"), [(["train/a", "train/b", "val/a"], 40), (["a", "b"], 32)])
