@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from colossal_vit.checkpoint.storage import EMA, MODEL, OPTIMIZER, TensorFiles
 from colossal_vit.engine.engine import Engine
+from colossal_vit.engine.fully_sharded import DataShard, pieces_of
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.collectives import all_gather_object, raise_on_all_ranks, run_on_rank_0
 from colossal_vit.parallel.sharding import Shard
@@ -41,6 +42,11 @@ class ParameterSlot(NamedTuple):
         return self.owner is None or self.owner == gpc.get_local_rank(ParallelMode.DATA)
 
     @property
+    def in_first_replica(self) -> bool:
+        """Whether this rank is of the first replica that has master and optimizer state."""
+        return gpc.get_local_rank(ParallelMode.DATA) == (self.owner or 0)
+
+    @property
     def trained(self) -> bool:
         """Whether it has a gradient, and so moments."""
         return self.working.requires_grad
@@ -49,7 +55,7 @@ class ParameterSlot(NamedTuple):
 def parameter_slots(engine: Engine) -> list[ParameterSlot]:
     """Return the parameters of this rank, in the order of the model."""
     masters, owners = engine.optimizer.working_to_master_map, engine.zero.owners if engine.zero else {}
-    return [ParameterSlot(p.shard, p, masters.get(p, p), owners.get(p)) for p in engine.bare_model.parameters()]
+    return [ParameterSlot(p.shard, p, masters.get(p, p), owners.get(p)) for p in pieces_of(engine.bare_model)]
 
 
 def _by_name(engine: Engine) -> dict[str, ParameterSlot]:
@@ -106,11 +112,11 @@ def gather(engine: Engine) -> TensorFiles | None:
     sends it to rank 0.
     """
     rank, group = gpc.get_global_rank(), gpc.get_cpu_group(ParallelMode.GLOBAL)
-    sends = gpc.get_local_rank(ParallelMode.TENSOR) == 0
-    slots = [s for s in parameter_slots(engine) if gpc.get_local_rank(ParallelMode.DATA) == (s.owner or 0)]
+    slots = [s for s in parameter_slots(engine) if isinstance(s.shard, DataShard) or s.in_first_replica]
+    first = gpc.get_local_rank(ParallelMode.TENSOR) == 0
     pieces = [_pieces(engine, slot) for slot in slots]
     own_dtypes = {kind: piece.dtype for of_slot in pieces for kind, piece in of_slot.items()}
-    sent = [(s.shard.name, s.shard.full_shape(s.master.shape), s.trained) for s in slots if sends]
+    sent = [(s.shard.name, s.shard.full_shape(s.master.shape), s.trained) for s in slots if first and s.in_first_replica]
     everywhere = all_gather_object((own_dtypes, sent))
     dtypes = dict(sorted({kind: dtype for own, _ in everywhere for kind, dtype in own.items()}.items()))
     files: dict[str, dict[str, Tensor]] = {MODEL: {}, OPTIMIZER: {}} | ({EMA: {}} if engine.ema else {})
@@ -128,7 +134,7 @@ def gather(engine: Engine) -> TensorFiles | None:
             tensor = slot.shard.gather(piece)
             if rank == 0:
                 keep(kind, slot.shard.name, _to_host(tensor, copy=tensor.data_ptr() == piece.data_ptr()))
-            elif sends:
+            elif first and slot.in_first_replica:
                 dist.send(tensor.cpu().contiguous(), 0, group=group)
     if rank > 0:
         return None

@@ -10,6 +10,7 @@ from colossal_vit.config.load import num_model_chunks
 from colossal_vit.engine import compilation, precision
 from colossal_vit.engine.ema import Ema
 from colossal_vit.engine.engine import Engine
+from colossal_vit.engine.fully_sharded import PieceGradients, pieces_of, shard_fully
 from colossal_vit.engine.optimizers import frozen_parameters
 from colossal_vit.engine.reduction import GradientReducer, make_buckets
 from colossal_vit.engine.train_loader import TrainLoader
@@ -158,6 +159,8 @@ def _reduce_gradients(
         return model, [zero.reducer(model, num_passes, overlap=not is_compiled)]
     if not is_using_ddp():
         return model, []
+    if config.zero:  # stage 3
+        return model, [PieceGradients(model)]
     group = gpc.get_group(ParallelMode.DATA)
     if is_using_pp():
         return model, [GradientReducer(make_buckets(model.parameters(), group, {}), num_passes)]
@@ -213,26 +216,29 @@ def initialize(
     name_parameters(model)
     if is_using_ddp():
         sync_model_param(model, ParallelMode.DATA)
-    frozen = set(frozen_parameters(config, model))
-    zero = None
-    if is_using_ddp() and config.zero:
-        trained = [p for p in model.parameters() if p not in frozen]
-        # Here, so that master weights are made of the parameters that it leaves to this rank's optimizer only.
-        zero = Zero(trained, optimizer, gpc.get_group(ParallelMode.DATA), config.zero.stage)
-    model, optimizer, criterion = precision.wrap_for_precision(model, optimizer, criterion, fp16, device)
-    for parameter in frozen:  # after wrapping: it keeps its fp32 copy, from which checkpoints are made
+    for parameter in frozen_parameters(config, model):
         parameter.requires_grad_(False)
+    model, criterion = precision.wrap_model(model, criterion, fp16, device)
+    stage = config.zero.stage if is_using_ddp() and config.zero else 0
+    zero = None
+    if stage == 3:
+        shard_fully(bare_model, optimizer, device)
+    elif stage:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        zero = Zero(trained, optimizer, gpc.get_group(ParallelMode.DATA), stage)
+    # Now, so that master weights are made of the parameters that ZeRO leaves to this rank's optimizer only.
+    optimizer = precision.wrap_optimizer(optimizer, fp16, device)
 
     # Before DDP, so that the compiled backward pass has breaks at its gradient buckets.
     is_compiled = compilation.compile_if_chosen(model, config.COMPILE, device)
     model, gradient_handlers = _reduce_gradients(config, model, zero, is_compiled, device)
-    if zero:
+    if stage:
         optimizer.norm_group = ParallelMode.GLOBAL
 
     ema = None
     if config.ema:
         masters = optimizer.working_to_master_map
-        own = [p for p in bare_model.parameters() if not zero or zero.owns(p)]
+        own = [p for p in pieces_of(bare_model) if not zero or zero.owns(p)]
         if any(masters.get(p, p).itemsize < 4 for p in own):
             raise UserError("ema needs weights in fp32, which fp16.opt_level = 'O3' has not")
         ema = Ema([(p, masters.get(p, p)) for p in own], **config.ema, publish=zero and zero.broadcast_weights)

@@ -20,6 +20,7 @@ from colossalai.legacy.core import global_context as gpc
 from colossalai.legacy.utils import is_using_pp
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.fsdp import FSDPModule
 from torch.fx import GraphModule
 
 
@@ -75,7 +76,8 @@ def compile_if_chosen(model: nn.Module, choice: bool | str, device: torch.device
     Raises:
         UserError: if `choice` is True and this machine lacks what that needs.
     """
-    by_block = gpc.tensor_parallel_size > 1 or is_using_pp()
+    is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    by_block = gpc.tensor_parallel_size > 1 or is_using_pp() or is_sharded
     if choice == "auto":
         log, reason = RankLogger(gpc.get_global_rank()), why_eager(device)
         if device.type == "cuda":  # together: in other ranks' programs are collectives that an eager rank does not call

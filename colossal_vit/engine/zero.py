@@ -57,7 +57,7 @@ class WeightBroadcast:
             torch._foreach_copy_(self.small, split_flat(self.flat, self.small))
 
 
-def _blocks(model: nn.Module) -> list[nn.Module]:
+def find_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the modules in any `blocks` of a model, but for lists of modules, which nobody calls."""
     containers = [module for name, module in model.named_modules() if name.split(".")[-1] == "blocks"]
     lists = nn.ModuleList, nn.ModuleDict
@@ -104,7 +104,7 @@ class Zero:
                 for all of them, which a compiled model needs.
         """
         # Not each layer: some of timm's read the weights of a layer within them without calling it.
-        blocks = _blocks(model) if overlap else []
+        blocks = find_blocks(model) if overlap else []
         in_blocks = {parameter: None for block in blocks for parameter in block.parameters()}
         outside = [parameter for parameter in model.parameters() if parameter not in in_blocks]
         self.buckets = make_buckets(in_blocks, self.group, self.owners)
