@@ -116,7 +116,9 @@ def gather(engine: Engine) -> TensorFiles | None:
     first = gpc.get_local_rank(ParallelMode.TENSOR) == 0
     pieces = [_pieces(engine, slot) for slot in slots]
     own_dtypes = {kind: piece.dtype for of_slot in pieces for kind, piece in of_slot.items()}
-    sent = [(s.shard.name, s.shard.full_shape(s.master.shape), s.trained) for s in slots if first and s.in_first_replica]
+    sent = [
+        (s.shard.name, s.shard.full_shape(s.master.shape), s.trained) for s in slots if first and s.in_first_replica
+    ]
     everywhere = all_gather_object((own_dtypes, sent))
     dtypes = dict(sorted({kind: dtype for own, _ in everywhere for kind, dtype in own.items()}.items()))
     files: dict[str, dict[str, Tensor]] = {MODEL: {}, OPTIMIZER: {}} | ({EMA: {}} if engine.ema else {})

@@ -104,6 +104,7 @@ def shard_fully(model: nn.Module, optimizer: Optimizer, device: torch.device) ->
         piece = parameter.to_local().detach().requires_grad_(parameter.requires_grad)
         piece.shard = DataShard(**vars(before.shard), dim=dim, length=before.shape[dim])
         parameter.piece = piece_of[before] = piece
+        parameter.hooks = list((before._backward_hooks or {}).values())  # which fully_shard drops
     for group in optimizer.param_groups:
         group["params"] = [piece_of[parameter] for parameter in group["params"]]
     if isinstance(optimizer, Lamb):
@@ -112,6 +113,8 @@ def shard_fully(model: nn.Module, optimizer: Optimizer, device: torch.device) ->
 
 class PieceGradients(BaseGradientHandler):
     """Gives the pieces of a model's parameters the gradients that `fully_shard` has averaged in the backward passes.
+
+    Before, hooks of the parameters get their pieces' gradients: 3D's sum them over ranks, which may as well come last.
 
     Args:
         model: that `shard_fully` has split.
@@ -123,4 +126,7 @@ class PieceGradients(BaseGradientHandler):
     def handle_gradient(self) -> None:
         for parameter in self.parameters:
             if parameter.grad is not None:
-                parameter.piece.grad, parameter.grad = parameter.grad.to_local(), None
+                grad, parameter.grad = parameter.grad.to_local(), None
+                for hook in parameter.hooks:
+                    grad = hook(grad)
+                parameter.piece.grad = grad
