@@ -66,8 +66,8 @@ def drop_gradients_of_frozen() -> None:
 def _broadcast_copy(tensor: Tensor, *source: Any) -> Tensor:
     """Broadcast the weight of a 3D classifier.
 
-    Fixes: upstream broadcasts into the parameter, to have it in the backward pass. What `fully_shard` has gathered of it
-    is freed and gathered again until then.
+    Fixes: upstream broadcasts into the parameter, and so has it in the backward pass. But `fully_shard` frees what it
+    has gathered, and gathers it again for the backward pass.
     """
     return collective.broadcast(tensor.clone(), *source)
 

@@ -139,6 +139,10 @@ def _check(config: Any, model: nn.Module) -> None:
                 f"the model's {name!r} is a {type(module).__name__}, which normalises over a rank's micro-batch, so "
                 f"that each layout computes something else: use a model without one"
             )
+    if is_using_ddp() and config.zero and config.zero.stage == 3 and fp16 and fp16.get("opt_level") == "O2":
+        raise UserError(
+            "zero.stage = 3 does not work with fp16.opt_level = 'O2', whose norms are of another type: use stage 1 or 2"
+        )
     if config.zero and config.torch_ddp:
         raise UserError("torch_ddp has no effect with zero, which reduces gradients by itself: leave one of them out")
 
