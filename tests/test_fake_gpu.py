@@ -170,17 +170,7 @@ def test_augmented_run_with_overflows_leaves_nothing_on_the_cpu(script, policy, 
 
 
 LAYOUTS = {**layouts.LAYOUTS, "DP 2, split state": (2, {"BATCH_SIZE": 16, "zero.stage": 1})}
-OF_EACH_KIND = [
-    "DP 2",
-    "DP 2, split state",
-    "DP 4, zero 3",
-    "PP 2",
-    "PP 2 interleaved × 2",
-    "1D 2",
-    "2D 4",
-    "2.5D 8",
-    "3D 8",
-]
+OF_EACH_KIND = ["DP 2", "DP 2, split state", "PP 2", "PP 2 interleaved × 2", "1D 2", "2D 4", "2.5D 8", "3D 8"]
 OF_EACH_KIND += ["PP 2 × 2D 4", "DP 2 × PP 2"]
 
 
