@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import _create_work_from_future
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::broadcast_", "Meta"):
     import torch.distributed._tools.fake_collectives  # where older versions of torch make them known to fake tensors
@@ -40,7 +40,7 @@ def _convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: b
 
 def _with_data(function: Callable, *args: Any) -> Any:
     """Call a function whose tensors have data: a mesh of ranks looks for this one among them."""
-    with _disable_current_modes():
+    with torch._C._DisableTorchDispatch():
         return function(*args)
 
 
