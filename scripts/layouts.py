@@ -49,6 +49,7 @@ PIPELINE = {"parallel.pipeline": 2}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # name: processes, overrides
     "DP 2": (2, {"BATCH_SIZE": 16}),
     "DP 4": (4, {"BATCH_SIZE": 8}),
+    "DP 4, zero 3": (4, {"BATCH_SIZE": 8, "zero.stage": 3}),
     "PP 2": (2, PIPELINE),
     "PP 2, 4 micro-batches": (2, {**PIPELINE, "NUM_MICRO_BATCHES": 4}),
     "PP 2 interleaved × 2": (2, {**PIPELINE, "model.num_chunks": 2}),

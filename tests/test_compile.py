@@ -85,13 +85,14 @@ ROWS = [
     ("PP 2 interleaved × 2", 4, GRAPHS, EMA, (4, 4)),
     ("PP 2 × 1D 2", 4, GRAPHS, NAIVE | RECOMPUTED, (3, 4)),
     ("DP 2 × 1D 2", 2, GRAPHS, TORCH | ACCUMULATION, (4, 4)),
+    ("DP 2, split weights", 2, GRAPHS, EMA | RECOMPUTED, (4, 4)),
 ]
-TWO_BY_TWO = {"DP 2 × 1D 2": (4, tensor("1d", 2))}
+OTHERS = {"DP 2 × 1D 2": (4, tensor("1d", 2)), "DP 2, split weights": (2, {"zero.stage": 3})}
 
 
 @pytest.mark.parametrize(("layout", "depth", "backend", "features", "programs"), ROWS, ids=[row[0] for row in ROWS])
 def test_block_is_one_program_that_trains_as_an_eager_one(layout, depth, backend, features, programs, random_weights):
-    world_size, values = (LAYOUTS | TWO_BY_TWO)[layout]
+    world_size, values = (LAYOUTS | OTHERS)[layout]
     answers = compare(world_size, backend, **{**values, **features, "DEPTH": depth})
     for eager, compiled, *_ in answers:
         assert compiled == pytest.approx(eager, rel=0.02 if "amp" in features else 1e-4)

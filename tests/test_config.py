@@ -20,7 +20,7 @@ from colossal_vit.config.settings import OPTIONAL, Ignored, Setting, SettingsBlo
 from colossal_vit.data.image_folder import draw_crops
 from colossal_vit.data.samplers import GlobalBatchSampler
 from colossal_vit.engine import build_criterion, build_optimizer, build_scheduler
-from colossal_vit.engine.precision import wrap_for_precision
+from colossal_vit.engine.precision import wrap_model, wrap_optimizer
 from colossal_vit.errors import UserError
 from colossal_vit.model.timm_vit import check_timm_vit
 from colossal_vit.parallel.layout import Layout
@@ -655,7 +655,8 @@ def use(config, script):
     model = torch.nn.Linear(4, min(config.NUM_CLASSES, 100))
     optimizer = build_optimizer(config, model)
     scheduler = build_scheduler(config, optimizer, 10)
-    model, optimizer, _ = wrap_for_precision(model, optimizer, None, config.fp16, torch.device("cpu"))
+    model, _ = wrap_model(model, None, config.fp16, torch.device("cpu"))
+    optimizer = wrap_optimizer(optimizer, config.fp16, torch.device("cpu"))
     loss = build_criterion(config)(model(torch.ones(2, 4)).float(), torch.zeros(2, dtype=torch.int64))
     optimizer.backward(loss)
     optimizer.clip_grad_by_norm(config.clip_grad_norm)

@@ -38,6 +38,11 @@ CASES = {
         4,
         {**LAYOUTS["DP 2 × PP 2"][1], "gradient_accumulation": 2, "zero.stage": 2, "amp": "NAIVE"},
     ),
+    "DP 2, split weights, NAIVE": (2, {**LAYOUTS["DP 2"][1], "zero.stage": 3, "amp": "NAIVE"}),
+    "DP 2 × PP 2, split weights": (
+        4,
+        {**LAYOUTS["DP 2 × PP 2"][1], "gradient_accumulation": 2, "zero.stage": 3},
+    ),
     "2D 4, TORCH, dropout": (4, {**LAYOUTS["2D 4"][1], "amp": "TORCH", "DROP_RATE": 0.1, "DROP_PATH_RATE": 0.1}),
     "2D 4, Muon": (4, {**LAYOUTS["2D 4"][1], "OPTIMIZER": "muon"}),
     "DP 2 × 1D 2, Muon, split state, NAIVE": (

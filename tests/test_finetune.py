@@ -617,7 +617,7 @@ def test_what_is_frozen_gets_no_moments_of_a_checkpoint(run):
     assert call(names, **{"finetune.frozen_blocks": 4}) == [({True}, 4)]
 
 
-@pytest.mark.parametrize("layout", [None, "PP 2", "ZeRO"])
+@pytest.mark.parametrize("layout", [None, "PP 2", "ZeRO", "DP 4, zero 3"])
 def test_blocks_trained_from_the_middle_on_resume_with_as_many_updates_as_they_had(layout, of_depth, tmp_path):
     """Adam corrects the bias of moments by their number of updates: by that of other parameters they would leap."""
     world_size, own = {None: (1, {}), "ZeRO": (2, {"zero.stage": 1})}.get(layout) or LAYOUTS[layout]

@@ -66,6 +66,11 @@ RUNS = {  # script and its values; processes; what else
         4,
         {**NAIVE, **FP16, "fp16.initial_scale": 2.0**22, "OPTIMIZER": "lamb", "zero.stage": 1, "ema.decay": 0.9},
     ),
+    "hybrid, DP 2 × PP 2, split weights, average, LAMB, fp16 with loss scaling": (
+        HYBRID_RUN,
+        4,
+        {**NAIVE, **FP16, "fp16.initial_scale": 2.0**22, "OPTIMIZER": "lamb", "zero.stage": 3, "ema.decay": 0.9},
+    ),
     "hybrid, 2D 4, LAMB": (
         HYBRID_RUN,
         4,
@@ -237,6 +242,12 @@ LEARNED = {**training.RANDOM, "DEPTH": 2}
 MODES = {name: (size, {**LEARNED, **values}, None) for name, (size, values) in PAIRED.items()}
 MODES["DP 2, NAIVE"] = (2, {**LEARNED, "BATCH_SIZE": 16}, "NAIVE")
 MODES["DP 4, split state"] = (4, {**LEARNED, "BATCH_SIZE": 8, "zero.stage": 1}, None)
+MODES["DP 4, split weights"] = (4, {**LEARNED, "BATCH_SIZE": 8, "zero.stage": 3}, None)
+MODES["DP 2 × 1D 2, split weights, NAIVE"] = (
+    4,
+    {**LEARNED, **LAYOUTS["1D 2"][1], "BATCH_SIZE": 16, "zero.stage": 3},
+    "NAIVE",
+)
 MODES["DP 2 × PP 2, split state, NAIVE"] = (4, {**LEARNED, **LAYOUTS["DP 2 × PP 2"][1], "zero.stage": 1}, "NAIVE")
 
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from colossal_vit.checkpoint.host_memory import Host
 from colossal_vit.checkpoint.storage import EMA, MODEL, OPTIMIZER, TensorFiles
 from colossal_vit.engine.engine import Engine
+from colossal_vit.engine.fully_sharded import DataShard, pieces_of
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.collectives import all_gather_object, raise_on_all_ranks, run_on_rank_0
 from colossal_vit.parallel.sharding import Shard
@@ -42,6 +43,11 @@ class ParameterSlot(NamedTuple):
         return self.owner is None or self.owner == gpc.get_local_rank(ParallelMode.DATA)
 
     @property
+    def in_first_replica(self) -> bool:
+        """Whether this rank is of the first replica that has master and optimizer state."""
+        return gpc.get_local_rank(ParallelMode.DATA) == (self.owner or 0)
+
+    @property
     def trained(self) -> bool:
         """Whether it has a gradient, and so moments."""
         return self.working.requires_grad
@@ -50,7 +56,7 @@ class ParameterSlot(NamedTuple):
 def parameter_slots(engine: Engine) -> list[ParameterSlot]:
     """Return the parameters of this rank, in the order of the model."""
     masters, owners = engine.optimizer.working_to_master_map, engine.zero.owners if engine.zero else {}
-    return [ParameterSlot(p.shard, p, masters.get(p, p), owners.get(p)) for p in engine.bare_model.parameters()]
+    return [ParameterSlot(p.shard, p, masters.get(p, p), owners.get(p)) for p in pieces_of(engine.bare_model)]
 
 
 def _by_name(engine: Engine) -> dict[str, ParameterSlot]:
@@ -90,16 +96,17 @@ def gather(engine: Engine) -> TensorFiles | None:
     sends it to rank 0.
     """
     rank, group, host = gpc.get_global_rank(), gpc.get_cpu_group(ParallelMode.GLOBAL), Host()
-    sends = gpc.get_local_rank(ParallelMode.TENSOR) == 0
-    slots = [s for s in parameter_slots(engine) if gpc.get_local_rank(ParallelMode.DATA) == (s.owner or 0)]
+    slots = [s for s in parameter_slots(engine) if isinstance(s.shard, DataShard) or s.in_first_replica]
+    first = gpc.get_local_rank(ParallelMode.TENSOR) == 0
+    sends = [first and slot.in_first_replica for slot in slots]
     pieces = [_pieces(engine, slot) for slot in slots]
     own = [
         (slot.shard.name, slot.shard.full_shape(slot.master.shape), {kind: p.dtype for kind, p in of_slot.items()})
         for slot, of_slot in zip(slots, pieces, strict=True)
     ]
-    everywhere = all_gather_object((sends, own))
+    everywhere = all_gather_object(list(zip(sends, own, strict=True)))
     kinds: dict[str, dict[str, torch.dtype]] = {}  # of tensors that there are of a parameter, with their types
-    for name, _, dtypes in chain.from_iterable(held for _, held in everywhere):
+    for _, (name, _, dtypes) in chain.from_iterable(everywhere):
         kinds.setdefault(name, {}).update(dtypes)
     files: dict[str, dict[str, Tensor]] = {MODEL: {}, OPTIMIZER: {}} | ({EMA: {}} if engine.ema else {})
 
@@ -108,7 +115,7 @@ def gather(engine: Engine) -> TensorFiles | None:
         file, key = places.get(kind, (OPTIMIZER, f"{kind}.{name}"))
         files[file][key] = tensor
 
-    for slot, of_slot in zip(slots, pieces, strict=True):
+    for slot, of_slot, sent in zip(slots, pieces, sends, strict=True):
         for kind, dtype in sorted(kinds[slot.shard.name].items()):
             piece = of_slot.get(kind)
             if piece is None:  # it gets no gradient here, see `Shard.owner`, and so has no moments
@@ -116,12 +123,12 @@ def gather(engine: Engine) -> TensorFiles | None:
             tensor = slot.shard.gather(piece)
             if rank == 0:
                 keep(kind, slot.shard.name, host.copy(tensor, needed=tensor.data_ptr() == piece.data_ptr()))
-            elif sends:
+            elif sent:
                 dist.send(tensor.cpu().contiguous(), 0, group=group)
     if rank > 0:
         return None
-    for sender, (sends, held) in list(enumerate(everywhere))[1:]:
-        for name, shape, _ in held if sends else ():
+    for sender, held in list(enumerate(everywhere))[1:]:
+        for name, shape, _ in (parameter for sent, parameter in held if sent):
             for kind, dtype in sorted(kinds[name].items()):
                 tensor = torch.empty(shape, dtype=dtype)
                 dist.recv(tensor, sender, group=group)

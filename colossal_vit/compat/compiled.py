@@ -64,8 +64,8 @@ def reduce_scatter(
 
 
 def push_async_grad(work: Any, grad: Tensor, key: int) -> Tensor:
-    """Keep a 3D layer's gradient as upstream does; a compiled backward pass waits for it first."""
-    if is_compiling():
+    """Keep a 3D layer's gradient as upstream does, for the hook of its parameter; without a key wait, and return it."""
+    if not key:
         if work is not None:
             work.wait()
         return grad
@@ -73,8 +73,10 @@ def push_async_grad(work: Any, grad: Tensor, key: int) -> Tensor:
 
 
 def key_of(parameter: nn.Parameter) -> int:
-    """Return the key for `push_async_grad`; upstream's `id` would be a constant, and each block another program."""
-    return 0 if is_compiling() else id(parameter)
+    """Return the key for `push_async_grad`, or 0 where no hook can take the gradient: in compiled code, in which
+    upstream's `id` would be a constant, and each block another program; and in the parameters that `fully_shard` makes.
+    """
+    return 0 if is_compiling() or not parameter._backward_hooks else id(parameter)
 
 
 # ---- Operators ----

@@ -63,6 +63,15 @@ def drop_gradients_of_frozen() -> None:
     bucket.clear()
 
 
+def _broadcast_copy(tensor: Tensor, *source: Any) -> Tensor:
+    """Broadcast the weight of a 3D classifier.
+
+    Fixes: upstream broadcasts into the parameter, and so has it in the backward pass. But `fully_shard` frees what it
+    has gathered, and gathers it again for the backward pass.
+    """
+    return collective.broadcast(tensor.clone(), *source)
+
+
 def overlay(module: types.ModuleType, **changes: Any) -> types.ModuleType:
     """Return a copy of `module` with some attributes replaced, to patch it for one importer and no other."""
     changed = types.ModuleType(module.__name__)
@@ -141,6 +150,7 @@ def apply() -> None:
     parallel_2d.layers.Matmul_AB_2D = compiled.Product("2d")
     parallel_2p5d.layers.Matmul_AB_2p5D = compiled.Product("2.5d")
     parallel_2p5d.layers.add_bias_2p5d = compiled.add_bias_2p5d
+    parallel_3d_operation.broadcast = _broadcast_copy
     parallel_3d_operation.id, parallel_3d_operation.push_async_grad = compiled.key_of, compiled.push_async_grad
     p2p.filling_ops_queue = _filling_ops_queue
     p2p.get_accelerator = _NoSynchronize

@@ -230,7 +230,7 @@ FEATURES: Settings = {
     ),
     "zero": SettingsBlock(
         "ZeRO: optimizer state and fp32 weights sharded over the data-parallel ranks",
-        {"stage": Setting(one_of(1, 2), "1: those; 2: also the gradients that are accumulated", REQUIRED)},
+        {"stage": Setting(one_of(1, 2, 3), "1: those; 2: also accumulated gradients; 3: also weights", REQUIRED)},
         affects_training=False,
     ),
     "checkpoint": SettingsBlock(

@@ -1,11 +1,14 @@
 """Fake tensors, with shapes but no data, and fake process groups."""
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _create_work_from_future
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::broadcast_", "Meta"):
@@ -37,11 +40,18 @@ def _convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: b
     return module
 
 
+def _with_data(function: Callable, *args: Any) -> Any:
+    """Call a function whose tensors have data: a mesh of ranks looks for this one among them."""
+    with torch._C._DisableTorchDispatch():
+        return function(*args)
+
+
 def fake_tensors(device: torch.device) -> None:
     """Make every tensor that this process creates from now on a fake one, on `device` by default. Irreversible."""
     FakeTensorMode(allow_non_fake_inputs=True).__enter__()
     torch.set_default_device(device)  # fake weights cannot be moved to another device
     nn.Module._apply = _convert
+    DeviceMesh.from_group = partial(_with_data, DeviceMesh.from_group)
     for module in (torch, torch.random, torch.cuda):  # the state of a generator cannot be a fake tensor
         module.get_rng_state = lambda *_: torch.empty(0)
         module.set_rng_state = lambda *_: None

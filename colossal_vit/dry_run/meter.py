@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from colossal_vit.engine.engine import Engine
+from colossal_vit.engine.fully_sharded import pieces_of
 from colossal_vit.parallel.layout import Layout
 from colossal_vit.parallel.sharding import Shard
 from colossalai.legacy.context import ParallelMode
@@ -54,7 +55,9 @@ def copies_of_weights(engine: Engine) -> list[Tensor]:
 
 
 def _storages(tensors: Any) -> list[torch.UntypedStorage]:
-    return [t.untyped_storage() for t in tree_leaves(tensors) if isinstance(t, Tensor)]
+    """Return what tensors are stored in; of a DTensor, this rank's part."""
+    leaves = [getattr(t, "_local_tensor", t) for t in tree_leaves(tensors) if isinstance(t, Tensor)]
+    return [t.untyped_storage() for t in leaves]
 
 
 class StepMeter(TorchDispatchMode):
@@ -75,6 +78,23 @@ class StepMeter(TorchDispatchMode):
         self.sent: dict[str, float] = {}
         self._seen = WeakIdKeyDictionary()
         self._watch(list(existing))
+        self._resize = torch.UntypedStorage.resize_
+
+    def __enter__(self):
+        # `fully_shard` frees gathered weights so, and no operator does.
+        torch.UntypedStorage.resize_ = lambda storage, size: self._watch_resized(storage, size)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize
+        super().__exit__(*error)
+
+    def _watch_resized(self, storage: torch.UntypedStorage, size: int) -> None:
+        self._resize(storage, size)
+        if storage in self._seen:
+            self.live += size - self._seen[storage].size
+            self.peak = max(self.peak, self.live)
+            self._seen[storage].size = size
 
     def _watch(self, tensors: Any) -> None:
         for storage in _storages(tensors):
@@ -151,12 +171,12 @@ def measure(engine: Engine, batches: Iterable) -> StepPlan:
     config = gpc.config
     model = engine.model
     optimizer = engine.optimizer.optim
-    weights = set(model.parameters())
+    weights = list(dict.fromkeys(pieces_of(model)))
     updated = [p for group in optimizer.param_groups for p in group["params"]]  # the weights, or fp32 copies of them
     copies = copies_of_weights(engine)
     memory: dict[str, int] = {}
 
-    with StepMeter([*model.parameters(), *model.buffers(), *copies]) as meter:
+    with StepMeter([*weights, *model.buffers(), *copies]) as meter:
 
         def before_update(*_: Any) -> None:
             memory["gradients"] = count_bytes([p.grad for p in updated])
@@ -174,7 +194,7 @@ def measure(engine: Engine, batches: Iterable) -> StepPlan:
             engine.zero.receive_weights()  # some would be sent in the next forward pass only
 
     moments = count_bytes([list(state.values()) for state in optimizer.state.values()])
-    memory["weights"] = count_bytes([*weights])
+    memory["weights"] = count_bytes(weights)
     memory["optimizer"] = moments + count_bytes(copies)
     # From the second step on, the moments also take memory during forward and backward.
     memory["peak"] = max(memory.pop("before update") + moments, meter.peak)
@@ -189,6 +209,6 @@ def measure(engine: Engine, batches: Iterable) -> StepPlan:
         layout=Layout.current(),
         config=dict(config),
         stage_ranks=list(gpc.get_ranks_in_group(ParallelMode.PIPELINE)) if pipelined else [0],
-        shards={p.shard.name: p.shard for p in model.parameters()},
-        shapes={p.shard.name: p.shard.full_shape(p.shape) for p in model.parameters()},
+        shards={p.shard.name: p.shard for p in weights},
+        shapes={p.shard.name: p.shard.full_shape(p.shape) for p in weights},
     )

@@ -10,6 +10,7 @@ from colossal_vit.config.load import num_model_chunks
 from colossal_vit.engine import compilation, precision
 from colossal_vit.engine.ema import Ema
 from colossal_vit.engine.engine import Engine
+from colossal_vit.engine.fully_sharded import PieceGradients, pieces_of, shard_fully
 from colossal_vit.engine.optimizers import frozen_parameters
 from colossal_vit.engine.reduction import CopiesHandler, GradientReducer, make_buckets
 from colossal_vit.engine.train_loader import TrainLoader
@@ -138,6 +139,10 @@ def _check(config: Any, model: nn.Module) -> None:
                 f"the model's {name!r} is a {type(module).__name__}, which normalises over a rank's micro-batch, so "
                 f"that each layout computes something else: use a model without one"
             )
+    if is_using_ddp() and config.zero and config.zero.stage == 3 and fp16 and fp16.get("opt_level") == "O2":
+        raise UserError(
+            "zero.stage = 3 does not work with fp16.opt_level = 'O2', whose norms are of another type: use stage 1 or 2"
+        )
     if config.zero and config.torch_ddp:
         raise UserError("torch_ddp has no effect with zero, which reduces gradients by itself: leave one of them out")
 
@@ -158,6 +163,8 @@ def _reduce_gradients(
         return model, [zero.reducer(model, num_passes)]
     if not is_using_ddp():
         return model, []
+    if config.zero:  # stage 3
+        return model, [PieceGradients(model)]
     group = gpc.get_group(ParallelMode.DATA)
     if is_using_pp():
         return model, [GradientReducer(make_buckets(model.parameters(), group, {}), num_passes)]
@@ -213,29 +220,32 @@ def initialize(
     name_parameters(model)
     if is_using_ddp():
         sync_model_param(model, ParallelMode.DATA)
-    frozen = set(frozen_parameters(config, model))
-    zero = None
-    if is_using_ddp() and config.zero:
-        trained = [p for p in model.parameters() if p not in frozen]
-        # Here, so that master weights are made of the parameters that it leaves to this rank's optimizer only.
-        zero = Zero(trained, optimizer, gpc.get_group(ParallelMode.DATA), config.zero.stage)
-    model, optimizer, criterion = precision.wrap_for_precision(model, optimizer, criterion, fp16, device)
-    for parameter in frozen:  # after wrapping: it keeps its fp32 copy, from which checkpoints are made
+    for parameter in frozen_parameters(config, model):
         parameter.requires_grad_(False)
+    model, criterion = precision.wrap_model(model, criterion, fp16, device)
+    stage = config.zero.stage if is_using_ddp() and config.zero else 0
+    zero = None
+    if stage == 3:
+        shard_fully(bare_model, optimizer, device)
+    elif stage:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        zero = Zero(trained, optimizer, gpc.get_group(ParallelMode.DATA), stage)
+    # Now, so that master weights are made of the parameters that ZeRO leaves to this rank's optimizer only.
+    optimizer = precision.wrap_optimizer(optimizer, fp16, device)
 
     # Before DDP, so that the compiled backward pass has breaks at its gradient buckets.
-    by_block = zero is not None or gpc.tensor_parallel_size > 1 or is_using_pp()
+    by_block = stage > 0 or gpc.tensor_parallel_size > 1 or is_using_pp()
     is_compiled = compilation.compile_if_chosen(model, config.COMPILE, device, by_block)
     model, gradient_handlers = _reduce_gradients(config, model, zero, is_compiled, device)
     if gpc.tensor_parallel_size > 1 and gpc.get_world_size(ParallelMode.DATA) > 2:  # a sum of two has no order
-        gradient_handlers.append(CopiesHandler(bare_model.parameters()))
-    if zero:
+        gradient_handlers.append(CopiesHandler(pieces_of(bare_model)))
+    if stage:
         optimizer.norm_group = ParallelMode.GLOBAL
 
     ema = None
     if config.ema:
         masters = optimizer.working_to_master_map
-        own = [p for p in bare_model.parameters() if not zero or zero.owns(p)]
+        own = [p for p in pieces_of(bare_model) if not zero or zero.owns(p)]
         if any(masters.get(p, p).itemsize < 4 for p in own):
             raise UserError("ema needs weights in fp32, which fp16.opt_level = 'O3' has not")
         ema = Ema([(p, masters.get(p, p)) for p in own], **config.ema, publish=zero and zero.broadcast_weights)

@@ -61,7 +61,7 @@ class Lamb(Optimizer):
     or, with `bias_correction`, √(1 - β₂ᵗ) / (1 - β₁ᵗ) in step t. Signature, defaults, state and results are those of
     `colossalai.nn.optimizer.Lamb`, with these differences:
 
-    - under tensor parallelism the norms are those of full parameters, at the cost of one small all-reduce per step;
+    - of split parameters the norms are those of full ones, at the cost of one small all-reduce per step and group;
     - a step never synchronises host and device;
     - if the attribute `found_inf` is a tensor, and 1 on the device, a step only counts, see `undo_step_count`;
     - `adam` can be set per parameter group;
@@ -82,6 +82,7 @@ class Lamb(Optimizer):
     """
 
     found_inf: Tensor | None = None
+    norm_groups = (ParallelMode.TENSOR,)  # over which parameters are split, all or none
     _step_supports_amp_scaling = True  # torch's name for this of its fused optimizers
 
     def __init__(
@@ -113,7 +114,7 @@ class Lamb(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """Update every parameter that has a gradient; collective over the tensor-parallel ranks.
+        """Update every parameter that has a gradient; collective over `norm_groups`.
 
         Args:
             closure: recomputes the gradients and returns the loss, which `step` then returns.
@@ -129,8 +130,9 @@ class Lamb(Optimizer):
         batches = list(self._batches())
         self._counted = [p for batch in batches for p in batch.parameters]
         updates = map(self._updates, batches)  # lazily: one batch at a time in the loop below
-        if gpc.is_initialized(ParallelMode.TENSOR) and gpc.get_world_size(ParallelMode.TENSOR) > 1:
-            updates = self._with_global_norms(batches, list(updates))
+        groups = [mode for mode in self.norm_groups if gpc.is_initialized(mode) and gpc.get_world_size(mode) > 1]
+        if groups:
+            updates = self._with_global_norms(batches, list(updates), groups)
         for (options, step, parameters), (update, norms) in zip(batches, updates, strict=True):
             lr, (beta1, beta2) = options["lr"], options["betas"]
             if options["bias_correction"]:
@@ -195,7 +197,7 @@ class Lamb(Optimizer):
         return updates, torch.stack(norms).view(-1, 2)
 
     def _with_global_norms(
-        self, batches: list[_Batch], updates: list[tuple[list[Tensor], Tensor]]
+        self, batches: list[_Batch], updates: list[tuple[list[Tensor], Tensor]], groups: list[ParallelMode]
     ) -> list[tuple[list[Tensor], Tensor]]:
         """Replace the norms of shards, in what `_updates` returned for all batches, by those of full parameters.
 
@@ -216,7 +218,8 @@ class Lamb(Optimizer):
         nothing = torch.zeros(2, device=parameters[0].device)
         shards = torch.stack([here.get(p, nothing) for p in parameters])
         squares = shards.double().square_()
-        dist.all_reduce(squares, group=gpc.get_group(ParallelMode.TENSOR))
+        for mode in groups:
+            dist.all_reduce(squares, group=gpc.get_group(mode))
         whole = dict(zip(parameters, squares.sqrt_().to(shards.dtype).unbind(), strict=True))
         return [
             (update, torch.stack([whole[p] for p in batch.parameters]))

@@ -24,7 +24,6 @@ import torch
 from colossal_vit.engine.amp_optimizer import AMPOptimizer, LossScale
 from colossal_vit.errors import UserError
 from colossal_vit.rng.dropout import DropPath
-from colossalai.interface import OptimizerWrapper
 from colossalai.legacy.amp import AMP_TYPE
 from colossalai.legacy.utils import is_no_pp_or_last_stage
 from torch import Tensor, nn
@@ -126,52 +125,60 @@ def _keep_norms_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
 NAIVE_SCALE = dict(growth_interval=1000, hysteresis=2, min_scale=1.0, max_scale=2.0**32)
 
 
-def wrap_for_precision(
-    model: nn.Module,
-    optimizer: Optimizer,
-    criterion: nn.Module | None,
-    fp16: Mapping[str, Any] | None,
-    device: torch.device,
-) -> tuple[nn.Module, OptimizerWrapper, nn.Module | None]:
-    """Wrap model, optimizer and criterion for the precision that the config's `fp16` block asks for.
+def _level(fp16: Mapping[str, Any] | None) -> str | None:
+    """Return APEX's level that is the same as a mode: TORCH is O1. NAIVE is none of them."""
+    if not fp16:
+        return "O0"
+    return {AMP_TYPE.TORCH: "O1", AMP_TYPE.APEX: _opt_level(fp16)}.get(fp16["mode"])
+
+
+def wrap_model(
+    model: nn.Module, criterion: nn.Module | None, fp16: Mapping[str, Any] | None, device: torch.device
+) -> tuple[nn.Module, nn.Module | None]:
+    """Wrap model and criterion for the precision that the config's `fp16` block asks for.
 
     Args:
         model: on its device, in fp32.
-        optimizer: over the parameters of `model`.
         criterion: the loss function, or None.
-        fp16: the config block; None or empty for fp32. Those of the schema that are not read here set the
-            loss scaler.
+        fp16: the config block; None or empty for fp32.
         device: the model's device.
 
     Returns:
-        `(model, optimizer, criterion)`.
+        `(model, criterion)`.
+    """
+    level = _level(fp16)
+    full = level == "O0"
+    dtype = torch.get_default_dtype() if full else compute_dtype(fp16, device)
+    if dtype == torch.float32:
+        return model, criterion
+    if level == "O1":
+        if fp16.get("half_residual"):
+            _halve_residual(model, dtype)
+        return Autocast(model, device, dtype), criterion and Autocast(criterion, device, dtype)
+    chunks = list(model) if isinstance(model, nn.ModuleList) else [model]  # an interleaved pipeline has several
+    last = len(chunks) - 1 if is_no_pp_or_last_stage() and not full else None
+    chunks = [Converted(chunk, dtype, output_to_fp32=number == last) for number, chunk in enumerate(chunks)]
+    if level == "O2":
+        _keep_norms_in_fp32(chunks[0], dtype)
+    return nn.ModuleList(chunks) if isinstance(model, nn.ModuleList) else chunks[0], criterion
+
+
+def wrap_optimizer(optimizer: Optimizer, fp16: Mapping[str, Any] | None, device: torch.device) -> AMPOptimizer:
+    """Wrap the optimizer of a model that `wrap_model` has wrapped.
+
+    Args:
+        optimizer: over the parameters of the model.
+        fp16, device: as before. The keys of `fp16` that are not read anywhere else set the loss scaler.
 
     Raises:
         UserError: if the bounds of the loss scale exclude each other.
     """
-    mode, level = (fp16["mode"], _opt_level(fp16)) if fp16 else (None, None)
-    full = mode is None or (mode == AMP_TYPE.APEX and level == "O0")
-    dtype = torch.get_default_dtype() if full else compute_dtype(fp16, device)
-    if dtype == torch.float32:
-        return model, AMPOptimizer(optimizer), criterion
-    autocast = mode == AMP_TYPE.TORCH or (mode == AMP_TYPE.APEX and level == "O1")
+    level = _level(fp16)
+    if level in ("O0", "O3"):
+        return AMPOptimizer(optimizer)
     others = ("mode", "dtype", "opt_level", "half_residual")
-    scaling = {key: value for key, value in (fp16 or {}).items() if key not in others}
-    scale = LossScale(**{**({} if autocast else NAIVE_SCALE), **scaling}) if dtype == torch.float16 else None
+    scaling = {**(NAIVE_SCALE if level != "O1" else {}), **{k: v for k, v in fp16.items() if k not in others}}
+    scale = LossScale(**scaling) if compute_dtype(fp16, device) == torch.float16 else None
     if scale and scale.min_scale > scale.max_scale:
         raise UserError(f"fp16.min_scale = {scale.min_scale:g} is above fp16.max_scale = {scale.max_scale:g}")
-    if autocast:
-        if fp16.get("half_residual"):
-            _halve_residual(model, dtype)
-        model = Autocast(model, device, dtype)
-        criterion = criterion and Autocast(criterion, device, dtype)
-        return model, AMPOptimizer(optimizer, scale), criterion
-    chunks = list(model) if isinstance(model, nn.ModuleList) else [model]  # an interleaved pipeline has several
-    last = len(chunks) - 1 if is_no_pp_or_last_stage() and not full else None
-    chunks = [Converted(chunk, dtype, output_to_fp32=number == last) for number, chunk in enumerate(chunks)]
-    if mode == AMP_TYPE.APEX and level == "O2":
-        _keep_norms_in_fp32(chunks[0], dtype)
-    model = nn.ModuleList(chunks) if isinstance(model, nn.ModuleList) else chunks[0]
-    if full or (mode == AMP_TYPE.APEX and level == "O3"):
-        return model, AMPOptimizer(optimizer), criterion
-    return model, AMPOptimizer(optimizer, scale, master_weights=True), criterion
+    return AMPOptimizer(optimizer, scale, master_weights=level != "O1")

@@ -78,7 +78,7 @@ def draw_layout(draw: random.Random) -> Case:
         micro_batches = pipeline * draw.choice([1, 2]) if chunks > 1 else draw.choice([1, 2, 3])
         where = {"mode": mode, "size": size, **more, "pipeline": pipeline, "data": data, "chunks": chunks}
         how = {"micro_batches": micro_batches if pipeline > 1 else 1, "accumulation": draw.randint(1, 3)}
-        return where | how | {"zero": draw.choice([None, 1, 2]) if data > 1 else None}
+        return where | how | {"zero": draw.choice([None, 1, 2, 3]) if data > 1 else None}
 
 
 def draw_case(seed: int) -> Case:

@@ -34,7 +34,7 @@ ROUNDINGS, EPSILON = 10.0, 1e-6
 # In a single number rounding may cancel out, by chance. It may differ as much as one process's tensors do from which it
 # is computed: outputs of layers, gradients.
 COMPUTED_FROM = {"loss": "output", "eval_loss": "output", "ema_loss": "output", "grad_norm": "gradient of"}
-DATA_PARALLEL = ["DP 2", "DP 2 × accumulation 2", "DP 2 × zero 1"]
+DATA_PARALLEL = ["DP 2", "DP 2 × accumulation 2", "DP 2 × zero 1", "DP 2 × zero 3"]
 LAYOUTS = [*DATA_PARALLEL, "PP 2", "PP 2 × micro-batches 4", "1D 2", "2D 4", "2.5D 8", "3D 8", "DP 2 × PP 2 × 1D 2"]
 TENSOR = tuple(mode.upper() for mode in TENSOR_MODES)
 PROCESSES = ("DP", "PP", *TENSOR)

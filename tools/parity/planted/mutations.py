@@ -55,7 +55,9 @@ ENGINE, LAMB, LOOP = (f"colossal_vit/engine/{name}.py" for name in ("engine", "l
 OPTIMIZER, PRECISION, REDUCTION = (
     f"colossal_vit/engine/{name}.py" for name in ("optimizers", "precision", "reduction")
 )
-MUON, SCHEDULES, ZERO = (f"colossal_vit/engine/{name}.py" for name in ("muon", "schedules", "zero"))
+FULLY_SHARDED, MUON, SCHEDULES, ZERO = (
+    f"colossal_vit/engine/{name}.py" for name in ("fully_sharded", "muon", "schedules", "zero")
+)
 DROPOUT, KERNEL, PHILOX = (f"colossal_vit/rng/{name}.py" for name in ("dropout", "cpu_kernel", "philox"))
 NORMS, PATCHES = (f"colossal_vit/compat/{name}.py" for name in ("norms", "patches"))
 TENSORS, CHECKPOINTER = (f"colossal_vit/checkpoint/{name}.py" for name in ("tensors", "checkpointer"))
@@ -367,6 +369,34 @@ REDUCTIONS = [
         r"step 1, grad_norm",
     ),
     Mutation(
+        "norm of the pieces' gradients",
+        "With split weights, gradients are clipped by the norm of a rank's pieces.",
+        ASSEMBLY,
+        "    if stage:\n        optimizer.norm_group",
+        "    if zero:\n        optimizer.norm_group",
+        "DP 2 × zero 3",
+        r"step 1, grad_norm",
+    ),
+    Mutation(
+        "gradients of pieces summed",
+        "With split weights, gradients outside of blocks are summed over the ranks, not averaged.",
+        FULLY_SHARDED,
+        "        fully_shard(chunk, **options)\n",
+        "        fully_shard(chunk, **options).set_gradient_divide_factor(1.0)\n",
+        "DP 2 × zero 3",
+        r"step 1, gradient of head\.(weight|bias)",
+    ),
+    Mutation(
+        "trust ratio of pieces",
+        "With split weights, LAMB's trust ratios are made of the norms of each rank's pieces.",
+        FULLY_SHARDED,
+        "(ParallelMode.TENSOR, ParallelMode.DATA)",
+        "(ParallelMode.TENSOR,)",
+        "DP 2 × zero 3",
+        r"step 2, weight blocks\.0\.attn\.proj\.weight",
+        LAMB_OPTIMIZER,
+    ),
+    Mutation(
         "first step not reduced",
         "DistributedDataParallel reduces from the second step on only.",
         ENGINE,
@@ -534,7 +564,7 @@ STEPS = [
         "trust ratio of shards",
         "LAMB's trust ratios are made of the norms of each rank's own shards.",
         LAMB,
-        "            updates = self._with_global_norms(batches, list(updates))\n",
+        "            updates = self._with_global_norms(batches, list(updates), groups)\n",
         "            updates = list(updates)\n",
         "1D 2",
         r"step 2, weight blocks\.0\.attn\.proj\.weight",

@@ -58,7 +58,7 @@ def outcome(tmp_path_factory):
     return lambda name: comparison.outcome(command.parse_layout(name))
 
 
-@pytest.mark.parametrize("layout", ["PP 2 × 1D 2", "DP 2 × zero 1 × accumulation 2"])
+@pytest.mark.parametrize("layout", ["PP 2 × 1D 2", "DP 2 × zero 1 × accumulation 2", "DP 2 × 1D 2 × zero 3"])
 def test_a_layout_agrees(layout, outcome):
     """In layer outputs, gradients, moments, weights, averages and metrics; and after a resume in either direction."""
     agrees, text = outcome(layout)
