@@ -61,8 +61,8 @@ def make_plan(request: Request, name: str, specs: Mapping[str, float]) -> Plan:
     """Return the best layouts, on the machine that is asked for.
 
     Raises:
-        UserError: if the machine is not known, the model has fewer than two blocks or frozen ones, or no layout makes
-            as many images per step, or fits the memory.
+        UserError: if the machine is not known, the model has fewer than two blocks or frozen ones, or its weights are
+            split over replicas, or no layout makes as many images per step, or fits the memory.
     """
     config, images = request.config, request.images
     if not config.get("DEPTH", 0) > 1:
@@ -72,6 +72,8 @@ def make_plan(request: Request, name: str, specs: Mapping[str, float]) -> Plan:
             "the planner is for models that are trained as a whole, but finetune freezes a part: add --set "
             "finetune=None, and it plans at least the memory and time that this takes"
         )
+    if config.zero and config.zero.stage == 3:
+        raise UserError("the planner does not know zero.stage = 3: plan with another one; a dry run says what 3 takes")
     choices = request.choices()
     if not choices:
         fits = request.world_size * (2 if config.get("mix") else 1)  # images are mixed in pairs

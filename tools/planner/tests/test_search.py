@@ -224,6 +224,7 @@ IMAGENET_ON_3 = {"script": training.IMAGENET, "world_size": 3}
         ({**IMAGENET_ON_3, "GLOBAL_BATCH": 9}, "make them 6 or 12 (a multiple of 6)"),
         ({**IMAGENET_ON_3, "parallel.pipeline": 3}, "this script is data parallel only"),
         ({**IMAGENET_ON_3, "DEPTH": 1}, "DEPTH of at least 2"),
+        ({"zero.stage": 3}, "the planner does not know zero.stage = 3"),
         ({"finetune.frozen_blocks": 3}, "trained as a whole, but finetune freezes a part: add --set finetune=None"),
     ],
 )
