@@ -121,19 +121,23 @@ def recipes(result: ResultFolder) -> None:
 
 
 def zero(result: ResultFolder) -> None:
-    header = "| | parameters | ranks | not split: optimizer, GB | peak, GB | stage 1: optimizer, GB | peak, GB |"
-    table, details = [header + " sent, stage 1 ÷ not split |", "| --- |" + " ---: |" * 7], {}
+    kinds = {"not split": {}, "stage 1": {"zero.stage": 1}, "stage 3": {"zero.stage": 3}}
+    columns = [f"{kind}: {part}, GB" for kind in kinds for part in ("optimizer", "peak")]
+    columns += [f"sent, {kind} ÷ not split" for kind in kinds if kind != "not split"]
+    header = f"| | parameters | ranks | {' | '.join(columns)} |"
+    table, details = [header, "| --- |" + " ---: |" * (2 + len(columns))], {}
     config = HYBRID.parent / "configs/config_pipeline_parallel.py"
     for model, values in MODELS.items():
         for ranks in RANKS:
             plans = {}
-            for kind, more in {"not split": {}, "stage 1": {"zero.stage": 1}}.items():
+            for kind, more in kinds.items():
                 given = {**COMMON, **values, **more}
                 plans[kind] = plan_rank(builder(HYBRID, config, ranks, "--set", "fp16.mode=NAIVE", **given), 0)
-            sent = [sum(each.sent.values()) for each in plans.values()]
+            whole, *sent = (sum(each.sent.values()) for each in plans.values())
             cells = [f"{each.memory[part] / 1e9:.2f}" for each in plans.values() for part in ("optimizer", "peak")]
             millions = f"{plans['not split'].parameters / 1e6:,.0f} M"
-            table.append(f"| {model} | {millions} | {ranks} | {' | '.join(cells)} | {sent[1] / sent[0]:.3f} |")
+            cells += [f"{each / whole:.3f}" for each in sent]
+            table.append(f"| {model} | {millions} | {ranks} | {' | '.join(cells)} |")
             details[f"{model}, {ranks} ranks"] = {
                 kind: {"memory": each.memory, "calls": each.calls, "sent": each.sent} for kind, each in plans.items()
             }
