@@ -24,6 +24,7 @@ SPLITS = {
     "DP 2 × PP 2": LAYOUTS["DP 2 × PP 2"],
     "DP 2 × PP 2 interleaved × 2": (4, {**PIPELINE, **HALF, "model.num_chunks": 2}),
     "DP 2 × 1D 2": (4, {**HALF, **tensor("1d", 2)}),
+    "DP 4 × 1D 2": (8, {"BATCH_SIZE": 8, **tensor("1d", 2)}),  # from three replicas on, copies get one gradient
     "DP 2 × 2D 4": LAYOUTS["DP 2 × 2D 4"],
     "DP 2 × 2.5D 4": (8, {**HALF, **tensor("2.5d", 4, depth=1)}),
     "DP 2 × 3D 8": (16, {**HALF, **tensor("3d", 8)}),
