@@ -75,7 +75,7 @@ def make_table(accuracies: Mapping[str, Sequence[Sequence[float]]]) -> list[str]
 def draw(accuracies: Mapping[str, Sequence[Sequence[float]]], path: Path) -> None:
     """Draw the mean over the seeds after each epoch, and lines where there are no epochs."""
     with styled():
-        figure = Figure(figsize=(3.6, 2.6))
+        figure = Figure(figsize=(6.4, 2.4))
         axes = figure.subplots()
         for kind, curves in accuracies.items():
             mean = 100 * np.mean(curves, axis=0)
@@ -83,8 +83,9 @@ def draw(accuracies: Mapping[str, Sequence[Sequence[float]]], path: Path) -> Non
                 axes.plot(range(1, len(mean) + 1), mean, "o-", label=kind)
             else:
                 axes.axhline(mean[0], linestyle="--", color="black", linewidth=1, label=kind)
-        axes.set(xlabel="epoch", ylabel="test accuracy, %", ylim=(0, 100))
-        axes.legend()
+        epochs = max(len(curves[0]) for curves in accuracies.values())
+        axes.set(xlabel="epoch", ylabel="test accuracy, %", ylim=(0, 100), xticks=range(1, epochs + 1, 2))
+        figure.legend(loc="outside right center")
         figure.savefig(path)
 
 

@@ -104,8 +104,6 @@ def test_rows_on_pages_are_those_of_the_results(page, result):
 
 RENAMED = {  # headings of older results
     "zero / side: median": "speed-up of ZeRO over it: median",
-    "not split: optimizer, GB": "without ZeRO: optimizer, GB",
-    "sent, stage 1 ÷ not split": "bytes sent, stage 1 ÷ without",
 }
 
 
