@@ -120,6 +120,6 @@ def build_optimizer(config: Config, model: nn.Module) -> Optimizer:
         return Lamb(groups, **options)
     if config.OPTIMIZER == "muon":
         half = config.fp16 and config.fp16.get("opt_level") != "O0"
-        options |= dict(momentum=config.MUON_MOMENTUM, nesterov=config.MUON_NESTEROV)
-        return Muon(groups, dtype=torch.bfloat16 if half else None, **options)
+        dtype = torch.bfloat16 if half else None
+        return Muon(groups, config.MUON_MOMENTUM, config.MUON_NESTEROV, dtype, **options)
     return torch.optim.AdamW(groups, fused=True, **options)
