@@ -128,7 +128,7 @@ def launch_groups(
     common = {"config": config, "backend": backend, "seed": config.SEED, "verbose": False}
     where, world_size = {"host": rendezvous.host, "port": rendezvous.port}, str(rendezvous.world_size)
     with patches.groups(store, timeout, device):
-        if backend == "nccl" and rendezvous.world_size > 1:
+        if device.type == "cuda" and rendezvous.world_size > 1 and backend == "nccl":
             _check_own_gpu(rendezvous, store, device)
         if rendezvous.launcher == "torch":
             os.environ.update(MASTER_ADDR=rendezvous.host, MASTER_PORT=str(rendezvous.port), WORLD_SIZE=world_size)
