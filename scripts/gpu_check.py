@@ -3,7 +3,7 @@
     bash scripts/gpu_check.sh [--dali | --rest | --only NAME ...] [--from N] [--rehearse] [--list] [--output DIR]
 
 Each check is a separate process with a time limit and a log; one that fails or takes too long does not end the others.
-`--from N` goes on at the Nth check of the part, or at a name: results of this commit on these GPUs are kept.
+`--from N` resumes at the Nth check of the part, or at a name: results of this commit on these GPUs are kept.
 With `--rehearse` the same list runs on the CPU with small sizes, which tests every command of the list but nothing
 about GPUs: its results are "rehearsed", never "passed". A check that ran on other GPUs than were found at the start, or
 on the CPU, has failed.
@@ -216,7 +216,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     for part, minutes in ((DALI, "11 minutes at most"), (REST, "long benchmarks, and what several GPUs show")):
         which.add_argument(f"--{part}", dest="part", action="store_const", const=part, default=FIRST, help=minutes)
     which.add_argument("--only", nargs="+", choices=CHECKS, metavar="NAME", help=f"of {', '.join(CHECKS)}")
-    parser.add_argument("--from", dest="start", default="1", metavar="N", help="go on at this number or name")
+    parser.add_argument("--from", dest="start", default="1", metavar="N", help="resume at this number or name")
     parser.add_argument("--rehearse", action="store_true", help="the same list, small, on the CPU")
     parser.add_argument("--list", action="store_true", help="print what would run, and run nothing")
     parser.add_argument("--output", type=Path, help="where the results go")

@@ -132,7 +132,7 @@ mark_images.register_autograd(lambda context, gradient: reach_images(gradient))
 
 
 class MarkedImages(torch.nn.Module):
-    """A model whose backward pass goes on to the images and tells when it gets there, compiled or not."""
+    """A model whose backward pass reaches the images and tells when it does, compiled or not."""
 
     def __init__(self, model):
         super().__init__()

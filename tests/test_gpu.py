@@ -310,15 +310,7 @@ import sys, torch
 from pathlib import Path
 import imagenet_dali_dataloader as loaders
 import train
-
-class Overwritten(list):
-    def append(self, buffer):
-        buffer[:] = 0xA5
-        super().append(buffer)
-
-class Dropped(list):
-    def append(self, buffer):
-        pass
+from buffers import Dropped, Overwritten
 
 data, kind, gpu_aug = sys.argv[1:]
 device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
@@ -347,7 +339,8 @@ assert 0 < len(used) < len(first) / 64
 def test_dali_reads_no_buffer_after_its_images_are_there(gpu_aug, packed, programs):
     """An epoch is the same to the bit whether buffers are overwritten at once or never used again."""
     command = ["python", "-c", EPOCHS, str(packed), "cpu" if REHEARSAL else "cuda", str(gpu_aug)]
-    code, said = launchers.run(command, cwd=ROOT / "vit_imagenet_dali", gpus=True, **programs)
+    variables = {**programs, "PYTHONPATH": f"{ROOT / 'tests'}{os.pathsep}{PYTHONPATH}"}
+    code, said = launchers.run(command, cwd=ROOT / "vit_imagenet_dali", gpus=True, **variables)
     assert code == 0, said
 
 

@@ -217,7 +217,7 @@ def tensors(run):
     return checkpoint.tensors(storage.MODEL) | checkpoint.tensors(storage.OPTIMIZER)
 
 
-# Each goes on from the checkpoint of the one before it.
+# Each resumes from the checkpoint of the one before it.
 CHAIN = {
     "2.5D 8": LAYOUTS["2.5D 8"],
     "DP 2 × PP 2 × 1D 2, split state": (8, {**LAYOUTS["DP 2 × PP 2 × 1D 2"][1], "zero.stage": 2}),

@@ -43,6 +43,7 @@ import fork_ranks
 import imagenet_dali_dataloader as loaders
 import schemas
 import tfrecord
+from buffers import Dropped, Overwritten
 from conftest import encode, photograph
 from image_files import is_plain, prepare_image
 from mixup import MixedLoader
@@ -554,21 +555,6 @@ def test_a_batch_for_a_gpu_is_made_while_the_one_before_is_in_use(numbered):
     for number in range(3):
         next(taken)
         assert made[number + 1].wait(60)
-
-
-class Overwritten(list):
-    """Buffers that are overwritten as soon as they may be used again."""
-
-    def append(self, buffer):
-        buffer[:] = 0xA5
-        super().append(buffer)
-
-
-class Dropped(list):
-    """Buffers that are never used again."""
-
-    def append(self, buffer):
-        pass
 
 
 @pytest.mark.parametrize("on", [lambda batches: batches, as_sent, as_on_a_gpu])
