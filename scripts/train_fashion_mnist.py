@@ -1,4 +1,4 @@
-"""Train on Fashion-MNIST: five seeds, four layouts, and all three examples.
+"""Train on Fashion-MNIST: five seeds, four layouts, all three examples, and Muon with five seeds.
 
     python scripts/sample_data.py fashion-mnist DATA
     python scripts/train_fashion_mnist.py DATA RUNS [--result results/fashion_mnist] [--only NAME ...]
@@ -47,6 +47,7 @@ def runs() -> dict[str, tuple[str, str, str, int, dict[str, Any]]]:
     timm = timm_values()
     return {
         **{f"seed {seed}": (*hybrid, 1, {"SEED": seed}) for seed in SEEDS},
+        **{f"Muon, seed {seed}": (*hybrid, 1, {"SEED": seed, "OPTIMIZER": "muon"}) for seed in SEEDS},
         "DP 2": (*hybrid, 2, {"SEED": 0, "BATCH_SIZE": timm["BATCH_SIZE"] // 2}),
         **{name: (*hybrid, LAYOUTS[name][0], {"SEED": 0, **LAYOUTS[name][1]}) for name in ("PP 2", "1D 2")},
         "train_dp.py": (
@@ -96,12 +97,13 @@ def train(data: Path, output: Path, script: str, config: str, format: str, proce
 def make_table(accuracies: dict[str, list[float]]) -> list[str]:
     """Return the last accuracy of each run, and mean and deviation of the seeds', as Markdown."""
     last = {name: curve[-1] for name, curve in accuracies.items()}
-    seeds = [last[f"seed {seed}"] for seed in SEEDS if f"seed {seed}" in last]
-    lines = ["| run | test accuracy |", "| --- | ---: |", *(f"| {name} | {last[name]:.2%} |" for name in last)]
-    if len(seeds) > 1:
-        mean, deviation = statistics.mean(seeds), statistics.stdev(seeds)
-        lines.insert(2, f"| one process, {len(seeds)} seeds | {mean:.2%} ± {deviation:.2%} |")
-    return lines
+    means = []
+    for name, said in (("seed", "one process"), ("Muon, seed", "one process, Muon")):
+        seeds = [last[f"{name} {seed}"] for seed in SEEDS if f"{name} {seed}" in last]
+        if len(seeds) > 1:
+            mean, deviation = statistics.mean(seeds), statistics.stdev(seeds)
+            means.append(f"| {said}, {len(seeds)} seeds | {mean:.2%} ± {deviation:.2%} |")
+    return ["| run | test accuracy |", "| --- | ---: |", *means, *(f"| {name} | {last[name]:.2%} |" for name in last)]
 
 
 def main() -> None:
@@ -117,7 +119,7 @@ def main() -> None:
     for name, how in every.items():
         if args.only and name not in args.only:
             continue
-        output = args.runs.resolve() / name.replace(" ", "_").removesuffix(".py")
+        output = args.runs.resolve() / name.replace(",", "").replace(" ", "_").removesuffix(".py")
         accuracies[name] = train(data, output, *how)
         result.print(f"{name}: {accuracies[name][-1]:.2%}")
         if args.result:

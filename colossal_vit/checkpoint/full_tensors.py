@@ -1,0 +1,223 @@
+"""The full tensors of a checkpoint, gathered from the shards of all ranks: into memory, or into files.
+
+In memory they are a copy, which rank 0 writes while training continues. Where that would take too much memory, each
+rank writes some of them to their places in the files, one at a time.
+"""
+
+import math
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from colossal_vit.checkpoint import storage
+from colossal_vit.checkpoint.host_memory import Host
+from colossal_vit.checkpoint.storage import EMA, MODEL, OPTIMIZER, TensorFiles
+from colossal_vit.checkpoint.tensor_file import TensorFile
+from colossal_vit.checkpoint.tensors import ParameterSlot, buffers, parameter_slots
+from colossal_vit.engine.engine import Engine
+from colossal_vit.engine.fully_sharded import DataShard
+from colossal_vit.errors import UserError
+from colossal_vit.parallel.collectives import all_gather_object, raise_on_all_ranks, run_on_rank_0
+from colossalai.accelerator import get_accelerator
+from colossalai.legacy.context import ParallelMode
+from colossalai.legacy.core import global_context as gpc
+from torch import Tensor
+
+# Two kinds of a parameter's tensors, by names that no moment has; the others are its moments, by their own.
+WEIGHT, AVERAGE = "<weight>", "<average>"
+_DATA = ParallelMode.DATA
+
+
+class Saved(NamedTuple):
+    """A full tensor of a checkpoint: its name in its file, its shape and its type; and the file."""
+
+    key: str
+    shape: list[int]
+    dtype: torch.dtype
+    file: str
+
+
+@dataclass
+class _Source:
+    """Where the full tensors of a parameter, or of a buffer, come from.
+
+    Attributes:
+        shape: of each of them.
+        dtypes: their types, by kind.
+        sender: which rank sends them to rank 0, if that gets all.
+        writer: which rank writes them, if each writes some.
+    """
+
+    shape: list[int]
+    dtypes: dict[str, torch.dtype]
+    sender: int | None = None
+    writer: int | None = None
+
+    def add(self, other: "_Source") -> None:
+        """Add what another rank knows of them."""
+        self.dtypes |= other.dtypes
+        self.sender = other.sender if self.sender is None else self.sender
+        self.writer = other.writer if self.writer is None else self.writer
+
+    def saved(self, name: str) -> dict[str, Saved]:
+        """Return what is saved of them, by kind."""
+        places = {WEIGHT: (name, MODEL), AVERAGE: (name, EMA)}
+        found = {}
+        for kind, dtype in sorted(self.dtypes.items()):
+            key, file = places.get(kind, (f"{kind}.{name}", OPTIMIZER))
+            found[kind] = Saved(key, self.shape, dtype, file)
+        return found
+
+
+def _pieces(engine: Engine, slot: ParameterSlot) -> dict[str, Tensor]:
+    """Return what this rank has of a parameter's tensors, by kind."""
+    pieces = {WEIGHT: slot.master}
+    if engine.ema:
+        pieces[AVERAGE] = engine.ema.averages[slot.master]
+    state = engine.optimizer.optim.state.get(slot.master, {})
+    return pieces | {moment: value for moment, value in state.items() if isinstance(value, Tensor) and value.ndim}
+
+
+class FullTensors:
+    """The full weights, buffers, moments and averages of a model. Making one is collective, as its methods are.
+
+    Args:
+        engine: has this rank's pieces of them.
+
+    Attributes:
+        saved: all of them, by file, in one order on all ranks.
+        nbytes: of all together.
+    """
+
+    def __init__(self, engine: Engine):
+        self._rank = gpc.get_global_rank()
+        # Of a parameter that every replica has, the first one's is saved. All ranks have to gather what is split over
+        # them; the other replicas' may go on.
+        self._slots = [s for s in parameter_slots(engine) if isinstance(s.shard, DataShard) or s.in_first_replica]
+        self._pieces = [_pieces(engine, slot) for slot in self._slots]
+        self._buffers = buffers(engine) if self._rank == 0 else {}
+        self._sources: dict[str, _Source] = {}
+        for known in all_gather_object(self._own_sources()):
+            for name, source in known.items():
+                self._sources.setdefault(name, source).add(source)
+        self.saved: dict[str, list[Saved]] = {MODEL: [], OPTIMIZER: []} | ({EMA: []} if engine.ema else {})
+        for name, source in self._sources.items():
+            for saved in source.saved(name).values():
+                self.saved[saved.file].append(saved)
+        listed = chain.from_iterable(self.saved.values())
+        self.nbytes = sum(math.prod(saved.shape) * saved.dtype.itemsize for saved in listed)
+
+    def _own_sources(self) -> dict[str, _Source]:
+        """Return what this rank knows of all tensors.
+
+        The ranks that make a tensor a full one have the same slots in the same order, and each writes about as much.
+        """
+        split = any(isinstance(slot.shard, DataShard) for slot in self._slots)  # and then all are
+        replica, replicas = (gpc.get_local_rank(_DATA), gpc.get_world_size(_DATA)) if split else (0, 1)
+        number = gpc.get_local_rank(ParallelMode.TENSOR)
+        loads = [0] * (replicas * gpc.tensor_parallel_size)  # elements that each of those ranks writes
+        found = {}
+        for slot, pieces in zip(self._slots, self._pieces, strict=True):
+            source = _Source(slot.shard.full_shape(slot.master.shape), {kind: p.dtype for kind, p in pieces.items()})
+            writer = loads.index(min(loads))
+            loads[writer] += math.prod(source.shape)
+            source.writer = self._rank if writer == number * replicas + replica else None
+            source.sender = self._rank if number == 0 and slot.in_first_replica else None
+            found[slot.shard.name] = source
+        for name, buffer in self._buffers.items():
+            found[name] = _Source(list(buffer.shape), {WEIGHT: buffer.dtype}, self._rank, self._rank)
+        return found
+
+    def _each(self, to_rank_0: bool) -> Iterator[tuple[Saved, Tensor, bool]]:
+        """Yield full tensors: all on rank 0, or, on every rank, those that it writes; and whether each shares memory
+        with the model.
+        """
+        cpu = gpc.get_cpu_group(ParallelMode.GLOBAL)
+        for slot, pieces in zip(self._slots, self._pieces, strict=True):
+            source = self._sources[slot.shard.name]
+            for kind, saved in source.saved(slot.shard.name).items():
+                piece = pieces.get(kind)
+                if piece is None:  # it gets no gradient here, see `Shard.owner`, and so has no moments
+                    piece = torch.zeros_like(slot.master, dtype=saved.dtype)
+                tensor = slot.shard.gather(piece)
+                if self._rank == (source.sender if to_rank_0 else source.writer):
+                    if to_rank_0 and self._rank:
+                        dist.send(tensor.cpu().contiguous(), 0, group=cpu)
+                    else:
+                        yield saved, tensor, tensor.data_ptr() == piece.data_ptr()
+        for name, buffer in self._buffers.items():
+            yield self._sources[name].saved(name)[WEIGHT], buffer, True
+        if to_rank_0 and self._rank == 0:
+            for name, source in self._sources.items():
+                if source.sender:
+                    for saved in source.saved(name).values():
+                        tensor = torch.empty(saved.shape, dtype=saved.dtype)
+                        dist.recv(tensor, source.sender, group=cpu)
+                        yield saved, tensor, False
+
+    @torch.no_grad()
+    def copy(self) -> TensorFiles | None:
+        """Return all tensors, by file and name, on the CPU of rank 0; None on the others."""
+        host, files = Host(), {name: {} for name in self.saved}
+        for saved, tensor, shares in self._each(to_rank_0=True):
+            files[saved.file][saved.key] = host.copy(tensor, needed=shares)
+        get_accelerator().synchronize()  # the copies from a GPU are complete
+        return files if self._rank == 0 else None
+
+    @torch.no_grad()
+    def write(self, path: Path) -> Path:
+        """Write all tensors into a temporary folder, for a checkpoint at `path`.
+
+        Each rank writes some, if all see the folder; otherwise rank 0 writes all. No rank has more of them at once than
+        the pieces of one, and what they make.
+
+        Returns:
+            The folder, for `storage.finish`.
+
+        Raises:
+            UserError: on every rank, saying why it cannot be written; the folder is removed.
+        """
+
+        def files_in(folder: Path) -> dict[str, TensorFile]:
+            return {name: TensorFile(folder / name, listed) for name, listed in self.saved.items()}
+
+        def begin() -> Path:
+            with _described():
+                return storage.begin(path, lambda folder: [file.create() for file in files_in(folder).values()])
+
+        scratch = run_on_rank_0(begin)
+        to_rank_0 = not all(all_gather_object(scratch.is_dir()))
+        files = files_in(scratch)
+        failure: OSError | None = None
+        try:
+            with raise_on_all_ranks(), _described():
+                for saved, tensor, _ in self._each(to_rank_0):
+                    try:
+                        if failure is None:
+                            files[saved.file].write(saved.key, tensor)
+                    except OSError as error:  # the other ranks need this one's pieces of what follows
+                        failure = error
+                for file in files.values():
+                    file.close()
+                if failure:
+                    raise failure
+        except UserError:
+            if self._rank == 0:
+                shutil.rmtree(scratch, ignore_errors=True)
+            raise
+        return scratch
+
+
+@contextmanager
+def _described() -> Iterator[None]:
+    """Turn an error of the disk into a `UserError` that says no more than what it is."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(error.strerror or str(error)) from None
