@@ -1,10 +1,12 @@
 """Checkpoints that all ranks write: the bytes of those that rank 0 gathers, in any layout, and as safe."""
 
 import errno
+import itertools
 import json
 import os
 import shutil
 import signal
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -134,57 +136,56 @@ SPLIT = {**RANDOM, "BATCH_SIZE": 16, "zero.stage": 3, "checkpoint.every_steps": 
 
 
 @pytest.fixture
-def fail_on(monkeypatch):
-    """Ranks write all checkpoints; rank 1 does something else at the third write of its second one."""
+def failing(monkeypatch):
+    """All ranks write all checkpoints; in a `with` block, rank 1 acts otherwise in the middle of the one of a step."""
 
-    def prepare(step, action):
-        write, count = TensorFile.write, iter(range(10**6))
+    @contextmanager
+    def fail(step, action):
+        write, count = TensorFile.write, itertools.count()
 
         def wrong(self, key, tensor):
-            if (
-                self.path.parent.name.startswith(f".step-{step:08d}")
-                and gpc.get_global_rank() == 1
-                and next(count) == 3
-            ):
+            its_own = self.path.parent.name.startswith(f".step-{step:08d}") and gpc.get_global_rank() == 1
+            if its_own and next(count) == 3:
                 action()
             write(self, key, tensor)
 
-        monkeypatch.setattr(checkpointer, "IN_MEMORY", 0)
-        monkeypatch.setattr(TensorFile, "write", wrong)
+        with monkeypatch.context() as patch:
+            patch.setattr(TensorFile, "write", wrong)
+            yield
 
-    return prepare
+    monkeypatch.setattr(checkpointer, "IN_MEMORY", 0)
+    return fail
 
 
 def full():
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_disk_of_one_rank_that_is_full_costs_no_earlier_checkpoint(fail_on, tmp_path):
-    fail_on(4, full)
-    run = training.train(tmp_path, 2, steps=6, **SPLIT)
+def test_disk_of_one_rank_that_is_full_costs_no_earlier_checkpoint(failing, tmp_path):
+    with failing(4, full):
+        run = training.train(tmp_path, 2, steps=6, **SPLIT)
     folder = tmp_path / storage.FOLDER
     assert f"{folder}/step-00000004: cannot be written: No space left on device; training continues" in run.said
     assert sorted(os.listdir(folder)) == ["step-00000002", "step-00000006"]
     assert all(storage.Checkpoint(path) for path in storage.list_steps(folder))
 
 
-def test_disk_of_one_rank_that_is_full_ends_a_run_that_is_told_to(fail_on, tmp_path):
-    fail_on(4, full)
-    run = training.train(tmp_path, 2, "--on-save-error", "stop", steps=8, code=1, **SPLIT)
+def test_disk_of_one_rank_that_is_full_ends_a_run_that_is_told_to(failing, tmp_path):
+    with failing(4, full):
+        run = training.train(tmp_path, 2, "--on-save-error", "stop", steps=8, code=1, **SPLIT)
     assert "step-00000004: cannot be written: No space left on device; earlier checkpoints are as they were" in run.said
     assert os.listdir(tmp_path / storage.FOLDER) == ["step-00000002"]
 
 
-def test_rank_killed_while_it_writes_leaves_the_earlier_checkpoint(fail_on, tmp_path, monkeypatch):
+def test_rank_killed_while_it_writes_leaves_the_earlier_checkpoint(failing, tmp_path):
     """And the run resumes from it, in another layout, to the same weights as without."""
-    fail_on(4, lambda: os.kill(os.getpid(), signal.SIGKILL))
     argv = [*training.flags(**SPLIT), "--output", str(tmp_path), "--max-steps", "6"]
-    result = fork_ranks.run(training.HYBRID, argv, 2)
+    with failing(4, lambda: os.kill(os.getpid(), signal.SIGKILL)):
+        result = fork_ranks.run(training.HYBRID, argv, 2)
     assert result.codes[1] == -signal.SIGKILL
     assert result.codes[0] not in (0, None)
     folder = tmp_path / storage.FOLDER
     assert storage.newest(folder)[0].path.name == "step-00000002"
-    monkeypatch.undo()
     other = {**SPLIT, "BATCH_SIZE": 32, "zero.stage": 1}
     resumed = training.train(tmp_path, 1, steps=6, **other)
     expected = training.train(tmp_path.with_name("expected"), 1, steps=6, **other)

@@ -32,7 +32,7 @@ class TensorFile:
         for key, shape, dtype, *_ in sorted(tensors, key=lambda tensor: (order.index(tensor[2]), tensor[0])):
             start, self._ends = self._ends, self._ends + math.prod(shape) * dtype.itemsize
             header[key] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [start, self._ends]}
-        text = json.dumps(header, separators=(",", ":")).encode()
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._header = struct.pack("<Q", len(text)) + text
         self._starts = {
