@@ -52,12 +52,14 @@ class _Source:
         dtypes: their types, by kind.
         sender: which rank sends them to rank 0, if that gets all.
         writer: which rank writes them, if each writes some.
+        replica: the writer's data-parallel rank, if the parameter is split over these.
     """
 
     shape: list[int]
     dtypes: dict[str, torch.dtype]
     sender: int | None = None
     writer: int | None = None
+    replica: int = 0
 
     def add(self, other: "_Source") -> None:
         """Add what another rank knows of them."""
@@ -127,6 +129,7 @@ class FullTensors:
             source = _Source(slot.shard.full_shape(slot.master.shape), {kind: p.dtype for kind, p in pieces.items()})
             writer = loads.index(min(loads))
             loads[writer] += math.prod(source.shape)
+            source.replica = writer % replicas
             source.writer = self._rank if writer == number * replicas + replica else None
             source.sender = self._rank if number == 0 and slot.in_first_replica else None
             found[slot.shard.name] = source
@@ -145,7 +148,10 @@ class FullTensors:
                 piece = pieces.get(kind)
                 if piece is None:  # it gets no gradient here, see `Shard.owner`, and so has no moments
                     piece = torch.zeros_like(slot.master, dtype=saved.dtype)
-                tensor = slot.shard.gather(piece)
+                if isinstance(slot.shard, DataShard):
+                    tensor = slot.shard.gather_at(0 if to_rank_0 else source.replica, piece)
+                else:
+                    tensor = slot.shard.gather(piece)
                 if self._rank == (source.sender if to_rank_0 else source.writer):
                     if to_rank_0 and self._rank:
                         dist.send(tensor.cpu().contiguous(), 0, group=cpu)
