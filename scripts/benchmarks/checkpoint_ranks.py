@@ -178,6 +178,7 @@ def sides(args: argparse.Namespace) -> dict[str, Side]:
             scratch = FullTensors(engine).write(path)
         finish = run_on_rank_0(lambda: seconds(lambda: storage.finish(scratch, path, STATE)))
         forget_all(path)
+        engine.optimizer.optim.state.clear()  # as in a run that begins
         verify = run_on_rank_0(lambda: seconds(lambda: found.append(storage.Checkpoint(path))))
         with Watch() as load:
             tensors.scatter_weights(engine, lambda: found[0].tensors(storage.MODEL), "", "")
