@@ -3,7 +3,7 @@
 15 minutes on 2 CPU cores; needs 22 GB of memory, and 40 GB in the folder for temporary files (TMPDIR). In fp32 with
 AdamW and ZeRO stage 3, beside torch.distributed.checkpoint, which writes a file of each rank's pieces; ours is one
 safetensors file with timm's names. Both are fsynced, and read again from the disk, after the page cache was dropped.
-Peaks are those of private memory (RssAnon) above what a rank had before; pages of files that are read come on top, and
+Peaks are those of private memory (RssAnon) above what a rank has with its whole state; pages of files that are read come on top, and
 the kernel can drop them. Ours has then to be verified and renamed, while training continues.
 
 No model is whole anywhere: the ranks begin with pieces of random numbers, and with moments of a step of random
@@ -178,9 +178,9 @@ def sides(args: argparse.Namespace) -> dict[str, Side]:
             scratch = FullTensors(engine).write(path)
         finish = run_on_rank_0(lambda: seconds(lambda: storage.finish(scratch, path, STATE)))
         forget_all(path)
-        engine.optimizer.optim.state.clear()  # as in a run that begins
         verify = run_on_rank_0(lambda: seconds(lambda: found.append(storage.Checkpoint(path))))
         with Watch() as load:
+            engine.optimizer.optim.state.clear()  # as in a run that begins
             tensors.scatter_weights(engine, lambda: found[0].tensors(storage.MODEL), "", "")
             tensors.scatter_moments(engine, lambda: found[0].tensors(storage.OPTIMIZER), 1, {}, "")
         return values(path, save, load, **{"rename, in the background, s": finish, "verify, s": verify})
