@@ -1,10 +1,10 @@
 """A checkpoint of ViT-g/14, 1.0 billion parameters, over 8 ranks that each have an eighth: time, and memory of each.
 
-15 minutes on 2 CPU cores; needs 22 GB of memory, and 40 GB in the folder for temporary files (TMPDIR). In fp32 with
-AdamW and ZeRO stage 3, beside torch.distributed.checkpoint, which writes a file of each rank's pieces; ours is one
+8 minutes a round on 2 CPU cores; needs 22 GB of memory, and 25 GB in the folder for temporary files (TMPDIR). In fp32
+with AdamW and ZeRO stage 3, beside torch.distributed.checkpoint, which writes a file of each rank's pieces; ours is one
 safetensors file with timm's names. Both are fsynced, and read again from the disk, after the page cache was dropped.
-Peaks are those of private memory (RssAnon) above what a rank has with its whole state; pages of files that are read come on top, and
-the kernel can drop them. Ours has then to be verified and renamed, while training continues.
+Peaks are those of private memory (RssAnon) above what a rank has with its whole state. Pages of files that are read
+come on top, and the kernel can drop them. Ours has then to be verified and renamed, while training continues.
 
 No model is whole anywhere: the ranks begin with pieces of random numbers, and with moments of a step of random
 gradients. What is loaded must be what was saved, to the bit.
