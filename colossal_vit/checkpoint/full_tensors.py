@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ from torch import Tensor
 
 # Two kinds of a parameter's tensors, by names that no moment has; the others are its moments, by their own.
 WEIGHT, AVERAGE = "<weight>", "<average>"
-_DATA = ParallelMode.DATA
+_DATA, _TENSOR = ParallelMode.DATA, ParallelMode.TENSOR
 
 
 class Saved(NamedTuple):
@@ -50,22 +50,17 @@ class _Source:
     Attributes:
         shape: of each of them.
         dtypes: their types, by kind.
-        sender: which rank sends them to rank 0, if that gets all.
-        writer: which rank writes them, if each writes some.
-        replica: the writer's data-parallel rank, if the parameter is split over these.
+        sender: which rank sends them to rank 0, if that gets all; None before it has said so.
     """
 
     shape: list[int]
     dtypes: dict[str, torch.dtype]
-    sender: int | None = None
-    writer: int | None = None
-    replica: int = 0
+    sender: int | None
 
     def add(self, other: "_Source") -> None:
         """Add what another rank knows of them."""
         self.dtypes |= other.dtypes
         self.sender = other.sender if self.sender is None else self.sender
-        self.writer = other.writer if self.writer is None else self.writer
 
     def saved(self, name: str) -> dict[str, Saved]:
         """Return what is saved of them, by kind."""
@@ -99,8 +94,7 @@ class FullTensors:
 
     def __init__(self, engine: Engine):
         self._rank = gpc.get_global_rank()
-        # Of a parameter that every replica has, the first one's is saved. All ranks have to gather what is split over
-        # them; the other replicas' may go on.
+        # Of what each replica has, only one takes part. All have to where parameters are split over them.
         self._slots = [s for s in parameter_slots(engine) if isinstance(s.shard, DataShard) or s.in_first_replica]
         self._pieces = [_pieces(engine, slot) for slot in self._slots]
         self._buffers = buffers(engine) if self._rank == 0 else {}
@@ -116,47 +110,50 @@ class FullTensors:
         self.nbytes = sum(math.prod(saved.shape) * saved.dtype.itemsize for saved in listed)
 
     def _own_sources(self) -> dict[str, _Source]:
-        """Return what this rank knows of all tensors.
-
-        The ranks that make a tensor a full one have the same slots in the same order, and each writes about as much.
-        """
-        split = any(isinstance(slot.shard, DataShard) for slot in self._slots)  # and then all are
-        replica, replicas = (gpc.get_local_rank(_DATA), gpc.get_world_size(_DATA)) if split else (0, 1)
-        number = gpc.get_local_rank(ParallelMode.TENSOR)
-        loads = [0] * (replicas * gpc.tensor_parallel_size)  # elements that each of those ranks writes
+        """Return what this rank knows of all tensors."""
+        first = gpc.get_local_rank(_TENSOR) == 0
         found = {}
         for slot, pieces in zip(self._slots, self._pieces, strict=True):
-            source = _Source(slot.shard.full_shape(slot.master.shape), {kind: p.dtype for kind, p in pieces.items()})
-            writer = loads.index(min(loads))
-            loads[writer] += math.prod(source.shape)
-            source.replica = writer % replicas
-            source.writer = self._rank if writer == number * replicas + replica else None
-            source.sender = self._rank if number == 0 and slot.in_first_replica else None
-            found[slot.shard.name] = source
+            shape, dtypes = slot.shard.full_shape(slot.master.shape), {kind: p.dtype for kind, p in pieces.items()}
+            found[slot.shard.name] = _Source(shape, dtypes, self._rank if first and slot.in_first_replica else None)
         for name, buffer in self._buffers.items():
-            found[name] = _Source(list(buffer.shape), {WEIGHT: buffer.dtype}, self._rank, self._rank)
+            found[name] = _Source(list(buffer.shape), {WEIGHT: buffer.dtype}, self._rank)
         return found
+
+    def _writers(self) -> list[tuple[int, int]]:
+        """Return which of the ranks that make them full ones write each parameter's tensors: replica, tensor rank.
+
+        These ranks have the same slots in the same order, and each writes about as much.
+        """
+        split = any(isinstance(slot.shard, DataShard) for slot in self._slots)  # and then all are
+        replicas = range(gpc.get_world_size(_DATA)) if split else [gpc.get_local_rank(_DATA)]
+        loads = dict.fromkeys(product(replicas, range(gpc.tensor_parallel_size)), 0)
+        writers = []
+        for slot in self._slots:
+            writers.append(min(loads, key=loads.__getitem__))
+            loads[writers[-1]] += math.prod(self._sources[slot.shard.name].shape)
+        return writers
 
     def _each(self, to_rank_0: bool) -> Iterator[tuple[Saved, Tensor, bool]]:
         """Yield full tensors: all on rank 0, or, on every rank, those that it writes; and whether each shares memory
         with the model.
         """
-        cpu = gpc.get_cpu_group(ParallelMode.GLOBAL)
-        for slot, pieces in zip(self._slots, self._pieces, strict=True):
+        cpu, own = gpc.get_cpu_group(ParallelMode.GLOBAL), (gpc.get_local_rank(_DATA), gpc.get_local_rank(_TENSOR))
+        for slot, pieces, writer in zip(self._slots, self._pieces, self._writers(), strict=True):
             source = self._sources[slot.shard.name]
             for kind, saved in source.saved(slot.shard.name).items():
                 piece = pieces.get(kind)
                 if piece is None:  # it gets no gradient here, see `Shard.owner`, and so has no moments
                     piece = torch.zeros_like(slot.master, dtype=saved.dtype)
                 if isinstance(slot.shard, DataShard):
-                    tensor = slot.shard.gather_at(0 if to_rank_0 else source.replica, piece)
+                    tensor = slot.shard.gather_at(0 if to_rank_0 else writer[0], piece)
                 else:
                     tensor = slot.shard.gather(piece)
-                if self._rank == (source.sender if to_rank_0 else source.writer):
-                    if to_rank_0 and self._rank:
-                        dist.send(tensor.cpu().contiguous(), 0, group=cpu)
-                    else:
-                        yield saved, tensor, tensor.data_ptr() == piece.data_ptr()
+                keeps = self._rank == 0 if to_rank_0 else own == writer
+                if keeps:
+                    yield saved, tensor, tensor.data_ptr() == piece.data_ptr()
+                elif to_rank_0 and self._rank == source.sender:
+                    dist.send(tensor.cpu().contiguous(), 0, group=cpu)
         for name, buffer in self._buffers.items():
             yield self._sources[name].saved(name)[WEIGHT], buffer, True
         if to_rank_0 and self._rank == 0:
