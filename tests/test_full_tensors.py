@@ -25,7 +25,8 @@ pytestmark = pytest.mark.usefixtures("few_test_images", "random_weights")
 AVERAGED = {"ema.decay": 0.5}
 SPLITS = {
     "alone": (1, {}, 1),
-    "DP 3, stage 1": (3, {"BATCH_SIZE": 8, "zero.stage": 1}, 3),
+    "DP 3, stage 1": (3, {"BATCH_SIZE": 10, "zero.stage": 1}, 3),
+    "DP 3, stage 3": (3, {"BATCH_SIZE": 10, "zero.stage": 3}, 3),  # which do not divide the rows
     "DP 4, stage 3": (4, {"BATCH_SIZE": 8, "zero.stage": 3, "OPTIMIZER": "muon"}, 4),
     "DP 2 × PP 2 × 1D 2, stage 3": (8, {**LAYOUTS["DP 2 × PP 2 × 1D 2"][1], "zero.stage": 3}, 8),
     "DP 2 × PP 2": (*LAYOUTS["DP 2 × PP 2"], 2),  # the first replica's
@@ -51,11 +52,11 @@ def both_ways(monkeypatch):
             patch.setattr(checkpointer, "IN_MEMORY", 0)
             return save(self, *args)
 
-    def say(self, key, tensor):
+    def say(self, key, tensor, first=0):
         line = json.dumps([gpc.get_global_rank(), self.path.name, key, tensor.nbytes])
         with open(self.path.parents[2] / "writes.jsonl", "a") as file:
             file.write(line + "\n")
-        write(self, key, tensor)
+        write(self, key, tensor, first)
 
     monkeypatch.setattr(Checkpointer, "save", save_twice)
     monkeypatch.setattr(TensorFile, "write", say)
@@ -75,16 +76,17 @@ def assert_same_bytes(output):
 
 @pytest.mark.parametrize("layout", SPLITS)
 def test_all_ranks_write_the_bytes_that_rank_0_writes(layout, both_ways, tmp_path):
-    """Each tensor once; and the ranks that have whole ones share the work."""
+    """Each element once; and the ranks that make tensors whole, or have rows of them, share the work."""
     world_size, values, writers = SPLITS[layout]
     training.train(tmp_path, world_size, steps=2, **{**RANDOM, **AVERAGED, "DEPTH": 2, **values})
-    path = assert_same_bytes(tmp_path)
-    written = writes(tmp_path)
-    saved = [
-        [file, key] for file in (*storage.CONTENTS[:2], storage.EMA) for key in storage.Checkpoint(path).tensors(file)
-    ]
-    assert sorted(saved) == sorted([file, key] for _, file, key, _ in written)
-    share = {rank: sum(nbytes for number, *_, nbytes in written if number == rank) for rank in range(world_size)}
+    checkpoint = storage.Checkpoint(assert_same_bytes(tmp_path))
+    files = {file: checkpoint.tensors(file) for file in (storage.MODEL, storage.OPTIMIZER, storage.EMA)}
+    written = dict.fromkeys([(file, key) for file, tensors in files.items() for key in tensors], 0)
+    share = dict.fromkeys(range(world_size), 0)
+    for rank, file, key, nbytes in writes(tmp_path):
+        written[file, key] += nbytes
+        share[rank] += nbytes
+    assert written == {(file, key): files[file][key].nbytes for file, key in written}
     assert sum(map(bool, share.values())) == writers
     if layout == "DP 4, stage 3":
         assert max(share.values()) < 1.5 * sum(share.values()) / 4
@@ -143,11 +145,11 @@ def failing(monkeypatch):
     def fail(step, action):
         write, count = TensorFile.write, itertools.count()
 
-        def wrong(self, key, tensor):
+        def wrong(self, *args):
             its_own = self.path.parent.name.startswith(f".step-{step:08d}") and gpc.get_global_rank() == 1
             if its_own and next(count) == 3:
                 action()
-            write(self, key, tensor)
+            write(self, *args)
 
         with monkeypatch.context() as patch:
             patch.setattr(TensorFile, "write", wrong)

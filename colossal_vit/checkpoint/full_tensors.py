@@ -134,41 +134,47 @@ class FullTensors:
             loads[writers[-1]] += math.prod(self._sources[slot.shard.name].shape)
         return writers
 
-    def _each(self, to_rank_0: bool) -> Iterator[tuple[Saved, Tensor, bool]]:
-        """Yield full tensors: all on rank 0, or, on every rank, those that it writes; and whether each shares memory
-        with the model.
+    def _each(self, to_rank_0: bool) -> Iterator[tuple[Saved, Tensor, int, bool]]:
+        """Yield full tensors: all on rank 0, or, on every rank, those that it writes.
+
+        Returns:
+            Of each what it is, the tensor, 0, and whether it shares memory with the model. A rank that writes has its
+            piece instead of a tensor if that can be written as it is; and where it begins, in elements, instead of 0.
         """
         cpu, own = gpc.get_cpu_group(ParallelMode.GLOBAL), (gpc.get_local_rank(_DATA), gpc.get_local_rank(_TENSOR))
         for slot, pieces, writer in zip(self._slots, self._pieces, self._writers(), strict=True):
-            source = self._sources[slot.shard.name]
+            source, split = self._sources[slot.shard.name], isinstance(slot.shard, DataShard)
             for kind, saved in source.saved(slot.shard.name).items():
                 piece = pieces.get(kind)
                 if piece is None:  # it gets no gradient here, see `Shard.owner`, and so has no moments
                     piece = torch.zeros_like(slot.master, dtype=saved.dtype)
-                if isinstance(slot.shard, DataShard):
+                if not to_rank_0 and split and (start := slot.shard.start_of(piece)) is not None:
+                    yield saved, piece, start, True
+                    continue
+                if split:
                     tensor = slot.shard.gather_at(0 if to_rank_0 else writer[0], piece)
                 else:
                     tensor = slot.shard.gather(piece)
                 keeps = self._rank == 0 if to_rank_0 else own == writer
                 if keeps:
-                    yield saved, tensor, tensor.data_ptr() == piece.data_ptr()
+                    yield saved, tensor, 0, tensor.data_ptr() == piece.data_ptr()
                 elif to_rank_0 and self._rank == source.sender:
                     dist.send(tensor.cpu().contiguous(), 0, group=cpu)
         for name, buffer in self._buffers.items():
-            yield self._sources[name].saved(name)[WEIGHT], buffer, True
+            yield self._sources[name].saved(name)[WEIGHT], buffer, 0, True
         if to_rank_0 and self._rank == 0:
             for name, source in self._sources.items():
                 if source.sender:
                     for saved in source.saved(name).values():
                         tensor = torch.empty(saved.shape, dtype=saved.dtype)
                         dist.recv(tensor, source.sender, group=cpu)
-                        yield saved, tensor, False
+                        yield saved, tensor, 0, False
 
     @torch.no_grad()
     def copy(self) -> TensorFiles | None:
         """Return all tensors, by file and name, on the CPU of rank 0; None on the others."""
         host, files = Host(), {name: {} for name in self.saved}
-        for saved, tensor, shares in self._each(to_rank_0=True):
+        for saved, tensor, _, shares in self._each(to_rank_0=True):
             files[saved.file][saved.key] = host.copy(tensor, needed=shares)
         get_accelerator().synchronize()  # the copies from a GPU are complete
         return files if self._rank == 0 else None
@@ -177,8 +183,8 @@ class FullTensors:
     def write(self, path: Path) -> Path:
         """Write all tensors into a temporary folder, for a checkpoint at `path`.
 
-        Each rank writes some, if all see the folder; otherwise rank 0 writes all. No rank has more of them at once than
-        the pieces of one, and what they make.
+        Each rank writes some, if all see the folder; otherwise rank 0 writes all. No rank has more than one at a time
+        beside its own pieces.
 
         Returns:
             The folder, for `storage.finish`.
@@ -200,10 +206,10 @@ class FullTensors:
         failure: OSError | None = None
         try:
             with raise_on_all_ranks(), _described():
-                for saved, tensor, _ in self._each(to_rank_0):
+                for saved, tensor, start, _ in self._each(to_rank_0):
                     try:
                         if failure is None:
-                            files[saved.file].write(saved.key, tensor)
+                            files[saved.file].write(saved.key, tensor, start)
                     except OSError as error:  # the other ranks need this one's pieces of what follows
                         failure = error
                 for file in files.values():

@@ -45,8 +45,13 @@ class TensorFile:
             file.write(self._header)
             file.truncate(len(self._header) + self._ends)
 
-    def write(self, key: str, tensor: Tensor) -> None:
-        """Write a tensor to its place.
+    def write(self, key: str, tensor: Tensor, first: int = 0) -> None:
+        """Write a tensor to its place, or a piece of it.
+
+        Args:
+            key: its name.
+            tensor: it, or those of its elements that are side by side from `first` on.
+            first: of these elements.
 
         Raises:
             OSError: if it cannot be written.
@@ -54,7 +59,7 @@ class TensorFile:
         if self._descriptor is None:
             self._descriptor = os.open(self.path, os.O_WRONLY)
         data = memoryview(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())
-        start = self._starts[key]
+        start = self._starts[key] + first * tensor.itemsize
         while data:  # the kernel writes at most 2 GiB at once
             written = os.pwrite(self._descriptor, data, start)
             data, start = data[written:], start + written

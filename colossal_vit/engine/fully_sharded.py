@@ -5,6 +5,7 @@ its gradients are averaged to the ranks that have the pieces. Nobody but `fully_
 clipping, averages and checkpoints get a rank's pieces as plain tensors in the same memory, each with a `Shard`.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +64,14 @@ class DataShard(Shard):
         parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))] if here else None
         dist.gather(part, parts, group=group, group_dst=replica)
         return self._joined(parts) if here else None
+
+    def start_of(self, piece: Tensor) -> int | None:
+        """Return where a piece begins in the full parameter, in elements; None if its elements are not side by side."""
+        if gpc.tensor_parallel_size > 1 or self.dim or self.num_heads:
+            return None
+        largest, _ = self._sizes()
+        row = math.prod(piece.shape[1:])
+        return min(largest * gpc.get_local_rank(ParallelMode.DATA), self.length) * row
 
     def _padded(self, piece: Tensor) -> Tensor:
         """Return a piece in the size of the largest one."""
