@@ -60,7 +60,9 @@ FULLY_SHARDED, MUON, SCHEDULES, ZERO = (
 )
 DROPOUT, KERNEL, PHILOX = (f"colossal_vit/rng/{name}.py" for name in ("dropout", "cpu_kernel", "philox"))
 NORMS, PATCHES = (f"colossal_vit/compat/{name}.py" for name in ("norms", "patches"))
-TENSORS, CHECKPOINTER = (f"colossal_vit/checkpoint/{name}.py" for name in ("tensors", "checkpointer"))
+TENSORS, FULL_TENSORS, CHECKPOINTER = (
+    f"colossal_vit/checkpoint/{name}.py" for name in ("tensors", "full_tensors", "checkpointer")
+)
 METRICS = "colossal_vit/hooks/metrics.py"
 
 # Values of a config.
@@ -1093,18 +1095,19 @@ CHECKPOINTS = [
     Mutation(
         "moments of the first stage only",
         "A checkpoint has moments of 0 for what the last of the pipeline's stages has.",
-        TENSORS,
-        "                dist.send(tensor.cpu().contiguous(), 0, group=group)",
-        "                dist.send(tensor.cpu().contiguous() * (kind == WEIGHT), 0, group=group)",
+        FULL_TENSORS,
+        "                    dist.send(tensor.cpu().contiguous(), 0, group=cpu)",
+        "                    dist.send(tensor.cpu().contiguous() * (kind == WEIGHT), 0, group=cpu)",
         "PP 2",
         r"step 1, exp_avg of .*",
     ),
     Mutation(
         "pieces of a moment in the wrong order",
         "In a checkpoint the query, key and value of a moment are as the layer has them, not as timm does.",
-        TENSORS,
-        "            tensor = slot.shard.gather(piece)\n",
-        "            tensor = (slot.shard if kind == WEIGHT else Shard('', slot.shard.splits)).gather(piece)\n",
+        FULL_TENSORS,
+        "                    tensor = slot.shard.gather(piece)\n",
+        "                    shard = slot.shard if kind == WEIGHT else type(slot.shard)('', slot.shard.splits)\n"
+        "                    tensor = shard.gather(piece)\n",
         "1D 2",
         r"step 3, exp_avg of blocks\.0\.attn\.qkv\.(weight|bias)",
     ),
