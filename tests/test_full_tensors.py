@@ -172,6 +172,22 @@ def test_disk_of_one_rank_that_is_full_costs_no_earlier_checkpoint(failing, tmp_
     assert all(storage.Checkpoint(path) for path in storage.list_steps(folder))
 
 
+def test_folder_that_cannot_be_made_costs_no_earlier_checkpoint(monkeypatch, tmp_path):
+    """All ranks hear of it from rank 0."""
+    create = TensorFile.create
+
+    def fail(self):
+        if self.path.parent.name.startswith(".step-00000004"):
+            full()
+        create(self)
+
+    monkeypatch.setattr(checkpointer, "IN_MEMORY", 0)
+    monkeypatch.setattr(TensorFile, "create", fail)
+    run = training.train(tmp_path, 2, steps=4, code=1, **SPLIT)
+    assert "step-00000004: cannot be written: No space left on device; training continues" in run.said
+    assert os.listdir(tmp_path / storage.FOLDER) == ["step-00000002"]
+
+
 def test_disk_of_one_rank_that_is_full_ends_a_run_that_is_told_to(failing, tmp_path):
     with failing(4, full):
         run = training.train(tmp_path, 2, "--on-save-error", "stop", steps=8, code=1, **SPLIT)

@@ -381,10 +381,10 @@ REDUCTIONS = [
     ),
     Mutation(
         "gradients of pieces summed",
-        "With split weights, gradients outside of blocks are summed over the ranks, not averaged.",
+        "With split weights, gradients are summed over the ranks, not averaged.",
         FULLY_SHARDED,
-        "        fully_shard(chunk, **options)\n",
-        "        fully_shard(chunk, **options).set_gradient_divide_factor(1.0)\n",
+        "parameter.grad.to_local(), None",
+        "parameter.grad.to_local() * gpc.get_world_size(ParallelMode.DATA), None",
         "DP 2 × zero 3",
         r"step 1, gradient of head\.(weight|bias)",
     ),
@@ -397,6 +397,7 @@ REDUCTIONS = [
         "DP 2 × zero 3",
         r"step 2, weight blocks\.0\.attn\.proj\.weight",
         LAMB_OPTIMIZER,
+        why="in fp32 a weight's difference of 5e-5 is within what rounding is allowed; what the next steps compute is not",
     ),
     Mutation(
         "first step not reduced",
