@@ -397,7 +397,7 @@ REDUCTIONS = [
         "DP 2 × zero 3",
         r"step 2, weight blocks\.0\.attn\.proj\.weight",
         LAMB_OPTIMIZER,
-        why="in fp32 a weight's difference of 5e-5 is within what rounding is allowed; what the next steps compute is not",
+        why="in fp32 a weight's difference of 5e-5 is within what rounding is allowed; what follows is not",
     ),
     Mutation(
         "first step not reduced",
