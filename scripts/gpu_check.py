@@ -163,6 +163,11 @@ CHECKS = {
         part=DALI,
         package="nvidia.dali",
     ),
+    "rank_0": bench(
+        "rank 0 of PP 2, 1D 2, 2D 4 and 3D 8 without the others: time and memory beside the planner's",
+        *(3, "ranks"),
+        part=REST,
+    ),
     "environment": Check("driver, GPUs and versions", ["-m", "torch.utils.collect_env"], 2, part=REST),
     "more_tests": Check(
         "in float64, layouts tensor by tensor; CUDA allocates what a dry run says, to 10 %",

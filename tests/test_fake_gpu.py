@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from colossal_vit.checkpoint import tensors
+from colossal_vit.checkpoint.full_tensors import FullTensors
 from colossal_vit.engine import engine, initialize
 from colossal_vit.results import read_metrics
 from torchvision.transforms import v2
@@ -72,20 +72,20 @@ def test_a_backward_pass_leaves_nothing_on_the_cpu(script, amp):
 @pytest.mark.parametrize("amp", [None, "NAIVE"])
 def test_a_checkpoint_is_copied_from_the_gpu_in_the_background(amp, tmp_path):
     """Weights, moments and averages into pinned memory, with one wait for all of them before they are written."""
-    waits_of_gather = []
+    waits_of_copy = []
 
     def prepare():
-        gather, synchronize = tensors.gather, torch.cuda.synchronize
+        copy, synchronize = FullTensors.copy, torch.cuda.synchronize
 
-        def gather_and_count(engine):
+        def copy_and_count(full):
             with waits.WaitCounter(device=fake_gpu.CUDA) as counter:
-                torch.cuda.synchronize = lambda *_: waits_of_gather.append("synchronize")
-                files = gather(engine)
+                torch.cuda.synchronize = lambda *_: waits_of_copy.append("synchronize")
+                files = copy(full)
                 torch.cuda.synchronize = synchronize
-            print(f"waits of a checkpoint: {waits_of_gather}, others {counter.others}")
+            print(f"waits of a checkpoint: {waits_of_copy}, others {counter.others}")
             return files
 
-        tensors.gather = gather_and_count
+        FullTensors.copy = copy_and_count
 
     _, said = on_gpu(training.HYBRID, amp, "--output", str(tmp_path), "--max-steps", "1", prepare=prepare)
     assert "waits of a checkpoint: ['synchronize'], others {}\n" in said

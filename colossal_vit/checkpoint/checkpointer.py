@@ -3,9 +3,10 @@
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from colossal_vit import config, typed_json
 from colossal_vit.checkpoint import run_directory, storage, tensors, weights
 from colossal_vit.checkpoint.contents import State
+from colossal_vit.checkpoint.full_tensors import FullTensors
 from colossal_vit.checkpoint.lock import DirectoryLock
 from colossal_vit.checkpoint.storage import Checkpoint
 from colossal_vit.config.check import nearest
@@ -27,10 +29,12 @@ from colossal_vit.launch.exits import Ending
 from colossal_vit.parallel.collectives import all_gather_object, run_on_rank_0
 from colossal_vit.results import read_metrics
 from colossal_vit.run import Run
+from colossalai.legacy.core import global_context as gpc
 from torch import Tensor
 
 OTHER_CLASSES = "set finetune.head to 'new', or add --accept-changes if other names mean the same"
 OTHER_SHAPE = "change the config back, or start from its weights with finetune.weights"
+IN_MEMORY = 2**32  # bytes: larger checkpoints are not copied into the memory of rank 0, which then has twice its state
 WRITER_GRACE = 60.0  # seconds that a checkpoint may still take to be written when the run ends with an error
 _PACKAGES = ("torch", "colossalai", "timm")  # whose versions are on record
 
@@ -44,6 +48,10 @@ def changed_values(old: Mapping[str, Any], new: Mapping[str, Any], schema: Setti
 
 def _format_changes(changes: Mapping[str, list[Any]]) -> str:
     return ", ".join(f"{key} {before} → {after}" for key, (before, after) in changes.items())
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 @contextmanager
@@ -67,7 +75,7 @@ class Checkpointer:
     Attributes:
         path: the checkpoint that the run resumes, or None.
         best: accuracy and step of the best checkpoint that is written after an evaluation, or None; on rank 0.
-        num_bytes: of the tensors in the last checkpoint that was saved, on rank 0.
+        num_bytes: of the tensors in the last checkpoint that was saved.
         trainer, train_dataloader: those of the run, from `load` on.
     """
 
@@ -447,8 +455,9 @@ class Checkpointer:
     def save(self, epoch: int, start: int, accuracy: float | None = None) -> Path:
         """Save a checkpoint that resumes at micro-batch `start` of `epoch`, between two optimizer steps.
 
-        All ranks wait while rank 0 gathers the state; it is written to disk in the background while training continues.
-        Of older checkpoints the newest stay, and the best.
+        All ranks wait while rank 0 gathers the state, which is written to disk in the background while training
+        continues; or, if it is larger than `IN_MEMORY`, while each rank writes some of it. Of older checkpoints the
+        newest stay, and the best.
 
         Args:
             epoch, start: where to resume.
@@ -467,10 +476,17 @@ class Checkpointer:
         state = self.state(epoch, start)
         if accuracy is not None and (self.best is None or accuracy > self.best["accuracy"]):
             state["best"] = {"accuracy": accuracy, "step": state["step"]}
-        files = tensors.gather(self.trainer.engine)
-        if files is not None:
-            self.num_bytes = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
-            self._writing = self._writer.submit(self._write, path, files, state)
+        full = FullTensors(self.trainer.engine)
+        self.num_bytes = full.nbytes
+        if full.nbytes <= IN_MEMORY:
+            write = partial(storage.write, path, full.copy(), state)
+        else:
+            try:
+                write = partial(storage.finish, full.write(path), path, state)
+            except UserError as error:
+                write = partial(_raise, OSError(None, str(error)))
+        if gpc.get_global_rank() == 0:
+            self._writing = self._writer.submit(self._write, path, write, state)
         return path
 
     def state(self, epoch: int, start: int) -> dict[str, Any]:
@@ -498,11 +514,11 @@ class Checkpointer:
             "changes": self._changes,
         }
 
-    def _write(self, path: Path, files: storage.TensorFiles, state: Mapping[str, Any]) -> str | None:
+    def _write(self, path: Path, write: Callable[[], None], state: Mapping[str, Any]) -> str | None:
         """Write a checkpoint and remove old ones; returns why it could not be written, or None."""
         log = self.run.log
         try:
-            storage.write(path, files, state)
+            write()
         except (OSError, MemoryError) as error:
             reason = (error.strerror or error) if isinstance(error, OSError) else "out of memory"
             failure = f"{path}: cannot be written: {reason}"

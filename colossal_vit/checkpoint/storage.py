@@ -55,7 +55,7 @@ def _fingerprint(path: Path) -> Fingerprint:
 
 
 def write(path: Path, tensors: TensorFiles, state: Mapping[str, Any]) -> None:
-    """Write a checkpoint atomically: to a temporary folder, which is fsynced and then renamed to `path`.
+    """Write a checkpoint atomically.
 
     Args:
         path: the checkpoint's folder; one that is there is replaced, unless the file system cannot exchange folders.
@@ -65,11 +65,41 @@ def write(path: Path, tensors: TensorFiles, state: Mapping[str, Any]) -> None:
     Raises:
         OSError: if it cannot be written; the temporary folder is removed.
     """
-    scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
-    contents = [*CONTENTS, *(tensors.keys() & {EMA})]
-    try:
+
+    def save(scratch: Path) -> None:
         for name in tensors:
-            safetensors.torch.save_file(dict(tensors[name]), scratch / name, metadata={"format": "pt"})
+            try:
+                safetensors.torch.save_file(dict(tensors[name]), scratch / name, metadata={"format": "pt"})
+            except SafetensorError as error:
+                raise OSError(None, str(error)) from None
+
+    finish(begin(path, save), path, state)
+
+
+def begin(path: Path, save: Callable[[Path], Any]) -> Path:
+    """Begin a checkpoint: make a temporary folder beside `path`, and call `save` with it.
+
+    Returns:
+        The folder.
+
+    Raises:
+        OSError: as `write`.
+    """
+    scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    with _removed_after_error(scratch):
+        scratch.chmod(0o755)  # other ranks may be other users on their node
+        save(scratch)
+    return scratch
+
+
+def finish(scratch: Path, path: Path, state: Mapping[str, Any]) -> None:
+    """Make a checkpoint of a folder that has all its tensors: fsync it, and rename it to `path`.
+
+    Raises:
+        OSError: as `write`.
+    """
+    with _removed_after_error(scratch):
+        contents = [*CONTENTS, *([EMA] if (scratch / EMA).exists() else [])]
         (scratch / STATE).write_text(_to_text(state))
         for name in contents:
             (scratch / name).chmod(0o644)
@@ -77,17 +107,22 @@ def write(path: Path, tensors: TensorFiles, state: Mapping[str, Any]) -> None:
         files = {name: _fingerprint(scratch / name) for name in contents}
         (scratch / MANIFEST).write_text(_to_text({"version": VERSION, "files": files}))
         sync(scratch / MANIFEST)
-        scratch.chmod(0o755)
         sync(scratch)
         if path.exists():  # if the run was stopped just before an epoch's evaluation, and resumed
             exchange(scratch, path)
+            shutil.rmtree(scratch, ignore_errors=True)
         else:
             scratch.rename(path)
         sync(path.parent)
-    except SafetensorError as error:
-        raise OSError(None, str(error)) from None
-    finally:
+
+
+@contextmanager
+def _removed_after_error(scratch: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
+        raise
 
 
 def _remove(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Full tensors on rank 0, gathered from the shards of all ranks, and scattered to those of any layout."""
+"""Which tensors a rank has of a checkpoint, and loading them from the full ones, in any layout."""
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
@@ -6,20 +6,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from colossal_vit.checkpoint.host_memory import Host
-from colossal_vit.checkpoint.storage import EMA, MODEL, OPTIMIZER, TensorFiles
 from colossal_vit.engine.engine import Engine
-from colossal_vit.engine.fully_sharded import DataShard, pieces_of
+from colossal_vit.engine.fully_sharded import pieces_of
 from colossal_vit.errors import UserError
 from colossal_vit.parallel.collectives import all_gather_object, raise_on_all_ranks, run_on_rank_0
 from colossal_vit.parallel.sharding import Shard
-from colossalai.accelerator import get_accelerator
 from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from torch import Tensor
-
-# Two kinds of a parameter's tensors, by names that no moment has; the others are its moments, by their own.
-WEIGHT, AVERAGE = "<weight>", "<average>"
 
 
 class ParameterSlot(NamedTuple):
@@ -63,7 +57,7 @@ def _by_name(engine: Engine) -> dict[str, ParameterSlot]:
     return {slot.shard.name: slot for slot in parameter_slots(engine)}
 
 
-def _buffers(engine: Engine) -> dict[str, Tensor]:
+def buffers(engine: Engine) -> dict[str, Tensor]:
     """Return the model's persistent buffers by name, such as fixed position embeddings.
 
     Not from `state_dict`, because Colossal-AI's layers communicate to build theirs.
@@ -74,71 +68,6 @@ def _buffers(engine: Engine) -> dict[str, Tensor]:
         for key, buffer in module.named_buffers(recurse=False)
         if key not in module._non_persistent_buffers_set
     }
-
-
-# ---- Gather ----
-
-
-def _pieces(engine: Engine, slot: ParameterSlot) -> dict[str, Tensor]:
-    """Return what this rank has of a parameter's tensors, by kind."""
-    pieces = {WEIGHT: slot.master}
-    if engine.ema:
-        pieces[AVERAGE] = engine.ema.averages[slot.master]
-    state = engine.optimizer.optim.state.get(slot.master, {})
-    return pieces | {moment: value for moment, value in state.items() if isinstance(value, Tensor) and value.ndim}
-
-
-@torch.no_grad()
-def gather(engine: Engine) -> TensorFiles | None:
-    """Return the full weights, buffers, moments and averages, on the CPU of rank 0; None on the others. Collective.
-
-    One tensor at a time: the tensor-parallel ranks of a replica that owns it make it a full one, and the first of them
-    sends it to rank 0.
-    """
-    rank, group, host = gpc.get_global_rank(), gpc.get_cpu_group(ParallelMode.GLOBAL), Host()
-    slots = [s for s in parameter_slots(engine) if isinstance(s.shard, DataShard) or s.in_first_replica]
-    first = gpc.get_local_rank(ParallelMode.TENSOR) == 0
-    sends = [first and slot.in_first_replica for slot in slots]
-    pieces = [_pieces(engine, slot) for slot in slots]
-    own = [
-        (slot.shard.name, slot.shard.full_shape(slot.master.shape), {kind: p.dtype for kind, p in of_slot.items()})
-        for slot, of_slot in zip(slots, pieces, strict=True)
-    ]
-    everywhere = all_gather_object(list(zip(sends, own, strict=True)))
-    kinds: dict[str, dict[str, torch.dtype]] = {}  # of tensors that there are of a parameter, with their types
-    for _, (name, _, dtypes) in chain.from_iterable(everywhere):
-        kinds.setdefault(name, {}).update(dtypes)
-    files: dict[str, dict[str, Tensor]] = {MODEL: {}, OPTIMIZER: {}} | ({EMA: {}} if engine.ema else {})
-
-    def keep(kind: str, name: str, tensor: Tensor) -> None:
-        places = {WEIGHT: (MODEL, name), AVERAGE: (EMA, name)}
-        file, key = places.get(kind, (OPTIMIZER, f"{kind}.{name}"))
-        files[file][key] = tensor
-
-    for slot, of_slot, sent in zip(slots, pieces, sends, strict=True):
-        for kind, dtype in sorted(kinds[slot.shard.name].items()):
-            piece = of_slot.get(kind)
-            if piece is None:  # it gets no gradient here, see `Shard.owner`, and so has no moments
-                piece = torch.zeros_like(slot.master, dtype=dtype)
-            tensor = slot.shard.gather(piece)
-            if rank == 0:
-                keep(kind, slot.shard.name, host.copy(tensor, needed=tensor.data_ptr() == piece.data_ptr()))
-            elif sent:
-                dist.send(tensor.cpu().contiguous(), 0, group=group)
-    if rank > 0:
-        return None
-    for sender, held in list(enumerate(everywhere))[1:]:
-        for name, shape, _ in (parameter for sent, parameter in held if sent):
-            for kind, dtype in sorted(kinds[name].items()):
-                tensor = torch.empty(shape, dtype=dtype)
-                dist.recv(tensor, sender, group=group)
-                keep(kind, name, tensor)
-    files[MODEL] |= {name: host.copy(buffer, needed=True) for name, buffer in _buffers(engine).items()}
-    get_accelerator().synchronize()  # the copies from a GPU are complete
-    return files
-
-
-# ---- Scatter ----
 
 
 class _Broadcast:
@@ -171,7 +100,7 @@ class _Broadcast:
 def own_shapes(engine: Engine) -> dict[str, list[int]]:
     """Return the shapes of the full tensors of which this rank has a piece, parameters and buffers, by name."""
     shapes = {slot.shard.name: slot.shard.full_shape(slot.master.shape) for slot in parameter_slots(engine)}
-    return shapes | {name: list(buffer.shape) for name, buffer in _buffers(engine).items()}
+    return shapes | {name: list(buffer.shape) for name, buffer in buffers(engine).items()}
 
 
 def _check_fits(source: str, shapes: Mapping[str, list[int]], engine: Engine, advice: str) -> None:
@@ -207,11 +136,11 @@ def scatter_weights(engine: Engine, read: Callable[[], Mapping[str, Tensor]], so
     Raises:
         UserError: on every rank, if they are not those of the model.
     """
-    slots, buffers, full = _by_name(engine), _buffers(engine), _Broadcast(read)
+    slots, own_buffers, full = _by_name(engine), buffers(engine), _Broadcast(read)
     _check_fits(source, full.shapes, engine, advice)
     for name, tensor in full:
-        if name in buffers:
-            buffers[name].copy_(tensor)
+        if name in own_buffers:
+            own_buffers[name].copy_(tensor)
         elif name in slots:  # else another stage has it
             slots[name].master.copy_(slots[name].shard.split(tensor))
             slots[name].working.copy_(slots[name].master)

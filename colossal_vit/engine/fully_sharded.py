@@ -5,6 +5,7 @@ its gradients are averaged to the ranks that have the pieces. Nobody but `fully_
 clipping, averages and checkpoints get a rank's pieces as plain tensors in the same memory, each with a `Shard`.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,13 +52,37 @@ class DataShard(Shard):
 
     def gather(self, piece: Tensor) -> Tensor:
         """Invert `split`. Collective over the tensor-parallel and the data-parallel ranks."""
+        part, group = self._padded(piece), gpc.get_group(ParallelMode.DATA)
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, part, group=group)
+        return self._joined(parts)
+
+    def gather_at(self, replica: int, piece: Tensor) -> Tensor | None:
+        """As `gather`, on the tensor-parallel ranks of one replica; None on the others."""
+        part, group = self._padded(piece), gpc.get_group(ParallelMode.DATA)
+        here = gpc.get_local_rank(ParallelMode.DATA) == replica
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))] if here else None
+        dist.gather(part, parts, group=group, group_dst=replica)
+        return self._joined(parts) if here else None
+
+    def start_of(self, piece: Tensor) -> int | None:
+        """Return where a piece begins in the full parameter, in elements; None if its elements are not side by side."""
+        if gpc.tensor_parallel_size > 1 or self.dim or self.num_heads:
+            return None
+        largest, _ = self._sizes()
+        row = math.prod(piece.shape[1:])
+        return min(largest * gpc.get_local_rank(ParallelMode.DATA), self.length) * row
+
+    def _padded(self, piece: Tensor) -> Tensor:
+        """Return a piece in the size of the largest one."""
         largest, own = self._sizes()
         shape = list(piece.shape)
         shape[self.dim] = largest
         part = piece.new_zeros(shape)
         part.narrow(self.dim, 0, own).copy_(piece)
-        parts = [torch.empty_like(part) for _ in range(gpc.get_world_size(ParallelMode.DATA))]
-        dist.all_gather(parts, part, group=gpc.get_group(ParallelMode.DATA))
+        return part
+
+    def _joined(self, parts: list[Tensor]) -> Tensor:
         return super().gather(torch.cat(parts, self.dim).narrow(self.dim, 0, self.length))
 
     def full_shape(self, piece: Sequence[int]) -> list[int]:

@@ -18,7 +18,8 @@ from threading import Thread
 from typing import Any
 
 import torch
-from colossal_vit.checkpoint import storage, tensors
+from colossal_vit.checkpoint import storage
+from colossal_vit.checkpoint.full_tensors import FullTensors
 from colossal_vit.data.batches import SyntheticLoader
 from colossal_vit.data.samplers import GlobalBatchSampler
 from colossal_vit.engine.assembly import initialize
@@ -75,7 +76,7 @@ def sides(model_name: str, args: argparse.Namespace) -> dict[str, Side]:
         alone = [seconds(step) for _ in range(steps_beside[-1])]
         path = folder / f"step-{engine.num_steps:08d}"
         taken: list[Any] = []
-        pause = seconds(lambda: taken.extend((tensors.gather(engine), state())))
+        pause = seconds(lambda: taken.extend((FullTensors(engine).copy(), state())))
         writing: list[float] = []
         writer = Thread(target=lambda: writing.append(seconds(lambda: storage.write(path, *taken))))
         writer.start()
@@ -99,7 +100,7 @@ def sides(model_name: str, args: argparse.Namespace) -> dict[str, Side]:
 
     for _ in range(2):  # the first step creates the moments
         step()
-    tensors.gather(engine)  # the first one allocates
+    FullTensors(engine).copy()  # the first one allocates
     return {"a checkpoint": checkpoint}
 
 

@@ -1,19 +1,21 @@
-"""What splitting the optimizer state over data-parallel ranks saves in memory, and what it costs in time.
+"""What splitting optimizer state and weights over data-parallel ranks saves in memory, and what it costs in time.
 
-About 25 minutes on 2 CPU cores. Speed: on 2 and 4 processes, in fp32 with AdamW, plain PyTorch by
-DistributedDataParallel, by it with ZeroRedundancyOptimizer, and by `fully_shard`; and our engine with `zero` and
-without, where it uses DistributedDataParallel. All start from the same weights, get the same batches, and must compute
-the same losses; a round of ours ends when its last weights have arrived. Memory: the peak of tensors of a rank in an
-optimizer step, in NAIVE fp16 with LAMB, divided by the number of parameters of a model whose activations are small;
-beside it, the 6 + 12/d bytes that implementations with fp32 gradients take on d ranks.
+About 30 minutes on 2 CPU cores. Speed: on 2 and 4 processes, in fp32 with AdamW, plain PyTorch by
+DistributedDataParallel, by it with ZeroRedundancyOptimizer, and by `fully_shard`; and our engine with stage 1 and 3 of
+`zero` and without, where it uses DistributedDataParallel. All start from the same weights, get the same batches, and
+must compute the same losses; a round of ours ends when its last weights have arrived. Memory: the peak of tensors of a
+rank in optimizer steps with AdamW, in NAIVE fp16, divided by the number of parameters of a model whose activations are
+small; beside it, that of PyTorch's `fully_shard` with its policy of mixed precision, and the 6 + 12/d bytes that
+implementations with fp32 gradients take on d ranks.
 """
 
 import argparse
 from functools import partial
+from typing import Any
 
 import torch
 from colossal_vit.data.batches import FakeLoader
-from colossal_vit.dry_run.meter import measure
+from colossal_vit.dry_run.meter import StepMeter, measure
 from colossal_vit.engine.assembly import initialize
 from colossal_vit.engine.engine import Engine
 from colossal_vit.engine.optimizers import build_optimizer
@@ -22,7 +24,7 @@ from colossal_vit.run import Run
 from colossalai.legacy import nn as col_nn
 from colossalai.legacy.core import global_context as gpc
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,10 +37,11 @@ COMMON = {"parallel.pipeline": 1, "NUM_MICRO_BATCHES": 1, "CHECKPOINT": False, "
 COMMON |= {"HIDDEN_SIZE": 512, "NUM_HEADS": 8}
 SPEED = {**COMMON, "PATCH_SIZE": 8, "DEPTH": 8, "fp16": None, "clip_grad_norm": 0.0, "OPTIMIZER": "adamw"}
 SPEED |= {"zero.stage": 1, "COMPILE": False}
-MEMORY = {**COMMON, "PATCH_SIZE": 16, "DEPTH": 12, "BATCH_SIZE": 1, "OPTIMIZER": "lamb"}
+MEMORY = {**COMMON, "PATCH_SIZE": 16, "DEPTH": 12, "BATCH_SIZE": 1, "OPTIMIZER": "adamw", "COMPILE": False}
 MEMORY |= {"HIDDEN_SIZE": 1024, "NUM_HEADS": 16, "fp16.dtype": "fp16", "fp16.initial_scale": 1.0}
 SMALL = dict(DEPTH=2, HIDDEN_SIZE=32, NUM_HEADS=2)
 STAGES = {"stage 1": (1, 1), "stage 1, 2 micro-batches": (1, 2), "stage 2, 2 micro-batches": (2, 2)}
+STAGES |= {"stage 3": (3, 1), "stage 3, 2 micro-batches": (3, 2)}
 
 
 # ---- Speed -----------------------------------------------------------------------------------------------------------
@@ -57,11 +60,16 @@ def zero_redundancy(run: Run) -> Step:
 
 
 def sharded(run: Run) -> Step:
+    model = split(run)
+    return plain_step(model, build_optimizer(run.config, model), nn.CrossEntropyLoss())
+
+
+def split(run: Run, **options: Any) -> nn.Module:
+    """Return a model that `fully_shard` has split by block."""
     model = full_vit(run.config).to(run.device)
     for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
-    return plain_step(model, build_optimizer(run.config, model), nn.CrossEntropyLoss())
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
 
 
 def build_engine(run: Run, criterion: nn.Module) -> Engine:
@@ -72,14 +80,20 @@ def build_engine(run: Run, criterion: nn.Module) -> Engine:
 def speed(processes: int, args: argparse.Namespace) -> dict[str, Side]:
     values = {**SPEED, "BATCH_SIZE": GLOBAL_BATCH // processes, **(SMALL if args.small else {})}
     run = start_hybrid(args, values)
-    split = build_engine(run, nn.CrossEntropyLoss())
+    owned = build_engine(run, nn.CrossEntropyLoss())
+    gpc.config["zero"]["stage"] = 3
+    pieces = build_engine(run, nn.CrossEntropyLoss())
     gpc.config["zero"] = None
     whole = build_engine(run, nn.CrossEntropyLoss())
-    assert split.zero
-    assert not whole.zero
+    assert [engine.zero is not None for engine in (owned, pieces, whole)] == [True, False, False]
     steps = {"DistributedDataParallel": ddp(run), "ZeroRedundancyOptimizer": zero_redundancy(run)}
-    steps |= {"fully_shard": sharded(run), "ours": engine_step(whole), "ours, zero": engine_step(split)}
-    return step_sides(run, steps, args.steps, split.zero.receive_weights)
+    steps |= {
+        "fully_shard": sharded(run),
+        "ours": engine_step(whole),
+        "ours, stage 1": engine_step(owned),
+        "ours, stage 3": engine_step(pieces),
+    }
+    return step_sides(run, steps, args.steps, owned.zero.receive_weights)
 
 
 # ---- Memory ----------------------------------------------------------------------------------------------------------
@@ -93,10 +107,25 @@ def memory(processes: int, args: argparse.Namespace) -> dict[str, Side]:
     def side(stage: int, accumulation: int, number: int) -> dict[str, float]:
         gpc.config["zero"]["stage"], gpc.config["gradient_accumulation"] = stage, accumulation
         plan = measure(build_engine(run, col_nn.CrossEntropyLoss()), FakeLoader(2, shape, "cpu"))
-        return {"bytes a parameter": max(all_gather_object(plan.memory["peak"] / plan.parameters))}
+        whole = plan.parameters * (processes if stage == 3 else 1)  # elements, also of the last rank's smaller pieces
+        return {"bytes a parameter": max(all_gather_object(plan.memory["peak"] / whole))}
+
+    def plain(number: int) -> dict[str, float]:
+        model = split(run, mp_policy=MixedPrecisionPolicy(torch.float16, torch.float16))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        weights = [parameter.to_local() for parameter in model.parameters()]
+        batches = FakeLoader(2, shape, "cpu")
+        with StepMeter(weights) as meter:
+            for images, labels in batches:  # from the second step on there are moments from the start
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(images).float(), labels).backward()
+                optimizer.step()
+        own = sum(p.numel() for p in model.parameters())
+        return {"bytes a parameter": max(all_gather_object(meter.peak / own))}
 
     formula = {"6 + 12/d": lambda number: {"bytes a parameter": 6 + 12 / processes}}
-    return formula | {name: partial(side, *how) for name, how in STAGES.items()}
+    found = formula | {name: partial(side, *how) for name, how in STAGES.items()}
+    return found | ({"fully_shard": plain} if processes > 1 else {})
 
 
 CASES = {f"speed on {number}": Case(partial(speed, number), number) for number in (2, 4)}

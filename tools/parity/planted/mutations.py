@@ -60,7 +60,9 @@ FULLY_SHARDED, MUON, SCHEDULES, ZERO = (
 )
 DROPOUT, KERNEL, PHILOX = (f"colossal_vit/rng/{name}.py" for name in ("dropout", "cpu_kernel", "philox"))
 NORMS, PATCHES = (f"colossal_vit/compat/{name}.py" for name in ("norms", "patches"))
-TENSORS, CHECKPOINTER = (f"colossal_vit/checkpoint/{name}.py" for name in ("tensors", "checkpointer"))
+TENSORS, FULL_TENSORS, CHECKPOINTER = (
+    f"colossal_vit/checkpoint/{name}.py" for name in ("tensors", "full_tensors", "checkpointer")
+)
 METRICS = "colossal_vit/hooks/metrics.py"
 
 # Values of a config.
@@ -379,10 +381,10 @@ REDUCTIONS = [
     ),
     Mutation(
         "gradients of pieces summed",
-        "With split weights, gradients outside of blocks are summed over the ranks, not averaged.",
+        "With split weights, gradients are summed over the ranks, not averaged.",
         FULLY_SHARDED,
-        "        fully_shard(chunk, **options)\n",
-        "        fully_shard(chunk, **options).set_gradient_divide_factor(1.0)\n",
+        "parameter.grad.to_local(), None",
+        "parameter.grad.to_local() * gpc.get_world_size(ParallelMode.DATA), None",
         "DP 2 × zero 3",
         r"step 1, gradient of head\.(weight|bias)",
     ),
@@ -395,6 +397,7 @@ REDUCTIONS = [
         "DP 2 × zero 3",
         r"step 2, weight blocks\.0\.attn\.proj\.weight",
         LAMB_OPTIMIZER,
+        why="in fp32 a weight's difference of 5e-5 is within what rounding is allowed; what follows is not",
     ),
     Mutation(
         "first step not reduced",
@@ -1093,18 +1096,19 @@ CHECKPOINTS = [
     Mutation(
         "moments of the first stage only",
         "A checkpoint has moments of 0 for what the last of the pipeline's stages has.",
-        TENSORS,
-        "                dist.send(tensor.cpu().contiguous(), 0, group=group)",
-        "                dist.send(tensor.cpu().contiguous() * (kind == WEIGHT), 0, group=group)",
+        FULL_TENSORS,
+        "                    dist.send(tensor.cpu().contiguous(), 0, group=cpu)",
+        "                    dist.send(tensor.cpu().contiguous() * (kind == WEIGHT), 0, group=cpu)",
         "PP 2",
         r"step 1, exp_avg of .*",
     ),
     Mutation(
         "pieces of a moment in the wrong order",
         "In a checkpoint the query, key and value of a moment are as the layer has them, not as timm does.",
-        TENSORS,
-        "            tensor = slot.shard.gather(piece)\n",
-        "            tensor = (slot.shard if kind == WEIGHT else Shard('', slot.shard.splits)).gather(piece)\n",
+        FULL_TENSORS,
+        "                    tensor = slot.shard.gather(piece)\n",
+        "                    shard = slot.shard if kind == WEIGHT else type(slot.shard)('', slot.shard.splits)\n"
+        "                    tensor = shard.gather(piece)\n",
         "1D 2",
         r"step 3, exp_avg of blocks\.0\.attn\.qkv\.(weight|bias)",
     ),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from colossal_vit.checkpoint import tensors
+from colossal_vit.checkpoint import full_tensors, tensors
 from colossal_vit.data.samplers import EvalSampler
 from colossal_vit.engine import amp_optimizer
 from colossal_vit.errors import UserError
@@ -122,7 +122,7 @@ def load_no_moments(patch):
 
 
 def save_other_moments(patch):
-    pieces = tensors._pieces
+    pieces = full_tensors._pieces
 
     def with_defect(engine, slot):
         found = pieces(engine, slot)
@@ -130,7 +130,7 @@ def save_other_moments(patch):
             found["exp_avg_sq"] = torch.zeros_like(found["exp_avg_sq"])
         return found
 
-    patch.setattr(tensors, "_pieces", with_defect)
+    patch.setattr(full_tensors, "_pieces", with_defect)
 
 
 def take_the_local_norm(patch):

@@ -1,0 +1,87 @@
+"""Rank 0 of pipeline- and tensor-parallel layouts on one device, without the others: what it computes.
+
+A ViT-B/16 of Colossal-AI's layers in NAIVE bf16 with AdamW, eager, 64 images in a global batch. The process groups are
+torch's fake ones: a message takes no time and brings nothing, so that a step takes what this rank computes, and its
+loss says nothing. Beside it what the planner predicts of the computing (on average over the stages), and what a dry run
+says of this rank's memory. Each layout has a new process. On a machine without a GPU the predictions are an H100's.
+"""
+
+import argparse
+import multiprocessing
+import statistics
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+from colossal_vit.main import load_script, start_alone
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks.harness import Benchmark, Case, Side, Values
+from benchmarks.plan import UNCOUNTED, machine
+from benchmarks.training import seconds
+from layouts import CONFIG, FOLDER, LAYOUTS, set_flags
+from tools.planner.enumeration import own_layout
+from tools.planner.machines import find_machine
+from tools.planner.request import request_of
+from tools.planner.search import Predictor
+
+SCRIPT = FOLDER / "train_hybrid.py"
+MEASURED = ("PP 2", "1D 2", "2D 4", "3D 8")
+B16 = dict(IMG_SIZE=224, PATCH_SIZE=16, HIDDEN_SIZE=768, DEPTH=12, NUM_HEADS=12, NUM_CLASSES=1000, BATCH_SIZE=64)
+SMALL = dict(IMG_SIZE=32, PATCH_SIZE=8, HIDDEN_SIZE=32, DEPTH=2, NUM_HEADS=4, BATCH_SIZE=8)
+COMMON = {"CHECKPOINT": False, "parallel.pipeline": 1, "NUM_MICRO_BATCHES": 4, "COMPILE": False}
+COMMON |= {"fp16.mode": "NAIVE", "fp16.dtype": "bf16"}
+
+
+def measure(flags: list[str], steps: int) -> tuple[float, float | None]:
+    """Return seconds of a step of rank 0, the median, and its peak memory in bytes, None on a CPU."""
+    # What would be received is zero instead of anything, NaN included, which would end the training.
+    torch.empty, torch.empty_like = torch.zeros, torch.zeros_like
+    train = load_script(SCRIPT)
+    training = train.build(start_alone(train.parse(flags), 0, FakeStore(), lambda device: None))
+    engine, batches = training.engine, iter(training.train_dataloader)
+    engine.train()
+
+    def step() -> None:
+        engine.zero_grad()
+        engine.execute_schedule(batches)
+        engine.step()
+
+    times = [seconds(step) for _ in range(UNCOUNTED + steps)][UNCOUNTED:]
+    return statistics.median(times), torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+
+
+def compare(flags: list[str], steps: int, number: int) -> Values:
+    # In a new process, since the dry run below may not follow the use of a GPU.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        measured, peak = pool.submit(measure, flags, steps).result()
+    train, name = load_script(SCRIPT), machine()
+    request = request_of(train, train.parse([*flags, "--dry-run"]))
+    choice = own_layout(request.config, request.world_size)
+    computing = None
+    if name:
+        known = find_machine(name, {}, True, request.config.TF32)
+        plan = Predictor(request.config, known, request.trace).predict(choice)
+        computing = plan.seconds * plan.computing
+    return {
+        "planned for": name,
+        "predicted, s": computing,
+        "measured, s": measured,
+        "planned memory, GB": request.memory(choice) / 1e9,
+        "peak memory, GB": peak and peak / 1e9,
+    }
+
+
+def sides(name: str, args: argparse.Namespace) -> dict[str, Side]:
+    world_size, layout = LAYOUTS[name]
+    values: dict[str, Any] = {**COMMON, **B16, **(SMALL if args.small else {}), **layout}
+    flags = ["--config", str(FOLDER / CONFIG), "--world_size", str(world_size), "--output", "/nonexistent"]
+    return {"rank 0": partial(compare, [*flags, *set_flags(values)], args.steps)}
+
+
+def cases(args: argparse.Namespace) -> dict[str, Case]:
+    return {name: Case(partial(sides, name)) for name in MEASURED}
+
+
+BENCHMARK = Benchmark(cases, rounds=1, steps=10, compared=0)
