@@ -8,7 +8,9 @@ import shutil
 import signal
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import safetensors.torch
 import torch
@@ -49,7 +51,7 @@ def both_ways(monkeypatch):
         if gpc.get_global_rank() == 0:
             shutil.move(path, self.run.output / "gathered")
         with monkeypatch.context() as patch:
-            patch.setattr(checkpointer, "IN_MEMORY", 0)
+            patch.setattr(checkpointer, "may_copy", lambda num_bytes: False)
             return save(self, *args)
 
     def say(self, key, tensor, first=0):
@@ -90,6 +92,13 @@ def test_all_ranks_write_the_bytes_that_rank_0_writes(layout, both_ways, tmp_pat
     assert sum(map(bool, share.values())) == writers
     if layout == "DP 4, stage 3":
         assert max(share.values()) < 1.5 * sum(share.values()) / 4
+
+
+def test_state_is_copied_where_that_takes_a_quarter_of_the_memory_at_most(monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**36))
+    assert [checkpointer.may_copy(num_bytes) for num_bytes in (2**34, 2**34 + 1)] == [True, False]
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=0))
+    assert [checkpointer.may_copy(num_bytes) for num_bytes in (2**32, 2**32 + 1)] == [True, False]
 
 
 def test_rank_0_writes_alone_if_another_does_not_see_the_folder(both_ways, tmp_path, monkeypatch):
@@ -155,7 +164,7 @@ def failing(monkeypatch):
             patch.setattr(TensorFile, "write", wrong)
             yield
 
-    monkeypatch.setattr(checkpointer, "IN_MEMORY", 0)
+    monkeypatch.setattr(checkpointer, "may_copy", lambda num_bytes: False)
     return fail
 
 
@@ -181,7 +190,7 @@ def test_folder_that_cannot_be_made_costs_no_earlier_checkpoint(monkeypatch, tmp
             full()
         create(self)
 
-    monkeypatch.setattr(checkpointer, "IN_MEMORY", 0)
+    monkeypatch.setattr(checkpointer, "may_copy", lambda num_bytes: False)
     monkeypatch.setattr(TensorFile, "create", fail)
     run = training.train(tmp_path, 2, steps=4, code=1, **SPLIT)
     assert "step-00000004: cannot be written: No space left on device; training continues" in run.said

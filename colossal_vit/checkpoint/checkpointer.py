@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import psutil
 from colossal_vit import config, typed_json
 from colossal_vit.checkpoint import run_directory, storage, tensors, weights
 from colossal_vit.checkpoint.contents import State
@@ -34,7 +35,6 @@ from torch import Tensor
 
 OTHER_CLASSES = "set finetune.head to 'new', or add --accept-changes if other names mean the same"
 OTHER_SHAPE = "change the config back, or start from its weights with finetune.weights"
-IN_MEMORY = 2**32  # bytes: larger checkpoints are not copied into the memory of rank 0, which then has twice its state
 WRITER_GRACE = 60.0  # seconds that a checkpoint may still take to be written when the run ends with an error
 _PACKAGES = ("torch", "colossalai", "timm")  # whose versions are on record
 
@@ -48,6 +48,11 @@ def changed_values(old: Mapping[str, Any], new: Mapping[str, Any], schema: Setti
 
 def _format_changes(changes: Mapping[str, list[Any]]) -> str:
     return ", ".join(f"{key} {before} → {after}" for key, (before, after) in changes.items())
+
+
+def may_copy(num_bytes: int) -> bool:
+    """Return whether this machine has the memory for a copy of the whole state: 4 GiB, or a quarter of what it has."""
+    return num_bytes <= max(2**32, psutil.virtual_memory().available // 4)
 
 
 def _raise(error: Exception) -> None:
@@ -456,8 +461,8 @@ class Checkpointer:
         """Save a checkpoint that resumes at micro-batch `start` of `epoch`, between two optimizer steps.
 
         All ranks wait while rank 0 gathers the state, which is written to disk in the background while training
-        continues; or, if it is larger than `IN_MEMORY`, while each rank writes some of it. Of older checkpoints the
-        newest stay, and the best.
+        continues; or, if rank 0 has no memory for it, while each rank writes some of it. The newest of older checkpoints
+        stay, and the best.
 
         Args:
             epoch, start: where to resume.
@@ -478,7 +483,7 @@ class Checkpointer:
             state["best"] = {"accuracy": accuracy, "step": state["step"]}
         full = FullTensors(self.trainer.engine)
         self.num_bytes = full.nbytes
-        if full.nbytes <= IN_MEMORY:
+        if run_on_rank_0(lambda: may_copy(full.nbytes)):
             write = partial(storage.write, path, full.copy(), state)
         else:
             try:
