@@ -461,8 +461,8 @@ class Checkpointer:
         """Save a checkpoint that resumes at micro-batch `start` of `epoch`, between two optimizer steps.
 
         All ranks wait while rank 0 gathers the state, which is written to disk in the background while training
-        continues; or, if rank 0 has no memory for it, while each rank writes some of it. The newest of older checkpoints
-        stay, and the best.
+        continues; or, if rank 0 has no memory for it, while each rank writes some of it. The newest of older ones stay,
+        and the best.
 
         Args:
             epoch, start: where to resume.
