@@ -124,7 +124,7 @@ def test_a_failed_rank_ends_the_benchmark_with_what_it_said(fake):
     [
         (
             ["nothing"],
-            "bench.py: error: there is no benchmark 'nothing': choose from checkpoint, engine, ",
+            "bench.py: error: there is no benchmark 'nothing': choose from checkpoint, checkpoint_ranks, engine, ",
         ),
         (
             ["fake", "--only", "turn"],
