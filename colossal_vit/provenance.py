@@ -117,7 +117,10 @@ class ResultFolder:
     def __init__(self, folder: Path | None, changes_allowed: bool = False, command: str | None = None):
         protect_streams()
         self.folder = folder
-        command = command or shlex.join(["python", *sys.argv])
+        module = sys.modules["__main__"].__spec__  # of `python -m`, which puts the file's path into sys.argv
+        is_module = module and module.origin == sys.argv[0]
+        program = ["-m", module.name.removesuffix(".__main__")] if is_module else sys.argv[:1]
+        command = command or shlex.join(["python", *program, *sys.argv[1:]])
         self.origin = provenance(command, changes_allowed) if folder else None
         self.log = ""
 

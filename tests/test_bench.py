@@ -231,6 +231,17 @@ for line in sys.stdin:
 """
 
 
+def test_command_of_a_module_is_recorded_without_a_path(tmp_path):
+    """`python -m` puts the path of the file that it runs into sys.argv."""
+    package = tmp_path / "made/up"
+    package.mkdir(parents=True)
+    line = "from pathlib import Path; from colossal_vit.provenance import ResultFolder; "
+    (package / "__main__.py").write_text(line + "ResultFolder(Path('result'), changes_allowed=True).write_origin()\n")
+    code, said = launchers.run([sys.executable, "-m", "made.up", "--jobs", "2"], cwd=tmp_path)
+    assert code == 0, said
+    assert json.loads((tmp_path / "result/provenance.json").read_text())["command"] == "python -m made.up --jobs 2"
+
+
 @pytest.mark.parametrize(("memory", "batch_size"), [(16.9e9, 1), (25.3e9, 8), (42.4e9, 16), (85e9, 64), (150e9, 128)])
 def test_the_processes_of_the_engine_benchmark_fit_the_gpu_together(tree, memory, batch_size):
     """By a dry run of config_fp32.py with ViT-B/16: 16.55 GB with 128 images, and beside it CUDA's context."""
