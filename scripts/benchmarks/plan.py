@@ -19,8 +19,8 @@ from benchmarks.training import train
 from layouts import set_flags
 from tools.planner.enumeration import own_layout
 from tools.planner.machines import find_machine, name_of
-from tools.planner.request import request_of
-from tools.planner.search import Predictor
+from tools.planner.request import Request, request_of
+from tools.planner.search import Prediction, Predictor
 
 IMAGENET, DP, CALTECH101 = "vit_imagenet_dali/train.py", "vit_cifar10_hybrid/train_dp.py", "vit_caltech101_amp/train.py"
 CONFIGS = {
@@ -31,6 +31,7 @@ CONFIGS = {
 }
 SMALL = {"MODEL": "vit_tiny_patch16_224", "IMG_SIZE": 32, "DEPTH": 2, "BATCH_SIZE": 4}
 UNCOUNTED = 4  # first steps
+NO_RUN = ("--output", "/nonexistent", "--dry-run")
 
 
 def machine() -> str | None:
@@ -39,15 +40,23 @@ def machine() -> str | None:
     return name_of(gpus[0]) if gpus else "h100"
 
 
+def request_for(script: Path, flags: list[str], world_size: int) -> Request:
+    """Return what a script and its flags ask the planner for."""
+    train = load_script(script)
+    return request_of(train, train.parse([*flags, "--world_size", str(world_size), *NO_RUN]))
+
+
+def prediction_for(name: str, request: Request) -> Prediction:
+    """Return what is predicted on a machine of the layout that a config asks for."""
+    known = find_machine(name, {}, bool(request.config.fp16), request.config.TF32)
+    return Predictor(request.config, known, request.trace).predict(own_layout(request.config, request.world_size))
+
+
 def predict(name: str | None, script: str, config: Path, values: dict[str, Any]) -> float | None:
     """Return seconds of an eager step on a machine; None without one."""
     if name is None:
         return None
-    train = load_script(ROOT / script)
-    flags = ["--config", str(config), "--world_size", "1", "--output", "/nonexistent", *set_flags(values), "--dry-run"]
-    request = request_of(train, train.parse(flags))
-    known = find_machine(name, {}, bool(request.config.fp16), request.config.TF32)
-    return Predictor(request.config, known, request.trace).predict(own_layout(request.config, 1)).seconds
+    return prediction_for(name, request_for(ROOT / script, ["--config", str(config), *set_flags(values)], 1)).seconds
 
 
 def compare(script: str, config: Path, values: dict[str, Any], steps: int, number: int) -> Values:

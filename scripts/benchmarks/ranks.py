@@ -18,13 +18,10 @@ from colossal_vit.main import load_script, start_alone
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.harness import Benchmark, Case, Side, Values
-from benchmarks.plan import UNCOUNTED, machine
+from benchmarks.plan import UNCOUNTED, machine, prediction_for, request_for
 from benchmarks.training import seconds
 from layouts import CONFIG, FOLDER, LAYOUTS, set_flags
 from tools.planner.enumeration import own_layout
-from tools.planner.machines import find_machine
-from tools.planner.request import request_of
-from tools.planner.search import Predictor
 
 SCRIPT = FOLDER / "train_hybrid.py"
 MEASURED = ("PP 2", "1D 2", "2D 4", "3D 8")
@@ -34,12 +31,13 @@ COMMON = {"CHECKPOINT": False, "parallel.pipeline": 1, "NUM_MICRO_BATCHES": 4, "
 COMMON |= {"fp16.mode": "NAIVE", "fp16.dtype": "bf16"}
 
 
-def measure(flags: list[str], steps: int) -> tuple[float, float | None]:
+def measure(flags: list[str], world_size: int, steps: int) -> tuple[float, float | None]:
     """Return seconds of a step of rank 0, the median, and its peak memory in bytes, None on a CPU."""
     # What would be received is zero instead of anything, NaN included, which would end the training.
     torch.empty, torch.empty_like = torch.zeros, torch.zeros_like
     train = load_script(SCRIPT)
-    training = train.build(start_alone(train.parse(flags), 0, FakeStore(), lambda device: None))
+    args = train.parse([*flags, "--world_size", str(world_size), "--output", "/nonexistent"])
+    training = train.build(start_alone(args, 0, FakeStore(), lambda device: None))
     engine, batches = training.engine, iter(training.train_dataloader)
     engine.train()
 
@@ -52,23 +50,17 @@ def measure(flags: list[str], steps: int) -> tuple[float, float | None]:
     return statistics.median(times), torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
 
 
-def compare(flags: list[str], steps: int, number: int) -> Values:
+def compare(flags: list[str], world_size: int, steps: int, number: int) -> Values:
     # In a new process, since the dry run below may not follow the use of a GPU.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        measured, peak = pool.submit(measure, flags, steps).result()
-    train, name = load_script(SCRIPT), machine()
-    request = request_of(train, train.parse([*flags, "--dry-run"]))
-    choice = own_layout(request.config, request.world_size)
-    computing = None
-    if name:
-        known = find_machine(name, {}, True, request.config.TF32)
-        plan = Predictor(request.config, known, request.trace).predict(choice)
-        computing = plan.seconds * plan.computing
+        measured, peak = pool.submit(measure, flags, world_size, steps).result()
+    name, request = machine(), request_for(SCRIPT, flags, world_size)
+    prediction = name and prediction_for(name, request)
     return {
         "planned for": name,
-        "predicted, s": computing,
+        "predicted, s": prediction and prediction.seconds * prediction.computing,
         "measured, s": measured,
-        "planned memory, GB": request.memory(choice) / 1e9,
+        "planned memory, GB": request.memory(own_layout(request.config, world_size)) / 1e9,
         "peak memory, GB": peak and peak / 1e9,
     }
 
@@ -76,8 +68,8 @@ def compare(flags: list[str], steps: int, number: int) -> Values:
 def sides(name: str, args: argparse.Namespace) -> dict[str, Side]:
     world_size, layout = LAYOUTS[name]
     values: dict[str, Any] = {**COMMON, **B16, **(SMALL if args.small else {}), **layout}
-    flags = ["--config", str(FOLDER / CONFIG), "--world_size", str(world_size), "--output", "/nonexistent"]
-    return {"rank 0": partial(compare, [*flags, *set_flags(values)], args.steps)}
+    flags = ["--config", str(FOLDER / CONFIG), *set_flags(values)]
+    return {"rank 0": partial(compare, flags, world_size, args.steps)}
 
 
 def cases(args: argparse.Namespace) -> dict[str, Case]:
