@@ -1,4 +1,5 @@
 import contextlib
+import fcntl
 import gc
 import io
 import os
@@ -95,11 +96,14 @@ def report(pytestconfig):
     if (folder := pytestconfig.option.result) is None:
         return print
     result = ResultFolder(folder, command=shlex.join(["python", "-m", "pytest", *pytestconfig.invocation_params.args]))
-    result.log = (folder / "log.txt").read_text() if (folder / "log.txt").exists() else ""
+    result.write_origin()
 
     def keep(line):
-        result.print(line)
-        result.write_origin()
+        with open(folder / "provenance.json") as locked:  # another run may add the cases of other seeds meanwhile
+            fcntl.flock(locked, fcntl.LOCK_EX)
+            result.log = (folder / "log.txt").read_text() if (folder / "log.txt").exists() else ""
+            result.print(line)
+            result.write_origin()
 
     return keep
 
