@@ -181,9 +181,10 @@ def farthest(steps: list[dict], expected: list[dict], key: str) -> float:
 
 
 def describe(layout: Case) -> str:
-    """The sizes of a layout that are not 1."""
+    """The sizes of a layout that are not 1, and its stage of ZeRO."""
     sizes = {"DP": layout["data"], "PP": layout["pipeline"], layout["mode"]: layout["size"]}
-    return " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one process"
+    words = " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one process"
+    return words + (f" stage {layout['zero']}" if layout["zero"] else "")
 
 
 def train_both(case: Case, folder: Path, *more: str) -> tuple[training.Run, training.Run]:
@@ -268,7 +269,7 @@ def described(case: Case) -> str:
     """A case in a few words."""
     both = " → ".join(describe(case[which]) for which in ("first", "second"))
     some = ("DROP_RATE", "DROP_PATH_RATE", "mix", "augment", "ema", "SYNTHETIC")
-    return ", ".join([both, *(key for key in some if case[key])])
+    return ", ".join([both, case["optimizer"], *(key for key in some if case[key])])
 
 
 def check_and_report(checked: Callable, seed: int, case: Case, words: str, folder: Path, report: Callable) -> None:
