@@ -24,9 +24,15 @@ class _FakeValues(TorchDispatchMode):
         if function is torch.ops.aten._local_scalar_dense.default:
             # On a GPU these are norms and overflow counts; on the CPU also step counts, which must not be 0.
             return 1.0 if args[0].device.type == "cpu" else 0.0
+        return function(*args, **(kwargs or {}))
+
+
+class FakeReductions(TorchDispatchMode):
+    """Has fake groups answer DDP: it reads the gradients from an all-reduce's future, and a fake group's is empty."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         if function.namespace == "c10d" and isinstance(result, tuple):
-            # DDP reads the gradients from the all-reduce's future, and the future of a fake group is empty.
             done = torch.futures.Future()
             done.set_result(result[0])
             return result[0], _create_work_from_future(done).boxed()
@@ -55,4 +61,5 @@ def fake_tensors(device: torch.device) -> None:
     for module in (torch, torch.random, torch.cuda):  # the state of a generator cannot be a fake tensor
         module.get_rng_state = lambda *_: torch.empty(0)
         module.set_rng_state = lambda *_: None
+    FakeReductions().__enter__()
     _FakeValues().__enter__()

@@ -7,19 +7,16 @@ says of this rank's memory. Each layout has a new process. On a machine without 
 """
 
 import argparse
-import multiprocessing
 import statistics
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any
 
 import torch
-from colossal_vit.main import load_script, start_alone
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from colossal_vit.main import load_script
 
 from benchmarks.harness import Benchmark, Case, Side, Values
 from benchmarks.plan import UNCOUNTED, machine, prediction_for, request_for
-from benchmarks.training import seconds
+from benchmarks.training import in_new_process, seconds, start_rank_0
 from layouts import CONFIG, FOLDER, LAYOUTS, set_flags
 from tools.planner.enumeration import own_layout
 
@@ -33,11 +30,8 @@ COMMON |= {"fp16.mode": "NAIVE", "fp16.dtype": "bf16"}
 
 def measure(flags: list[str], world_size: int, steps: int) -> tuple[float, float | None]:
     """Return seconds of a step of rank 0, the median, and its peak memory in bytes, None on a CPU."""
-    # What would be received is zero instead of anything, NaN included, which would end the training.
-    torch.empty, torch.empty_like = torch.zeros, torch.zeros_like
     train = load_script(SCRIPT)
-    args = train.parse([*flags, "--world_size", str(world_size), "--output", "/nonexistent"])
-    training = train.build(start_alone(args, 0, FakeStore(), lambda device: None))
+    training = train.build(start_rank_0(train, flags, world_size))
     engine, batches = training.engine, iter(training.train_dataloader)
     engine.train()
 
@@ -52,8 +46,7 @@ def measure(flags: list[str], world_size: int, steps: int) -> tuple[float, float
 
 def compare(flags: list[str], world_size: int, steps: int, number: int) -> Values:
     # In a new process, since the dry run below may not follow the use of a GPU.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        measured, peak = pool.submit(measure, flags, world_size, steps).result()
+    measured, peak = in_new_process(measure, flags, world_size, steps)
     name, request = machine(), request_for(SCRIPT, flags, world_size)
     prediction = name and prediction_for(name, request)
     return {

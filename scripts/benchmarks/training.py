@@ -1,6 +1,7 @@
 """Steps of training as sides of a benchmark, in ranks of its own; and runs of the train scripts in new processes."""
 
 import argparse
+import multiprocessing
 import os
 import re
 import statistics
@@ -9,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from colossal_vit.data.loaders import import_loader
+from colossal_vit.dry_run.fakes import FakeReductions
 from colossal_vit.engine import precision
 from colossal_vit.engine.engine import Engine
-from colossal_vit.main import load_script, start
+from colossal_vit.main import Script, load_script, start, start_alone
 from colossal_vit.model.mfu import peak_of, training_flops
 from colossal_vit.model.timm_vit import build_timm_vit
 from colossal_vit.parallel.collectives import all_gather_object
@@ -30,6 +33,7 @@ from colossalai.legacy.context import ParallelMode
 from colossalai.legacy.core import global_context as gpc
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.harness import ROOT, Failed, Side
 from layouts import CONFIG, set_flags
@@ -85,6 +89,23 @@ def start_run(args: argparse.Namespace, script: Path, config: Path, values: Mapp
 def start_hybrid(args: argparse.Namespace, values: Mapping[str, Any]) -> Run:
     """Start a rank of train_hybrid.py."""
     return start_run(args, HYBRID / "train_hybrid.py", HYBRID / CONFIG, values)
+
+
+def start_rank_0(script: Script, flags: Sequence[str], world_size: int) -> Run:
+    """Start this process as rank 0 of a layout whose other ranks do not exist, on the real device.
+
+    Its process groups are torch's fake ones: a message takes no time, and brings nothing.
+    """
+    # What would be received is zero instead of anything, NaN included, which would end the training.
+    torch.empty, torch.empty_like = torch.zeros, torch.zeros_like
+    args = script.parse([*flags, "--world_size", str(world_size), "--output", "/nonexistent"])
+    return start_alone(args, 0, FakeStore(), lambda device: FakeReductions().__enter__())
+
+
+def in_new_process(function: Callable, *arguments: Any) -> Any:
+    """Return what a function returns in a process of its own: this one then has no process groups, and no GPU."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 def engine_step(engine: Engine) -> Step:
