@@ -20,8 +20,8 @@ from timm.models import save_for_hf
 from torch import Tensor, nn
 from typing_extensions import TypedDict
 
-# timm's model for the Vision Transformer of train_hybrid.py, whose sizes come from the config.
-HYBRID_MODEL, HYBRID_SHAPE = "vit_base_patch16_224", {**SHAPE, "MLP_RATIO": "mlp_ratio"}
+# timm's model for a config that has no MODEL, and more sizes.
+SIZED_MODEL, SIZED_SHAPE = "vit_base_patch16_224", {**SHAPE, "MLP_RATIO": "mlp_ratio"}
 # Fields that describe timm's own pretrained weights; left in, timm would export them as if they described these.
 NOT_OURS = ("tag", "license", "description", "origin_url", "paper_name", "paper_ids", "notes")
 
@@ -39,7 +39,7 @@ class ModelConfig(TypedDict):
 
 def _build(config: ModelConfig, device: str) -> nn.Module:
     """Return the timm model that a run's resolved config describes, without dropout."""
-    name, shape = (config["MODEL"], SHAPE) if "MODEL" in config else (HYBRID_MODEL, HYBRID_SHAPE)
+    name, shape = (config["MODEL"], SHAPE) if "MODEL" in config else (SIZED_MODEL, SIZED_SHAPE)
     sizes = {argument: config[key] for key, argument in shape.items() if key in config}
     with torch.device(device):
         return timm.create_model(
