@@ -11,7 +11,6 @@ gradients. What is loaded must be what was saved, to the bit.
 """
 
 import argparse
-import ctypes
 import hashlib
 import shutil
 import threading
@@ -39,7 +38,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.checkpoint import forget
 from benchmarks.harness import Benchmark, Case, Side, Values
-from benchmarks.training import seconds, start_run
+from benchmarks.training import return_freed_memory, seconds, start_run
 from layouts import FOLDER
 
 SCRIPT, CONFIG = FOLDER / "train_dp.py", FOLDER / "configs/config_data_parallel.py"
@@ -49,14 +48,6 @@ STATE = dict(
     step=1, epoch=0, images=0, global_batch=8, optimizer="AdamW", moments_step=1, scaler={}, best=None, config={}
 )
 SMALL = {"MODEL": "vit_tiny_patch16_224", "DEPTH": 2, "PATCH_SIZE": 16}
-
-
-def return_freed_memory() -> None:
-    """Undo that a rank on a CPU keeps freed memory, which takes what others need here: all share one machine."""
-    mmap_max, trim_threshold = -4, -1
-    mallopt = ctypes.CDLL(None).mallopt
-    mallopt(mmap_max, 2**16)
-    mallopt(trim_threshold, 2**17)
 
 
 def private_memory() -> int:

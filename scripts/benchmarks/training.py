@@ -1,6 +1,7 @@
 """Steps of training as sides of a benchmark, in ranks of its own; and runs of the train scripts in new processes."""
 
 import argparse
+import ctypes
 import multiprocessing
 import os
 import re
@@ -84,6 +85,14 @@ def start_run(args: argparse.Namespace, script: Path, config: Path, values: Mapp
     run = start(load_script(script).parse(argv))
     run.config.setdefault("NUM_CLASSES", import_loader(run.args, run.config).NUM_CLASSES)
     return run
+
+
+def return_freed_memory() -> None:
+    """Undo that a rank on a CPU keeps freed memory, which takes what others need here: all share one machine."""
+    mmap_max, trim_threshold = -4, -1
+    mallopt = ctypes.CDLL(None).mallopt
+    mallopt(mmap_max, 2**16)
+    mallopt(trim_threshold, 2**17)
 
 
 def start_hybrid(args: argparse.Namespace, values: Mapping[str, Any]) -> Run:
