@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -112,9 +113,16 @@ def start_rank_0(script: Script, flags: Sequence[str], world_size: int) -> Run:
 
 
 def in_new_process(function: Callable, *arguments: Any) -> Any:
-    """Return what a function returns in a process of its own: this one then has no process groups, and no GPU."""
+    """Return what a function returns in a process of its own: this one then has no process groups, and no GPU.
+
+    Raises:
+        Failed: if the process is killed, as the kernel does where memory runs out.
+    """
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(function, *arguments).result()
+        try:
+            return pool.submit(function, *arguments).result()
+        except BrokenProcessPool:
+            raise Failed("out of memory") from None
 
 
 def engine_step(engine: Engine) -> Step:

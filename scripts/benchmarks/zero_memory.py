@@ -80,6 +80,7 @@ def peak_alone(flags: list[str], ranks: int, plain: bool) -> float:
     """Return the peak of rank 0 in GB, in a process of its own."""
     script = load_script(SCRIPT)
     run = start_rank_0(script, flags, ranks)
+    return_freed_memory()
     if plain:
         shape = (run.config.BATCH_SIZE, 3, run.config.IMG_SIZE, run.config.IMG_SIZE)
         loader = FakeLoader(run.config.gradient_accumulation, shape, "cpu")
