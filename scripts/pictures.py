@@ -133,12 +133,14 @@ def checkpoint() -> Figure:
     """Draw for ViT-B and ViT-L how long training stops for a checkpoint, and how long writing it in the background, its
     verification and a restart's loading take.
     """
-    parts = {"training stops": "take", "write, in the background": "write", "verify": "verify", "load": "resume"}
+    parts = {"training stops": "training stops", "write, in the background": "write", "verify": "verify"}
+    parts |= {"load": "restore"}
     figure = new_figure(6.4, 2.6, "one checkpoint, median of 5", "checkpoint")
     axes = figure.subplots()
-    for number, (name, model) in enumerate(read("checkpoint/checkpoint.json")["models"].items()):
-        seconds = [statistics.median(model["seconds"][key]) for key in parts.values()]
-        label = f"{name}, {sum(model['bytes'].values()) / 1e9:.1f} GB"
+    for number, (name, sides) in enumerate(read("checkpoint/checkpoint.json")["rounds"].items()):
+        (rounds,) = sides.values()
+        seconds = [statistics.median(each[f"{part}, s"] for each in rounds) for part in parts.values()]
+        label = f"{name}, {sum(size for part, size in rounds[0].items() if part.endswith('MB')) / 1e3:.1f} GB"
         bars = axes.barh(np.arange(len(parts)) + 0.4 * number, seconds, 0.38, label=label)
         axes.bar_label(bars, fmt="%.2f", padding=3)
     axes.set_yticks(np.arange(len(parts)) + 0.2, list(parts))
