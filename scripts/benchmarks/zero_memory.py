@@ -33,9 +33,9 @@ from dry_run_tables import MODELS, builder
 from layouts import CONFIG, FOLDER, set_flags
 
 SCRIPT = FOLDER / "train_hybrid.py"
-VALUES = {**COMMON, "BATCH_SIZE": 1, "fp16.mode": "NAIVE", "fp16.initial_scale": 1.0}
+VALUES = {**COMMON, "BATCH_SIZE": 1, "fp16.mode": "NAIVE"}
 TOGETHER = {**VALUES, "IMG_SIZE": 32, "PATCH_SIZE": 16, "DEPTH": 12, "HIDDEN_SIZE": 1024, "NUM_HEADS": 16}
-TOGETHER |= {"fp16.dtype": "fp16", "zero.stage": 1}
+TOGETHER |= {"fp16.dtype": "fp16", "fp16.initial_scale": 1.0, "zero.stage": 1}
 ALONE = {**VALUES, "IMG_SIZE": 224, "NUM_CLASSES": 1000, "gradient_accumulation": 2, "fp16.dtype": "bf16"}
 STAGES = {"stage 1": (1, 1), "stage 1, 2 micro-batches": (1, 2), "stage 2, 2 micro-batches": (2, 2)}
 STAGES |= {"stage 3": (3, 1), "stage 3, 2 micro-batches": (3, 2)}
