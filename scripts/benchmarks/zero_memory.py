@@ -34,7 +34,7 @@ from layouts import CONFIG, FOLDER, set_flags
 
 SCRIPT = FOLDER / "train_hybrid.py"
 VALUES = {**COMMON, "BATCH_SIZE": 1, "fp16.mode": "NAIVE"}
-TOGETHER = {**VALUES, "IMG_SIZE": 32, "PATCH_SIZE": 16, "DEPTH": 12, "HIDDEN_SIZE": 1024, "NUM_HEADS": 16}
+TOGETHER = {**VALUES, "IMG_SIZE": 32, "PATCH_SIZE": 16, "DEPTH": 6, "HIDDEN_SIZE": 1024, "NUM_HEADS": 16}
 TOGETHER |= {"fp16.dtype": "fp16", "fp16.initial_scale": 1.0, "zero.stage": 1}
 ALONE = {**VALUES, "IMG_SIZE": 224, "NUM_CLASSES": 1000, "gradient_accumulation": 2, "fp16.dtype": "bf16"}
 STAGES = {"stage 1": (1, 1), "stage 1, 2 micro-batches": (1, 2), "stage 2, 2 micro-batches": (2, 2)}
@@ -60,7 +60,7 @@ def together(processes: int, args: argparse.Namespace) -> dict[str, Side]:
     shape = (run.config.BATCH_SIZE, 3, run.config.IMG_SIZE, run.config.IMG_SIZE)
 
     def side(stage: int, accumulation: int, number: int) -> dict[str, float]:
-        gc.collect()  # the engine before has cycles, and eight ranks share the memory
+        gc.collect()  # what can be freed of the engine before, as eight ranks share the memory
         gpc.config["zero"]["stage"], gpc.config["gradient_accumulation"] = stage, accumulation
         plan = measure(build_engine(run, col_nn.CrossEntropyLoss()), FakeLoader(2, shape, "cpu"))
         whole = plan.parameters * (processes if stage == 3 else 1)  # elements, also of the last rank's smaller pieces
