@@ -137,7 +137,7 @@ class ResultFolder:
         (self.folder / "provenance.json").write_text(json.dumps(self.origin, indent=2) + "\n")
 
     def write(self, name: str, table: list[str], details: Any) -> None:
-        """Write `<name>.md`, `<name>.json`, and what `write_origin` writes.
+        """Write `<name>.md`, `<name>.json`, without the repository's own path, and what `write_origin` writes.
 
         Args:
             name: the stem of both file names.
@@ -147,7 +147,7 @@ class ResultFolder:
         if self.folder:
             self.write_origin()
             (self.folder / f"{name}.md").write_text("\n".join(table) + "\n")
-            (self.folder / f"{name}.json").write_text(json.dumps(details, indent=2) + "\n")
+            (self.folder / f"{name}.json").write_text(json.dumps(details, indent=2).replace(str(ROOT), ".") + "\n")
 
     def finish(self, name: str, table: list[str], details: Any) -> None:
         """Print the table, then `write`."""

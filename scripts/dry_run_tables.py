@@ -25,6 +25,8 @@ from colossal_vit.launch.exits import Exits
 from colossal_vit.main import load_script
 from colossal_vit.provenance import ROOT, ResultFolder
 
+from layouts import set_flags
+
 sys.path.append(str(ROOT))
 
 
@@ -56,9 +58,8 @@ NUM_IMAGES = 1_281_167  # ImageNet-1K's training set
 def builder(path: Path, config: Path, ranks: int, *more: str, **values: Any) -> BuildRank:
     """Return what a train script with a config and some values builds for a rank, on fake tensors."""
     script = load_script(path)
-    given = [word for key, value in values.items() for word in ("--set", f"{key}={value!r}")]
     flags = ["--config", str(config), "--world_size", str(ranks), "--output", "/nonexistent", "--dry-run"]
-    return partial(script.build_fake, script.parse([*flags, *given, *more]))
+    return partial(script.build_fake, script.parse([*flags, *set_flags(values), *more]))
 
 
 def dry_run(result: ResultFolder, script: Path, config: Path, ranks: int, values: dict[str, Any]) -> list[StepPlan]:

@@ -242,6 +242,12 @@ def test_command_of_a_module_is_recorded_without_a_path(tmp_path):
     assert json.loads((tmp_path / "result/provenance.json").read_text())["command"] == "python -m made.up --jobs 2"
 
 
+def test_a_result_does_not_say_where_the_repository_is(tmp_path):
+    result = ResultFolder(tmp_path, changes_allowed=True, command="true")
+    result.write("made", [], {"configs": [str(ROOT / "config.py")]})
+    assert json.loads((tmp_path / "made.json").read_text()) == {"configs": ["./config.py"]}
+
+
 @pytest.mark.parametrize(("memory", "batch_size"), [(16.9e9, 1), (25.3e9, 8), (42.4e9, 16), (85e9, 64), (150e9, 128)])
 def test_the_processes_of_the_engine_benchmark_fit_the_gpu_together(tree, memory, batch_size):
     """By a dry run of config_fp32.py with ViT-B/16: 16.55 GB with 128 images, and beside it CUDA's context."""

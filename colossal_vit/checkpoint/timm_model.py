@@ -20,7 +20,7 @@ from timm.models import save_for_hf
 from torch import Tensor, nn
 from typing_extensions import TypedDict
 
-# timm's model for a config that has no MODEL, and more sizes.
+# A config without MODEL has the sizes of a model; all other things are those of this one of timm's.
 SIZED_MODEL, SIZED_SHAPE = "vit_base_patch16_224", {**SHAPE, "MLP_RATIO": "mlp_ratio"}
 # Fields that describe timm's own pretrained weights; left in, timm would export them as if they described these.
 NOT_OURS = ("tag", "license", "description", "origin_url", "paper_name", "paper_ids", "notes")
